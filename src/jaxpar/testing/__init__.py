@@ -1,0 +1,1 @@
+"""Reusable property-testing tools for sharded JAX code."""

@@ -1,0 +1,16 @@
+"""Eight CPU devices, strict types, and jaxtyping's run-time checks over the whole package."""
+
+import jax
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+with install_import_hook("jaxpar", "beartype.beartype"):
+    import jaxpar  # noqa: F401
+    import jaxpar.testing  # noqa: F401
+
+
+def pytest_configure(config):
+    assert jax.device_count() == 8, f"the tests need exactly 8 devices, found {jax.devices()}"
