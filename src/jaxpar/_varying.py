@@ -1,0 +1,44 @@
+"""Varying mesh axes: what `jax.shard_map` with `check_vma=True` tracks of each value's type.
+
+A value that differs from device to device along an axis *varies* over it. Reading and widening
+that set is all that jaxpar needs of the type system, and it is done here only.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def varying_axes(*trees: Any) -> frozenset[str]:
+    """Returns the mesh axes over which any leaf varies; empty under `check_vma=False`."""
+    leaves = jax.tree.leaves(trees)
+    return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+
+def checks_varying(axis_name: tuple[str, ...]) -> bool:
+    """Tells whether the enclosing `jax.shard_map` has `check_vma=True`."""
+    return bool(varying_axes(lax.axis_index(axis_name)))
+
+
+def vary_over(axes: Iterable[str], tree: Any) -> Any:
+    """Types every leaf as varying over `axes`, and over what it varies over already.
+
+    The derivative is a psum over the axes that were added: casting the inputs of a custom_vjp this
+    way leaves it to JAX to sum the gradient of a replicated input over the devices that used it.
+    """
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(set(axes) - varying_axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def vary_alike(axis_name: tuple[str, ...], *trees: Any) -> Any:
+    """Types all leaves as varying over `axis_name` and over whatever any of them varies over."""
+    if not checks_varying(axis_name):
+        return trees
+    axes = varying_axes(*trees) | set(axis_name)
+    return tuple(vary_over(axes, tree) for tree in trees)

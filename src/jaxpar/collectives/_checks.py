@@ -1,0 +1,54 @@
+"""What every ring function checks of its arguments, in one wording."""
+
+from jaxpar.collectives._ring import Ring
+
+MODES = ("naive", "unidirectional", "bidirectional", "auto")
+
+
+def check_mode(function: str, mode: str) -> None:
+    """Raises unless `mode` is one of the four."""
+    if mode not in MODES:
+        raise ValueError(f"{function}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+
+
+def check_dim(
+    function: str, argument: str, dim: int, shape: tuple[int, ...], *, stacked: bool = False
+) -> int:
+    """Returns `dim` counted from the front, or raises if the local `shape` has no such dimension.
+
+    With `stacked`, `dim` is a new dimension's place in the result.
+    """
+    rank = len(shape) + stacked
+    if not -rank <= dim < rank:
+        result = f"a result of {rank} dimensions" if stacked else f"{rank} dimensions"
+        raise ValueError(
+            f"{function}: {argument}={dim} is out of range for a local shape {shape}, which has "
+            f"{result}; choose from {-rank} to {rank - 1}"
+        )
+    return dim % rank
+
+
+def check_divides(
+    function: str,
+    argument: str,
+    shape: tuple[int, ...],
+    dim: int,
+    ring: Ring,
+    *,
+    exactly: bool = False,
+) -> None:
+    """Raises unless the ring's size divides (or, `exactly`, equals) dimension `dim` of `shape`."""
+    size, name = shape[dim], "x".join(ring.axis_name)
+    if exactly and size != ring.size:
+        raise ValueError(
+            f"{function}: {argument} has local shape {shape}, whose dimension {dim} must have the "
+            f"size of axis {name!r} ({ring.size}) with tiled=False, but has {size}; "
+            "pass tiled=True to cut it into blocks"
+        )
+    if size % ring.size:
+        padded = size + -size % ring.size
+        raise ValueError(
+            f"{function}: {argument} has local shape {shape}, whose dimension {dim} axis {name!r} "
+            f"({ring.size}) does not divide: {size} = {size // ring.size} x {ring.size} + "
+            f"{size % ring.size}; pad it to {padded}"
+        )

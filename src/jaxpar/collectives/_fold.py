@@ -1,0 +1,168 @@
+"""The two folds over a plan, `gather_fold` and `scatter_fold`, and the barrier that pins overlap."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._plan import Plan
+from jaxpar.collectives._ring import Ring
+
+# Largest number of whole-block steps that is unrolled while tracing; longer rings run a loop.
+# benchmarks/README.md has compile time and program size on both sides of it.
+UNROLLED_STEPS = 16
+
+Arrivals = list[tuple[Any, Array]]  # (block, logical index of the device that it belongs to)
+
+
+def gather_fold(
+    block: Any, consume: Callable[[Any, Arrivals], Any], ring: Ring, plan: Plan
+) -> Any:
+    """Brings every device's `block` past this one and folds `consume(carry, arrivals)` over them.
+
+    The first call of `consume` gets None and this device's own block. Each further call gets the
+    blocks that one step brought, whose transfer was started before the call that precedes it.
+    """
+    index = ring.index()
+
+    def send(blocks: list[Any]) -> list[Any]:
+        return [ring.shift(b, d) for b, d in zip(blocks, plan.directions, strict=True)]
+
+    def send_halves(blocks: list[Any]) -> list[Any]:
+        if not plan.halves:
+            return []
+        return send([jax.tree.map(lambda x, n=n: _half(x, n), b) for n, b in enumerate(blocks)])
+
+    def step(distance: Any, state: Any, send: Callable[[list[Any]], list[Any]] = send) -> Any:
+        carry, blocks = state
+        sources = [(index - d * distance) % ring.size for d in plan.directions]
+        arrivals = list(zip(blocks, sources, strict=True))
+        sent = send(blocks)
+        return _pin((consume(carry, arrivals), sent))
+
+    own = [block] * len(plan.directions)
+    sent = send(own) if plan.hops else send_halves(own)
+    state = _pin((consume(None, [(block, index)]), sent))
+    if plan.hops <= UNROLLED_STEPS:
+        for distance in range(1, plan.hops):
+            state = step(distance, state)
+    else:
+        state = _loop(step, plan.hops, state)
+    if plan.hops:
+        state = step(plan.hops, state, send_halves)
+    carry, halves = state
+    if plan.halves:
+        opposite = jax.tree.map(lambda x, *xs: _join(xs, x.shape), block, *halves)
+        carry = consume(carry, [(opposite, (index + plan.hops + 1) % ring.size)])
+    return carry
+
+
+def scatter_fold(
+    operands: Any,
+    produce: Callable[[Any, Array], Array],
+    ring: Ring,
+    plan: Plan,
+    wire_dtype: DTypeLike | None = None,
+) -> Array:
+    """Sums over the devices what `produce(operands, owner)` gives for each owner, at that owner.
+
+    Partial sums travel towards their owner in `wire_dtype` (their own dtype if None), and each
+    device adds what it produced while they were under way.
+    """
+    index = ring.index()
+
+    def produced_for(operands: Any, distance: Any) -> list[Array]:
+        return [produce(operands, (index - d * distance) % ring.size) for d in plan.directions]
+
+    def send(sums: list[Array]) -> list[Array]:
+        wire = [s if wire_dtype is None else s.astype(wire_dtype) for s in sums]
+        return [ring.shift(s, -d) for s, d in zip(wire, plan.directions, strict=True)]
+
+    def step(distance: Any, operands: Any, sums: list[Array]) -> tuple[Any, list[Array]]:
+        # The operands pass the barrier so that the next step's products, which depend on nothing
+        # else, wait for this step's transfers instead of running ahead of them.
+        arrived, produced, operands = _pin(
+            (send(sums), produced_for(operands, distance), operands)
+        )
+        return operands, [_add_arrival(p, arrived, lane) for lane, p in enumerate(produced)]
+
+    sums: list[Array] = []
+    if plan.halves:
+        opposite = produce(operands, (index + plan.hops + 1) % ring.size)
+        sums = [_half(opposite, lane) for lane in range(2)]
+        if plan.hops:
+            operands, sums = step(plan.hops, operands, sums)
+    elif plan.hops:
+        sums = produced_for(operands, plan.hops)
+
+    if plan.hops <= UNROLLED_STEPS:
+        for distance in range(plan.hops - 1, 0, -1):
+            operands, sums = step(distance, operands, sums)
+    else:
+        sums = _loop(lambda t, sums: step(plan.hops - t, operands, sums)[1], plan.hops, sums)
+
+    arrived, own = _pin((send(sums) if sums else [], produce(operands, index)))
+    for lane in range(len(arrived)):
+        own = _add_arrival(own, arrived, lane)
+    return own
+
+
+def take_block(x: Array, dim: int, size: int, position: Array) -> Array:
+    """Returns block number `position` of the blocks of `size` along dimension `dim`."""
+    return lax.dynamic_slice_in_dim(x, position * size, size, dim)
+
+
+def place_block(whole: Array | None, block: Array, dim: int, position: Array, count: int) -> Array:
+    """Writes `block` as number `position` of `count` along `dim`; None is a whole yet unwritten."""
+    if whole is None:
+        # Not zeros: filling what every step overwrites would be one more pass over the result.
+        shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
+        whole = vary_over(varying_axes(block), lax.empty(shape, block.dtype))
+    return lax.dynamic_update_slice_in_dim(whole, block, position * block.shape[dim], dim)
+
+
+def _pin(values: Any) -> Any:
+    """Lets nothing that depends on one of `values` start before all of them are there.
+
+    Without it the compilers are free to start every transfer at once, before any matmul, or to fuse
+    the addition of an arriving sum into the matmul that was to cover its transfer.
+    """
+    return lax.optimization_barrier(values)
+
+
+def _loop(step: Callable[[Any, Any], Any], stop: int, state: Any) -> Any:
+    # Two steps a trip: with one, the compilers copy the carried block before each send.
+    return lax.fori_loop(1, stop, lambda t, s: step(t.astype("int32"), s), state, unroll=2)
+
+
+def _halved_dim(shape: tuple[int, ...]) -> int:
+    even = [dim for dim, size in enumerate(shape) if size % 2 == 0 and size]
+    return even[0] if even else max(range(len(shape)), key=lambda dim: shape[dim])
+
+
+def _half(block: Array, lane: int) -> Array:
+    dim = _halved_dim(block.shape)
+    size = block.shape[dim]
+    middle = -(-size // 2)
+    start, stop = ((0, middle), (middle, size))[lane]
+    return lax.slice_in_dim(block, start, stop, axis=dim)
+
+
+def _add_arrival(produced: Array, arrived: list[Array], lane: int) -> Array:
+    sum_ = arrived[lane].astype(produced.dtype)
+    if sum_.shape != produced.shape:  # half of a sum: the rest of it went the other way
+        dim = _halved_dim(produced.shape)
+        missing = produced.shape[dim] - sum_.shape[dim]
+        padding = [(0, 0, 0)] * produced.ndim
+        padding[dim] = ((0, missing, 0), (missing, 0, 0))[lane]
+        sum_ = lax.pad(sum_, jnp.zeros((), sum_.dtype), padding)
+    return produced + sum_
+
+
+
+def _join(halves: Sequence[Array], whole_shape: tuple[int, ...]) -> Array:
+    return lax.concatenate(halves, _halved_dim(whole_shape))

@@ -1,0 +1,229 @@
+"""Ring forms of all-gather, reduce-scatter and all-reduce, with the results of `jax.lax`'s own."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jaxpar._chips import preferred_ring
+from jaxpar._dtypes import sum_dtype
+from jaxpar._types import AxisName, Mode
+from jaxpar._varying import checks_varying, vary_alike, vary_over
+from jaxpar.collectives._checks import check_dim, check_divides, check_mode
+from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold, take_block
+from jaxpar.collectives._plan import Plan, make_plan
+from jaxpar.collectives._ring import Ring, bind_ring
+
+
+def ring_all_gather(
+    x: Any, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, mode: Mode = "auto"
+) -> Any:
+    """All-gathers every array of a pytree by passing blocks around a ring.
+
+    Args:
+      x: pytree of local arrays of any shape and dtype; each device's block.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      axis: the dimension along which blocks are laid, in logical order.
+      tiled: concatenate along `axis` if True, stack along a new dimension there if False.
+      mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.all_gather`), or `"auto"`:
+        both ways on a torus, one way behind a switch.
+
+    Returns:
+      What `lax.all_gather(x, axis_name, axis=axis, tiled=tiled)` returns, varying over `axis_name`.
+
+    Raises:
+      ValueError: an axis out of range, an unknown mode or axis name, a call outside shard_map.
+
+    Cost: a device sends (n-1)/n of the result, in n-1 steps one way, or half of that over each link
+    in n/2 steps both ways. The derivative is `ring_reduce_scatter`.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> gather = jax.shard_map(lambda x: ring_all_gather(x, "tp", tiled=True), mesh=mesh,
+      ...                        in_specs=P("tp"), out_specs=P("tp"))
+      >>> gather(jnp.arange(16.0)).shape
+      (128,)
+
+    Source: the ring algorithm of Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations" (2009).
+    """
+    ring = bind_ring("ring_all_gather", axis_name)
+    check_mode("ring_all_gather", mode)
+    (x,) = vary_alike(ring.axis_name, x)
+    if mode == "naive":
+        return lax.all_gather(x, ring.axis_name, axis=axis, tiled=tiled)
+    plan = make_plan(ring.size, preferred_ring() if mode == "auto" else mode)
+
+    def gather(x: Array) -> Array:
+        dim = check_dim("ring_all_gather", "axis", axis, x.shape, stacked=not tiled)
+        return _gather(x if tiled else jnp.expand_dims(x, dim), ring, plan, dim, None)
+
+    return jax.tree.map(gather, x)
+
+
+def ring_reduce_scatter(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    mode: Mode = "auto",
+    wire_dtype: DTypeLike | None = None,
+) -> Any:
+    """Reduce-scatters every array of a pytree by passing partial sums around a ring.
+
+    Args:
+      x: pytree of local arrays; each is this device's addend of the whole.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      scatter_dimension: the dimension that is cut into one block a device, in logical order.
+      tiled: keep that dimension, divided by n, if True; its size is n and it goes if False.
+      mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.psum_scatter`), or `"auto"`:
+        both ways on a torus, one way behind a switch.
+      wire_dtype: the dtype in which partial sums travel. None: float32 for 16-bit floats, in which
+        sums are kept, and otherwise that of `x`.
+
+    Returns:
+      What `lax.psum_scatter(x, axis_name, scatter_dimension=..., tiled=tiled)` returns, with dtypes
+      of `x`, varying over `axis_name`.
+
+    Raises:
+      ValueError: a dimension that the ring does not divide (or, untiled, that is not n), or is out
+        of range; an unknown mode or axis name; a call outside shard_map.
+
+    Cost: a device sends (n-1)/n of `x`, in n-1 steps one way, or half of that over each link in
+    n/2 steps both ways. The derivative is `ring_all_gather`.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> scatter = jax.shard_map(lambda x: ring_reduce_scatter(x, "tp", tiled=True), mesh=mesh,
+      ...                         in_specs=P(), out_specs=P("tp"))
+      >>> scatter(jnp.arange(16.0))[:3]
+      Array([ 0.,  8., 16.], dtype=float32)
+
+    Source: as `ring_all_gather`, run backwards.
+    """
+    name = "ring_reduce_scatter"
+    ring = bind_ring(name, axis_name)
+    check_mode(name, mode)
+    (x,) = vary_alike(ring.axis_name, x)
+    plan = None
+    if mode != "naive":
+        plan = make_plan(ring.size, preferred_ring() if mode == "auto" else mode)
+
+    def scatter(x: Array) -> Array:
+        dim = check_dim(name, "scatter_dimension", scatter_dimension, x.shape)
+        check_divides(name, "x", x.shape, dim, ring, exactly=not tiled)
+        if plan is None:
+            out = lax.psum_scatter(x, ring.axis_name, scatter_dimension=dim, tiled=True)
+        else:
+            out = _scatter(x, ring, plan, dim, wire_dtype)
+        return out if tiled else lax.squeeze(out, [dim])
+
+    return jax.tree.map(scatter, x)
+
+
+def ring_all_reduce(
+    x: Any, axis_name: AxisName, *, mode: Mode = "auto", wire_dtype: DTypeLike | None = None
+) -> Any:
+    """Sums every array of a pytree over a ring: a reduce-scatter, then an all-gather.
+
+    Args:
+      x: pytree of local arrays of any shape; each is this device's addend.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.psum`), or `"auto"`: both ways on
+        a torus, one way behind a switch.
+      wire_dtype: the dtype in which partial sums travel. None: float32 for 16-bit floats, in which
+        sums are kept, and otherwise that of `x`.
+
+    Returns:
+      What `lax.psum(x, axis_name)` returns. Under `check_vma=True` it is typed as replicated over
+      `axis_name`, so that `out_specs=P()` holds.
+
+    Raises:
+      ValueError: an unknown mode or axis name, a call outside shard_map.
+
+    Cost: a device sends 2 (n-1)/n of `x`, padded to a multiple of n. Under `check_vma=True` the
+    gather is `lax.all_gather`, which alone can be typed as replicated, and the derivative sends
+    nothing; under `check_vma=False` all of it is rings, and so is the derivative, which is an
+    all-reduce, as for `lax.psum`.
+
+    Example:
+      >>> mesh = make_mesh("dp=8")
+      >>> total = jax.shard_map(lambda x: ring_all_reduce(x, "dp"), mesh=mesh,
+      ...                       in_specs=P("dp"), out_specs=P())
+      >>> total(jnp.arange(8.0))
+      Array([28.], dtype=float32)
+
+    Source: as `ring_all_gather`.
+    """
+    ring = bind_ring("ring_all_reduce", axis_name)
+    check_mode("ring_all_reduce", mode)
+    (x,) = vary_alike(ring.axis_name, x)
+    if mode == "naive":
+        return lax.psum(x, ring.axis_name)
+    plan = make_plan(ring.size, preferred_ring() if mode == "auto" else mode)
+
+    all_reduce = _all_reduce_replicated if checks_varying(ring.axis_name) else _all_reduce
+
+    def reduce(x: Array) -> Array:
+        for dim, size in enumerate(x.shape):
+            if size and size % ring.size == 0:
+                return all_reduce(x, ring, plan, dim, wire_dtype)
+        flat = jnp.pad(x.reshape(-1), (0, -x.size % ring.size))
+        return all_reduce(flat, ring, plan, 0, wire_dtype)[: x.size].reshape(x.shape)
+
+    return jax.tree.map(reduce, x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:
+    """Lays the blocks of all devices along `dim`; partial sums of its derivative use the wire."""
+
+    def place(whole: Array | None, arrivals: Arrivals) -> Array:
+        for block, source in arrivals:
+            whole = place_block(whole, block, dim, source, ring.size)
+        assert whole is not None
+        return whole
+
+    return gather_fold(x, place, ring, plan)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _scatter(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:
+    """Sums `x` over the devices, each keeping its block along `dim`."""
+    size = x.shape[dim] // ring.size
+
+    def produce(x: Array, owner: Array) -> Array:
+        return take_block(x, dim, size, owner).astype(sum_dtype(x.dtype))
+
+    return scatter_fold(x, produce, ring, plan, wire_dtype).astype(x.dtype)
+
+
+_gather.defvjp(
+    lambda x, *how: (_gather(x, *how), None), lambda *how_ct: (_scatter(how_ct[-1], *how_ct[:-2]),)
+)
+_scatter.defvjp(
+    lambda x, *how: (_scatter(x, *how), None), lambda *how_ct: (_gather(how_ct[-1], *how_ct[:-2]),)
+)
+
+
+def _all_reduce(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:
+    return _gather(_scatter(x, ring, plan, dim, wire_dtype), ring, plan, dim, wire_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _all_reduce_replicated(
+    x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None
+) -> Array:
+    shard = _scatter(x, ring, plan, dim, wire_dtype)
+    return lax.all_gather(shard, ring.axis_name, axis=dim, tiled=True, to="invarying")
+
+
+# The cotangent is replicated: every device already has what its own addend's gradient is.
+_all_reduce_replicated.defvjp(
+    lambda x, *how: (_all_reduce_replicated(x, *how), None),
+    lambda ring, *rest: (vary_over(ring.axis_name, rest[-1]),),
+)

@@ -1,0 +1,94 @@
+"""A ring: mesh axes bound to the program being traced, and the one place that moves a block."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxpar._types import AxisName, Integer
+from jaxpar._varying import vary_alike
+from jaxpar.mesh import axis_names, ring_order
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The devices along `axis_name`, in logical order."""
+
+    axis_name: tuple[str, ...]
+    size: int
+
+    def index(self) -> jax.Array:
+        """The logical index of the device that runs the program."""
+        return lax.axis_index(self.axis_name)
+
+    def shift(self, tree: Any, offset: int) -> Any:
+        """Moves every leaf `offset` devices on: device `i` receives what `i - offset` held."""
+        (tree,) = vary_alike(self.axis_name, tree)
+        if offset % self.size == 0:
+            return tree
+        axes, order = self.axis_name, range(self.size)
+        if len(axes) > 1:
+            # Given a tuple, ppermute has counted its indices in mesh order, not in the order of the
+            # tuple (silently up to jax 0.11.0): naming the axes in mesh order leaves one reading.
+            mesh = jax.sharding.get_abstract_mesh()
+            axes = tuple(name for name in mesh.axis_names if name in self.axis_name)
+            order = ring_order(mesh, self.axis_name).tolist()
+        pairs = [(order[p], order[(p + offset) % self.size]) for p in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
+
+
+def bind_ring(function: str, axis_name: AxisName) -> Ring:
+    """Returns the ring over `axis_name`, or says why `function` cannot have it here."""
+    names = axis_names(function, axis_name)
+    sizes: dict[str, int] = {}
+    for name in names:
+        try:
+            sizes[name] = lax.axis_size(name)
+        except NameError:
+            mesh = jax.sharding.get_abstract_mesh()
+            bound = {axis: mesh.shape[axis] for axis in mesh.manual_axes}
+            found = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
+            raise ValueError(
+                f"{function}: axis_name {name!r} is not bound: {found}. Call it inside "
+                f"jax.shard_map over a mesh with an axis {name!r}"
+            ) from None
+    size = 1
+    for name in names:
+        size *= sizes[name]
+    return Ring(names, size)
+
+
+def ring_shift(x: Any, axis_name: AxisName, offset: Integer = 1) -> Any:
+    """Moves every array of a pytree `offset` devices along a ring.
+
+    Args:
+      x: pytree of local arrays of any shape and dtype.
+      axis_name: one mesh axis, or a tuple of them in any order; the logical index counts in the
+        order of the tuple, as in `lax.axis_index`.
+      offset: any integer, known while tracing. Device `i` receives what device `i - offset` held.
+
+    Returns:
+      A pytree like `x`, varying over `axis_name`.
+
+    Raises:
+      TypeError: `offset` is no integer.
+      ValueError: an unknown axis name, or a call outside `jax.shard_map`.
+
+    Cost: one ppermute a leaf; a device sends each leaf once, and nothing if the ring's size divides
+    `offset`. The derivative is the shift by `-offset`.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> shift = jax.shard_map(lambda x: ring_shift(x, "tp"), mesh=mesh,
+      ...                       in_specs=P("tp"), out_specs=P("tp"))
+      >>> shift(jnp.arange(8))
+      Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
+    """
+    ring = bind_ring("ring_shift", axis_name)
+    if isinstance(offset, bool) or not hasattr(offset, "__index__") or isinstance(offset, jax.Array):
+        raise TypeError(
+            f"ring_shift: offset must be an integer known while tracing, got {offset!r} of type "
+            f"{type(offset).__name__}; for a shift that depends on data, gather and index instead"
+        )
+    return ring.shift(x, offset.__index__())

@@ -1,0 +1,205 @@
+"""Meshes by axis name, the logical order of a ring on a mesh, and its physical hops."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jaxtyping import Int
+
+from jaxpar._types import AxisName
+
+
+def make_mesh(
+    axes: str | Mapping[str, int],
+    *,
+    devices: Sequence[Any] | None = None,
+    axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
+) -> Mesh:
+    """Makes a mesh from axis names and sizes, in a good physical order of the devices.
+
+    Args:
+      axes: `"dp=2,tp=4"` or `{"dp": 2, "tp": 4}`, major axis first. One size may be -1: it takes
+        what the others leave.
+      devices: the devices to use, all of them; `jax.devices()` if None.
+      axis_types: one `jax.sharding.AxisType` for all axes, or one by axis name (Auto where a name
+        is missing).
+
+    Returns:
+      A `jax.sharding.Mesh`, ordered by `jax.experimental.mesh_utils` so that, on TPU, neighbours on
+      an axis are near on the torus. `ring_hops` shows how near.
+
+    Raises:
+      ValueError: a malformed axis, a repeated name, a size that is not positive, more than one -1,
+        or sizes whose product is not the number of devices.
+
+    Example:
+      >>> mesh = make_mesh("dp=2,tp=-1")  # 8 devices
+      >>> dict(mesh.shape)
+      {'dp': 2, 'tp': 4}
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = _fill_sizes(_parse_axes(axes), len(devices))
+    if isinstance(axis_types, Mapping):
+        unknown = sorted(set(axis_types) - set(sizes))
+        if unknown:
+            raise ValueError(
+                f"make_mesh: axis_types names {unknown}, which are not among the axes {list(sizes)}"
+            )
+        types = tuple(axis_types.get(name, AxisType.Auto) for name in sizes)
+    else:
+        types = (axis_types,) * len(sizes)
+    grid = mesh_utils.create_device_mesh(
+        tuple(sizes.values()), devices, allow_split_physical_axes=True
+    )
+    return Mesh(grid, tuple(sizes), axis_types=types)
+
+
+def ring_order(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Int[np.ndarray, " size"]:
+    """Returns the device order of the ring over `axis_name`: logical index to mesh position.
+
+    The logical index of a device on a tuple of axes counts in the order of the *tuple*, as in
+    `lax.axis_index`; collectives that take index pairs count in the order of the *mesh*. Everything
+    in jaxpar that permutes goes through this function.
+
+    Args:
+      mesh: a concrete or an abstract mesh.
+      axis_name: one axis name, or a tuple of distinct ones in any order.
+
+    Returns:
+      `order[p]`: the position, counted over the ring's axes in mesh order, of the device whose
+      logical index is `p`.
+
+    Raises:
+      ValueError: an axis that the mesh lacks, or one that is named twice.
+
+    Example:
+      >>> ring_order(make_mesh("dp=2,tp=2", devices=jax.devices()[:4]), ("tp", "dp"))
+      array([0, 2, 1, 3])
+    """
+    names = axis_names("ring_order", axis_name)
+    missing = [name for name in names if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"ring_order: axis_name {missing[0]!r} is not an axis of the mesh, "
+            f"which has {dict(mesh.shape)}"
+        )
+    in_mesh_order = [name for name in mesh.axis_names if name in names]
+    sizes = [mesh.shape[name] for name in in_mesh_order]
+    positions = np.arange(prod(sizes)).reshape(sizes)
+    return positions.transpose([in_mesh_order.index(name) for name in names]).reshape(-1)
+
+
+def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
+    """Counts the physical links between each device of a ring and the next one.
+
+    A ring is fast when every entry is 1: each transfer then has a link to itself.
+
+    Args:
+      mesh: a mesh of real or described devices.
+      axis_name: one axis name, or a tuple of distinct ones in any order.
+
+    Returns:
+      `hops[r, p]`: the links from logical index `p` to `p + 1` (the last one back to 0) on ring
+      `r`; there is one ring for each position on the other axes, in mesh order. On TPU, the
+      distance on the torus, with wrap-around where the chip has it (axes of 16 on v5e and v6e, axes
+      that are a multiple of 4 on v4, v5p and tpu7x; the extent of an axis is that of the mesh's
+      devices), and 0 between two devices of one chip. Devices without coordinates count as behind
+      one switch: 1.
+
+    Raises:
+      ValueError: an axis that the mesh lacks, or one that is named twice.
+
+    Example:
+      >>> ring_hops(make_mesh("tp=8"), "tp").max()  # CPU devices
+      np.int64(1)
+
+    Source: wrap-around rules from the public book "How to scale your model".
+    """
+    order = ring_order(mesh, axis_name)
+    names = axis_names("ring_hops", axis_name)
+    others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
+    along = [i for i, name in enumerate(mesh.axis_names) if name in names]
+    rings = mesh.devices.transpose(others + along).reshape(-1, len(order))[:, order]
+    following = np.roll(rings, -1, axis=1)
+
+    coords = [getattr(device, "coords", None) for device in rings.flat]
+    if any(c is None for c in coords):
+        return np.asarray(rings != following).astype(int)
+    extent = np.max(coords, axis=0) - np.min(coords, axis=0) + 1
+    wraps = _wraps(rings.flat[0].device_kind, extent)
+    here = np.array(coords).reshape(*rings.shape, -1)  # [rings, size, torus dims]
+    apart = np.abs(here - np.roll(here, -1, axis=1))
+    return np.where(wraps, np.minimum(apart, extent - apart), apart).sum(-1)
+
+
+def axis_names(function: str, axis_name: AxisName) -> tuple[str, ...]:
+    """Returns `axis_name` as a tuple of distinct names."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{function}: axis_name must be a mesh axis name or a tuple of them, got {axis_name!r}"
+        )
+    if len(set(names)) != len(names) or not names:
+        raise ValueError(
+            f"{function}: axis_name {axis_name!r} must name at least one axis, and each once"
+        )
+    return names
+
+
+def _wraps(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Any:
+    if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
+        return extent == 16
+    return extent % 4 == 0
+
+
+def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(axes, str):
+        return dict(axes)
+    sizes: dict[str, int] = {}
+    for part in axes.split(","):
+        name, _, size = (text.strip() for text in part.partition("="))
+        if not name or not size.removeprefix("-").isdecimal():
+            raise ValueError(
+                f"make_mesh: axes {axes!r}: {part.strip()!r} is not of the form name=size, "
+                "as in 'dp=2,tp=4'"
+            )
+        if name in sizes:
+            raise ValueError(f"make_mesh: axes {axes!r} name {name!r} twice")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
+    text = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    bad = [f"{name}={size}" for name, size in sizes.items() if size < 1 and size != -1]
+    if not sizes or bad:
+        raise ValueError(
+            f"make_mesh: axes need at least one size, all positive or -1, got {bad or sizes}"
+        )
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ValueError(f"make_mesh: {text}: only one size may be -1, got {len(free)}: {free}")
+    fixed = prod(size for size in sizes.values() if size != -1)
+    if free:
+        if devices % fixed:
+            raise ValueError(
+                f"make_mesh: {text}: the other axes take {fixed}, which does not divide "
+                f"{devices} devices ({devices} = {devices // fixed} x {fixed} + {devices % fixed}); "
+                "choose sizes whose product divides it, or pass fewer devices"
+            )
+        return {name: devices // fixed if size == -1 else size for name, size in sizes.items()}
+    if fixed != devices:
+        remedy = (
+            f"pass devices=jax.devices()[:{fixed}] to use only some"
+            if fixed < devices
+            else "choose smaller sizes"
+        )
+        raise ValueError(
+            f"make_mesh: {text} = {fixed} devices, but there are {devices}; "
+            f"make one size -1, or {remedy}"
+        )
+    return sizes

@@ -1,0 +1,115 @@
+"""What a jaxpr sends, and how large the blocks are that its shard_maps take and return."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+from jax.extend import core
+
+Var: TypeAlias = Any  # jax.extend publishes no types of jaxpr variables that hold on all versions
+
+# Primitives on the left differ from the `jax.lax` functions that bind them, by version and by
+# whether varying axes are checked.
+_LAX_NAMES = {
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "pbroadcast_dynamic": "pbroadcast",
+    "psum2": "psum",
+    "psum_invariant": "psum",
+    "reduce_scatter": "psum_scatter",
+    "unreduced_pmax": "pmax",
+    "unreduced_pmin": "pmin",
+    "unreduced_psum": "psum",
+    "unreduced_reduce_scatter": "psum_scatter",
+}
+_COLLECTIVES = {
+    *_LAX_NAMES.values(),
+    *("all_to_all", "pmax", "pmin", "ppermute", "precv", "psend", "ragged_all_to_all"),
+}
+
+
+def count(jaxpr: core.Jaxpr, platform: str | None) -> Counter[str]:
+    """Collectives by `jax.lax` name that one device runs when it runs `jaxpr` once."""
+    total: Counter[str] = Counter()
+    for eqn in jaxpr.eqns:
+        primitive = eqn.primitive.name
+        name = primitive.removesuffix("_start")
+        name = _LAX_NAMES.get(name, name)
+        if name in _COLLECTIVES:
+            total[name] += 1
+            continue
+        inner = [count(sub, platform) for sub in _subjaxprs(eqn.params)]
+        if primitive == "cond":
+            total += _branch(eqn.params, inner, platform)
+            continue
+        once = sum(inner, Counter[str]())
+        if primitive == "while" and once:
+            raise ValueError(
+                f"count_collectives: a while loop whose trip count is not known runs {dict(once)} "
+                "each time; use lax.fori_loop with bounds known while tracing, or lax.scan"
+            )
+        times = eqn.params["length"] if primitive == "scan" else 1
+        total += Counter({name: number * times for name, number in once.items()})
+    return total
+
+
+def _branch(
+    params: dict[str, Any], branches: list[Counter[str]], platform: str | None
+) -> Counter[str]:
+    platforms = params.get("branches_platforms")
+    if platforms is not None and platform is not None:
+        for names, branch in zip(platforms, branches, strict=True):
+            if names is None or platform in names:
+                return branch
+    worst: Counter[str] = Counter()
+    for branch in branches:
+        worst |= branch
+    return worst
+
+
+def _subjaxprs(value: Any) -> Iterator[core.Jaxpr]:
+    match value:
+        case core.ClosedJaxpr():
+            yield value.jaxpr
+        case core.Jaxpr():
+            yield value
+        case dict():
+            for item in value.values():
+                yield from _subjaxprs(item)
+        case tuple() | list():
+            for item in value:
+                yield from _subjaxprs(item)
+        case _:
+            pass
+
+
+def local_bytes(jaxpr: core.Jaxpr, variables: list[Var]) -> int:
+    """Bytes of `variables` on one device; a variable listed twice counts once."""
+    blocks = _blocks(jaxpr)
+    distinct = {var: None for var in variables if not isinstance(var, core.Literal)}
+    return round(sum(blocks.get(var, 1.0) * _bytes(var.aval) for var in distinct))
+
+
+def _blocks(jaxpr: core.Jaxpr) -> dict[Var, float]:
+    """The part of each variable that one device holds, where a shard_map takes or returns it."""
+    parts: dict[Var, float] = {}
+    for eqn in jaxpr.eqns:
+        for sub in _subjaxprs(eqn.params):
+            if (len(sub.invars), len(sub.outvars)) != (len(eqn.invars), len(eqn.outvars)):
+                continue  # branches and loop conditions: not the operands of the equation
+            inside = {} if eqn.primitive.name == "shard_map" else _blocks(sub)
+            outer = [*eqn.invars, *eqn.outvars]
+            for var, local in zip(outer, [*sub.invars, *sub.outvars], strict=True):
+                if isinstance(var, core.Literal) or isinstance(local, core.Literal):
+                    continue
+                if eqn.primitive.name == "shard_map":
+                    size = _bytes(var.aval)
+                    parts[var] = _bytes(local.aval) / size if size else 1.0
+                elif local in inside:
+                    parts[var] = inside[local]
+    return parts
+
+
+def _bytes(aval: Any) -> int:
+    return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
