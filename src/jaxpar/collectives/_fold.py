@@ -19,9 +19,7 @@ UNROLLED_STEPS = 16
 Arrivals = list[tuple[Any, Array]]  # (block, logical index of the device that it belongs to)
 
 
-def gather_fold(
-    block: Any, consume: Callable[[Any, Arrivals], Any], ring: Ring, plan: Plan
-) -> Any:
+def gather_fold(block: Any, consume: Callable[[Any, Arrivals], Any], ring: Ring, plan: Plan) -> Any:
     """Brings every device's `block` past this one and folds `consume(carry, arrivals)` over them.
 
     The first call of `consume` gets None and this device's own block. Each further call gets the
@@ -85,9 +83,7 @@ def scatter_fold(
     def step(distance: Any, operands: Any, sums: list[Array]) -> tuple[Any, list[Array]]:
         # The operands pass the barrier so that the next step's products, which depend on nothing
         # else, wait for this step's transfers instead of running ahead of them.
-        arrived, produced, operands = _pin(
-            (send(sums), produced_for(operands, distance), operands)
-        )
+        arrived, produced, operands = _pin((send(sums), produced_for(operands, distance), operands))
         return operands, [_add_arrival(p, arrived, lane) for lane, p in enumerate(produced)]
 
     sums: list[Array] = []
@@ -161,7 +157,6 @@ def _add_arrival(produced: Array, arrived: list[Array], lane: int) -> Array:
         padding[dim] = ((0, missing, 0), (missing, 0, 0))[lane]
         sum_ = lax.pad(sum_, jnp.zeros((), sum_.dtype), padding)
     return produced + sum_
-
 
 
 def _join(halves: Sequence[Array], whole_shape: tuple[int, ...]) -> Array:

@@ -1,6 +1,5 @@
 """Ring forms of all-gather, reduce-scatter and all-reduce, with the results of `jax.lax`'s own."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,13 +8,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar._chips import preferred_ring
-from jaxpar._dtypes import sum_dtype
 from jaxpar._types import AxisName, Mode
-from jaxpar._varying import checks_varying, vary_alike, vary_over
+from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_dim, check_divides, check_mode
-from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold, take_block
-from jaxpar.collectives._plan import Plan, make_plan
-from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.collectives._plan import make_plan
+from jaxpar.collectives._primitive import all_reduce, gather_blocks, scatter_sums
+from jaxpar.collectives._ring import bind_ring
 
 
 def ring_all_gather(
@@ -59,7 +57,7 @@ def ring_all_gather(
 
     def gather(x: Array) -> Array:
         dim = check_dim("ring_all_gather", "axis", axis, x.shape, stacked=not tiled)
-        return _gather(x if tiled else jnp.expand_dims(x, dim), ring, plan, dim, None)
+        return gather_blocks(x if tiled else jnp.expand_dims(x, dim), ring, plan, dim, None)
 
     return jax.tree.map(gather, x)
 
@@ -119,7 +117,7 @@ def ring_reduce_scatter(
         if plan is None:
             out = lax.psum_scatter(x, ring.axis_name, scatter_dimension=dim, tiled=True)
         else:
-            out = _scatter(x, ring, plan, dim, wire_dtype)
+            out = scatter_sums(x, ring, plan, dim, wire_dtype)
         return out if tiled else lax.squeeze(out, [dim])
 
     return jax.tree.map(scatter, x)
@@ -166,8 +164,6 @@ def ring_all_reduce(
         return lax.psum(x, ring.axis_name)
     plan = make_plan(ring.size, preferred_ring() if mode == "auto" else mode)
 
-    all_reduce = _all_reduce_replicated if checks_varying(ring.axis_name) else _all_reduce
-
     def reduce(x: Array) -> Array:
         for dim, size in enumerate(x.shape):
             if size and size % ring.size == 0:
@@ -176,54 +172,3 @@ def ring_all_reduce(
         return all_reduce(flat, ring, plan, 0, wire_dtype)[: x.size].reshape(x.shape)
 
     return jax.tree.map(reduce, x)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:
-    """Lays the blocks of all devices along `dim`; partial sums of its derivative use the wire."""
-
-    def place(whole: Array | None, arrivals: Arrivals) -> Array:
-        for block, source in arrivals:
-            whole = place_block(whole, block, dim, source, ring.size)
-        assert whole is not None
-        return whole
-
-    return gather_fold(x, place, ring, plan)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _scatter(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:
-    """Sums `x` over the devices, each keeping its block along `dim`."""
-    size = x.shape[dim] // ring.size
-
-    def produce(x: Array, owner: Array) -> Array:
-        return take_block(x, dim, size, owner).astype(sum_dtype(x.dtype))
-
-    return scatter_fold(x, produce, ring, plan, wire_dtype).astype(x.dtype)
-
-
-_gather.defvjp(
-    lambda x, *how: (_gather(x, *how), None), lambda *how_ct: (_scatter(how_ct[-1], *how_ct[:-2]),)
-)
-_scatter.defvjp(
-    lambda x, *how: (_scatter(x, *how), None), lambda *how_ct: (_gather(how_ct[-1], *how_ct[:-2]),)
-)
-
-
-def _all_reduce(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:
-    return _gather(_scatter(x, ring, plan, dim, wire_dtype), ring, plan, dim, wire_dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _all_reduce_replicated(
-    x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None
-) -> Array:
-    shard = _scatter(x, ring, plan, dim, wire_dtype)
-    return lax.all_gather(shard, ring.axis_name, axis=dim, tiled=True, to="invarying")
-
-
-# The cotangent is replicated: every device already has what its own addend's gradient is.
-_all_reduce_replicated.defvjp(
-    lambda x, *how: (_all_reduce_replicated(x, *how), None),
-    lambda ring, *rest: (vary_over(ring.axis_name, rest[-1]),),
-)

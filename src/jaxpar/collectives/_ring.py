@@ -86,7 +86,11 @@ def ring_shift(x: Any, axis_name: AxisName, offset: Integer = 1) -> Any:
       Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
     """
     ring = bind_ring("ring_shift", axis_name)
-    if isinstance(offset, bool) or not hasattr(offset, "__index__") or isinstance(offset, jax.Array):
+    if (
+        isinstance(offset, bool)
+        or not hasattr(offset, "__index__")
+        or isinstance(offset, jax.Array)
+    ):
         raise TypeError(
             f"ring_shift: offset must be an integer known while tracing, got {offset!r} of type "
             f"{type(offset).__name__}; for a shift that depends on data, gather and index instead"

@@ -1,0 +1,148 @@
+"""From a call to a program: checks, choice of mode, varying axes, and the naive or the ring form."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar._dtypes import result_dtype, sum_dtype
+from jaxpar._types import AxisName, Mode, Operand
+from jaxpar._varying import vary_alike
+from jaxpar.collectives._checks import check_divides, check_mode
+from jaxpar.collectives._plan import make_plan
+from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.matmul._all_reduce import all_reduce_einsum
+from jaxpar.matmul._labels import Labels, local_sizes
+from jaxpar.matmul._mode import choose_mode
+from jaxpar.matmul._primitive import (
+    Arithmetic,
+    Method,
+    Product,
+    gather_einsum,
+    multiply,
+    scatter_einsum,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a public function was asked to do, apart from its operands."""
+
+    function: str
+    labels: Labels
+    ring: Ring
+    mode: Mode
+    arithmetic: Arithmetic
+
+    def resolve(self, label: str, flops: float, block_bytes: float) -> Method | None:
+        """Returns how to run on the ring, or None for the naive form."""
+        mode = self.mode
+        if mode == "auto":
+            mode = choose_mode(self.ring, flops, block_bytes)
+        if mode == "naive":
+            return None
+        return Method(self.ring, make_plan(self.ring.size, mode), label, self.arithmetic)
+
+    def result_dtype(self, lhs: Array) -> Any:
+        """The dtype of the result."""
+        preferred = self.arithmetic.preferred_element_type
+        return result_dtype(lhs.dtype) if preferred is None else preferred
+
+    def wire_dtype(self, lhs: Array) -> Any:
+        """The dtype in which partial sums travel."""
+        wire = self.arithmetic.wire_dtype or self.arithmetic.preferred_element_type
+        return sum_dtype(lhs.dtype) if wire is None else wire
+
+
+def make_call(
+    function: str,
+    labels: Labels,
+    axis_name: AxisName,
+    mode: Mode,
+    preferred_element_type: Any,
+    precision: Any,
+    wire_dtype: Any = None,
+) -> Call:
+    """Checks what can be checked without the operands."""
+    check_mode(function, mode)
+    preferred, wire = (
+        None if d is None else jnp.dtype(d) for d in (preferred_element_type, wire_dtype)
+    )
+    ring = bind_ring(function, axis_name)
+    return Call(function, labels, ring, mode, Arithmetic(preferred, wire, precision))
+
+
+def gathered_operand(call: Call, label: str, lhs: Array, rhs: Array) -> Operand:
+    """Returns the operand that is sharded along `label`: the only one that has it, or the smaller."""
+    labels = call.labels
+    if len(label) != 1 or label not in labels.lhs + labels.rhs:
+        raise ValueError(
+            f"{call.function}: gather={label!r} is not a label of an operand of '{labels}'; "
+            f"choose one of {sorted(set(labels.lhs + labels.rhs))}"
+        )
+    sizes = [
+        x.shape[letters.index(label)] if label in letters[: x.ndim] else None
+        for x, letters in ((lhs, labels.lhs), (rhs, labels.rhs))
+    ]
+    if None in sizes:
+        return "lhs" if sizes[1] is None else "rhs"
+    return "lhs" if sizes[0] <= sizes[1] else "rhs"
+
+
+def gather(
+    call: Call, operand: Operand, label: str, lhs: Array, rhs: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """Multiplies lhs by each of `rhs`, `operand` being gathered along `label` first."""
+    ring, labels = call.ring, call.labels
+    sizes = [
+        local_sizes(call.function, labels, lhs, weight, ring, gathered=(operand, label))
+        for weight in rhs
+    ]
+    dtype = call.result_dtype(lhs)
+    lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
+    if operand == "lhs":
+        left, rights, product = lhs, rhs, Product(labels.lhs, labels.rhs, labels.out, dtype)
+    else:
+        (left,), rights = rhs, (lhs,)
+        product = Product(labels.rhs, labels.lhs, labels.out, dtype)
+
+    flops = sum(2.0 * prod(s.values()) for s in sizes)
+    method = call.resolve(label, flops, left.size * left.dtype.itemsize)
+    if method is not None:
+        return gather_einsum(method, (product,) * len(rights), left, rights)
+    whole = lax.all_gather(left, ring.axis_name, axis=product.left.index(label), tiled=True)
+    return tuple(multiply(call.arithmetic, product, whole, r).astype(dtype) for r in rights)
+
+
+def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:
+    """Multiplies, sums over the ring, and keeps this device's block along `label`."""
+    ring, labels = call.ring, call.labels
+    sizes = local_sizes(call.function, labels, lhs, rhs, ring)
+    dim, shape = labels.out.index(label), tuple(sizes[name] for name in labels.out)
+    check_divides(call.function, "the result", shape, dim, ring)
+    dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
+    lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
+    product = Product(labels.lhs, labels.rhs, labels.out, dtype)
+    block_bytes = prod(shape) // ring.size * wire.itemsize
+    method = call.resolve(label, 2.0 * prod(sizes.values()), block_bytes)
+    if method is not None:
+        return scatter_einsum(method, (product,), ((lhs, rhs),))
+    sums = multiply(call.arithmetic, product, lhs, rhs).astype(wire)
+    return lax.psum_scatter(sums, ring.axis_name, scatter_dimension=dim, tiled=True).astype(dtype)
+
+
+def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
+    """Multiplies, and sums over the ring."""
+    ring, labels = call.ring, call.labels
+    sizes = local_sizes(call.function, labels, lhs, rhs, ring)
+    dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
+    lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
+    product = Product(labels.lhs, labels.rhs, labels.out, dtype)
+    block_bytes = prod(sizes[name] for name in labels.out) // ring.size * wire.itemsize
+    method = call.resolve(labels.out[:1], 2.0 * prod(sizes.values()), block_bytes)
+    if method is not None and labels.out:
+        return all_reduce_einsum(method, product, lhs, rhs)
+    sums = multiply(call.arithmetic, product, lhs, rhs).astype(wire)
+    return lax.psum(sums, ring.axis_name).astype(dtype)

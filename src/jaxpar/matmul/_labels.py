@@ -1,0 +1,121 @@
+"""Einsum labels: what a ring einsum accepts, and how the named matmuls spell themselves."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from jax import Array
+
+from jaxpar.collectives._ring import Ring
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of both operands and of the result, one letter a dimension."""
+
+    lhs: str
+    rhs: str
+    out: str
+
+    def __str__(self) -> str:
+        return f"{self.lhs},{self.rhs}->{self.out}"
+
+
+def parse_labels(function: str, subscripts: str) -> Labels:
+    """Returns the labels in `subscripts`, or says what a ring einsum cannot do with them."""
+    text = subscripts.replace(" ", "")
+    inputs, arrow, out = text.partition("->")
+    operands = inputs.split(",")
+    if not arrow or len(operands) != 2 or not all(s.isalpha() or not s for s in (*operands, out)):
+        raise ValueError(
+            f"{function}: subscripts {subscripts!r} must spell two operands and the result with one "
+            "letter a dimension, as in 'bmk,kn->bmn'; write out an ellipsis"
+        )
+    labels = Labels(*operands, out)
+    for name, letters in (("lhs", labels.lhs), ("rhs", labels.rhs), ("the result", out)):
+        repeated = [label for label, count in Counter(letters).items() if count > 1]
+        if repeated:
+            raise ValueError(
+                f"{function}: subscripts {subscripts!r} repeat {repeated[0]!r} in {name}; "
+                "take the diagonal before the call"
+            )
+    counts = Counter(labels.lhs + labels.rhs + out)
+    single = [label for label, count in counts.items() if count == 1]
+    if single:
+        raise ValueError(
+            f"{function}: subscripts {subscripts!r} have {single[0]!r} only once; each label must "
+            "be in two of lhs, rhs and the result: sum over it before, or broadcast it after, the call"
+        )
+    return labels
+
+
+def matmul_labels(function: str, lhs: Array, *weights: Array) -> Labels:
+    """Returns the labels of `lhs [..., k] @ rhs [k, n]`, or says which rank is wrong."""
+    if lhs.ndim < 1:
+        raise ValueError(f"{function}: lhs must be [..., k], got a local array without dimensions")
+    for rhs in weights:
+        if rhs.ndim != 2:
+            raise ValueError(
+                f"{function}: rhs must be [k, n], got local shape {rhs.shape} with {rhs.ndim} "
+                "dimensions; reshape it, or use ring_einsum"
+            )
+    rows = "abcdefghijlmopqrstuvwxyz"[: lhs.ndim - 1]
+    return Labels(rows + "k", "kn", rows + "n")
+
+
+def local_sizes(
+    function: str,
+    labels: Labels,
+    lhs: Array,
+    rhs: Array,
+    ring: Ring,
+    gathered: tuple[str, str] | None = None,
+) -> dict[str, int]:
+    """Returns each label's size on one device, that of the `gathered` (operand, label) when whole.
+
+    Raises unless dtypes agree, ranks are those of the labels, and shared labels have one size.
+    """
+    operands = (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs))
+    for name, x, letters in operands:
+        if x.ndim != len(letters):
+            raise ValueError(
+                f"{function}: {name} has local shape {x.shape}, {x.ndim} dimensions, but "
+                f"'{labels}' gives it {len(letters)}"
+            )
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(
+            f"{function}: lhs is {lhs.dtype}{list(lhs.shape)} and rhs is "
+            f"{rhs.dtype}{list(rhs.shape)}; cast one of them with .astype, and choose the dtype of "
+            "the result with preferred_element_type"
+        )
+    sizes: dict[str, int] = {}
+    for name, x, letters in operands:
+        for dim, label in enumerate(letters):
+            size = x.shape[dim] * (ring.size if (name, label) == gathered else 1)
+            if sizes.setdefault(label, size) != size:
+                raise ValueError(_size_mismatch(function, labels, lhs, rhs, ring, label, gathered))
+    return sizes
+
+
+def _size_mismatch(
+    function: str,
+    labels: Labels,
+    lhs: Array,
+    rhs: Array,
+    ring: Ring,
+    label: str,
+    gathered: tuple[str, str] | None,
+) -> str:
+    left, right = labels.lhs.index(label), labels.rhs.index(label)
+    texts = {"lhs": str(lhs.shape[left]), "rhs": str(rhs.shape[right])}
+    remedy = "they must be equal"
+    if gathered is not None and gathered[1] == label:
+        operand = gathered[0]
+        axis = "x".join(ring.axis_name)
+        whole = (lhs.shape[left] if operand == "lhs" else rhs.shape[right]) * ring.size
+        texts[operand] += f" x {ring.size} (axis {axis!r}) = {whole} when gathered"
+        remedy = f"{operand} must be 1/{ring.size} of the other along it"
+    return (
+        f"{function}: lhs has local shape {lhs.shape} and rhs {rhs.shape}, but label {label!r} of "
+        f"'{labels}' is dimension {left} of lhs, {texts['lhs']}, and dimension {right} of rhs, "
+        f"{texts['rhs']}; {remedy}"
+    )

@@ -1,0 +1,299 @@
+"""The public overlapped matmuls: names for a ring einsum."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+
+from jaxpar._types import AxisName, Mode, Operand
+from jaxpar.collectives._checks import check_dim
+from jaxpar.matmul import _einsum
+from jaxpar.matmul._labels import matmul_labels, parse_labels
+
+
+def all_gather_matmul(
+    lhs: Array,
+    rhs: Array | tuple[Array, ...],
+    axis_name: AxisName,
+    *,
+    gather: Operand = "lhs",
+    axis: int = 0,
+    mode: Mode = "auto",
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Any:
+    """Computes `all_gather(lhs) @ rhs`, or `lhs @ all_gather(rhs)`, as the blocks arrive.
+
+    Args:
+      lhs: local `[..., k]`.
+      rhs: local `[k, n]`, or a tuple of such weights (their `n` may differ) that share one gather
+        of lhs.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      gather: the operand that is sharded over `axis_name`, `"lhs"` or `"rhs"`.
+      axis: the dimension of that operand along which it is sharded: rows or batch of lhs, columns
+        of rhs, or the contracting dimension of either.
+      mode: `"naive"` (`lax.all_gather`, then one matmul), `"unidirectional"`, `"bidirectional"`, or
+        `"auto"`: what a roofline over the static shapes, the ring's size and the chip predicts to
+        be fastest.
+      preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
+        16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which the partial sums of the backward reduce-scatter travel. None:
+        that of partial sums.
+
+    Operands may vary over any axes; one that is replicated over an axis over which another varies
+    gets its gradient summed there.
+
+    Returns:
+      The local product with the gathered dimension whole (all rows, say), varying over `axis_name`
+      and over all that lhs and rhs vary over; a tuple of products for a tuple of weights.
+
+    Raises:
+      TypeError: operands of different dtypes.
+      ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
+
+    Cost: a device sends (n-1)/n of the gathered operand and computes the whole local product in n
+    pieces (n-1 transfers one way; about n/2, on each link half the bytes, both ways). The
+    derivative gathers once more and reduce-scatters once, overlapped alike, and keeps the operands
+    as they came in.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> f = jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"), mesh=mesh,
+      ...                   in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+      >>> f(jnp.ones((16, 4)), jnp.ones((4, 24))).shape
+      (16, 24)
+
+    Source: Wang et al., "Overlap communication with dependent computation via decomposition in
+    large deep learning models" (ASPLOS 2023).
+    """
+    name = "all_gather_matmul"
+    if gather not in ("lhs", "rhs"):
+        raise ValueError(f"{name}: gather must be 'lhs' or 'rhs', got {gather!r}")
+    if isinstance(rhs, tuple) and (gather == "rhs" or not rhs):
+        raise ValueError(
+            f"{name}: a tuple of {len(rhs)} weights as rhs shares one gather of lhs, so it needs "
+            "gather='lhs' and at least one weight; to gather the weights, call once for each"
+        )
+    weights = tuple(jnp.asarray(w) for w in (rhs if isinstance(rhs, tuple) else (rhs,)))
+    lhs = jnp.asarray(lhs)
+    labels = matmul_labels(name, lhs, *weights)
+    letters, operand = (labels.lhs, lhs) if gather == "lhs" else (labels.rhs, weights[0])
+    label = letters[check_dim(name, "axis", axis, operand.shape)]
+    call = _einsum.make_call(
+        name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
+    )
+    results = _einsum.gather(call, gather, label, lhs, weights)
+    return results if isinstance(rhs, tuple) else results[0]
+
+
+def matmul_reduce_scatter(
+    lhs: Array,
+    rhs: Array,
+    axis_name: AxisName,
+    *,
+    axis: int = 0,
+    mode: Mode = "auto",
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Array:
+    """Computes `psum_scatter(lhs @ rhs)`, producing each block while the sums of others travel.
+
+    Args:
+      lhs: local `[..., k]`, this device's part of the contracting dimension.
+      rhs: local `[k, n]`.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      axis: the dimension of the result that is scattered, in logical order.
+      mode: `"naive"` (one matmul, then `lax.psum_scatter`), `"unidirectional"`, `"bidirectional"`,
+        or `"auto"`: what a roofline over the static shapes, the ring's size and the chip predicts
+        to be fastest.
+      preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
+        16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which partial sums travel. None: that of partial sums. A 16-bit wire
+        halves the bytes and rounds once a hop.
+
+    Returns:
+      This device's block, along `axis`, of the sum over the ring of `lhs @ rhs`, varying over
+      `axis_name` and over all that lhs and rhs vary over.
+
+    Raises:
+      TypeError: operands of different dtypes.
+      ValueError: a dimension that the ring does not divide, wrong ranks or sizes, an unknown mode
+        or axis name, a call outside shard_map.
+
+    Cost: a device sends (n-1)/n of the whole result in the wire's dtype, and computes the local
+    product in n pieces. The derivative gathers the cotangent once, overlapped alike, for the
+    gradients of both operands, and keeps the operands as they came in.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> f = jax.shard_map(lambda x, w: matmul_reduce_scatter(x, w, "tp"), mesh=mesh,
+      ...                   in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"))
+      >>> f(jnp.ones((16, 8)), jnp.ones((8, 24)))[0, 0]
+      Array(8., dtype=float32)
+
+    Source: as `all_gather_matmul`.
+    """
+    name = "matmul_reduce_scatter"
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    labels = matmul_labels(name, lhs, rhs)
+    result_shape = (*lhs.shape[:-1], *rhs.shape[1:])
+    label = labels.out[check_dim(name, "axis", axis, result_shape)]
+    call = _einsum.make_call(
+        name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
+    )
+    return _einsum.scatter(call, label, lhs, rhs)
+
+
+def matmul_all_reduce(
+    lhs: Array,
+    rhs: Array,
+    axis_name: AxisName,
+    *,
+    mode: Mode = "auto",
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Array:
+    """Computes `psum(lhs @ rhs)`: an overlapped reduce-scatter, then an all-gather.
+
+    Args:
+      lhs: local `[..., k]`, this device's part of the contracting dimension.
+      rhs: local `[k, n]`.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      mode: `"naive"` (one matmul, then `lax.psum`), `"unidirectional"`, `"bidirectional"`, or
+        `"auto"`: what a roofline over the static shapes, the ring's size and the chip predicts to
+        be fastest.
+      preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
+        16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which partial sums travel. None: that of partial sums.
+
+    Returns:
+      The sum over the ring of `lhs @ rhs`. Under `check_vma=True` it is typed as replicated over
+      `axis_name`, so that `out_specs=P()` holds. Sizes need not divide: a result without a
+      dimension that the ring divides is padded on the way.
+
+    Raises:
+      TypeError: operands of different dtypes.
+      ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
+
+    Cost: a device sends 2 (n-1)/n of the result, the half that is summed in the wire's dtype and
+    overlapped, the half that is gathered (by `lax.all_gather` under `check_vma=True`, which alone
+    can be typed as replicated) not. The derivative sends nothing under `check_vma=True`; under
+    `check_vma=False`, as for `lax.psum`, it sums the cotangent over the ring, overlapped.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> f = jax.shard_map(lambda x, w: matmul_all_reduce(x, w, "tp"), mesh=mesh,
+      ...                   in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+      >>> f(jnp.ones((3, 8)), jnp.ones((8, 5)))[0, 0]
+      Array(8., dtype=float32)
+
+    Source: as `all_gather_matmul`.
+    """
+    name = "matmul_all_reduce"
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    labels = matmul_labels(name, lhs, rhs)
+    call = _einsum.make_call(
+        name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
+    )
+    return _einsum.all_reduce(call, lhs, rhs)
+
+
+def ring_einsum(
+    subscripts: str,
+    lhs: Array,
+    rhs: Array | tuple[Array, ...],
+    axis_name: AxisName,
+    *,
+    gather: str | None = None,
+    scatter: str | None = None,
+    mode: Mode = "auto",
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Any:
+    """Computes an einsum of two operands of which one, or the result, is sharded over a ring.
+
+    `all_gather_matmul` and `matmul_reduce_scatter` are names for this.
+
+    Args:
+      subscripts: `"bmk,kn->bmn"`: one letter a dimension, each in two at least of lhs, rhs and the
+        result, none twice in one of them.
+      lhs: local operand.
+      rhs: local operand, or a tuple of operands of the same labels that share one gather of lhs.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      gather: the label along which an operand is sharded. If both operands have it, the sharded one
+        is the one whose local size is 1/n of the other's.
+      scatter: the label along which the result is scattered, after a sum over the ring. Exactly one
+        of `gather` and `scatter` is given.
+      mode: `"naive"`, `"unidirectional"`, `"bidirectional"` or `"auto"`, as in `all_gather_matmul`.
+      preferred_element_type: the dtype of partial sums and of the result, as in
+        `all_gather_matmul`.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which partial sums travel, forward or backward. None: their own.
+
+    Returns:
+      The local result: with the gathered label whole, or this device's block along the scattered
+      one; a tuple of results for a tuple of operands. It varies over `axis_name` and over all that
+      the operands vary over.
+
+    Raises:
+      TypeError: operands of different dtypes.
+      ValueError: malformed subscripts, both or neither of `gather` and `scatter`, a label that is
+        not there, wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
+
+    Cost: a device sends (n-1)/n of the gathered operand, or of the result before the scatter, and
+    computes the local einsum in n pieces. The derivative is made of the same rings, and keeps the
+    operands as they came in.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")  # sequence s is gathered, heads h are local
+      >>> f = jax.shard_map(lambda x, w: ring_einsum("bsd,dhe->bhse", x, w, "tp", gather="s"),
+      ...                   mesh=mesh, in_specs=(P(None, "tp"), P(None, "tp")),
+      ...                   out_specs=P(None, "tp"))
+      >>> f(jnp.ones((2, 16, 4)), jnp.ones((4, 8, 3))).shape
+      (2, 8, 16, 3)
+
+    Source: as `all_gather_matmul`.
+    """
+    name = "ring_einsum"
+    labels = parse_labels(name, subscripts)
+    lhs, weights = jnp.asarray(lhs), rhs if isinstance(rhs, tuple) else (rhs,)
+    weights = tuple(jnp.asarray(w) for w in weights)
+    if not weights:
+        raise ValueError(f"{name}: rhs is an empty tuple; give at least one operand")
+    if (gather is None) == (scatter is None):
+        raise ValueError(
+            f"{name}: give exactly one of gather= and scatter=, a label of {subscripts!r}; "
+            f"got gather={gather!r} and scatter={scatter!r}"
+        )
+    call = _einsum.make_call(
+        name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
+    )
+    if scatter is not None:
+        if scatter not in labels.out or len(scatter) != 1:
+            raise ValueError(
+                f"{name}: scatter={scatter!r} is not a label of the result of {subscripts!r}; "
+                f"choose one of {list(labels.out)}"
+            )
+        if isinstance(rhs, tuple):
+            raise ValueError(
+                f"{name}: a tuple as rhs shares one gather of lhs, and there is none with "
+                f"scatter={scatter!r}; call once for each operand"
+            )
+        return _einsum.scatter(call, scatter, lhs, weights[0])
+    operand = _einsum.gathered_operand(call, gather, lhs, weights[0])
+    if isinstance(rhs, tuple) and operand == "rhs":
+        raise ValueError(
+            f"{name}: a tuple of {len(rhs)} operands as rhs shares one gather of lhs, but "
+            f"gather={gather!r} gathers rhs; call once for each operand"
+        )
+    results = _einsum.gather(call, operand, gather, lhs, weights)
+    return results if isinstance(rhs, tuple) else results[0]
