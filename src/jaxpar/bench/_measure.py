@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isnan
 from time import perf_counter
 from typing import Any
 
@@ -31,7 +30,7 @@ class Row:
     seconds: list[float]  # one a round; round i of every mode of a case ran side by side
     ratios: list[float]  # seconds over those of naive in the same round
     temp_bytes: int | None  # None: the backend does not tell
-    sent_bytes: float | None  # None: not known before the program runs
+    sent_bytes: float
     collectives: dict[str, int]
     errors: dict[str, float]  # of each result, in units of the rms of its reference
     tolerances: dict[str, float]
@@ -63,7 +62,7 @@ class _Program:
 
     compiled: Callable[..., Any]
     temp_bytes: int | None
-    sent_bytes: float | None  # None: not known before the program runs
+    sent_bytes: float
     collectives: dict[str, int]
 
 
@@ -82,13 +81,12 @@ def measure(
     no row at all. `tick` is called once a round.
     """
     size, backward = ring_size(mesh, ring), phase == "forward+backward"
-    args = [problem.lhs, problem.rhs, problem.cotangent]
-    placed = [_problem.place(x, mesh, spec) for x, spec in zip(args, op.specs(ring), strict=True)][
-        : 3 if backward else 2
-    ]
+    args = [problem.lhs, problem.rhs, *([problem.cotangent] if backward else [])]
+    specs = op.specs(ring)[: len(args)]
+    placed = [_problem.place(x, mesh, spec) for x, spec in zip(args, specs, strict=True)]
     programs = {mode: _compile(op.bind(mesh, ring, mode), placed, mesh) for mode in MODES}
 
-    rows, cols, depth = problem.shape[0], problem.shape[2], problem.shape[1]
+    rows, depth, cols = problem.shape
     want = {"out": (problem.out, depth)}
     if backward:
         want |= {"dlhs": (problem.dlhs, cols), "drhs": (problem.drhs, rows)}
@@ -136,13 +134,13 @@ def time_interleaved(
 ) -> list[list[float]]:
     """Times each function once a round, so that drift of the machine meets all of them alike.
 
-    The order is rotated from round to round: no function always runs in the wake of the same one.
-    The first round, which warms up, is dropped.
+    From round to round the order is rotated and turned around, so that no function always runs in
+    the wake of the same one. The first round, which warms up, is dropped.
     """
     seconds: list[list[float]] = [[] for _ in functions]
     for turn in range(-1, repeats):
-        for i in range(len(functions)):
-            which = (i + turn) % len(functions)
+        order = [(i + turn) % len(functions) for i in range(len(functions))]
+        for which in order if turn % 2 else reversed(order):
             if jax.process_count() > 1:
                 # Or a process would be charged for the lateness of its peers in the call before.
                 multihost_utils.sync_global_devices("jaxpar bench")
@@ -165,17 +163,15 @@ def _compile(function: Callable[[Any, Any], Any], args: list[jax.Array], mesh: M
     backward = len(args) == 3
     traced = jax.jit(forward_and_backward if backward else forward).trace(*args)
     compiled = traced.lower().compile()
-    sent = sent_bytes(traced.jaxpr, mesh)
     memory = compiled.memory_analysis()
-    counts = count_collectives(function, *args[:2])
-    collectives = dict(counts.forward)
-    for name, count in counts.backward.items() if backward else ():
-        collectives[name] = collectives.get(name, 0) + count
+    counts = count_collectives(
+        function, *args[:2], grad=backward, platform=mesh.devices.flat[0].platform
+    )
     return _Program(
         compiled=compiled,
         temp_bytes=None if memory is None else int(memory.temp_size_in_bytes),
-        sent_bytes=None if isnan(sent) else sent,
-        collectives={name: count for name, count in sorted(collectives.items()) if count},
+        sent_bytes=sent_bytes(traced.jaxpr, mesh),
+        collectives=dict(sorted((counts.forward + counts.backward).items())),
     )
 
 

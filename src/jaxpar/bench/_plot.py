@@ -20,13 +20,15 @@ def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
     for panel, phase in zip(panels, PHASES, strict=True):
         _draw_panel(panel, cases, [row for row in rows if row.phase == phase])
         panel.set_title(phase.replace("+", " + "), fontsize=10, loc="left")
+        panel.set_xlabel("time / time of naive in the same round (less is faster)", fontsize=8)
     panels[0].set_yticks(range(len(cases)), [f"{op}\n{shape}" for op, shape in cases], fontsize=8)
     panels[0].set_ylim(len(cases) - 0.5, -0.5)
-    figure.supxlabel("time / time of naive in the same round (less is faster)", fontsize=9)
     title = "\n".join([header(run), *run.notes])
     figure.suptitle(title, fontsize=8, x=0.01, ha="left")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False
+    )
     figure.savefig(path)
 
 

@@ -1,7 +1,7 @@
 """A seeded problem of one global shape, its float64 reference, and how far a result may be off."""
 
 from dataclasses import dataclass
-from typing import Any
+from math import sqrt
 
 import jax
 import jax.numpy as jnp
@@ -73,13 +73,14 @@ def error(got: jax.Array, want: np.ndarray) -> float:
 def tolerance(dtype: str, depth: int, ring: int, platform: str) -> float:
     """What `error` may reach for a product of standard normal operands over `depth`.
 
-    `8 * (sqrt(ring) e_dtype + sqrt(depth) e_float32 + 2 e_product)`. A partial sum is rounded to
-    the dtype at most once a device, and within a device at most `depth` times in float32; the
-    roundings are independent, so they add as a square root. The last term is for operands that the
-    default matmul precision rounds: bfloat16 on TPU and 10 bits of fraction on GPU. 8: no element
-    of a matrix that fits in memory is further than 8 standard deviations out.
+    `8 (u_dtype (1 + sqrt(ring / 2)) + u_float32 sqrt(depth / 2) + 2 u_product)`, `u` being the
+    relative error of one rounding. The result is rounded to the dtype, and so at most is a partial
+    sum on each device; within a device float32 sums are rounded `depth` times. Partial sums grow
+    as the square root of their length and their roundings are independent, which together make
+    `sqrt(length / 2)`. `u_product` is for float32 operands that the default matmul precision
+    rounds: to bfloat16 on TPU, to 10 bits of fraction on GPU. 8: no element of a matrix that fits
+    in memory lies further than 8 standard deviations out.
     """
-    product = {"cpu": 0.0, "tpu": 2.0**-8}.get(platform, 2.0**-10) if dtype == "float32" else 0.0
-    result, partial = float(jnp.finfo(dtype).eps), float(jnp.finfo("float32").eps)
-    terms: list[Any] = [ring**0.5 * result, depth**0.5 * partial, 2 * product]
-    return 8 * sum(terms)
+    product = {"cpu": 0.0, "tpu": 2.0**-9}.get(platform, 2.0**-11) if dtype == "float32" else 0.0
+    result, partial = (float(jnp.finfo(name).eps) / 2 for name in (dtype, "float32"))
+    return 8 * (result * (1 + sqrt(ring / 2)) + partial * sqrt(depth / 2) + 2 * product)

@@ -113,7 +113,7 @@ def _cells(row: Row) -> list[str]:
         "1" if naive else f"[bold {colour}]{ratio:.3f}[/]",
         "" if naive else f"{low:.2f} to {high:.2f}",
         "?" if row.temp_bytes is None else f"{row.temp_bytes / 2**20:.3f}",
-        "?" if row.sent_bytes is None else f"{row.sent_bytes / 2**20:.3f}",
+        f"{row.sent_bytes / 2**20:.3f}",
         ", ".join(f"{count} {name}" for name, count in row.collectives.items()) or "none",
     ]
 

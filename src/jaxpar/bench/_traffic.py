@@ -29,8 +29,10 @@ _SENT: dict[str, Callable[[int, int], float]] = {
 def sent_bytes(jaxpr: Any, mesh: Mesh) -> float:
     """Bytes that one device sends while `jaxpr`, a traced program over `mesh`, runs once.
 
-    A loop counts as often as it turns; of a conditional the costliest branch counts. NaN where a
-    `while` loop sends, since how often it turns is not known before it runs.
+    A loop counts as often as it turns; of a conditional the costliest branch counts.
+
+    Raises:
+      ValueError: a `while` loop sends; how often it turns is not known before it runs.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # a ClosedJaxpr wraps one
     return sum((_equation_bytes(eqn, mesh) for eqn in jaxpr.eqns), 0.0)
@@ -46,8 +48,10 @@ def _equation_bytes(eqn: Any, mesh: Mesh) -> float:
     inner = [sent_bytes(program, mesh) for program in _programs(eqn.params)]
     if name == "cond":
         return max(inner)
-    turns = {"scan": eqn.params.get("length"), "while": float("nan")}.get(name, 1)
-    return sum((turns * b for b in inner if b), 0.0)
+    once = sum(inner, 0.0)
+    if name == "while" and once:
+        raise ValueError("sent_bytes: a while loop of unknown trip count sends")
+    return once * (eqn.params["length"] if name == "scan" else 1)
 
 
 def _programs(params: dict[str, Any]) -> list[Any]:

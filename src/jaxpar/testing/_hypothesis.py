@@ -8,12 +8,16 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from jax.sharding import Mesh, PartitionSpec
 
-    AxisOrders = SearchStrategy[str | tuple[str, ...]]
+    AxisOrder = str | tuple[str, ...]
+    Shape = tuple[int, ...]
+
+    AxisOrders = SearchStrategy[AxisOrder]
     Dtypes = SearchStrategy[np.dtype[Any]]
     Meshes = SearchStrategy[Mesh]
-    Shapes = SearchStrategy[tuple[int, ...]]
+    Shapes = SearchStrategy[Shape]
     Specs = SearchStrategy[PartitionSpec]
-else:  # run-time type checkers must not need hypothesis
+else:  # run-time type checkers must not need hypothesis, nor draw random items of a tuple in it
+    AxisOrder = Shape = Any
     AxisOrders = Dtypes = Meshes = Shapes = Specs = Any
 
 

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from ._hypothesis import AxisOrders, Meshes, Specs, strategies
+from ._hypothesis import AxisOrder, AxisOrders, Meshes, Specs, strategies
 
 
 def meshes(
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     *,
     axis_names: Sequence[str] = ("x", "y", "z"),
     max_axes: int = 3,
@@ -27,7 +27,7 @@ def meshes(
     devices, and the order of `devices`.
 
     Args:
-        devices: the devices at hand; a mesh uses a prefix of them. `jax.devices()` when None.
+        devices: the `jax.Device`s at hand; a mesh uses a prefix of them. `jax.devices()` when None.
         axis_names: the names of the axes, in mesh order; a mesh uses a prefix of them.
         max_axes: largest number of axes, at most `len(axis_names)`.
         min_size: smallest number of devices in a mesh.
@@ -112,7 +112,7 @@ def axis_orders(mesh: Mesh, *, min_axes: int = 1, max_axes: int | None = None) -
         )
 
     @st.composite
-    def draw_axes(draw: Callable[[Any], Any]) -> str | tuple[str, ...]:
+    def draw_axes(draw: Callable[[Any], Any]) -> AxisOrder:
         count = draw(st.integers(min_axes, largest))
         axes = tuple(draw(st.permutations(names))[:count])
         return axes[0] if count == 1 and draw(st.booleans()) else axes
@@ -147,7 +147,7 @@ def specs(mesh: Mesh, shape: Sequence[int]) -> Specs:
     @st.composite
     def draw_spec(draw: Callable[[Any], Any]) -> PartitionSpec:
         unused = [str(name) for name in mesh.axis_names]
-        entries: list[None | str | tuple[str, ...]] = [None] * len(shape)
+        entries: list[str | tuple[str, ...] | None] = [None] * len(shape)
         for dim in draw(st.permutations(range(len(shape)))):
             axes: list[str] = []
             left = shape[dim]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._hypothesis import Dtypes, Shapes, strategies
+from ._hypothesis import Dtypes, Shape, Shapes, strategies
 
 _KINDS: dict[str, tuple[str, ...]] = {
     "float": ("float32", "bfloat16", "float16", "float64"),
@@ -119,7 +119,7 @@ def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
     @st.composite
     def draw_dtype(draw: Callable[[Any], Any]) -> np.dtype[Any]:
         # x64 may be switched on after the strategy is made.
-        usable = [n for n in names if jax.config.jax_enable_x64 or not n.endswith("64")]
+        usable = [name for name in names if jax.dtypes.canonicalize_dtype(name) == name]
         return jnp.dtype(draw(st.sampled_from(usable)))
 
     return draw_dtype()
@@ -153,7 +153,7 @@ def ragged_sizes(count: int, total: int, *, exact: bool = False) -> Shapes:
         raise ValueError(f"ragged_sizes: no {count} sizes can share {total} rows")
 
     @st.composite
-    def draw_sizes(draw: Callable[[Any], Any]) -> tuple[int, ...]:
+    def draw_sizes(draw: Callable[[Any], Any]) -> Shape:
         sizes = [0] * count
         if not count:
             return ()

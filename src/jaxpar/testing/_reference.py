@@ -1,0 +1,194 @@
+"""`assert_matches_reference`: a function of local blocks against NumPy, values and gradients."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from ._compare import Report, coarser
+from ._gradients import expected_gradients, gradients_of, is_inexact, pullback
+from ._oracle import Leaf, Leaves, expected_values, is_float
+
+
+def assert_matches_reference(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    grad: bool = True,
+    check_vma: bool | Sequence[bool] = (True, False),
+    reduction_depth: int | None = None,
+    rounding_dtype: Any = None,
+    reference_vjp: Callable[..., Any] | None = None,
+    max_directions: int = 32,
+    seed: int = 0,
+) -> None:
+    """Assert that `fn` over local blocks equals a NumPy `reference` over global arrays.
+
+    `fn` is jitted under `jax.shard_map`. Values are compared entry by entry, integers exactly,
+    floats to `tolerance(dtype, reduction_depth)` of the size of the terms that the entry sums, as
+    `reference` itself shows it: how far the entry moves, in root mean square over random draws,
+    when every argument entry moves by a random relative unit.
+
+    Gradients are those of `jax.vjp` outside `shard_map`, for a random cotangent of all float
+    outputs, and are the true ones for either `check_vma`. Each float argument's is projected
+    onto random directions and compared with central differences of `reference`. The entries are
+    dealt among at most `max_directions` of these, so an argument of so few entries is checked
+    entry by entry, and each entry of a larger one counts in one direction.
+
+    Args:
+        fn: a function of local blocks, as `jax.shard_map` takes it.
+        reference: the same function of the global arrays, in NumPy, without JAX. It gets float64
+            copies of the float arguments, read-only, and integers as they are; it must compute in
+            float64 and return the same pytree as `fn`.
+        *args: pytrees of global arrays, NumPy's or JAX's. Float entries may be NaN where
+            `reference` does not read them.
+        mesh: the mesh; explicit axes are taken as Auto, so that args need no sharding.
+        in_specs: as for `jax.shard_map`.
+        out_specs: as for `jax.shard_map`.
+        grad: whether to compare gradients; skipped without float arguments or float outputs.
+        check_vma: the setting or settings of `jax.shard_map`'s `check_vma` to run under.
+        reduction_depth: how many terms an entry sums, all devices together; when None, the size
+            of the largest array among arguments and outputs, an upper bound for a matmul.
+        rounding_dtype: the dtype to which intermediate results may be rounded; when None, the
+            coarsest float dtype among arguments and outputs. Pass float32 for a function of
+            16-bit arguments that must be precise to float32.
+        reference_vjp: `(args, cotangent) -> gradients`, in NumPy: a tuple like `args`, compared
+            entry by entry in place of central differences; gradients of integers are ignored.
+            The cotangent has the structure of the output, 0 at integers.
+        max_directions: the largest number of directions per argument; each costs `reference`
+            twenty evaluations.
+        seed: of the random cotangents, directions and draws.
+
+    Raises:
+        AssertionError: the arrays that differ, each with its worst entry, or another structure.
+        ValueError: `reference` returns NaN, or has no derivative by central differences because
+            it jumps or does not compute in float64.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> assert_matches_reference(
+        ...     lambda x, w: jax.lax.psum(x @ w, "x"),
+        ...     lambda x, w: x @ w,
+        ...     np.ones((4, 8), np.float32), np.ones((8, 2), np.float32),
+        ...     mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(),
+        ... )
+    """
+    settings = (check_vma,) if isinstance(check_vma, bool) else tuple(check_vma)
+    if not settings:
+        raise ValueError("assert_matches_reference: check_vma=() runs nothing; give True or False")
+    rng = np.random.default_rng(seed)
+    paths, in_tree = jax.tree_util.tree_flatten_with_path(args)
+    leaves = [np.asarray(jnp.asarray(leaf)) for _, leaf in paths]
+    inputs = in_tree.unflatten(leaves)
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    mapped = {
+        vma: jax.shard_map(fn, mesh=auto, in_specs=in_specs, out_specs=out_specs, check_vma=vma)
+        for vma in settings
+    }
+    values = {vma: _run(vma, function, *inputs) for vma, function in mapped.items()}
+    out_paths, out_tree = jax.tree_util.tree_flatten_with_path(values[settings[0]])
+    outputs = [np.asarray(out) for _, out in out_paths]
+
+    exact = [_float64(leaf) for leaf in leaves]
+    flat_reference = _flat(reference, in_tree, out_tree)
+    wanted = expected_values(flat_reference, exact, rng)
+    for (path, _), expected in zip(out_paths, wanted, strict=True):
+        if np.any(np.isnan(expected.value)):
+            name = f"output{jax.tree_util.keystr(path)}"
+            raise ValueError(f"assert_matches_reference: the reference returns NaN in {name}")
+    arrays = [*leaves, *outputs]
+    floats = [leaf.dtype for leaf in arrays if is_inexact(leaf)]
+    report = Report(
+        rounding=reduce(coarser, floats, np.float64) if rounding_dtype is None else rounding_dtype,
+        depth=max([1, *(a.size for a in arrays)]) if reduction_depth is None else reduction_depth,
+    )
+
+    def compare_values(what: str, found: Any) -> None:
+        for (path, _), leaf, expected in zip(
+            out_paths, jax.tree.leaves(found), wanted, strict=True
+        ):
+            report.compare(f"{what} of output{jax.tree_util.keystr(path)}", leaf, expected)
+
+    for vma, found in values.items():
+        compare_values(f"check_vma={vma}: value", found)
+
+    cotangents = [_normal(out, rng) for out in outputs]
+    floating = [ct for ct in cotangents if is_inexact(ct)]
+    if grad and floating and any(is_float(leaf) for leaf in exact) and not report.shapes_differ:
+        wide = [_float64(ct) for ct in cotangents]
+        expect = (
+            expected_gradients(flat_reference, exact, wide, max_directions, rng)
+            if reference_vjp is None
+            else gradients_of(_flat_vjp(reference_vjp, in_tree, out_tree), exact, wide, rng)
+        )
+        for vma, function in mapped.items():
+            found, pulled = _run(vma, pullback(function, inputs), leaves, floating)
+            compare_values(f"check_vma={vma}: value under jax.vjp", found)
+            for gradient, truth in zip(pulled, expect, strict=True):
+                name = f"args{jax.tree_util.keystr(paths[truth.at][0])}"
+                what = f"check_vma={vma}: gradient of {name}"
+                report.compare(what, gradient, truth.expected, truth.project, truth.place)
+    if report.wrong:
+        raise AssertionError(
+            f"assert_matches_reference: {len(report.wrong)} of {report.compared} comparisons fail\n"
+            + "".join(f"  {line}\n" for line in report.wrong)
+            + f"  mesh {dict(mesh.shape)} of devices {[d.id for d in mesh.devices.flat]}, "
+            f"in_specs={in_specs}, out_specs={out_specs}"
+        )
+
+
+def _run(vma: bool, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return jax.jit(function)(*args)
+    except Exception as error:
+        error.add_note(f"assert_matches_reference: this happened under check_vma={vma}")
+        raise
+
+
+def _float64(leaf: Leaf) -> Leaf:
+    wide = leaf.astype(np.float64) if is_inexact(leaf) else leaf.copy()
+    # A reference that works in place would change what later evaluations see.
+    wide.setflags(write=False)
+    return wide
+
+
+def _normal(out: Leaf, rng: np.random.Generator) -> Leaf:
+    if not is_inexact(out):
+        return np.zeros(out.shape, np.int32)
+    return np.asarray(rng.standard_normal(out.shape)).astype(out.dtype)
+
+
+def _flat(reference: Callable[..., Any], in_tree: Any, out_tree: Any) -> Callable[[Leaves], Leaves]:
+    def flat_reference(leaves: Leaves) -> Leaves:
+        out = reference(*in_tree.unflatten(leaves))
+        if jax.tree.structure(out) != out_tree:
+            raise AssertionError(
+                f"assert_matches_reference: fn returns {out_tree}, and the reference "
+                f"{jax.tree.structure(out)}"
+            )
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(out)]
+
+    return flat_reference
+
+
+def _flat_vjp(
+    reference_vjp: Callable[..., Any], in_tree: Any, out_tree: Any
+) -> Callable[[Leaves, Leaves], Leaves]:
+    def flat_vjp(leaves: Leaves, cotangents: Leaves) -> Leaves:
+        gradients = reference_vjp(in_tree.unflatten(leaves), out_tree.unflatten(cotangents))
+        if jax.tree.structure(gradients) != in_tree:
+            raise AssertionError(
+                f"assert_matches_reference: args are {in_tree}, and reference_vjp returns "
+                f"{jax.tree.structure(gradients)}"
+            )
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(gradients)]
+
+    return flat_vjp
