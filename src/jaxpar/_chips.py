@@ -40,9 +40,18 @@ def traced_chip() -> Chip | None:
 
     The mesh knows it, also for a described device that is not there; the default backend does not.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = "" if device is None else device.device_kind
+    kind = _traced_device_kind()
     return next((chip for chip in CHIPS if kind.startswith(chip.kind)), None)
+
+
+def traced_for_cpu() -> bool:
+    """Tells whether the program is traced for CPU devices."""
+    return _traced_device_kind().lower().startswith("cpu")
+
+
+def _traced_device_kind() -> str:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return "" if device is None else device.device_kind
 
 
 def preferred_ring() -> str:

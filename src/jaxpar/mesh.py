@@ -126,19 +126,19 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
     rings = mesh.devices.transpose(others + along).reshape(-1, len(order))[:, order]
     following = np.roll(rings, -1, axis=1)
 
-    coords = [getattr(device, "coords", None) for device in rings.flat]
-    if any(c is None for c in coords):
+    if any(getattr(device, "coords", None) is None for device in rings.flat):
         return np.asarray(rings != following).astype(int)
-    extent = np.max(coords, axis=0) - np.min(coords, axis=0) + 1
+    coords = np.array([device.coords for device in rings.flat])  # [devices, torus dims]
+    extent = coords.max(axis=0) - coords.min(axis=0) + 1
     wraps = _wraps(rings.flat[0].device_kind, extent)
-    here = np.array(coords).reshape(*rings.shape, -1)  # [rings, size, torus dims]
+    here = coords.reshape(*rings.shape, -1)  # [rings, size, torus dims]
     apart = np.abs(here - np.roll(here, -1, axis=1))
     return np.where(wraps, np.minimum(apart, extent - apart), apart).sum(-1)
 
 
 def axis_names(function: str, axis_name: AxisName) -> tuple[str, ...]:
     """Returns `axis_name` as a tuple of distinct names."""
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    names: Any = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"{function}: axis_name must be a mesh axis name or a tuple of them, got {axis_name!r}"
@@ -188,7 +188,7 @@ def _fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
         if devices % fixed:
             raise ValueError(
                 f"make_mesh: {text}: the other axes take {fixed}, which does not divide "
-                f"{devices} devices ({devices} = {devices // fixed} x {fixed} + {devices % fixed}); "
+                f"{devices} devices: {devices} = {devices // fixed} x {fixed} + {devices % fixed}; "
                 "choose sizes whose product divides it, or pass fewer devices"
             )
         return {name: devices // fixed if size == -1 else size for name, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""The two folds over a plan, `gather_fold` and `scatter_fold`, and the barrier that pins overlap."""
+"""The two folds over a plan, gather and scatter, and the barrier that pins their overlap."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from jaxpar._chips import traced_for_cpu
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._plan import Plan
 from jaxpar.collectives._ring import Ring
@@ -19,13 +20,20 @@ UNROLLED_STEPS = 16
 Arrivals = list[tuple[Any, Array]]  # (block, logical index of the device that it belongs to)
 
 
-def gather_fold(block: Any, consume: Callable[[Any, Arrivals], Any], ring: Ring, plan: Plan) -> Any:
+def gather_fold(
+    block: Any,
+    consume: Callable[[Any, Arrivals], Any],
+    ring: Ring,
+    plan: Plan,
+    sums: Callable[[Any], Any] = lambda carry: carry,
+) -> Any:
     """Brings every device's `block` past this one and folds `consume(carry, arrivals)` over them.
 
     The first call of `consume` gets None and this device's own block. Each further call gets the
     blocks that one step brought, whose transfer was started before the call that precedes it.
+    `sums` picks the part of the carry that is added to, not only written into: without a barrier
+    (on CPU) that alone keeps blocks from arriving long before they are used.
     """
-    index = ring.index()
 
     def send(blocks: list[Any]) -> list[Any]:
         return [ring.shift(b, d) for b, d in zip(blocks, plan.directions, strict=True)]
@@ -36,15 +44,16 @@ def gather_fold(block: Any, consume: Callable[[Any, Arrivals], Any], ring: Ring,
         return send([jax.tree.map(lambda x, n=n: _half(x, n), b) for n, b in enumerate(blocks)])
 
     def step(distance: Any, state: Any, send: Callable[[list[Any]], list[Any]] = send) -> Any:
-        carry, blocks = state
-        sources = [(index - d * distance) % ring.size for d in plan.directions]
-        arrivals = list(zip(blocks, sources, strict=True))
+        index, carry, blocks = state
         sent = send(blocks)
-        return _pin((consume(carry, arrivals), sent))
+        sources = [(index - d * distance) % ring.size for d in plan.directions]
+        carry = consume(carry, list(zip(blocks, sources, strict=True)))
+        return _pin(index, carry, sent, sums(carry))
 
-    own = [block] * len(plan.directions)
+    index, own = ring.index(), [block] * len(plan.directions)
     sent = send(own) if plan.hops else send_halves(own)
-    state = _pin((consume(None, [(block, index)]), sent))
+    carry = consume(None, [(block, index)])
+    state = _pin(index, carry, sent, sums(carry))
     if plan.hops <= UNROLLED_STEPS:
         for distance in range(1, plan.hops):
             state = step(distance, state)
@@ -52,7 +61,7 @@ def gather_fold(block: Any, consume: Callable[[Any, Arrivals], Any], ring: Ring,
         state = _loop(step, plan.hops, state)
     if plan.hops:
         state = step(plan.hops, state, send_halves)
-    carry, halves = state
+    index, carry, halves = state
     if plan.halves:
         opposite = jax.tree.map(lambda x, *xs: _join(xs, x.shape), block, *halves)
         carry = consume(carry, [(opposite, (index + plan.hops + 1) % ring.size)])
@@ -60,48 +69,49 @@ def gather_fold(block: Any, consume: Callable[[Any, Arrivals], Any], ring: Ring,
 
 
 def scatter_fold(
-    operands: Any,
-    produce: Callable[[Any, Array], Array],
+    produce: Callable[[Array], Array],
     ring: Ring,
     plan: Plan,
     wire_dtype: DTypeLike | None = None,
 ) -> Array:
-    """Sums over the devices what `produce(operands, owner)` gives for each owner, at that owner.
+    """Sums over the devices what `produce(owner)` gives for each owner, at that owner.
 
     Partial sums travel towards their owner in `wire_dtype` (their own dtype if None), and each
     device adds what it produced while they were under way.
     """
-    index = ring.index()
 
-    def produced_for(operands: Any, distance: Any) -> list[Array]:
-        return [produce(operands, (index - d * distance) % ring.size) for d in plan.directions]
+    def produced_for(distance: Any, index: Array) -> list[Array]:
+        return [produce((index - d * distance) % ring.size) for d in plan.directions]
 
     def send(sums: list[Array]) -> list[Array]:
         wire = [s if wire_dtype is None else s.astype(wire_dtype) for s in sums]
         return [ring.shift(s, -d) for s, d in zip(wire, plan.directions, strict=True)]
 
-    def step(distance: Any, operands: Any, sums: list[Array]) -> tuple[Any, list[Array]]:
-        # The operands pass the barrier so that the next step's products, which depend on nothing
-        # else, wait for this step's transfers instead of running ahead of them.
-        arrived, produced, operands = _pin((send(sums), produced_for(operands, distance), operands))
-        return operands, [_add_arrival(p, arrived, lane) for lane, p in enumerate(produced)]
+    def step(distance: Any, state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        index, sums = state
+        sent = send(sums)
+        index, produced, arrived = _pin(index, produced_for(distance, index), sent)
+        return index, [_add_arrival(p, arrived, lane) for lane, p in enumerate(produced)]
 
-    sums: list[Array] = []
+    index, sums = ring.index(), []
     if plan.halves:
-        opposite = produce(operands, (index + plan.hops + 1) % ring.size)
+        opposite = produce((index + plan.hops + 1) % ring.size)
         sums = [_half(opposite, lane) for lane in range(2)]
         if plan.hops:
-            operands, sums = step(plan.hops, operands, sums)
+            index, sums = step(plan.hops, (index, sums))
     elif plan.hops:
-        sums = produced_for(operands, plan.hops)
+        sums = produced_for(plan.hops, index)
 
+    state = index, sums
     if plan.hops <= UNROLLED_STEPS:
         for distance in range(plan.hops - 1, 0, -1):
-            operands, sums = step(distance, operands, sums)
+            state = step(distance, state)
     else:
-        sums = _loop(lambda t, sums: step(plan.hops - t, operands, sums)[1], plan.hops, sums)
+        state = _loop(lambda t, state: step(plan.hops - t, state), plan.hops, state)
 
-    arrived, own = _pin((send(sums) if sums else [], produce(operands, index)))
+    index, sums = state
+    sent = send(sums) if sums else []
+    _, own, arrived = _pin(index, produce(index), sent)
     for lane in range(len(arrived)):
         own = _add_arrival(own, arrived, lane)
     return own
@@ -114,20 +124,41 @@ def take_block(x: Array, dim: int, size: int, position: Array) -> Array:
 
 def place_block(whole: Array | None, block: Array, dim: int, position: Array, count: int) -> Array:
     """Writes `block` as number `position` of `count` along `dim`; None is a whole yet unwritten."""
-    if whole is None:
-        # Not zeros: filling what every step overwrites would be one more pass over the result.
-        shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
-        whole = vary_over(varying_axes(block), lax.empty(shape, block.dtype))
-    return lax.dynamic_update_slice_in_dim(whole, block, position * block.shape[dim], dim)
+    # Not zeros: filling what every step overwrites would be one more pass over the result.
+    shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
+    into: Array = lax.empty(shape, block.dtype) if whole is None else whole
+    into = vary_over(varying_axes(block), into)
+    return lax.dynamic_update_slice_in_dim(into, block, position * block.shape[dim], dim)
 
 
-def _pin(values: Any) -> Any:
-    """Lets nothing that depends on one of `values` start before all of them are there.
+def _pin(index: Array, computed: Any, transferred: Any, sums: Any = ()) -> tuple[Array, Any, Any]:
+    """Keeps a step's matmul and its transfers together, and the next step's after both.
 
-    Without it the compilers are free to start every transfer at once, before any matmul, or to fuse
-    the addition of an arriving sum into the matmul that was to cover its transfer.
+    Without it the compilers are free to start every transfer at once, before any matmul, to run
+    every matmul at once, before any transfer, or to fuse the addition of an arriving sum into the
+    matmul that was to cover its transfer. The index passes through, and with it all that the next
+    step slices and computes.
     """
-    return lax.optimization_barrier(values)
+    index, computed, transferred = lax.optimization_barrier((index, computed, transferred))
+    if traced_for_cpu():
+        # That compiler drops barriers before it orders the program; only data orders it there.
+        index = index + _unforeseen_zero(computed)
+        if jax.tree.leaves(sums):
+            start = _unforeseen_zero(sums)
+            transferred = jax.tree.map(lambda x: _rewrite_first(x, start), transferred)
+    return index, computed, transferred
+
+
+def _unforeseen_zero(tree: Any) -> Array:
+    """Returns a 0 that the compiler cannot know before every array of `tree` is there."""
+    firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(tree) if x.size]
+    nonzero = [(first != jnp.zeros((), first.dtype)).astype("int32") for first in firsts]
+    return sum((jnp.minimum(n, jnp.int32(0)) for n in nonzero), start=jnp.int32(0))
+
+
+def _rewrite_first(x: Array, start: Array) -> Array:
+    """Returns `x` with its first element written onto itself, in place, at position `start` = 0."""
+    return lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], [start] * x.ndim) if x.size else x
 
 
 def _loop(step: Callable[[Any, Any], Any], stop: int, state: Any) -> Any:

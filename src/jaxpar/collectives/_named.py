@@ -114,6 +114,7 @@ def ring_reduce_scatter(
     def scatter(x: Array) -> Array:
         dim = check_dim(name, "scatter_dimension", scatter_dimension, x.shape)
         check_divides(name, "x", x.shape, dim, ring, exactly=not tiled)
+        out: Any
         if plan is None:
             out = lax.psum_scatter(x, ring.axis_name, scatter_dimension=dim, tiled=True)
         else:

@@ -1,4 +1,4 @@
-"""The blocks of all devices, and the sum over all devices: rings that are each other's derivative."""
+"""Gathered blocks and scattered sums: two rings, each the derivative of the other."""
 
 from functools import partial
 from typing import Any
@@ -18,14 +18,14 @@ from jaxpar.collectives._ring import Ring
 def gather_blocks(
     x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None
 ) -> Array:
-    """Lays the blocks of all devices along `dim`; `wire_dtype` is for the sums of its derivative."""
+    """Lays the blocks of all devices along `dim`; the wire is for the sums of its derivative."""
 
     def place(whole: Array | None, arrivals: Arrivals) -> Array | None:
         for block, source in arrivals:
             whole = place_block(whole, block, dim, source, ring.size)
         return whole
 
-    return gather_fold(x, place, ring, plan)
+    return gather_fold(x, place, ring, plan, sums=lambda _: ())
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
@@ -33,10 +33,10 @@ def scatter_sums(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLi
     """Sums `x` over the devices, each keeping its block along `dim`."""
     size = x.shape[dim] // ring.size
 
-    def produce(x: Array, owner: Array) -> Array:
+    def produce(owner: Array) -> Array:
         return take_block(x, dim, size, owner).astype(sum_dtype(x.dtype))
 
-    return scatter_fold(x, produce, ring, plan, wire_dtype).astype(x.dtype)
+    return scatter_fold(produce, ring, plan, wire_dtype).astype(x.dtype)
 
 
 def all_reduce(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:

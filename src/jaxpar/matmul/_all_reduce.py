@@ -51,6 +51,7 @@ def _scatter_then_gather(method: Method, product: Product, left: Array, right: A
         left = _pad(left, product.left, product.out[dim], -shape[dim] % ring.size)
         right = _pad(right, product.right, product.out[dim], -shape[dim] % ring.size)
     method = replace(method, label=product.out[dim])
+    whole: Any
     block = scatter_einsum(method, (product,), ((left, right),))
     if checks_varying(ring.axis_name):
         whole = lax.all_gather(block, ring.axis_name, axis=dim, tiled=True, to="invarying")

@@ -1,4 +1,4 @@
-"""From a call to a program: checks, choice of mode, varying axes, and the naive or the ring form."""
+"""From a call to a program: checks, choice of mode, and the naive or the ring form."""
 
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +14,7 @@ from jaxpar.collectives._checks import check_divides, check_mode
 from jaxpar.collectives._plan import make_plan
 from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.matmul._all_reduce import all_reduce_einsum
-from jaxpar.matmul._labels import Labels, local_sizes
+from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._mode import choose_mode
 from jaxpar.matmul._primitive import (
     Arithmetic,
@@ -36,7 +36,7 @@ class Call:
     mode: Mode
     arithmetic: Arithmetic
 
-    def resolve(self, label: str, flops: float, block_bytes: float) -> Method | None:
+    def resolve(self, label: str, flops: float, block_bytes: int) -> Method | None:
         """Returns how to run on the ring, or None for the naive form."""
         mode = self.mode
         if mode == "auto":
@@ -75,20 +75,20 @@ def make_call(
 
 
 def gathered_operand(call: Call, label: str, lhs: Array, rhs: Array) -> Operand:
-    """Returns the operand that is sharded along `label`: the only one that has it, or the smaller."""
+    """Returns the operand sharded along `label`: the only one that has it, or the smaller one."""
     labels = call.labels
     if len(label) != 1 or label not in labels.lhs + labels.rhs:
         raise ValueError(
             f"{call.function}: gather={label!r} is not a label of an operand of '{labels}'; "
             f"choose one of {sorted(set(labels.lhs + labels.rhs))}"
         )
-    sizes = [
-        x.shape[letters.index(label)] if label in letters[: x.ndim] else None
-        for x, letters in ((lhs, labels.lhs), (rhs, labels.rhs))
-    ]
-    if None in sizes:
-        return "lhs" if sizes[1] is None else "rhs"
-    return "lhs" if sizes[0] <= sizes[1] else "rhs"
+    if label not in labels.rhs:
+        return "lhs"
+    if label not in labels.lhs:
+        return "rhs"
+    check_ranks(call.function, labels, lhs, rhs)
+    left, right = lhs.shape[labels.lhs.index(label)], rhs.shape[labels.rhs.index(label)]
+    return "lhs" if left <= right else "rhs"
 
 
 def gather(

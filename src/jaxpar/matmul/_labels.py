@@ -27,10 +27,10 @@ def parse_labels(function: str, subscripts: str) -> Labels:
     operands = inputs.split(",")
     if not arrow or len(operands) != 2 or not all(s.isalpha() or not s for s in (*operands, out)):
         raise ValueError(
-            f"{function}: subscripts {subscripts!r} must spell two operands and the result with one "
-            "letter a dimension, as in 'bmk,kn->bmn'; write out an ellipsis"
+            f"{function}: subscripts {subscripts!r} must spell two operands and the result with "
+            "one letter a dimension, as in 'bmk,kn->bmn'; write out an ellipsis"
         )
-    labels = Labels(*operands, out)
+    labels = Labels(operands[0], operands[1], out)
     for name, letters in (("lhs", labels.lhs), ("rhs", labels.rhs), ("the result", out)):
         repeated = [label for label, count in Counter(letters).items() if count > 1]
         if repeated:
@@ -42,8 +42,9 @@ def parse_labels(function: str, subscripts: str) -> Labels:
     single = [label for label, count in counts.items() if count == 1]
     if single:
         raise ValueError(
-            f"{function}: subscripts {subscripts!r} have {single[0]!r} only once; each label must "
-            "be in two of lhs, rhs and the result: sum over it before, or broadcast it after, the call"
+            f"{function}: subscripts {subscripts!r} have {single[0]!r} only once, but each label "
+            "must be in two of lhs, rhs and the result; sum over it before the call, or broadcast "
+            "after it"
         )
     return labels
 
@@ -62,6 +63,16 @@ def matmul_labels(function: str, lhs: Array, *weights: Array) -> Labels:
     return Labels(rows + "k", "kn", rows + "n")
 
 
+def check_ranks(function: str, labels: Labels, lhs: Array, rhs: Array) -> None:
+    """Raises unless each operand has a dimension for each of its labels."""
+    for name, x, letters in (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs)):
+        if x.ndim != len(letters):
+            raise ValueError(
+                f"{function}: {name} has local shape {x.shape}, {x.ndim} dimensions, but "
+                f"'{labels}' gives it {len(letters)}"
+            )
+
+
 def local_sizes(
     function: str,
     labels: Labels,
@@ -74,13 +85,7 @@ def local_sizes(
 
     Raises unless dtypes agree, ranks are those of the labels, and shared labels have one size.
     """
-    operands = (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs))
-    for name, x, letters in operands:
-        if x.ndim != len(letters):
-            raise ValueError(
-                f"{function}: {name} has local shape {x.shape}, {x.ndim} dimensions, but "
-                f"'{labels}' gives it {len(letters)}"
-            )
+    check_ranks(function, labels, lhs, rhs)
     if lhs.dtype != rhs.dtype:
         raise TypeError(
             f"{function}: lhs is {lhs.dtype}{list(lhs.shape)} and rhs is "
@@ -88,7 +93,7 @@ def local_sizes(
             "the result with preferred_element_type"
         )
     sizes: dict[str, int] = {}
-    for name, x, letters in operands:
+    for name, x, letters in (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs)):
         for dim, label in enumerate(letters):
             size = x.shape[dim] * (ring.size if (name, label) == gathered else 1)
             if sizes.setdefault(label, size) != size:

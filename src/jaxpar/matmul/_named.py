@@ -73,13 +73,9 @@ def all_gather_matmul(
     name = "all_gather_matmul"
     if gather not in ("lhs", "rhs"):
         raise ValueError(f"{name}: gather must be 'lhs' or 'rhs', got {gather!r}")
-    if isinstance(rhs, tuple) and (gather == "rhs" or not rhs):
-        raise ValueError(
-            f"{name}: a tuple of {len(rhs)} weights as rhs shares one gather of lhs, so it needs "
-            "gather='lhs' and at least one weight; to gather the weights, call once for each"
-        )
-    weights = tuple(jnp.asarray(w) for w in (rhs if isinstance(rhs, tuple) else (rhs,)))
-    lhs = jnp.asarray(lhs)
+    if isinstance(rhs, tuple) and gather == "rhs":
+        raise ValueError(_no_shared_gather(name, "gather='rhs' gathers each weight"))
+    lhs, weights = jnp.asarray(lhs), _as_arrays(name, rhs)
     labels = matmul_labels(name, lhs, *weights)
     letters, operand = (labels.lhs, lhs) if gather == "lhs" else (labels.rhs, weights[0])
     label = letters[check_dim(name, "axis", axis, operand.shape)]
@@ -265,35 +261,39 @@ def ring_einsum(
     """
     name = "ring_einsum"
     labels = parse_labels(name, subscripts)
-    lhs, weights = jnp.asarray(lhs), rhs if isinstance(rhs, tuple) else (rhs,)
-    weights = tuple(jnp.asarray(w) for w in weights)
-    if not weights:
-        raise ValueError(f"{name}: rhs is an empty tuple; give at least one operand")
-    if (gather is None) == (scatter is None):
-        raise ValueError(
-            f"{name}: give exactly one of gather= and scatter=, a label of {subscripts!r}; "
-            f"got gather={gather!r} and scatter={scatter!r}"
-        )
     call = _einsum.make_call(
         name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
     )
-    if scatter is not None:
-        if scatter not in labels.out or len(scatter) != 1:
+    lhs, weights = jnp.asarray(lhs), _as_arrays(name, rhs)
+    if gather is not None and scatter is None:
+        operand = _einsum.gathered_operand(call, gather, lhs, weights[0])
+        if isinstance(rhs, tuple) and operand == "rhs":
+            raise ValueError(_no_shared_gather(name, f"gather={gather!r} gathers rhs"))
+        results = _einsum.gather(call, operand, gather, lhs, weights)
+        return results if isinstance(rhs, tuple) else results[0]
+    if scatter is not None and gather is None:
+        if isinstance(rhs, tuple):
+            raise ValueError(_no_shared_gather(name, f"scatter={scatter!r} gathers nothing"))
+        if len(scatter) != 1 or scatter not in labels.out:
             raise ValueError(
-                f"{name}: scatter={scatter!r} is not a label of the result of {subscripts!r}; "
+                f"{name}: scatter={scatter!r} is not a label of the result of '{labels}'; "
                 f"choose one of {list(labels.out)}"
             )
-        if isinstance(rhs, tuple):
-            raise ValueError(
-                f"{name}: a tuple as rhs shares one gather of lhs, and there is none with "
-                f"scatter={scatter!r}; call once for each operand"
-            )
         return _einsum.scatter(call, scatter, lhs, weights[0])
-    operand = _einsum.gathered_operand(call, gather, lhs, weights[0])
-    if isinstance(rhs, tuple) and operand == "rhs":
-        raise ValueError(
-            f"{name}: a tuple of {len(rhs)} operands as rhs shares one gather of lhs, but "
-            f"gather={gather!r} gathers rhs; call once for each operand"
-        )
-    results = _einsum.gather(call, operand, gather, lhs, weights)
-    return results if isinstance(rhs, tuple) else results[0]
+    raise ValueError(
+        f"{name}: give exactly one of gather= and scatter=, a label of '{labels}'; "
+        f"got gather={gather!r} and scatter={scatter!r}"
+    )
+
+
+def _as_arrays(function: str, rhs: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+    if isinstance(rhs, tuple) and not rhs:
+        raise ValueError(f"{function}: rhs is an empty tuple; give at least one weight")
+    return tuple(jnp.asarray(weight) for weight in (rhs if isinstance(rhs, tuple) else (rhs,)))
+
+
+def _no_shared_gather(function: str, why: str) -> str:
+    return (
+        f"{function}: a tuple of weights as rhs shares one gather of lhs, but {why}; "
+        "call once for each weight"
+    )

@@ -71,7 +71,10 @@ def gather_einsum(
             ]
         return results
 
-    results = gather_fold(left, consume, method.ring, method.plan)
+    def sums(results: list[Array]) -> list[Array]:
+        return [r for r, p in zip(results, products, strict=True) if method.label not in p.out]
+
+    results = gather_fold(left, consume, method.ring, method.plan, sums)
     return tuple(r.astype(p.dtype) for r, p in zip(results, products, strict=True))
 
 
@@ -85,7 +88,7 @@ def scatter_einsum(
     operands vary over the same axes, the ring's among them.
     """
 
-    def produce(pairs: tuple[tuple[Array, Array], ...], owner: Array) -> Array:
+    def produce(owner: Array) -> Array:
         def block(x: Array, labels: str) -> Array:
             if method.label not in labels:
                 return x
@@ -98,7 +101,7 @@ def scatter_einsum(
         ]
         return sum(parts[1:], start=parts[0])
 
-    total = scatter_fold(pairs, produce, method.ring, method.plan, method.arithmetic.wire_dtype)
+    total = scatter_fold(produce, method.ring, method.plan, method.arithmetic.wire_dtype)
     return total.astype(products[0].dtype)
 
 
@@ -132,7 +135,7 @@ def _scatter_bwd(method: Method, products: tuple[Product, ...], pairs: Any, ct: 
             Product(p.out, p.left, p.right, right.dtype),
         ]
         partners += [right, left]
-    grads = gather_einsum(method, tuple(gradients), ct, tuple(partners))
+    grads: Any = gather_einsum(method, tuple(gradients), ct, tuple(partners))
     return (tuple(zip(grads[::2], grads[1::2], strict=True)),)
 
 
