@@ -8,7 +8,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 with install_import_hook("jaxpar", "beartype.beartype"):
-    import jaxpar  # noqa: F401
+    import jaxpar
     import jaxpar.testing  # noqa: F401
 
 

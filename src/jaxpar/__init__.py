@@ -1,15 +1,21 @@
 """Collective matmuls and ring collectives for hand-written `jax.shard_map` programs."""
 
-from jaxpar.collectives import ring_all_gather as ring_all_gather
-from jaxpar.collectives import ring_all_reduce as ring_all_reduce
-from jaxpar.collectives import ring_reduce_scatter as ring_reduce_scatter
-from jaxpar.collectives import ring_shift as ring_shift
-from jaxpar.matmul import all_gather_matmul as all_gather_matmul
-from jaxpar.matmul import matmul_all_reduce as matmul_all_reduce
-from jaxpar.matmul import matmul_reduce_scatter as matmul_reduce_scatter
-from jaxpar.matmul import ring_einsum as ring_einsum
-from jaxpar.mesh import make_mesh as make_mesh
-from jaxpar.mesh import ring_hops as ring_hops
-from jaxpar.mesh import ring_order as ring_order
+from jaxpar.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, ring_shift
+from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.mesh import make_mesh, ring_hops, ring_order
+
+__all__ = [
+    "all_gather_matmul",
+    "make_mesh",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_einsum",
+    "ring_hops",
+    "ring_order",
+    "ring_reduce_scatter",
+    "ring_shift",
+]
 
 __version__ = "0.1.0"

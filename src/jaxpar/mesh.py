@@ -187,8 +187,8 @@ def _fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
     if free:
         if devices % fixed:
             raise ValueError(
-                f"make_mesh: {text}: the other axes take {fixed}, which does not divide "
-                f"{devices} devices: {devices} = {devices // fixed} x {fixed} + {devices % fixed}; "
+                f"make_mesh: {text}: the other axes take {fixed}, which does not divide {devices} "
+                f"devices ({devices} = {devices // fixed} x {fixed} + {devices % fixed}); "
                 "choose sizes whose product divides it, or pass fewer devices"
             )
         return {name: devices // fixed if size == -1 else size for name, size in sizes.items()}

@@ -3,17 +3,14 @@
 from itertools import permutations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.bench._measure import measure, quartiles, time_interleaved
 from jaxpar.bench._ops import MODES, OPS
 from jaxpar.bench._problem import error, make_problem, place, tolerance
-from jaxpar.bench._traffic import sent_bytes
 
 M, K, N = 16, 32, 64
 
@@ -41,37 +38,6 @@ def test_backward_sends_are_counted():
     naive = _measured("gather-lhs-rows", "forward+backward")[0]
     assert naive.sent_bytes >= 2 * M * K * 4 * 7 / 8
     assert sum(naive.collectives.values()) >= 2
-
-
-def test_sent_bytes_counts_turns_of_loops_and_the_costliest_branch():
-    mesh = jaxpar.make_mesh("dp=2,tp=4")
-    pairs = [(i, (i + 1) % 4) for i in range(4)]
-
-    def shift(x):
-        return lax.ppermute(x, "tp", pairs)
-
-    def local(x):  # x: f32[4]
-        x = lax.fori_loop(0, 3, lambda _, x: shift(x), x)
-        x = lax.cond(x[0] > 0, lambda x: shift(shift(x)), shift, x)
-        return lax.all_gather(x, ("dp", "tp"))
-
-    spec = P(("dp", "tp"))
-    function = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=P(None, spec[0]))
-    jaxpr = jax.make_jaxpr(function)(jnp.ones(32))
-    assert sent_bytes(jaxpr, mesh) == (3 + 2 + 7) * 4 * 4
-
-
-def test_sent_bytes_refuses_a_loop_of_unknown_length():
-    mesh = jaxpar.make_mesh("tp=8")
-
-    def local(x):
-        return lax.while_loop(
-            lambda x: x[0] < 1, lambda x: lax.pmin(x, "tp") + lax.psum(x, "tp"), x
-        )
-
-    function = jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
-    with pytest.raises(ValueError, match="unknown trip count"):
-        sent_bytes(jax.make_jaxpr(function)(jnp.ones(8)), mesh)
 
 
 def test_functions_take_turns_in_rotated_order():

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar.testing import CollectiveCounts, count_collectives
 
 X = jax.ShapeDtypeStruct((16, 4), jnp.float32)  # local: f32[4, 4]
@@ -153,7 +154,7 @@ def test_while_loop_with_collectives_raises():
         return lax.while_loop(lambda x: jnp.all(x < 9), lambda x: lax.ppermute(x, "x", CYCLE), x)
 
     with pytest.raises(
-        ValueError, match=r"trip count is not known runs \{'ppermute': 1\} each time; use lax.fori"
+        ValueError, match=r"trip count is not known runs \['ppermute'\] each time; use lax.fori"
     ):
         count_collectives(shard(fn), X, grad=False)
 
@@ -197,7 +198,7 @@ def test_platform_dependent(platform, forward):
 
 def test_integers_have_no_backward():
     counts = count_collectives(shard(gather), jnp.arange(16))
-    assert counts == CollectiveCounts(Counter(all_gather=1), Counter(), 0)
+    assert counts == CollectiveCounts(Counter(all_gather=1), Counter(), 4 * 4 * 3, 0, 0)
 
 
 def test_integer_arguments_and_outputs_beside_floats():
@@ -218,8 +219,40 @@ def test_gradient_taken_inside_shard_map():
 
 
 def test_repr_is_sorted_and_short():
-    counts = CollectiveCounts(Counter(psum=1, all_gather=2), Counter(), 4096)
+    counts = CollectiveCounts(Counter(psum=1, all_gather=2), Counter(), 4096, 0, 512)
     assert repr(counts) == (
-        "CollectiveCounts(forward={'all_gather': 2, 'psum': 1}, backward={}, residual_bytes=4_096)"
+        "CollectiveCounts(forward={'all_gather': 2, 'psum': 1}, backward={}, "
+        "forward_bytes=4_096, backward_bytes=0, residual_bytes=512)"
     )
     assert counts.forward["ppermute"] == 0
+
+
+def test_bytes_count_turns_of_loops_and_the_costliest_branch():
+    mesh = jaxpar.make_mesh("dp=2,tp=4")
+
+    def shift(x):
+        return lax.ppermute(x, "tp", CYCLE)
+
+    def local(x):  # x: f32[4]
+        x = lax.fori_loop(0, 3, lambda _, x: shift(x), x)
+        x = lax.cond(x[0] > 0, lambda x: shift(shift(x)), shift, x)
+        return lax.all_gather(x, ("dp", "tp"))
+
+    spec = P(("dp", "tp"))
+    function = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=P(None, spec[0]))
+    counts = count_collectives(function, jnp.ones(32), grad=False)
+    assert counts.forward_bytes == (3 + 2 + 7) * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("fn", "sent"),
+    [
+        (lambda x: lax.ppermute(x, "x", CYCLE), 64),
+        (gather, 3 * 64),
+        (lambda x: lax.psum_scatter(x, "x", tiled=True), 48),
+        (lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True), 48),
+        (lambda x: lax.psum(x, "x"), 2 * 48),
+    ],
+)
+def test_bytes_of_a_ring_of_least_traffic(fn, sent):
+    assert count_collectives(shard(fn, check_vma=False), X, grad=False).forward_bytes == sent

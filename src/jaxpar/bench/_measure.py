@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jaxpar.bench import _problem
 from jaxpar.bench._ops import MODES, Op, Ring, ring_size
 from jaxpar.bench._problem import Problem
-from jaxpar.bench._traffic import sent_bytes
 from jaxpar.testing import count_collectives
 
 PHASES = ("forward", "forward+backward")
@@ -30,7 +29,7 @@ class Row:
     seconds: list[float]  # one a round; round i of every mode of a case ran side by side
     ratios: list[float]  # seconds over those of naive in the same round
     temp_bytes: int | None  # None: the backend does not tell
-    sent_bytes: float
+    sent_bytes: int
     collectives: dict[str, int]
     errors: dict[str, float]  # of each result, in units of the rms of its reference
     tolerances: dict[str, float]
@@ -62,7 +61,7 @@ class _Program:
 
     compiled: Callable[..., Any]
     temp_bytes: int | None
-    sent_bytes: float
+    sent_bytes: int
     collectives: dict[str, int]
 
 
@@ -161,8 +160,8 @@ def _compile(function: Callable[[Any, Any], Any], args: list[jax.Array], mesh: M
         return (out, *pull_back(cotangent))  # with out, which a model would use
 
     backward = len(args) == 3
-    traced = jax.jit(forward_and_backward if backward else forward).trace(*args)
-    compiled = traced.lower().compile()
+    program = forward_and_backward if backward else forward
+    compiled = jax.jit(program).lower(*args).compile()
     memory = compiled.memory_analysis()
     counts = count_collectives(
         function, *args[:2], grad=backward, platform=mesh.devices.flat[0].platform
@@ -170,7 +169,7 @@ def _compile(function: Callable[[Any, Any], Any], args: list[jax.Array], mesh: M
     return _Program(
         compiled=compiled,
         temp_bytes=None if memory is None else int(memory.temp_size_in_bytes),
-        sent_bytes=sent_bytes(traced.jaxpr, mesh),
+        sent_bytes=counts.forward_bytes + counts.backward_bytes,
         collectives=dict(sorted((counts.forward + counts.backward).items())),
     )
 

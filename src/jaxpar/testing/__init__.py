@@ -1,10 +1,10 @@
 """Reusable property-testing tools for sharded JAX code."""
 
-from ._collectives import CollectiveCounts, count_collectives
-from ._meshes import axis_orders, meshes, specs
-from ._reference import assert_matches_reference
-from ._shapes import dtypes, even_shapes, ragged_sizes, uneven_shapes
-from ._tolerance import tolerance
+from jaxpar.testing._collectives import CollectiveCounts, count_collectives
+from jaxpar.testing._meshes import axis_orders, meshes, specs
+from jaxpar.testing._reference import assert_matches_reference
+from jaxpar.testing._shapes import dtypes, even_shapes, ragged_sizes, uneven_shapes
+from jaxpar.testing._tolerance import tolerance
 
 __all__ = [
     "CollectiveCounts",

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._jaxpr import count, local_bytes
+from jaxpar.testing._jaxpr import count, local_bytes, sent_bytes
 
 
 @dataclass(frozen=True, repr=False)
@@ -18,22 +18,28 @@ class CollectiveCounts:
     Attributes:
         forward: how often each collective runs in the forward; absent ones count 0.
         backward: how often each collective runs in the backward alone.
+        forward_bytes: bytes that a device sends in the forward.
+        backward_bytes: bytes that a device sends in the backward alone.
         residual_bytes: bytes per device kept from forward to backward.
 
     Example:
         >>> from collections import Counter
-        >>> CollectiveCounts(Counter(ppermute=3), Counter(), 1024)
-        CollectiveCounts(forward={'ppermute': 3}, backward={}, residual_bytes=1_024)
+        >>> CollectiveCounts(Counter(ppermute=3), Counter(), 1024, 0, 512)
+        CollectiveCounts(forward={'ppermute': 3}, backward={}, forward_bytes=1_024,
+        backward_bytes=0, residual_bytes=512)
     """
 
     forward: Counter[str]
     backward: Counter[str]
+    forward_bytes: int
+    backward_bytes: int
     residual_bytes: int
 
     def __repr__(self) -> str:
         forward, backward = (dict(sorted(c.items())) for c in (self.forward, self.backward))
         return (
             f"CollectiveCounts(forward={forward}, backward={backward}, "
+            f"forward_bytes={self.forward_bytes:_}, backward_bytes={self.backward_bytes:_}, "
             f"residual_bytes={self.residual_bytes:_})"
         )
 
@@ -48,6 +54,10 @@ def count_collectives(
     are those of `jax.lax`: `psum_scatter` for the primitive reduce_scatter, and so on. A psum
     that `shard_map` places for a replicated argument is in the backward. XLA may later merge or
     replace collectives: this is what the program asks for, not what a compiler makes of it.
+
+    Bytes are those of operands for a ppermute. XLA's own collectives are charged what the
+    bandwidth-optimal ring algorithm sends for `n` devices and a local operand of `b` bytes: an
+    all_gather `(n - 1) b`, a psum_scatter or all_to_all `(n - 1) / n b`, a psum `2 (n - 1) / n b`.
 
     `residual_bytes` counts each distinct array that the function returned by `jax.vjp` holds,
     inputs of `fn` among them where the backward reads them, by the size of the block that a
@@ -80,13 +90,16 @@ def count_collectives(
         ...     mesh=mesh, in_specs=P("x"), out_specs=P("x"),
         ... )
         >>> count_collectives(gather, jnp.ones(4))
-        CollectiveCounts(forward={'all_gather': 1}, backward={'psum_scatter': 1}, residual_bytes=0)
+        CollectiveCounts(forward={'all_gather': 1}, backward={'psum_scatter': 1}, forward_bytes=0,
+        backward_bytes=0, residual_bytes=0)
     """
     # A new function each time: make_jaxpr caches by function, and fn may read what has changed.
     outputs = jax.eval_shape(lambda *a: fn(*a), *args)
     if not (grad and _floats(args) and _floats(outputs)):
         forward = jax.make_jaxpr(lambda *a: fn(*a))(*args)
-        return CollectiveCounts(count(forward.jaxpr, platform), Counter(), 0)
+        return CollectiveCounts(
+            count(forward.jaxpr, platform), Counter(), sent_bytes(forward.jaxpr, platform), 0, 0
+        )
 
     def pull(*args: Any) -> Any:
         def split(*args: Any) -> tuple[list[Any], Any]:
@@ -102,6 +115,8 @@ def count_collectives(
     return CollectiveCounts(
         count(forward.jaxpr, platform),
         count(backward.jaxpr, platform),
+        sent_bytes(forward.jaxpr, platform),
+        sent_bytes(backward.jaxpr, platform),
         local_bytes(forward.jaxpr, list(residuals)),
     )
 

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from ._oracle import Expected, Leaf
-from ._tolerance import tolerance, unit_roundoff
+from jaxpar.testing._oracle import Expected, Leaf
+from jaxpar.testing._tolerance import tolerance, unit_roundoff
 
 Place: TypeAlias = Callable[[tuple[int, ...]], str]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._oracle import (
+from jaxpar.testing._oracle import (
     Expected,
     Leaf,
     Leaves,

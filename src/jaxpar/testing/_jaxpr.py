@@ -1,7 +1,8 @@
 """What a jaxpr sends, and how large the blocks are that its shard_maps take and return."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,44 +29,76 @@ _COLLECTIVES = {
     *("all_to_all", "pmax", "pmin", "ppermute", "precv", "psend", "ragged_all_to_all"),
 }
 
+Sizes: TypeAlias = Mapping[str, int]  # devices along each mesh axis
+Weigh: TypeAlias = Callable[[str, Any, Sizes], float]
+
 
 def count(jaxpr: core.Jaxpr, platform: str | None) -> Counter[str]:
     """Collectives by `jax.lax` name that one device runs when it runs `jaxpr` once."""
-    total: Counter[str] = Counter()
+    counts = _tally(jaxpr, platform, lambda name, eqn, sizes: 1.0, {})
+    return Counter({name: int(number) for name, number in counts.items()})
+
+
+def sent_bytes(jaxpr: core.Jaxpr, platform: str | None) -> int:
+    """Bytes that one device sends when it runs `jaxpr` once.
+
+    A ppermute sends its operand. XLA's own collectives are charged what the bandwidth-optimal ring
+    algorithm sends for `n` devices and a local operand of `b` bytes: an all_gather `(n - 1) b`, a
+    psum_scatter or all_to_all `(n - 1) / n b`, a psum and its like `2 (n - 1) / n b`.
+    """
+    return round(sum(_tally(jaxpr, platform, _sent_bytes, {}).values()))
+
+
+def _sent_bytes(name: str, eqn: core.JaxprEqn, sizes: Sizes) -> float:
+    axes: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
+    n = prod(sizes.get(axis, 1) for axis in (axes if isinstance(axes, tuple) else (axes,)))
+    shares = {"ppermute": 1.0, "all_gather": n - 1.0}
+    reducing = 2 if name in ("psum", "pmax", "pmin") else 1
+    share = shares.get(name, reducing * (n - 1) / n)
+    return float(sum(share * _bytes(var.aval) for var in eqn.invars))
+
+
+def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) -> dict[str, float]:
+    """Sums `weigh` over the collectives that one device runs, by `jax.lax` name."""
+    total: dict[str, float] = {}
+
+    def add(part: Mapping[str, float], times: int = 1) -> None:
+        for name, weight in part.items():
+            total[name] = total.get(name, 0.0) + times * weight
+
     for eqn in jaxpr.eqns:
         primitive = eqn.primitive.name
         name = primitive.removesuffix("_start")
         name = _LAX_NAMES.get(name, name)
         if name in _COLLECTIVES:
-            total[name] += 1
+            add({name: weigh(name, eqn, sizes)})
             continue
-        inner = [count(sub, platform) for sub in _subjaxprs(eqn.params)]
+        inner_sizes = {**sizes, **eqn.params["mesh"].shape} if primitive == "shard_map" else sizes
+        inner = [_tally(sub, platform, weigh, inner_sizes) for sub in _subjaxprs(eqn.params)]
         if primitive == "cond":
-            total += _branch(eqn.params, inner, platform)
+            add(_branch(eqn.params, inner, platform))
             continue
-        once = sum(inner, Counter[str]())
-        if primitive == "while" and once:
-            raise ValueError(
-                f"count_collectives: a while loop whose trip count is not known runs {dict(once)} "
-                "each time; use lax.fori_loop with bounds known while tracing, or lax.scan"
-            )
-        times = eqn.params["length"] if primitive == "scan" else 1
-        total += Counter({name: number * times for name, number in once.items()})
+        for part in inner:
+            if primitive == "while" and part:
+                raise ValueError(
+                    "count_collectives: a while loop whose trip count is not known runs "
+                    f"{sorted(part)} each time; use lax.fori_loop with bounds known while "
+                    "tracing, or lax.scan"
+                )
+            add(part, eqn.params["length"] if primitive == "scan" else 1)
     return total
 
 
 def _branch(
-    params: dict[str, Any], branches: list[Counter[str]], platform: str | None
-) -> Counter[str]:
+    params: dict[str, Any], branches: list[dict[str, float]], platform: str | None
+) -> dict[str, float]:
     platforms = params.get("branches_platforms")
     if platforms is not None and platform is not None:
         for names, branch in zip(platforms, branches, strict=True):
             if names is None or platform in names:
                 return branch
-    worst: Counter[str] = Counter()
-    for branch in branches:
-        worst |= branch
-    return worst
+    names = {name for branch in branches for name in branch}
+    return {name: max(branch.get(name, 0.0) for branch in branches) for name in names}
 
 
 def _subjaxprs(value: Any) -> Iterator[core.Jaxpr]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from ._hypothesis import AxisOrder, AxisOrders, Meshes, Specs, strategies
+from jaxpar.testing._hypothesis import AxisOrder, AxisOrders, Meshes, Specs, strategies
 
 
 def meshes(

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ._compare import Report, coarser
-from ._gradients import expected_gradients, gradients_of, is_inexact, pullback
-from ._oracle import Leaf, Leaves, expected_values, is_float
+from jaxpar.testing._compare import Report, coarser
+from jaxpar.testing._gradients import expected_gradients, gradients_of, is_inexact, pullback
+from jaxpar.testing._oracle import Leaf, Leaves, expected_values, is_float
 
 
 def assert_matches_reference(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._hypothesis import Dtypes, Shape, Shapes, strategies
+from jaxpar.testing._hypothesis import Dtypes, Shape, Shapes, strategies
 
 _KINDS: dict[str, tuple[str, ...]] = {
     "float": ("float32", "bfloat16", "float16", "float64"),

@@ -1,0 +1,42 @@
+"""The project's commands: `nox -l` lists them."""
+
+import nox
+
+nox.options.sessions = ["tests", "lint"]
+nox.options.reuse_existing_virtualenvs = True
+
+OLDEST_JAX = "0.10.0"  # keep in step with pyproject.toml
+PYTEST = ("pytest", "-n", "auto", "--dist", "worksteal")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Runs the tests with the interpreter at hand and the newest jax that it can have."""
+    session.install("-e", ".[test]")
+    session.run(*PYTEST, *session.posargs)
+
+
+@nox.session(python=["3.11", "3.12", "3.13"])
+def tests_all(session: nox.Session) -> None:
+    """Runs the tests on 3.11 with the oldest supported jax, on 3.12 and 3.13 with the newest."""
+    session.install("-e", ".[test]")
+    if session.python == "3.11":
+        session.install(f"jax=={OLDEST_JAX}", f"jaxlib=={OLDEST_JAX}")
+    session.run(*PYTEST, *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Checks style with ruff and types with pyright."""
+    session.install("-e", ".[test]", "ruff", "pyright[nodejs]")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("pyright")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Times every matmul against its naive form, and compiles rings of 4 to 64 devices."""
+    session.install("-e", ".[bench]")
+    session.run("python", "-m", "jaxpar", "bench", *session.posargs)
+    session.run("python", "benchmarks/compile_time.py")

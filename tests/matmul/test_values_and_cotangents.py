@@ -1,0 +1,361 @@
+"""Every overlapped matmul equals NumPy: any mesh, axis order, shape, dtype and mode, both ways."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.collectives import _fold
+from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.testing import assert_matches_reference, axis_orders, dtypes, meshes
+
+modes = st.sampled_from(["unidirectional", "bidirectional", "naive", "auto"])
+blocks = st.integers(1, 3)  # sizes of a dimension on one device: 1, even and odd
+few = settings(max_examples=10, deadline=None, database=None)
+
+
+@dataclass(frozen=True)
+class RingOnMesh:
+    """A mesh, an axis name argument on it, and the axes that the argument leaves over."""
+
+    mesh: Mesh
+    axis_name: str | tuple[str, ...]
+
+    @property
+    def names(self):
+        return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
+
+    @property
+    def others(self):
+        return tuple(name for name in self.mesh.axis_names if name not in self.names)
+
+    @property
+    def size(self):
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
+    @property
+    def replicas(self):
+        return self.mesh.size // self.size
+
+
+@st.composite
+def rings(draw):
+    mesh = draw(meshes())
+    return RingOnMesh(mesh, draw(axis_orders(mesh)))
+
+
+def normal(shape, dtype="float32", seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def rows_spec(rank, sharded, others):
+    """A spec with `sharded` (dimension: axes), and dimension 0 split over `others` before that."""
+    entries = [sharded.get(dim, ()) for dim in range(rank)]
+    entries[0] = (*others, *entries[0])
+    return P(*entries)
+
+
+@few
+@given(st.data(), rings(), modes, dtypes(), st.integers(1, 4), st.integers(0, 2))
+def test_all_gather_matmul_gathers_lhs(data, ring, mode, dtype, rank, count):
+    axis = data.draw(st.integers(-rank, rank - 1))
+    shape = [data.draw(blocks) for _ in range(rank)]
+    shape[axis] *= ring.size
+    widths = [data.draw(blocks) for _ in range(max(count, 1))]
+    last = ring.names
+    if rank == 1:  # no rows that the other axes could split: there they split the columns
+        last = (*ring.others, *ring.names)
+        widths = [width * ring.replicas for width in widths]
+    else:
+        shape[0] *= ring.replicas
+    others = ring.others if rank > 1 else ()
+    lhs_spec = rows_spec(rank, {axis % rank: ring.names}, others)
+    out_spec = P(*rows_spec(rank - 1, {}, others), last) if rank > 1 else P(last)
+    weights = tuple(normal((shape[-1], width * ring.size), dtype, width) for width in widths)
+    if not count:  # one array in place of a tuple
+
+        def fn(x, w):
+            return all_gather_matmul(x, w, ring.axis_name, axis=axis, mode=mode)
+
+        assert_matches_reference(
+            fn,
+            np.matmul,
+            normal(shape, dtype),
+            weights[0],
+            mesh=ring.mesh,
+            in_specs=(lhs_spec, P(None, last)),
+            out_specs=out_spec,
+        )
+        return
+    assert_matches_reference(
+        lambda x, ws: all_gather_matmul(x, ws, ring.axis_name, axis=axis, mode=mode),
+        lambda x, ws: tuple(x @ w for w in ws),
+        normal(shape, dtype),
+        weights,
+        mesh=ring.mesh,
+        in_specs=(lhs_spec, P(None, last)),
+        out_specs=out_spec,
+    )
+
+
+@few
+@given(rings(), modes, dtypes(), st.tuples(*[blocks] * 5), st.integers(1, 4), st.integers(-2, 1))
+def test_all_gather_matmul_gathers_rhs(ring, mode, dtype, sizes, rank, axis):
+    """The weight is replicated over the axes beside the ring: its gradient is summed there."""
+    *rows, k, n = sizes[5 - max(rank, 2) - 1 :]
+    weight = [k, n]
+    weight[axis] *= ring.size
+    split = (*ring.others, *ring.names)
+    shape = (ring.mesh.size, *rows[1:], weight[0])
+
+    def fn(x, w):
+        if rank == 1:
+            y = all_gather_matmul(x[0], w, ring.axis_name, gather="rhs", axis=axis, mode=mode)
+            return y[None]
+        return all_gather_matmul(x, w, ring.axis_name, gather="rhs", axis=axis, mode=mode)
+
+    assert_matches_reference(
+        fn,
+        np.matmul,
+        normal(shape, dtype),
+        normal(weight, dtype),
+        mesh=ring.mesh,
+        in_specs=(P(split), rows_spec(2, {axis % 2: ring.names}, ())),
+        out_specs=P(split),
+    )
+
+
+@few
+@given(st.data(), rings(), modes, dtypes(), st.integers(1, 4), blocks)
+def test_matmul_reduce_scatter(data, ring, mode, dtype, rank, n):
+    axis = data.draw(st.integers(-rank, rank - 1))
+    shape = [data.draw(blocks) for _ in range(rank)]
+    result = [*shape[:-1], n]
+    result[axis] *= ring.size
+    result[0] *= ring.replicas
+    lhs = normal((*result[:-1], shape[-1] * ring.size), dtype)
+    columns = ring.others if rank == 1 else ()
+    lhs_spec = rows_spec(rank, {rank - 1: ring.names}, ring.others if rank > 1 else ())
+    assert_matches_reference(
+        lambda x, w: matmul_reduce_scatter(x, w, ring.axis_name, axis=axis, mode=mode),
+        np.matmul,
+        lhs,
+        normal((lhs.shape[-1], result[-1]), dtype),
+        mesh=ring.mesh,
+        in_specs=(lhs_spec, P(ring.names, columns)),
+        out_specs=rows_spec(rank, {axis % rank: ring.names}, ring.others),
+    )
+
+
+@few
+@given(rings(), modes, dtypes(), st.lists(st.integers(1, 5), max_size=3), blocks, st.integers(1, 9))
+def test_matmul_all_reduce_of_sizes_that_need_not_divide(ring, mode, dtype, rows, k, n):
+    """The result is typed as replicated over the ring: out_specs does not name its axes."""
+    shape = [*rows, k * ring.size]
+    if rows:
+        shape[0] *= ring.replicas
+        lhs_spec = rows_spec(len(shape), {len(rows): ring.names}, ring.others)
+        columns, out_spec = (), P(ring.others)
+    else:
+        n *= ring.replicas
+        lhs_spec, columns, out_spec = P(ring.names), ring.others, P(ring.others)
+    assert_matches_reference(
+        lambda x, w: matmul_all_reduce(x, w, ring.axis_name, mode=mode),
+        np.matmul,
+        normal(shape, dtype),
+        normal((shape[-1], n), dtype),
+        mesh=ring.mesh,
+        in_specs=(lhs_spec, P(ring.names, columns)),
+        out_specs=out_spec,
+    )
+
+
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive"])
+@pytest.mark.parametrize("n", [3, 8])
+def test_matmul_all_reduce_to_a_replicated_output(n, mode):
+    """Here the ring divides no dimension, the first one, and the second one of the result."""
+    assert_matches_reference(
+        lambda x, w, v: (
+            matmul_all_reduce(x, w, "x", mode=mode),
+            matmul_all_reduce(x[0], v, "x", mode=mode),
+            matmul_all_reduce(x, v, "x", mode=mode),
+        ),
+        lambda x, w, v: (x @ w, x[0] @ v, x @ v),
+        normal((2, 2 * n)),
+        normal((2 * n, 5)),
+        normal((2 * n, n)),
+        mesh=line(n),
+        in_specs=(P(None, "x"), P("x"), P("x")),
+        out_specs=P(),
+    )
+
+
+# -- einsums ------------------------------------------------------------------------------------
+
+
+@st.composite
+def einsums(draw):
+    """Labels b (in all three), m (lhs), k (contracted), n (rhs), in any order, b or not."""
+    batch = draw(st.sampled_from(["", "b"]))
+    lhs, rhs, out = (
+        "".join(draw(st.permutations(letters)))
+        for letters in (batch + "mk", batch + "kn", batch + "mn")
+    )
+    return lhs, rhs, out
+
+
+def spec_of(labels, sharded, axes):
+    return P(*(axes if label in sharded else None for label in labels))
+
+
+@few
+@given(st.data(), rings(), modes, dtypes(), einsums(), st.tuples(*[blocks] * 4))
+def test_ring_einsum_gathers(data, ring, mode, dtype, labels, blocks):
+    """A label of both operands is gathered in the one that is sharded along it."""
+    lhs, rhs, out = labels
+    label = data.draw(st.sampled_from(sorted(set(lhs + rhs))))
+    operands = [name for name, letters in (("lhs", lhs), ("rhs", rhs)) if label in letters]
+    operand = data.draw(st.sampled_from(operands))
+    free = "n" if operand == "lhs" else "m"  # of the other operand, sharded so that results differ
+    sizes = {
+        name: size * (ring.size if name in (label, free) else 1)
+        for name, size in zip("bmkn", blocks, strict=True)
+    }
+    specs = {
+        "lhs": spec_of(lhs, label if operand == "lhs" else free, ring.names),
+        "rhs": spec_of(rhs, label if operand == "rhs" else free, ring.names),
+    }
+    subscripts = f"{lhs},{rhs}->{out}"
+    assert_matches_reference(
+        lambda x, w: ring_einsum(subscripts, x, w, ring.axis_name, gather=label, mode=mode),
+        lambda x, w: np.einsum(subscripts, x, w),
+        normal([sizes[name] for name in lhs], dtype),
+        normal([sizes[name] for name in rhs], dtype),
+        mesh=ring.mesh,
+        in_specs=(specs["lhs"], specs["rhs"]),
+        out_specs=spec_of(out, free, ring.names),
+    )
+
+
+@few
+@given(st.data(), rings(), modes, dtypes(), einsums(), st.tuples(*[blocks] * 4))
+def test_ring_einsum_scatters(data, ring, mode, dtype, labels, blocks):
+    """The scattered label is one of lhs, of rhs, or of both."""
+    lhs, rhs, out = labels
+    label = data.draw(st.sampled_from(out))
+    sizes = {
+        name: size * (ring.size if name in (label, "k") else 1)
+        for name, size in zip("bmkn", blocks, strict=True)
+    }
+    subscripts = f"{lhs},{rhs}->{out}"
+    assert_matches_reference(
+        lambda x, w: ring_einsum(subscripts, x, w, ring.axis_name, scatter=label, mode=mode),
+        lambda x, w: np.einsum(subscripts, x, w),
+        normal([sizes[name] for name in lhs], dtype),
+        normal([sizes[name] for name in rhs], dtype),
+        mesh=ring.mesh,
+        in_specs=(spec_of(lhs, "k", ring.names), spec_of(rhs, "k", ring.names)),
+        out_specs=spec_of(out, label, ring.names),
+    )
+
+
+# -- every ring size, on purpose and not by chance ----------------------------------------------
+
+HEADS = "bsd,dhe->bhse"
+
+
+def line(n):
+    return Mesh(np.array(jax.devices()[:n]), ("x",), axis_types=(AxisType.Auto,))
+
+
+def both_ways(call):
+    return tuple(call(mode) for mode in ("unidirectional", "bidirectional"))
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_every_ring_size(n):
+    """With one row a device, so that no half of a block has the size of the other."""
+
+    def fn(x, w, a, b):
+        return (
+            both_ways(lambda mode: all_gather_matmul(x, w, "x", mode=mode)),
+            both_ways(lambda mode: matmul_reduce_scatter(a, b, "x", mode=mode)),
+        )
+
+    assert_matches_reference(
+        fn,
+        lambda x, w, a, b: ((x @ w,) * 2, (a @ b,) * 2),
+        normal((n, 3)),
+        normal((3, n)),
+        normal((n, n)),
+        normal((n, 1)),
+        mesh=line(n),
+        in_specs=(P("x"), P(None, "x"), P(None, "x"), P("x")),
+        out_specs=(P(None, "x"), P("x")),
+        check_vma=n % 2 == 0,
+    )
+
+
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+@pytest.mark.parametrize("axes", [("y", "x"), ("z", "x"), ("z", "x", "y")])
+def test_a_ring_counts_in_the_order_of_the_tuple(axes, mode):
+    grid = np.array(jax.devices())[[5, 0, 3, 6, 1, 7, 4, 2]].reshape(2, 2, 2)
+    mesh = Mesh(grid, ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
+    assert_matches_reference(
+        lambda x, w, v: matmul_reduce_scatter(
+            all_gather_matmul(x, w, axes, mode=mode), v, axes, mode=mode
+        ),
+        lambda x, w, v: x @ w @ v,
+        normal((8, 3)),
+        normal((3, 8)),
+        normal((8, 2)),
+        mesh=mesh,
+        in_specs=(P(axes), P(None, axes), P(axes)),
+        out_specs=P(axes),
+        grad=False,
+    )
+
+
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive"])
+def test_heads_of_several_weights_share_one_gather(mode):
+    """Queries, and half as many keys: one gather of the sequence, heads local, result transposed."""
+    assert_matches_reference(
+        lambda x, ws: ring_einsum(HEADS, x, ws, "x", gather="s", mode=mode),
+        lambda x, ws: tuple(np.einsum(HEADS, x, w) for w in ws),
+        normal((2, 8, 3)),
+        (normal((3, 8, 2)), normal((3, 4, 2))),
+        mesh=line(4),
+        in_specs=(P(None, "x"), P(None, "x")),
+        out_specs=P(None, "x"),
+    )
+
+
+@pytest.mark.parametrize(("mode", "n"), [("unidirectional", 4), ("bidirectional", 8)])
+def test_long_rings_run_a_loop(mode, n, monkeypatch):
+    monkeypatch.setattr(_fold, "UNROLLED_STEPS", 1)
+    where = {
+        "mesh": line(n),
+        "in_specs": (P("x"), P(None, "x"), P("x")),
+        "out_specs": (P("x"), P("x"), P("x")),
+    }
+
+    def fn(x, w, v):
+        y, z = all_gather_matmul(x, (w, v.T), "x", mode=mode)
+        return (
+            matmul_reduce_scatter(y, v, "x", mode=mode),
+            ring_einsum("mk,nk->nm", z, v.T, "x", scatter="m", mode=mode).T,
+            all_gather_matmul(x, v.T, "x", gather="rhs", axis=1, mode=mode),
+        )
+
+    def reference(x, w, v):
+        return x @ w @ v, x @ v.T @ v, x @ v.T
+
+    args = normal((n, 3)), normal((3, n)), normal((n, 3))
+    assert "scan[" in str(jax.make_jaxpr(jax.shard_map(fn, **where))(*args))
+    assert_matches_reference(fn, reference, *args, **where)

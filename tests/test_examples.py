@@ -1,0 +1,31 @@
+"""Every public name has a docstring with an example that runs."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+import jaxpar.testing
+
+PUBLIC = [
+    *((jaxpar, name) for name in jaxpar.__all__),
+    *((jaxpar.testing, name) for name in jaxpar.testing.__all__),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_example(module, name):
+    names = {**vars(jaxpar), **vars(jaxpar.testing), "jax": jax, "jnp": jnp, "np": np, "P": P}
+    examples = doctest.DocTestFinder(recurse=False).find(
+        getattr(module, name), name, module=False, globs=names
+    )
+    assert [example for test in examples for example in test.examples]
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for test in examples:
+        assert runner.run(test).failed == 0
