@@ -26,7 +26,10 @@ def seen(function, check_vma=True):
 
 def test_varying_axes_is_the_union_over_all_leaves():
     sets = lambda x, y, r: (  # noqa: E731
-        varying_axes(x), varying_axes(r), varying_axes(r, [x, {"y": y}]), varying_axes()
+        varying_axes(x),
+        varying_axes(r),
+        varying_axes(r, [x, {"y": y}]),
+        varying_axes(),
     )
     assert seen(sets) == ({"x"}, set(), {"x", "y"}, set())
     assert seen(sets, check_vma=False) == (set(),) * 4

@@ -141,8 +141,8 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
     lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     block_bytes = prod(sizes[name] for name in labels.out) // ring.size * wire.itemsize
-    method = call.resolve(labels.out[:1], 2.0 * prod(sizes.values()), block_bytes)
-    if method is not None and labels.out:
+    method = call.resolve(labels.out[0], 2.0 * prod(sizes.values()), block_bytes)
+    if method is not None:
         return all_reduce_einsum(method, product, lhs, rhs)
     sums = multiply(call.arithmetic, product, lhs, rhs).astype(wire)
     return lax.psum(sums, ring.axis_name).astype(dtype)

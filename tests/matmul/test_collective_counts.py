@@ -1,0 +1,220 @@
+"""A ring mode sends ppermutes only, as many as planned, and keeps only shards, both ways."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.collectives import _fold
+from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.testing import count_collectives
+
+check = pytest.mark.parametrize("check_vma", [True, False])
+modes = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+sizes = pytest.mark.parametrize("n", [2, 4, 8])
+M, K, N = 16, 24, 32  # global sizes
+BATCH = "bmk,bkn->bmn"
+
+
+def hops(n, mode):
+    """Transfers of one fold: n - 1, or pairs of whole blocks and, if n is even, two halves."""
+    if mode == "unidirectional":
+        return n - 1
+    return (n - 1) // 2 * 2 + (2 if n % 2 == 0 else 0)
+
+
+# Call, specs of operands and result, shapes; and folds in the forward and in the backward.
+GATHERS = {
+    "rows": (
+        lambda x, w, mode: all_gather_matmul(x, w, "x", mode=mode),
+        (P("x"), P(None, "x"), P(None, "x")),
+        ((M, K), (K, N)),
+    ),
+    "k of lhs": (
+        lambda x, w, mode: all_gather_matmul(x, w, "x", axis=1, mode=mode),
+        (P(None, "x"), P(None, "x"), P(None, "x")),
+        ((M, K), (K, N)),
+    ),
+    "k of rhs": (
+        lambda x, w, mode: all_gather_matmul(x, w, "x", gather="rhs", mode=mode),
+        (P("x"), P("x"), P("x")),
+        ((M, K), (K, N)),
+    ),
+    "columns": (
+        lambda x, w, mode: all_gather_matmul(x, w, "x", gather="rhs", axis=1, mode=mode),
+        (P("x"), P(None, "x"), P("x")),
+        ((M, K), (K, N)),
+    ),
+    "two weights": (
+        lambda x, w, mode: all_gather_matmul(x, (w, w[:, :1]), "x", mode=mode),
+        (P("x"), P(None, "x"), P(None, "x")),
+        ((M, K), (K, N)),
+    ),
+    "batch": (
+        lambda x, w, mode: ring_einsum(BATCH, x, w, "x", gather="b", mode=mode),
+        (P("x"), P(None, None, "x"), P(None, None, "x")),
+        ((8, M, K), (8, K, N)),
+    ),
+}
+SCATTERS = {
+    "rows": (
+        lambda x, w, mode: matmul_reduce_scatter(x, w, "x", mode=mode),
+        (P(None, "x"), P("x"), P("x")),
+        ((M, K), (K, N)),
+    ),
+    "columns": (
+        lambda x, w, mode: matmul_reduce_scatter(x, w, "x", axis=-1, mode=mode),
+        (P(None, "x"), P("x"), P(None, "x")),
+        ((M, K), (K, N)),
+    ),
+    "batch": (
+        lambda x, w, mode: ring_einsum(BATCH, x, w, "x", scatter="b", mode=mode),
+        (P(None, None, "x"), P(None, "x"), P("x")),
+        ((8, M, K), (8, K, N)),
+    ),
+}
+
+
+def counts(form, n, mode, check_vma=True, devices=None):
+    fn, specs, shapes = form
+    mesh = Mesh(np.array(jax.devices()[:n]), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        lambda x, w: fn(x, w, mode),
+        mesh=mesh,
+        in_specs=specs[:2],
+        out_specs=specs[2],
+        check_vma=check_vma,
+    )
+    return count_collectives(mapped, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+
+
+def shard_bytes(form, n):
+    return sum(int(np.prod(shape)) * 4 // n for shape in form[2])
+
+
+@check
+@modes
+@sizes
+@pytest.mark.parametrize("form", GATHERS.values(), ids=GATHERS)
+def test_gather(form, n, mode, check_vma):
+    """Backward: one fold scatters the gathered operand's gradient, one gathers it for the rest."""
+    found = counts(form, n, mode, check_vma)
+    assert found.forward == {"ppermute": hops(n, mode)}
+    assert found.backward == {"ppermute": 2 * hops(n, mode)}
+
+
+@check
+@modes
+@sizes
+@pytest.mark.parametrize("form", SCATTERS.values(), ids=SCATTERS)
+def test_scatter(form, n, mode, check_vma):
+    """Backward: one gather of the cotangent feeds the gradients of both operands."""
+    found = counts(form, n, mode, check_vma)
+    assert found.forward == {"ppermute": hops(n, mode)}
+    assert found.backward == {"ppermute": hops(n, mode)}
+
+
+@check
+@modes
+@sizes
+@pytest.mark.parametrize(
+    "form", [*GATHERS.values(), *SCATTERS.values()], ids=[*GATHERS, *[f"to {s}" for s in SCATTERS]]
+)
+def test_residuals_are_shards(form, n, mode, check_vma):
+    found = counts(form, n, mode, check_vma).residual_bytes
+    extra = shard_bytes(((), (), ((K, n),)), n)  # of "two weights", whose second is a column
+    assert found <= shard_bytes(form, n) + (extra if form is GATHERS["two weights"] else 0)
+
+
+def all_reduce(n):
+    return (
+        lambda x, w, mode: matmul_all_reduce(x, w, "x", mode=mode),
+        (P(None, "x"), P("x"), P()),
+        ((n, 24), (24, 5)),
+    )
+
+
+@modes
+@sizes
+def test_all_reduce_that_is_typed_as_replicated(n, mode):
+    """Only all_gather can type it so; the backward sends nothing, and keeps shards."""
+    found = counts(all_reduce(n), n, mode)
+    assert found.forward == {"ppermute": hops(n, mode), "all_gather": 1}
+    assert found.backward == {}
+    assert found.residual_bytes <= shard_bytes(all_reduce(n), n)
+
+
+@modes
+@sizes
+def test_all_reduce_without_types(n, mode):
+    """It scatters and gathers, and so does its derivative."""
+    found = counts(all_reduce(n), n, mode, check_vma=False)
+    assert found.forward == {"ppermute": 2 * hops(n, mode)}
+    assert found.backward == {"ppermute": 2 * hops(n, mode)}
+    assert found.residual_bytes <= shard_bytes(all_reduce(n), n)
+
+
+@check
+@pytest.mark.parametrize("n", [1, 3, 5, 6, 7])
+def test_other_ring_sizes(n, check_vma):
+    for mode in ("unidirectional", "bidirectional"):
+        shapes = ((n, 2), (2, n))
+        found = counts((*GATHERS["rows"][:2], shapes), n, mode, check_vma)
+        assert found.forward["ppermute"] == hops(n, mode)
+        assert found.backward["ppermute"] == 2 * hops(n, mode)
+        assert found.forward.keys() | found.backward.keys() <= {"ppermute"}
+
+
+@check
+@modes
+def test_a_loop_sends_as_much(mode, check_vma, monkeypatch):
+    unrolled = counts(GATHERS["rows"], 8, mode, check_vma)
+    monkeypatch.setattr(_fold, "UNROLLED_STEPS", 1)
+    assert counts(GATHERS["rows"], 8, mode, check_vma) == unrolled
+
+
+@check
+@modes
+def test_nothing_is_sent_on_a_ring_of_one(mode, check_vma):
+    for form in (*GATHERS.values(), *SCATTERS.values()):
+        found = counts(form, 1, mode, check_vma)
+        assert found.forward == found.backward == {}
+
+
+@check
+@modes
+@pytest.mark.parametrize("form", [*GATHERS.values(), *SCATTERS.values()])
+def test_gradients_inside_send_nothing_else(form, mode, check_vma):
+    """Forward and backward of a gradient taken in the body."""
+    fn, specs, shapes = form
+
+    def loss(x, w):
+        total = sum(jnp.sum(y) for y in jax.tree.leaves(fn(x, w, mode)))
+        return lax.psum(total, "x") if check_vma else total
+
+    mapped = jax.shard_map(
+        jax.grad(loss, argnums=(0, 1)),
+        mesh=Mesh(np.array(jax.devices()[:4]), ("x",), axis_types=(AxisType.Auto,)),
+        in_specs=specs[:2],
+        out_specs=specs[:2],
+        check_vma=check_vma,
+    )
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    sent = count_collectives(mapped, *args, grad=False).forward
+    folds = 3 if form in GATHERS.values() else 2
+    assert sent["ppermute"] == folds * hops(4, mode)
+    assert sent.keys() <= {"ppermute", "psum"}  # the psum is the loss's own
+    assert sent["psum"] <= 1
+
+
+@check
+def test_naive_is_what_lax_has(check_vma):
+    gather = counts(GATHERS["rows"], 4, "naive", check_vma)
+    assert gather.forward == {"all_gather": 1}
+    assert gather.backward == {"psum_scatter": 1}
+    scatter = counts(SCATTERS["rows"], 4, "naive", check_vma)
+    assert scatter.forward == {"psum_scatter": 1}
+    assert scatter.backward == {"all_gather": 1}

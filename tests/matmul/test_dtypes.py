@@ -1,0 +1,200 @@
+"""Dtypes of sums, of results and of what travels: the numerical contract, forward and backward."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.collectives import _fold
+from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from jaxpar.testing import assert_matches_reference, tolerance
+
+rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+modes = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive"])
+halves = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+GATHER = {"in_specs": (P("x"), P(None, "x")), "out_specs": P(None, "x")}
+GATHER_K = {"in_specs": (P(None, "x"), P(None, "x")), "out_specs": P(None, "x")}
+SCATTER = {"in_specs": (P(None, "x"), P("x")), "out_specs": P("x")}
+REDUCE = {"in_specs": (P(None, "x"), P("x")), "out_specs": P()}
+
+
+def shard(fn, where, n=8, **options):
+    mesh = Mesh(np.array(jax.devices()[:n]), ("x",), axis_types=(AxisType.Auto,))
+    return jax.jit(jax.shard_map(lambda x, w: fn(x, w, "x", **options), mesh=mesh, **where))
+
+
+def normal(shape, dtype):
+    return np.random.default_rng([*shape]).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def roundings(found, left, right):
+    """The largest error in units of one rounding to the dtype of `found`, of float32 sums."""
+    left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
+    exact = left @ right
+    terms = np.sqrt(left**2 @ right**2)
+    unit = float(jnp.finfo(found.dtype).eps) / 2
+    error = np.abs(np.asarray(found, np.float64) - exact)
+    # A power of two above an entry rounds in steps twice as large: hence |exact| and a little.
+    return np.max((error - tolerance(np.float32, left.shape[1]) * terms) / (unit * np.abs(exact)))
+
+
+@partial(jax.jit, static_argnums=0)
+def value_and_pullback(fn, x, w, ct):
+    y, pull = jax.vjp(fn, x, w)
+    return y, *pull(ct)
+
+
+CALLS = {
+    "gather k": (all_gather_matmul, GATHER_K, {"axis": 1}),
+    "scatter": (matmul_reduce_scatter, SCATTER, {}),
+    "all-reduce": (matmul_all_reduce, REDUCE, {}),
+}
+calls = pytest.mark.parametrize(("fn", "where", "options"), CALLS.values(), ids=CALLS)
+
+
+@halves
+@modes
+@calls
+def test_16_bit_sums_are_rounded_once(fn, where, options, mode, dtype):
+    x, w = normal((8, 256), dtype), normal((256, 8), dtype)
+    found = shard(fn, where, mode=mode, **options)(x, w)
+    assert found.dtype == dtype
+    assert roundings(found, x, w) < 1.01
+
+
+@rings
+@pytest.mark.parametrize(
+    "asked", [{"wire_dtype": "bfloat16"}, {"preferred_element_type": jnp.bfloat16}]
+)
+@pytest.mark.parametrize(("fn", "where"), [(c[0], c[1]) for c in list(CALLS.values())[1:]])
+def test_a_16_bit_wire_rounds_once_a_hop(fn, where, asked, mode):
+    x, w = normal((8, 256), "bfloat16"), normal((256, 8), "bfloat16")
+    found = shard(fn, where, mode=mode, **asked)(x, w)
+    assert found.dtype == jnp.bfloat16
+    assert roundings(found, x, w) > 2  # a sum that is nearly 0 has had larger partial sums
+    terms = np.sqrt(np.asarray(x, "float64") ** 2 @ np.asarray(w, "float64") ** 2)
+    error = np.abs(np.asarray(found, "float64") - np.asarray(x, "float64") @ w.astype("float64"))
+    assert np.all(error < tolerance(jnp.bfloat16, 256) * terms)
+
+
+@halves
+@rings
+def test_16_bit_gradients_are_rounded_once(mode, dtype):
+    """The gradient of the gathered operand is a reduce-scatter; of the scattered, a gather."""
+    x, w, ct = normal((8, 16), dtype), normal((16, 256), dtype), normal((8, 256), dtype)
+    for fn, where in ((all_gather_matmul, GATHER), (matmul_reduce_scatter, SCATTER)):
+        _, gx, gw = value_and_pullback(shard(fn, where, mode=mode), x, w, ct)
+        assert gx.dtype == gw.dtype == dtype
+        assert roundings(gx, ct, w.T) < 1.01
+        assert roundings(gw, x.T, ct) < 1.01
+
+
+@modes
+@calls
+def test_wide_results_of_narrow_operands(fn, where, options, mode):
+    """preferred_element_type=float32: nothing is rounded; gradients have the operands' dtype."""
+    x, w, ct = (normal((8, 8), dtype) for dtype in ("bfloat16", "bfloat16", "float32"))
+    wide = shard(fn, where, mode=mode, preferred_element_type="float32", **options)
+    found, gx, gw = value_and_pullback(wide, x, w, ct)
+    assert found.dtype == "float32"
+    assert gx.dtype == gw.dtype == "bfloat16"
+    assert roundings(found, x, w) < 1.01
+    # Some of naive's sums are of the cotangent rounded to bfloat16, by jax.numpy's own choice.
+    limit = 1.01 if mode != "naive" else 4
+    assert roundings(gx, ct, w.T) < limit
+    assert roundings(gw, x.T, ct) < limit
+
+
+def wires(fn, *args):
+    """The dtypes that ppermutes carry, in order."""
+    jaxpr = str(jax.make_jaxpr(fn)(*args))
+    return re.findall(r":(\w+)\[[^\]]*\](?:\{[^}]*\})? = ppermute\[", jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("options", "sums"),
+    [({}, "f32"), ({"wire_dtype": "bfloat16"}, "bf16"), ({"wire_dtype": "float32"}, "f32")],
+)
+def test_what_travels(options, sums):
+    """Gathered blocks in their own dtype, sums in the wire's."""
+    x, w = normal((8, 8), "bfloat16"), normal((8, 8), "bfloat16")
+    gather = shard(all_gather_matmul, GATHER, 4, mode="unidirectional", **options)
+    scatter = shard(matmul_reduce_scatter, SCATTER, 4, mode="unidirectional", **options)
+    assert wires(gather, x, w) == ["bf16"] * 3
+    assert wires(scatter, x, w) == [sums] * 3
+
+    def pull(fn):
+        return lambda x, w, ct: jax.vjp(fn, x, w)[1](ct)
+
+    assert sorted(wires(pull(gather), x, w, x)) == sorted(["bf16"] * 6 + [sums] * 3)
+    assert sorted(wires(pull(scatter), x, w, x)) == sorted([sums] * 3 + ["bf16"] * 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "result"),
+    [
+        ("int8", None, "int32"),
+        ("int8", "int32", "int32"),
+        ("int8", "float32", "float32"),
+        ("int16", None, "int32"),
+        ("uint8", None, "uint32"),
+        ("int32", None, "int32"),
+    ],
+)
+def test_integers_are_exact(dtype, asked, result):
+    """Products of 127 by 127 over 64 terms: any sum kept in 8 or 16 bits would wrap."""
+    low = 0 if dtype == "uint8" else -127
+    x = np.random.default_rng(0).integers(low, 127, (8, 64)).astype(dtype)
+    x[0] = 127
+    w = np.ascontiguousarray(x.T)
+    expected = x.astype("int64") @ w.astype("int64")
+    for mode in ("unidirectional", "bidirectional", "naive"):
+        for fn, where, options in CALLS.values():
+            run = shard(fn, where, 4, mode=mode, preferred_element_type=asked, **options)
+            found = run(x, w)
+            assert found.dtype == result
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("unrolled", [16, 1], ids=["unrolled", "loop"])
+@pytest.mark.parametrize(("mode", "n"), [("unidirectional", 3), ("bidirectional", 6)])
+def test_float64(mode, n, unrolled, monkeypatch):
+    """To the precision of float64, also where a loop counts in 64 bits."""
+    monkeypatch.setattr(_fold, "UNROLLED_STEPS", unrolled)
+    mesh = Mesh(np.array(jax.devices()[:n]), ("x",), axis_types=(AxisType.Auto,))
+
+    def fn(x, w, v):
+        y = all_gather_matmul(x, w, "x", mode=mode)
+        return matmul_reduce_scatter(y, v, "x", mode=mode), matmul_all_reduce(y, v, "x", mode=mode)
+
+    with jax.enable_x64(True):
+        x, w, v = (normal(shape, "float64") for shape in [(n, 2), (2, n), (n, 2)])
+        assert jax.eval_shape(shard(all_gather_matmul, GATHER, n, mode=mode), x, w).dtype == "f8"
+        assert_matches_reference(
+            fn,
+            lambda x, w, v: (x @ w @ v,) * 2,
+            x,
+            w,
+            v,
+            mesh=mesh,
+            in_specs=(P("x"), P(None, "x"), P("x")),
+            out_specs=(P("x"), P()),
+            check_vma=unrolled == 1,
+        )
+
+
+@rings
+def test_precision_reaches_every_product(mode):
+    """Forward and backward: one product for each device, and as many again for each gradient."""
+    fn = shard(all_gather_matmul, GATHER, 3, mode=mode, precision=lax.Precision.HIGHEST)
+    x, w = normal((3, 2), "float32"), normal((2, 3), "float32")
+    jaxpr = str(jax.make_jaxpr(lambda x, w, ct: jax.vjp(fn, x, w)[1](ct))(x, w, x @ w))
+    assert jaxpr.count("dot_general[") == 9
+    assert len(re.findall(r"precision=\(?Precision\.HIGHEST|precision=HIGHEST", jaxpr)) == 9
