@@ -50,5 +50,5 @@ def check_divides(
         raise ValueError(
             f"{function}: {argument} has local shape {shape}, whose dimension {dim} axis {name!r} "
             f"({ring.size}) does not divide: {size} = {size // ring.size} x {ring.size} + "
-            f"{size % ring.size}; pad it to {padded}"
+            f"{size % ring.size}; pad it to {padded}, or choose another dimension"
         )

@@ -40,8 +40,8 @@ def ring_all_gather(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> gather = jax.shard_map(lambda x: ring_all_gather(x, "tp", tiled=True), mesh=mesh,
-      ...                        in_specs=P("tp"), out_specs=P("tp"))
+      >>> gather = jax.jit(jax.shard_map(lambda x: ring_all_gather(x, "tp", tiled=True),
+      ...     mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
       >>> gather(jnp.arange(16.0)).shape
       (128,)
 
@@ -96,8 +96,8 @@ def ring_reduce_scatter(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> scatter = jax.shard_map(lambda x: ring_reduce_scatter(x, "tp", tiled=True), mesh=mesh,
-      ...                         in_specs=P(), out_specs=P("tp"))
+      >>> scatter = jax.jit(jax.shard_map(lambda x: ring_reduce_scatter(x, "tp", tiled=True),
+      ...     mesh=mesh, in_specs=P(), out_specs=P("tp")))
       >>> scatter(jnp.arange(16.0))[:3]
       Array([ 0.,  8., 16.], dtype=float32)
 
@@ -151,8 +151,8 @@ def ring_all_reduce(
 
     Example:
       >>> mesh = make_mesh("dp=8")
-      >>> total = jax.shard_map(lambda x: ring_all_reduce(x, "dp"), mesh=mesh,
-      ...                       in_specs=P("dp"), out_specs=P())
+      >>> total = jax.jit(jax.shard_map(lambda x: ring_all_reduce(x, "dp"),
+      ...     mesh=mesh, in_specs=P("dp"), out_specs=P()))
       >>> total(jnp.arange(8.0))
       Array([28.], dtype=float32)
 

@@ -80,8 +80,8 @@ def ring_shift(x: Any, axis_name: AxisName, offset: Integer = 1) -> Any:
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> shift = jax.shard_map(lambda x: ring_shift(x, "tp"), mesh=mesh,
-      ...                       in_specs=P("tp"), out_specs=P("tp"))
+      >>> shift = jax.jit(jax.shard_map(lambda x: ring_shift(x, "tp"), mesh=mesh,
+      ...     in_specs=P("tp"), out_specs=P("tp")))
       >>> shift(jnp.arange(8))
       Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
     """

@@ -37,7 +37,7 @@ def all_gather_matmul(
         of rhs, or the contracting dimension of either.
       mode: `"naive"` (`lax.all_gather`, then one matmul), `"unidirectional"`, `"bidirectional"`, or
         `"auto"`: what a roofline over the static shapes, the ring's size and the chip predicts to
-        be fastest.
+        be fastest; naive on CPU devices, on unknown chips and on rings of 1 or 2.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
@@ -56,14 +56,14 @@ def all_gather_matmul(
       ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the gathered operand and computes the whole local product in n
-    pieces (n-1 transfers one way; about n/2, on each link half the bytes, both ways). The
-    derivative gathers once more and reduce-scatters once, overlapped alike, and keeps the operands
-    as they came in.
+    pieces. One way takes n-1 transfers, towards higher logical indices; both ways takes about n/2,
+    with half the bytes on each link. The derivative gathers once more and reduce-scatters once,
+    overlapped alike, and keeps the operands as they came in.
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> f = jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"), mesh=mesh,
-      ...                   in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+      >>> f = jax.jit(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"),
+      ...     mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")))
       >>> f(jnp.ones((16, 4)), jnp.ones((4, 24))).shape
       (16, 24)
 
@@ -105,8 +105,7 @@ def matmul_reduce_scatter(
       axis_name: one mesh axis, or a tuple of them in any order.
       axis: the dimension of the result that is scattered, in logical order.
       mode: `"naive"` (one matmul, then `lax.psum_scatter`), `"unidirectional"`, `"bidirectional"`,
-        or `"auto"`: what a roofline over the static shapes, the ring's size and the chip predicts
-        to be fastest.
+        or `"auto"`, as in `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
@@ -122,14 +121,15 @@ def matmul_reduce_scatter(
       ValueError: a dimension that the ring does not divide, wrong ranks or sizes, an unknown mode
         or axis name, a call outside shard_map.
 
-    Cost: a device sends (n-1)/n of the whole result in the wire's dtype, and computes the local
-    product in n pieces. The derivative gathers the cotangent once, overlapped alike, for the
-    gradients of both operands, and keeps the operands as they came in.
+    Cost: a device sends (n-1)/n of the whole result in the wire's dtype, one way towards lower
+    logical indices, and computes the local product in n pieces. The derivative gathers the
+    cotangent once, overlapped alike, for the gradients of both operands, and keeps the operands as
+    they came in.
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> f = jax.shard_map(lambda x, w: matmul_reduce_scatter(x, w, "tp"), mesh=mesh,
-      ...                   in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"))
+      >>> f = jax.jit(jax.shard_map(lambda x, w: matmul_reduce_scatter(x, w, "tp"),
+      ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp")))
       >>> f(jnp.ones((16, 8)), jnp.ones((8, 24)))[0, 0]
       Array(8., dtype=float32)
 
@@ -163,8 +163,7 @@ def matmul_all_reduce(
       rhs: local `[k, n]`.
       axis_name: one mesh axis, or a tuple of them in any order.
       mode: `"naive"` (one matmul, then `lax.psum`), `"unidirectional"`, `"bidirectional"`, or
-        `"auto"`: what a roofline over the static shapes, the ring's size and the chip predicts to
-        be fastest.
+        `"auto"`, as in `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
@@ -186,8 +185,8 @@ def matmul_all_reduce(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> f = jax.shard_map(lambda x, w: matmul_all_reduce(x, w, "tp"), mesh=mesh,
-      ...                   in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+      >>> f = jax.jit(jax.shard_map(lambda x, w: matmul_all_reduce(x, w, "tp"),
+      ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P()))
       >>> f(jnp.ones((3, 8)), jnp.ones((8, 5)))[0, 0]
       Array(8., dtype=float32)
 
@@ -250,10 +249,11 @@ def ring_einsum(
     operands as they came in.
 
     Example:
-      >>> mesh = make_mesh("tp=8")  # sequence s is gathered, heads h are local
-      >>> f = jax.shard_map(lambda x, w: ring_einsum("bsd,dhe->bhse", x, w, "tp", gather="s"),
-      ...                   mesh=mesh, in_specs=(P(None, "tp"), P(None, "tp")),
-      ...                   out_specs=P(None, "tp"))
+      >>> mesh = make_mesh("tp=8")
+      >>> def heads(x, w):  # gathers the sequence s; heads h are local
+      ...     return ring_einsum("bsd,dhe->bhse", x, w, "tp", gather="s")
+      >>> f = jax.jit(jax.shard_map(heads, mesh=mesh,
+      ...     in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P(None, "tp")))
       >>> f(jnp.ones((2, 16, 4)), jnp.ones((4, 8, 3))).shape
       (2, 8, 16, 3)
 
