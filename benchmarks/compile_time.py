@@ -162,7 +162,7 @@ def write_plot(path: str, rows: Sequence[Row]) -> None:
         ),
         "instructions of the optimised HLO": lambda row: row.hlo_instructions,
     }
-    figure = Figure(figsize=(9.5, 7.6), layout="constrained", dpi=130)
+    figure = Figure(figsize=(9.5, 7.6), layout="constrained", dpi=110)
     panels = figure.subplots(len(quantities), len(MODES), sharex=True, sharey="row")
     for (title, quantity), line in zip(quantities.items(), panels, strict=True):
         for mode, panel in zip(MODES, line, strict=True):
@@ -180,6 +180,11 @@ def write_plot(path: str, rows: Sequence[Row]) -> None:
 def _draw_panel(
     panel: Any, rows: Sequence[Row], mode: str, quantity: Callable[[Row], float]
 ) -> None:
+    from matplotlib.ticker import LogLocator
+
+    longest = max(n for n in range(2, 1024) if make_plan(n, mode).hops <= _fold.UNROLLED_STEPS)
+    limit = f"longest ring that is unrolled ({_fold.UNROLLED_STEPS} steps)"
+    panel.axvline(longest, color="0.4", linewidth=1, linestyle="--", label=limit)
     colours = dict(zip(OPS, ("#0072B2", "#D55E00"), strict=True))
     for op, phase, form in product(OPS, PHASES, FORMS):
         chosen = [row for row in rows if (row.op, row.phase, row.form) == (op, phase, form)]
@@ -193,11 +198,10 @@ def _draw_panel(
             linewidth=1.3,
             label=f"{op}, {phase}, {form}",
         )
-    longest = max(n for n in range(2, 1024) if make_plan(n, mode).hops <= _fold.UNROLLED_STEPS)
-    limit = f"longest ring that is unrolled ({_fold.UNROLLED_STEPS} steps)"
-    panel.axvline(longest, color="0.4", linewidth=1, linestyle="--", label=limit)
     panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
+    panel.set_yscale("log", subs=range(2, 10))
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter("{x:g}")
     ticks = sorted({row.size for row in rows})
     panel.set_xticks(ticks, [f"{size}" for size in ticks])
     panel.tick_params(labelsize=8)

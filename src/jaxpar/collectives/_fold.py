@@ -100,7 +100,8 @@ def scatter_fold(
         if plan.hops:
             index, sums = step(plan.hops, (index, sums))
     elif plan.hops:
-        sums = produced_for(plan.hops, index)
+        # Pinned, or the GPU compiler merges this matmul with the next one, which covers a transfer.
+        index, sums, _ = _pin(index, produced_for(plan.hops, index), ())
 
     state = index, sums
     if plan.hops <= UNROLLED_STEPS:
