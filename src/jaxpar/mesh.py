@@ -42,6 +42,8 @@ def make_mesh(
       {'dp': 2, 'tp': 4}
     """
     devices = jax.devices() if devices is None else list(devices)
+    if not devices:
+        raise ValueError("make_mesh: devices is empty; pass at least one, or None for all")
     sizes = _fill_sizes(_parse_axes(axes), len(devices))
     if isinstance(axis_types, Mapping):
         unknown = sorted(set(axis_types) - set(sizes))

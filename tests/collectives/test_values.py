@@ -244,14 +244,12 @@ def test_empty_arrays(mode):
     assert shapes == [(16, 0, 4), (4, 0)]
 
 
-@pytest.mark.xfail(reason="the ring forms return bool, lax.psum counts in int32", strict=True)
 @pytest.mark.parametrize("mode", RINGS)
 def test_all_reduce_of_booleans_counts_as_in_lax(mode):
     functions = lambda x: ring_all_reduce(x, "x", mode=mode), lambda x: lax.psum(x, "x")
     assert_same(functions, integers((4, 4)) > 0, mesh=line(4))
 
 
-@pytest.mark.xfail(reason="all_gather of an empty dimension does not lower", strict=True)
 @pytest.mark.parametrize("mode", RINGS)
 def test_all_reduce_of_an_empty_array(mode):
     functions = lambda x: ring_all_reduce(x, "x", mode=mode), lambda x: lax.psum(x, "x")

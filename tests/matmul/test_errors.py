@@ -156,9 +156,9 @@ def test_no_weights_at_all():
 @pytest.mark.parametrize(
     ("axes", "options", "lhs", "rhs"),
     [
-        ("t", {"axis": 1}, "2 x 4 (axis 't') = 8 when gathered", "2"),
-        ("t", {"gather": "rhs"}, "2", "2 x 4 (axis 't') = 8 when gathered"),
-        (("t", "d"), {"gather": "rhs"}, "2", "2 x 8 (axis 'txd') = 16 when gathered"),
+        ("t", {"axis": 1}, "2 x 4 = 8 when gathered over axis 't' (4)", "2"),
+        ("t", {"gather": "rhs"}, "2", "2 x 4 = 8 when gathered over axis 't' (4)"),
+        (("t", "d"), {"gather": "rhs"}, "2", "2 x 8 = 16 when gathered over axis ('t', 'd') (8)"),
     ],
 )
 def test_gathered_size_that_differs(axes, options, lhs, rhs):
@@ -184,12 +184,11 @@ def test_gathered_size_that_differs(axes, options, lhs, rhs):
 )
 @pytest.mark.parametrize("mode", ["naive", "bidirectional"])
 def test_scattered_size_that_does_not_divide(axes, axis, dim, size, sum_, padded, mode):
-    name = axes if isinstance(axes, str) else "x".join(axes)
     found = error(
         ValueError, matmul_reduce_scatter, f32(4, 2), f32(2, 5), axes, axis=axis, mode=mode
     )
     assert found == (
-        f"the result has local shape (4, 5), whose dimension {dim} axis {name!r} ({size}) does "
+        f"the result has local shape (4, 5), whose dimension {dim} axis {axes!r} ({size}) does "
         f"not divide: {sum_}; pad it to {padded}, or choose another dimension"
     )
 
@@ -277,8 +276,8 @@ def test_ranks_that_are_not_those_of_the_labels(options):
 def test_gathered_label_whose_sizes_do_not_fit():
     assert error(ValueError, einsum("mk,kn->mn", gather="k"), f32(4, 3), f32(2, 5)) == (
         "lhs has local shape (4, 3) and rhs (2, 5), but label 'k' of 'mk,kn->mn' is dimension 1 "
-        "of lhs, 3, and dimension 0 of rhs, 2 x 4 (axis 't') = 8 when gathered; rhs must be 1/4 "
-        "of the other along it"
+        "of lhs, 3, and dimension 0 of rhs, 2 x 4 = 8 when gathered over axis 't' (4); rhs must be "
+        "1/4 of the other along it"
     )
 
 

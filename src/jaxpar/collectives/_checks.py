@@ -21,9 +21,10 @@ def check_dim(
     rank = len(shape) + stacked
     if not -rank <= dim < rank:
         result = f"a result of {rank} dimensions" if stacked else f"{rank} dimensions"
+        remedy = f"choose from {-rank} to {rank - 1}" if rank else "reshape it to one"
         raise ValueError(
             f"{function}: {argument}={dim} is out of range for a local shape {shape}, which has "
-            f"{result}; choose from {-rank} to {rank - 1}"
+            f"{result}; {remedy}"
         )
     return dim % rank
 
@@ -38,17 +39,17 @@ def check_divides(
     exactly: bool = False,
 ) -> None:
     """Raises unless the ring's size divides (or, `exactly`, equals) dimension `dim` of `shape`."""
-    size, name = shape[dim], "x".join(ring.axis_name)
+    size = shape[dim]
     if exactly and size != ring.size:
         raise ValueError(
             f"{function}: {argument} has local shape {shape}, whose dimension {dim} must have the "
-            f"size of axis {name!r} ({ring.size}) with tiled=False, but has {size}; "
+            f"size of {ring} with tiled=False, but has {size}; "
             "pass tiled=True to cut it into blocks"
         )
     if size % ring.size:
         padded = size + -size % ring.size
         raise ValueError(
-            f"{function}: {argument} has local shape {shape}, whose dimension {dim} axis {name!r} "
-            f"({ring.size}) does not divide: {size} = {size // ring.size} x {ring.size} + "
+            f"{function}: {argument} has local shape {shape}, whose dimension {dim} {ring} "
+            f"does not divide: {size} = {size // ring.size} x {ring.size} + "
             f"{size % ring.size}; pad it to {padded}, or choose another dimension"
         )

@@ -11,9 +11,9 @@ from jaxpar._chips import preferred_ring
 from jaxpar._types import AxisName, Mode
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_dim, check_divides, check_mode
-from jaxpar.collectives._plan import make_plan
+from jaxpar.collectives._plan import Plan, make_plan
 from jaxpar.collectives._primitive import all_reduce, gather_blocks, scatter_sums
-from jaxpar.collectives._ring import bind_ring
+from jaxpar.collectives._ring import Ring, bind_ring
 
 
 def ring_all_gather(
@@ -51,12 +51,12 @@ def ring_all_gather(
     ring = bind_ring("ring_all_gather", axis_name)
     check_mode("ring_all_gather", mode)
     (x,) = vary_alike(ring.axis_name, x)
-    if mode == "naive":
-        return lax.all_gather(x, ring.axis_name, axis=axis, tiled=tiled)
-    plan = make_plan(ring.size, preferred_ring() if mode == "auto" else mode)
+    plan = _plan(ring, mode)
 
     def gather(x: Array) -> Array:
         dim = check_dim("ring_all_gather", "axis", axis, x.shape, stacked=not tiled)
+        if plan is None:
+            return lax.all_gather(x, ring.axis_name, axis=dim, tiled=tiled)
         return gather_blocks(x if tiled else jnp.expand_dims(x, dim), ring, plan, dim, None)
 
     return jax.tree.map(gather, x)
@@ -88,6 +88,7 @@ def ring_reduce_scatter(
       of `x`, varying over `axis_name`.
 
     Raises:
+      TypeError: booleans, which have no sum.
       ValueError: a dimension that the ring does not divide (or, untiled, that is not n), or is out
         of range; an unknown mode or axis name; a call outside shard_map.
 
@@ -107,16 +108,18 @@ def ring_reduce_scatter(
     ring = bind_ring(name, axis_name)
     check_mode(name, mode)
     (x,) = vary_alike(ring.axis_name, x)
-    plan = None
-    if mode != "naive":
-        plan = make_plan(ring.size, preferred_ring() if mode == "auto" else mode)
+    plan = _plan(ring, mode)
 
     def scatter(x: Array) -> Array:
         dim = check_dim(name, "scatter_dimension", scatter_dimension, x.shape)
         check_divides(name, "x", x.shape, dim, ring, exactly=not tiled)
+        if x.dtype == bool:
+            raise TypeError(f"{name}: x is bool{list(x.shape)}, which has no sum; cast it to int32")
         out: Any
         if plan is None:
-            out = lax.psum_scatter(x, ring.axis_name, scatter_dimension=dim, tiled=True)
+            wire = x.astype(x.dtype if wire_dtype is None else wire_dtype)
+            out = lax.psum_scatter(wire, ring.axis_name, scatter_dimension=dim, tiled=True)
+            out = out.astype(x.dtype)
         else:
             out = scatter_sums(x, ring, plan, dim, wire_dtype)
         return out if tiled else lax.squeeze(out, [dim])
@@ -161,15 +164,24 @@ def ring_all_reduce(
     ring = bind_ring("ring_all_reduce", axis_name)
     check_mode("ring_all_reduce", mode)
     (x,) = vary_alike(ring.axis_name, x)
-    if mode == "naive":
-        return lax.psum(x, ring.axis_name)
-    plan = make_plan(ring.size, preferred_ring() if mode == "auto" else mode)
+    plan = _plan(ring, mode)
 
     def reduce(x: Array) -> Array:
+        x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
+        if plan is None or not x.size:
+            wire = x.astype(x.dtype if wire_dtype is None else wire_dtype)
+            return lax.psum(wire, ring.axis_name).astype(x.dtype)
         for dim, size in enumerate(x.shape):
-            if size and size % ring.size == 0:
+            if size % ring.size == 0:
                 return all_reduce(x, ring, plan, dim, wire_dtype)
         flat = jnp.pad(x.reshape(-1), (0, -x.size % ring.size))
         return all_reduce(flat, ring, plan, 0, wire_dtype)[: x.size].reshape(x.shape)
 
     return jax.tree.map(reduce, x)
+
+
+def _plan(ring: Ring, mode: Mode) -> Plan | None:
+    """The plan of a mode; None for the naive form."""
+    if mode == "naive":
+        return None
+    return make_plan(ring.size, preferred_ring() if mode == "auto" else mode)

@@ -1,5 +1,6 @@
 """A ring: mesh axes bound to the program being traced, and the one place that moves a block."""
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,10 @@ class Ring:
 
     axis_name: tuple[str, ...]
     size: int
+
+    def __str__(self) -> str:
+        name = self.axis_name[0] if len(self.axis_name) == 1 else self.axis_name
+        return f"axis {name!r} ({self.size})"
 
     def index(self) -> jax.Array:
         """The logical index of the device that runs the program."""
@@ -86,13 +91,12 @@ def ring_shift(x: Any, axis_name: AxisName, offset: Integer = 1) -> Any:
       Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
     """
     ring = bind_ring("ring_shift", axis_name)
-    if (
-        isinstance(offset, bool)
-        or not hasattr(offset, "__index__")
-        or isinstance(offset, jax.Array)
-    ):
+    given: Any = None if isinstance(offset, bool) else offset
+    try:
+        places = operator.index(given)
+    except TypeError:
         raise TypeError(
             f"ring_shift: offset must be an integer known while tracing, got {offset!r} of type "
             f"{type(offset).__name__}; for a shift that depends on data, gather and index instead"
-        )
-    return ring.shift(x, offset.__index__())
+        ) from None
+    return ring.shift(x, places)

@@ -115,9 +115,8 @@ def _size_mismatch(
     remedy = "they must be equal"
     if gathered is not None and gathered[1] == label:
         operand = gathered[0]
-        axis = "x".join(ring.axis_name)
         whole = (lhs.shape[left] if operand == "lhs" else rhs.shape[right]) * ring.size
-        texts[operand] += f" x {ring.size} (axis {axis!r}) = {whole} when gathered"
+        texts[operand] += f" x {ring.size} = {whole} when gathered over {ring}"
         remedy = f"{operand} must be 1/{ring.size} of the other along it"
     return (
         f"{function}: lhs has local shape {lhs.shape} and rhs {rhs.shape}, but label {label!r} of "
