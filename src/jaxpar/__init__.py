@@ -1,5 +1,7 @@
 """Collective matmuls and ring collectives for hand-written `jax.shard_map` programs."""
 
+from jaxpar._types import AxisName as AxisName
+from jaxpar._types import Mode as Mode
 from jaxpar.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, ring_shift
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.mesh import make_mesh, ring_hops, ring_order

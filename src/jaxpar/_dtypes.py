@@ -1,4 +1,4 @@
-"""The numerical contract: in which dtype sums are kept, and in which results are returned."""
+"""The numerical contract: in which dtype sums are kept and travel, and results are returned."""
 
 from typing import Any
 
@@ -7,22 +7,60 @@ from jax.typing import DTypeLike
 
 
 def sum_dtype(dtype: DTypeLike) -> Any:
-    """The dtype of partial sums: float32 for narrower floats, int32 for narrower integers."""
-    return _at_least_32_bits(dtype, narrow_floats=True)
+    """The dtype of a matmul's partial sums: float32 or int32 for what is narrower."""
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype("float32") if _is_narrow_float(dtype) else result_dtype(dtype)
+
+
+def addition_dtype(dtype: DTypeLike) -> Any:
+    """The dtype in which arrays are summed over devices: float32 for narrower floats.
+
+    Integers need no more room than the result has: they wrap around alike.
+    """
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype("float32") if _is_narrow_float(dtype) else dtype
 
 
 def result_dtype(dtype: DTypeLike) -> Any:
-    """The dtype of a matmul's result: that of its operands, but int32 for narrower integers."""
-    return _at_least_32_bits(dtype, narrow_floats=False)
-
-
-def _at_least_32_bits(dtype: DTypeLike, *, narrow_floats: bool) -> Any:
+    """The dtype of a matmul's result: that of its operands, but 32 bits for narrower integers."""
     dtype = jnp.dtype(dtype)
-    if dtype.itemsize < 4:
-        if narrow_floats and jnp.issubdtype(dtype, jnp.floating):
-            return jnp.dtype("float32")
-        if jnp.issubdtype(dtype, jnp.signedinteger):
-            return jnp.dtype("int32")
-        if jnp.issubdtype(dtype, jnp.unsignedinteger):
-            return jnp.dtype("uint32")
+    if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.integer):
+        return jnp.dtype("int32" if jnp.issubdtype(dtype, jnp.signedinteger) else "uint32")
     return dtype
+
+
+def common_dtype(first: Any, second: Any) -> Any:
+    """The dtype that holds both floats, without JAX's promotion rules, which users may tighten."""
+    if first == second:
+        return first
+    if first.itemsize == second.itemsize:
+        return jnp.dtype("float32")  # bfloat16 and float16
+    return first if first.itemsize > second.itemsize else second
+
+
+def as_dtype(function: str, argument: str, dtype: DTypeLike | None) -> Any:
+    """Returns the dtype that a user named, None for None."""
+    if dtype is None:
+        return None
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"{function}: {argument}={dtype!r} is not a dtype; pass one such as jnp.float32 or "
+            "'bfloat16'"
+        ) from None
+
+
+def check_wire(function: str, wire_dtype: Any, summed: Any) -> None:
+    """Raises unless sums of dtype `summed` can travel as `wire_dtype`: both floats, or both not."""
+    if wire_dtype is None:
+        return
+    if jnp.issubdtype(wire_dtype, jnp.inexact) != jnp.issubdtype(summed, jnp.inexact):
+        raise TypeError(
+            f"{function}: wire_dtype={wire_dtype} cannot carry sums of {summed}; choose a "
+            f"{'float' if jnp.issubdtype(summed, jnp.inexact) else 'integer'} dtype, or None"
+        )
+
+
+def _is_narrow_float(dtype: Any) -> bool:
+    return dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)

@@ -1,16 +1,20 @@
 """The names that signatures share.
 
-`AxisName` and `Mode` are open at run time: jaxpar checks these arguments itself, and a run-time
+These are open at run time: jaxpar checks these arguments itself, and a run-time
 type checker in front of it would replace an error that names the axis and the remedy by one that
 does not. A static checker sees the exact types.
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from jax import Array
 
 if TYPE_CHECKING:
     AxisName = str | tuple[str, ...]
     Mode = Literal["naive", "unidirectional", "bidirectional", "auto"]
     Operand = Literal["lhs", "rhs"]
     Integer = int
+    Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
+    Tree = TypeVar("Tree")  # a pytree of arrays
 else:
-    AxisName = Mode = Operand = Integer = Any
+    AxisName = Mode = Operand = Integer = Weights = Tree = Any

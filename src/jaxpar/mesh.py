@@ -82,11 +82,17 @@ def ring_order(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Int[np.ndarray
       >>> ring_order(make_mesh("dp=2,tp=2", devices=jax.devices()[:4]), ("tp", "dp"))
       array([0, 2, 1, 3])
     """
-    names = axis_names("ring_order", axis_name)
+    return _ring_order("ring_order", mesh, axis_name)
+
+
+def _ring_order(
+    function: str, mesh: Mesh | AbstractMesh, axis_name: AxisName
+) -> Int[np.ndarray, " size"]:
+    names = axis_names(function, axis_name)
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
         raise ValueError(
-            f"ring_order: axis_name {missing[0]!r} is not an axis of the mesh, "
+            f"{function}: axis_name {missing[0]!r} is not an axis of the mesh, "
             f"which has {dict(mesh.shape)}"
         )
     in_mesh_order = [name for name in mesh.axis_names if name in names]
@@ -121,7 +127,7 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
 
     Source: wrap-around rules from the public book "How to scale your model".
     """
-    order = ring_order(mesh, axis_name)
+    order = _ring_order("ring_hops", mesh, axis_name)
     names = axis_names("ring_hops", axis_name)
     others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
     along = [i for i, name in enumerate(mesh.axis_names) if name in names]
@@ -160,6 +166,15 @@ def _wraps(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Any:
 
 def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
     if not isinstance(axes, str):
+        given: Any = axes
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"make_mesh: axes must be text such as 'dp=2,tp=4' or a mapping of names to sizes, "
+                f"got {given!r}"
+            )
+        wrong = {k: v for k, v in given.items() if not isinstance(k, str) or type(v) is not int}
+        if wrong:
+            raise TypeError(f"make_mesh: axes must map names to whole numbers, got {wrong}")
         return dict(axes)
     sizes: dict[str, int] = {}
     for part in axes.split(","):

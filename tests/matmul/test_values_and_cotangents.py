@@ -344,6 +344,27 @@ def test_heads_of_several_weights_share_one_gather(mode):
     )
 
 
+@pytest.mark.parametrize("label", ["b", "k"])
+def test_the_smaller_of_two_operands_is_the_gathered_one(label):
+    """Both have the label; the sharded one is the one whose local size is a part of the other's."""
+    subscripts = "bmk,bkn->bmn"
+    x, w = normal((3, 2, 3)), normal((3, 3, 3))
+    for operand, free in (("lhs", "n"), ("rhs", "m")):
+        assert_matches_reference(
+            lambda x, w: ring_einsum(subscripts, x, w, "x", gather=label, mode="bidirectional"),
+            lambda x, w: np.einsum(subscripts, x, w),
+            x if operand == "lhs" else normal((3, 3, 3)),
+            w,
+            mesh=line(3),
+            in_specs=(
+                spec_of("bmk", label if operand == "lhs" else free, ("x",)),
+                spec_of("bkn", label if operand == "rhs" else free, ("x",)),
+            ),
+            out_specs=spec_of("bmn", free, ("x",)),
+            grad=False,
+        )
+
+
 @pytest.mark.parametrize(("mode", "n"), [("unidirectional", 4), ("bidirectional", 6)])
 def test_long_rings_run_a_loop(mode, n, monkeypatch):
     monkeypatch.setattr(_fold, "UNROLLED_STEPS", 1)

@@ -1,24 +1,33 @@
 """What every ring function checks of its arguments, in one wording."""
 
+import operator
+from typing import Any
+
+from jaxpar._types import Mode
 from jaxpar.collectives._ring import Ring
 
 MODES = ("naive", "unidirectional", "bidirectional", "auto")
 
 
-def check_mode(function: str, mode: str) -> None:
+def check_mode(function: str, mode: Mode) -> None:
     """Raises unless `mode` is one of the four."""
-    if mode not in MODES:
+    given: Any = mode
+    if not isinstance(given, str) or given not in MODES:
         raise ValueError(f"{function}: mode must be one of {', '.join(MODES)}, got {mode!r}")
 
 
 def check_dim(
-    function: str, argument: str, dim: int, shape: tuple[int, ...], *, stacked: bool = False
+    function: str, argument: str, dim: Any, shape: tuple[int, ...], *, stacked: bool = False
 ) -> int:
     """Returns `dim` counted from the front, or raises if the local `shape` has no such dimension.
 
     With `stacked`, `dim` is a new dimension's place in the result.
     """
-    rank = len(shape) + stacked
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise TypeError(
+            f"{function}: {argument} must be an integer, got {dim!r} of type {type(dim).__name__}"
+        )
+    dim, rank = operator.index(dim), len(shape) + stacked
     if not -rank <= dim < rank:
         result = f"a result of {rank} dimensions" if stacked else f"{rank} dimensions"
         remedy = f"choose from {-rank} to {rank - 1}" if rank else "reshape it to one"

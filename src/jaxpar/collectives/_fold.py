@@ -63,7 +63,7 @@ def gather_fold(
         state = step(plan.hops, state, send_halves)
     index, carry, halves = state
     if plan.halves:
-        opposite = jax.tree.map(lambda x, *xs: _join(xs, x.shape), block, *halves)
+        opposite = jax.tree.map(lambda x, *xs: _join(xs, x), block, *halves)
         carry = consume(carry, [(opposite, (index + plan.hops + 1) % ring.size)])
     return carry
 
@@ -127,7 +127,8 @@ def place_block(whole: Array | None, block: Array, dim: int, position: Array, co
     """Writes `block` as number `position` of `count` along `dim`; None is a whole yet unwritten."""
     # Not zeros: filling what every step overwrites would be one more pass over the result.
     shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
-    into: Array = lax.empty(shape, block.dtype) if whole is None else whole
+    sharding = jax.typeof(block).sharding  # over axes that are explicit, and not manual
+    into: Array = lax.empty(shape, block.dtype, out_sharding=sharding) if whole is None else whole
     into = vary_over(varying_axes(block), into)
     return lax.dynamic_update_slice_in_dim(into, block, position * block.shape[dim], dim)
 
@@ -152,14 +153,16 @@ def _pin(index: Array, computed: Any, transferred: Any, sums: Any = ()) -> tuple
 
 def _unforeseen_zero(tree: Any) -> Array:
     """Returns a 0 that the compiler cannot know before every array of `tree` is there."""
-    firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(tree) if x.size]
+    firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(tree) if x.size and not any(_spec(x))]
     nonzero = [(first != jnp.zeros((), first.dtype)).astype("int32") for first in firsts]
     return sum((jnp.minimum(n, jnp.int32(0)) for n in nonzero), start=jnp.int32(0))
 
 
 def _rewrite_first(x: Array, start: Array) -> Array:
     """Returns `x` with its first element written onto itself, in place, at position `start` = 0."""
-    return lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], [start] * x.ndim) if x.size else x
+    if not x.size or any(_spec(x)):
+        return x
+    return lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], [start] * x.ndim)
 
 
 def _loop(step: Callable[[Any, Any], Any], stop: int, state: Any) -> Any:
@@ -167,13 +170,20 @@ def _loop(step: Callable[[Any, Any], Any], stop: int, state: Any) -> Any:
     return lax.fori_loop(1, stop, lambda t, s: step(t.astype("int32"), s), state, unroll=2)
 
 
-def _halved_dim(shape: tuple[int, ...]) -> int:
-    even = [dim for dim, size in enumerate(shape) if size % 2 == 0 and size]
-    return even[0] if even else max(range(len(shape)), key=lambda dim: shape[dim])
+def _spec(x: Array) -> tuple[Any, ...]:
+    """The explicit mesh axes that shard each dimension of `x` beyond the manual ones."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def _halved_dim(x: Array) -> int:
+    whole = [dim for dim, axes in enumerate(_spec(x)) if axes is None] or list(range(x.ndim))
+    even = [dim for dim in whole if x.shape[dim] % 2 == 0 and x.shape[dim]]
+    return even[0] if even else max(whole, key=lambda dim: x.shape[dim])
 
 
 def _half(block: Array, lane: int) -> Array:
-    dim = _halved_dim(block.shape)
+    dim = _halved_dim(block)
     size = block.shape[dim]
     middle = -(-size // 2)
     start, stop = ((0, middle), (middle, size))[lane]
@@ -183,7 +193,7 @@ def _half(block: Array, lane: int) -> Array:
 def _add_arrival(produced: Array, arrived: list[Array], lane: int) -> Array:
     sum_ = arrived[lane].astype(produced.dtype)
     if sum_.shape != produced.shape:  # half of a sum: the rest of it went the other way
-        dim = _halved_dim(produced.shape)
+        dim = _halved_dim(produced)
         missing = produced.shape[dim] - sum_.shape[dim]
         padding = [(0, 0, 0)] * produced.ndim
         padding[dim] = ((0, missing, 0), (missing, 0, 0))[lane]
@@ -191,5 +201,5 @@ def _add_arrival(produced: Array, arrived: list[Array], lane: int) -> Array:
     return produced + sum_
 
 
-def _join(halves: Sequence[Array], whole_shape: tuple[int, ...]) -> Array:
-    return lax.concatenate(halves, _halved_dim(whole_shape))
+def _join(halves: Sequence[Array], like: Array) -> Array:
+    return lax.concatenate(halves, _halved_dim(like))

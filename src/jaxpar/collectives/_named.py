@@ -8,7 +8,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar._chips import preferred_ring
-from jaxpar._types import AxisName, Mode
+from jaxpar._dtypes import as_dtype, check_wire
+from jaxpar._types import AxisName, Integer, Mode, Tree
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_dim, check_divides, check_mode
 from jaxpar.collectives._plan import Plan, make_plan
@@ -17,8 +18,8 @@ from jaxpar.collectives._ring import Ring, bind_ring
 
 
 def ring_all_gather(
-    x: Any, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, mode: Mode = "auto"
-) -> Any:
+    x: Tree, axis_name: AxisName, *, axis: Integer = 0, tiled: bool = False, mode: Mode = "auto"
+) -> Tree:
     """All-gathers every array of a pytree by passing blocks around a ring.
 
     Args:
@@ -27,7 +28,7 @@ def ring_all_gather(
       axis: the dimension along which blocks are laid, in logical order.
       tiled: concatenate along `axis` if True, stack along a new dimension there if False.
       mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.all_gather`), or `"auto"`:
-        both ways on a torus, one way behind a switch.
+        the ring that suits the links, both ways on a torus, one way behind a switch or on CPU.
 
     Returns:
       What `lax.all_gather(x, axis_name, axis=axis, tiled=tiled)` returns, varying over `axis_name`.
@@ -36,7 +37,7 @@ def ring_all_gather(
       ValueError: an axis out of range, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the result, in n-1 steps one way, or half of that over each link
-    in n/2 steps both ways. The derivative is `ring_reduce_scatter`.
+    in n/2 steps both ways. The derivative is `ring_reduce_scatter`, its sums in float32.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -63,14 +64,14 @@ def ring_all_gather(
 
 
 def ring_reduce_scatter(
-    x: Any,
+    x: Tree,
     axis_name: AxisName,
     *,
-    scatter_dimension: int = 0,
+    scatter_dimension: Integer = 0,
     tiled: bool = False,
     mode: Mode = "auto",
     wire_dtype: DTypeLike | None = None,
-) -> Any:
+) -> Tree:
     """Reduce-scatters every array of a pytree by passing partial sums around a ring.
 
     Args:
@@ -79,9 +80,9 @@ def ring_reduce_scatter(
       scatter_dimension: the dimension that is cut into one block a device, in logical order.
       tiled: keep that dimension, divided by n, if True; its size is n and it goes if False.
       mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.psum_scatter`), or `"auto"`:
-        both ways on a torus, one way behind a switch.
-      wire_dtype: the dtype in which partial sums travel. None: float32 for 16-bit floats, in which
-        sums are kept, and otherwise that of `x`.
+        the ring that suits the links, both ways on a torus, one way behind a switch or on CPU.
+      wire_dtype: the dtype in which partial sums travel. None: float32 for narrower floats, in
+        which rings keep their sums (`"naive"` leaves it to JAX), and otherwise that of `x`.
 
     Returns:
       What `lax.psum_scatter(x, axis_name, scatter_dimension=..., tiled=tiled)` returns, with dtypes
@@ -92,8 +93,8 @@ def ring_reduce_scatter(
       ValueError: a dimension that the ring does not divide (or, untiled, that is not n), or is out
         of range; an unknown mode or axis name; a call outside shard_map.
 
-    Cost: a device sends (n-1)/n of `x`, in n-1 steps one way, or half of that over each link in
-    n/2 steps both ways. The derivative is `ring_all_gather`.
+    Cost: a device sends (n-1)/n of `x` in the wire's dtype, in n-1 steps one way, or half of that
+    over each link in n/2 steps both ways. The derivative is `ring_all_gather`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -107,6 +108,7 @@ def ring_reduce_scatter(
     name = "ring_reduce_scatter"
     ring = bind_ring(name, axis_name)
     check_mode(name, mode)
+    wire = as_dtype(name, "wire_dtype", wire_dtype)
     (x,) = vary_alike(ring.axis_name, x)
     plan = _plan(ring, mode)
 
@@ -115,30 +117,31 @@ def ring_reduce_scatter(
         check_divides(name, "x", x.shape, dim, ring, exactly=not tiled)
         if x.dtype == bool:
             raise TypeError(f"{name}: x is bool{list(x.shape)}, which has no sum; cast it to int32")
+        check_wire(name, wire, x.dtype)
         out: Any
         if plan is None:
-            wire = x.astype(x.dtype if wire_dtype is None else wire_dtype)
-            out = lax.psum_scatter(wire, ring.axis_name, scatter_dimension=dim, tiled=True)
-            out = out.astype(x.dtype)
+            out = lax.psum_scatter(
+                x.astype(wire or x.dtype), ring.axis_name, scatter_dimension=dim, tiled=True
+            ).astype(x.dtype)
         else:
-            out = scatter_sums(x, ring, plan, dim, wire_dtype)
+            out = scatter_sums(x, ring, plan, dim, wire)
         return out if tiled else lax.squeeze(out, [dim])
 
     return jax.tree.map(scatter, x)
 
 
 def ring_all_reduce(
-    x: Any, axis_name: AxisName, *, mode: Mode = "auto", wire_dtype: DTypeLike | None = None
-) -> Any:
+    x: Tree, axis_name: AxisName, *, mode: Mode = "auto", wire_dtype: DTypeLike | None = None
+) -> Tree:
     """Sums every array of a pytree over a ring: a reduce-scatter, then an all-gather.
 
     Args:
       x: pytree of local arrays of any shape; each is this device's addend.
       axis_name: one mesh axis, or a tuple of them in any order.
-      mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.psum`), or `"auto"`: both ways on
-        a torus, one way behind a switch.
-      wire_dtype: the dtype in which partial sums travel. None: float32 for 16-bit floats, in which
-        sums are kept, and otherwise that of `x`.
+      mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.psum`), or `"auto"`: the ring
+        that suits the links, both ways on a torus, one way behind a switch or on CPU.
+      wire_dtype: the dtype in which partial sums travel. None: float32 for narrower floats, in
+        which rings keep their sums (`"naive"` leaves it to JAX), and otherwise that of `x`.
 
     Returns:
       What `lax.psum(x, axis_name)` returns. Under `check_vma=True` it is typed as replicated over
@@ -161,21 +164,23 @@ def ring_all_reduce(
 
     Source: as `ring_all_gather`.
     """
-    ring = bind_ring("ring_all_reduce", axis_name)
-    check_mode("ring_all_reduce", mode)
+    name = "ring_all_reduce"
+    ring = bind_ring(name, axis_name)
+    check_mode(name, mode)
+    wire = as_dtype(name, "wire_dtype", wire_dtype)
     (x,) = vary_alike(ring.axis_name, x)
     plan = _plan(ring, mode)
 
     def reduce(x: Array) -> Array:
         x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
+        check_wire(name, wire, x.dtype)
         if plan is None or not x.size:
-            wire = x.astype(x.dtype if wire_dtype is None else wire_dtype)
-            return lax.psum(wire, ring.axis_name).astype(x.dtype)
+            return lax.psum(x.astype(wire or x.dtype), ring.axis_name).astype(x.dtype)
         for dim, size in enumerate(x.shape):
             if size % ring.size == 0:
-                return all_reduce(x, ring, plan, dim, wire_dtype)
+                return all_reduce(x, ring, plan, dim, wire)
         flat = jnp.pad(x.reshape(-1), (0, -x.size % ring.size))
-        return all_reduce(flat, ring, plan, 0, wire_dtype)[: x.size].reshape(x.shape)
+        return all_reduce(flat, ring, plan, 0, wire)[: x.size].reshape(x.shape)
 
     return jax.tree.map(reduce, x)
 

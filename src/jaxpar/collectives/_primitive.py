@@ -7,7 +7,7 @@ import jax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxpar._dtypes import sum_dtype
+from jaxpar._dtypes import addition_dtype
 from jaxpar._varying import checks_varying, vary_over
 from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold, take_block
 from jaxpar.collectives._plan import Plan
@@ -34,7 +34,7 @@ def scatter_sums(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLi
     size = x.shape[dim] // ring.size
 
     def produce(owner: Array) -> Array:
-        return take_block(x, dim, size, owner).astype(sum_dtype(x.dtype))
+        return take_block(x, dim, size, owner).astype(addition_dtype(x.dtype))
 
     return scatter_fold(produce, ring, plan, wire_dtype).astype(x.dtype)
 

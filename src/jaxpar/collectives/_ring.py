@@ -2,12 +2,13 @@
 
 import operator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
 from jax import lax
 
-from jaxpar._types import AxisName, Integer
+from jaxpar._types import AxisName, Integer, Tree
 from jaxpar._varying import vary_alike
 from jaxpar.mesh import axis_names, ring_order
 
@@ -58,13 +59,16 @@ def bind_ring(function: str, axis_name: AxisName) -> Ring:
                 f"{function}: axis_name {name!r} is not bound: {found}. Call it inside "
                 f"jax.shard_map over a mesh with an axis {name!r}"
             ) from None
-    size = 1
-    for name in names:
-        size *= sizes[name]
-    return Ring(names, size)
+    mesh = jax.sharding.get_abstract_mesh()
+    if len(names) > 1 and not set(names) <= set(mesh.axis_names):
+        raise ValueError(
+            f"{function}: axis_name {names!r} has axes that the mesh lacks, which has "
+            f"{dict(mesh.shape)}; a ring over several axes needs mesh axes, whose order is known"
+        )
+    return Ring(names, prod(sizes.values()))
 
 
-def ring_shift(x: Any, axis_name: AxisName, offset: Integer = 1) -> Any:
+def ring_shift(x: Tree, axis_name: AxisName, offset: Integer = 1) -> Tree:
     """Moves every array of a pytree `offset` devices along a ring.
 
     Args:

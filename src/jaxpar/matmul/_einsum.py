@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar._dtypes import result_dtype, sum_dtype
+from jaxpar._dtypes import as_dtype, check_wire, result_dtype, sum_dtype
 from jaxpar._types import AxisName, Mode, Operand
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_divides, check_mode
@@ -52,8 +51,10 @@ class Call:
 
     def wire_dtype(self, lhs: Array) -> Any:
         """The dtype in which partial sums travel."""
-        wire = self.arithmetic.wire_dtype or self.arithmetic.preferred_element_type
-        return sum_dtype(lhs.dtype) if wire is None else wire
+        preferred = self.arithmetic.preferred_element_type
+        summed = sum_dtype(lhs.dtype) if preferred is None else preferred
+        check_wire(self.function, self.arithmetic.wire_dtype, summed)
+        return self.arithmetic.wire_dtype or summed
 
 
 def make_call(
@@ -67,9 +68,13 @@ def make_call(
 ) -> Call:
     """Checks what can be checked without the operands."""
     check_mode(function, mode)
-    preferred, wire = (
-        None if d is None else jnp.dtype(d) for d in (preferred_element_type, wire_dtype)
-    )
+    preferred = as_dtype(function, "preferred_element_type", preferred_element_type)
+    wire = as_dtype(function, "wire_dtype", wire_dtype)
+    if isinstance(precision, (tuple, list)):
+        raise TypeError(
+            f"{function}: precision must be one value for both operands, got {precision!r}; "
+            "operands change places in the derivatives"
+        )
     ring = bind_ring(function, axis_name)
     return Call(function, labels, ring, mode, Arithmetic(preferred, wire, precision))
 
@@ -100,7 +105,7 @@ def gather(
         local_sizes(call.function, labels, lhs, weight, ring, gathered=(operand, label))
         for weight in rhs
     ]
-    dtype = call.result_dtype(lhs)
+    dtype, _ = call.result_dtype(lhs), call.wire_dtype(lhs)
     lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
     if operand == "lhs":
         left, rights, product = lhs, rhs, Product(labels.lhs, labels.rhs, labels.out, dtype)
@@ -112,7 +117,11 @@ def gather(
     method = call.resolve(label, flops, left.size * left.dtype.itemsize)
     if method is not None:
         return gather_einsum(method, (product,) * len(rights), left, rights)
-    whole = lax.all_gather(left, ring.axis_name, axis=product.left.index(label), tiled=True)
+    dim = product.left.index(label)
+    if left.size:
+        whole = lax.all_gather(left, ring.axis_name, axis=dim, tiled=True)
+    else:  # XLA does not gather nothing
+        whole = lax.concatenate([left] * ring.size, dim)
     return tuple(multiply(call.arithmetic, product, whole, r).astype(dtype) for r in rights)
 
 
@@ -130,6 +139,8 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:
     if method is not None:
         return scatter_einsum(method, (product,), ((lhs, rhs),))
     sums = multiply(call.arithmetic, product, lhs, rhs).astype(wire)
+    if not sums.size:  # nor scatter it
+        return lax.slice_in_dim(sums, 0, shape[dim] // ring.size, axis=dim).astype(dtype)
     return lax.psum_scatter(sums, ring.axis_name, scatter_dimension=dim, tiled=True).astype(dtype)
 
 
@@ -142,7 +153,7 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     block_bytes = prod(sizes[name] for name in labels.out) // ring.size * wire.itemsize
     method = call.resolve(labels.out[0], 2.0 * prod(sizes.values()), block_bytes)
-    if method is not None:
+    if method is not None and all(sizes[name] for name in labels.out):
         return all_reduce_einsum(method, product, lhs, rhs)
     sums = multiply(call.arithmetic, product, lhs, rhs).astype(wire)
     return lax.psum(sums, ring.axis_name).astype(dtype)

@@ -7,7 +7,7 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
-from jaxpar._types import AxisName, Mode, Operand
+from jaxpar._types import AxisName, Integer, Mode, Operand, Weights
 from jaxpar.collectives._checks import check_dim
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels, parse_labels
@@ -15,16 +15,16 @@ from jaxpar.matmul._labels import matmul_labels, parse_labels
 
 def all_gather_matmul(
     lhs: Array,
-    rhs: Array | tuple[Array, ...],
+    rhs: Weights,
     axis_name: AxisName,
     *,
     gather: Operand = "lhs",
-    axis: int = 0,
+    axis: Integer = 0,
     mode: Mode = "auto",
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
     wire_dtype: DTypeLike | None = None,
-) -> Any:
+) -> Weights:
     """Computes `all_gather(lhs) @ rhs`, or `lhs @ all_gather(rhs)`, as the blocks arrive.
 
     Args:
@@ -82,7 +82,7 @@ def all_gather_matmul(
     call = _einsum.make_call(
         name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
     )
-    results = _einsum.gather(call, gather, label, lhs, weights)
+    results: Any = _einsum.gather(call, gather, label, lhs, weights)
     return results if isinstance(rhs, tuple) else results[0]
 
 
@@ -91,7 +91,7 @@ def matmul_reduce_scatter(
     rhs: Array,
     axis_name: AxisName,
     *,
-    axis: int = 0,
+    axis: Integer = 0,
     mode: Mode = "auto",
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
@@ -204,7 +204,7 @@ def matmul_all_reduce(
 def ring_einsum(
     subscripts: str,
     lhs: Array,
-    rhs: Array | tuple[Array, ...],
+    rhs: Weights,
     axis_name: AxisName,
     *,
     gather: str | None = None,
@@ -213,7 +213,7 @@ def ring_einsum(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
     wire_dtype: DTypeLike | None = None,
-) -> Any:
+) -> Weights:
     """Computes an einsum of two operands of which one, or the result, is sharded over a ring.
 
     `all_gather_matmul` and `matmul_reduce_scatter` are names for this.
@@ -260,6 +260,8 @@ def ring_einsum(
     Source: as `all_gather_matmul`.
     """
     name = "ring_einsum"
+    for argument, given in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
+        _check_text(name, argument, given)
     labels = parse_labels(name, subscripts)
     call = _einsum.make_call(
         name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
@@ -269,7 +271,7 @@ def ring_einsum(
         operand = _einsum.gathered_operand(call, gather, lhs, weights[0])
         if isinstance(rhs, tuple) and operand == "rhs":
             raise ValueError(_no_shared_gather(name, f"gather={gather!r} gathers rhs"))
-        results = _einsum.gather(call, operand, gather, lhs, weights)
+        results: Any = _einsum.gather(call, operand, gather, lhs, weights)
         return results if isinstance(rhs, tuple) else results[0]
     if scatter is not None and gather is None:
         if isinstance(rhs, tuple):
@@ -279,7 +281,8 @@ def ring_einsum(
                 f"{name}: scatter={scatter!r} is not a label of the result of '{labels}'; "
                 f"choose one of {list(labels.out)}"
             )
-        return _einsum.scatter(call, scatter, lhs, weights[0])
+        result: Any = _einsum.scatter(call, scatter, lhs, weights[0])
+        return result
     raise ValueError(
         f"{name}: give exactly one of gather= and scatter=, a label of '{labels}'; "
         f"got gather={gather!r} and scatter={scatter!r}"
@@ -287,6 +290,9 @@ def ring_einsum(
 
 
 def _as_arrays(function: str, rhs: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+    given: Any = rhs
+    if isinstance(given, list):
+        raise TypeError(f"{function}: rhs is a list; pass one array, or a tuple of weights")
     if isinstance(rhs, tuple) and not rhs:
         raise ValueError(f"{function}: rhs is an empty tuple; give at least one weight")
     return tuple(jnp.asarray(weight) for weight in (rhs if isinstance(rhs, tuple) else (rhs,)))
@@ -297,3 +303,11 @@ def _no_shared_gather(function: str, why: str) -> str:
         f"{function}: a tuple of weights as rhs shares one gather of lhs, but {why}; "
         "call once for each weight"
     )
+
+
+def _check_text(function: str, argument: str, given: Any) -> None:
+    if given is not None and not isinstance(given, str):
+        raise TypeError(
+            f"{function}: {argument} must be a string of labels, got {given!r} of type "
+            f"{type(given).__name__}"
+        )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxpar._dtypes import sum_dtype
+from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold, take_block
 from jaxpar.collectives._plan import Plan
 from jaxpar.collectives._ring import Ring
@@ -145,7 +145,7 @@ scatter_einsum.defvjp(_scatter_fwd, _scatter_bwd)
 
 def multiply(arithmetic: Arithmetic, product: Product, left: Array, right: Array) -> Array:
     """Computes one product of local arrays, in the dtype of partial sums."""
-    dtype = jnp.promote_types(left.dtype, right.dtype)  # a cotangent may be wider than its partner
+    dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
     sums = arithmetic.preferred_element_type
     return jnp.einsum(
         f"{product.left},{product.right}->{product.out}",
