@@ -5,6 +5,7 @@ type checker in front of it would replace an error that names the axis and the r
 does not. A static checker sees the exact types.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jax import Array
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
     Mode = Literal["naive", "unidirectional", "bidirectional", "auto"]
     Operand = Literal["lhs", "rhs"]
     Integer = int
+    MeshAxes = str | Mapping[str, int]
+    Subscripts = str
+    Label = str | None
     Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
     Tree = TypeVar("Tree")  # a pytree of arrays
 else:
-    AxisName = Mode = Operand = Integer = Weights = Tree = Any
+    AxisName = Mode = Operand = Integer = MeshAxes = Subscripts = Label = Weights = Tree = Any

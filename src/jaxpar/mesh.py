@@ -10,11 +10,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Int
 
-from jaxpar._types import AxisName
+from jaxpar._types import AxisName, MeshAxes
 
 
 def make_mesh(
-    axes: str | Mapping[str, int],
+    axes: MeshAxes,
     *,
     devices: Sequence[Any] | None = None,
     axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
@@ -164,7 +164,7 @@ def _wraps(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Any:
     return extent % 4 == 0
 
 
-def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
+def _parse_axes(axes: MeshAxes) -> dict[str, int]:
     if not isinstance(axes, str):
         given: Any = axes
         if not isinstance(given, Mapping):

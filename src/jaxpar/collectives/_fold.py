@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar._chips import traced_for_cpu
+from jaxpar._compat import empty_like_blocks
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._plan import Plan
 from jaxpar.collectives._ring import Ring
@@ -125,11 +126,10 @@ def take_block(x: Array, dim: int, size: int, position: Array) -> Array:
 
 def place_block(whole: Array | None, block: Array, dim: int, position: Array, count: int) -> Array:
     """Writes `block` as number `position` of `count` along `dim`; None is a whole yet unwritten."""
-    # Not zeros: filling what every step overwrites would be one more pass over the result.
-    shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
-    sharding = jax.typeof(block).sharding  # over axes that are explicit, and not manual
-    into: Array = lax.empty(shape, block.dtype, out_sharding=sharding) if whole is None else whole
-    into = vary_over(varying_axes(block), into)
+    if whole is None:
+        # Not zeros: filling what every step overwrites would be one more pass over the result.
+        whole = empty_like_blocks(block, dim, count)
+    into: Array = vary_over(varying_axes(block), whole)
     return lax.dynamic_update_slice_in_dim(into, block, position * block.shape[dim], dim)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar._dtypes import as_dtype, check_wire, result_dtype, sum_dtype
@@ -47,7 +48,14 @@ class Call:
     def result_dtype(self, lhs: Array) -> Any:
         """The dtype of the result."""
         preferred = self.arithmetic.preferred_element_type
-        return result_dtype(lhs.dtype) if preferred is None else preferred
+        if preferred is None:
+            return result_dtype(lhs.dtype)
+        if jnp.issubdtype(lhs.dtype, jnp.inexact) and not jnp.issubdtype(preferred, jnp.inexact):
+            raise TypeError(
+                f"{self.function}: preferred_element_type={preferred} cannot hold products of "
+                f"{lhs.dtype} operands; choose a float dtype, or None"
+            )
+        return preferred
 
     def wire_dtype(self, lhs: Array) -> Any:
         """The dtype in which partial sums travel."""

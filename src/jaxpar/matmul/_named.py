@@ -7,7 +7,7 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
-from jaxpar._types import AxisName, Integer, Mode, Operand, Weights
+from jaxpar._types import AxisName, Integer, Label, Mode, Operand, Subscripts, Weights
 from jaxpar.collectives._checks import check_dim
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels, parse_labels
@@ -202,13 +202,13 @@ def matmul_all_reduce(
 
 
 def ring_einsum(
-    subscripts: str,
+    subscripts: Subscripts,
     lhs: Array,
     rhs: Weights,
     axis_name: AxisName,
     *,
-    gather: str | None = None,
-    scatter: str | None = None,
+    gather: Label = None,
+    scatter: Label = None,
     mode: Mode = "auto",
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
@@ -289,7 +289,7 @@ def ring_einsum(
     )
 
 
-def _as_arrays(function: str, rhs: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+def _as_arrays(function: str, rhs: Weights) -> tuple[Array, ...]:
     given: Any = rhs
     if isinstance(given, list):
         raise TypeError(f"{function}: rhs is a list; pass one array, or a tuple of weights")

@@ -1,0 +1,35 @@
+"""What differs between the supported versions of jax."""
+
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+
+
+def empty_like_blocks(block: Array, dim: int, count: int) -> Array:
+    """Returns unwritten memory for `count` of `block` along `dim`, not yet varying over any axis.
+
+    Up to jax 0.11 `lax.empty` calls itself batched under any vmap, so that a custom_vjp which
+    returns such an array as the gradient of an unbatched operand gets it summed over the batch:
+    too large by the batch's size. There, whether `block` is batched decides.
+    """
+    if jax.__version_info__ >= (0, 12):
+        return _empty(block, dim, count)
+
+    @custom_vmap
+    def empty(block: Array) -> Array:
+        return _empty(block, dim, count)
+
+    @empty.def_vmap
+    def empty_of_batch(_: int, in_batched: list[bool], block: Array) -> tuple[Any, bool]:
+        batched = in_batched[0]
+        return empty_like_blocks(block, dim + batched, count), batched
+
+    return empty(block)
+
+
+def _empty(block: Array, dim: int, count: int) -> Array:
+    shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
+    sharding = jax.typeof(block).sharding  # over axes that are explicit, and not manual
+    return lax.empty(shape, block.dtype, out_sharding=sharding)
