@@ -61,7 +61,8 @@ def test_rank_of_rhs(fn, shape):
 def test_contracted_sizes_that_differ(fn):
     assert error(ValueError, fn, f32(4, 2), f32(3, 5), "t") == (
         "lhs has local shape (4, 2) and rhs (3, 5), but label 'k' of 'ak,kn->an' is dimension 1 "
-        "of lhs, 2, and dimension 0 of rhs, 3; they must be equal"
+        "of lhs, 2, and dimension 0 of rhs, 3; they must be equal; if one is a shard "
+        "over axis 't' (4), gather that operand along it"
     )
 
 

@@ -112,7 +112,7 @@ def _size_mismatch(
 ) -> str:
     left, right = labels.lhs.index(label), labels.rhs.index(label)
     texts = {"lhs": str(lhs.shape[left]), "rhs": str(rhs.shape[right])}
-    remedy = "they must be equal"
+    remedy = f"they must be equal; if one is a shard over {ring}, gather that operand along it"
     if gathered is not None and gathered[1] == label:
         operand = gathered[0]
         whole = (lhs.shape[left] if operand == "lhs" else rhs.shape[right]) * ring.size
