@@ -60,13 +60,12 @@ def gather_einsum(
     `left` is this device's block along `method.label`; the right operands and the results have that
     label whole where they have it. All operands vary over the same axes, the ring's among them.
     """
-    size = left.shape[products[0].left.index(method.label)]
 
     def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         results = [None] * len(products) if results is None else results
         for block, source in arrivals:
             results = [
-                _use_block(method, product, result, block, right, source, size)
+                _use_block(method, product, result, block, right, source)
                 for product, result, right in zip(products, results, rights, strict=True)
             ]
         return results
@@ -89,14 +88,13 @@ def scatter_einsum(
     """
 
     def produce(owner: Array) -> Array:
-        def block(x: Array, labels: str) -> Array:
-            if method.label not in labels:
-                return x
-            size = x.shape[labels.index(method.label)] // method.ring.size
-            return _take(method, x, labels, owner, size)
-
         parts = [
-            multiply(method.arithmetic, p, block(left, p.left), block(right, p.right))
+            multiply(
+                method.arithmetic,
+                p,
+                _block_of(method, left, p.left, owner),
+                _block_of(method, right, p.right, owner),
+            )
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
         return sum(parts[1:], start=parts[0])
@@ -156,8 +154,12 @@ def multiply(arithmetic: Arithmetic, product: Product, left: Array, right: Array
     )
 
 
-def _take(method: Method, x: Array, labels: str, position: Array, size: int) -> Array:
-    return take_block(x, labels.index(method.label), size, position)
+def _block_of(method: Method, x: Array, labels: str, position: Array) -> Array:
+    """Returns block `position` of an operand that has the ring's label whole, all of any other."""
+    if method.label not in labels:
+        return x
+    dim = labels.index(method.label)
+    return take_block(x, dim, x.shape[dim] // method.ring.size, position)
 
 
 def _use_block(
@@ -167,11 +169,9 @@ def _use_block(
     block: Array,
     right: Array,
     source: Array,
-    size: int,
 ) -> Array:
     label = method.label
-    if label in product.right:
-        right = _take(method, right, product.right, source, size)
+    right = _block_of(method, right, product.right, source)
     part = multiply(method.arithmetic, product, block, right)
     if label in product.out:
         part = part.astype(product.dtype)
