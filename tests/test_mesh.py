@@ -283,3 +283,9 @@ def test_a_ring_of_one_has_no_hops(kind):
     devices = np.array(jax.devices()[:3]) if kind is None else chips(kind, 3)
     mesh = mesh_of(devices.reshape(3, 1), "xy")
     np.testing.assert_array_equal(ring_hops(mesh, "y"), [[0]] * 3)
+
+
+@pytest.mark.parametrize("axes", [8, ("dp", "tp"), {"dp": "2"}, {"dp": True}, {1: 8}])
+def test_mesh_axes_of_the_wrong_type(axes):
+    with pytest.raises(TypeError, match="make_mesh: axes must"):
+        make_mesh(axes)

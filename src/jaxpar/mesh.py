@@ -33,8 +33,9 @@ def make_mesh(
       an axis are near on the torus. `ring_hops` shows how near.
 
     Raises:
-      ValueError: a malformed axis, a repeated name, a size that is not positive, more than one -1,
-        or sizes whose product is not the number of devices.
+      TypeError: axes that are neither text nor a mapping of names to whole numbers.
+      ValueError: no devices, a malformed axis, a repeated name, a size that is not positive, more
+        than one -1, or sizes whose product is not the number of devices.
 
     Example:
       >>> mesh = make_mesh("dp=2,tp=-1")  # 8 devices

@@ -34,6 +34,7 @@ def ring_all_gather(
       What `lax.all_gather(x, axis_name, axis=axis, tiled=tiled)` returns, varying over `axis_name`.
 
     Raises:
+      TypeError: an option of the wrong type.
       ValueError: an axis out of range, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the result, in n-1 steps one way, or half of that over each link
@@ -89,7 +90,7 @@ def ring_reduce_scatter(
       of `x`, varying over `axis_name`.
 
     Raises:
-      TypeError: booleans, which have no sum.
+      TypeError: booleans, which have no sum; an option of the wrong type.
       ValueError: a dimension that the ring does not divide (or, untiled, that is not n), or is out
         of range; an unknown mode or axis name; a call outside shard_map.
 
@@ -148,6 +149,7 @@ def ring_all_reduce(
       `axis_name`, so that `out_specs=P()` holds.
 
     Raises:
+      TypeError: an option of the wrong type.
       ValueError: an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends 2 (n-1)/n of `x`, padded to a multiple of n. Under `check_vma=True` the

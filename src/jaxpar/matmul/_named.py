@@ -52,7 +52,7 @@ def all_gather_matmul(
       and over all that lhs and rhs vary over; a tuple of products for a tuple of weights.
 
     Raises:
-      TypeError: operands of different dtypes.
+      TypeError: operands of different dtypes, or an option of the wrong type.
       ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the gathered operand and computes the whole local product in n
@@ -117,7 +117,7 @@ def matmul_reduce_scatter(
       `axis_name` and over all that lhs and rhs vary over.
 
     Raises:
-      TypeError: operands of different dtypes.
+      TypeError: operands of different dtypes, or an option of the wrong type.
       ValueError: a dimension that the ring does not divide, wrong ranks or sizes, an unknown mode
         or axis name, a call outside shard_map.
 
@@ -175,7 +175,7 @@ def matmul_all_reduce(
       dimension that the ring divides is padded on the way.
 
     Raises:
-      TypeError: operands of different dtypes.
+      TypeError: operands of different dtypes, or an option of the wrong type.
       ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends 2 (n-1)/n of the result, the half that is summed in the wire's dtype and
@@ -240,7 +240,7 @@ def ring_einsum(
       the operands vary over.
 
     Raises:
-      TypeError: operands of different dtypes.
+      TypeError: operands of different dtypes, or an option of the wrong type.
       ValueError: malformed subscripts, both or neither of `gather` and `scatter`, a label that is
         not there, wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
 
