@@ -1,38 +1,90 @@
 """What is known of each chip, in one table, and which chip a program is being traced for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Published figures of one device."""
+    """Published figures of one chip; of one device, where a function returns it for a device."""
 
     kind: str  # as in `device_kind`, or its beginning
     flops: float  # bf16, per second
+    hbm: float  # bytes per second
+    capacity: float  # bytes of HBM
     link: float  # bytes per second over one link, one way
     torus: bool  # neighbours have links of their own in both directions
+    clock: float | None = None  # cycles per second, of what a compiler counts in cycles
+    cores: int = 1  # of which a device may have only some
+    # Devices that one switch joins, each at `link`; None: a torus, however large.
+    switched: int | None = None
+    network: float = 0.0  # bytes per second of one device beyond its switch, one way
     latency: float = 1e-6  # seconds a hop
     # Programs on slices of at least this many devices get synchronous permutes from the compiler
     # (seen on v5e from 8x8 up): a ring then only loses.
     synchronous_from: int | None = None
 
 
-# Sources: the vendors' product pages, and the public book "How to scale your model". The order
-# matters where one kind begins another. tpu7x has two devices a chip; its figures are per device.
+def _tpu(kind: str, **figures: Any) -> Chip:
+    return Chip(kind, torus=True, **figures)
+
+
+def _gpu(kind: str, flops: float, hbm: float, capacity: float, link: float, **more: Any) -> Chip:
+    more = {"switched": 8, "network": 5e10, **more}  # 400 Gbit/s to each device of a host of eight
+    return Chip(kind, flops, hbm, capacity, link, torus=False, **more)
+
+
+_GIB = 2.0**30
+
+# Sources: the vendors' product pages, and the public book "How to scale your model". FLOP/s of GPUs
+# are without sparsity. A TPU's clock is the one at which the compiler's cycles at full use of the
+# matrix units give the published peak. The order matters where one kind begins another.
 CHIPS = (
-    Chip("TPU v4", flops=2.75e14, link=4.5e10, torus=True),
-    Chip("TPU v5 lite", flops=1.97e14, link=4.5e10, torus=True, synchronous_from=64),
-    Chip("TPU v5", flops=4.59e14, link=9e10, torus=True),
-    Chip("TPU v6 lite", flops=9.18e14, link=9e10, torus=True),
-    Chip("TPU7x", flops=1.1535e15, link=1e11, torus=True),
-    Chip("NVIDIA A100", flops=3.12e14, link=3e11, torus=False),
-    Chip("NVIDIA H100", flops=9.9e14, link=4.5e11, torus=False),
-    Chip("NVIDIA H200", flops=9.9e14, link=4.5e11, torus=False),
-    Chip("NVIDIA B200", flops=2.25e15, link=9e11, torus=False),
-    Chip("NVIDIA GB200", flops=2.25e15, link=9e11, torus=False),
-)
+    _tpu("TPU v4", flops=2.75e14, hbm=1.23e12, capacity=32 * _GIB, link=4.5e10, clock=1.05e9,
+         cores=2),
+    _tpu("TPU v5 lite", flops=1.97e14, hbm=8.1e11, capacity=16 * _GIB, link=4.5e10, clock=1.5e9,
+         synchronous_from=64),
+    _tpu("TPU v5", flops=4.59e14, hbm=2.76e12, capacity=95 * _GIB, link=9e10, clock=1.75e9,
+         cores=2),
+    _tpu("TPU v6 lite", flops=9.18e14, hbm=1.64e12, capacity=32 * _GIB, link=9e10, clock=1.75e9),
+    _tpu("TPU7x", flops=2.307e15, hbm=7.38e12, capacity=192 * _GIB, link=1e11, clock=2.2e9,
+         cores=2),
+    _gpu("NVIDIA A100-SXM4-40GB", 3.12e14, 1.555e12, 4e10, link=3e11, network=2.5e10),
+    _gpu("NVIDIA A100 80GB PCIe", 3.12e14, 1.935e12, 8e10, link=3.2e10, network=2.5e10),
+    _gpu("NVIDIA A100", 3.12e14, 2.039e12, 8e10, link=3e11, network=2.5e10),
+    _gpu("NVIDIA H100 PCIe", 7.56e14, 2.0e12, 8e10, link=6.4e10),
+    _gpu("NVIDIA H100", 9.9e14, 3.35e12, 8e10, link=4.5e11),
+    _gpu("NVIDIA H200", 9.9e14, 4.8e12, 1.41e11, link=4.5e11),
+    _gpu("NVIDIA B200", 2.25e15, 8e12, 1.8e11, link=9e11),
+    _gpu("NVIDIA B300", 2.25e15, 8e12, 2.88e11, link=9e11, network=1e11),
+    _gpu("NVIDIA GB200", 2.5e15, 8e12, 1.86e11, link=9e11, switched=72),
+    _gpu("NVIDIA GB300", 2.5e15, 8e12, 2.88e11, link=9e11, switched=72, network=1e11),
+    _gpu("NVIDIA RTX A6000", 1.55e14, 7.68e11, 4.8e10, link=3.2e10),
+    _gpu("NVIDIA RTX PRO 6000", 5.0e14, 1.79e12, 9.6e10, link=6.4e10),
+    _gpu("Tesla V100", 1.25e14, 9e11, 1.6e10, link=1.5e11, network=1.25e10),
+    _gpu("Tesla P100", 2.1e13, 7.3e11, 1.6e10, link=8e10, network=1.25e10),
+)  # fmt: skip
+
+
+def chip_of(kind: str, num_cores: int | None = None) -> Chip | None:
+    """Returns the figures of one device, None if its chip is not in the table.
+
+    Some TPU chips have two cores, which make one device on some and two devices on others.
+    """
+    whole = " MIG " not in kind  # no figures are published of a part of a GPU
+    chip = next((chip for chip in CHIPS if whole and kind.startswith(chip.kind)), None)
+    if chip is None or num_cores is None or num_cores >= chip.cores:
+        return chip
+    share = num_cores / chip.cores
+    return replace(
+        chip,
+        flops=chip.flops * share,
+        hbm=chip.hbm * share,
+        capacity=chip.capacity * share,
+        cores=num_cores,
+    )
 
 
 def traced_chip() -> Chip | None:
@@ -40,18 +92,14 @@ def traced_chip() -> Chip | None:
 
     The mesh knows it, also for a described device that is not there; the default backend does not.
     """
-    kind = _traced_device_kind()
-    return next((chip for chip in CHIPS if kind.startswith(chip.kind)), None)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else chip_of(device.device_kind, device.num_cores)
 
 
 def traced_for_cpu() -> bool:
     """Tells whether the program is traced for CPU devices."""
-    return _traced_device_kind().lower().startswith("cpu")
-
-
-def _traced_device_kind() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return "" if device is None else device.device_kind
+    return device is not None and device.device_kind.lower().startswith("cpu")
 
 
 def preferred_ring() -> str:

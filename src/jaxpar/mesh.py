@@ -139,7 +139,7 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
         return np.asarray(rings != following).astype(int)
     coords = np.array([device.coords for device in rings.flat])  # [devices, torus dims]
     extent = coords.max(axis=0) - coords.min(axis=0) + 1
-    wraps = _wraps(rings.flat[0].device_kind, extent)
+    wraps = torus_wraps(rings.flat[0].device_kind, extent)
     here = coords.reshape(*rings.shape, -1)  # [rings, size, torus dims]
     apart = np.abs(here - np.roll(here, -1, axis=1))
     return np.where(wraps, np.minimum(apart, extent - apart), apart).sum(-1)
@@ -159,7 +159,8 @@ def axis_names(function: str, axis_name: AxisName) -> tuple[str, ...]:
     return names
 
 
-def _wraps(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Any:
+def torus_wraps(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Any:
+    """Tells along which torus axes of a slice the last device is linked to the first."""
     if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
         return extent == 16
     return extent % 4 == 0

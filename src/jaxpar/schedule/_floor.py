@@ -1,0 +1,108 @@
+"""Floors: times that no schedule of a matmul, or of a whole program, can beat on a chip."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar._chips import Chip
+from jaxpar.schedule._compile import CompiledProgram, compile_for
+from jaxpar.schedule._flops import device_flops
+from jaxpar.schedule._target import Target
+from jaxpar.schedule._timeline import Timeline, timeline
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The two times of which no schedule beats the longer one; seconds."""
+
+    compute: float
+    transfer: float
+
+    @property
+    def total(self) -> float:
+        """The floor itself."""
+        return max(self.compute, self.transfer)
+
+
+def matmul_floor(
+    target: Target,
+    subscripts: str,
+    lhs: tuple[int, ...],
+    rhs: tuple[int, ...],
+    sent_bytes: float,
+    *,
+    dtype: Any = jnp.bfloat16,
+    grad: bool = False,
+) -> Floor:
+    """Returns the floor of an overlapped matmul: all of it in one piece, or its bytes alone.
+
+    Args:
+      target: from `jaxpar.schedule.target`.
+      subscripts: of the local einsum, as in `"mk,kn->mn"`.
+      lhs: local shape of the left operand, gathered.
+      rhs: local shape of the right operand, gathered.
+      sent_bytes: what one device must send in the forward pass: `(n - 1) / n` of the bytes of the
+        gathered operand, or of the result before it is scattered.
+      dtype: of operands and result.
+      grad: forward and backward: three matmuls, and the bytes twice.
+
+    Returns:
+      A `Floor`. Its compute time is the compiler's own for the matmul in one piece, compiled here;
+      its transfer time assumes both directions of one torus axis, or the port of a GPU.
+    """
+    inputs, _, out = subscripts.partition("->")
+    left, _, right = inputs.partition(",")
+    shapes = dict(zip((left, right), (lhs, rhs), strict=True))
+    sizes = {
+        label: n for labels, shape in shapes.items() for label, n in zip(labels, shape, strict=True)
+    }
+    products = [(left, right, out)]
+    if grad:
+        products += [(out, right, left), (left, out, right)]
+    seconds = sum(_one_piece(target, *product, sizes, dtype) for product in products)
+    return Floor(seconds, (2 if grad else 1) * sent_bytes / _bandwidth(target))
+
+
+def program_floor(program: CompiledProgram, played: Timeline | None = None) -> Floor:
+    """Returns the floor of a whole program: its FLOPs at peak, or its bytes over the links.
+
+    FLOPs are those of the matmuls of the traced program, bytes those that the collectives of the
+    compiled one send, all collectives being charged what a ring of least traffic sends.
+
+    Raises:
+      ValueError: a chip that jaxpar has no figures of.
+    """
+    chip = _chip(program.target)
+    played = timeline(program) if played is None else played
+    flops = device_flops(program.jaxpr, program.target.mesh.size)
+    return Floor(flops / chip.flops, played.sent_bytes / _bandwidth(program.target))
+
+
+def _one_piece(
+    target: Target, left: str, right: str, out: str, sizes: dict[str, int], dtype: Any
+) -> float:
+    operands = [
+        jax.ShapeDtypeStruct([sizes[label] for label in labels], dtype, sharding=PartitionSpec())
+        for labels in (left, right)
+    ]
+    local = jax.shard_map(
+        lambda x, y: jnp.einsum(f"{left},{right}->{out}", x, y),
+        in_specs=(PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )
+    return timeline(compile_for(local, target, *operands)).compute
+
+
+def _bandwidth(target: Target) -> float:
+    chip = _chip(target)
+    return chip.link * (2 if chip.torus else 1)
+
+
+def _chip(target: Target) -> Chip:
+    if target.chip is None:
+        kind = target.mesh.devices.flat[0].device_kind
+        raise ValueError(f"floor: no figures are known of {kind!r} ({target.name})")
+    return target.chip

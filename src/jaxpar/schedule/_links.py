@@ -1,0 +1,143 @@
+"""The links between described devices: which of them a transfer uses, and for how long."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpar._chips import Chip
+from jaxpar.mesh import torus_wraps
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one byte a device costs: seconds on each link, and hops that add latency."""
+
+    links: np.ndarray  # indices of the links in use
+    seconds: np.ndarray  # for one byte of the message, of each of them
+    hops: int
+
+
+class Links:
+    """All links of a target; partitions are numbered in the order of the mesh."""
+
+    def __init__(self, mesh: Mesh, chip: Chip) -> None:
+        self.chip = chip
+        devices = list(mesh.devices.flat)
+        self.devices = len(devices)
+        if chip.torus:
+            coords = np.array([device.coords for device in devices])  # [devices, dims]
+            self.origin = coords.min(axis=0)
+            self.coords = coords - self.origin
+            self.extent = self.coords.max(axis=0) + 1
+            self.wraps = torus_wraps(devices[0].device_kind, self.extent)
+            self.count = int(self.extent.prod()) * len(self.extent) * 2
+        else:
+            self.host = np.array([device.process_index for device in devices])
+            self.count = 4 * self.devices  # out and in, through the switch and through the network
+        self.permute = lru_cache(maxsize=None)(self._permute)
+
+    def _permute(self, pairs: Pairs) -> Route:
+        """Each source sends one message to its target, axis by axis of the torus."""
+        source, target = np.array(pairs, dtype=int).reshape(-1, 2).T
+        load, hops = self._load(source, target)
+        return self._route(load, hops)
+
+    def ring(self, groups: list[list[int]], share: float, rounds: float) -> Route:
+        """A collective of XLA's own: each device sends `share` of a message in `rounds` steps.
+
+        It is laid on the links between the members of a group, in both directions, at one message
+        a link: XLA orders the members as it likes.
+        """
+        members = np.array(groups)  # [groups, size]
+        following = np.roll(members, -1, axis=1)
+        both = (
+            [(members, following), (following, members)]
+            if self.chip.torus
+            else [(members, following)]
+        )
+        load = np.zeros(self.count)
+        for source, target in both:
+            load += np.minimum(self._load(source.reshape(-1), target.reshape(-1))[0], 1.0)
+        return self._route(np.minimum(load, 1.0) * share, ceil(rounds))
+
+    def all_to_all(self, groups: list[list[int]]) -> Route:
+        """Each member of a group sends an equal part of its message to each member."""
+        load, most = np.zeros(self.count), 0
+        members = np.array(groups)
+        size = members.shape[1]
+        for offset in range(1, size):
+            part, hops = self._load(members.reshape(-1), np.roll(members, -offset, 1).reshape(-1))
+            load, most = load + part / size, max(most, hops)
+        return self._route(load, most)
+
+    def _route(self, load: np.ndarray, hops: int) -> Route:
+        used = np.flatnonzero(load)
+        return Route(used, load[used] / self._bandwidth()[used], hops)
+
+    def _bandwidth(self) -> np.ndarray:
+        if self.chip.torus:
+            return np.full(self.count, self.chip.link)
+        return np.repeat([self.chip.link, self.chip.network or self.chip.link], 2 * self.devices)
+
+    def _load(self, source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, int]:
+        """Messages over each link, and the most links that one message crosses."""
+        load = np.zeros(self.count)
+        if not self.chip.torus:
+            across = self.host[source] != self.host[target]
+            moves = source != target
+            for shift, ends in ((0, source), (1, target)):
+                port = (2 * across + shift) * self.devices + ends
+                np.add.at(load, port[moves], 1.0)
+            return load, 1
+        here, there = self.coords[source].copy(), self.coords[target]
+        most = np.zeros(len(here), dtype=int)
+        for dim, extent in enumerate(self.extent):
+            apart = there[:, dim] - here[:, dim]
+            if self.wraps[dim]:  # the shorter way round
+                apart = (apart + extent // 2) % extent - extent // 2
+                # Half way round both ways are as short: a message and its answer take one each.
+                apart = np.where((2 * apart == -extent) & (here[:, dim] % 2 == 1), -apart, apart)
+            most += np.abs(apart)
+            for _ in range(int(np.abs(apart).max(initial=0))):
+                step = np.sign(apart)
+                moving = step != 0
+                node = np.ravel_multi_index(tuple(here[moving].T), tuple(self.extent))
+                link = (node * len(self.extent) + dim) * 2 + (step[moving] < 0)
+                np.add.at(load, link, 1.0)
+                here[:, dim] = (here[:, dim] + step) % extent
+                apart = apart - step
+        return load, int(most.max(initial=0))
+
+
+def lane_of(mesh: Mesh, pairs: Any) -> str:
+    """Names a permute by the mesh axes along which it moves, as in `"tp +1"`."""
+    shape = tuple(mesh.shape.values())
+    source, target = (
+        np.array(np.unravel_index(np.array(p), shape)) for p in zip(*pairs, strict=True)
+    )
+    parts: list[str] = []
+    for name, size, difference in zip(mesh.axis_names, shape, target - source, strict=True):
+        offsets = set((difference % size).tolist())
+        if offsets == {0}:
+            continue
+        offset = offsets.pop() if len(offsets) == 1 else None
+        signed = None if offset is None else offset - size if 2 * offset > size else offset
+        parts.append(name if signed is None else f"{name} {signed:+d}")
+    return ", ".join(parts) or "itself"
+
+
+def lane_of_groups(mesh: Mesh, groups: list[list[int]]) -> str:
+    """Names a collective by the mesh axes over which it runs."""
+    shape = tuple(mesh.shape.values())
+    members = np.array(np.unravel_index(np.array(groups[0]), shape))  # [axes, size]
+    return ",".join(
+        name
+        for name, row in zip(mesh.axis_names, members, strict=True)
+        if len(set(row.tolist())) > 1
+    )

@@ -1,0 +1,174 @@
+"""Targets: described devices of TPU slices and of GPU hosts, and a mesh over them."""
+
+import importlib
+import importlib.util
+import mmap
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from jax.experimental.topologies import get_topology_desc
+from jax.sharding import AxisType, Mesh
+
+from jaxpar._chips import Chip, chip_of
+from jaxpar._types import MeshAxes
+from jaxpar.mesh import make_mesh
+
+TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+
+# What a short name of a GPU stands for, where the compiler knows several of that name.
+_USUAL = {"a100": "a100-sxm4-80gb", "h100": "h100-80gb-hbm3", "h200": "h200-141gb-hbm3e"}
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_OFFLINE = {
+    "TPU_SKIP_MDS_QUERY": "1",  # no cloud host is asked what it has
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Described devices to compile for.
+
+    Attributes:
+      name: as given to `target`.
+      mesh: a `jax.sharding.Mesh` of the described devices, to be used in shardings and `shard_map`.
+      chip: published figures of one device, None for a chip that jaxpar has none of.
+    """
+
+    name: str
+    mesh: Mesh
+    chip: Chip | None
+
+    @property
+    def platform(self) -> str:
+        """`"tpu"` or `"cuda"`."""
+        return self.mesh.devices.flat[0].platform
+
+
+def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Auto) -> Target:
+    """Describes devices that need not be there, and makes a mesh of them.
+
+    Args:
+      name: for TPU the generation and the slice as in `"v5p:8x8x8"` (v4, v5e, v5p, v6e, tpu7x; the
+        slices that libtpu knows). For GPU the chip and how many as in `"h100:8"`, or hosts x
+        devices of each as in `"h100:4x8"`; any GPU that the CUDA plugin describes, by its name in
+        lower case with hyphens, such as `"h100-pcie"` or `"a100-sxm4-40gb"`.
+      mesh: as for `jaxpar.make_mesh`.
+      axis_types: as for `jaxpar.make_mesh`.
+
+    Returns:
+      A `Target`. Its devices cannot run anything.
+
+    Raises:
+      ImportError: the compiler is not installed; the message names the extra that brings it.
+      ValueError: an unknown chip or slice, or axes that do not fit the number of devices.
+
+    Example:
+      >>> from jaxpar.schedule import target
+      >>> target("v5p:8x8x8", "dp=64,tp=8").mesh.shape
+      OrderedDict({'dp': 64, 'tp': 8})
+
+    Source: `jax.experimental.topologies`.
+    """
+    chip, _, layout = name.partition(":")
+    sizes = layout.split("x")
+    if not chip or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(
+            f"target: {name!r} is not of the form chip:layout, as in 'v5p:8x8x8' or 'h100:8'"
+        )
+    if chip in TPUS:
+        devices = _tpu_devices(name)
+    else:
+        devices = _gpu_devices(name, chip, [int(size) for size in sizes])
+    first = devices[0]
+    return Target(
+        name=name,
+        mesh=make_mesh(mesh, devices=devices, axis_types=axis_types),
+        chip=chip_of(first.device_kind, getattr(first, "num_cores", None)),
+    )
+
+
+def _tpu_devices(name: str) -> list[Any]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            f"target: {name!r} needs the TPU compiler; pip install 'jaxpar[tpu]'"
+        ) from None
+    for variable, value in _OFFLINE.items():
+        os.environ.setdefault(variable, value)
+    try:
+        return list(get_topology_desc(platform="tpu", topology_name=name).devices)
+    except Exception as reason:  # each jax version has its own class for what libtpu reports
+        raise ValueError(f"target: libtpu does not know the slice {name!r}: {reason}") from None
+
+
+def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
+    known = _gpu_configs(name)
+    slug = _USUAL.get(chip, chip)
+    fitting = [slug] if slug in known else [gpu for gpu in known if gpu.startswith(slug)]
+    if len(fitting) != 1 or len(sizes) > 2:
+        problem = f"is one of {', '.join(fitting)}" if fitting else "is not a chip"
+        raise ValueError(
+            f"target: {name!r}: {chip!r} {problem}; write chip:devices or chip:hosts x devices. "
+            f"TPU: {', '.join(TPUS)}. GPU: {', '.join(sorted({*known, *_USUAL}))}"
+        )
+    text = known[fitting[0]]
+    hosts = sizes[0]
+    if len(sizes) == 1:  # as many as one switch joins make a host
+        figures = chip_of(_description(text))
+        most = sizes[0] if figures is None else figures.switched or 1
+        hosts = sizes[0] // most if sizes[0] % most == 0 else 1
+    layout = f"1x{hosts}x{prod(sizes) // hosts}"  # slices, hosts, devices of a host
+    topology = get_topology_desc(
+        platform="cuda", topology_name=name, target_config=text, topology=layout
+    )
+    return list(topology.devices)
+
+
+def _description(text: str) -> str:
+    found = re.search(r'device_description_str: "([^"]+)"', text)
+    return found.group(1) if found else ""
+
+
+@cache
+def _gpu_configs(name: str) -> dict[str, str]:
+    """Finds what the CUDA plugin carries about each GPU: by name, a GpuTargetConfigProto text."""
+    for plugin in _PLUGINS:
+        spec = _find_spec(plugin)
+        if spec is None:
+            continue
+        folder = Path(next(iter(spec.submodule_search_locations or ())))
+        library = folder / "xla_cuda_plugin.so"
+        with library.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        texts: dict[str, str] = {}
+        for found in re.finditer(rb'device_description_str: "([^"]+)"', data):
+            around = data[max(0, found.start() - 2**15) : found.start() + 2**15]
+            at = min(found.start(), 2**15)
+            start = around.rfind(b"\0", 0, at) + 1
+            text = around[start : around.find(b"\0", at)].decode("ascii", "ignore")
+            if "cuda_compute_capability" in text:
+                texts[_slug(found.group(1).decode())] = text
+        importlib.import_module(plugin)  # registers it, where no backend has been asked for yet
+        return texts
+    raise ImportError(
+        f"target: {name!r} is no TPU ({', '.join(TPUS)}), and a GPU needs the CUDA compiler; "
+        "pip install 'jaxpar[gpu]'"
+    )
+
+
+def _find_spec(module: str) -> Any:
+    try:
+        return importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+
+
+def _slug(description: str) -> str:
+    words = re.findall(r"[a-z0-9.]+", description.lower())
+    return "-".join(word for word in words if word not in ("nvidia", "tesla"))
