@@ -10,6 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Int
 
+from jaxpar._slices import closed_dims, on_torus, slice_grid, slice_of
 from jaxpar._types import AxisName, MeshAxes
 
 
@@ -21,6 +22,21 @@ def make_mesh(
 ) -> Mesh:
     """Makes a mesh from axis names and sizes, in a good physical order of the devices.
 
+    On TPU, if the devices are a box of chips:
+
+    - All rings of all axes are of one link (`ring_hops` of at most 1) if there is an order of
+      the devices that makes them so, with one device a chip and up to four axes longer than 1. With
+      two devices a chip it is the same, the chip counted as one more dimension.
+    - Otherwise axes come first from the last to the first, so put the one with the most
+      traffic last: first those that can have rings of one link get them, then longest steps are
+      kept short. The order is then the best that nested tiles give, one tile for each axis.
+    - The devices of a chip are neighbours on the last axis that can use it.
+    - Several slices of one extent go to the first axes, as far as their sizes divide, and are
+      all laid out alike.
+
+    Other TPU devices keep the order in which they are given; devices of other platforms get that
+    of `jax.experimental.mesh_utils`.
+
     Args:
       axes: `"dp=2,tp=4"` or `{"dp": 2, "tp": 4}`, major axis first. One size may be -1: it takes
         what the others leave.
@@ -29,8 +45,7 @@ def make_mesh(
         is missing).
 
     Returns:
-      A `jax.sharding.Mesh`, ordered by `jax.experimental.mesh_utils` so that, on TPU, neighbours on
-      an axis are near on the torus. `ring_hops` shows how near.
+      A `jax.sharding.Mesh`. `ring_hops` shows how near neighbours on an axis are.
 
     Raises:
       TypeError: axes that are neither text nor a mapping of names to whole numbers.
@@ -55,9 +70,12 @@ def make_mesh(
         types = tuple(axis_types.get(name, AxisType.Auto) for name in sizes)
     else:
         types = (axis_types,) * len(sizes)
-    grid = mesh_utils.create_device_mesh(
-        tuple(sizes.values()), devices, allow_split_physical_axes=True
-    )
+    shape = tuple(sizes.values())
+    grid = slice_grid(devices, shape)
+    if grid is None and all(on_torus(device) for device in devices):
+        grid = np.array([*devices, None])[:-1].reshape(shape)  # None: devices are no sequences
+    elif grid is None:
+        grid = mesh_utils.create_device_mesh(shape, devices)
     return Mesh(grid, tuple(sizes), axis_types=types)
 
 
@@ -114,13 +132,14 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
     Returns:
       `hops[r, p]`: the links from logical index `p` to `p + 1` (the last one back to 0) on ring
       `r`; there is one ring for each position on the other axes, in mesh order. On TPU, the
-      distance on the torus, with wrap-around where the chip has it (axes of 16 on v5e and v6e, axes
-      that are a multiple of 4 on v4, v5p and tpu7x; the extent of an axis is that of the mesh's
-      devices), and 0 between two devices of one chip. Devices without coordinates count as behind
-      one switch: 1.
+      distance on the torus, and 0 between two devices of one chip. A dimension wraps around where
+      the slice has the links: those of 16 on v5e and v6e, and all three on v4, v5p and tpu7x if
+      all are multiples of 4. The extent of a slice is that of its devices in the mesh. Devices of
+      other platforms count as behind one switch: 1.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or one that is named twice.
+      ValueError: an axis that the mesh lacks, or one that is named twice; an axis that joins TPU
+        slices, between which there are no links.
 
     Example:
       >>> ring_hops(make_mesh("tp=8"), "tp").max()  # CPU devices
@@ -133,16 +152,25 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
     others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
     along = [i for i, name in enumerate(mesh.axis_names) if name in names]
     rings = mesh.devices.transpose(others + along).reshape(-1, len(order))[:, order]
-    following = np.roll(rings, -1, axis=1)
 
-    if any(getattr(device, "coords", None) is None for device in rings.flat):
-        return np.asarray(rings != following).astype(int)
-    coords = np.array([device.coords for device in rings.flat])  # [devices, torus dims]
-    extent = coords.max(axis=0) - coords.min(axis=0) + 1
-    wraps = torus_wraps(rings.flat[0].device_kind, extent)
-    here = coords.reshape(*rings.shape, -1)  # [rings, size, torus dims]
-    apart = np.abs(here - np.roll(here, -1, axis=1))
-    return np.where(wraps, np.minimum(apart, extent - apart), apart).sum(-1)
+    if not all(on_torus(device) for device in rings.flat):
+        return np.asarray(rings != np.roll(rings, -1, axis=1)).astype(int)
+    slices = np.array([slice_of(device) for device in rings.flat]).reshape(rings.shape)
+    joined = slices[(slices != slices[:, :1]).any(axis=1)]
+    if joined.size:
+        raise ValueError(
+            f"ring_hops: axis_name {axis_name!r} joins the slices {sorted(set(joined[0].tolist()))}"
+            ", between which there are no links to count; name axes that stay within a slice"
+        )
+    coords = np.array([device.coords for device in rings.flat]).reshape(*rings.shape, -1)
+    apart = np.abs(coords - np.roll(coords, -1, axis=1))  # [rings, size, torus dims]
+    for number in set(slices[:, 0].tolist()):
+        inside = slices[:, 0] == number
+        extent = np.ptp(coords[inside], axis=(0, 1)) + 1
+        closed = closed_dims(rings[inside][0, 0].device_kind, extent)
+        around = np.minimum(apart[inside], extent - apart[inside])
+        apart[inside] = np.where(closed, around, apart[inside])
+    return apart.sum(-1)
 
 
 def axis_names(function: str, axis_name: AxisName) -> tuple[str, ...]:
@@ -157,13 +185,6 @@ def axis_names(function: str, axis_name: AxisName) -> tuple[str, ...]:
             f"{function}: axis_name {axis_name!r} must name at least one axis, and each once"
         )
     return names
-
-
-def torus_wraps(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Any:
-    """Tells along which torus axes of a slice the last device is linked to the first."""
-    if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
-        return extent == 16
-    return extent % 4 == 0
 
 
 def _parse_axes(axes: MeshAxes) -> dict[str, int]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar._chips import Chip
-from jaxpar.mesh import torus_wraps
+from jaxpar._slices import closed_dims
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -35,7 +35,7 @@ class Links:
             self.origin = coords.min(axis=0)
             self.coords = coords - self.origin
             self.extent = self.coords.max(axis=0) + 1
-            self.wraps = torus_wraps(devices[0].device_kind, self.extent)
+            self.wraps = closed_dims(devices[0].device_kind, self.extent)
             self.count = int(self.extent.prod()) * len(self.extent) * 2
         else:
             self.host = np.array([device.process_index for device in devices])

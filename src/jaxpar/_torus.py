@@ -1,0 +1,215 @@
+"""An order of the chips of a box in which the rings of a mesh are short.
+
+Every axis of the mesh gets a tile of the box: a factor of each of its dimensions. Tiles nest: the
+innermost axis takes neighbours, and the next one steps over the tiles of those inside it. A ring is
+a closed walk through the tile.
+
+Which meshes have rings of one link? Split each closed dimension of 4 into two of 2: a ring of four
+is the square of a pair. Now, with one device a chip, all axes have such rings exactly if whole
+dimensions can be dealt out so that each axis gets its size, and its dimensions close (`_closes`).
+That suffices, by the walks below. It is also necessary: a step on one axis and a step on another
+span a square of the mesh, and the only squares left in the box have opposite sides along the same
+dimension. So a step keeps its dimension along all the other axes, and no two axes share one.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import permutations
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+_MOST_TILES = 20_000  # looked at in one search; three axes on 4096 chips take a few hundred
+
+
+class _Dim(NamedTuple):
+    """What an axis can still take of a dimension: `left` places that are `stride` apart."""
+
+    left: int
+    stride: int
+    around: int  # places on the whole dimension if it is closed, otherwise 0
+    cost: int  # links from one place to the next; 0 between the devices of a chip
+
+
+class _Side(NamedTuple):
+    """One side of an axis's tile."""
+
+    size: int
+    dim: _Dim
+
+
+_Key = tuple[tuple[int, ...], ...]
+_Tiles = dict[int, tuple[_Side, ...]]  # by axis
+
+
+def torus_order(
+    shape: Sequence[int], box: Sequence[int], closed: Sequence[bool], cores: int
+) -> Int[np.ndarray, "..."]:
+    """Returns the place in the box of each position of the mesh.
+
+    Axes compare from the last one to the first: first by whether their rings are of one link, then
+    by their longest step, then by the sum of their steps.
+
+    Args:
+      shape: the sizes of the mesh's axes, whose product is the number of devices.
+      box: the chips along each dimension.
+      closed: whether a dimension has a link from its last chip to its first.
+      cores: the devices of a chip.
+
+    Returns:
+      Indices into the array of devices of shape `(*box, cores)`, flattened; an array of `shape`.
+    """
+    places = np.arange(prod(box) * cores).reshape(*box, cores)
+    dims: list[_Dim] = []
+    for axis, (size, around) in enumerate(zip(box, closed, strict=True)):
+        if size == 4 and around:
+            places = places.take([0, 1, 3, 2], axis=axis)
+            dims += [_Dim(2, 1, 0, 1)] * 2
+        else:
+            dims.append(_Dim(size, 1, size if around else 0, 1))
+    dims.append(_Dim(cores, 1, 0, 0))
+    places = places.reshape([dim.left for dim in dims])
+
+    tiles = _Search(shape, cores).best(tuple(dims))
+    index = np.zeros((*shape, len(dims)), int)
+    for axis, sides in tiles.items():
+        along = [1] * len(shape)
+        along[axis] = shape[axis]
+        strides = [side.dim.stride for side in sides]
+        index += (_walk(sides) * strides).reshape(*along, len(dims))
+    return places[tuple(np.moveaxis(index, -1, 0))]
+
+
+class _Search:
+    """Branch and bound over the tiles of the axes, innermost axis first."""
+
+    def __init__(self, shape: Sequence[int], cores: int):
+        self.shape = shape
+        self.axes = [axis for axis in reversed(range(len(shape))) if shape[axis] > 1]
+        self.looked_at = 0
+        # A closed walk through several chips takes a link for each of them.
+        sums = (n // cores if n > cores else 0 for n in (shape[axis] for axis in self.axes))
+        self.least = [(0, 1, total) for total in sums]
+        self.found: tuple[_Key, _Tiles] | None = None
+
+    def best(self, dims: tuple[_Dim, ...]) -> _Tiles:
+        # Another order of nesting helps an early axis only where a late one cannot be helped.
+        orders = permutations(self.axes) if len(self.axes) < 5 else [tuple(self.axes)]
+        for order in orders:
+            self._nest(order, dims, self.least, {})
+        assert self.found is not None
+        return self.found[1]
+
+    def _nest(
+        self,
+        order: tuple[int, ...],
+        dims: tuple[_Dim, ...],
+        scores: list[tuple[int, int, int]],
+        tiles: _Tiles,
+    ) -> None:
+        key = tuple(zip(*scores, strict=True))
+        if self.found and (key >= self.found[0] or self.looked_at >= _MOST_TILES):
+            return
+        if not order:
+            self.found = key, tiles
+            return
+        axis, *inside = order
+        place = self.axes.index(axis)
+        options: list[tuple[tuple[int, int, int], tuple[_Side, ...]]] = []
+        for sizes in _tilings(self.shape[axis], dims):
+            sides = tuple(map(_Side, sizes, dims))
+            longest, total = _steps(sides)
+            options.append(((int(longest > 1), max(longest, 1), total), sides))
+        self.looked_at += len(options)
+        for score, sides in sorted(options, key=lambda option: option[0]):
+            left = tuple(
+                dim._replace(left=dim.left // size, stride=dim.stride * size) for size, dim in sides
+            )
+            better = [*scores[:place], score, *scores[place + 1 :]]
+            self._nest(tuple(inside), left, better, {**tiles, axis: sides})
+
+
+def _tilings(size: int, dims: tuple[_Dim, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields every tile of `size` places; where dimensions are alike, one of those alike."""
+
+    def of(size: int, position: int) -> Iterator[tuple[int, ...]]:
+        if position == len(dims):
+            if size == 1:
+                yield ()
+            return
+        for side in range(1, min(size, dims[position].left) + 1):
+            if size % side == 0 and dims[position].left % side == 0:
+                for rest in of(size // side, position + 1):
+                    alike = rest and dims[position] == dims[position + 1]
+                    if not (alike and side < rest[0]):
+                        yield (side, *rest)
+
+    return of(size, 0)
+
+
+def _steps(sides: tuple[_Side, ...]) -> tuple[int, int]:
+    """Returns the longest step of the walk through a tile, and the sum of all, in links."""
+    return _steps_of(tuple(sorted(side for side in sides if side.size > 1)))
+
+
+@lru_cache(maxsize=4096)
+def _steps_of(sides: tuple[_Side, ...]) -> tuple[int, int]:
+    walk = _walk(sides)
+    steps = np.zeros(len(walk), int)
+    for place, (_, dim) in zip(walk.T, sides, strict=True):
+        apart = np.abs(place - np.roll(place, -1)) * dim.stride
+        if dim.around:
+            apart = np.minimum(apart, dim.around - apart)
+        steps += apart * dim.cost
+    return int(steps.max()), int(steps.sum())
+
+
+def _closes(sides: list[_Side]) -> bool:
+    """Whether a walk through the tile can come back without a step over a place.
+
+    With several sides it can if the number of places is even: an odd number of steps does not come
+    back in a grid, whose places alternate in colour.
+    """
+    if len(sides) > 1:
+        return prod(size for size, _ in sides) % 2 == 0
+    return all(size == 2 or size * dim.stride == dim.around for size, dim in sides)
+
+
+def _walk(sides: tuple[_Side, ...]) -> Int[np.ndarray, "size dims"]:
+    """Walks once through all places of a tile and back to the first."""
+    # The longest strides come first: a snake takes them least often.
+    order = sorted(
+        (i for i, side in enumerate(sides) if side.size > 1),
+        key=lambda i: -sides[i].dim.stride * sides[i].dim.cost,
+    )
+    lanes = [i for i in order if sides[i].size % 2 == 0]
+    if not _closes([sides[i] for i in order]):
+        # Out over every second place, back over the others: no step is over more than one place.
+        path = _snake([sides[i].size for i in order])
+        path = np.concatenate([path[::2], path[1::2][::-1]])
+    elif len(order) < 2:
+        path = _snake([sides[i].size for i in order])
+    else:
+        # Back along the lane: the first place of the snake, which goes to and fro over the others.
+        order = [lanes[0], *(i for i in order if i != lanes[0])]
+        out = sides[lanes[0]].size
+        snake = _snake([sides[i].size for i in order[1:]])
+        rows = [snake[1:] if row % 2 == 0 else snake[:0:-1] for row in range(out)]
+        rows.append(np.repeat(snake[:1], out, axis=0))
+        lane = np.concatenate([np.repeat(np.arange(out), len(snake) - 1), np.arange(out)[::-1]])
+        path = np.concatenate([lane[:, None], np.concatenate(rows)], axis=1)
+    walk = np.zeros((len(path), len(sides)), int)
+    walk[:, order] = path
+    return walk
+
+
+def _snake(sizes: list[int]) -> Int[np.ndarray, "size dims"]:
+    """Walks through all places of a box by steps to a neighbour, the last dimension fastest."""
+    path = np.zeros((1, 0), int)
+    for size in reversed(sizes):
+        rows = [path if row % 2 == 0 else path[::-1] for row in range(size)]
+        outer = np.repeat(np.arange(size), len(path))
+        path = np.concatenate([outer[:, None], np.concatenate(rows)], axis=1)
+    return path
