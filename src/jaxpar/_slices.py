@@ -1,4 +1,4 @@
-"""The TPU slices that devices are in: where a device sits, which links close, and a mesh of them."""
+"""The TPU slices that devices are in: which dimensions close, and a grid of the devices."""
 
 from collections.abc import Sequence
 from math import gcd, prod

@@ -9,7 +9,8 @@ is the square of a pair. Now, with one device a chip, all axes have such rings e
 dimensions can be dealt out so that each axis gets its size, and its dimensions close (`_closes`).
 That suffices, by the walks below. It is also necessary: a step on one axis and a step on another
 span a square of the mesh, and the only squares left in the box have opposite sides along the same
-dimension. So a step keeps its dimension along all the other axes, and no two axes share one.
+dimension. So a step keeps its dimension along all the other axes, and no two axes share one. With
+more devices a chip, which count as one more dimension, it suffices.
 """
 
 from collections.abc import Iterator, Sequence

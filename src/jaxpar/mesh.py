@@ -24,12 +24,12 @@ def make_mesh(
 
     On TPU, if the devices are a box of chips:
 
-    - All rings of all axes are of one link (`ring_hops` of at most 1) if there is an order of
-      the devices that makes them so, with one device a chip and up to four axes longer than 1. With
-      two devices a chip it is the same, the chip counted as one more dimension.
+    - All rings of all axes are of one link (`ring_hops` of at most 1) where, with one device a chip
+      and up to four axes longer than 1, any order of the devices makes them so. With two devices
+      a chip, where whole dimensions can be dealt out to the axes, the chip being one more.
     - Otherwise axes come first from the last to the first, so put the one with the most
       traffic last: first those that can have rings of one link get them, then longest steps are
-      kept short. The order is then the best that nested tiles give, one tile for each axis.
+      kept short. The order is the best of those that nest one tile for each axis.
     - The devices of a chip are neighbours on the last axis that can use it.
     - Several slices of one extent go to the first axes, as far as their sizes divide, and are
       all laid out alike.

@@ -1,0 +1,212 @@
+"""The order of the devices of TPU slices: one link where there is one, and where there is none."""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import combinations, product
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpar import make_mesh, ring_hops
+
+V5E, V4, V5P, V7 = "TPU v5 lite", "TPU v4", "TPU v5", "TPU7x"
+
+
+@dataclass(frozen=True)
+class Chip:
+    coords: tuple[int, ...]
+    device_kind: str
+    core_on_chip: int = 0
+    slice_index: int | None = None
+
+
+def devices_of(kind, box, slice_index=None):
+    cores = 2 if kind in (V4, V7) else 1
+    places = product(*map(range, box), range(cores))
+    return [Chip(tuple(place), kind, core, slice_index) for *place, core in places]
+
+
+def longest(kind, box, shape):
+    """The longest step on each axis of a mesh; checks that every device is there once."""
+    devices = devices_of(kind, box)
+    axes = dict(zip("abcd", shape, strict=False))
+    mesh = make_mesh(axes, devices=devices[::-1])
+    assert Counter(mesh.devices.flat) == Counter(devices)
+    assert (mesh.devices == make_mesh(axes, devices=devices).devices).all()
+    return tuple(int(ring_hops(mesh, name).max()) for name in axes)
+
+
+def shapes(n, axes):
+    if axes == 1:
+        return [(n,)]
+    sizes = [size for size in range(1, n + 1) if n % size == 0]
+    return [(size, *rest) for size in sizes for rest in shapes(n // size, axes - 1)]
+
+
+def whole_dimensions(shape, box, wraps, cores=1):
+    """Whether whole dimensions make up the axes: for one device a chip, whether one link exists."""
+    dims = [size for size in box if not (wraps and size == 4)]
+    dims += [2, 2] * (len(box) - len(dims)) + [cores]
+    dims = [size for size in dims if size > 1]
+    closed = {size for size in dims if size == 2 or (size % 4 == 0 and wraps)}
+    closed |= {16} if len(box) == 2 else set()
+
+    def deal(axes, dims):
+        if not axes:
+            return not dims
+        for count in range(len(dims) + 1):
+            for chosen in combinations(range(len(dims)), count):
+                sizes = [dims[i] for i in chosen]
+                ring = set(sizes) <= closed if count < 2 else axes[0] % 2 == 0
+                left = [size for i, size in enumerate(dims) if i not in chosen]
+                if prod(sizes) == axes[0] and ring and deal(axes[1:], left):
+                    return True
+        return False
+
+    return deal(shape, dims)
+
+
+FLAT = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+SMALL = [(1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (2, 2, 8), (2, 4, 8), (2, 8, 8)]
+CUBES = [(4, 4, 4), (4, 4, 8), (4, 4, 12), (4, 4, 16), (4, 8, 8)]
+SLICES = [
+    *((V5E, box) for box in FLAT),
+    *((kind, box) for kind in (V5P, V4) for box in SMALL + CUBES),
+    *((V7, box) for box in [*SMALL[:4], CUBES[0]]),  # as v4
+]
+
+
+# All other meshes of two axes have rings of one link on both axes. With one device a chip there is
+# no such order (see the next test); the longest steps are those of the order that is taken.
+LONGER = {
+    (V5P, (2, 2, 4)): {(4, 4): (2, 1)},
+    (V5P, (2, 4, 4)): {(4, 8): (2, 1), (8, 4): (2, 1)},
+    (V5P, (2, 2, 8)): {(4, 8): (4, 1), (8, 4): (2, 1)},
+    (V5P, (2, 4, 8)): {(4, 16): (2, 1), (8, 8): (2, 1), (16, 4): (2, 1)},
+    (V5P, (2, 8, 8)): {(4, 32): (4, 1), (8, 16): (2, 1), (16, 8): (2, 1), (32, 4): (2, 1)},
+    # Sizes of 3 and 6 would need a part of the dimension of 12.
+    (V5P, (4, 4, 12)): {(3, 64): (4, 1), (6, 32): (2, 1), (32, 6): (3, 1), (64, 3): (1, 4)},
+    # With two devices a chip, that there is no such order is shown for none but the first: there
+    # are eight devices at a height, and eight do not part the middle of a torus of 8 x 8. Rings of
+    # three would be of one link with both devices of a chip and one of the next.
+    (V4, (2, 2, 8)): {(8, 8): (2, 1)},
+    (V4, (2, 8, 8)): {(8, 32): (2, 1), (32, 8): (2, 1)},
+    (V4, (4, 4, 12)): {(3, 128): (4, 1), (6, 64): (2, 1), (64, 6): (3, 1), (128, 3): (1, 4)},
+}
+
+
+@pytest.mark.parametrize(("kind", "box"), SLICES)
+def test_one_link_wherever_whole_dimensions_make_up_the_axes(kind, box):
+    cores = 2 if kind in (V4, V7) else 1
+    wraps = len(box) == 3 and all(size % 4 == 0 for size in box)
+    found = {shape: longest(kind, box, shape) for shape in shapes(prod(box) * cores, 2)}
+    longer = {shape: hops for shape, hops in found.items() if max(hops) > 1}
+    for shape, (_, last) in found.items():
+        assert (shape not in longer) == whole_dimensions(shape, box, wraps, cores), shape
+        # A grid has no odd ring; an even one is closed within a tile of two sides.
+        assert (last <= 1) == (shape[1] % 2 == 0 or shape[1] == 1), shape
+    if len(box) == 3:
+        assert longer == LONGER.get((kind, box), {})
+
+
+@pytest.mark.parametrize("box", FLAT)
+def test_a_flat_slice_has_two_axes_of_one_link_only_as_two_by_two_or_as_its_full_torus(box):
+    # A chip at a corner of 8 x 8 and smaller has two links: enough for one ring or two pairs. On
+    # 8 x 16 and 16 x 16 a ladder of squares runs straight on and closes after 16.
+    found = [shape for shape in shapes(prod(box), 2) if 1 not in shape]
+    short = [shape for shape in found if max(longest(V5E, box, shape)) == 1]
+    assert short == {(2, 2): [(2, 2)], (16, 16): [(16, 16)]}.get(box, [])
+
+
+def embeds(shape, box, wraps):
+    """Looks at every order of a box for one in which all rings of all axes are of one link."""
+    chips = list(product(*map(range, box)))
+    links = {chip: set() for chip in chips}
+    for a, b in product(chips, chips):
+        apart = [abs(x - y) for x, y in zip(a, b, strict=True)]
+        if wraps:
+            apart = [min(x, n - x) for x, n in zip(apart, box, strict=True)]
+        if sum(apart) == 1:
+            links[a].add(b)
+    positions = list(np.ndindex(*shape))
+    order = {}
+
+    def place(number):
+        if number == len(positions):
+            return True
+        position = positions[number]
+        free = set(chips) - set(order.values())
+        for axis, (at, n) in enumerate(zip(position, shape, strict=True)):
+            for to in {(at + 1) % n, (at - 1) % n} - {at}:
+                near = (*position[:axis], to, *position[axis + 1 :])
+                if near in order:
+                    free &= links[order[near]]
+        for chip in sorted(free):
+            order[position] = chip
+            if place(number + 1):
+                return True
+            del order[position]
+        return False
+
+    return place(0)
+
+
+@pytest.mark.parametrize(
+    "box", [(2, 2, 1), (2, 4, 1), (4, 4, 1), (3, 3, 1), (2, 6, 1), (2, 2, 2), (2, 2, 3), (2, 2, 4)]
+)
+def test_no_other_order_has_one_link_where_whole_dimensions_do_not_make_up_the_axes(box):
+    for axes in (1, 2, 3):
+        for shape in shapes(prod(box), axes):
+            exists = embeds(shape, box, wraps=False)
+            assert exists == whole_dimensions(shape, box, wraps=False), shape
+            assert exists == (max(longest(V5P, box, shape)) <= 1), shape
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from(SLICES), st.data())
+def test_three_axes(kind_and_box, data):
+    kind, box = kind_and_box
+    cores = 2 if kind in (V4, V7) else 1
+    shape = data.draw(st.sampled_from(shapes(prod(box) * cores, 3)))
+    hops = longest(kind, box, shape)
+    wraps = len(box) == 3 and all(size % 4 == 0 for size in box)
+    assert (max(hops) <= 1) == whole_dimensions(shape, box, wraps, cores)
+    assert (hops[2] <= 1) == (shape[2] % 2 == 0 or shape[2] == 1)
+
+
+def test_a_line_without_a_link_back_is_folded():
+    assert longest(V5P, (1, 1, 5), (5,)) == (2,)
+    assert longest(V5E, (1, 8), (8,)) == (2,)
+    assert longest(V5E, (3, 3), (9,)) == (2,)
+
+
+def test_the_devices_of_a_chip_go_to_the_last_axis_that_can_use_them():
+    mesh = make_mesh("dp=4,tp=4", devices=devices_of(V7, (2, 2, 2)))
+    np.testing.assert_array_equal(ring_hops(mesh, "tp").sum(axis=1), [2] * 4)
+
+
+def test_slices_go_to_the_first_axes_and_are_alike():
+    slices = [devices_of(V5E, (2, 4), number) for number in range(4)]
+    mixed = [chip for chips in zip(*slices, strict=True) for chip in chips]
+    mesh = make_mesh("pp=2,dp=4,tp=4", devices=mixed)
+    assert Counter(mesh.devices.flat) == Counter(mixed)
+    number = np.vectorize(lambda chip: chip.slice_index)(mesh.devices)
+    assert (number == np.array([[0, 0, 1, 1], [2, 2, 3, 3]])[..., None]).all()
+    alike = make_mesh("dp=2,tp=4", devices=slices[0]).devices
+    for chip, expected in zip(mesh.devices[1, 2:].flat, alike.flat, strict=True):
+        assert chip.coords == expected.coords
+    assert (ring_hops(mesh, "tp") == 1).all()
+    with pytest.raises(ValueError, match=r"'dp' joins the slices \[0, 1\], .* stay within a slice"):
+        ring_hops(mesh, "dp")
+
+
+def test_devices_that_are_no_box_keep_their_order():
+    devices = devices_of(V5E, (2, 4))
+    uneven = [*devices_of(V5E, (2, 2), 0), *devices_of(V5E, (1, 4), 1)]
+    twice = [*devices[:-1], devices[0]]
+    for some in ([devices[i] for i in (7, 1, 0)], [*devices[:3], devices[7]], uneven, twice):
+        mesh = make_mesh({"tp": len(some)}, devices=some)
+        assert list(mesh.devices) == list(some)
