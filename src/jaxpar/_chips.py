@@ -102,6 +102,15 @@ def traced_for_cpu() -> bool:
     return device is not None and device.device_kind.lower().startswith("cpu")
 
 
+def traced_for_cpu_cluster() -> bool:
+    """Tells whether the program is traced for CPU devices of several processes.
+
+    Their transfers go over a network and can hide behind matmuls. Within one process they are
+    copies by the cores that the matmuls need.
+    """
+    return traced_for_cpu() and jax.process_count() > 1
+
+
 def preferred_ring() -> str:
     """Returns the ring mode that uses the chip's links best.
 

@@ -18,7 +18,11 @@ from jaxpar.collectives._ring import Ring
 # benchmarks/README.md has compile time and program size on both sides of it.
 UNROLLED_STEPS = 16
 
-Arrivals = list[tuple[Any, Array]]  # (block, logical index of the device that it belongs to)
+Arrivals = list[tuple[Any, Any]]  # (block, what `take` gave for the device it belongs to)
+
+
+def _position(position: Array) -> Any:
+    return position
 
 
 def gather_fold(
@@ -27,11 +31,14 @@ def gather_fold(
     ring: Ring,
     plan: Plan,
     sums: Callable[[Any], Any] = lambda carry: carry,
+    take: Callable[[Array], Any] = _position,
 ) -> Any:
     """Brings every device's `block` past this one and folds `consume(carry, arrivals)` over them.
 
     The first call of `consume` gets None and this device's own block. Each further call gets the
-    blocks that one step brought, whose transfer was started before the call that precedes it.
+    blocks that one step brought, whose transfer was started before the call that precedes it. With
+    each block it gets what `take` gives for the logical index of the device that the block belongs
+    to: the index itself, or what stays at home and is used together with the block.
     `sums` picks the part of the carry that is added to, not only written into: without a barrier
     (on CPU) that alone keeps blocks from arriving long before they are used.
     """
@@ -46,15 +53,22 @@ def gather_fold(
 
     def step(distance: Any, state: Any, send: Callable[[list[Any]], list[Any]] = send) -> Any:
         index, carry, blocks = state
-        sent = send(blocks)
-        sources = [(index - d * distance) % ring.size for d in plan.directions]
-        carry = consume(carry, list(zip(blocks, sources, strict=True)))
-        return _pin(index, carry, sent, sums(carry))
 
-    index, own = ring.index(), [block] * len(plan.directions)
-    sent = send(own) if plan.hops else send_halves(own)
-    carry = consume(None, [(block, index)])
-    state = _pin(index, carry, sent, sums(carry))
+        def take_all(index: Array) -> list[Any]:
+            return [take((index - d * distance) % ring.size) for d in plan.directions]
+
+        blocks, taken, sent = _issue(plan, index, blocks, take_all, send)
+        carry = consume(carry, list(zip(blocks, taken, strict=True)))
+        return _pin(plan, index, carry, sent, taken, sums(carry))
+
+    def send_own(blocks: list[Any]) -> list[Any]:
+        own = blocks * len(plan.directions)
+        return send(own) if plan.hops else send_halves(own)
+
+    index = ring.index()
+    (block,), taken, sent = _issue(plan, index, [block], take, send_own)
+    carry = consume(None, [(block, taken)])
+    state = _pin(plan, index, carry, sent, taken, sums(carry))
     if plan.hops <= UNROLLED_STEPS:
         for distance in range(1, plan.hops):
             state = step(distance, state)
@@ -65,24 +79,25 @@ def gather_fold(
     index, carry, halves = state
     if plan.halves:
         opposite = jax.tree.map(lambda x, *xs: _join(xs, x), block, *halves)
-        carry = consume(carry, [(opposite, (index + plan.hops + 1) % ring.size)])
+        carry = consume(carry, [(opposite, take((index + plan.hops + 1) % ring.size))])
     return carry
 
 
 def scatter_fold(
-    produce: Callable[[Array], Array],
+    produce: Callable[[Any], Array],
     ring: Ring,
     plan: Plan,
     wire_dtype: DTypeLike | None = None,
+    take: Callable[[Array], Any] = _position,
 ) -> Array:
-    """Sums over the devices what `produce(owner)` gives for each owner, at that owner.
+    """Sums over the devices what `produce(take(owner))` gives for each owner, at that owner.
 
     Partial sums travel towards their owner in `wire_dtype` (their own dtype if None), and each
     device adds what it produced while they were under way.
     """
 
-    def produced_for(distance: Any, index: Array) -> list[Array]:
-        return [produce((index - d * distance) % ring.size) for d in plan.directions]
+    def take_all(distance: Any, index: Array) -> list[Any]:
+        return [take((index - d * distance) % ring.size) for d in plan.directions]
 
     def send(sums: list[Array]) -> list[Array]:
         wire = [s if wire_dtype is None else s.astype(wire_dtype) for s in sums]
@@ -90,19 +105,20 @@ def scatter_fold(
 
     def step(distance: Any, state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
         index, sums = state
-        sent = send(sums)
-        index, produced, arrived = _pin(index, produced_for(distance, index), sent)
+        _, taken, sent = _issue(plan, index, sums, lambda index: take_all(distance, index), send)
+        index, produced, arrived = _pin(plan, index, [produce(t) for t in taken], sent, taken)
         return index, [_add_arrival(p, arrived, lane) for lane, p in enumerate(produced)]
 
     index, sums = ring.index(), []
     if plan.halves:
-        opposite = produce((index + plan.hops + 1) % ring.size)
+        opposite = produce(take((index + plan.hops + 1) % ring.size))
         sums = [_half(opposite, lane) for lane in range(2)]
         if plan.hops:
             index, sums = step(plan.hops, (index, sums))
     elif plan.hops:
         # Pinned, or the GPU compiler merges this matmul with the next one, which covers a transfer.
-        index, sums, _ = _pin(index, produced_for(plan.hops, index), ())
+        taken = take_all(plan.hops, index)
+        index, sums, _ = _pin(plan, index, [produce(t) for t in taken], (), taken)
 
     state = index, sums
     if plan.hops <= UNROLLED_STEPS:
@@ -112,8 +128,8 @@ def scatter_fold(
         state = _loop(lambda t, state: step(plan.hops - t, state), plan.hops, state)
 
     index, sums = state
-    sent = send(sums) if sums else []
-    _, own, arrived = _pin(index, produce(index), sent)
+    _, taken, sent = _issue(plan, index, sums, take, lambda sums: send(sums) if sums else [])
+    _, own, arrived = _pin(plan, index, produce(taken), sent, taken)
     for lane in range(len(arrived)):
         own = _add_arrival(own, arrived, lane)
     return own
@@ -133,7 +149,31 @@ def place_block(whole: Array | None, block: Array, dim: int, position: Array, co
     return lax.dynamic_update_slice_in_dim(into, block, position * block.shape[dim], dim)
 
 
-def _pin(index: Array, computed: Any, transferred: Any, sums: Any = ()) -> tuple[Array, Any, Any]:
+def _issue(
+    plan: Plan,
+    index: Array,
+    outgoing: Any,
+    take: Callable[[Array], Any],
+    send: Callable[[Any], Any],
+) -> tuple[Any, Any, Any]:
+    """Starts a step's transfers; returns what leaves, what `take(index)` gave, what arrives.
+
+    Where the plan queues, nothing leaves before all that the step's matmul needs is there. The
+    executor of CPU devices runs what is ready in the order in which it became so, and a transfer
+    blocks the thread that runs it: a matmul that is ready only later would wait for its end.
+    """
+    if not plan.queued:
+        sent = send(outgoing)
+        return outgoing, take(index), sent
+    taken = lax.optimization_barrier(take(index))
+    start = _unforeseen_zero((index, taken))
+    outgoing = jax.tree.map(lambda x: _rewrite_first(x, start), outgoing)
+    return outgoing, taken, send(outgoing)
+
+
+def _pin(
+    plan: Plan, index: Array, computed: Any, transferred: Any, taken: Any, sums: Any = ()
+) -> tuple[Array, Any, Any]:
     """Keeps a step's matmul and its transfers together, and the next step's after both.
 
     Without it the compilers are free to start every transfer at once, before any matmul, to run
@@ -144,9 +184,12 @@ def _pin(index: Array, computed: Any, transferred: Any, sums: Any = ()) -> tuple
     index, computed, transferred = lax.optimization_barrier((index, computed, transferred))
     if traced_for_cpu():
         # That compiler drops barriers before it orders the program; only data orders it there.
-        index = index + _unforeseen_zero(computed)
-        if jax.tree.leaves(sums):
-            start = _unforeseen_zero(sums)
+        index = index + _unforeseen_zero((computed, transferred) if plan.queued else computed)
+        # Where the plan queues, operands in use until the transfers are over: memory that the
+        # matmul frees earlier would be given to what arrives, which then waits for the matmul.
+        until = taken if plan.queued else sums
+        if jax.tree.leaves(until):
+            start = _unforeseen_zero(until)
             transferred = jax.tree.map(lambda x: _rewrite_first(x, start), transferred)
     return index, computed, transferred
 

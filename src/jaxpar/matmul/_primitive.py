@@ -63,17 +63,23 @@ def gather_einsum(
 
     def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         results = [None] * len(products) if results is None else results
-        for block, source in arrivals:
+        for block, (source, taken) in arrivals:
             results = [
                 _use_block(method, product, result, block, right, source)
-                for product, result, right in zip(products, results, rights, strict=True)
+                for product, result, right in zip(products, results, taken, strict=True)
             ]
         return results
+
+    def take(source: Array) -> tuple[Array, list[Array]]:
+        return source, [
+            _block_of(method, right, p.right, source)
+            for p, right in zip(products, rights, strict=True)
+        ]
 
     def sums(results: list[Array]) -> list[Array]:
         return [r for r, p in zip(results, products, strict=True) if method.label not in p.out]
 
-    results = gather_fold(left, consume, method.ring, method.plan, sums)
+    results = gather_fold(left, consume, method.ring, method.plan, sums, take)
     return tuple(r.astype(p.dtype) for r, p in zip(results, products, strict=True))
 
 
@@ -87,19 +93,21 @@ def scatter_einsum(
     operands vary over the same axes, the ring's among them.
     """
 
-    def produce(owner: Array) -> Array:
-        parts = [
-            multiply(
-                method.arithmetic,
-                p,
-                _block_of(method, left, p.left, owner),
-                _block_of(method, right, p.right, owner),
-            )
+    def take(owner: Array) -> list[tuple[Array, Array]]:
+        return [
+            (_block_of(method, left, p.left, owner), _block_of(method, right, p.right, owner))
             for p, (left, right) in zip(products, pairs, strict=True)
+        ]
+
+    def produce(taken: list[tuple[Array, Array]]) -> Array:
+        parts = [
+            multiply(method.arithmetic, p, left, right)
+            for p, (left, right) in zip(products, taken, strict=True)
         ]
         return sum(parts[1:], start=parts[0])
 
-    total = scatter_fold(produce, method.ring, method.plan, method.arithmetic.wire_dtype)
+    wire = method.arithmetic.wire_dtype
+    total = scatter_fold(produce, method.ring, method.plan, wire, take)
     return total.astype(products[0].dtype)
 
 
@@ -171,7 +179,6 @@ def _use_block(
     source: Array,
 ) -> Array:
     label = method.label
-    right = _block_of(method, right, product.right, source)
     part = multiply(method.arithmetic, product, block, right)
     if label in product.out:
         part = part.astype(product.dtype)
