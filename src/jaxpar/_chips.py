@@ -25,6 +25,9 @@ class Chip:
     # Programs on slices of at least this many devices get synchronous permutes from the compiler
     # (seen on v5e from 8x8 up): a ring then only loses.
     synchronous_from: int | None = None
+    # The compiler makes a matmul that slices its operand slower by more than the slice would take
+    # (seen where two cores share a matmul).
+    slices_before_matmul: bool = False
 
 
 def _tpu(kind: str, **figures: Any) -> Chip:
@@ -47,7 +50,7 @@ CHIPS = (
     _tpu("TPU v5 lite", flops=1.97e14, hbm=8.1e11, capacity=16 * _GIB, link=4.5e10, clock=1.5e9,
          synchronous_from=64),
     _tpu("TPU v5", flops=4.59e14, hbm=2.76e12, capacity=95 * _GIB, link=9e10, clock=1.75e9,
-         cores=2),
+         cores=2, slices_before_matmul=True),
     _tpu("TPU v6 lite", flops=9.18e14, hbm=1.64e12, capacity=32 * _GIB, link=9e10, clock=1.75e9),
     _tpu("TPU7x", flops=2.307e15, hbm=7.38e12, capacity=192 * _GIB, link=1e11, clock=2.2e9,
          cores=2),

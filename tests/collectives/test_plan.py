@@ -1,11 +1,13 @@
 """The plan, the folds over it, and the loop that long rings run instead of unrolled steps."""
 
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
@@ -22,9 +24,9 @@ def test_a_plan_brings_every_block_once(mode):
     for n in range(1, 100):
         plan = make_plan(n, mode)
         steps = [d * s for s in range(1, plan.hops + 1) for d in plan.directions]
-        opposite = [plan.hops + 1] if plan.halves else []
+        opposite = [plan.hops + 1] if plan.opposite != "none" else []
         assert Counter(back % n for back in [0, *steps, *opposite]) == Counter(range(n))
-        if plan.halves:  # as far the one way as the other
+        if opposite:  # as far the one way as the other
             assert mode == "bidirectional"
             assert 2 * opposite[0] == n
 
@@ -33,7 +35,9 @@ def test_both_ways_take_half_the_steps():
     assert [make_plan(n, "unidirectional").hops for n in (1, 2, 3, 8, 9)] == [0, 1, 2, 7, 8]
     plans = [make_plan(n, "bidirectional") for n in (1, 2, 3, 8, 9)]
     assert [plan.hops for plan in plans] == [0, 0, 1, 3, 4]
-    assert [plan.halves for plan in plans] == [False, True, False, True, False]
+    assert [plan.opposite for plan in plans] == ["none", "halves", "none", "halves", "none"]
+    assert make_plan(8, "bidirectional", whole_opposite=True).opposite == "whole"
+    assert make_plan(9, "bidirectional", whole_opposite=True).opposite == "none"
 
 
 @pytest.fixture(params=["unrolled", "loop"])
@@ -49,44 +53,79 @@ def on_a_ring(function, n, **options):
     return jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), **options)
 
 
+def plans(n, mode):
+    """Every plan of a ring, also those that are made for other chips than a CPU."""
+    plain = [make_plan(n, mode, whole_opposite=whole) for whole in (False, True)]
+    return [
+        replace(plan, pieces=pieces, grouped=grouped, sliced=sliced)
+        for plan in dict.fromkeys(plain)
+        for pieces in (1, 2)
+        for grouped, sliced in ((False, False), (True, False), (True, True))
+    ]
+
+
 @both_rings
 @pytest.mark.parametrize("n", [1, 2, 5, 6])
 def test_gather_fold_says_whose_block_it_brings(n, mode, loops):
-    def seen(x):
-        ring = bind_ring("test", "x")
+    def seen(plan):
+        def run(x):
+            def consume(carry, arrivals):
+                if carry is None:
+                    assert len(arrivals) == 1
+                    carry = jnp.zeros((n, 2), jnp.int32) + 0 * x[0]
+                for block, source in arrivals:
+                    assert jax.tree.structure(block) == jax.tree.structure({"a": 0, "b": [0]})
+                    # Adding would show a block that came twice.
+                    row = jnp.stack([block["a"][0], block["b"][0][0, 2]])
+                    carry = carry.at[source].add(row)
+                return carry
 
-        def consume(carry, arrivals):
-            if carry is None:
-                assert len(arrivals) == 1
-                carry = jnp.zeros((n, 2), jnp.int32) + 0 * x[0]
-            for block, source in arrivals:
-                assert jax.tree.structure(block) == jax.tree.structure({"a": 0, "b": [0]})
-                # Adding would show a block that came twice.
-                row = jnp.stack([block["a"][0], block["b"][0][0, 2]])
-                carry = carry.at[source].add(row)
-            return carry
+            block = {"a": x, "b": [jnp.full((1, 3), -1, jnp.int32) * x]}
+            return gather_fold(block, consume, bind_ring("test", "x"), plan)
 
-        block = {"a": x, "b": [jnp.full((1, 3), -1, jnp.int32) * x]}
-        return gather_fold(block, consume, ring, make_plan(n, mode))
+        return run
 
-    found = jax.jit(on_a_ring(seen, n))(np.arange(1, n + 1, dtype=np.int32))
     each = np.arange(1, n + 1)
-    np.testing.assert_array_equal(found, np.tile(np.stack([each, -each], 1), (n, 1)))
+    for plan in plans(n, mode):
+        found = jax.jit(on_a_ring(seen(plan), n))(np.arange(1, n + 1, dtype=np.int32))
+        np.testing.assert_array_equal(
+            found, np.tile(np.stack([each, -each], 1), (n, 1)), err_msg=f"{plan}"
+        )
 
 
 @both_rings
+@pytest.mark.parametrize("length", [1, 2, 5])
 @pytest.mark.parametrize("n", [1, 2, 5, 6])
-def test_scatter_fold_adds_what_every_device_made_for_an_owner(n, mode, loops):
-    def summed(x):
-        def produce(owner):
-            return jnp.stack([x[0] * 100 + owner, x[0] * 0 + 1, x[0] * owner])
+def test_scatter_fold_adds_what_every_device_made_for_an_owner(n, length, mode, loops):
+    """Column `c` of device `i`'s addend is `100 i + c`: what it is and for whom is in its value."""
 
-        return scatter_fold(produce, bind_ring("test", "x"), make_plan(n, mode))
+    def summed(plan):
+        def run(x):
+            columns = jnp.arange(n * length, dtype=jnp.int32) + 100 * x[0]
 
-    found = jax.jit(on_a_ring(summed, n))(np.arange(n, dtype=np.int32))
-    total, owner = n * (n - 1) // 2, np.arange(n)
-    wanted = np.stack([100 * total + n * owner, 0 * owner + n, total * owner], 1)
-    np.testing.assert_array_equal(found.reshape(n, 3), wanted)
+            def take(start, size):
+                return lax.dynamic_slice_in_dim(columns, start, size)
+
+            def produce(part):
+                return jnp.stack([part, -part])
+
+            ring = bind_ring("test", "x")
+            return scatter_fold(produce, ring, plan, 1, length, take, "int32", "int32")
+
+        return run
+
+    total = 100 * n * (n - 1) // 2
+    wanted = np.stack([total + n * np.arange(n * length), -total - n * np.arange(n * length)])
+    for plan in plans(n, mode):
+        found = jax.jit(
+            jax.shard_map(
+                summed(plan),
+                mesh=make_mesh({"x": n}, devices=jax.devices()[:n]),
+                in_specs=P("x"),
+                out_specs=P(None, "x"),
+            )
+        )(np.arange(n, dtype=np.int32))
+        np.testing.assert_array_equal(found, wanted, err_msg=f"{plan}")
 
 
 def all_three(mode):

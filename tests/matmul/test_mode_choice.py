@@ -19,7 +19,7 @@ from jaxpar.matmul import (
     matmul_reduce_scatter,
     ring_einsum,
 )
-from jaxpar.matmul._mode import choose_mode, naive_time, ring_time
+from jaxpar.matmul._mode import choose_plan, naive_time, ring_time
 from jaxpar.testing import count_collectives
 
 # On one of 8 devices, in bf16: FLOPs, and bytes of a block that travels.
@@ -62,7 +62,7 @@ def ring(n):
 )
 def test_choices(kind, n, work, mode, traced_for):
     traced_for(kind)
-    assert choose_mode(ring(n), *work) == mode
+    assert choose_plan(ring(n), *work) == mode
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_no_ring_where_permutes_are_synchronous(kind, devices, mode, traced_for)
     chosen = []
 
     def body(x):
-        chosen.append(choose_mode(ring(8), *LARGE))
+        chosen.append(choose_plan(ring(8), *LARGE))
         return x
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
@@ -93,7 +93,7 @@ def test_no_ring_where_permutes_are_synchronous(kind, devices, mode, traced_for)
 def test_the_choice_is_never_predicted_to_be_slower_than_naive(chip, n, flops, block_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_mode, "traced_chip", lambda: chip)
-        mode = choose_mode(ring(n), flops, block_bytes)
+        mode = choose_plan(ring(n), flops, block_bytes)
     naive = naive_time(chip, n, flops, block_bytes)
     assert mode in ("naive", "unidirectional", "bidirectional")
     assert mode != "bidirectional" or chip.torus
@@ -172,7 +172,7 @@ def test_what_the_roofline_is_asked(monkeypatch):
         asked.append((ring.size, flops, block_bytes))
         return "naive"
 
-    monkeypatch.setattr("jaxpar.matmul._einsum.choose_mode", record)
+    monkeypatch.setattr("jaxpar.matmul._einsum.choose_plan", record)
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",), axis_types=(AxisType.Auto,))
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in [(8, 12), (12, 16)])
 

@@ -1,16 +1,15 @@
-"""The two folds over a plan, gather and scatter, and the barrier that pins their overlap."""
+"""The two folds over a plan, gather and scatter."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxpar._chips import traced_for_cpu
 from jaxpar._compat import empty_like_blocks
 from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._order import as_one, issue, pin, spec_of
 from jaxpar.collectives._plan import Plan
 from jaxpar.collectives._ring import Ring
 
@@ -18,11 +17,17 @@ from jaxpar.collectives._ring import Ring
 # benchmarks/README.md has compile time and program size on both sides of it.
 UNROLLED_STEPS = 16
 
+HOME = (0,)  # the lane of what stays
+
 Arrivals = list[tuple[Any, Any]]  # (block, what `take` gave for the device it belongs to)
 
 
 def _position(position: Array) -> Any:
     return position
+
+
+def _as_it_is(carry: Any) -> Any:
+    return carry
 
 
 def gather_fold(
@@ -32,6 +37,7 @@ def gather_fold(
     plan: Plan,
     sums: Callable[[Any], Any] = lambda carry: carry,
     take: Callable[[Array], Any] = _position,
+    finish: Callable[[Any], Any] = _as_it_is,
 ) -> Any:
     """Brings every device's `block` past this one and folds `consume(carry, arrivals)` over them.
 
@@ -46,40 +52,61 @@ def gather_fold(
     def send(blocks: list[Any]) -> list[Any]:
         return [ring.shift(b, d) for b, d in zip(blocks, plan.directions, strict=True)]
 
-    def send_halves(blocks: list[Any]) -> list[Any]:
-        if not plan.halves:
-            return []
-        return send([jax.tree.map(lambda x, n=n: _half(x, n), b) for n, b in enumerate(blocks)])
+    def send_last(blocks: list[Any]) -> list[Any]:
+        if plan.opposite == "halves":
+            parts = [jax.tree.map(lambda x, n=n: _half(x, n), b) for n, b in enumerate(blocks)]
+            return send(parts)
+        return [ring.shift(blocks[0], plan.directions[0])] if plan.opposite == "whole" else []
 
-    def step(distance: Any, state: Any, send: Callable[[list[Any]], list[Any]] = send) -> Any:
+    late = plan.grouped and not plan.sliced  # where slices are free within a matmul
+
+    def use(
+        state: Any,
+        owners: Callable[[Array], list[Array]],
+        send: Callable[[list[Any]], list[Any]],
+        finish: Callable[[Any], Any] = _as_it_is,
+    ) -> Any:
+        """Sends the blocks at hand on, and consumes them."""
         index, carry, blocks = state
 
         def take_all(index: Array) -> list[Any]:
-            return [take((index - d * distance) % ring.size) for d in plan.directions]
+            return [take(owner) for owner in owners(index)]
 
-        blocks, taken, sent = _issue(plan, index, blocks, take_all, send)
-        carry = consume(carry, list(zip(blocks, taken, strict=True)))
-        return _pin(plan, index, carry, sent, taken, sums(carry))
+        def compute(carry: Any, blocks: list[Any], index: Array) -> Any:
+            taken = take_all(index) if late else given
+            return finish(consume(carry, list(zip(blocks, taken, strict=True))))
+
+        blocks, given, sent = issue(plan, index, blocks, (lambda _: ()) if late else take_all, send)
+        if carry is None:
+            carry = compute(carry, blocks, index)
+        else:
+            carry = as_one(plan, index, compute, lambda x, *_: finish(x), carry, blocks, index)
+        return pin(plan, index, carry, sent, given, sums(carry))
+
+    def step(distance: Any, state: Any, send: Callable[[list[Any]], list[Any]] = send) -> Any:
+        return use(state, lambda i: [(i - d * distance) % ring.size for d in plan.directions], send)
 
     def send_own(blocks: list[Any]) -> list[Any]:
         own = blocks * len(plan.directions)
-        return send(own) if plan.hops else send_halves(own)
+        return send(own) if plan.hops else send_last(own)
 
-    index = ring.index()
-    (block,), taken, sent = _issue(plan, index, [block], take, send_own)
-    carry = consume(None, [(block, taken)])
-    state = _pin(plan, index, carry, sent, taken, sums(carry))
+    state = use((ring.index(), None, [block]), lambda index: [index], send_own)
     if plan.hops <= UNROLLED_STEPS:
         for distance in range(1, plan.hops):
             state = step(distance, state)
     else:
         state = _loop(step, plan.hops, state)
     if plan.hops:
-        state = step(plan.hops, state, send_halves)
-    index, carry, halves = state
-    if plan.halves:
-        opposite = jax.tree.map(lambda x, *xs: _join(xs, x), block, *halves)
-        carry = consume(carry, [(opposite, take((index + plan.hops + 1) % ring.size))])
+        state = step(plan.hops, state, send_last)
+    index, carry, last = state
+    if not last:
+        return finish(carry)
+    if plan.opposite == "halves":
+        last = [jax.tree.map(lambda x, *xs: _join(xs, x), block, *last)]
+    opposite = plan.hops + 1
+    _, carry, _ = use(
+        (index, carry, last), lambda i: [(i + opposite) % ring.size], lambda _: [], finish
+    )
     return carry
 
 
@@ -87,52 +114,83 @@ def scatter_fold(
     produce: Callable[[Any], Array],
     ring: Ring,
     plan: Plan,
-    wire_dtype: DTypeLike | None = None,
-    take: Callable[[Array], Any] = _position,
+    dim: int,
+    length: int,
+    take: Callable[[Array, int], Any],
+    wire_dtype: DTypeLike,
+    dtype: DTypeLike,
 ) -> Array:
-    """Sums over the devices what `produce(take(owner))` gives for each owner, at that owner.
+    """Sums over the devices what `produce(take(start, size))` gives for each owner, at that owner.
 
-    Partial sums travel towards their owner in `wire_dtype` (their own dtype if None), and each
-    device adds what it produced while they were under way.
+    `take` cuts what it needs for positions `start` to `start + size` of the scattered dimension,
+    `dim` of what `produce` returns, of which each device owns `length`. Partial sums travel
+    towards their owner in `wire_dtype`; the result is of `dtype`.
     """
+    cuts = _cuts(length, plan.pieces)
+    late = plan.grouped and not plan.sliced  # where slices are free within a matmul
 
-    def take_all(distance: Any, index: Array) -> list[Any]:
-        return [take((index - d * distance) % ring.size) for d in plan.directions]
+    def send(sums: dict[int, Array]) -> dict[int, Array]:
+        return {d: ring.shift(x.astype(wire_dtype), -d) for d, x in sums.items()}
 
-    def send(sums: list[Array]) -> list[Array]:
-        wire = [s if wire_dtype is None else s.astype(wire_dtype) for s in sums]
-        return [ring.shift(s, -d) for s, d in zip(wire, plan.directions, strict=True)]
+    def turn(distance: Any, piece: int, lanes: tuple[int, ...], state: Any) -> Any:
+        """Sends what the turn before made, and makes this piece's sums for `distance` places on."""
+        index, outgoing, arrived = state
+        start, size = cuts[piece]
 
-    def step(distance: Any, state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-        index, sums = state
-        _, taken, sent = _issue(plan, index, sums, lambda index: take_all(distance, index), send)
-        index, produced, arrived = _pin(plan, index, [produce(t) for t in taken], sent, taken)
-        return index, [_add_arrival(p, arrived, lane) for lane, p in enumerate(produced)]
+        def take_all(index: Array) -> list[Any]:
+            owners = [(index - d * distance) % ring.size for d in lanes]
+            return [take(owner * length + start, size) for owner in owners]
 
-    index, sums = ring.index(), []
-    if plan.halves:
-        opposite = produce(take((index + plan.hops + 1) % ring.size))
-        sums = [_half(opposite, lane) for lane in range(2)]
-        if plan.hops:
-            index, sums = step(plan.hops, (index, sums))
-    elif plan.hops:
-        # Pinned, or the GPU compiler merges this matmul with the next one, which covers a transfer.
-        taken = take_all(plan.hops, index)
-        index, sums, _ = _pin(plan, index, [produce(t) for t in taken], (), taken)
+        def make(index: Array) -> list[Array]:
+            return [produce(t) for t in (take_all(index) if late else given)]
 
-    state = index, sums
+        def make_and_add(index: Array, arrived: dict[int, Array]) -> dict[int, Array]:
+            made = dict(zip(lanes, make(index), strict=True))
+            return {
+                d: _add(x, arrived, d).astype(wire_dtype if d else dtype) for d, x in made.items()
+            }
+
+        take_now = (lambda _: ()) if late else take_all
+        outgoing, given, sent = issue(plan, index, outgoing, take_now, send)
+        if len(cuts) == 1:  # what was sent is still under way: it is added once it is here
+            index, made, sent = pin(plan, index, make(index), sent, given)
+            return index, {d: _add(x, sent, d) for d, x in zip(lanes, made, strict=True)}, arrived
+        mine = arrived[piece]
+
+        def otherwise(_: Array, mine: dict[int, Array]) -> dict[int, Array]:
+            some = next(iter(mine.values()))
+            return {d: some.astype(wire_dtype if d else dtype) for d in lanes}
+
+        if mine:
+            made = as_one(plan, index, make_and_add, otherwise, index, mine)
+        else:
+            made = make_and_add(index, mine)
+        index, made, sent = pin(plan, index, made, sent, given)
+        return index, made, {**arrived, piece - 1 if piece else len(cuts) - 1: sent, piece: {}}
+
+    def step(distance: Any, state: Any, far: bool = False) -> Any:
+        for piece in range(len(cuts)):
+            lanes = plan.lanes(plan.hops + 1, piece) if far else plan.directions
+            state = turn(distance, piece, lanes, state)
+        return state
+
+    state = ring.index(), {}, {piece: {} for piece in range(len(cuts))}
+    if plan.opposite != "none":
+        state = step(plan.hops + 1, state, far=True)
+    if plan.hops:
+        state = step(plan.hops, state)
     if plan.hops <= UNROLLED_STEPS:
         for distance in range(plan.hops - 1, 0, -1):
             state = step(distance, state)
     else:
         state = _loop(lambda t, state: step(plan.hops - t, state), plan.hops, state)
 
-    index, sums = state
-    _, taken, sent = _issue(plan, index, sums, take, lambda sums: send(sums) if sums else [])
-    _, own, arrived = _pin(plan, index, produce(taken), sent, taken)
-    for lane in range(len(arrived)):
-        own = _add_arrival(own, arrived, lane)
-    return own
+    pieces: list[Array] = []
+    for piece in range(len(cuts)):
+        index, own, arrived = turn(0, piece, HOME, state)
+        pieces.append(own[0].astype(dtype))
+        state = index, {}, arrived
+    return pieces[0] if len(pieces) == 1 else _lay(pieces, dim)
 
 
 def take_block(x: Array, dim: int, size: int, position: Array) -> Array:
@@ -149,78 +207,41 @@ def place_block(whole: Array | None, block: Array, dim: int, position: Array, co
     return lax.dynamic_update_slice_in_dim(into, block, position * block.shape[dim], dim)
 
 
-def _issue(
-    plan: Plan,
-    index: Array,
-    outgoing: Any,
-    take: Callable[[Array], Any],
-    send: Callable[[Any], Any],
-) -> tuple[Any, Any, Any]:
-    """Starts a step's transfers; returns what leaves, what `take(index)` gave, what arrives.
-
-    Where the plan queues, nothing leaves before all that the step's matmul needs is there. The
-    executor of CPU devices runs what is ready in the order in which it became so, and a transfer
-    blocks the thread that runs it: a matmul that is ready only later would wait for its end.
-    """
-    if not plan.queued:
-        sent = send(outgoing)
-        return outgoing, take(index), sent
-    taken = lax.optimization_barrier(take(index))
-    start = _unforeseen_zero((index, taken))
-    outgoing = jax.tree.map(lambda x: _rewrite_first(x, start), outgoing)
-    return outgoing, taken, send(outgoing)
-
-
-def _pin(
-    plan: Plan, index: Array, computed: Any, transferred: Any, taken: Any, sums: Any = ()
-) -> tuple[Array, Any, Any]:
-    """Keeps a step's matmul and its transfers together, and the next step's after both.
-
-    Without it the compilers are free to start every transfer at once, before any matmul, to run
-    every matmul at once, before any transfer, or to fuse the addition of an arriving sum into the
-    matmul that was to cover its transfer. The index passes through, and with it all that the next
-    step slices and computes.
-    """
-    index, computed, transferred = lax.optimization_barrier((index, computed, transferred))
-    if traced_for_cpu():
-        # That compiler drops barriers before it orders the program; only data orders it there.
-        index = index + _unforeseen_zero((computed, transferred) if plan.queued else computed)
-        # Where the plan queues, operands in use until the transfers are over: memory that the
-        # matmul frees earlier would be given to what arrives, which then waits for the matmul.
-        until = taken if plan.queued else sums
-        if jax.tree.leaves(until):
-            start = _unforeseen_zero(until)
-            transferred = jax.tree.map(lambda x: _rewrite_first(x, start), transferred)
-    return index, computed, transferred
-
-
-def _unforeseen_zero(tree: Any) -> Array:
-    """Returns a 0 that the compiler cannot know before every array of `tree` is there."""
-    firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(tree) if x.size and not any(_spec(x))]
-    nonzero = [(first != jnp.zeros((), first.dtype)).astype("int32") for first in firsts]
-    return sum((jnp.minimum(n, jnp.int32(0)) for n in nonzero), start=jnp.int32(0))
-
-
-def _rewrite_first(x: Array, start: Array) -> Array:
-    """Returns `x` with its first element written onto itself, in place, at position `start` = 0."""
-    if not x.size or any(_spec(x)):
-        return x
-    return lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], [start] * x.ndim)
-
-
 def _loop(step: Callable[[Any, Any], Any], stop: int, state: Any) -> Any:
     # Two steps a trip: with one, the compilers copy the carried block before each send.
     return lax.fori_loop(1, stop, lambda t, s: step(t.astype("int32"), s), state, unroll=2)
 
 
-def _spec(x: Array) -> tuple[Any, ...]:
-    """The explicit mesh axes that shard each dimension of `x` beyond the manual ones."""
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return spec + (None,) * (x.ndim - len(spec))
+def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
+    """Starts and sizes of the pieces of `length` that are not empty; one piece at least."""
+    middle = -(-length // 2)
+    halves = [(0, middle), (middle, length - middle)]
+    return halves if pieces == 2 and length > 1 else [(0, length)]
+
+
+def _lay(pieces: Sequence[Array], dim: int) -> Array:
+    """Lays pieces one after the other, each written in place where it is made."""
+    whole = empty_like_blocks(pieces[0], dim, 2)
+    whole = lax.slice_in_dim(whole, 0, sum(piece.shape[dim] for piece in pieces), axis=dim)
+    start = 0
+    for piece in pieces:
+        whole = vary_over(varying_axes(piece), whole)
+        whole = lax.dynamic_update_slice_in_dim(whole, piece, start, dim)
+        start += piece.shape[dim]
+    return whole
+
+
+def _add(made: Array, arrived: dict[int, Array], lane: int) -> Array:
+    """Adds what arrived in the lane; at home, in all lanes."""
+    for direction, x in arrived.items():
+        if lane in (direction, HOME[0]):
+            made = made + x.astype(made.dtype)
+    return made
 
 
 def _halved_dim(x: Array) -> int:
-    whole = [dim for dim, axes in enumerate(_spec(x)) if axes is None] or list(range(x.ndim))
+    spec = spec_of(x)
+    whole = [dim for dim, axes in enumerate(spec) if axes is None] or list(range(x.ndim))
     even = [dim for dim in whole if x.shape[dim] % 2 == 0 and x.shape[dim]]
     return even[0] if even else max(whole, key=lambda dim: x.shape[dim])
 
@@ -231,17 +252,6 @@ def _half(block: Array, lane: int) -> Array:
     middle = -(-size // 2)
     start, stop = ((0, middle), (middle, size))[lane]
     return lax.slice_in_dim(block, start, stop, axis=dim)
-
-
-def _add_arrival(produced: Array, arrived: list[Array], lane: int) -> Array:
-    sum_ = arrived[lane].astype(produced.dtype)
-    if sum_.shape != produced.shape:  # half of a sum: the rest of it went the other way
-        dim = _halved_dim(produced)
-        missing = produced.shape[dim] - sum_.shape[dim]
-        padding = [(0, 0, 0)] * produced.ndim
-        padding[dim] = ((0, missing, 0), (missing, 0, 0))[lane]
-        sum_ = lax.pad(sum_, jnp.zeros((), sum_.dtype), padding)
-    return produced + sum_
 
 
 def _join(halves: Sequence[Array], like: Array) -> Array:

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxpar._dtypes import addition_dtype
 from jaxpar._varying import checks_varying, vary_over
-from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold, take_block
+from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold
 from jaxpar.collectives._plan import Plan
 from jaxpar.collectives._ring import Ring
 
@@ -31,12 +31,15 @@ def gather_blocks(
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def scatter_sums(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:
     """Sums `x` over the devices, each keeping its block along `dim`."""
-    size = x.shape[dim] // ring.size
 
-    def produce(owner: Array) -> Array:
-        return take_block(x, dim, size, owner).astype(addition_dtype(x.dtype))
+    def take(start: Array, size: int) -> Array:
+        return lax.dynamic_slice_in_dim(x, start, size, dim)
 
-    return scatter_fold(produce, ring, plan, wire_dtype).astype(x.dtype)
+    def produce(block: Array) -> Array:
+        return block.astype(addition_dtype(x.dtype))
+
+    length = x.shape[dim] // ring.size
+    return scatter_fold(produce, ring, plan, dim, length, take, wire_dtype or x.dtype, x.dtype)
 
 
 def all_reduce(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:

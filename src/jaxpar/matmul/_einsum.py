@@ -7,15 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar._dtypes import as_dtype, check_wire, result_dtype, sum_dtype
+from jaxpar._dtypes import as_dtype, check_wire, result_dtype
 from jaxpar._types import AxisName, Mode, Operand
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_divides, check_mode
-from jaxpar.collectives._plan import make_plan
 from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.matmul._all_reduce import all_reduce_einsum
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
-from jaxpar.matmul._mode import choose_mode
+from jaxpar.matmul._mode import choose_plan
 from jaxpar.matmul._primitive import (
     Arithmetic,
     Method,
@@ -38,12 +37,8 @@ class Call:
 
     def resolve(self, label: str, flops: float, block_bytes: int) -> Method | None:
         """Returns how to run on the ring, or None for the naive form."""
-        mode = self.mode
-        if mode == "auto":
-            mode = choose_mode(self.ring, flops, block_bytes)
-        if mode == "naive":
-            return None
-        return Method(self.ring, make_plan(self.ring.size, mode), label, self.arithmetic)
+        plan = choose_plan(self.ring, self.mode, flops, block_bytes)
+        return None if plan is None else Method(self.ring, plan, label, self.arithmetic)
 
     def result_dtype(self, lhs: Array) -> Any:
         """The dtype of the result."""
@@ -59,10 +54,9 @@ class Call:
 
     def wire_dtype(self, lhs: Array) -> Any:
         """The dtype in which partial sums travel."""
-        preferred = self.arithmetic.preferred_element_type
-        summed = sum_dtype(lhs.dtype) if preferred is None else preferred
-        check_wire(self.function, self.arithmetic.wire_dtype, summed)
-        return self.arithmetic.wire_dtype or summed
+        result = self.result_dtype(lhs)
+        check_wire(self.function, self.arithmetic.wire_dtype, result)
+        return self.arithmetic.wire_dtype or result
 
 
 def make_call(

@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold, take_block
+from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold
 from jaxpar.collectives._plan import Plan
 from jaxpar.collectives._ring import Ring
+from jaxpar.matmul._mode import sums_cost_more_than_joining
 
 
 @dataclass(frozen=True)
@@ -61,26 +62,32 @@ def gather_einsum(
     label whole where they have it. All operands vary over the same axes, the ring's among them.
     """
 
-    def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
-        results = [None] * len(products) if results is None else results
-        for block, (source, taken) in arrivals:
-            results = [
-                _use_block(method, product, result, block, right, source)
-                for product, result, right in zip(products, results, taken, strict=True)
-            ]
-        return results
+    length = left.shape[products[0].left.index(method.label)]
 
     def take(source: Array) -> tuple[Array, list[Array]]:
         return source, [
-            _block_of(method, right, p.right, source)
+            _cut(method, right, p.right, source * length, length)
             for p, right in zip(products, rights, strict=True)
+        ]
+
+    def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
+        results = [None] * len(products) if results is None else results
+        uses = [
+            [(block, taken[number], source) for block, (source, taken) in arrivals]
+            for number in range(len(products))
+        ]
+        return [
+            _use_blocks(method, product, result, use)
+            for product, result, use in zip(products, results, uses, strict=True)
         ]
 
     def sums(results: list[Array]) -> list[Array]:
         return [r for r, p in zip(results, products, strict=True) if method.label not in p.out]
 
-    results = gather_fold(left, consume, method.ring, method.plan, sums, take)
-    return tuple(r.astype(p.dtype) for r, p in zip(results, products, strict=True))
+    def finish(results: list[Array]) -> list[Array]:
+        return [r.astype(p.dtype) for r, p in zip(results, products, strict=True)]
+
+    return tuple(gather_fold(left, consume, method.ring, method.plan, sums, take, finish))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -93,9 +100,9 @@ def scatter_einsum(
     operands vary over the same axes, the ring's among them.
     """
 
-    def take(owner: Array) -> list[tuple[Array, Array]]:
+    def take(start: Array, size: int) -> list[tuple[Array, Array]]:
         return [
-            (_block_of(method, left, p.left, owner), _block_of(method, right, p.right, owner))
+            (_cut(method, left, p.left, start, size), _cut(method, right, p.right, start, size))
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
 
@@ -106,9 +113,18 @@ def scatter_einsum(
         ]
         return sum(parts[1:], start=parts[0])
 
-    wire = method.arithmetic.wire_dtype
-    total = scatter_fold(produce, method.ring, method.plan, wire, take)
-    return total.astype(products[0].dtype)
+    first, (left, right) = products[0], pairs[0]
+    sizes = dict(zip(first.left + first.right, left.shape + right.shape, strict=True))
+    return scatter_fold(
+        produce,
+        method.ring,
+        method.plan,
+        first.out.index(method.label),
+        sizes[method.label] // method.ring.size,
+        take,
+        method.arithmetic.wire_dtype or first.dtype,
+        first.dtype,
+    )
 
 
 def _gather_fwd(method: Method, products: Any, left: Array, rights: Any) -> Any:
@@ -162,25 +178,33 @@ def multiply(arithmetic: Arithmetic, product: Product, left: Array, right: Array
     )
 
 
-def _block_of(method: Method, x: Array, labels: str, position: Array) -> Array:
-    """Returns block `position` of an operand that has the ring's label whole, all of any other."""
+def _cut(method: Method, x: Array, labels: str, start: Array, size: int) -> Array:
+    """Returns `size` positions of an operand that has the ring's label, all of any other."""
     if method.label not in labels:
         return x
-    dim = labels.index(method.label)
-    return take_block(x, dim, x.shape[dim] // method.ring.size, position)
+    return lax.dynamic_slice_in_dim(x, start, size, labels.index(method.label))
 
 
-def _use_block(
+def _use_blocks(
     method: Method,
     product: Product,
     result: Array | None,
-    block: Array,
-    right: Array,
-    source: Array,
+    arrivals: list[tuple[Array, Array, Array]],
 ) -> Array:
+    """Multiplies blocks by their partners, and places or adds what they give."""
     label = method.label
-    part = multiply(method.arithmetic, product, block, right)
     if label in product.out:
-        part = part.astype(product.dtype)
-        return place_block(result, part, product.out.index(label), source, method.ring.size)
-    return part if result is None else result + part
+        for block, right, source in arrivals:
+            part = multiply(method.arithmetic, product, block, right).astype(product.dtype)
+            dim = product.out.index(label)
+            result = place_block(result, part, dim, source, method.ring.size)
+    else:
+        blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
+        dims = product.left.index(label), product.right.index(label)
+        if len(blocks) > 1 and sums_cost_more_than_joining(blocks[0].shape[dims[0]]):
+            blocks, rights = [lax.concatenate(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
+        for block, right in zip(blocks, rights, strict=True):
+            part = multiply(method.arithmetic, product, block, right)
+            result = part if result is None else result + part
+    assert result is not None
+    return result
