@@ -13,7 +13,7 @@ dimension. So a step keeps its dimension along all the other axes, and no two ax
 more devices a chip, which count as one more dimension, it suffices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import permutations
 from math import prod
@@ -39,6 +39,14 @@ class _Side(NamedTuple):
 
     size: int
     dim: _Dim
+
+
+class _Option(NamedTuple):
+    """A tile that an axis can take."""
+
+    score: tuple[int, int, int]  # whether a step is over more than one link, the longest, the sum
+    sides: tuple[_Side, ...]
+    rest: tuple[_Dim, ...]  # what it leaves of each dimension
 
 
 _Key = tuple[tuple[int, ...], ...]
@@ -118,45 +126,45 @@ class _Search:
             return
         axis, *inside = order
         place = self.axes.index(axis)
-        options: list[tuple[tuple[int, int, int], tuple[_Side, ...]]] = []
-        for sizes in _tilings(self.shape[axis], dims):
-            sides = tuple(map(_Side, sizes, dims))
-            longest, total = _steps(sides)
-            options.append(((int(longest > 1), max(longest, 1), total), sides))
+        options = _options(self.shape[axis], dims)
         self.looked_at += len(options)
-        for score, sides in sorted(options, key=lambda option: option[0]):
-            left = tuple(
-                dim._replace(left=dim.left // size, stride=dim.stride * size) for size, dim in sides
-            )
-            better = [*scores[:place], score, *scores[place + 1 :]]
-            self._nest(tuple(inside), left, better, {**tiles, axis: sides})
+        for option in options:
+            better = [*scores[:place], option.score, *scores[place + 1 :]]
+            self._nest(tuple(inside), option.rest, better, {**tiles, axis: option.sides})
 
 
-def _tilings(size: int, dims: tuple[_Dim, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields every tile of `size` places; where dimensions are alike, one of those alike."""
-
-    def of(size: int, position: int) -> Iterator[tuple[int, ...]]:
-        if position == len(dims):
-            if size == 1:
-                yield ()
-            return
-        for side in range(1, min(size, dims[position].left) + 1):
-            if size % side == 0 and dims[position].left % side == 0:
-                for rest in of(size // side, position + 1):
-                    alike = rest and dims[position] == dims[position + 1]
-                    if not (alike and side < rest[0]):
-                        yield (side, *rest)
-
-    return of(size, 0)
+@lru_cache(maxsize=1024)
+def _options(size: int, dims: tuple[_Dim, ...]) -> tuple[_Option, ...]:
+    """Returns every tile of `size` places, the best one first."""
+    options: list[_Option] = []
+    for sizes in _tilings(size, dims):
+        sides = tuple(map(_Side, sizes, dims))
+        rest = tuple(
+            dim._replace(left=dim.left // side, stride=dim.stride * side) for side, dim in sides
+        )
+        longest, total = _steps(tuple(sorted(side for side in sides if side.size > 1)))
+        options.append(_Option((int(longest > 1), max(longest, 1), total), sides, rest))
+    return tuple(sorted(options, key=lambda option: option.score))
 
 
-def _steps(sides: tuple[_Side, ...]) -> tuple[int, int]:
-    """Returns the longest step of the walk through a tile, and the sum of all, in links."""
-    return _steps_of(tuple(sorted(side for side in sides if side.size > 1)))
+@lru_cache(maxsize=1024)
+def _tilings(size: int, dims: tuple[_Dim, ...]) -> tuple[tuple[int, ...], ...]:
+    """Returns the sides of every tile; where dimensions are alike, of one of those alike."""
+    if not dims:
+        return ((),) if size == 1 else ()
+    first, *others = dims
+    return tuple(
+        (side, *rest)
+        for side in range(1, min(size, first.left) + 1)
+        if size % side == 0 and first.left % side == 0
+        for rest in _tilings(size // side, tuple(others))
+        if not (others and first == others[0] and side < rest[0])
+    )
 
 
 @lru_cache(maxsize=4096)
-def _steps_of(sides: tuple[_Side, ...]) -> tuple[int, int]:
+def _steps(sides: tuple[_Side, ...]) -> tuple[int, int]:
+    """Returns the longest step of the walk through a tile, and the sum of all, in links."""
     walk = _walk(sides)
     steps = np.zeros(len(walk), int)
     for place, (_, dim) in zip(walk.T, sides, strict=True):
