@@ -1,12 +1,11 @@
 """Scheduled HLO text, of the TPU and of the GPU compiler, as computations and instructions."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, prod
 
-import numpy as np
+from jaxpar.schedule._groups import integers, replica_groups
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -98,23 +97,7 @@ class Instruction:
 
     def groups(self, devices: int) -> list[list[int]]:
         """Partitions that take part together in a collective; all of them where none are named."""
-        text = self.attributes
-        if found := re.search(r"replica_groups=\{(\{[0-9,{}]*\})\}", text):
-            return [_integers(group) for group in re.findall(r"\{([0-9,]+)\}", found.group(1))]
-        if found := re.search(
-            r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", text
-        ):
-            shape, sizes, order = found.groups()
-            ids = np.arange(prod(_integers(sizes))).reshape(_integers(sizes))
-            ids = ids.transpose(_integers(order)) if order else ids
-            return ids.reshape(_integers(shape)).tolist()
-        if found := re.search(
-            r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(?\[?([^\s\]]*)\]?\)?)? "
-            r"\{([^}]*)\}",
-            text,
-        ):
-            return _mesh_groups(*found.groups())
-        return [list(range(devices))]
+        return replica_groups(self.attributes, devices)
 
 
 @dataclass
@@ -149,13 +132,19 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
     is_scheduled: bool
+    _reached: dict[str, tuple[Instruction, ...]] = field(
+        default_factory=dict[str, tuple[Instruction, ...]], repr=False
+    )
 
-    def reached(self, instruction: Instruction) -> Iterator[Instruction]:
+    def reached(self, instruction: Instruction) -> tuple[Instruction, ...]:
         """All instructions of the computations that `instruction` calls, nested ones too."""
-        for name in instruction.called:
-            for inner in self.computations[name].instructions:
-                yield inner
-                yield from self.reached(inner)
+        if instruction.name not in self._reached:
+            found: list[Instruction] = []
+            for name in instruction.called:
+                for inner in self.computations[name].instructions:
+                    found += [inner, *self.reached(inner)]
+            self._reached[instruction.name] = tuple(found)
+        return self._reached[instruction.name]
 
 
 def parse(text: str) -> Module:
@@ -184,7 +173,7 @@ def parse(text: str) -> Module:
 def arrays_of(type_text: str) -> tuple[Array, ...]:
     """The arrays of a type, flat where it is a tuple."""
     found = _ARRAY.findall(type_text)
-    return tuple(Array(dtype, tuple(_integers(shape))) for dtype, shape in found)
+    return tuple(Array(dtype, tuple(integers(shape))) for dtype, shape in found)
 
 
 def _instruction(root: str | None, name: str, rest: str) -> Instruction:
@@ -214,21 +203,6 @@ def _closing(text: str, start: int = 0) -> int:
         if depth == 0:
             return start + found.start()
     return len(text)
-
-
-def _mesh_groups(axes: str, device_ids: str | None, names: str) -> list[list[int]]:
-    """Groups written as the axes of a mesh over which they run."""
-    sizes = dict(re.findall(r"'([^']*)'=([0-9]+)", axes))
-    shape = [int(size) for size in sizes.values()]
-    ids = np.arange(prod(shape)).reshape(shape)
-    along = [list(sizes).index(name) for name in re.findall(r"'([^']*)'", names)]
-    others = [axis for axis in range(len(shape)) if axis not in along]
-    rows = ids.transpose(others + along).reshape(-1, prod(shape[axis] for axis in along))
-    return rows.tolist()
-
-
-def _integers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"[0-9]+", text)]
 
 
 def _bits(dtype: str) -> int:
