@@ -2,13 +2,11 @@
 
 import importlib
 import importlib.util
-import mmap
 import os
 import re
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from jax.experimental.topologies import get_topology_desc
@@ -17,12 +15,12 @@ from jax.sharding import AxisType, Mesh
 from jaxpar._chips import Chip, chip_of
 from jaxpar._types import MeshAxes
 from jaxpar.mesh import make_mesh
+from jaxpar.schedule._gpus import described_gpus, find_plugin
 
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 # What a short name of a GPU stands for, where the compiler knows several of that name.
 _USUAL = {"a100": "a100-sxm4-80gb", "h100": "h100-80gb-hbm3", "h200": "h200-141gb-hbm3e"}
-_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _OFFLINE = {
     "TPU_SKIP_MDS_QUERY": "1",  # no cloud host is asked what it has
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -137,38 +135,11 @@ def _description(text: str) -> str:
 
 @cache
 def _gpu_configs(name: str) -> dict[str, str]:
-    """Finds what the CUDA plugin carries about each GPU: by name, a GpuTargetConfigProto text."""
-    for plugin in _PLUGINS:
-        spec = _find_spec(plugin)
-        if spec is None:
-            continue
-        folder = Path(next(iter(spec.submodule_search_locations or ())))
-        library = folder / "xla_cuda_plugin.so"
-        with library.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        texts: dict[str, str] = {}
-        for found in re.finditer(rb'device_description_str: "([^"]+)"', data):
-            around = data[max(0, found.start() - 2**15) : found.start() + 2**15]
-            at = min(found.start(), 2**15)
-            start = around.rfind(b"\0", 0, at) + 1
-            text = around[start : around.find(b"\0", at)].decode("ascii", "ignore")
-            if "cuda_compute_capability" in text:
-                texts[_slug(found.group(1).decode())] = text
-        importlib.import_module(plugin)  # registers it, where no backend has been asked for yet
-        return texts
-    raise ImportError(
-        f"target: {name!r} is no TPU ({', '.join(TPUS)}), and a GPU needs the CUDA compiler; "
-        "pip install 'jaxpar[gpu]'"
-    )
-
-
-def _find_spec(module: str) -> Any:
-    try:
-        return importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return None
-
-
-def _slug(description: str) -> str:
-    words = re.findall(r"[a-z0-9.]+", description.lower())
-    return "-".join(word for word in words if word not in ("nvidia", "tesla"))
+    plugin = find_plugin()
+    if plugin is None:
+        raise ImportError(
+            f"target: {name!r} is no TPU ({', '.join(TPUS)}), and a GPU needs the CUDA compiler; "
+            "pip install 'jaxpar[gpu]'"
+        )
+    importlib.import_module(plugin)  # registers it, where no backend has been asked for yet
+    return described_gpus(plugin)
