@@ -21,7 +21,7 @@ def tests_all(session: nox.Session) -> None:
     """Runs the tests on 3.11 with the oldest supported jax, on 3.12 and 3.13 with the newest."""
     session.install("-e", ".[test]")
     if session.python == "3.11":
-        session.install(f"jax=={OLDEST_JAX}", f"jaxlib=={OLDEST_JAX}")
+        session.install(f"jax[tpu,cuda13-local]=={OLDEST_JAX}", f"jaxlib=={OLDEST_JAX}")
     session.run(*PYTEST, *session.posargs)
 
 
