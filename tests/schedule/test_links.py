@@ -1,0 +1,208 @@
+"""Routes, loads and names of links, against counts of one's own on described devices."""
+
+from collections import deque
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxpar._chips import CHIPS
+from jaxpar.schedule import target
+from jaxpar.schedule._groups import replica_groups
+from jaxpar.schedule._links import Links, lane_of, lane_of_groups
+
+TORUS = replace(CHIPS[0], link=2.0)
+SWITCH = replace(next(chip for chip in CHIPS if not chip.torus), link=4.0, network=1.0)
+
+
+def in_order(name, *, along=None):
+    """Described devices in the order of their coordinates, or only those on one axis."""
+    devices = sorted(target(name).mesh.devices.flat, key=lambda d: (d.coords, d.core_on_chip))
+    if along is not None:
+        devices = [d for d in devices if not any(np.delete(d.coords, along))]
+    return Mesh(devices, ("tp",))
+
+
+def ring(size, offset=1):
+    return tuple((n, (n + offset) % size) for n in range(size))
+
+
+def distances(mesh, wraps):
+    """Links between every two devices of a grid, by a search over neighbours."""
+    places = [tuple(d.coords) for d in mesh.devices.flat]
+    extent = np.max(places, axis=0) + 1
+
+    def neighbours(place):
+        for dim, step in product(range(len(extent)), (1, -1)):
+            moved = list(place)
+            moved[dim] += step
+            if wraps[dim]:
+                moved[dim] %= extent[dim]
+            if 0 <= moved[dim] < extent[dim]:
+                yield tuple(moved)
+
+    def search(start):
+        found, queue = {start: 0}, deque([start])
+        while queue:
+            place = queue.popleft()
+            for other in neighbours(place):
+                if other not in found:
+                    found[other] = found[place] + 1
+                    queue.append(other)
+        return found
+
+    return [[search(a)[b] for b in places] for a in places]
+
+
+GRIDS = [
+    ("v5e:4x4", (False, False, False)),
+    ("v5p:4x2x2", (True, False, False)),
+    ("v5p:4x4x4", (True, True, True)),
+]
+
+
+@pytest.mark.parametrize(("name", "wraps"), GRIDS)
+def test_hops_and_loads_are_those_of_a_search(name, wraps):
+    mesh = in_order(name)
+    links, far = Links(mesh, TORUS), np.array(distances(mesh, wraps))
+    size = mesh.size
+    for source, goal in product(range(0, size, 13), range(size)):
+        route = links.permute(((source, goal),))
+        assert route.hops == len(route.links) == far[source, goal]
+        assert (route.seconds == 1 / TORUS.link).all()
+
+    everyone = links.all_to_all([list(range(size))])
+    assert everyone.hops == far.max()
+    assert everyone.seconds.sum() * TORUS.link == pytest.approx(far.sum() / size)
+
+
+@pytest.mark.parametrize(("name", "wraps"), GRIDS)
+def test_all_to_all_loads_the_links_across_the_middle(name, wraps):
+    """No link carries less than its share of what crosses a cut, and none much more."""
+    mesh = in_order(name)
+    extent = np.max([d.coords for d in mesh.devices.flat], axis=0) + 1
+    bound = max(
+        # Half of the devices send half of their messages across; each way has these links.
+        (mesh.size / 2) * 0.5 / ((mesh.size / length) * (2 if wrap else 1))
+        for length, wrap in zip(extent, wraps, strict=True)
+        if length > 1
+    )
+    seconds = Links(mesh, TORUS).all_to_all([list(range(mesh.size))]).seconds
+    assert seconds.max() * TORUS.link == pytest.approx(bound)
+
+
+def test_a_ring_of_neighbours_costs_its_bytes_over_one_link():
+    mesh = in_order("v5p:4x4x4", along=2)
+    links = Links(mesh, TORUS)
+    for offset in (1, -1):
+        route = links.permute(ring(4, offset))
+        assert route.hops == 1
+        assert len(route.links) == 4
+        assert (route.seconds == 1 / TORUS.link).all()
+    both = [set(links.permute(ring(4, offset)).links.tolist()) for offset in (1, -1)]
+    assert not both[0] & both[1]
+
+
+def test_without_wrap_around_the_last_message_goes_back_over_every_link():
+    route = Links(in_order("v5e:4x4", along=0), TORUS).permute(ring(4))
+    assert (route.hops, len(route.links)) == (3, 6)
+    assert (route.seconds == 1 / TORUS.link).all()
+
+
+def test_sixteen_devices_on_an_axis_of_v5e_are_a_ring():
+    route = Links(in_order("v5e:16x16", along=1), TORUS).permute(ring(16))
+    assert (route.hops, len(route.links)) == (1, 16)
+
+
+def test_messages_that_share_a_link_add_up():
+    route = Links(in_order("v5e:4x4", along=0), TORUS).permute(((0, 2), (1, 3)))
+    assert route.hops == 2
+    assert sorted(route.seconds * TORUS.link) == [1, 1, 2]
+
+
+def test_half_way_round_each_way_takes_half():
+    route = Links(in_order("v5p:4x4x4", along=1), TORUS).permute(ring(4, 2))
+    assert route.hops == 2
+    assert sum(route.seconds * TORUS.link) == 8
+    assert max(route.seconds * TORUS.link) == 1
+
+
+def test_two_devices_of_a_chip_share_its_links_and_need_none_between_them():
+    mesh = in_order("tpu7x:2x2x1")
+    links = Links(mesh, TORUS)
+    within = links.permute(((0, 1), (1, 0)))
+    assert (within.hops, len(within.links)) == (0, 0)
+    first, second = (n for n, d in enumerate(mesh.devices.flat) if list(d.coords) == [0, 1, 0])
+    route = links.permute(((0, first), (1, second)))
+    assert (route.hops, (route.seconds * TORUS.link).tolist()) == (1, [2])
+
+
+@pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 1], [2, 3]]])
+def test_a_collective_of_xla_uses_both_directions(groups):
+    links = Links(in_order("v5p:4x4x4", along=0), TORUS)
+    route = links.ring(groups, share=0.25, rounds=1.5)
+    assert route.hops == 2
+    assert (route.seconds == 0.25 / TORUS.link).all()
+    edges = {frozenset(pair) for g in groups for pair in [*pairwise(g), (g[-1], g[0])]}
+    assert len(route.links) == 2 * len(edges)
+
+
+def test_gpus_of_a_host_are_behind_one_switch():
+    links = Links(target("h100:4").mesh, SWITCH)
+    route = links.permute(ring(4))
+    assert (route.hops, len(route.links)) == (1, 8)  # everyone's port out, and in
+    assert (route.seconds == 1 / 4).all()
+    everyone = links.all_to_all([[0, 1, 2, 3]])
+    assert everyone.seconds == pytest.approx(3 / 4 / 4)
+
+
+def test_between_hosts_gpus_use_the_network():
+    mesh = target("h100:2x4", "dp=2,tp=4").mesh
+    hosts = [d.process_index for d in mesh.devices.flat]
+    assert [hosts.count(host) for host in sorted(set(hosts))] == [4, 4]
+    route = Links(mesh, SWITCH).permute(ring(8))
+    crossing = sum(hosts[a] != hosts[b] for a, b in ring(8))
+    assert sorted(route.seconds) == [1 / 4] * 2 * (8 - crossing) + [1.0] * 2 * crossing
+
+
+def test_lanes_are_named_by_mesh_axes():
+    mesh = target("v5e:2x4", "dp=2,tp=4").mesh
+    assert (
+        lane_of(mesh, ((0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4))) == "tp +1"
+    )
+    assert lane_of(mesh, ((1, 0), (0, 3))) == "tp -1"
+    assert lane_of(mesh, ((0, 2), (5, 7))) == "tp +2"
+    assert lane_of(mesh, ((0, 4), (4, 0))) == "dp +1"
+    assert lane_of(mesh, ((0, 5), (4, 1))) == "dp +1, tp +1"
+    assert lane_of(mesh, ((0, 1), (1, 3))) == "tp"
+    assert lane_of(mesh, ((0, 0), (1, 1))) == "itself"
+    assert lane_of_groups(mesh, [[0, 1, 2, 3], [4, 5, 6, 7]]) == "tp"
+    assert lane_of_groups(mesh, [[0, 4], [1, 5]]) == "dp"
+    assert lane_of_groups(mesh, [list(range(8))]) == "dp,tp"
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("", [[0, 1, 2, 3]]),
+        ("replica_groups={}", [[0, 1, 2, 3]]),
+        ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=[1,4]<=[2,2]T(1,0)", [[0, 2, 1, 3]]),
+        ("replica_groups=mesh['dp'=2,'tp'=2] {'tp'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['dp'=2,'tp'=2] {'dp'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['dp'=2,'tp'=2] {'tp','dp'}", [[0, 2, 1, 3]]),
+        ("replica_groups=mesh['tp'=4] {'tp'}", [[0, 1, 2, 3]]),
+        ("replica_groups=mesh['dp'=2,'tp'=2], device_ids=(0,3,2,1) {'tp'}", [[0, 3], [2, 1]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([4]) {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['tp'=8] {'tp':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("replica_groups=mesh['tp'=8] {'tp':(1)2}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_replica_groups_in_every_form(text, groups):
+    attributes = f", channel_id=1, {text}, use_global_device_ids=true, dimensions={{0}}"
+    assert replica_groups(attributes, 4) == groups

@@ -1,0 +1,285 @@
+"""Exact arithmetic: small modules written by hand, on a chip with round figures."""
+
+from dataclasses import replace
+
+import pytest
+from jax.sharding import Mesh
+
+from jaxpar.schedule import Chip, CompiledProgram, Memory, Target, target, timeline
+
+# One cycle a second, one byte a second over a link, and ten bytes a second in memory.
+TORUS = Chip(
+    "TPU test", flops=1.0, hbm=10.0, capacity=1e3, link=1.0, torus=True, clock=1.0, latency=0.0
+)
+SWITCH = replace(TORUS, kind="GPU test", torus=False, clock=None, flops=2.0)
+ROW = [device for device in target("v5e:4x4").mesh.devices.flat if device.coords[1] == 0]
+LINE = Mesh(sorted(ROW, key=lambda device: device.coords), ("tp",))
+FORWARD = "{{0,1},{1,2},{2,3}}"
+BACKWARD = "{{1,0},{2,1},{3,2}}"
+ADD = """
+%add (a: s8[], b: s8[]) -> s8[] {
+  %a = s8[] parameter(0)
+  %b = s8[] parameter(1)
+  ROOT %sum = s8[] add(%a, %b)
+}
+"""
+DOT = """
+%product (x: s8[2,5], y: s8[5,1]) -> s8[2,1] {
+  %x = s8[2,5] parameter(0)
+  %y = s8[5,1] parameter(1)
+  ROOT %dot = s8[2,1] dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def play(entry, computations="", chip=TORUS):
+    """Plays an entry computation on a line of four devices."""
+    text = f"HloModule test, is_scheduled=true\n{ADD}{DOT}{computations}\n"
+    text += "ENTRY %main (p: s8[10]) -> s8[10] {\n  %p = s8[10] parameter(0)\n"
+    text += "  %q = s8[2,5] parameter(1)\n  %r = s8[5,1] parameter(2)\n" + entry + "}\n"
+    program = CompiledProgram(
+        Target("test", LINE, chip), text, Memory(0, 0, 0, 0, peak=7), 0.0, None
+    )
+    return timeline(program)
+
+
+def work(name, cycles, operand="%q", second="%r"):
+    return (
+        f"  %{name} = s8[2,1] fusion({operand}, {second}), kind=kOutput, calls=%product, "
+        f'metadata={{op_name="jit(f)/{name}"}}, '
+        f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}\n'
+    )
+
+
+def start(name, pairs=FORWARD, operand="%p", size=10):
+    return (
+        f"  %{name} = (s8[{size}], s8[{size}], u32[], u32[]) collective-permute-start({operand}), "
+        f"channel_id=1, source_target_pairs={pairs}\n"
+    )
+
+
+def done(name, of, size=10):
+    return f"  %{name} = s8[{size}] collective-permute-done(%{of})\n"
+
+
+def test_a_transfer_hides_behind_a_matmul():
+    played = play(start("s") + work("w", 12) + done("d", "s"))
+    (transfer,) = played.transfers
+    assert (transfer.start, transfer.end, transfer.bytes) == (0, 10, 10)
+    assert (transfer.row, transfer.covers, transfer.synchronous) == ("tp +1", ("w",), False)
+    assert (played.total, played.compute, played.exposed, played.transfer) == (12, 12, 0, 10)
+    assert played.hidden_share == 1
+    assert played.sent_bytes == 10
+    assert played.peak_bytes == 7
+    assert played.link_utilisation == pytest.approx(10 / 12)
+    assert played.estimate == "the compiler's cycles"
+    assert [e.op for e in played.events if e.kind == "compute"] == ["jit(f)/w"]
+
+
+def test_what_a_matmul_does_not_cover_is_exposed():
+    played = play(start("s") + work("w", 4) + done("d", "s") + work("v", 5))
+    assert (played.total, played.compute, played.exposed) == (15, 9, 6)
+    assert played.hidden_share == pytest.approx(0.4)
+    (wait,) = (e for e in played.events if e.kind == "wait")
+    assert (wait.name, wait.start, wait.end) == ("s", 4, 10)
+
+
+def test_transfers_that_share_a_link_take_turns():
+    two = start("s") + start("t") + work("w", 3) + done("d", "s") + done("e", "t")
+    played = play(two)
+    assert [(e.start, e.end) for e in played.transfers] == [(0, 10), (10, 20)]
+    assert (played.total, played.exposed, played.transfer) == (20, 17, 20)
+    assert [e.covers for e in played.transfers] == [("w",), ("w",)]
+
+
+def test_opposite_directions_have_links_of_their_own():
+    two = start("s") + start("t", BACKWARD) + work("w", 3) + done("d", "s") + done("e", "t")
+    played = play(two)
+    assert [(e.row, e.start, e.end) for e in played.transfers] == [
+        ("tp +1", 0, 10),
+        ("tp -1", 0, 10),
+    ]
+    assert (played.total, played.exposed, played.transfer) == (10, 7, 10)
+
+
+def test_the_longest_way_and_the_busiest_link_count():
+    """0 to 2 crosses two links; 1 to 3 shares the second of them."""
+    slow = replace(TORUS, latency=3.0)
+    played = play(start("s", "{{0,2},{1,3}}") + done("d", "s"), chip=slow)
+    assert played.total == 2 * 10 + 2 * 3
+    assert played.link_utilisation == pytest.approx((10 + 20 + 10) / 3 / 26)
+
+
+LOOP = """
+%body (state: (s32[], s8[10])) -> (s32[], s8[10]) {{
+  %state = (s32[], s8[10]) parameter(0)
+  %n = s32[] get-tuple-element(%state), index=0
+  %block = s8[10] get-tuple-element(%state), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%n, %one), backend_config={{"estimated_cycles":"0"}}
+{steps}
+  ROOT %result = (s32[], s8[10]) tuple(%next, %{last})
+}}
+
+%condition (other: (s32[], s8[10])) -> pred[] {{
+  %other = (s32[], s8[10]) parameter(0)
+  %m = s32[] get-tuple-element(%other), index=0
+  %limit = s32[] constant({limit})
+  ROOT %less = pred[] compare(%m, %limit), direction=LT
+}}
+"""
+RUN_LOOP = """
+  %zero = s32[] constant(0)
+  %initial = (s32[], s8[10]) tuple(%zero, %p)
+  %loop = (s32[], s8[10]) while(%initial), condition=%condition, body=%body
+"""
+
+
+def test_a_loop_of_three_trips():
+    steps = start("s", operand="%block") + work("w", 4) + done("d", "s")
+    played = play(RUN_LOOP, LOOP.format(steps=steps, last="d", limit=3))
+    assert [(e.start, e.end) for e in played.transfers] == [(0, 10), (10, 20), (20, 30)]
+    assert (played.total, played.compute, played.exposed) == (30, 12, 18)
+    assert played.sent_bytes == 30
+    assert played.loops_of_unknown_length == ()
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_named():
+    limit = "%limit = s32[] constant(3)"
+    loop = LOOP.format(steps=work("w", 4), last="block", limit=3)
+    loop = loop.replace(limit, "%limit = s32[] get-tuple-element(%other), index=1")
+    played = play(RUN_LOOP, loop)
+    assert (played.total, played.loops_of_unknown_length) == (4, ("loop",))
+
+
+@pytest.mark.parametrize("start_first", [False, True])
+def test_a_transfer_is_awaited_in_the_next_trip(start_first):
+    """Three trips, each waiting for what the trip before started; one more start before."""
+    begin, end = start("s", operand="%block"), done("d", "block")
+    steps = begin + end if start_first else end + begin
+    loop = LOOP.format(steps=steps + work("w", 12), last="s", limit=3)
+    played = play(start("first") + RUN_LOOP.replace("%p", "%first") + done("last", "loop"), loop)
+    names = [(e.name, e.start, e.end) for e in played.transfers]
+    # A trip takes 12, the first one after waiting for 10. The link carries one transfer at a time.
+    assert names == [("first", 0, 10), ("s", 10, 20), ("s", 22, 32), ("s", 34, 44)]
+    assert played.total == 10 + 3 * 12
+    assert played.exposed == 10
+    assert played.sent_bytes == 40
+
+
+def test_the_longer_branch_of_a_conditional_runs():
+    branches = "".join(
+        f"%{name} ({name}.p: s8[10]) -> s8[2,1] {{\n  %{name}.p = s8[10] parameter(0)\n"
+        f"  %{name}.x = s8[2,5] bitcast(%{name}.p)\n  %{name}.y = s8[5,1] constant({{...}})\n"
+        + "  ROOT" + work(f"{name}.w", cycles, f"%{name}.x", f"%{name}.y")[1:] + "}\n\n"
+        for name, cycles in (("short", 3), ("long", 8))
+    )  # fmt: skip
+    played = play(
+        "  %which = pred[] constant(true)\n"
+        "  %c = s8[2,1] conditional(%which, %p, %p), true_computation=%short, "
+        "false_computation=%long\n",
+        branches,
+    )
+    assert [(e.name, e.seconds) for e in played.events] == [("long.w", 8)]
+
+
+def test_a_call_runs_what_it_calls():
+    called = (
+        "%called (c.p: s8[2,5], c.q: s8[5,1]) -> s8[2,1] {\n  %c.p = s8[2,5] parameter(0)\n"
+        "  %c.q = s8[5,1] parameter(1)\n  ROOT" + work("c.w", 6, "%c.p", "%c.q")[1:] + "}\n"
+    )
+    played = play("  %c = s8[2,1] call(%q, %r), to_apply=%called\n", called)
+    assert (played.total, played.events[0].name) == (6, "c.w")
+
+
+def test_a_synchronous_collective_lets_nothing_run_beside_it():
+    played = play(
+        work("w", 4)
+        + f"  %s = s8[10] collective-permute(%p), source_target_pairs={FORWARD}\n"
+        + work("v", 5)
+    )
+    (transfer,) = played.transfers
+    assert (transfer.start, transfer.end, transfer.synchronous, transfer.covers) == (
+        4,
+        14,
+        True,
+        (),
+    )
+    assert (played.total, played.exposed, played.hidden_share) == (19, 10, 0)
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"])
+def test_bytes_and_time_of_collectives(kind):
+    """Both directions of a line of four, at a message a link; nothing hops for free."""
+    reduces = ", to_apply=%add" if "reduce" in kind else ""
+    played = play(f"  %s = s8[10] {kind}(%p), replica_groups={{{{0,1,2,3}}}}{reduces}\n")
+    seconds = {"all-gather": 40 * 3 / 4 / 2, "reduce-scatter": 10 * 3 / 4 / 2,
+               "all-reduce": 2 * 10 * 3 / 4 / 2, "all-to-all": 4 * 10 / 4}[kind]  # fmt: skip
+    sent = {"all-gather": 30, "reduce-scatter": 7.5, "all-reduce": 15, "all-to-all": 7.5}[kind]
+    (transfer,) = played.transfers
+    assert transfer.row == f"tp {kind}"
+    assert transfer.bytes == played.sent_bytes == sent
+    assert played.total == pytest.approx(seconds)
+
+
+def test_copies_between_memories_are_no_transfers():
+    copy = "  %cs = (s8[10], s8[10], u32[]) copy-start(%p)\n"
+    wait = "  %cd = s8[10] copy-done(%cs)\n"
+    played = play(copy + wait + work("w", 2))
+    assert (played.total, played.exposed, played.transfer) == (3, 0, 0)
+    assert [(e.kind, e.row, e.end) for e in played.events] == [
+        ("copy", "memory", 1),
+        ("wait", "memory", 1),
+        ("compute", "compute", 3),
+    ]
+
+
+def test_an_all_reduce_scatter_fusion_sends_what_a_reduce_scatter_does():
+    fused = (
+        "%all-reduce-scatter (f.p: s8[12]) -> s8[3] {\n  %f.p = s8[12] parameter(0)\n"
+        "  %f.r = s8[12] all-reduce(%f.p), replica_groups={{0,1,2,3}}, to_apply=%add\n"
+        "  ROOT %f.s = s8[3] slice(%f.r), slice={[0:3]}\n}\n"
+    )
+    played = play(
+        "  %b = s8[12] bitcast(%p)\n"
+        "  %s = s8[3] fusion(%b), kind=kCustom, calls=%all-reduce-scatter\n",
+        fused,
+    )
+    (transfer,) = played.transfers
+    assert (transfer.row, transfer.bytes, transfer.synchronous) == ("tp reduce-scatter", 9, True)
+    assert played.total == 4.5
+
+
+def test_a_gpus_transfers_take_turns_whichever_way_they_go():
+    two = start("s") + start("t", BACKWARD) + done("d", "s") + done("e", "t")
+    played = play(two, chip=SWITCH)
+    assert [(e.start, e.end) for e in played.transfers] == [(0, 10), (10, 20)]
+    assert (played.total, played.estimate) == (20, "roofline")
+
+
+def test_a_gpus_start_may_be_synchronous():
+    begin = start("s").rstrip() + ', backend_config={"is_sync":true}\n'
+    played = play(begin + work("w", 1) + done("d", "s"), chip=SWITCH)
+    (transfer,) = played.transfers
+    assert (transfer.synchronous, transfer.covers) == (True, ())
+    assert (played.exposed, played.transfer) == (10, 10)
+
+
+def test_a_roofline_where_the_compiler_gives_no_cycles():
+    """20 FLOPs at 4 a second in one byte a number; and 17 bytes at 10 or at 1 a second."""
+    bare = "  %w = s8[2,1] fusion(%q, %r), kind=kOutput, calls=%product\n"
+    assert play(bare, chip=SWITCH).total == 20 / 4
+    assert play(bare, chip=replace(SWITCH, hbm=1.0)).total == 17
+
+
+def test_a_transfer_that_nothing_waits_for_still_takes_its_time():
+    played = play(start("s") + work("w", 3))
+    assert (played.total, played.exposed, played.transfer) == (10, 0, 10)
+
+
+def test_unknown_chips_are_refused_unless_given():
+    text = "ENTRY %main (p: s8[]) -> s8[] {\n  ROOT %p = s8[] parameter(0)\n}\n"
+    program = CompiledProgram(Target("x:4", LINE, None), text, Memory(0, 0, 0, 0, 0), 0.0, None)
+    with pytest.raises(ValueError, match=r"no figures are known of 'TPU v5 lite' \(x:4\); pass"):
+        timeline(program)
+    assert timeline(program, TORUS).total == 0
