@@ -45,7 +45,7 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """`"tpu"` or `"cuda"`."""
+        """`"tpu"` or `"gpu"`."""
         return self.mesh.devices.flat[0].platform
 
 

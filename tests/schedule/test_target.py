@@ -1,0 +1,177 @@
+"""Described devices: which there are, what they look like, and what every refusal says."""
+
+import importlib.util
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxpar
+from jaxpar._chips import CHIPS, chip_of
+from jaxpar.schedule import Target, compile_for, target, timeline
+from jaxpar.schedule._gpus import described_gpus, find_plugin
+
+ROWS = PartitionSpec("tp")
+PLUGIN = find_plugin()
+assert PLUGIN, "the tests need the CUDA compiler: pip install -e '.[test]'"
+GPUS = described_gpus(PLUGIN)
+
+
+def shifted(described: Target):
+    x = jax.ShapeDtypeStruct((described.mesh.size * 128, 128), jnp.bfloat16, sharding=ROWS)
+    shift = jax.shard_map(
+        lambda x: jaxpar.ring_shift(x, "tp"), in_specs=ROWS, out_specs=ROWS
+    )  # fmt: skip
+    return compile_for(shift, described, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "kind"),
+    [
+        ("v4:2x2x1", 8, "TPU v4"),  # two devices a chip, as with tpu7x
+        ("v5e:2x2", 4, "TPU v5 lite"),
+        ("v5p:2x2x1", 4, "TPU v5"),
+        ("v6e:2x2", 4, "TPU v6 lite"),
+        ("tpu7x:2x2x1", 8, "TPU7x"),
+    ],
+)
+def test_every_tpu(name, devices, kind):
+    described = target(name)
+    assert (described.platform, described.mesh.size) == ("tpu", devices)
+    assert described.mesh.devices.flat[0].device_kind == kind
+    assert described.chip is not None
+    assert described.chip.torus
+    (transfer,) = timeline(shifted(described)).transfers
+    assert (transfer.row, transfer.bytes) == ("tp +1", 128 * 128 * 2)
+
+
+def test_every_gpu_that_the_compiler_knows():
+    assert len(GPUS) >= 4
+    for name in GPUS:
+        described = target(f"{name}:4")
+        assert (described.platform, described.mesh.size) == ("gpu", 4)
+        unpublished = " mig-" in name.replace("-mig", " mig") or name == "vr-nvl72"
+        assert (described.chip is None) == unpublished, name
+        assert described.chip is None or not described.chip.torus
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
+def test_usual_gpus_compile(name):
+    (transfer,) = timeline(shifted(target(f"{name}:4"))).transfers
+    assert (transfer.row, transfer.bytes) == ("tp +1", 128 * 128 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [("h100:8", 1), ("h100:32", 4), ("h100:4x8", 4), ("h100:2x4", 2), ("h100:12", 1)],
+)
+def test_gpus_have_hosts(name, hosts):
+    devices = target(name).mesh.devices.flat
+    assert len({device.process_index for device in devices}) == hosts
+
+
+def test_meshes_are_those_of_make_mesh():
+    described = target("v5p:2x2x2", {"dp": 2, "tp": 4}, axis_types=AxisType.Explicit)
+    assert dict(described.mesh.shape) == {"dp": 2, "tp": 4}
+    assert set(described.mesh.axis_types) == {AxisType.Explicit}
+    assert described.name == "v5p:2x2x2"
+    with pytest.raises(ValueError, match="make_mesh: tp=3 = 3 devices, but there are 8"):
+        target("v5p:2x2x2", "tp=3")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "v5e", "v5e:", ":2x2", "v5e:2x", "v5e:axb", "h100:0", "v5e:-2"]
+)
+def test_malformed_names(name):
+    with pytest.raises(ValueError, match="is not of the form chip:layout, as in 'v5p:8x8x8'"):
+        target(name)
+
+
+def test_unknown_chips_are_told_which_there_are():
+    with pytest.raises(ValueError, match=r"'v9:2x2': 'v9' is not a chip.* TPU: v4.* GPU: .*h100"):
+        target("v9:2x2")
+    with pytest.raises(ValueError, match=r"write chip:devices or chip:hosts x devices"):
+        target("h100:2x2x2")
+
+
+def test_ambiguous_chips_are_told_their_full_names(monkeypatch):
+    known = {"a1-40gb": "", "a1-80gb": ""}
+    monkeypatch.setattr("jaxpar.schedule._target._gpu_configs", lambda name: known)
+    with pytest.raises(ValueError, match=r"'a1' is one of a1-40gb, a1-80gb; write"):
+        target("a1:8")
+
+
+def test_unknown_slices():
+    with pytest.raises(ValueError, match=r"libtpu does not know the slice 'v5e:3x5': "):
+        target("v5e:3x5")
+
+
+def test_missing_compilers_name_the_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"'v5e:2x2' needs .* pip install 'jaxpar\[tpu\]'"):
+        target("v5e:2x2")
+    with pytest.raises(ImportError, match=r"'b300:8' is no TPU .* pip install 'jaxpar\[gpu\]'"):
+        target("b300:8")
+
+
+def test_4096_chips():
+    described = target("v5p:16x16x16", "dp=512,tp=8")
+    lhs = jax.ShapeDtypeStruct(
+        (512 * 1024, 512), jnp.bfloat16, sharding=PartitionSpec(("dp", "tp"))
+    )
+    rhs = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16, sharding=PartitionSpec(None, "tp"))
+    matmul = jax.shard_map(
+        lambda lhs, rhs: jaxpar.all_gather_matmul(lhs, rhs, "tp", mode="bidirectional"),
+        in_specs=(PartitionSpec(("dp", "tp")), PartitionSpec(None, "tp")),
+        out_specs=PartitionSpec("dp", "tp"),
+    )
+    program = compile_for(matmul, described, lhs, rhs)
+    assert program.seconds < 60
+    played = timeline(program)
+    assert played.sent_bytes == 7 * 128 * 512 * 2
+    assert not any(transfer.synchronous for transfer in played.transfers)
+
+
+def test_both_compilers_in_a_fresh_process():
+    """In either order, and with nothing else of JAX used before."""
+    for names in (("v5e:2x2", "h100:4"), ("h100:4", "v5e:2x2")):
+        code = (
+            "import jax, jax.numpy as jnp; jax.config.update('jax_platforms', 'cpu')\n"
+            "from jax.sharding import PartitionSpec as P; import jaxpar\n"
+            "from jaxpar.schedule import compile_for, target\n"
+            f"for name in {names}:\n"
+            "    x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=P('tp'))\n"
+            "    f = jax.shard_map(lambda x: jaxpar.ring_shift(x, 'tp'), in_specs=P('tp'),\n"
+            "        out_specs=P('tp'))\n"
+            "    print(compile_for(f, target(name), x).module.entry.name, jax.device_count())\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 2
+
+
+def test_figures_of_half_a_chip():
+    for whole in CHIPS:
+        if whole.cores == 2:
+            half = chip_of(whole.kind, 1)
+            assert half is not None
+            assert (half.flops, half.hbm, half.capacity) == (
+                whole.flops / 2,
+                whole.hbm / 2,
+                whole.capacity / 2,
+            )
+            assert (half.link, half.clock, half.cores) == (whole.link, whole.clock, 1)
+            assert chip_of(whole.kind, 2) == chip_of(whole.kind) == whole
+    assert target("tpu7x:2x2x1").chip == chip_of("TPU7x", 1)
+
+
+def test_figures_by_kind():
+    assert chip_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    assert chip_of("NVIDIA A100-SXM4-40GB").capacity == 4e10
+    assert chip_of("NVIDIA A100-SXM4-80GB").capacity == 8e10
+    assert chip_of("TPU v5 lite").link == 4.5e10
+    assert chip_of("TPU v5p") == chip_of("TPU v5")
+    assert chip_of("cpu") is None
