@@ -1,6 +1,7 @@
 """Overlap itself: in every ring form of every matmul, transfers run beside matmuls.
 
-A small set of real compiles, forward and backward, so that a change which makes XLA serialise a ring does not pass.
+A small set of real compiles, forward and backward, so that a change which makes XLA serialise a
+ring does not pass.
 """
 
 import jax

@@ -53,6 +53,7 @@ def matmul_floor(
       A `Floor`. Its compute time is the compiler's own for the matmul in one piece, compiled here;
       its transfer time assumes both directions of one torus axis, or the port of a GPU.
     """
+    bandwidth = _bandwidth(target)
     inputs, _, out = subscripts.partition("->")
     left, _, right = inputs.partition(",")
     shapes = dict(zip((left, right), (lhs, rhs), strict=True))
@@ -63,7 +64,7 @@ def matmul_floor(
     if grad:
         products += [(out, right, left), (left, out, right)]
     seconds = sum(_one_piece(target, *product, sizes, dtype) for product in products)
-    return Floor(seconds, (2 if grad else 1) * sent_bytes / _bandwidth(target))
+    return Floor(seconds, (2 if grad else 1) * sent_bytes / bandwidth)
 
 
 def program_floor(program: CompiledProgram, played: Timeline | None = None) -> Floor:

@@ -13,32 +13,45 @@ def device_flops(jaxpr: Any, devices: int) -> float:
     Inside a `shard_map` shapes are those of one device; outside, work is shared by all. A loop
     whose length is not known while tracing counts once.
     """
-    return _count(jaxpr.jaxpr, 1.0 / devices)
+    return _count(jaxpr.jaxpr, 1.0 / devices, jaxpr.jaxpr.outvars)
 
 
-def _count(jaxpr: core.Jaxpr, share: float) -> float:
+def _count(jaxpr: core.Jaxpr, share: float, results: Any) -> float:
+    """Counts what `results` need: a compiler drops the rest, as the forward pass of a gradient."""
+    needed: set[Any] = {var for var in results if not isinstance(var, core.Literal)}
     total = 0.0
-    for eqn in jaxpr.eqns:
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and needed.isdisjoint(eqn.outvars):
+            continue
         name = eqn.primitive.name
         if name == "dot_general":
             total += share * _dot(eqn)
-            continue
-        if name in ("ragged_dot", "ragged_dot_general"):
+        elif name in ("ragged_dot", "ragged_dot_general"):
             lhs, out = _shapes(eqn)
             total += share * 2.0 * prod(lhs) * prod(out[-1:])
-            continue
-        inner = [_count(sub, _share(eqn, share)) for sub in _subjaxprs(list(eqn.params.values()))]
-        if name == "cond":
-            total += max(inner, default=0.0)
         else:
-            total += (eqn.params["length"] if name == "scan" else 1) * sum(inner)
+            inner = [
+                _count(sub, _share(eqn, share), _needed_inside(eqn, sub, needed))
+                for sub in _subjaxprs(list(eqn.params.values()))
+            ]
+            counted = max(inner, default=0.0) if name == "cond" else sum(inner)
+            total += counted * (eqn.params["length"] if name == "scan" else 1)
+        needed |= {var for var in eqn.invars if not isinstance(var, core.Literal)}
     return total
+
+
+def _needed_inside(eqn: core.JaxprEqn, sub: core.Jaxpr, needed: set[Any]) -> Any:
+    # What a loop carries may be needed by its next trip.
+    if eqn.primitive.name in ("scan", "while") or len(sub.outvars) != len(eqn.outvars):
+        return sub.outvars
+    return [inside for inside, out in zip(sub.outvars, eqn.outvars, strict=True) if out in needed]
 
 
 def _share(eqn: core.JaxprEqn, share: float) -> float:
     if eqn.primitive.name != "shard_map":
         return share
-    manual = eqn.params.get("manual_axes", eqn.params["mesh"].axis_names)
+    key = "manual_axes" if "manual_axes" in eqn.params else "newly_manual_axes"  # from jax 0.12
+    manual = eqn.params[key]
     return share * prod(eqn.params["mesh"].shape[name] for name in manual)
 
 

@@ -1,0 +1,170 @@
+"""Compiling for a target, the floors of what was compiled, and its FLOPs against hand counts."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.schedule import Target, compile_for, matmul_floor, program_floor, target, timeline
+from jaxpar.schedule._flops import device_flops
+
+V5E = target("v5e:2x2")
+ROWS = P("tp")
+PRODUCT = 2 * 512**3  # FLOPs of two matrices of 512 x 512
+
+
+def square(spec, size=512, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct((size, size), dtype, sharding=spec)
+
+
+def gather(x):
+    return jax.shard_map(
+        lambda x: lax.all_gather(x, "tp", tiled=True),
+        in_specs=ROWS,
+        out_specs=P(),
+        check_vma=False,
+    )(x)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_targets_mesh_is_the_context(jitted):
+    fn = jax.jit(gather) if jitted else gather
+    program = compile_for(fn, V5E, square(ROWS))
+    assert program.target is V5E
+    assert program.module.is_scheduled
+    assert 0 < program.seconds < 60
+    assert jax.sharding.get_abstract_mesh().empty  # as before
+    (transfer,) = timeline(program).transfers
+    assert (transfer.row, transfer.bytes) == ("tp all-gather", 512 * 512 * 2 * 3 / 4)
+
+
+def test_operands_may_name_their_mesh():
+    program = compile_for(gather, V5E, square(NamedSharding(V5E.mesh, ROWS)))
+    assert program.memory.arguments == 512 * 512 * 2 // 4
+
+
+def test_memory_of_one_device():
+    add = jax.jit(lambda x, y: (x + y, x.sum()), donate_argnums=1)
+    memory = compile_for(add, V5E, square(ROWS), square(ROWS)).memory
+    block = 512 * 512 * 2 // 4
+    assert memory.arguments == 2 * block
+    assert block <= memory.outputs <= block + 4096  # and a number, padded
+    assert memory.aliased == block
+    assert memory.temporaries >= 0
+    assert memory.peak >= 2 * block
+
+
+def test_compiler_options_reach_the_compiler():
+    with pytest.raises(Exception, match="no_such_option"):
+        compile_for(gather, V5E, square(ROWS), compiler_options={"no_such_option": "1"})
+
+
+def test_what_tracing_raises_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        compile_for(lambda x: x / (1 // 0), V5E, square(ROWS))
+
+
+def test_floor_of_a_matmul():
+    floor = matmul_floor(V5E, "mk,kn->mn", (4096, 4096), (4096, 4096), 9e6)
+    chip = V5E.chip
+    assert floor.transfer == pytest.approx(9e6 / (2 * chip.link))
+    peak = 2 * 4096**3 / chip.flops
+    assert peak <= floor.compute <= 1.5 * peak
+    assert floor.total == max(floor.compute, floor.transfer)
+    both = matmul_floor(V5E, "mk,kn->mn", (4096, 4096), (4096, 4096), 9e6, grad=True)
+    assert both.transfer == 2 * floor.transfer
+    assert 3 * peak <= both.compute <= 4.5 * peak
+
+
+def test_floor_of_a_matmul_on_gpu_is_a_roofline():
+    h100 = target("h100:4")
+    floor = matmul_floor(h100, "mk,kn->mn", (4096, 4096), (4096, 4096), 9e6)
+    assert floor.transfer == pytest.approx(9e6 / h100.chip.link)
+    assert floor.compute == pytest.approx(2 * 4096**3 / h100.chip.flops, rel=0.05)
+
+
+def test_floor_of_a_program_and_figures_of_ones_own():
+    fn = jax.shard_map(
+        lambda x, y: lax.all_gather(x, "tp", tiled=True) @ y,
+        in_specs=(ROWS, P(None, "tp")),
+        out_specs=P(None, "tp"),
+        check_vma=False,
+    )
+    program = compile_for(fn, V5E, square(ROWS), square(P(None, "tp")))
+    chip = V5E.chip
+    floor = program_floor(program)
+    assert floor.compute == pytest.approx(PRODUCT / 4 / chip.flops)
+    assert floor.transfer == pytest.approx(512 * 512 * 2 * 3 / 4 / (2 * chip.link))
+    slow = replace(chip, link=chip.link / 2, latency=0.0)
+    fast = replace(chip, latency=0.0)
+    (one,), (two,) = (timeline(program, c).transfers for c in (fast, slow))
+    assert two.seconds == pytest.approx(2 * one.seconds)
+    assert program_floor(program, timeline(program, slow)) == floor
+
+
+def test_floors_need_figures():
+    unknown = Target("x:4", V5E.mesh, None)
+    with pytest.raises(ValueError, match=r"floor: no figures are known of 'TPU v5 lite' \(x:4\)"):
+        matmul_floor(unknown, "mk,kn->mn", (64, 64), (64, 64), 1.0)
+
+
+def scanned(x):
+    return lax.scan(lambda c, _: (c @ c, None), x, None, length=5)[0]
+
+
+def branched(x):
+    return lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+
+def repeated(x):
+    return lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c @ c, x)
+
+
+def batched(x):
+    return jnp.einsum("abk,ack->abc", x.reshape(4, 128, 512), x.reshape(4, 128, 512))
+
+
+def local(x):
+    """A quarter of the rows with all of the columns, on each of four devices."""
+    return jax.shard_map(lambda x: x @ x.T, in_specs=ROWS, out_specs=ROWS)(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "flops"),
+    [
+        (lambda x: x + x, 0),
+        (lambda x: x @ x, PRODUCT / 4),
+        (jax.jit(lambda x: x @ x), PRODUCT / 4),
+        (lambda x: jax.jit(lambda y: y @ y)(x) @ x, 2 * PRODUCT / 4),
+        (jax.checkpoint(lambda x: x @ x), PRODUCT / 4),
+        (jax.grad(lambda x: (x @ x).sum()), 2 * PRODUCT / 4),
+        (scanned, 5 * PRODUCT / 4),
+        (branched, 2 * PRODUCT / 4),
+        (repeated, PRODUCT / 4),
+        (batched, 4 * 2 * 128 * 128 * 512 / 4),
+        (local, 2 * 128 * 512 * 128),
+        (lambda x: local(x) @ local(x).T + x @ x,
+         2 * 2 * 128 * 512 * 128 + (2 * 512 * 128 * 512 + PRODUCT) / 4),
+        (lambda x: lax.ragged_dot(x, jnp.stack([x, x]), jnp.array([256, 256])), PRODUCT / 4),
+    ],
+)  # fmt: skip
+def test_flops_of_one_device(fn, flops):
+    with jax.set_mesh(V5E.mesh):
+        jaxpr = jax.jit(fn).trace(jax.ShapeDtypeStruct((512, 512), jnp.float32)).jaxpr
+    assert device_flops(jaxpr, 4) == flops
+
+
+def test_flops_of_a_shard_map_over_some_axes():
+    """Over tp by hand, over dp by the compiler: half of the rows of every block."""
+    described = target("v5e:2x4", "dp=2,tp=4")
+
+    def fn(x):
+        return jax.shard_map(lambda x: x @ x.T, in_specs=ROWS, out_specs=ROWS, axis_names={"tp"})(x)
+
+    with jax.set_mesh(described.mesh):
+        jaxpr = jax.jit(fn).trace(jax.ShapeDtypeStruct((512, 512), jnp.float32)).jaxpr
+    assert device_flops(jaxpr, 8) == 2 * 128 * 512 * 128 / 2
