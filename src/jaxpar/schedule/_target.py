@@ -56,7 +56,8 @@ def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Au
       name: for TPU the generation and the slice as in `"v5p:8x8x8"` (v4, v5e, v5p, v6e, tpu7x; the
         slices that libtpu knows). For GPU the chip and how many as in `"h100:8"`, or hosts x
         devices of each as in `"h100:4x8"`; any GPU that the CUDA plugin describes, by its name in
-        lower case with hyphens, such as `"h100-pcie"` or `"a100-sxm4-40gb"`.
+        lower case with hyphens, such as `"h100-pcie"` or `"a100-sxm4-40gb"`. That of jax 0.10
+        describes none: there, one of a100, h100, h200 and b200.
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
 
