@@ -30,7 +30,7 @@ class Op:
     lhs: str
     rhs: str
     out: str
-    local: Callable[[Any, Any, Ring, str], Any]
+    local: Callable[..., Any]  # of lhs, rhs, ring and mode
 
     def specs(self, ring: Ring) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
         """The specs of lhs, rhs and out."""
@@ -40,11 +40,11 @@ class Op:
 
         return spec("MK", self.lhs), spec("KN", self.rhs), spec("MN", self.out)
 
-    def bind(self, mesh: Mesh, ring: Ring, mode: str) -> Callable[[Any, Any], Any]:
+    def bind(self, mesh: Mesh, ring: Ring, mode: str, **options: Any) -> Callable[[Any, Any], Any]:
         """The function of the global operands that computes in `mode`."""
         lhs, rhs, out = self.specs(ring)
         return jax.shard_map(
-            lambda lhs, rhs: self.local(lhs, rhs, ring, mode),
+            lambda lhs, rhs: self.local(lhs, rhs, ring, mode, **options),
             mesh=mesh,
             in_specs=(lhs, rhs),
             out_specs=out,
@@ -65,22 +65,24 @@ class Op:
                 )
 
 
-def _gather(operand: Any, axis: int) -> Callable[[Any, Any, Ring, str], Any]:
-    def local(lhs: Any, rhs: Any, ring: Ring, mode: Any) -> Any:
-        return jaxpar.all_gather_matmul(lhs, rhs, ring, gather=operand, axis=axis, mode=mode)
+def _gather(operand: Any, axis: int) -> Callable[..., Any]:
+    def local(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
+        return jaxpar.all_gather_matmul(
+            lhs, rhs, ring, gather=operand, axis=axis, mode=mode, **options
+        )
 
     return local
 
 
-def _scatter(axis: int) -> Callable[[Any, Any, Ring, str], Any]:
-    def local(lhs: Any, rhs: Any, ring: Ring, mode: Any) -> Any:
-        return jaxpar.matmul_reduce_scatter(lhs, rhs, ring, axis=axis, mode=mode)
+def _scatter(axis: int) -> Callable[..., Any]:
+    def local(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
+        return jaxpar.matmul_reduce_scatter(lhs, rhs, ring, axis=axis, mode=mode, **options)
 
     return local
 
 
-def _all_reduce(lhs: Any, rhs: Any, ring: Ring, mode: Any) -> Any:
-    return jaxpar.matmul_all_reduce(lhs, rhs, ring, mode=mode)
+def _all_reduce(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
+    return jaxpar.matmul_all_reduce(lhs, rhs, ring, mode=mode, **options)
 
 
 OPS = {
