@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxpar import bench
+from jaxpar import bench, predict
 
-_COMMANDS = (bench,)  # each adds its own parser, whose `run(args)` returns the exit status
+_COMMANDS = (bench, predict)  # each adds its own parser, whose `run(args)` returns the exit status
 
 
 class _Parser(argparse.ArgumentParser):
