@@ -2,6 +2,7 @@
 
 from jaxpar.testing._collectives import CollectiveCounts, count_collectives
 from jaxpar.testing._meshes import axis_orders, meshes, specs
+from jaxpar.testing._overlap import assert_overlapped
 from jaxpar.testing._reference import assert_matches_reference
 from jaxpar.testing._shapes import dtypes, even_shapes, ragged_sizes, uneven_shapes
 from jaxpar.testing._tolerance import tolerance
@@ -9,6 +10,7 @@ from jaxpar.testing._tolerance import tolerance
 __all__ = [
     "CollectiveCounts",
     "assert_matches_reference",
+    "assert_overlapped",
     "axis_orders",
     "count_collectives",
     "dtypes",
