@@ -56,7 +56,8 @@ def _run(args: argparse.Namespace) -> int:
     if any(report.predictions for report in reports):
         console = _console()
         for report, request in zip(reports, requests, strict=True):
-            print_report(report, request, console)
+            if report.predictions:
+                print_report(report, request, console)
         print_notes(reports, console)
         _write(args, reports, requests)
     failures = [(report.target, failure) for report in reports for failure in report.failures]

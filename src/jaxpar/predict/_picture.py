@@ -1,7 +1,7 @@
 """Timelines as a picture: what computes, what travels, and what waits, at a glance."""
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 from jaxpar.bench._report import require_extra
@@ -19,19 +19,21 @@ Group = tuple[Report, Request, list[Prediction]]  # the modes of one case
 
 def write_picture(path: str, reports: Sequence[Report], requests: Sequence[Request]) -> None:
     """Draws a block a target and case, and in it a panel a mode over one time axis."""
-    groups = _groups(reports, requests)
+    lines = _layout(reports, requests)
+    columns = len(lines[0])
     figures = require_extra("matplotlib.figure")  # not pyplot, which keeps global state
-    columns = 1 if len(groups) == 1 else 2
-    lines = [groups[i : i + columns] for i in range(0, len(groups), columns)]
-    heights = [max(_height(group) for group in line) for line in lines]
+    heights = [max(_height(group) for group in line if group) for line in lines]
     figure = figures.Figure(
-        figsize=(10.5 if columns == 1 else 16, sum(heights) + 0.9), layout="constrained", dpi=150
+        figsize=(10.5 if columns == 1 else 8.5 * columns, sum(heights) + 0.9),
+        layout="constrained",
+        dpi=150,
     )
     blocks = figure.subfigures(len(lines), columns, squeeze=False, height_ratios=heights)
     for line, row in zip(lines, blocks, strict=True):
-        for group, block in zip(line, row, strict=False):
-            _draw_group(block, group)
-    about = any(report.approximate for report, _, _ in groups)
+        for group, block in zip(line, row, strict=True):
+            if group:
+                _draw_group(block, group)
+    about = any(report.approximate for report in reports)
     figure.suptitle(
         "\n".join([NOTE, *([GPU_NOTE] if about else [])]), fontsize=9, x=0.01, ha="left"
     )
@@ -39,12 +41,19 @@ def write_picture(path: str, reports: Sequence[Report], requests: Sequence[Reque
     figure.savefig(path)
 
 
-def _groups(reports: Sequence[Report], requests: Sequence[Request]) -> list[Group]:
-    return [
-        (report, request, list(group))
+def _layout(reports: Sequence[Report], requests: Sequence[Request]) -> list[list[Group | None]]:
+    """Lines of blocks: a column a target, or two columns of one target's cases."""
+    columns: list[list[Group | None]] = [
+        [
+            (report, request, list(group))
+            for _, group in groupby(report.predictions, lambda prediction: prediction.case)
+        ]
         for report, request in zip(reports, requests, strict=True)
-        for _, group in groupby(report.predictions, lambda prediction: prediction.case)
+        if report.predictions
     ]
+    if len(columns) == 1 and len(columns[0]) > 1:
+        columns = [columns[0][::2], columns[0][1::2]]
+    return [list(line) for line in zip_longest(*columns)]
 
 
 def _shown(group: Group) -> list[Prediction]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ _ENVIRONMENT = {
 }
 
 
+_FATAL = re.compile(r"^F[0-9]{4} |Check failed|Fatal|\w+Error: ")
+
+
 def run_all(requests: Sequence[Request], jobs: int, tick: Tick) -> list[Report]:
     """Serves each request in a process of its own, `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as pool:
@@ -30,7 +34,7 @@ def run_all(requests: Sequence[Request], jobs: int, tick: Tick) -> list[Report]:
 
 def run_one(request: Request, tick: Tick) -> Report:
     """Serves one request; a process that dies becomes a failure of its target."""
-    report, ended = Report(request.target), False
+    report, ended, label = Report(request.target), False, ""
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         with subprocess.Popen(
             [sys.executable, "-m", "jaxpar.predict._worker"],
@@ -43,6 +47,7 @@ def run_one(request: Request, tick: Tick) -> Report:
             try:
                 for kind, record in _converse(process, request):
                     ended = ended or kind == "end"
+                    label = record if kind == "begin" else label
                     _absorb(report, kind, record, tick)
                 process.wait()
             except BaseException:
@@ -50,7 +55,7 @@ def run_one(request: Request, tick: Tick) -> Report:
                 raise
         if not ended:
             log.seek(0)
-            report.failures.append(Failure("", _last_words(process.returncode, log.read())))
+            report.failures.append(Failure(label, _last_words(process.returncode, log.read())))
     return report
 
 
@@ -81,4 +86,6 @@ def _absorb(report: Report, kind: str, record: Any, tick: Tick) -> None:
 def _last_words(status: int, log: str) -> str:
     how = f"with {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return f"the compiler's process ended {how}; its last line: {lines[-1] if lines else 'none'}"
+    # A stack trace follows what a compiler says of its own failure.
+    said = [line for line in lines if _FATAL.search(line)] or lines[-1:]
+    return f"the compiler's process ended {how}: {said[0][:400] if said else 'it said nothing'}"

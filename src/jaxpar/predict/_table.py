@@ -65,8 +65,7 @@ def print_report(report: Report, request: Request, console: Any) -> None:
         console.print(escape(f"compiled by {found}"), style="dim", highlight=False)
     for note in notes(report):
         console.print(f"[yellow]{escape(note)}[/]", highlight=False)
-    if report.predictions:
-        _print_rows([], report, console, show_header=True)
+    _print_rows([], report, console, show_header=True)
     for case, group in groupby(report.predictions, lambda prediction: prediction.case):
         console.print(f"[bold]{escape(case)}[/]", highlight=False)
         _print_rows(list(group), report, console)
@@ -77,8 +76,9 @@ def print_notes(reports: list[Report], console: Any) -> None:
     """Prints what holds for all of the output."""
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
     lines.append(
-        "floor: the matmul in one piece, or the bytes alone. exposed: waiting for transfers. "
-        "order: transfers that run beside other work, and those that have a matmul to hide behind."
+        "floor: the matmul in one piece (of a function, its FLOPs at peak), or the bytes alone. "
+        "exposed: waiting for transfers. order: transfers that run beside other work, and those "
+        "that have a matmul to hide behind."
     )
     console.print("\n".join(lines), style="dim", highlight=False)
 

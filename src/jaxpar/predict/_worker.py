@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import jaxpar
@@ -58,10 +60,11 @@ def serve(request: Request, emit: Emit) -> None:
     emit("facts", asdict(_facts(target, ring)))
     texts: dict[tuple[str, str], str] = {}  # the mode that first compiled to a text
     for program in chosen:
+        label = f"{program.case} {program.mode}".rstrip()
+        emit("begin", label)
         try:
             prediction = _predict(program, request, target, texts)
         except Exception as reason:
-            label = f"{program.case} {program.mode}".rstrip()
             emit("failure", asdict(Failure(label, _one_line(reason))))
         else:
             emit("prediction", prediction_record(prediction))
@@ -94,7 +97,9 @@ def _target(request: Request) -> Target:
             # What follows the semicolon is a remedy for who calls make_mesh.
             text = text.removeprefix("make_mesh: ").partition("; ")[0]
             text = f"--mesh {request.mesh}: {text}; a size of -1 takes what the other axes leave"
-        raise UsageError(_first_line(text.removeprefix("target: "))) from None
+        for prefix in ("target: ", f"{request.target!r}: "):
+            text = text.removeprefix(prefix)
+        raise UsageError(_first_line(text)) from None
     if found.chip is None:
         kind = found.mesh.devices.flat[0].device_kind
         raise UsageError(
@@ -138,7 +143,10 @@ def _version(package: str) -> str | None:
 
 
 def _one_line(reason: BaseException) -> str:
-    return f"{type(reason).__name__}: {_first_line(str(reason))}"
+    frames = extract_tb(reason.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent == Path.cwd()]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(reason).__name__}: {_first_line(str(reason))}{where}"
 
 
 def _first_line(text: str) -> str:
