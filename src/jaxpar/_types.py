@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     Mode = Literal["naive", "unidirectional", "bidirectional", "auto"]
     Operand = Literal["lhs", "rhs"]
     Integer = int
+    Number = float
     MeshAxes = str | Mapping[str, int]
     Subscripts = str
     Label = str | None
     Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
     Tree = TypeVar("Tree")  # a pytree of arrays
 else:
-    AxisName = Mode = Operand = Integer = MeshAxes = Subscripts = Label = Weights = Tree = Any
+    AxisName = Mode = Operand = Integer = Number = MeshAxes = Subscripts = Label = Weights = (
+        Tree
+    ) = Any

@@ -1,5 +1,7 @@
 """What is compiled: operands as text, the floors of the operations, gradients of functions."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,6 +144,7 @@ def test_gradients_of_a_function_are_those_of_all_floats(target, monkeypatch, tm
         "    return jnp.sum(params**2 * labels.astype(params.dtype)), labels\n"
     )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     args = ("f32[8]@tp", "s32[8]")
     request = replaced(function="a_model:loss", args=args, grad=True)
     [program] = _programs.programs(request, target, ())

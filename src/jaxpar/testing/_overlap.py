@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxpar._types import MeshAxes
+from jaxpar._types import MeshAxes, Number
 from jaxpar.schedule import Event, Target, Timeline, compile_for, timeline
 from jaxpar.schedule import target as describe
 
@@ -21,7 +21,7 @@ def assert_overlapped(
     fn: Callable[..., Any],
     target: Target | str,
     *args: Any,
-    exposed_at_most: float = 0.05,
+    exposed_at_most: Number = 0.05,
     mesh: MeshAxes | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> None:
