@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,7 +18,7 @@ from jaxpar.predict._results import (
     prediction_record,
     request_from,
 )
-from jaxpar.predict._rows import rows_of, without_overlap
+from jaxpar.predict._rows import rows_of, shares, without_overlap
 from jaxpar.predict._table import print_notes, print_report
 from jaxpar.predict._trace import write_trace
 
@@ -137,6 +138,27 @@ def test_rows_in_reading_order(report):
         ["send.1"],
     ]
     assert len(without_overlap(rows["tp +1"], slack=1e-3)) == 1
+
+
+def test_shares_of_time(report):
+    edges = np.array([0, 1e-3, 2e-3, 3e-3])
+    found = rows_of(report.predictions[1].timeline)["tp +1"]
+    np.testing.assert_allclose(shares(found, edges), [1, 0.5, 0])  # where two overlap, no more
+    np.testing.assert_array_equal(shares([], edges), [0, 0, 0])
+
+
+def test_picture_of_a_long_loop(report, request_made, tmp_path):
+    path = tmp_path / "a.png"
+    ring = report.predictions[1]
+    step = ring.timeline.events
+    events = tuple(
+        replace(event, start=event.start + trip * 2.1e-3, end=event.end + trip * 2.1e-3)
+        for trip in range(500)
+        for event in step
+    )
+    long = replace(ring, timeline=replace(ring.timeline, events=events, total=500 * 2.1e-3))
+    write_picture(str(path), [replace(report, predictions=[long])], [request_made])
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

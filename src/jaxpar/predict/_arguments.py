@@ -43,7 +43,8 @@ examples:
   python -m jaxpar predict --targets v5p:8x8x8 --mesh dp=64,tp=8 --shapes 4096x8192x28672
   python -m jaxpar predict model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
   python -m jaxpar predict model:make_step     # called with the mesh, returns (function, args)
-A trace opens in https://ui.perfetto.dev or chrome://tracing.
+A trace opens in https://ui.perfetto.dev or chrome://tracing. The picture shows bars too short to be
+told apart, as of a long loop, as stacked shares of time.
 """
 
 

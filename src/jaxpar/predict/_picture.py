@@ -1,18 +1,32 @@
 """Timelines as a picture: what computes, what travels, and what waits, at a glance."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, zip_longest
 from typing import Any
 
+import numpy as np
+
 from jaxpar.bench._report import require_extra
 from jaxpar.predict._results import GPU_NOTE, NOTE, Prediction, Report, Request
-from jaxpar.predict._rows import rows_of, without_overlap
+from jaxpar.predict._rows import rows_of, shares, without_overlap
 from jaxpar.predict._table import header
 from jaxpar.schedule import Event
 
 # Of the Okabe-Ito palette, which colour-blind readers tell apart.
 _MATMUL, _OTHER, _TRANSFER, _SYNCHRONOUS = "#0072B2", "#9CCBE8", "#E69F00", "#A65E00"
 _WAIT = "#D0021B"
+_BINS = 250  # a shorter bar than this part of the axis has no room for an edge
+
+Looks = dict[str, Callable[[Event], bool]]  # by colour, what of a row it shows
+_COMPUTE: Looks = {
+    _MATMUL: lambda event: event.kind == "compute" and event.is_matmul,
+    _OTHER: lambda event: event.kind == "compute" and not event.is_matmul,
+    _WAIT: lambda event: event.kind == "wait",
+}
+_TRANSFERS: Looks = {
+    _TRANSFER: lambda event: not event.synchronous,
+    _SYNCHRONOUS: lambda event: event.synchronous,
+}
 
 Group = tuple[Report, Request, list[Prediction]]  # the modes of one case
 
@@ -83,12 +97,12 @@ def _draw_group(block: Any, group: Group) -> None:
     title = f"{predictions[0].case} on {header(report, request)}"
     block.suptitle(title, fontsize=9, x=0.01, ha="left", weight="bold")
     about = "~" if report.approximate else ""
+    longest = max(prediction.timeline.total for prediction in shown)
+    panels[0].set_xlim(0, longest * 1e3 * 1.01)
     for panel, prediction in zip(panels, shown, strict=True):
         _draw_panel(panel, prediction)
         others = [p.mode for p in predictions if p.same_as == prediction.mode]
         panel.set_title(_title(prediction, others, about), fontsize=9, loc="left")
-    longest = max(prediction.timeline.total for prediction in shown)
-    panels[0].set_xlim(0, longest * 1e3 * 1.01)
     panels[-1].set_xlabel("ms", fontsize=8)
 
 
@@ -103,22 +117,20 @@ def _title(prediction: Prediction, others: list[str], about: str) -> str:
 
 def _draw_panel(panel: Any, prediction: Prediction) -> None:
     rows = _rows(prediction)
+    total = prediction.timeline.total
+    # A transfer's last hop of latency runs into the next one, which nobody can see.
+    slack = 0.005 * total
     for position, (row, events) in enumerate(rows.items()):
-        if row == "compute":
-            computing = [event for event in events if event.kind == "compute"]
-            _bars(panel, [e for e in computing if e.is_matmul], position, _MATMUL)
-            _bars(panel, [e for e in computing if not e.is_matmul], position, _OTHER)
-            waits = [event for event in events if event.kind == "wait"]
-            _bars(panel, waits, position, "white", hatch="//////", edge=_WAIT)
+        looks = _COMPUTE if row == "compute" else _TRANSFERS
+        if _is_dense(events, panel.get_xlim()[1] / 1e3):
+            _draw_shares(panel, events, position, looks, total)
             continue
-        # A transfer's last hop of latency runs into the next one, which nobody can see.
-        parts = without_overlap(events, slack=0.005 * prediction.timeline.total)
+        parts = [events] if row == "compute" else without_overlap(events, slack)
         height = 0.8 / len(parts)
         for number, part in enumerate(parts):
             centre = position - 0.4 + (number + 0.5) * height
-            for colour, kind in ((_TRANSFER, False), (_SYNCHRONOUS, True)):
-                chosen = [event for event in part if event.synchronous == kind]
-                _bars(panel, chosen, centre, colour, height=height)
+            for colour, belongs in looks.items():
+                _bars(panel, filter(belongs, part), centre, height, colour)
     panel.axvline(prediction.floor.total * 1e3, color="black", linewidth=1.3, linestyle="--")
     panel.set_yticks(range(len(rows)), list(rows), fontsize=8)
     panel.set_ylim(len(rows) - 0.5, -0.5)
@@ -126,25 +138,35 @@ def _draw_panel(panel: Any, prediction: Prediction) -> None:
     panel.tick_params(labelsize=8, left=False)
 
 
-def _bars(
-    panel: Any,
-    events: Sequence[Event],
-    centre: float,
-    colour: str,
-    *,
-    height: float = 0.8,
-    hatch: str | None = None,
-    edge: str = "white",
+def _is_dense(events: Sequence[Event], axis: float) -> bool:
+    """Whether most events are too short to be told apart, as in a loop of many trips."""
+    seconds = sorted(event.seconds for event in events if event.seconds > 1e-7)
+    return len(seconds) > _BINS / 2 and seconds[len(seconds) // 2] < axis / _BINS
+
+
+def _draw_shares(
+    panel: Any, events: Sequence[Event], position: float, looks: Looks, total: float
 ) -> None:
+    """Stacks the shares of time: single bars would hide each other, whichever comes last."""
+    edges = np.linspace(0, total, _BINS + 1)
+    low = np.full(_BINS, position + 0.4)
+    for colour, belongs in looks.items():
+        high = low - 0.8 * shares(filter(belongs, events), edges)
+        panel.stairs(high, edges * 1e3, baseline=low, fill=True, color=colour, linewidth=0)
+        low = high
+
+
+def _bars(panel: Any, events: Iterable[Event], centre: float, height: float, colour: str) -> None:
+    # An edge around a bar of a pixel would hide it, or make a wait look longer than it is.
+    narrow = panel.get_xlim()[1] / _BINS
     spans = [(event.start * 1e3, event.seconds * 1e3) for event in events if event.seconds > 0]
-    panel.broken_barh(
-        spans,
-        (centre - height / 2, height),
-        facecolors=colour,
-        edgecolors=edge,
-        linewidth=0.8 if hatch else 0.5,
-        hatch=hatch,
-    )
+    wide: dict[str, Any] = {"facecolors": colour, "edgecolors": "white", "linewidth": 0.5}
+    if colour == _WAIT:
+        wide = {"facecolors": "white", "edgecolors": colour, "linewidth": 0.8, "hatch": "//////"}
+    thin = {"facecolors": colour, "linewidth": 0, "snap": False}
+    where = (centre - height / 2, height)
+    panel.broken_barh([span for span in spans if span[1] >= narrow], where, **wide)
+    panel.broken_barh([span for span in spans if span[1] < narrow], where, **thin)
 
 
 def _legend() -> list[Any]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from jaxpar.schedule import Event, Timeline
 
 
@@ -25,6 +27,14 @@ def without_overlap(events: Iterable[Event], slack: float = 0.0) -> list[list[Ev
         else:
             parts.append([event])
     return parts
+
+
+def shares(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:
+    """The share of each interval between two `edges` that events take; at most 1."""
+    spans = np.array([(event.start, event.end) for event in events]).reshape(-1, 2)
+    start, end = spans[:, :1], spans[:, 1:]  # [events, 1]
+    until = np.clip(edges, start, end) - start  # [events, edges]: seconds of it so far
+    return np.minimum(np.diff(until.sum(axis=0)) / np.diff(edges), 1.0)
 
 
 def _lane(row: str) -> tuple[str, bool, str]:

@@ -92,7 +92,8 @@ def _print_rows(
     )
     for title, width in _COLUMNS.items():
         side = "left" if title in ("", "order") else "right"
-        table.add_column(title, justify=side, width=width, no_wrap=True)
+        # Programs with thousands of transfers have an order of two lines.
+        table.add_column(title, justify=side, width=width, no_wrap=title != "order")
     for row in rows:
         if row.same_as:
             table.add_row(
