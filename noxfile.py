@@ -40,3 +40,10 @@ def bench(session: nox.Session) -> None:
     session.install("-e", ".[bench]")
     session.run("python", "-m", "jaxpar", "bench", *session.posargs)
     session.run("python", "benchmarks/compile_time.py")
+
+
+@nox.session
+def network(session: nox.Session) -> None:
+    """Measures the overlap on a slow network: four CPU processes, by the wall clock (Linux)."""
+    session.install("-e", ".[bench]")
+    session.run("python", "benchmarks/network", *session.posargs)

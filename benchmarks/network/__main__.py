@@ -1,0 +1,109 @@
+"""Overlap on a slow network: four CPU processes behind a token bucket, by the wall clock.
+
+    python benchmarks/network [--rate 6gbit] [--shape 4096x4096x4096] [--rounds 7] [--json F]
+
+Needs Linux and the right to make a network namespace. Compares jaxpar's modes with the naive form
+and with two controls: `serial`, the one-way ring whose matmuls wait for its transfers, and `memory
+scheduler`, the same ring compiled by XLA's memory-optimised scheduler. Every result is compared with
+NumPy's first. Then all variants run once a round, and ratios are taken round by round.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+
+from cluster import INSIDE, Cluster, Refused, enter_namespace
+from report import Row, Run, print_table, write_json, write_plot
+
+CASES = {
+    "gather lhs": ("gather-lhs-rows", False),
+    "gather rhs": ("gather-rhs-k", False),
+    "scatter": ("scatter-rows", False),
+    "all-reduce": ("all-reduce", False),
+    "gather lhs, forward+backward": ("gather-lhs-rows", True),
+    "scatter, forward+backward": ("scatter-rows", True),
+}
+# The second set is compiled with a flag of its own, which is read once a process.
+SETS = {
+    "": ["naive", "unidirectional", "bidirectional", "serial"],
+    "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED": ["memory scheduler"],
+}
+
+
+def measure(run: Run, cases: Sequence[str]) -> list[Row]:
+    """Measures the cases on two clusters that take turns."""
+    rows: list[Row] = []
+    clusters = [Cluster(run.processes, run.shape, flags) for flags in SETS]
+    owner = {v: c for c, variants in zip(clusters, SETS.values(), strict=True) for v in variants}
+    with closing(clusters[0]), closing(clusters[1]):
+        for case in cases:
+            for cluster, variants in zip(clusters, SETS.values(), strict=True):
+                wrong = cluster.do("prepare", *CASES[case], variants)["wrong"]
+                if wrong:
+                    raise Refused(f"{case}: wrong results: " + "; ".join(wrong))
+            seconds = {variant: [] for variant in owner}
+            for turn in range(-1, run.rounds):  # the first one warms up
+                names = list(owner)[turn % len(owner) :] + list(owner)[: turn % len(owner)]
+                for variant in names:
+                    elapsed = owner[variant].do("time", variant)["seconds"]
+                    if turn >= 0:
+                        seconds[variant].append(elapsed)
+            for variant, cluster in owner.items():
+                trace = cluster.do("trace", variant)
+                rows.append(Row(case, variant, seconds[variant], seconds["naive"], **trace))
+            print(f"{case}: done", file=sys.stderr)
+    return rows
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the arguments, or exits with what is wrong with them."""
+    parser = argparse.ArgumentParser(prog="network", description=__doc__.splitlines()[0])
+    parser.add_argument("--rate", default="6gbit", help="as for tc, or none, default %(default)s")
+    parser.add_argument("--shape", default="4096x4096x4096", help="MxKxN, default %(default)s")
+    parser.add_argument("--rounds", type=int, default=7, help="default %(default)s")
+    parser.add_argument("--processes", type=int, default=4, help="default %(default)s")
+    parser.add_argument("--cases", default=";".join(CASES), help="default %(default)s")
+    parser.add_argument("--json", metavar="F", help="write what was measured to this file")
+    parser.add_argument("--plot", metavar="F", help="write a figure to this file")
+    args = parser.parse_args(argv)
+    if not re.fullmatch(r"none|[1-9]\d*[kmg]bit", args.rate):
+        parser.error(f"--rate must be like 500mbit or 6gbit, or none, got {args.rate!r}")
+    if args.processes < 2 or args.rounds < 1:
+        parser.error("--processes must be at least 2 and --rounds at least 1")
+    sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)", args.shape)
+    if not sizes or any(int(n) == 0 or int(n) % args.processes for n in sizes.groups()):
+        parser.error(
+            f"--shape must be MxKxN, each a multiple of {args.processes} processes, "
+            f"got {args.shape!r}"
+        )
+    args.cases = args.cases.split(";")
+    for case in args.cases:
+        if case not in CASES:
+            parser.error(f"--cases has {case!r}; choose from {';'.join(CASES)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    args = parse(argv)
+    try:
+        if args.rate != "none" and INSIDE not in os.environ:
+            return enter_namespace(sys.argv[1:] if argv is None else argv, args.rate)
+        run = Run(args.rate, args.shape, args.processes, args.rounds)
+        rows = measure(run, args.cases)
+    except Refused as reason:
+        print(f"network: {reason}", file=sys.stderr)
+        return 2
+    print_table(run, rows)
+    if args.json:
+        write_json(args.json, run, rows)
+    if args.plot:
+        write_plot(args.plot, run, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

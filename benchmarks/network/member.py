@@ -1,0 +1,162 @@
+"""One process of the cluster: does what it reads from standard input, line by line, and replies.
+
+    python benchmarks/network/member.py ADDRESS PROCESS PROCESSES SHAPE
+
+Process 0 replies with a line of JSON behind `REPLY`; the others do the same work and are silent.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+import numpy as np
+from intervals import cover, read_events
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxpar import make_mesh
+from jaxpar.bench._ops import OPS, Shape
+from jaxpar.bench._problem import place, tolerance
+from jaxpar.collectives import _fold
+from jaxpar.collectives._plan import Plan
+
+REPLY = "reply: "
+RING = ("tp",)
+TRACED_CALLS = 3
+
+
+class Member:
+    """The operands, and the programs of the case at hand, by variant."""
+
+    def __init__(self, shape: Shape):
+        self.mesh: Mesh = make_mesh({"tp": jax.device_count()})
+        rng, (rows, depth, cols) = np.random.default_rng(0), shape
+        sizes = (rows, depth), (depth, cols), (rows, cols)
+        self.lhs, self.rhs, self.ct = (rng.standard_normal(size, np.float32) for size in sizes)
+        self.args: list[jax.Array] = []
+        self.programs: dict[str, Any] = {}
+
+    def prepare(self, op: str, backward: bool, variants: list[str]) -> dict[str, Any]:
+        """Compiles the variants of a case and compares each result with NumPy's, in float64."""
+        operands = [self.lhs, self.rhs, self.ct][: 3 if backward else 2]
+        specs = OPS[op].specs(RING)[: len(operands)]
+        self.args = [place(x, self.mesh, spec) for x, spec in zip(operands, specs, strict=True)]
+        self.programs = {name: self._compile(op, backward, name) for name in variants}
+        pairs = {"out": (self.lhs, self.rhs)}
+        if backward:
+            pairs |= {"dlhs": (self.ct, self.rhs.T), "drhs": (self.lhs.T, self.ct)}
+        wrong: list[str] = []
+        for variant, program in self.programs.items():
+            results = program(*self.args)
+            for (name, pair), result in zip(pairs.items(), results, strict=True):
+                allowed = tolerance("float32", pair[0].shape[1], self.mesh.size, "cpu")
+                off = error(result, *pair)
+                if not off <= allowed:
+                    wrong.append(f"{variant}: {name} is off by {off:.3g} rms, {allowed:.3g} allowed")
+        return {"wrong": wrong}
+
+    def time(self, variant: str) -> dict[str, Any]:
+        """Times one call, which all processes begin together."""
+        multihost_utils.sync_global_devices("start")
+        start = perf_counter()
+        jax.block_until_ready(self.programs[variant](*self.args))
+        multihost_utils.sync_global_devices("stop")
+        return {"seconds": perf_counter() - start}
+
+    def trace(self, variant: str) -> dict[str, Any]:
+        """Traces some calls; returns milliseconds a call and process, means over all processes."""
+        multihost_utils.sync_global_devices("trace")
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for _ in range(TRACED_CALLS):
+                    jax.block_until_ready(self.programs[variant](*self.args))
+            found = cover(read_events(Path(folder)), self.programs[variant].as_text())
+        mine = np.array([found.transfer, found.matmul, found.both], np.float32)
+        total = np.mean(multihost_utils.process_allgather(mine), axis=0) / TRACED_CALLS / 1e3
+        return dict(zip(("transfer_ms", "matmul_ms", "both_ms"), total.tolist(), strict=True))
+
+    def _compile(self, op: str, backward: bool, variant: str) -> Any:
+        mode = {"serial": "unidirectional", "memory scheduler": "unidirectional"}
+        function = OPS[op].bind(self.mesh, RING, mode.get(variant, variant))
+
+        def forward(lhs: Any, rhs: Any) -> Any:
+            return (function(lhs, rhs),)
+
+        def forward_and_backward(lhs: Any, rhs: Any, ct: Any) -> Any:
+            out, pull_back = jax.vjp(function, lhs, rhs)
+            return (out, *pull_back(ct))
+
+        program = forward_and_backward if backward else forward
+        if variant != "serial":
+            return jax.jit(program).lower(*self.args).compile()
+        with serial_rings():
+            return jax.jit(program).lower(*self.args).compile()
+
+
+@contextmanager
+def serial_rings() -> Generator[None]:
+    """Forbids the overlap in rings that are traced inside: each matmul waits for its transfers."""
+    issue = _fold._issue
+
+    def issue_serially(
+        plan: Plan,
+        index: jax.Array,
+        outgoing: Any,
+        take: Callable[[jax.Array], Any],
+        send: Callable[[Any], Any],
+    ) -> Any:
+        # The index is there once the step before is over, its matmuls included.
+        sent = send(_after(index, outgoing))
+        arrived = _fold._unforeseen_zero(sent)
+        return _after(sent, outgoing), take(index + arrived), sent
+
+    jax.clear_caches()  # or a ring that was traced before would be taken from there
+    _fold._issue = issue_serially
+    try:
+        yield
+    finally:
+        _fold._issue = issue
+        jax.clear_caches()
+
+
+def _after(first: Any, then: Any) -> Any:
+    start = _fold._unforeseen_zero(first)
+    return jax.tree.map(lambda x: _fold._rewrite_first(x, start), then)
+
+
+def error(got: jax.Array, left: np.ndarray, right: np.ndarray) -> float:
+    """The largest error of any element of a product of standard normals, in units of its rms."""
+    worst = 0.0
+    for shard in got.addressable_shards:
+        rows, cols = shard.index
+        want = left[rows].astype(np.float64) @ right[:, cols].astype(np.float64)
+        worst = np.maximum(worst, np.max(np.abs(np.asarray(shard.data) - want)))
+    # The same verdict everywhere: a process that stops alone hangs its peers.
+    worst = np.max(multihost_utils.process_allgather(np.float32(worst)))
+    return float(worst / np.sqrt(left.shape[1]))
+
+
+def main() -> None:
+    """Joins the cluster and serves until standard input ends."""
+    address, process, processes, shape = sys.argv[1:]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, int(processes), int(process))
+    rows, depth, cols = map(int, shape.split("x"))
+    member = Member((rows, depth, cols))
+    for line in sys.stdin:
+        name, args = json.loads(line)
+        reply = getattr(member, name)(*args)
+        if jax.process_index() == 0:
+            print(REPLY + json.dumps(reply), flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()
