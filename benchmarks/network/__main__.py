@@ -2,20 +2,21 @@
 
     python benchmarks/network [--rate 6gbit] [--shape 4096x4096x4096] [--rounds 7] [--json F]
 
-Needs Linux and the right to make a network namespace. Compares jaxpar's modes with the naive form
-and with two controls: `serial`, the one-way ring whose matmuls wait for its transfers, and `memory
-scheduler`, the same ring compiled by XLA's memory-optimised scheduler. Every result is compared with
-NumPy's first. Then all variants run once a round, and ratios are taken round by round.
+Needs Linux and the right to make a network namespace. Compares jaxpar's modes with the naive
+form and with two controls: `serial`, the one-way ring whose matmuls wait for its transfers, and
+`memory scheduler`, the same ring compiled by XLA's memory-optimised scheduler. Every result is
+compared with NumPy's first. Then all variants run once a round, and ratios are taken round by
+round.
 """
 
 import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from cluster import INSIDE, Cluster, Refused, enter_namespace
+from cluster import INSIDE, Cluster, RefusalError, enter_namespace
 from report import Row, Run, print_table, write_json, write_plot
 
 CASES = {
@@ -33,9 +34,8 @@ SETS = {
 }
 
 
-def measure(run: Run, cases: Sequence[str]) -> list[Row]:
-    """Measures the cases on two clusters that take turns."""
-    rows: list[Row] = []
+def measure(run: Run, cases: Sequence[str]) -> Iterator[list[Row]]:
+    """Measures the cases one by one, each on two clusters that take turns."""
     clusters = [Cluster(run.processes, run.shape, flags) for flags in SETS]
     owner = {v: c for c, variants in zip(clusters, SETS.values(), strict=True) for v in variants}
     with closing(clusters[0]), closing(clusters[1]):
@@ -43,7 +43,7 @@ def measure(run: Run, cases: Sequence[str]) -> list[Row]:
             for cluster, variants in zip(clusters, SETS.values(), strict=True):
                 wrong = cluster.do("prepare", *CASES[case], variants)["wrong"]
                 if wrong:
-                    raise Refused(f"{case}: wrong results: " + "; ".join(wrong))
+                    raise RefusalError(f"{case}: wrong results: " + "; ".join(wrong))
             seconds = {variant: [] for variant in owner}
             for turn in range(-1, run.rounds):  # the first one warms up
                 names = list(owner)[turn % len(owner) :] + list(owner)[: turn % len(owner)]
@@ -51,11 +51,10 @@ def measure(run: Run, cases: Sequence[str]) -> list[Row]:
                     elapsed = owner[variant].do("time", variant)["seconds"]
                     if turn >= 0:
                         seconds[variant].append(elapsed)
-            for variant, cluster in owner.items():
-                trace = cluster.do("trace", variant)
-                rows.append(Row(case, variant, seconds[variant], seconds["naive"], **trace))
-            print(f"{case}: done", file=sys.stderr)
-    return rows
+            yield [
+                Row(case, variant, times, seconds["naive"], **owner[variant].do("trace", variant))
+                for variant, times in seconds.items()
+            ]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -93,13 +92,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.rate != "none" and INSIDE not in os.environ:
             return enter_namespace(sys.argv[1:] if argv is None else argv, args.rate)
         run = Run(args.rate, args.shape, args.processes, args.rounds)
-        rows = measure(run, args.cases)
-    except Refused as reason:
+        print(run, flush=True)
+        rows: list[Row] = []
+        for found in measure(run, args.cases):
+            print_table(found)
+            rows += found
+            if args.json:  # at once: a run takes minutes
+                write_json(args.json, run, rows)
+    except RefusalError as reason:
         print(f"network: {reason}", file=sys.stderr)
         return 2
-    print_table(run, rows)
-    if args.json:
-        write_json(args.json, run, rows)
     if args.plot:
         write_plot(args.plot, run, rows)
     return 0

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ REPLY = "reply: "
 INSIDE = "JAXPAR_NETWORK_NAMESPACE"  # set in the environment of the run within the namespace
 
 
-class Refused(Exception):
+class RefusalError(Exception):
     """What keeps the benchmark from running, and what to do about it."""
 
 
@@ -26,7 +27,7 @@ class Cluster:
         address = f"127.0.0.1:{_free_port()}"
         script = str(Path(__file__).with_name("member.py"))
         kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (outlives this call)
         self._members = [
             subprocess.Popen(
                 [sys.executable, script, address, str(process), str(processes), shape],
@@ -55,16 +56,16 @@ class Cluster:
                 return json.loads(line.removeprefix(REPLY))
         self._log.seek(0)
         tail = "".join(self._log.readlines()[-20:])
-        raise Refused(f"a process of the cluster stopped during {action!r}; its log ends with\n{tail}")
+        raise RefusalError(
+            f"a process of the cluster stopped during {action!r}; its log ends with\n{tail}"
+        )
 
     def close(self) -> None:
         """Ends the processes: in peace where they still listen, by force where they do not."""
         for member in self._members:
             assert member.stdin is not None
-            try:
+            with suppress(BrokenPipeError):
                 member.stdin.close()
-            except BrokenPipeError:
-                pass
         for member in self._members:
             try:
                 member.wait(timeout=20)
@@ -95,7 +96,7 @@ def _unshare(setup: str) -> list[str]:
             if tried.returncode == 0:
                 return command
         why = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
-    raise Refused(
+    raise RefusalError(
         f"no slow network could be made ({why}); run `sudo nox -s network`, or "
         "`nox -s network -- --rate none` for the same without a limit, which has little to hide"
     )

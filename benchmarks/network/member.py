@@ -58,7 +58,9 @@ class Member:
                 allowed = tolerance("float32", pair[0].shape[1], self.mesh.size, "cpu")
                 off = error(result, *pair)
                 if not off <= allowed:
-                    wrong.append(f"{variant}: {name} is off by {off:.3g} rms, {allowed:.3g} allowed")
+                    wrong.append(
+                        f"{variant}: {name} is off by {off:.3g} rms, {allowed:.3g} allowed"
+                    )
         return {"wrong": wrong}
 
     def time(self, variant: str) -> dict[str, Any]:
@@ -100,7 +102,7 @@ class Member:
 
 
 @contextmanager
-def serial_rings() -> Generator[None]:
+def serial_rings() -> Generator[None, None, None]:
     """Forbids the overlap in rings that are traced inside: each matmul waits for its transfers."""
     issue = _fold._issue
 

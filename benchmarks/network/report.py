@@ -59,21 +59,19 @@ class Row:
         return self.both_ms / self.transfer_ms if self.transfer_ms else 0.0
 
 
-def print_table(run: Run, rows: Sequence[Row]) -> None:
-    """Prints a line a variant."""
+def print_table(rows: Sequence[Row]) -> None:
+    """Prints one case: a line a variant."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, title=str(run), title_justify="left")
-    for title in ("case", "variant"):
-        table.add_column(title)
-    for title in ("ms", "naive / this", "serial / this", "covered", "transfers ms", "matmuls ms"):
-        table.add_column(title, justify="right")
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column(rows[0].case, width=28)
+    titles = {"ms": 6, "x naive": 7, "x serial": 8, "covered": 7, "transfers": 9, "matmuls": 7}
+    for title, width in titles.items():
+        table.add_column(title, justify="right", width=width)
     for row in rows:
-        first = row.variant == rows[0].variant
         table.add_row(
-            row.case if first else "",
-            row.variant,
+            f"  {row.variant}",
             f"{median(row.seconds) * 1e3:.0f}",
             f"{row.speedup:.2f}",
             f"{over_serial(rows, row):.2f}",
@@ -81,12 +79,7 @@ def print_table(run: Run, rows: Sequence[Row]) -> None:
             f"{row.transfer_ms:.0f}",
             f"{row.matmul_ms:.0f}",
         )
-    Console().print(
-        table,
-        "naive / this, serial / this: medians of the ratios of times in the same round.\n"
-        "covered: share of transfer time during which the same process multiplied.",
-        highlight=False,
-    )
+    Console(width=88).print(table, highlight=False)
 
 
 def over_serial(rows: Sequence[Row], row: Row) -> float:
@@ -117,7 +110,8 @@ def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
     """Draws a group of bars a case: speed over naive, and the share of transfers covered."""
     from matplotlib.figure import Figure
 
-    cases, variants = (list(dict.fromkeys(x)) for x in zip(*((r.case, r.variant) for r in rows)))
+    cases = list(dict.fromkeys(row.case for row in rows))
+    variants = list(dict.fromkeys(row.variant for row in rows))
     figure = Figure(figsize=(11, 6.4), layout="constrained", dpi=120)
     speed, share = figure.subplots(2, 1, sharex=True)
     width = 0.84 / len(variants)
