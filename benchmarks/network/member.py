@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxpar import make_mesh
 from jaxpar.bench._ops import OPS, Shape
 from jaxpar.bench._problem import place, tolerance
-from jaxpar.collectives import _fold
+from jaxpar.collectives import _fold, _order
 from jaxpar.collectives._plan import Plan
 
 REPLY = "reply: "
@@ -104,7 +104,7 @@ class Member:
 @contextmanager
 def serial_rings() -> Generator[None, None, None]:
     """Forbids the overlap in rings that are traced inside: each matmul waits for its transfers."""
-    issue = _fold._issue
+    issue = _fold.issue
 
     def issue_serially(
         plan: Plan,
@@ -115,21 +115,21 @@ def serial_rings() -> Generator[None, None, None]:
     ) -> Any:
         # The index is there once the step before is over, its matmuls included.
         sent = send(_after(index, outgoing))
-        arrived = _fold._unforeseen_zero(sent)
+        arrived = _order.unforeseen_zero(sent)
         return _after(sent, outgoing), take(index + arrived), sent
 
     jax.clear_caches()  # or a ring that was traced before would be taken from there
-    _fold._issue = issue_serially
+    _fold.issue = issue_serially
     try:
         yield
     finally:
-        _fold._issue = issue
+        _fold.issue = issue
         jax.clear_caches()
 
 
 def _after(first: Any, then: Any) -> Any:
-    start = _fold._unforeseen_zero(first)
-    return jax.tree.map(lambda x: _fold._rewrite_first(x, start), then)
+    start = _order.unforeseen_zero(first)
+    return jax.tree.map(lambda x: _order.rewrite_first(x, start), then)
 
 
 def error(got: jax.Array, left: np.ndarray, right: np.ndarray) -> float:

@@ -117,23 +117,31 @@ def scatter_fold(
     dim: int,
     length: int,
     take: Callable[[Array, int], Any],
-    wire_dtype: DTypeLike,
+    wire_dtype: DTypeLike | None,
     dtype: DTypeLike,
 ) -> Array:
     """Sums over the devices what `produce(take(start, size))` gives for each owner, at that owner.
 
     `take` cuts what it needs for positions `start` to `start + size` of the scattered dimension,
     `dim` of what `produce` returns, of which each device owns `length`. Partial sums travel
-    towards their owner in `wire_dtype`; the result is of `dtype`.
+    towards their owner in `wire_dtype` (their own if None); the result is of `dtype`.
     """
-    cuts = _cuts(length, plan.pieces)
+    cuts = _cuts(length, plan.pieces if ring.size > 1 else 1)
     late = plan.grouped and not plan.sliced  # where slices are free within a matmul
 
-    def send(sums: dict[int, Array]) -> dict[int, Array]:
-        return {d: ring.shift(x.astype(wire_dtype), -d) for d, x in sums.items()}
+    def wire(x: Array) -> Array:
+        return x if wire_dtype is None else x.astype(wire_dtype)
 
-    def turn(distance: Any, piece: int, lanes: tuple[int, ...], state: Any) -> Any:
-        """Sends what the turn before made, and makes this piece's sums for `distance` places on."""
+    def send(sums: dict[int, Array]) -> dict[int, Array]:
+        return {d: ring.shift(wire(x), -d) for d, x in sums.items()}
+
+    def turn(
+        distance: Any, piece: int, lanes: tuple[int, ...], state: Any, result: Any = None
+    ) -> Any:
+        """Sends what the turn before made, and makes this piece's sums for `distance` places on.
+
+        At home the sum is written into `result`.
+        """
         index, outgoing, arrived = state
         start, size = cuts[piece]
 
@@ -144,11 +152,14 @@ def scatter_fold(
         def make(index: Array) -> list[Array]:
             return [produce(t) for t in (take_all(index) if late else given)]
 
-        def make_and_add(index: Array, arrived: dict[int, Array]) -> dict[int, Array]:
-            made = dict(zip(lanes, make(index), strict=True))
-            return {
-                d: _add(x, arrived, d).astype(wire_dtype if d else dtype) for d, x in made.items()
-            }
+        def make_and_add(index: Array, arrived: dict[int, Array], result: Any) -> Any:
+            sums = {d: _add(x, arrived, d) for d, x in zip(lanes, make(index), strict=True)}
+            if lanes != HOME:
+                return {d: wire(x) for d, x in sums.items()}
+            return lax.dynamic_update_slice_in_dim(result, sums[0].astype(dtype), start, dim)
+
+        def otherwise(_: Array, arrived: dict[int, Array], result: Any) -> Any:
+            return result if lanes == HOME else dict.fromkeys(lanes, next(iter(arrived.values())))
 
         take_now = (lambda _: ()) if late else take_all
         outgoing, given, sent = issue(plan, index, outgoing, take_now, send)
@@ -156,16 +167,14 @@ def scatter_fold(
             index, made, sent = pin(plan, index, make(index), sent, given)
             return index, {d: _add(x, sent, d) for d, x in zip(lanes, made, strict=True)}, arrived
         mine = arrived[piece]
-
-        def otherwise(_: Array, mine: dict[int, Array]) -> dict[int, Array]:
-            some = next(iter(mine.values()))
-            return {d: some.astype(wire_dtype if d else dtype) for d in lanes}
-
         if mine:
-            made = as_one(plan, index, make_and_add, otherwise, index, mine)
+            made = as_one(plan, index, make_and_add, otherwise, index, mine, result)
         else:
-            made = make_and_add(index, mine)
-        index, made, sent = pin(plan, index, made, sent, given)
+            made = make_and_add(index, mine, result)
+        if lanes in (plan.directions, HOME):
+            index, made, sent = pin(plan, index, made, sent, given)
+        else:  # the next turn's transfer takes the other direction: it need not wait for this one
+            index, made, _ = pin(plan, index, made, (), given)
         return index, made, {**arrived, piece - 1 if piece else len(cuts) - 1: sent, piece: {}}
 
     def step(distance: Any, state: Any, far: bool = False) -> Any:
@@ -185,12 +194,16 @@ def scatter_fold(
     else:
         state = _loop(lambda t, state: step(plan.hops - t, state), plan.hops, state)
 
-    pieces: list[Array] = []
+    if len(cuts) == 1:
+        _, own, _ = turn(0, 0, HOME, state)
+        return own[0].astype(dtype)
+    some = next(iter(state[2][0].values())).astype(dtype)
+    result = vary_over(varying_axes(some), empty_like_blocks(some, dim, 2))
+    result = lax.slice_in_dim(result, 0, length, axis=dim)
     for piece in range(len(cuts)):
-        index, own, arrived = turn(0, piece, HOME, state)
-        pieces.append(own[0].astype(dtype))
+        index, result, arrived = turn(0, piece, HOME, state, result)
         state = index, {}, arrived
-    return pieces[0] if len(pieces) == 1 else _lay(pieces, dim)
+    return result
 
 
 def take_block(x: Array, dim: int, size: int, position: Array) -> Array:
@@ -217,18 +230,6 @@ def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
     middle = -(-length // 2)
     halves = [(0, middle), (middle, length - middle)]
     return halves if pieces == 2 and length > 1 else [(0, length)]
-
-
-def _lay(pieces: Sequence[Array], dim: int) -> Array:
-    """Lays pieces one after the other, each written in place where it is made."""
-    whole = empty_like_blocks(pieces[0], dim, 2)
-    whole = lax.slice_in_dim(whole, 0, sum(piece.shape[dim] for piece in pieces), axis=dim)
-    start = 0
-    for piece in pieces:
-        whole = vary_over(varying_axes(piece), whole)
-        whole = lax.dynamic_update_slice_in_dim(whole, piece, start, dim)
-        start += piece.shape[dim]
-    return whole
 
 
 def _add(made: Array, arrived: dict[int, Array], lane: int) -> Array:

@@ -28,10 +28,10 @@ def issue(
         sent = send(outgoing)
         taken = take(index)
         return outgoing, lax.optimization_barrier(taken) if plan.sliced else taken, sent
-    # The barrier outlives fusion, in which the tie would slice for itself instead of waiting.
+    # Or fusion lets the tie slice for itself; jax 0.10.2 drops this barrier and still does.
     taken = lax.optimization_barrier(take(index))
-    start = _unforeseen_zero((index, taken))
-    outgoing = jax.tree.map(lambda x: _rewrite_first(x, start), outgoing)
+    start = unforeseen_zero((index, taken))
+    outgoing = jax.tree.map(lambda x: rewrite_first(x, start), outgoing)
     return outgoing, taken, send(outgoing)
 
 
@@ -65,14 +65,23 @@ def pin(
     index, computed, transferred = lax.optimization_barrier((index, computed, transferred))
     if traced_for_cpu():
         # That compiler drops barriers before it orders the program; only data orders it there.
-        index = index + _unforeseen_zero((computed, transferred) if plan.queued else computed)
+        index = index + unforeseen_zero((computed, transferred) if plan.queued else computed)
         # Where the plan queues, operands in use until the transfers are over: memory that the
         # matmul frees earlier would be given to what arrives, which then waits for the matmul.
         until = taken if plan.queued else sums
         if jax.tree.leaves(until):
-            start = _unforeseen_zero(until)
-            transferred = jax.tree.map(lambda x: _rewrite_first(x, start), transferred)
+            start = unforeseen_zero(until)
+            transferred = jax.tree.map(lambda x: rewrite_first(x, start), transferred)
     return index, computed, transferred
+
+
+def forward_first(plan: Plan, out: Any, residuals: Any) -> tuple[Any, Any]:
+    """Returns both, the residuals not before the result is there, where the plan groups.
+
+    A backward pass whose cotangent does not depend on the result would else be interleaved with the
+    forward pass, and the transfers of two rings wait for the same links.
+    """
+    return lax.optimization_barrier((out, residuals)) if plan.grouped else (out, residuals)
 
 
 def spec_of(x: Array) -> tuple[Any, ...]:
@@ -81,14 +90,14 @@ def spec_of(x: Array) -> tuple[Any, ...]:
     return spec + (None,) * (x.ndim - len(spec))
 
 
-def _unforeseen_zero(tree: Any) -> Array:
+def unforeseen_zero(tree: Any) -> Array:
     """Returns a 0 that the compiler cannot know before every array of `tree` is there."""
     firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(tree) if x.size and not any(spec_of(x))]
     nonzero = [(first != jnp.zeros((), first.dtype)).astype("int32") for first in firsts]
     return sum((jnp.minimum(n, jnp.int32(0)) for n in nonzero), start=jnp.int32(0))
 
 
-def _rewrite_first(x: Array, start: Array) -> Array:
+def rewrite_first(x: Array, start: Array) -> Array:
     """Returns `x` with its first element written onto itself, in place, at position `start` = 0."""
     if not x.size or any(spec_of(x)):
         return x

@@ -39,7 +39,7 @@ def scatter_sums(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLi
         return block.astype(addition_dtype(x.dtype))
 
     length = x.shape[dim] // ring.size
-    return scatter_fold(produce, ring, plan, dim, length, take, wire_dtype or x.dtype, x.dtype)
+    return scatter_fold(produce, ring, plan, dim, length, take, wire_dtype, x.dtype)
 
 
 def all_reduce(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar._dtypes import as_dtype, check_wire, result_dtype
+from jaxpar._dtypes import as_dtype, check_wire, result_dtype, sum_dtype
 from jaxpar._types import AxisName, Mode, Operand
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_divides, check_mode
@@ -54,9 +54,10 @@ class Call:
 
     def wire_dtype(self, lhs: Array) -> Any:
         """The dtype in which partial sums travel."""
-        result = self.result_dtype(lhs)
-        check_wire(self.function, self.arithmetic.wire_dtype, result)
-        return self.arithmetic.wire_dtype or result
+        preferred = self.arithmetic.preferred_element_type
+        summed = sum_dtype(lhs.dtype) if preferred is None else preferred
+        check_wire(self.function, self.arithmetic.wire_dtype, summed)
+        return self.arithmetic.wire_dtype or summed
 
 
 def make_call(

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold
+from jaxpar.collectives._order import forward_first
 from jaxpar.collectives._plan import Plan
 from jaxpar.collectives._ring import Ring
 from jaxpar.matmul._mode import sums_cost_more_than_joining
@@ -122,13 +123,14 @@ def scatter_einsum(
         first.out.index(method.label),
         sizes[method.label] // method.ring.size,
         take,
-        method.arithmetic.wire_dtype or first.dtype,
+        method.arithmetic.wire_dtype,
         first.dtype,
     )
 
 
 def _gather_fwd(method: Method, products: Any, left: Array, rights: Any) -> Any:
-    return gather_einsum(method, products, left, rights), (left, rights)
+    out = gather_einsum(method, products, left, rights)
+    return forward_first(method.plan, out, (left, rights))
 
 
 def _gather_bwd(method: Method, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
@@ -145,7 +147,7 @@ def _gather_bwd(method: Method, products: tuple[Product, ...], residuals: Any, c
 
 
 def _scatter_fwd(method: Method, products: Any, pairs: Any) -> Any:
-    return scatter_einsum(method, products, pairs), pairs
+    return forward_first(method.plan, scatter_einsum(method, products, pairs), pairs)
 
 
 def _scatter_bwd(method: Method, products: tuple[Product, ...], pairs: Any, ct: Array) -> Any:

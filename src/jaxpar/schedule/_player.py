@@ -104,11 +104,8 @@ class Player:
 
         def work(name: str) -> float:
             inner = self.module.computations[name]
-            return sum(
-                _cost.seconds(self.module, inner, item, self.chip)
-                for item in inner.instructions
-                if not _cost.is_free(item)
-            )
+            items = (item for item in inner.instructions if not _cost.is_free(item))
+            return sum((_cost.seconds(self.module, inner, i, self.chip) for i in items), 0.0)
 
         self.run(self.module.computations[max(i.called, key=work)])
 
