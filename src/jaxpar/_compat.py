@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 
-def empty_like_blocks(block: Array, dim: int, count: int) -> Array:
+def empty_like_blocks(block: Array, dim: int, count: int, dtype: Any = None) -> Array:
     """Returns unwritten memory for `count` of `block` along `dim`, not yet varying over any axis.
 
     Up to jax 0.11 `lax.empty` calls itself batched under any vmap, so that a custom_vjp which
@@ -15,21 +15,21 @@ def empty_like_blocks(block: Array, dim: int, count: int) -> Array:
     too large by the batch's size. There, whether `block` is batched decides.
     """
     if jax.__version_info__ >= (0, 12):
-        return _empty(block, dim, count)
+        return _empty(block, dim, count, dtype)
 
     @custom_vmap
     def empty(block: Array) -> Array:
-        return _empty(block, dim, count)
+        return _empty(block, dim, count, dtype)
 
     @empty.def_vmap
     def empty_of_batch(_: int, in_batched: list[bool], block: Array) -> tuple[Any, bool]:
         batched = in_batched[0]
-        return empty_like_blocks(block, dim + batched, count), batched
+        return empty_like_blocks(block, dim + batched, count, dtype), batched
 
     return empty(block)
 
 
-def _empty(block: Array, dim: int, count: int) -> Array:
+def _empty(block: Array, dim: int, count: int, dtype: Any) -> Array:
     shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
     sharding = jax.typeof(block).sharding  # over axes that are explicit, and not manual
-    return lax.empty(shape, block.dtype, out_sharding=sharding)
+    return lax.empty(shape, dtype or block.dtype, out_sharding=sharding)

@@ -77,10 +77,12 @@ def gather_fold(
             return finish(consume(carry, list(zip(blocks, taken, strict=True))))
 
         blocks, given, sent = issue(plan, index, blocks, (lambda _: ()) if late else take_all, send)
-        if carry is None:
-            carry = compute(carry, blocks, index)
+        if carry is not None and (plan.delayed or jax.tree.leaves(sums(carry))):
+            carry = as_one(
+                plan, index, compute, lambda x, *_: _like(finish, x), carry, blocks, index
+            )
         else:
-            carry = as_one(plan, index, compute, lambda x, *_: finish(x), carry, blocks, index)
+            carry = compute(carry, blocks, index)
         return pin(plan, index, carry, sent, given, sums(carry))
 
     def step(distance: Any, state: Any, send: Callable[[list[Any]], list[Any]] = send) -> Any:
@@ -238,6 +240,17 @@ def _add(made: Array, arrived: dict[int, Array], lane: int) -> Array:
         if lane in (direction, HOME[0]):
             made = made + x.astype(made.dtype)
     return made
+
+
+def _like(finish: Callable[[Any], Any], carry: Any) -> Any:
+    """Returns arrays of the types of `finish(carry)`, of any values."""
+
+    def empty(x: Array, finished: Any) -> Array:
+        if x.dtype == finished.dtype or not x.ndim:
+            return x.astype(finished.dtype)
+        return vary_over(varying_axes(x), empty_like_blocks(x, 0, 1, finished.dtype))
+
+    return jax.tree.map(empty, carry, jax.eval_shape(finish, carry))
 
 
 def _halved_dim(x: Array) -> int:

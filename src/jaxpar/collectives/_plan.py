@@ -24,8 +24,10 @@ class Plan:
 
     - `pieces`: in how many parts a scatter sums and sends each block. With two they take turns, one
       travels while the other is computed, so that an arrival is added within the next matmul.
-    - `grouped`: the matmuls of a step are made one instruction. The TPU compiler delays a transfer
-      until the last instruction that it thinks covers it, half a step too late.
+    - `grouped`: matmuls that add to sums are made one instruction with the addition, which the TPU
+      compiler would else keep apart, a pass over memory of its own.
+    - `delayed`: so are all matmuls of a step, where the compiler delays a transfer until the last
+      instruction that it thinks covers it, half a step too late.
     - `sliced`: operands are sliced before the matmul, not within it, where that is slower.
     - `queued`: a step's transfers start once its matmul has its operands, and the next step once
       both are over: the order that devices need which execute in order, in which a matmul overlaps
@@ -37,6 +39,7 @@ class Plan:
     opposite: Opposite = "none"
     pieces: int = 1
     grouped: bool = False
+    delayed: bool = False
     sliced: bool = False
     queued: bool = False
 
@@ -64,6 +67,7 @@ def make_plan(size: int, mode: str, *, whole_opposite: bool = False) -> Plan:
         opposite="none" if not rest else "whole" if whole_opposite else "halves",
         pieces=2 if on_torus else 1,
         grouped=on_torus,
+        delayed=chip is not None and chip.delays_transfers,
         sliced=chip is not None and chip.slices_before_matmul,
         queued=traced_for_cpu_cluster(),
     )

@@ -23,7 +23,7 @@ def collective_in(module: Module, i: Instruction) -> Instruction | None:
     """The collective that an instruction is, or has inside it; None without one."""
     if i.opcode.removesuffix("-start") in COLLECTIVES:
         return i
-    if i.opcode not in ("fusion", "async-start"):
+    if i.opcode not in ("fusion", "async-start", "call-start"):
         return None
     return next((x for x in module.reached(i) if x.opcode in COLLECTIVES), None)
 
@@ -63,6 +63,7 @@ def _payload(computation: Computation, i: Instruction) -> float:
     """Bytes of what a collective takes from one device."""
     by_name = computation.by_name
     operands = [by_name[name] for name in i.operands if name in by_name]
+    operands = [operand for operand in operands if operand.opcode != "call-start"]
     if sizes := _after(i.attributes, "slice_sizes={{"):
         first = operands[0].arrays[0]
         width = first.bytes / max(prod(first.shape), 1)

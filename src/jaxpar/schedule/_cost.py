@@ -9,7 +9,13 @@ _FREE = {
     *("add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element"),
     *("opt-barrier", "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple"),
 }
-_FREE_CALLS = ("AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+_FREE_CALLS = (
+    "AllocateBuffer",
+    "ConcatBitcast",
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+)
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
 
 
@@ -45,7 +51,7 @@ def seconds(
         for name in instruction.operands
         if name in computation.by_name
     )
-    if in_place := _written_in_place(module, instruction):
+    if in_place := _written_in_place(module, computation, instruction):
         # The buffer is not copied: only what is written into it moves, in and out.
         moved += 2 * in_place.bytes - 2 * instruction.bytes
     work = sum(
@@ -82,10 +88,12 @@ def _dot_seconds(module: Module, item: tuple[Computation, Instruction], chip: Ch
     return flops / (chip.flops * 2 / max(width, 1.0))
 
 
-def _written_in_place(module: Module, instruction: Instruction) -> Array | None:
+def _written_in_place(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Array | None:
     """What a fusion writes into the buffer that is its result, if it only updates it."""
     if instruction.opcode == "dynamic-update-slice":
-        return None
+        return computation.by_name[instruction.operands[1]].arrays[0]
     for name in instruction.called:
         called = module.computations[name]
         root = called.root

@@ -84,6 +84,8 @@ class Player:
             self._done(computation, i)
         elif opcode == "async-update":
             self._rename(i.operands[0], i.name)
+        elif opcode == "call-start" and not i.operands:
+            pass  # of a core of its own; what it works on comes with the update
         elif (inner := self._starts(computation, i)) is not None:
             self._start(computation, i, inner)
         elif opcode in ("copy-start", "slice-start", "async-start"):
@@ -122,6 +124,8 @@ class Player:
 
     def _starts(self, computation: Computation, i: Instruction) -> Instruction | None:
         """The collective that an instruction is or starts, not one that it goes on with."""
+        if i.opcode == "call-update":
+            return collective_in(self.module, computation.by_name[i.operands[0]])
         inner = collective_in(self.module, i)
         if inner is None or inner is i or has_call(self.module, i, "AsyncCollectiveStart"):
             return inner
@@ -148,7 +152,8 @@ class Player:
             "end": end,
             "bytes": message.sent,
         }
-        is_async = i.opcode.endswith("-start") or has_call(self.module, i, "AsyncCollectiveStart")
+        is_async = i.opcode.endswith(("-start", "call-update"))
+        is_async = is_async or has_call(self.module, i, "AsyncCollectiveStart")
         if is_async and not i.is_synchronous:
             self.open.append((i.name, _Transfer(i, event)))
             return
@@ -190,7 +195,8 @@ class Player:
         self.open = [(new if name == old else name, transfer) for name, transfer in self.open]
 
     def _copy(self, i: Instruction) -> None:
-        size = i.arrays[0].bytes if i.arrays else 0
+        # Destination, source and a context; of a slice the source is the larger one.
+        size = min((array.bytes for array in i.arrays if array.shape), default=0)
         start = max(self.now, self.memory)
         self.memory = start + size / self.chip.hbm
         event = {"row": "memory", "start": start, "end": self.memory, "bytes": 0.0}
