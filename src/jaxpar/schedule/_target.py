@@ -5,7 +5,7 @@ import importlib.util
 import os
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -123,10 +123,14 @@ def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
         most = sizes[0] if figures is None else figures.switched or 1
         hosts = sizes[0] // most if sizes[0] % most == 0 else 1
     layout = f"1x{hosts}x{prod(sizes) // hosts}"  # slices, hosts, devices of a host
-    topology = get_topology_desc(
-        platform="cuda", topology_name=name, target_config=text, topology=layout
-    )
-    return list(topology.devices)
+    # Else the plugin registers only where the libraries are that run programs.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    describe = partial(get_topology_desc, name, "cuda", target_config=text, topology=layout)
+    try:
+        return list(describe().devices)
+    except NotImplementedError:  # JAX looked for plugins before the variable was set
+        importlib.import_module(find_plugin() or "").initialize()
+        return list(describe().devices)
 
 
 def _description(text: str) -> str:
@@ -142,5 +146,4 @@ def _gpu_configs(name: str) -> dict[str, str]:
             f"target: {name!r} is no TPU ({', '.join(TPUS)}), and a GPU needs the CUDA compiler; "
             "pip install 'jaxpar[gpu]'"
         )
-    importlib.import_module(plugin)  # registers it, where no backend has been asked for yet
     return described_gpus(plugin)
