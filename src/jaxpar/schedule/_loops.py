@@ -42,9 +42,10 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | 
         initial = _value(module, caller, loop.operands[0], None, wanted=needed)
         state = {n: initial[n] for n in needed}
         for trips in range(MOST_TRIPS):
-            if not _value(module, condition, condition.root.name, [state]):
+            arguments = [state].__getitem__
+            if not _value(module, condition, condition.root.name, arguments):
                 return trips
-            state = _value(module, body, body.root.name, [state], wanted=needed)
+            state = _value(module, body, body.root.name, arguments, wanted=needed)
     except (_UnknownError, KeyError, TypeError):
         return None
     return None
@@ -75,7 +76,7 @@ def _value(
     module: Module,
     computation: Computation,
     name: str,
-    arguments: list[Any] | None,
+    arguments: Callable[[int], Any] | None,
     wanted: set[int] | None = None,
 ) -> Any:
     """The value of an instruction that results in an integer scalar, or in a tuple (a dict).
@@ -93,7 +94,7 @@ def _value(
         case "parameter":
             if arguments is None:
                 raise _UnknownError
-            return arguments[int(instruction.operand_text)]
+            return arguments(int(instruction.operand_text))
         case "tuple":
             chosen = range(len(instruction.operands)) if wanted is None else wanted
             return {n: value(instruction.operands[n]) for n in chosen}
@@ -114,20 +115,10 @@ def _value(
         case "fusion" | "call":
             called = module.computations[instruction.called[0]]
             # Only what the result needs: other operands of a fusion may be arrays.
-            inner = _Lazy(value, instruction.operands)
-            return _value(module, called, called.root.name, inner, wanted)  # type: ignore[arg-type]
+            operands = instruction.operands
+            return _value(module, called, called.root.name, lambda n: value(operands[n]), wanted)
         case _:
             raise _UnknownError
-
-
-class _Lazy:
-    """Arguments that are computed when they are read."""
-
-    def __init__(self, value: Callable[[str], Any], operands: tuple[str, ...]) -> None:
-        self.value, self.operands = value, operands
-
-    def __getitem__(self, number: int) -> Any:
-        return self.value(self.operands[number])
 
 
 def _constant(instruction: Instruction) -> Any:
