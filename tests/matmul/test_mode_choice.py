@@ -1,25 +1,31 @@
 """mode="auto": a roofline over static shapes, the ring's size and the chip."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar._chips import CHIPS
-from jaxpar.collectives._plan import make_plan
+from jaxpar.collectives._plan import Plan, make_plan
 from jaxpar.collectives._ring import Ring
 from jaxpar.matmul import (
-    _mode,
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
     ring_einsum,
 )
-from jaxpar.matmul._mode import choose_plan, naive_time, ring_time
+from jaxpar.matmul._mode import (
+    choose_plan,
+    naive_time,
+    ring_time,
+    sums_cost_more_than_joining,
+)
 from jaxpar.testing import count_collectives
 
 # On one of 8 devices, in bf16: FLOPs, and bytes of a block that travels.
@@ -27,19 +33,48 @@ LARGE = 2.0 * 8192**3 / 8, 8192 * 1024 * 2
 TINY = 2.0 * 64**3 / 8, 64 * 8 * 2
 
 
-def chip(kind):
-    return next(c for c in CHIPS if c.kind == kind)
-
-
-@pytest.fixture
-def traced_for(monkeypatch):
-    return lambda kind: monkeypatch.setattr(
-        _mode, "traced_chip", lambda: None if kind is None else chip(kind)
+def described(kind, n=8, shape=None):
+    """A mesh of devices that are not there; None for a chip that no table has."""
+    fields = inspect.signature(AbstractDevice).parameters
+    known = {"device_kind": kind or "a chip", "num_cores": None, "platform": "tpu"}
+    device = AbstractDevice(**{name: known[name] for name in fields})
+    shape = {"x": n} if shape is None else shape
+    return AbstractMesh(
+        tuple(shape.values()),
+        tuple(shape),
+        axis_types=(AxisType.Auto,) * len(shape),
+        abstract_device=device,
     )
+
+
+def traced(function, mesh):
+    """What `function` returns where it is traced for `mesh`."""
+    found = []
+
+    def body():
+        found.append(function())
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P()))
+    return found[-1]
 
 
 def ring(n):
     return Ring(("x",), n)
+
+
+def chosen(mesh, n, work, mode="auto"):
+    return traced(lambda: choose_plan(ring(n), mode, *work), mesh)
+
+
+def named(plan):
+    if plan is None:
+        return "naive"
+    return {(1,): "unidirectional", (1, -1): "bidirectional"}[plan.directions]
+
+
+def chip(kind):
+    return next(c for c in CHIPS if c.kind == kind)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +95,88 @@ def ring(n):
         (None, 8, LARGE, "naive"),
     ],
 )
-def test_choices(kind, n, work, mode, traced_for):
-    traced_for(kind)
-    assert choose_plan(ring(n), *work) == mode
+def test_choices(kind, n, work, mode):
+    assert named(chosen(described(kind, n), n, work)) == mode
+
+
+@pytest.mark.parametrize("kind", ["TPU v5", "NVIDIA H100", None])
+@pytest.mark.parametrize("work", [LARGE, TINY])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_a_mode_that_is_asked_for_is_taken(n, work, kind):
+    mesh = described(kind, n)
+    assert chosen(mesh, n, work, "naive") is None
+    for mode in ("unidirectional", "bidirectional"):
+        assert named(chosen(mesh, n, work, mode)) == mode
+        assert chosen(mesh, n, work, mode).hops == traced(lambda m=mode: make_plan(n, m), mesh).hops
+
+
+def test_without_a_mesh_auto_is_naive_and_rings_are_plain():
+    assert choose_plan(ring(8), "auto", *LARGE) is None
+    assert choose_plan(ring(8), "bidirectional", *LARGE) == Plan((1, -1), 3, "halves")
+
+
+@pytest.mark.parametrize(
+    ("kind", "pieces", "grouped", "sliced"),
+    [
+        ("TPU v4", 2, True, False),
+        ("TPU v5 lite", 2, True, False),
+        ("TPU v5", 2, True, True),
+        ("TPU v6 lite", 2, True, False),
+        ("TPU7x", 2, True, False),
+        ("NVIDIA H100", 1, False, False),
+        ("cpu", 1, False, False),
+        (None, 1, False, False),
+    ],
+)
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+def test_what_the_compiler_of_a_chip_needs(mode, kind, pieces, grouped, sliced):
+    """Taking turns and grouping only on TPUs, slicing first only where it was seen to pay."""
+    plan = chosen(described(kind), 8, LARGE, mode)
+    assert (plan.pieces, plan.grouped, plan.sliced) == (pieces, grouped, sliced)
+    assert not plan.queued
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "NVIDIA H100"])
+def test_the_opposite_block_is_whole_where_two_matmuls_cover_it(kind):
+    transfer = 1e9 / chip(kind).link
+    two_blocks = transfer * chip(kind).flops * 8 / 2
+    mesh = described(kind)
+
+    def opposite(flops, n=8, mode="bidirectional"):
+        return chosen(mesh, n, (flops, 10**9), mode).opposite
+
+    assert opposite(two_blocks * 1.001) == "whole"
+    assert opposite(two_blocks * 0.999) == "halves"
+    assert opposite(two_blocks * 1.001, n=7) == opposite(two_blocks * 0.999, n=7) == "none"
+    assert opposite(two_blocks * 1.001, mode="unidirectional") == "none"
+
+
+def test_nothing_says_that_matmuls_of_an_unknown_chip_cover():
+    assert chosen(described(None), 8, (1e30, 1), "bidirectional").opposite == "halves"
+
+
+def test_auto_takes_the_plan_that_it_timed():
+    """The opposite block as in the same mode asked for."""
+    mesh = described("TPU v5")
+    for scale in (1.0, 2.0, 8.0):
+        work = LARGE[0] * scale, LARGE[1]
+        assert chosen(mesh, 8, work) == chosen(mesh, 8, work, "bidirectional")
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+def test_short_arrivals_are_joined_on_a_torus(kind):
+    """From the length on whose FLOPs take twice as long as to read and write the sum, they add."""
+    found = chip(kind)
+    limit = int(8 * found.flops / found.hbm)
+    mesh = described(kind)
+    assert traced(lambda: sums_cost_more_than_joining(limit - 1), mesh)
+    assert not traced(lambda: sums_cost_more_than_joining(limit + 1), mesh)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100", "cpu", None])
+def test_arrivals_are_not_joined_elsewhere(kind):
+    assert not traced(lambda: sums_cost_more_than_joining(1), described(kind))
+    assert not sums_cost_more_than_joining(1)
 
 
 @pytest.mark.parametrize(
@@ -73,42 +187,38 @@ def test_choices(kind, n, work, mode, traced_for):
         ("TPU v5", 512, "bidirectional"),
     ],
 )
-def test_no_ring_where_permutes_are_synchronous(kind, devices, mode, traced_for):
+def test_no_ring_where_permutes_are_synchronous(kind, devices, mode):
     """From 64 devices in the whole mesh on v5e, whatever the size of the ring."""
-    traced_for(kind)
-    mesh = AbstractMesh((devices // 8, 8), ("d", "x"), axis_types=(AxisType.Auto,) * 2)
-    chosen = []
-
-    def body(x):
-        chosen.append(choose_plan(ring(8), *LARGE))
-        return x
-
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    jax.eval_shape(mapped, jax.ShapeDtypeStruct((8,), jnp.float32))
-    assert set(chosen) == {mode}
+    mesh = described(kind, shape={"d": devices // 8, "x": 8})
+    assert named(chosen(mesh, 8, LARGE)) == mode
 
 
 @settings(max_examples=200, deadline=None, database=None)
 @given(st.sampled_from(CHIPS), st.integers(1, 64), st.floats(1.0, 1e15), st.integers(1, 10**10))
 def test_the_choice_is_never_predicted_to_be_slower_than_naive(chip, n, flops, block_bytes):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_mode, "traced_chip", lambda: chip)
-        mode = choose_plan(ring(n), flops, block_bytes)
-    naive = naive_time(chip, n, flops, block_bytes)
-    assert mode in ("naive", "unidirectional", "bidirectional")
-    assert mode != "bidirectional" or chip.torus
-    if mode != "naive":
-        assert ring_time(chip, make_plan(n, mode), flops, block_bytes) < naive
+    mesh = described(chip.kind, n)
+    plan = chosen(mesh, n, (flops, block_bytes))
+    if plan is None:
+        return
+    time = ring_time(chip, plan, flops, block_bytes)
+    assert time < naive_time(chip, n, flops, block_bytes)
+    assert named(plan) != "bidirectional" or chip.torus
+    for mode in ("unidirectional", "bidirectional") if chip.torus else ():
+        assert time <= ring_time(
+            chip, chosen(mesh, n, (flops, block_bytes), mode), flops, block_bytes
+        )
 
 
 @settings(max_examples=50, deadline=None, database=None)
 @given(st.sampled_from(CHIPS), st.integers(3, 64), st.integers(1, 10**10))
 def test_no_time_is_below_the_floor(chip, n, block_bytes):
     """No plan computes faster than peak, or moves its bytes faster than the links do."""
-    ways = {"unidirectional": 1, "bidirectional": 2}
-    for mode, lanes in ways.items():
-        plan = make_plan(n, mode)
-        moved = (n - 1) * block_bytes / lanes / chip.link
+    modes = ("unidirectional", "bidirectional")
+    for plan in (make_plan(n, m, whole_opposite=whole) for m in modes for whole in (False, True)):
+        lanes = len(plan.directions)
+        by_first = plan.hops + {"none": 0, "halves": 0.5, "whole": 1}[plan.opposite]
+        moved = by_first * block_bytes / chip.link
+        assert by_first >= (n - 1) / lanes
         assert ring_time(chip, plan, 0.0, block_bytes) >= moved * (1 - 1e-9)
         assert ring_time(chip, plan, 1e15, 0) >= 1e15 / chip.flops * (1 - 1e-9)
 
@@ -134,8 +244,8 @@ CALLS = {
 calls = pytest.mark.parametrize(("fn", "specs"), CALLS.values(), ids=CALLS)
 
 
-def sharded(fn, specs, **options):
-    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+def sharded(fn, specs, mesh=None, **options):
+    mesh = mesh or Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
     return jax.shard_map(
         lambda x, w: fn(x, w, **options), mesh=mesh, in_specs=specs[:2], out_specs=specs[2]
     )
@@ -152,13 +262,13 @@ def test_auto_is_naive_on_cpu(fn, specs):
 
 @calls
 @pytest.mark.parametrize(("kind", "size"), [("TPU v5", 8192), ("NVIDIA H100", 8192), ("TPU v5", 8)])
-def test_auto_asks_for_each_call(fn, specs, kind, size, traced_for):
+def test_auto_asks_for_each_call(fn, specs, kind, size):
     """What a call hands to the roofline: its own FLOPs and bytes, and the mode is what runs."""
-    traced_for(kind)
+    mesh = described(kind)
     mode = {"TPU v5": "bidirectional", "NVIDIA H100": "unidirectional"}[kind]
     args = [jax.ShapeDtypeStruct((size, size), jnp.bfloat16)] * 2
     auto, expected = (
-        count_collectives(sharded(fn, specs, mode=mode), *args)
+        count_collectives(sharded(fn, specs, mesh, mode=mode), *args)
         for mode in ("auto", mode if size > 8 else "naive")
     )
     assert auto == expected
@@ -168,9 +278,9 @@ def test_what_the_roofline_is_asked(monkeypatch):
     """All products of a shared gather count, bytes are those of one hop in the wire's dtype."""
     asked = []
 
-    def record(ring, flops, block_bytes):
+    def record(ring, mode, flops, block_bytes):
+        assert mode == "auto"
         asked.append((ring.size, flops, block_bytes))
-        return "naive"
 
     monkeypatch.setattr("jaxpar.matmul._einsum.choose_plan", record)
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",), axis_types=(AxisType.Auto,))
