@@ -95,7 +95,9 @@ def ring_reduce_scatter(
         of range; an unknown mode or axis name; a call outside shard_map.
 
     Cost: a device sends (n-1)/n of `x` in the wire's dtype, in n-1 steps one way, or half of that
-    over each link in n/2 steps both ways. The derivative is `ring_all_gather`.
+    over each link in n/2 steps both ways. On an even ring that is no torus, towards lower logical
+    indices goes half a block more than that, and half a block less the other way. The derivative
+    is `ring_all_gather`.
 
     Example:
       >>> mesh = make_mesh("tp=8")

@@ -16,9 +16,10 @@ class Plan:
     device `d * s` places back. A scatter runs the same steps in reverse, each lane the other way:
     in step `s` a device adds to the partial sum that it hands on to the owner `d * s` places back.
 
-    Both ways round an even ring, one block is left: that of the `opposite` device. It comes in
-    `halves`, one from each side, so that each link carries (size - 1) / 2 blocks, or `whole` by
-    the first lane, which costs no cutting and half a transfer more.
+    Both ways round an even ring, one block is left: that of the `opposite` device. A gather brings
+    it in `halves`, one from each side, so that each link carries (size - 1) / 2 blocks, or `whole`
+    by the first lane, which costs no cutting and half a transfer more. A scatter sends it in its
+    `pieces`, which take the lanes in turn: two go one each way, one goes by the first lane.
 
     The rest is about the order that the compilers and executors need to overlap what may overlap:
 

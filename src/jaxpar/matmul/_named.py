@@ -56,9 +56,10 @@ def all_gather_matmul(
       ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the gathered operand and computes the whole local product in n
-    pieces. One way takes n-1 transfers, towards higher logical indices; both ways takes about n/2,
-    with half the bytes on each link. The derivative gathers once more and reduce-scatters once,
-    overlapped alike, and keeps the operands as they came in.
+    pieces. One way takes n-1 transfers, towards higher logical indices; both ways takes n/2, with
+    half the bytes on each link (on an even ring whose matmuls cover it, half a block more on one
+    and less on the other). The derivative gathers once more and reduce-scatters once, overlapped
+    alike, and keeps the operands as they came in.
 
     Example:
       >>> mesh = make_mesh("tp=8")
