@@ -1,11 +1,14 @@
 """The project's commands: `nox -l` lists them."""
 
+import shutil
+
 import nox
 
 nox.options.sessions = ["tests", "lint"]
 nox.options.reuse_existing_virtualenvs = True
 
 OLDEST_JAX = "0.10.0"  # keep in step with pyproject.toml
+NEWEST_PYTHON = next((v for v in ("3.13", "3.12") if shutil.which(f"python{v}")), "3.12")
 PYTEST = ("pytest", "-n", "auto", "--dist", "worksteal")
 
 
@@ -47,3 +50,10 @@ def network(session: nox.Session) -> None:
     """Measures the overlap on a slow network: four CPU processes, by the wall clock (Linux)."""
     session.install("-e", ".[bench]")
     session.run("python", "benchmarks/network", *session.posargs)
+
+
+@nox.session(python=NEWEST_PYTHON)  # those that the newest jax needs
+def overlap(session: nox.Session) -> None:
+    """Compares time over floor with naive, XLA and the guide's rings, by the TPU compiler."""
+    session.install("-e", ".[bench,tpu,gpu]")
+    session.run("python", "benchmarks/overlap.py", *session.posargs)

@@ -1,0 +1,260 @@
+"""What benchmarks/overlap.py found, as tables for the terminal and README.md, and as a picture."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, inf, log
+from typing import Any
+
+from jaxpar.bench._ops import OPS
+from overlap_worker import GPUS, MODES, Case
+from peers import PEERS
+
+BEGIN, END = "<!-- overlap:begin -->", "<!-- overlap:end -->"
+COMMAND = "python benchmarks/overlap.py"
+NAMES = {"naive": "naive", "unidirectional": "one way", "bidirectional": "both ways"}
+# The Okabe-Ito palette, which colour-blind readers tell apart, and a shape for each peer.
+MARKS = {
+    "naive": ("0.55", "x"),
+    "XLA post_spmd": ("#D55E00", "^"),
+    "XLA plain jit": ("#CC79A7", "v"),
+    "guide one way": ("#009E73", ">"),
+    "guide both ways": ("#E69F00", "D"),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Titles of columns, and rows of text."""
+
+    titles: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        """The table in Markdown, numbers to the right."""
+        rule = ["---", *["---:"] * (len(self.titles) - 1)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (self.titles, rule, *self.rows))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case with what was found: times over the floor, None where something failed."""
+
+    case: Case
+    found: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """What the case is, without remarks."""
+        return self.case.name.partition(":")[0].partition(", permutes")[0]
+
+    def record(self, kind: str, variant: str) -> dict[str, Any]:
+        """What was found of a peer or mode, empty where it failed."""
+        for record in self.found["records"]:
+            if (record["kind"], record["variant"]) == (kind, variant) and "total" in record:
+                return record
+        return {}
+
+    def ratio(self, kind: str, variant: str) -> float | None:
+        """Time over floor."""
+        record = self.record(kind, variant)
+        return record["total"] / self.found["floor"] if record else None
+
+    @property
+    def best_peer(self) -> float | None:
+        """The least time over floor of any peer."""
+        return min((x for peer in PEERS if (x := self.ratio("peer", peer))), default=None)
+
+    @property
+    def best_mode(self) -> float | None:
+        """The least time over floor of any mode that is chosen by name."""
+        return min((x for mode in NAMES if (x := self.ratio("mode", mode))), default=None)
+
+
+def results(found: Sequence[dict[str, Any]]) -> list[Result]:
+    """The cases among what was found."""
+    return [Result(Case(**each["case"]), each) for each in found if "case" in each]
+
+
+def main_table(cases: Sequence[Result]) -> Table:
+    """A line a case, then the geometric mean and the worst of those that are not a fallback."""
+    titles = ["case", "floor, ms", *PEERS, *(f"jaxpar {NAMES.get(mode, mode)}" for mode in MODES)]
+    titles += ["auto / best peer", "auto / best mode", "auto's temporaries, MiB (blocks)"]
+    columns = [("peer", peer) for peer in PEERS] + [("mode", mode) for mode in MODES]
+    ratios = [[each.ratio(*column) for column in columns] for each in cases]
+    over = [_over(each.ratio("mode", "auto"), each.best_peer) for each in cases]
+    of_best = [_over(each.ratio("mode", "auto"), each.best_mode) for each in cases]
+    rows = []
+    for number, each in enumerate(cases):
+        auto = each.record("mode", "auto")
+        cells = [_number(x) for x in ratios[number]]
+        cells[-1] = f"**{cells[-1]}**{_pick(auto)}"
+        floor = each.found.get("floor")
+        name = f"{each.label}{' (fallback)' if each.case.fallback else ''}; {each.case.chip}"
+        rest = [_number(over[number]), _number(of_best[number]), _memory(auto, each.case)]
+        rows.append([name, f"{floor * 1e3:.3f}" if floor else "-", *cells, *rest])
+    counted = [n for n, each in enumerate(cases) if not each.case.fallback]
+    for title, reduce in (("geometric mean, no fallback", geometric_mean), ("worst", max)):
+        lines = zip(*(ratios[n] for n in counted), strict=True)
+        cells = [_number(reduce([x for x in line if x] or [0.0]) or None) for line in lines]
+        pair = [[column[n] for n in counted if column[n]] for column in (over, of_best)]
+        rest = [_number(reduce(x) if x else None) for x in pair]
+        if counted:
+            rows.append([f"**{title}**", "", *cells, *rest, ""])
+    return Table(titles, rows)
+
+
+def wire_table(cases: Sequence[Result]) -> Table:
+    """The cases in which sums travel, with jaxpar's default wire."""
+    titles = ["case", "best peer", "auto, bfloat16 wire", "auto, default wire", "/ best peer"]
+    rows = []
+    for each in cases:
+        if not each.case.has_sums:
+            continue
+        default = each.ratio("default wire", "auto")
+        picked = _pick(each.record("default wire", "auto"))
+        values = (each.best_peer, each.ratio("mode", "auto"), default)
+        cells = [*map(_number, values), _number(_over(default, each.best_peer))]
+        cells[2] += picked
+        rows.append([f"{each.label}; {each.case.chip}", *cells])
+    return Table(titles, rows)
+
+
+def gpu_table(found: Sequence[dict[str, Any]]) -> Table:
+    """The transfers of every operation on GPUs."""
+    hosts = [each for chip in GPUS for each in found if each.get("gpu") == chip]
+    passes = {False: "forward", True: "forward + backward"}
+    titles = ["op", *(f"{host['gpu']}, {text}" for host in hosts for text in passes.values())]
+    rows = []
+    for op in OPS:
+        cells = []
+        for host in hosts:
+            records = {(r["op"], r["grad"]): r for r in host["records"] if "total" in r}
+            cells += [_transfers(records.get((op, grad))) for grad in passes]
+        rows.append([op, *cells])
+    return Table(titles, rows if hosts else [])
+
+
+def failures(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for everything that has no number."""
+    for each in found:
+        if "failure" in each:
+            yield f"{each['label']}: {each['failure']}"
+        for record in each["records"]:
+            if "failure" in record:
+                what = " ".join(str(record[k]) for k in ("kind", "op") if k in record)
+                yield f"{each['label']}: {what} {record['variant']}: {record['failure']}"
+
+
+def tables(found: Sequence[dict[str, Any]]) -> str:
+    """All that stands between the markers of README.md."""
+    versions = found[0]["versions"] if found else {}
+    parts = [
+        f"`{COMMAND}`, {', '.join(f'{name} {number}' for name, number in versions.items())}.",
+        "Time over floor:\n\n" + main_table(results(found)).markdown(),
+        "With the default wire, float32, against the same floor and peers (which send bfloat16):"
+        "\n\n" + wire_table(results(found)).markdown(),
+        'GPUs, `mode="auto"`, bfloat16, M x K x N = 8192x8192x28672, default flags and wire: '
+        "transfers that are asynchronous / of these, around at least one matmul / synchronous:"
+        "\n\n" + gpu_table(found).markdown(),
+    ]
+    if missing := list(failures(found)):
+        parts.append("\n".join(f"- {line}" for line in missing))
+    return "\n\n".join(parts)
+
+
+def print_tables(found: Sequence[dict[str, Any]]) -> None:
+    """Prints the tables."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as Printed
+
+    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(console.width, 180))
+    cases = results(found)
+    for table in (main_table(cases), wire_table(cases), gpu_table(found)):
+        if not table.rows:
+            continue
+        printed = Printed(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for number, title in enumerate(table.titles):
+            printed.add_column(title, justify="right" if number else "left")
+        for row in table.rows:
+            printed.add_row(*(cell.replace("**", "") for cell in row))
+        console.print(printed)
+    for line in failures(found):
+        console.print(f"- {line}", markup=False)
+
+
+def rewrite(text: str, tables: str) -> str:
+    """Returns `text` with `tables` between its markers.
+
+    Raises:
+      ValueError: the markers are not there, once each and in order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in before or END in after:
+        raise ValueError(f"the markers {BEGIN} and {END} must be there, once each and in order")
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean; 0 where one is."""
+    return 0.0 if min(values) <= 0 else exp(sum(map(log, values)) / len(values))
+
+
+def write_plot(path: str, found: Sequence[dict[str, Any]]) -> None:
+    """Draws a line a case: a mark for each peer, and a dot for jaxpar's auto."""
+    from matplotlib.figure import Figure
+
+    cases = results(found)
+    figure = Figure(figsize=(10.5, 0.42 * len(cases) + 1.7), layout="constrained", dpi=110)
+    panel = figure.subplots()
+    panel.axvline(1, color="0.25", linewidth=1.2)
+    for at, each in enumerate(cases):
+        ends = [x for x in (each.ratio("mode", "auto"), each.best_peer) if x]
+        panel.plot(ends, [at] * len(ends), color="#0072B2", linewidth=2.5, alpha=0.3, zorder=1)
+    for peer, (colour, mark) in MARKS.items():
+        points = [(each.ratio("peer", peer) or inf, at) for at, each in enumerate(cases)]
+        panel.scatter(*zip(*points, strict=True), s=34, c=colour, marker=mark, label=peer)
+    points = [(each.ratio("mode", "auto") or inf, at) for at, each in enumerate(cases)]
+    panel.scatter(*zip(*points, strict=True), s=80, c="#0072B2", zorder=3, label="jaxpar auto")
+    panel.set_yticks(range(len(cases)), [f"{c.label}; {c.case.chip}" for c in cases], fontsize=8.5)
+    panel.invert_yaxis()
+    panel.set_xscale("log")
+    ticks = [1, 1.1, 1.25, 1.5, 2, 2.5, 3]
+    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    panel.set_xticks([], minor=True)
+    panel.set_xlabel("time over floor (log scale); the bar joins jaxpar to its best peer")
+    panel.grid(axis="x", color="0.9")
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.tick_params(axis="y", length=0)
+    figure.legend(loc="outside upper center", ncols=6, fontsize=9, frameon=False)
+    figure.savefig(path)
+
+
+def _over(value: float | None, other: float | None) -> float | None:
+    return value / other if value and other else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _pick(record: dict[str, Any]) -> str:
+    same = record.get("same_as", "auto")
+    return f" ({NAMES[same]})" if same in NAMES else ""
+
+
+def _memory(record: dict[str, Any], case: Case) -> str:
+    if not record:
+        return "-"
+    temporaries = record["temporaries"]
+    return f"{temporaries / 2**20:.0f} ({temporaries / case.block_bytes:.1f})"
+
+
+def _transfers(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return "-"
+    counts = (record[kind] for kind in ("asynchronous", "bracketing", "synchronous"))
+    return f"{' / '.join(map(str, counts))}{_pick(record)}"
