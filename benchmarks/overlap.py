@@ -119,15 +119,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
-    if missing := _missing():
-        parser.error(
-            f"needs {', '.join(missing)}; pip install 'jaxpar[bench,tpu,gpu]', or "
-            "`pip install -e '.[bench,tpu,gpu]'` in a clone"
-        )
     try:
         args.tasks = tasks(None if args.cases is None else args.cases.split(","))
     except ValueError as reason:
         parser.error(f"--cases has {reason}")
+    if missing := _missing():
+        parser.error(f"needs {', '.join(missing)}; pip install -e '.[bench,tpu,gpu]'")
     return args
 
 

@@ -45,7 +45,8 @@ class Result:
     @property
     def label(self) -> str:
         """What the case is, without remarks."""
-        return self.case.name.partition(":")[0].partition(", permutes")[0]
+        name = self.case.name.partition(", permutes")[0]
+        return f"{name}, {self.case.op} (fallback)" if self.case.fallback else name
 
     def record(self, kind: str, variant: str) -> dict[str, Any]:
         """What was found of a peer or mode, empty where it failed."""
@@ -89,7 +90,7 @@ def main_table(cases: Sequence[Result]) -> Table:
         cells = [_number(x) for x in ratios[number]]
         cells[-1] = f"**{cells[-1]}**{_pick(auto)}"
         floor = each.found.get("floor")
-        name = f"{each.label}{' (fallback)' if each.case.fallback else ''}; {each.case.chip}"
+        name = f"{each.label}; {each.case.chip}"
         rest = [_number(over[number]), _number(of_best[number]), _memory(auto, each.case)]
         rows.append([name, f"{floor * 1e3:.3f}" if floor else "-", *cells, *rest])
     counted = [n for n, each in enumerate(cases) if not each.case.fallback]
