@@ -139,7 +139,8 @@ def _missing() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     args = parse(argv)
-    from overlap_report import print_tables, rewrite, tables, write_plot
+    from overlap_plot import write_plot
+    from overlap_report import print_tables, rewrite, tables
 
     if args.cases is None:
         rewrite(Path(args.readme).read_text(), "")  # before minutes of work: it has the markers

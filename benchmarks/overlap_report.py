@@ -1,8 +1,8 @@
-"""What benchmarks/overlap.py found, as tables for the terminal and README.md, and as a picture."""
+"""What benchmarks/overlap.py found, as tables for the terminal and for README.md."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, inf, log
+from math import exp, log
 from typing import Any
 
 from jaxpar.bench._ops import OPS
@@ -12,14 +12,6 @@ from peers import PEERS
 BEGIN, END = "<!-- overlap:begin -->", "<!-- overlap:end -->"
 COMMAND = "python benchmarks/overlap.py"
 NAMES = {"naive": "naive", "unidirectional": "one way", "bidirectional": "both ways"}
-# The Okabe-Ito palette, which colour-blind readers tell apart, and a shape for each peer.
-MARKS = {
-    "naive": ("0.55", "x"),
-    "XLA post_spmd": ("#D55E00", "^"),
-    "XLA plain jit": ("#CC79A7", "v"),
-    "guide one way": ("#009E73", ">"),
-    "guide both ways": ("#E69F00", "D"),
-}
 
 
 @dataclass(frozen=True)
@@ -201,37 +193,6 @@ def rewrite(text: str, tables: str) -> str:
 def geometric_mean(values: Sequence[float]) -> float:
     """The geometric mean; 0 where one is."""
     return 0.0 if min(values) <= 0 else exp(sum(map(log, values)) / len(values))
-
-
-def write_plot(path: str, found: Sequence[dict[str, Any]]) -> None:
-    """Draws a line a case: a mark for each peer, and a dot for jaxpar's auto."""
-    from matplotlib.figure import Figure
-
-    cases = results(found)
-    figure = Figure(figsize=(10.5, 0.42 * len(cases) + 1.7), layout="constrained", dpi=110)
-    panel = figure.subplots()
-    panel.axvline(1, color="0.25", linewidth=1.2)
-    for at, each in enumerate(cases):
-        ends = [x for x in (each.ratio("mode", "auto"), each.best_peer) if x]
-        panel.plot(ends, [at] * len(ends), color="#0072B2", linewidth=2.5, alpha=0.3, zorder=1)
-    for peer, (colour, mark) in MARKS.items():
-        points = [(each.ratio("peer", peer) or inf, at) for at, each in enumerate(cases)]
-        panel.scatter(*zip(*points, strict=True), s=34, c=colour, marker=mark, label=peer)
-    points = [(each.ratio("mode", "auto") or inf, at) for at, each in enumerate(cases)]
-    panel.scatter(*zip(*points, strict=True), s=80, c="#0072B2", zorder=3, label="jaxpar auto")
-    panel.set_yticks(range(len(cases)), [f"{c.label}; {c.case.chip}" for c in cases], fontsize=8.5)
-    panel.invert_yaxis()
-    panel.set_xscale("log")
-    ticks = [1, 1.1, 1.25, 1.5, 2, 2.5, 3]
-    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-    panel.set_xticks([], minor=True)
-    panel.set_xlabel("time over floor (log scale); the bar joins jaxpar to its best peer")
-    panel.grid(axis="x", color="0.9")
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.tick_params(axis="y", length=0)
-    figure.legend(loc="outside upper center", ncols=6, fontsize=9, frameon=False)
-    figure.savefig(path)
 
 
 def _over(value: float | None, other: float | None) -> float | None:

@@ -23,7 +23,8 @@ def load(name):
         sys.path.remove(str(FOLDER))
 
 
-peers, worker, report, overlap = map(load, ("peers", "overlap_worker", "overlap_report", "overlap"))
+NAMES = ("peers", "overlap_worker", "overlap_report", "overlap_plot", "overlap")
+peers, worker, report, plot, overlap = map(load, NAMES)
 SHAPE = (32, 48, 16)
 
 
@@ -130,7 +131,7 @@ def test_gpu_table():
 
 
 def test_picture(tmp_path):
-    report.write_plot(str(tmp_path / "overlap.png"), [found(1, {}, failed=["naive"])])
+    plot.write_plot(str(tmp_path / "overlap.png"), [found(1, {}, failed=["naive"])])
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
 
 
