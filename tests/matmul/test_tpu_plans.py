@@ -1,0 +1,404 @@
+"""The plans that are made for TPUs, run on CPU devices: values and gradients are the same.
+
+They send each sum in two pieces that take turns, group the matmuls of a step in a conditional, and
+slice operands inside it, or before it.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import (
+    all_gather_matmul,
+    make_mesh,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_einsum,
+    ring_reduce_scatter,
+)
+from jaxpar.collectives._plan import make_plan
+from jaxpar.testing import assert_matches_reference, count_collectives
+
+ROWS, COLS, NONE = P("x"), P(None, "x"), P()
+
+
+# Each form: a function of local blocks, the same in NumPy, shapes, specs. `length` is the local one
+# along the dimension that is gathered or scattered.
+
+
+def gather_rows(n, length, **how):
+    return (
+        lambda x, w: all_gather_matmul(x, w, "x", **how),
+        np.matmul,
+        ((length * n, 4), (4, 2 * n)),
+        ((ROWS, COLS), COLS),
+    )
+
+
+def gather_contracted(n, length, **how):
+    return (
+        lambda x, w: all_gather_matmul(x, w, "x", axis=-1, **how),
+        np.matmul,
+        ((3, length * n), (length * n, 2 * n)),
+        ((COLS, COLS), COLS),
+    )
+
+
+def gather_contracted_of_rhs(n, length, **how):
+    return (
+        lambda x, w: all_gather_matmul(x, w, "x", gather="rhs", **how),
+        np.matmul,
+        ((2 * n, length * n), (length * n, 3)),
+        ((ROWS, ROWS), ROWS),
+    )
+
+
+def gather_columns_of_rhs(n, length, **how):
+    return (
+        lambda x, w: all_gather_matmul(x, w, "x", gather="rhs", axis=1, **how),
+        np.matmul,
+        ((2 * n, 4), (4, length * n)),
+        ((ROWS, COLS), ROWS),
+    )
+
+
+def gather_rows_for_two(n, length, **how):
+    return (
+        lambda x, w, v: all_gather_matmul(x, (w, v), "x", **how),
+        lambda x, w, v: (x @ w, x @ v),
+        ((length * n, 4), (4, 2 * n), (4, n)),
+        ((ROWS, COLS, COLS), COLS),
+    )
+
+
+def gather_contracted_for_two(n, length, **how):
+    return (
+        lambda x, w, v: all_gather_matmul(x, (w, v), "x", axis=1, **how),
+        lambda x, w, v: (x @ w, x @ v),
+        ((3, length * n), (length * n, 2 * n), (length * n, n)),
+        ((COLS, COLS, COLS), COLS),
+    )
+
+
+def gather_batch(n, length, **how):
+    return (
+        lambda x, w: ring_einsum("bmk,bkn->bmn", x, w, "x", gather="b", **how),
+        np.matmul,
+        ((length * n, 2, 3), (length * n, 3, n)),
+        ((ROWS, P(None, None, "x")), P(None, None, "x")),
+    )
+
+
+def scatter_rows(n, length, **how):
+    return (
+        lambda x, w: matmul_reduce_scatter(x, w, "x", **how),
+        np.matmul,
+        ((length * n, 2 * n), (2 * n, 3)),
+        ((COLS, ROWS), ROWS),
+    )
+
+
+def scatter_columns(n, length, **how):
+    return (
+        lambda x, w: matmul_reduce_scatter(x, w, "x", axis=1, **how),
+        np.matmul,
+        ((4, 2 * n), (2 * n, length * n)),
+        ((COLS, ROWS), COLS),
+    )
+
+
+def scatter_batch(n, length, **how):
+    return (
+        lambda x, w: ring_einsum("bmk,bkn->bmn", x, w, "x", scatter="b", **how),
+        np.matmul,
+        ((length * n, 2, n), (length * n, n, 3)),
+        ((P(None, None, "x"), COLS), ROWS),
+    )
+
+
+def all_reduce(n, length, **how):
+    return (
+        lambda x, w: matmul_all_reduce(x, w, "x", **how),
+        np.matmul,
+        ((2, 2 * n), (2 * n, length * n)),
+        ((COLS, ROWS), NONE),
+    )
+
+
+def all_reduce_that_is_padded(n, length, **how):
+    return (
+        lambda x, w: matmul_all_reduce(x, w, "x", **how),
+        np.matmul,
+        ((n + 1, n), (n, 2 * n + 1)),
+        ((COLS, ROWS), NONE),
+    )
+
+
+def ring_scatter(n, length, **how):
+    return (
+        lambda x: ring_reduce_scatter(x[0], "x", tiled=True, **how),
+        lambda x: x.sum(0),
+        ((n, length * n, 2),),
+        ((ROWS,), ROWS),
+    )
+
+
+def ring_reduce(n, length, **how):
+    return (
+        lambda x: ring_all_reduce(x, "x", **how),
+        lambda x: x.reshape(n, -1).sum(0),
+        ((n * (n * length + 1),),),
+        ((ROWS,), NONE),
+    )
+
+
+def ring_gather(n, length, **how):
+    mode = {"mode": how["mode"]}  # it adds nothing that could travel in another dtype
+    return (
+        lambda x: ring_all_gather(x, "x", tiled=True, **mode),
+        lambda x: np.concatenate([x] * n),
+        ((length * n, 2),),
+        ((ROWS,), ROWS),
+    )
+
+
+GATHERS = (
+    *(gather_rows, gather_contracted, gather_contracted_of_rhs, gather_columns_of_rhs),
+    *(gather_rows_for_two, gather_contracted_for_two, gather_batch),
+)
+SCATTERS = (scatter_rows, scatter_columns, scatter_batch, all_reduce, all_reduce_that_is_padded)
+RINGS = (ring_scatter, ring_reduce, ring_gather)
+every_op = pytest.mark.parametrize("op", [*GATHERS, *SCATTERS, *RINGS])
+both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+
+
+def tpu_plan(size, mode, *, whole_opposite=False, sliced, whole):
+    plan = make_plan(size, mode, whole_opposite=whole or whole_opposite)
+    return replace(plan, pieces=2, grouped=True, sliced=sliced)
+
+
+def have_plans(monkeypatch, *, sliced, whole=False):
+    made = partial(tpu_plan, sliced=sliced, whole=whole)
+    monkeypatch.setattr("jaxpar.matmul._mode.make_plan", made)
+    monkeypatch.setattr("jaxpar.collectives._named.make_plan", made)
+
+
+@pytest.fixture(params=[False, True], ids=["sliced within", "sliced before"])
+def sliced(request, monkeypatch):
+    """Has every plan made as for a TPU."""
+    have_plans(monkeypatch, sliced=request.param)
+    return request.param
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    monkeypatch.setattr("jaxpar.collectives._fold.UNROLLED_STEPS", 1)
+
+
+def normal(shape, seed=0, dtype=np.float32):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def line(n):
+    return make_mesh({"x": n}, devices=jax.devices()[:n])
+
+
+def operands(shapes, dtype=np.float32):
+    return [normal(shape, seed, dtype) for seed, shape in enumerate(shapes)]
+
+
+def check(op, n, length, mode, check_vma, *, dtype=np.float32, rounding_dtype=None, **how):
+    function, reference, shapes, (in_specs, out_specs) = op(n, length, mode=mode, **how)
+    assert_matches_reference(
+        function,
+        reference,
+        *operands(shapes, dtype),
+        mesh=line(n),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=check_vma,
+        max_directions=4,
+        rounding_dtype=rounding_dtype,
+    )
+
+
+def mapped(form, n, check_vma=True):
+    function, _, _, (in_specs, out_specs) = form
+    return jax.shard_map(
+        function, mesh=line(n), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+
+
+@both_rings
+@every_op
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_values_and_gradients(op, n, mode, sliced):
+    """With a length of 3 the two pieces of a sum differ in size."""
+    check(op, n, 3, mode, check_vma=(n % 2 == 0) != sliced)
+
+
+@every_op
+@pytest.mark.parametrize(("n", "mode"), [(4, "unidirectional"), (8, "bidirectional")])
+def test_loops(op, n, mode, sliced, loops):
+    check(op, n, 2, mode, check_vma=(n == 8) != sliced)
+
+
+@pytest.mark.parametrize("n", [3, 5, 8])
+def test_there_is_a_loop_with_conditionals(n, sliced, loops):
+    form = gather_rows(n, 2, mode="unidirectional")
+    text = str(jax.make_jaxpr(mapped(form, n))(*operands(form[2])))
+    assert "cond[" in text
+    assert ("scan[" in text or "while[" in text) == (n > 2)
+
+
+@both_rings
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("op", [scatter_rows, scatter_columns, all_reduce, ring_scatter])
+def test_pieces_of_any_length(op, length, mode, sliced):
+    check(op, 4, length, mode, check_vma=sliced)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("op", [*GATHERS, ring_gather, scatter_rows])
+def test_a_whole_opposite_block(op, n, sliced, monkeypatch):
+    have_plans(monkeypatch, sliced=sliced, whole=True)
+    check(op, n, 3, "bidirectional", check_vma=(n == 4) != sliced)
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize(
+    "op", [gather_contracted, gather_contracted_of_rhs, gather_contracted_for_two, scatter_rows]
+)
+def test_joined_arrivals(op, n, sliced, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "jaxpar.matmul._primitive.sums_cost_more_than_joining",
+        lambda length: not asked.append(length),
+    )
+    check(op, n, 3, "bidirectional", check_vma=(n == 4) != sliced)
+    assert asked
+
+
+@both_rings
+@pytest.mark.parametrize("op", [gather_rows, scatter_rows, all_reduce, ring_scatter])
+def test_a_narrow_wire(op, mode, sliced):
+    wire = {"wire_dtype": jnp.bfloat16, "rounding_dtype": jnp.bfloat16}
+    check(op, 4, 3, mode, check_vma=sliced, **wire)
+
+
+@both_rings
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("op", [gather_rows, gather_contracted, scatter_rows, all_reduce])
+def test_other_dtypes(op, dtype, mode, sliced):
+    """What travels is wider than the operands, and the result of bfloat16 is narrower than that."""
+    n = 4
+    function, reference, shapes, (in_specs, out_specs) = op(n, 3, mode=mode)
+    given = [(3 * x).astype(jnp.dtype(dtype)) for x in operands(shapes)]
+    widened = (
+        (lambda *xs: reference(*(x.astype(np.int32) for x in xs))) if dtype == "int8" else None
+    )
+    assert_matches_reference(
+        function,
+        widened or reference,
+        *given,
+        mesh=line(n),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=sliced,
+        max_directions=4,
+    )
+
+
+@both_rings
+@pytest.mark.parametrize("batched", ["lhs", "rhs", "both"])
+@pytest.mark.parametrize("op", [gather_rows, gather_contracted_of_rhs, scatter_rows, all_reduce])
+def test_vmap(op, batched, mode, sliced):
+    n = 4
+    function, reference, shapes, (in_specs, out_specs) = op(n, 3, mode=mode)
+    axes = {"lhs": (0, None), "rhs": (None, 0), "both": (0, 0)}[batched]
+    given = [
+        normal(shape if axis is None else (2, *shape), seed)
+        for seed, (shape, axis) in enumerate(zip(shapes, axes, strict=True))
+    ]
+    specs = [
+        spec if axis is None else P(None, *spec) for spec, axis in zip(in_specs, axes, strict=True)
+    ]
+    assert_matches_reference(
+        jax.vmap(function, in_axes=axes),
+        reference,
+        *given,
+        mesh=line(n),
+        in_specs=tuple(specs),
+        out_specs=P(None, *out_specs),
+        check_vma=sliced,
+        max_directions=4,
+    )
+
+
+@both_rings
+def test_vmap_over_something_else(mode, sliced):
+    """No operand is batched: gradients are summed over the batch once."""
+
+    def calls(x, scale):
+        return scale * matmul_reduce_scatter(x.T, x, "x", mode=mode)
+
+    assert_matches_reference(
+        jax.vmap(calls, in_axes=(None, 0)),
+        lambda x, scale: scale[:, None, None] * (x.T @ x),
+        normal((8, 8)),
+        normal((2,)),
+        mesh=line(4),
+        in_specs=(ROWS, NONE),
+        out_specs=COLS,
+        check_vma=sliced,
+    )
+
+
+def second(function):
+    """The gradient, along a direction, of the gradients of sum(sin(function(x, w)))."""
+
+    def along(x, w, v, u):
+        gx, gw = jax.grad(lambda *xw: jnp.sum(jnp.sin(function(*xw))), argnums=(0, 1))(x, w)
+        return jnp.vdot(gx, v) + jnp.vdot(gw, u)
+
+    return jax.jit(jax.grad(along, argnums=(0, 1)))
+
+
+@both_rings
+@pytest.mark.parametrize(
+    "op",
+    [
+        *(gather_rows, gather_contracted, gather_contracted_of_rhs, gather_columns_of_rhs),
+        *(scatter_rows, scatter_columns, all_reduce),
+    ],
+)
+def test_second_derivatives(op, mode, sliced):
+    n = 4 if mode == "bidirectional" else 3
+    form = op(n, 3, mode=mode)
+    x, w = operands(form[2])
+    v, u = normal(x.shape, 2) + 1, normal(w.shape, 3) - 1
+    found = second(mapped(form, n, check_vma=sliced))(x, w, v, u)
+    x, w, v, u = (a.astype(np.float64) for a in (x, w, v, u))
+    bend = -np.sin(x @ w) * (v @ w + x @ u)
+    slope = np.cos(x @ w)
+    wanted = bend @ w.T + slope @ u.T, x.T @ bend + v.T @ slope
+    for got, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+def test_what_is_sent(n, sliced):
+    """As many bytes as ever; sums in two pieces, which share what is left both ways."""
+    for mode in ("unidirectional", "bidirectional"):
+        form = scatter_rows(n, 3, mode=mode)
+        shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in form[2]]
+        counts = count_collectives(mapped(form, n), *shapes)
+        assert counts.forward == {"ppermute": 2 * (n - 1)}
+        assert counts.forward_bytes == counts.backward_bytes == (n - 1) * 3 * 3 * 4
