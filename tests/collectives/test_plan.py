@@ -57,10 +57,9 @@ def plans(n, mode):
     """Every plan of a ring, also those that are made for other chips than a CPU."""
     plain = [make_plan(n, mode, whole_opposite=whole) for whole in (False, True)]
     return [
-        replace(plan, pieces=pieces, grouped=grouped, sliced=sliced)
+        replace(plan, pieces=pieces, grouped=tpu, delayed=tpu, sliced=sliced)
         for plan in dict.fromkeys(plain)
-        for pieces in (1, 2)
-        for grouped, sliced in ((False, False), (True, False), (True, True))
+        for pieces, tpu, sliced in ((1, False, False), (2, True, False), (2, True, True))
     ]
 
 

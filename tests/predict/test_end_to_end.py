@@ -73,7 +73,7 @@ def test_operations_to_all_outputs(tmp_path, capsys):
     assert err == ""
     assert max(map(len, out.splitlines())) <= 100
     assert "v5e:2x2 | 4 x TPU v5 lite | mesh tp=4, ring tp | bfloat16 forward\n" in out
-    assert "not a \nmeasurement" in out
+    assert "not a measurement" in " ".join(out.split())
     assert "async 3/3, over matmuls 3/3" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert any(e["ph"] == "X" for e in json.loads(trace.read_text())["traceEvents"])
