@@ -459,8 +459,8 @@ for name, program in programs.items():
 
 # %% [markdown]
 # The library's own scatter moves its sums by -1 instead: the gather's film run backwards, which
-# will matter in a moment. Both ways it starts with the opposite block (cut in two on TPU) and ends with
-# its own. The bytes are again those of the collective it replaces.
+# will matter in a moment. Both ways it starts with the opposite block (on TPU cut in two) and
+# ends with its own. The bytes are again those of the collective it replaces.
 #
 # The knot matters even more here. A compiler likes to fuse the addition into the matmul next to it,
 # and the product then waits for the very arrival it was to hide. jaxpar ties `coming` and the
