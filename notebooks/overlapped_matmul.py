@@ -882,7 +882,7 @@ assert "axis_sizes=(3,)" in draws
 #
 # - A gather feeds a matmul block by block; a scatter is fed by one block by block. Send first, then
 #   multiply what you have, and tie the two together so that the compiler leaves them so.
-# - Both ways, whole blocks, the opposite one in halves: about n/2 steps and half the bytes a link.
+# - Both ways, whole blocks, the last in halves where it pays: n/2 steps and half the bytes a link.
 # - The derivative of each is the other. Keep shards and gather again; autodiff of an unrolled ring
 #   keeps every block.
 # - Several axes: the same order in the collective and in the spec, and a look at the hops.

@@ -83,9 +83,9 @@ def test_one_request_a_target_holds_all_that_was_asked(requests):
 @pytest.mark.parametrize(
     ("installed", "target"),
     [
-        ({"libtpu", "jax_cuda13_plugin"}, "v5e:2x4"),
-        ({"jax_cuda13_plugin"}, "h100:8"),
-        ({"jax_cuda12_plugin"}, "h100:8"),
+        ({"libtpu", "jax_plugins.xla_cuda13"}, "v5e:2x4"),
+        ({"jax_plugins.xla_cuda13"}, "h100:8"),
+        ({"jax_plugins.xla_cuda12"}, "h100:8"),
     ],
 )
 def test_without_targets_it_takes_the_compiler_that_is_there(

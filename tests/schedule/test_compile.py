@@ -98,12 +98,14 @@ def test_floor_of_a_program_and_figures_of_ones_own():
     chip = V5E.chip
     floor = program_floor(program)
     assert floor.compute == pytest.approx(PRODUCT / 4 / chip.flops)
-    assert floor.transfer == pytest.approx(512 * 512 * 2 * 3 / 4 / (2 * chip.link))
+    # 2 x 2: a device has a link each way along two axes.
+    assert floor.transfer == pytest.approx(512 * 512 * 2 * 3 / 4 / (4 * chip.link))
     slow = replace(chip, link=chip.link / 2, latency=0.0)
     fast = replace(chip, latency=0.0)
     (one,), (two,) = (timeline(program, c).transfers for c in (fast, slow))
     assert two.seconds == pytest.approx(2 * one.seconds)
     assert program_floor(program, timeline(program, slow)) == floor
+    assert program_floor(program, chip=slow).transfer == pytest.approx(2 * floor.transfer)
 
 
 def test_floors_need_figures():

@@ -1,6 +1,7 @@
 """Described devices: which there are, what they look like, and what every refusal says."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -66,7 +67,7 @@ def test_usual_gpus_compile(name):
 
 @pytest.mark.parametrize(
     ("name", "hosts"),
-    [("h100:8", 1), ("h100:32", 4), ("h100:4x8", 4), ("h100:2x4", 2), ("h100:12", 1)],
+    [("h100:8", 1), ("h100:32", 4), ("h100:4x8", 4), ("h100:2x4", 2), ("h100:4", 1)],
 )
 def test_gpus_have_hosts(name, hosts):
     devices = target(name).mesh.devices.flat
@@ -94,7 +95,32 @@ def test_unknown_chips_are_told_which_there_are():
     with pytest.raises(ValueError, match=r"'v9:2x2': 'v9' is not a chip.* TPU: v4.* GPU: .*h100"):
         target("v9:2x2")
     with pytest.raises(ValueError, match=r"write chip:devices or chip:hosts x devices"):
-        target("h100:2x2x2")
+        target("h:8")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "h100:2x2x2",
+            r"a layout of GPUs is devices, or hosts x devices .* 'h100:8' or 'h100:4x8'",
+        ),
+        (
+            "h100:12",
+            r"12 devices are no whole hosts of 8 \(12 = 1 x 8 \+ 4\); write hosts x devices",
+        ),
+    ],
+)
+def test_layouts_of_gpus(name, message):
+    with pytest.raises(ValueError, match=message):
+        target(name)
+
+
+def test_the_environment_is_left_as_it_was():
+    before = dict(os.environ)
+    target("v5e:2x2")
+    target("h100:2")
+    assert dict(os.environ) == before
 
 
 def test_ambiguous_chips_are_told_their_full_names(monkeypatch):

@@ -208,11 +208,6 @@ def scatter_fold(
     return result
 
 
-def take_block(x: Array, dim: int, size: int, position: Array) -> Array:
-    """Returns block number `position` of the blocks of `size` along dimension `dim`."""
-    return lax.dynamic_slice_in_dim(x, position * size, size, dim)
-
-
 def place_block(whole: Array | None, block: Array, dim: int, position: Array, count: int) -> Array:
     """Writes `block` as number `position` of `count` along `dim`; None is a whole yet unwritten."""
     if whole is None:

@@ -25,8 +25,8 @@ def choose_plan(ring: Ring, mode: str, flops: float, block_bytes: int) -> Plan |
     then the matmul at peak. A ring's step takes the longer of its matmuls at peak and its transfers
     at one hop of latency plus bytes over one link, and a fixed overhead for each piece. On a chip
     that is not in the table, on CPU devices (which share cores, so that a transfer takes the time
-    of a matmul instead of hiding behind it) and where the compiler makes permutes synchronous,
-    `auto` is naive.
+    of a matmul instead of hiding behind it), beyond one switch and where the compiler makes
+    permutes synchronous, `auto` is naive.
     """
     if mode == "naive":
         return None
@@ -38,6 +38,8 @@ def choose_plan(ring: Ring, mode: str, flops: float, block_bytes: int) -> Plan |
         return None
     if chip.synchronous_from is not None and devices >= chip.synchronous_from:
         return None
+    if chip.switched is not None and ring.size > chip.switched:
+        return None  # each hop that leaves a host waits for one port, a collective uses all of them
     # Where every transfer is covered the times are equal, and half the traffic a link is better.
     modes = ("bidirectional", "unidirectional") if chip.torus else ("unidirectional",)
     plans = [_plan(chip, ring.size, mode, flops, block_bytes) for mode in modes]

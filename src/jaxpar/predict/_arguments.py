@@ -15,10 +15,10 @@ from jaxpar.bench._ops import DEFAULT_OPS, OPS
 from jaxpar.bench._report import require_extra
 from jaxpar.predict._operands import parse_operand
 from jaxpar.predict._results import Request
+from jaxpar.schedule._gpus import find_plugin
 
 MODES = ("naive", "unidirectional", "bidirectional", "auto")
 DEFAULT_SHAPE = "8192x8192x28672"
-_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 DESCRIPTION = """\
 Compiles the overlapped matmuls, or any function, for TPUs and GPUs that need not be there, and
@@ -167,7 +167,7 @@ def _parse_targets(text: str | None) -> list[str]:
         return list(dict.fromkeys(text.split(",")))
     if importlib.util.find_spec("libtpu"):
         return ["v5e:2x4"]
-    if any(importlib.util.find_spec(plugin) for plugin in _PLUGINS):
+    if find_plugin() is not None:
         return ["h100:8"]
     raise UsageError(
         "libtpu is not installed; pip install 'jaxpar[tpu]', or 'jaxpar[gpu]' for the GPU compiler"

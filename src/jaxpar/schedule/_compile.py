@@ -48,7 +48,7 @@ def compile_for(
         target's mesh as the context mesh (`jax.set_mesh`), so that a `jax.shard_map` inside it may
         leave out its mesh.
       target: from `jaxpar.schedule.target`.
-      *args: global arrays, real or `jax.ShapeDtypeStruct`s with a `sharding` (a `PartitionSpec`
+      *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec`
         will do). One without a sharding is laid out as the compiler likes.
       compiler_options: as for `jax.stages.Lowered.compile`.
 

@@ -1,10 +1,11 @@
-"""Floors: times that no schedule of a matmul, or of a whole program, can beat on a chip."""
+"""Floors: what a matmul in one piece, or a program at peak, or its bytes alone would take."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpar._chips import Chip
@@ -67,19 +68,41 @@ def matmul_floor(
     return Floor(seconds, (2 if grad else 1) * sent_bytes / bandwidth)
 
 
-def program_floor(program: CompiledProgram, played: Timeline | None = None) -> Floor:
+def program_floor(
+    program: CompiledProgram, played: Timeline | None = None, chip: Chip | None = None
+) -> Floor:
     """Returns the floor of a whole program: its FLOPs at peak, or its bytes over the links.
 
-    FLOPs are those of the matmuls of the traced program, bytes those that the collectives of the
-    compiled one send, all collectives being charged what a ring of least traffic sends.
+    Args:
+      program: from `compile_for`.
+      played: its timeline, where it is at hand.
+      chip: figures to use in place of the published ones.
+
+    Returns:
+      A `Floor`. FLOPs are those of the matmuls of the traced program, operands of 32 bits counted
+      at the peak of 16, of 8 at twice that; bytes are those that the collectives of the compiled
+      program send, over all links of a device at once.
 
     Raises:
-      ValueError: a chip that jaxpar has no figures of.
+      ValueError: a chip that jaxpar has no figures of, and none given.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, program_floor, target
+      >>> x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=P("tp"))
+      >>> gather = jax.shard_map(lambda x: lax.all_gather(x, "tp", tiled=True), in_specs=P("tp"),
+      ...     out_specs=P(None), check_vma=False)
+      >>> program_floor(compile_for(gather, target("v5e:2x2"), x)).compute
+      0.0
     """
-    chip = _chip(program.target)
-    played = timeline(program) if played is None else played
-    flops = device_flops(program.jaxpr, program.target.mesh.size)
-    return Floor(flops / chip.flops, played.sent_bytes / _bandwidth(program.target))
+    target = program.target
+    chip = _chip(target) if chip is None else chip
+    played = timeline(program, chip) if played is None else played
+    flops = device_flops(program.jaxpr, target.mesh.size)
+    links = 1
+    if chip.torus:
+        coords = np.array([device.coords for device in target.mesh.devices.flat])
+        links = 2 * max(1, int((np.ptp(coords, axis=0) > 0).sum()))
+    return Floor(flops / chip.flops, played.sent_bytes / (links * chip.link))
 
 
 def _one_piece(
@@ -105,5 +128,8 @@ def _bandwidth(target: Target) -> float:
 def _chip(target: Target) -> Chip:
     if target.chip is None:
         kind = target.mesh.devices.flat[0].device_kind
-        raise ValueError(f"floor: no figures are known of {kind!r} ({target.name})")
+        raise ValueError(
+            f"floor: no figures are known of {kind!r} ({target.name}); pass "
+            "chip=jaxpar.schedule.Chip(...) to program_floor, or choose a chip that is known"
+        )
     return target.chip

@@ -55,16 +55,23 @@ class Links:
         a link: XLA orders the members as it likes.
         """
         members = np.array(groups)  # [groups, size]
+        if not self.chip.torus:
+            return self._route(self._ports(members) * share, ceil(rounds))
         following = np.roll(members, -1, axis=1)
-        both = (
-            [(members, following), (following, members)]
-            if self.chip.torus
-            else [(members, following)]
-        )
         load = np.zeros(self.count)
-        for source, target in both:
+        for source, target in ((members, following), (following, members)):
             load += np.minimum(self._load(source.reshape(-1), target.reshape(-1))[0], 1.0)
         return self._route(np.minimum(load, 1.0) * share, ceil(rounds))
+
+    def _ports(self, members: np.ndarray) -> np.ndarray:
+        """Messages over each port in a collective that uses all of them, the network's too."""
+        load = np.zeros((4, self.devices))  # out and in, through the switch and through the network
+        load[:2, members.reshape(-1)] = 1.0
+        for group in members:
+            hosts, counts = np.unique(self.host[group], return_counts=True)
+            if len(hosts) > 1:  # what leaves a host is spread over its members
+                load[2:, group] = 1.0 / counts[np.searchsorted(hosts, self.host[group])]
+        return load.reshape(-1)
 
     def all_to_all(self, groups: list[list[int]]) -> Route:
         """Each member of a group sends an equal part of its message to each member."""

@@ -4,6 +4,8 @@ import importlib
 import importlib.util
 import os
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -98,19 +100,35 @@ def _tpu_devices(name: str) -> list[Any]:
         raise ImportError(
             f"target: {name!r} needs the TPU compiler; pip install 'jaxpar[tpu]'"
         ) from None
-    for variable, value in _OFFLINE.items():
-        os.environ.setdefault(variable, value)
+    with _environment(_OFFLINE):
+        try:
+            return list(get_topology_desc(platform="tpu", topology_name=name).devices)
+        except Exception as reason:  # each jax version has its own class for what libtpu reports
+            raise ValueError(f"target: libtpu does not know the slice {name!r}: {reason}") from None
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Generator[None, None, None]:
+    """Sets what is not set, for a while: real devices must not be started with it."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
     try:
-        return list(get_topology_desc(platform="tpu", topology_name=name).devices)
-    except Exception as reason:  # each jax version has its own class for what libtpu reports
-        raise ValueError(f"target: libtpu does not know the slice {name!r}: {reason}") from None
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
     known = _gpu_configs(name)
     slug = _USUAL.get(chip, chip)
     fitting = [slug] if slug in known else [gpu for gpu in known if gpu.startswith(slug)]
-    if len(fitting) != 1 or len(sizes) > 2:
+    if len(sizes) > 2:
+        raise ValueError(
+            f"target: {name!r}: a layout of GPUs is devices, or hosts x devices of each, as in "
+            f"'{chip}:8' or '{chip}:4x8'"
+        )
+    if len(fitting) != 1:
         problem = f"is one of {', '.join(fitting)}" if fitting else "is not a chip"
         raise ValueError(
             f"target: {name!r}: {chip!r} {problem}; write chip:devices or chip:hosts x devices. "
@@ -121,16 +139,22 @@ def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
     if len(sizes) == 1:  # as many as one switch joins make a host
         figures = chip_of(_description(text))
         most = sizes[0] if figures is None else figures.switched or 1
-        hosts = sizes[0] // most if sizes[0] % most == 0 else 1
+        hosts, rest = divmod(max(sizes[0], most), most)
+        if rest and sizes[0] > most:
+            raise ValueError(
+                f"target: {name!r}: {sizes[0]} devices are no whole hosts of {most} "
+                f"({sizes[0]} = {hosts} x {most} + {rest}); write hosts x devices, as in "
+                f"'{chip}:2x8'"
+            )
     layout = f"1x{hosts}x{prod(sizes) // hosts}"  # slices, hosts, devices of a host
-    # Else the plugin registers only where the libraries are that run programs.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     describe = partial(get_topology_desc, name, "cuda", target_config=text, topology=layout)
-    try:
-        return list(describe().devices)
-    except NotImplementedError:  # JAX looked for plugins before the variable was set
-        importlib.import_module(find_plugin() or "").initialize()
-        return list(describe().devices)
+    # Else the plugin registers only where the libraries are that run programs.
+    with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
+        try:
+            return list(describe().devices)
+        except NotImplementedError:  # JAX looked for plugins before the variable was set
+            importlib.import_module(find_plugin() or "").initialize()
+            return list(describe().devices)
 
 
 def _description(text: str) -> str:
