@@ -262,7 +262,7 @@ def test_loops(op, n, mode, sliced, loops):
 
 @pytest.mark.parametrize("n", [3, 5, 8])
 def test_there_is_a_loop_with_conditionals(n, sliced, loops):
-    form = gather_rows(n, 2, mode="unidirectional")
+    form = gather_contracted(n, 2, mode="unidirectional")  # adds, which is always grouped
     text = str(jax.make_jaxpr(mapped(form, n))(*operands(form[2])))
     assert "cond[" in text
     assert ("scan[" in text or "while[" in text) == (n > 2)
