@@ -1,6 +1,7 @@
 """The arguments of `jaxpar bench`: what they mean, and what is refused before anything runs."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpar.bench._errors import UsageError
@@ -114,10 +115,10 @@ def require_valid(args: argparse.Namespace) -> None:
         raise UsageError(f"--repeats {args.repeats} is not positive")
 
 
-def require_reportable(args: argparse.Namespace) -> None:
-    """Raises `UsageError` where a report could not be written once everything is measured."""
+def require_reportable(args: argparse.Namespace, files: Sequence[str] = ("json", "plot")) -> None:
+    """Raises `UsageError` where a report could not be written once everything is done."""
     require_extra("rich.console")
-    for option in ("json", "plot"):
+    for option in files:
         path = getattr(args, option)
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"--{option} {path}: its directory does not exist")

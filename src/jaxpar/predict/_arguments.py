@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from jaxpar.bench._arguments import DTYPES, parse_ops, parse_shapes
 from jaxpar.bench._errors import UsageError
 from jaxpar.bench._ops import DEFAULT_OPS, OPS
-from jaxpar.bench._report import require_extra
 from jaxpar.predict._operands import parse_operand
 from jaxpar.predict._results import Request
 from jaxpar.schedule._gpus import find_plugin
@@ -120,20 +118,6 @@ def parse_requests(args: argparse.Namespace) -> list[Request]:
         )
         for target in _parse_targets(args.targets)
     ]
-
-
-def require_reportable(args: argparse.Namespace) -> None:
-    """Raises `UsageError` where a report could not be written once everything is compiled."""
-    require_extra("rich.console")
-    for option in ("json", "trace", "plot"):
-        path = getattr(args, option)
-        if path and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"--{option} {path}: its directory does not exist")
-    if args.plot:
-        figures = require_extra("matplotlib.backend_bases").FigureCanvasBase
-        kinds = figures.get_supported_filetypes()
-        if Path(args.plot).suffix.removeprefix(".") not in kinds:
-            raise UsageError(f"--plot {args.plot} does not end in one of .{', .'.join(kinds)}")
 
 
 def jobs(args: argparse.Namespace, targets: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from jaxpar.bench._arguments import require_reportable
 from jaxpar.bench._errors import UsageError
 from jaxpar.bench._report import require_extra
 from jaxpar.predict._arguments import (
@@ -15,7 +16,6 @@ from jaxpar.predict._arguments import (
     add_arguments,
     jobs,
     parse_requests,
-    require_reportable,
 )
 from jaxpar.predict._picture import write_picture
 from jaxpar.predict._processes import Tick, run_all
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     # All that can be refused is refused before the compilers start.
     requests = parse_requests(args)
-    require_reportable(args)
+    require_reportable(args, ("json", "trace", "plot"))
     with _progress(requests) as tick:
         reports = run_all(requests, jobs(args, len(requests)), tick)
     if any(report.predictions for report in reports):

@@ -1,10 +1,11 @@
 """FLOPs of a traced program on one device."""
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 from jax.extend import core
+
+from jaxpar._jaxprs import subjaxprs
 
 
 def device_flops(jaxpr: Any, devices: int) -> float:
@@ -32,7 +33,7 @@ def _count(jaxpr: core.Jaxpr, share: float, results: Any) -> float:
         else:
             inner = [
                 _count(sub, _share(eqn, share), _needed_inside(eqn, sub, needed))
-                for sub in _subjaxprs(list(eqn.params.values()))
+                for sub in subjaxprs(list(eqn.params.values()))
             ]
             counted = max(inner, default=0.0) if name == "cond" else sum(inner)
             total += counted * (eqn.params["length"] if name == "scan" else 1)
@@ -68,16 +69,3 @@ def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     lhs: Any = eqn.invars[0].aval
     out: Any = eqn.outvars[0].aval
     return lhs.shape, out.shape
-
-
-def _subjaxprs(value: Any) -> Iterator[core.Jaxpr]:
-    match value:
-        case core.ClosedJaxpr():
-            yield value.jaxpr
-        case core.Jaxpr():
-            yield value
-        case tuple() | list():
-            for item in value:
-                yield from _subjaxprs(item)
-        case _:
-            pass

@@ -1,12 +1,14 @@
 """What a jaxpr sends, and how large the blocks are that its shard_maps take and return."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
 from jax.extend import core
+
+from jaxpar._jaxprs import subjaxprs
 
 Var: TypeAlias = Any  # jax.extend publishes no types of jaxpr variables that hold on all versions
 
@@ -74,7 +76,7 @@ def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) 
             add({name: weigh(name, eqn, sizes)})
             continue
         inner_sizes = {**sizes, **eqn.params["mesh"].shape} if primitive == "shard_map" else sizes
-        inner = [_tally(sub, platform, weigh, inner_sizes) for sub in _subjaxprs(eqn.params)]
+        inner = [_tally(sub, platform, weigh, inner_sizes) for sub in subjaxprs(eqn.params)]
         if primitive == "cond":
             add(_branch(eqn.params, inner, platform))
             continue
@@ -101,22 +103,6 @@ def _branch(
     return {name: max(branch.get(name, 0.0) for branch in branches) for name in names}
 
 
-def _subjaxprs(value: Any) -> Iterator[core.Jaxpr]:
-    match value:
-        case core.ClosedJaxpr():
-            yield value.jaxpr
-        case core.Jaxpr():
-            yield value
-        case dict():
-            for item in value.values():
-                yield from _subjaxprs(item)
-        case tuple() | list():
-            for item in value:
-                yield from _subjaxprs(item)
-        case _:
-            pass
-
-
 def local_bytes(jaxpr: core.Jaxpr, variables: list[Var]) -> int:
     """Bytes of `variables` on one device; a variable listed twice counts once."""
     blocks = _blocks(jaxpr)
@@ -128,7 +114,7 @@ def _blocks(jaxpr: core.Jaxpr) -> dict[Var, float]:
     """The part of each variable that one device holds, where a shard_map takes or returns it."""
     parts: dict[Var, float] = {}
     for eqn in jaxpr.eqns:
-        for sub in _subjaxprs(eqn.params):
+        for sub in subjaxprs(eqn.params):
             if (len(sub.invars), len(sub.outvars)) != (len(eqn.invars), len(eqn.outvars)):
                 continue  # branches and loop conditions: not the operands of the equation
             inside = {} if eqn.primitive.name == "shard_map" else _blocks(sub)
