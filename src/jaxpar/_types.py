@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     Label = str | None
     Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
     Tree = TypeVar("Tree")  # a pytree of arrays
+    TreeAxis = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
 else:
     AxisName = Mode = Operand = Integer = Number = MeshAxes = Subscripts = Label = Weights = (
         Tree
-    ) = Any
+    ) = TreeAxis = Any

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -34,6 +35,8 @@ class Call:
     ring: Ring
     mode: Mode
     arithmetic: Arithmetic
+    # The naive form gathers again in the backward pass, as rings do, instead of keeping the whole.
+    regather: bool = False
 
     def resolve(self, label: str, flops: float, block_bytes: int) -> Method | None:
         """Returns how to run on the ring, or None for the naive form."""
@@ -120,12 +123,16 @@ def gather(
     method = call.resolve(label, flops, left.size * left.dtype.itemsize)
     if method is not None:
         return gather_einsum(method, (product,) * len(rights), left, rights)
-    dim = product.left.index(label)
-    if left.size:
-        whole = lax.all_gather(left, ring.axis_name, axis=dim, tiled=True)
-    else:  # XLA does not gather nothing
-        whole = lax.concatenate([left] * ring.size, dim)
-    return tuple(multiply(call.arithmetic, product, whole, r).astype(dtype) for r in rights)
+
+    def naive(left: Array, rights: tuple[Array, ...]) -> tuple[Array, ...]:
+        dim = product.left.index(label)
+        if left.size:
+            whole = lax.all_gather(left, ring.axis_name, axis=dim, tiled=True)
+        else:  # XLA does not gather nothing
+            whole = lax.concatenate([left] * ring.size, dim)
+        return tuple(multiply(call.arithmetic, product, whole, r).astype(dtype) for r in rights)
+
+    return (jax.checkpoint(naive) if call.regather else naive)(left, rights)
 
 
 def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:

@@ -1,0 +1,303 @@
+"""FSDP: linear layers whose weights are gathered, and the scan that prefetches them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import make_mesh
+from jaxpar.layers import fsdp_gather, fsdp_linear, fsdp_scan
+from jaxpar.testing import assert_matches_reference, count_collectives
+
+MODES = ("naive", "unidirectional", "bidirectional")
+
+
+def normal(*shape, dtype="float32"):
+    return np.random.default_rng([*shape]).standard_normal(shape).astype(dtype)
+
+
+def mesh_of(text):
+    sizes = [int(part.split("=")[1]) for part in text.split(",")]
+    return make_mesh(text, devices=jax.devices()[: int(np.prod(sizes))])
+
+
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
+@pytest.mark.parametrize(("axis", "sharded_bias"), [(0, True), (1, False)])
+def test_linear(mode, axis, sharded_bias):
+    spec = P("f") if axis == 0 else P(None, "f")
+    assert_matches_reference(
+        lambda x, w, b: fsdp_linear(x, w, "f", bias=b, axis=axis, mode=mode),
+        lambda x, w, b: x @ w + b,
+        normal(4, 2, 8),
+        normal(8, 12),
+        normal(12),
+        mesh=mesh_of("f=4"),
+        in_specs=(P("f"), spec, P("f") if sharded_bias else P()),
+        out_specs=P("f"),
+    )
+
+
+@pytest.mark.parametrize(("mesh", "axes"), [("a=2,b=3", ("b", "a")), ("a=2,b=2,c=2", ("c", "a"))])
+@pytest.mark.parametrize("mode", MODES)
+def test_linear_over_several_axes(mesh, axes, mode):
+    assert_matches_reference(
+        lambda x, w: fsdp_linear(x, w, axes, mode=mode),
+        lambda x, w: x @ w,
+        normal(12, 2, 12),
+        normal(12, 4),
+        mesh=mesh_of(mesh),
+        in_specs=(P(axes), P(axes)),
+        out_specs=P(axes),
+    )
+
+
+def saved_by(function, mesh, *args, in_specs):
+    """The local shapes of what autodiff keeps."""
+
+    def residuals(*args):
+        _, pullback = jax.vjp(function, *args)
+        return jax.tree.leaves(pullback)
+
+    shapes = []
+
+    def look(*args):
+        shapes.extend(x.shape for x in residuals(*args))
+        return args[0]
+
+    jax.jit(jax.shard_map(look, mesh=mesh, in_specs=in_specs, out_specs=in_specs[0])).trace(*args)
+    return shapes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_linear_keeps_the_shards(mode):
+    shapes = saved_by(
+        lambda x, w: fsdp_linear(x, w, "f", mode=mode),
+        mesh_of("f=4"),
+        normal(4, 24),
+        normal(24, 12),
+        in_specs=(P("f"), P("f")),
+    )
+    assert sorted(s for s in shapes if len(s) == 2) == [(1, 24), (6, 12)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mesh", "axes"), [("a=2,b=3", ("b", "a")), ("a=8", "a"), ("a=1", "a")])
+def test_gather(mode, mesh, axes):
+    size = mesh_of(mesh).size
+    assert_matches_reference(
+        lambda tree: jax.tree.map(
+            lambda x: x[None], fsdp_gather(tree, axes, axis={"w": -1, "b": None}, mode=mode)
+        ),
+        lambda tree: {"w": np.stack([tree["w"]] * size), "b": np.stack([tree["b"]] * size)},
+        {"w": normal(3, 2, 24), "b": normal(5)},
+        mesh=mesh_of(mesh),
+        in_specs=({"w": P(None, None, axes), "b": P()},),
+        out_specs={"w": P(axes), "b": P(axes)},
+    )
+
+
+def layer(weights, x):
+    return x + jnp.tanh(x @ weights["w"] + weights["b"]) @ weights["v"]
+
+
+def network_in_numpy(stack, x):
+    for w, b, v in zip(stack["w"], stack["b"], stack["v"], strict=True):
+        x = x + np.tanh(x @ w + b) @ v
+    return x
+
+
+SHARDED = {"w": 0, "b": None, "v": 1}
+
+
+def stack_of(layers, k=6, hidden=4):
+    shapes = {"w": (k, hidden), "b": (hidden,), "v": (hidden, k)}
+    return {name: normal(layers, *shape) / 4 for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("mode", "layers"),
+    [("naive", 1), ("auto", 2), ("naive", 4), ("unidirectional", 2), ("bidirectional", 4)],
+)
+def test_scan(mode, layers):
+    assert_matches_reference(
+        lambda stack, x: fsdp_scan(layer, stack, x, "f", axis=SHARDED, mode=mode),
+        network_in_numpy,
+        stack_of(layers),
+        normal(4, 6),
+        mesh=mesh_of("f=2"),
+        in_specs=({"w": P(None, "f"), "b": P(), "v": P(None, None, "f")}, P("f")),
+        out_specs=P("f"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "data", "mode"),
+    [
+        ("d=2,f=2", "f", ("d", "f"), "unidirectional"),
+        ("a=3,b=2", ("b", "a"), ("a", "b"), "naive"),
+        ("a=2,b=2,c=2", ("c", "a"), ("b", "a", "c"), "bidirectional"),
+    ],
+)
+def test_scan_over_several_axes(mesh, axes, data, mode):
+    assert_matches_reference(
+        lambda stack, x: fsdp_scan(layer, stack, x, axes, axis=SHARDED, mode=mode),
+        network_in_numpy,
+        stack_of(3, k=12),
+        normal(24, 12),
+        mesh=mesh_of(mesh),
+        in_specs=({"w": P(None, axes), "b": P(), "v": P(None, None, axes)}, P(data)),
+        out_specs=P(data),
+    )
+
+
+def test_scan_of_a_layer_that_closes_over_arrays():
+    """Floats get gradients; a tracer of an index works, under jit, scan and jax.checkpoint."""
+
+    def fn(stack, scale, x):
+        offset = lax.axis_index("f") * 0
+
+        @jax.checkpoint
+        def network(stack, scale, x):
+            return fsdp_scan(
+                lambda w, x: jnp.sin(x @ w) * scale + offset.astype(x.dtype), stack, x, "f"
+            )
+
+        return lax.scan(lambda x, _: (network(stack, scale, x), None), x, None, length=2)[0]
+
+    def reference(stack, scale, x):
+        for _ in range(2):
+            for w in stack:
+                x = np.sin(x @ w) * scale
+        return x
+
+    assert_matches_reference(
+        fn,
+        reference,
+        normal(3, 4, 4),
+        normal(4),
+        normal(4, 4),
+        mesh=mesh_of("f=4"),
+        in_specs=(P(None, "f"), P(), P("f")),
+        out_specs=P("f"),
+    )
+
+
+def test_scan_hands_on_a_pytree_with_integers():
+    def counted(w, state):
+        x, count = state
+        return jnp.tanh(x @ w["w"]) * w["use"].astype(x.dtype), count + w["use"]
+
+    stack = {"w": normal(3, 4, 4), "use": np.array([1, 0, 1], "int32")}
+
+    def fn(stack, x):
+        return fsdp_scan(counted, stack, (x, jnp.int32(0)), "f", axis={"w": 0, "use": None})
+
+    def reference(stack, x):
+        for w, use in zip(stack["w"], stack["use"], strict=True):
+            x = np.tanh(x @ w) * use
+        return x, stack["use"].sum()
+
+    assert_matches_reference(
+        lambda stack, x: jax.tree.map(lambda x: x[None], fn(stack, x)),
+        lambda stack, x: (reference(stack, x)[0][None], np.full(4, 2)),
+        stack,
+        normal(1, 4),
+        mesh=mesh_of("f=4"),
+        in_specs=({"w": P(None, "f"), "use": P()}, P()),
+        out_specs=(P(None, None, None), P("f")),
+        check_vma=False,
+    )
+
+
+def test_scan_keeps_inputs_and_shards_only():
+    stack, x = stack_of(4, k=24, hidden=10), normal(8, 24)
+    shapes = saved_by(
+        lambda stack, x: fsdp_scan(layer, stack, x, "f", axis=SHARDED),
+        mesh_of("f=4"),
+        stack,
+        x,
+        in_specs=({"w": P(None, "f"), "b": P(), "v": P(None, None, "f")}, P("f")),
+    )
+    # shards [4, 24/4, 10], [4, 10], [4, 10, 24/4]; the states of three layers, and the last
+    assert sorted(shapes) == sorted([(4, 6, 10), (4, 10), (4, 10, 6), (3, 2, 24), (2, 24)])
+
+
+def test_scan_gathers_each_layer_once_forward_and_once_backward():
+    mesh, layers = mesh_of("f=4"), 5
+    run = jax.shard_map(
+        partial(fsdp_scan, lambda w, x: jnp.tanh(x @ w), axis_name="f", mode="naive"),
+        mesh=mesh,
+        in_specs=(P(None, "f"), P("f")),
+        out_specs=P("f"),
+    )
+    args = normal(layers, 8, 8), normal(8, 8)
+    counts = count_collectives(run, *args)
+    assert counts.forward == {"all_gather": layers}
+    assert counts.backward == {"all_gather": layers, "psum_scatter": layers}
+
+
+def test_bf16_gradients_are_summed_in_float32():
+    assert_matches_reference(
+        lambda stack, x: fsdp_scan(lambda w, x: jnp.tanh(x @ w), stack, x, "f"),
+        lambda stack, x: np.tanh(np.tanh(x @ stack[0]) @ stack[1]),
+        normal(2, 16, 16, dtype=jnp.bfloat16) / 4,
+        normal(16, 16, dtype=jnp.bfloat16),
+        mesh=mesh_of("f=8"),
+        in_specs=(P(None, "f"), P("f")),
+        out_specs=P("f"),
+    )
+
+
+def run_scan(layer_fn, stack, x, **options):
+    return jax.shard_map(
+        lambda stack, x: fsdp_scan(layer_fn, stack, x, "f", **options),
+        mesh=mesh_of("f=4"),
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )(stack, x)
+
+
+def keep(w, x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "layer_fn", "shapes", "options"),
+    [
+        (TypeError, r"float32\[4\], and it returned float32\[2\]", lambda w, x: x[:2], (2, 4), {}),
+        (ValueError, r"at least 1, got local shapes \[\(0, 4\)\]", keep, (0, 4), {}),
+        (ValueError, r"axis=1 is out of range for a local shape \(4,\)", keep, (2, 4), {"axis": 1}),
+        (ValueError, r"neither an integer, None nor a prefix", keep, (2, 4), {"axis": (0, 1)}),
+        (ValueError, r"mode must be one of", keep, (2, 4), {"mode": "fast"}),
+    ],
+)
+def test_errors_of_scan(error, text, layer_fn, shapes, options):
+    with pytest.raises(error, match=f"fsdp_scan: .*{text}"):
+        run_scan(layer_fn, normal(*shapes), normal(4), **options)
+
+
+def test_stacks_of_different_lengths():
+    with pytest.raises(ValueError, match=r"one number of layers.* \[\(2, 3\), \(3, 3\)\]"):
+        run_scan(keep, (normal(2, 3), normal(3, 3)), normal(4))
+
+
+def test_errors_of_linear():
+    def run(bias):
+        return jax.shard_map(
+            lambda x, w, b: fsdp_linear(x, w, "f", bias=b),
+            mesh=mesh_of("f=4"),
+            in_specs=(P("f"), P("f"), P()),
+            out_specs=P("f"),
+        )(normal(4, 8), normal(8, 12), bias)
+
+    with pytest.raises(
+        ValueError, match=r"bias has local shape \(5,\), but the result has 12 feat"
+    ):
+        run(normal(5))
+    with pytest.raises(TypeError, match=r"bias is bfloat16 and the result float32; cast the bias"):
+        run(normal(12).astype(jnp.bfloat16))
