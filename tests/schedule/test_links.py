@@ -139,14 +139,19 @@ def test_two_devices_of_a_chip_share_its_links_and_need_none_between_them():
     assert (route.hops, (route.seconds * TORUS.link).tolist()) == (1, [2])
 
 
-@pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0, 1], [2, 3]]])
-def test_a_collective_of_xla_uses_both_directions(groups):
+@pytest.mark.parametrize(("groups", "hops"), [([[0, 1, 2, 3]], 2), ([[0, 1], [2, 3]], 1)])
+def test_a_collective_of_xla_uses_both_directions(groups, hops):
     links = Links(in_order("v5p:4x4x4", along=0), TORUS)
-    route = links.ring(groups, share=0.25, rounds=1.5)
-    assert route.hops == 2
+    route = links.ring(groups, share=0.25, passes=0.5)
+    assert route.hops == hops
     assert (route.seconds == 0.25 / TORUS.link).all()
     edges = {frozenset(pair) for g in groups for pair in [*pairwise(g), (g[-1], g[0])]}
     assert len(route.links) == 2 * len(edges)
+
+
+def test_a_collective_over_several_dimensions_goes_along_one_after_the_other():
+    links = Links(target("v5p:4x4x4").mesh, TORUS)
+    assert links.ring([list(range(64))], share=1.0, passes=2.0).hops == 2 * (3 + 3 + 3)
 
 
 def test_gpus_of_a_host_are_behind_one_switch():

@@ -56,7 +56,8 @@ class Shards:
         if dim is None:
             return x
         dtype = x.dtype
-        x = x.astype(addition_dtype(dtype))  # one rounding, after the last stage
+        if self.wire_dtype is None:
+            x = x.astype(addition_dtype(dtype))  # one rounding, after the last stage
         for ring, plan in self.stages:
             x = scatter_sums(x, ring, plan, dim, self.wire_dtype)
         return x.astype(dtype)

@@ -55,8 +55,7 @@ def message_of(
     # Both directions of one axis, and of more axes where the compiler speaks of more colours.
     ways = max(2, int(_after(i.attributes, "colors:") or 2)) if links.chip.torus else 1
     share = passes * (size - 1) / size / ways
-    rounds = passes * (size - 1) / min(ways, 2)
-    return Message(row, sent, whole, links.ring(groups, share, rounds))
+    return Message(row, sent, whole, links.ring(groups, share, passes / min(ways, 2)))
 
 
 def _payload(computation: Computation, i: Instruction) -> float:

@@ -48,15 +48,18 @@ class Links:
         load, hops = self._load(source, target)
         return self._route(load, hops)
 
-    def ring(self, groups: list[list[int]], share: float, rounds: float) -> Route:
-        """A collective of XLA's own: each device sends `share` of a message in `rounds` steps.
+    def ring(self, groups: list[list[int]], share: float, passes: float) -> Route:
+        """A collective of XLA's own: each device sends `share` of a message, going `passes` round.
 
         It is laid on the links between the members of a group, in both directions, at one message
-        a link: XLA orders the members as it likes.
+        a link: XLA orders the members as it likes. One pass takes a hop to each further member, on
+        a torus along one dimension after the other.
         """
         members = np.array(groups)  # [groups, size]
         if not self.chip.torus:
-            return self._route(self._ports(members) * share, ceil(rounds))
+            return self._route(self._ports(members) * share, ceil(passes * (members.shape[1] - 1)))
+        along = sum(len(set(dim.tolist())) - 1 for dim in self.coords[members[0]].T)
+        rounds = passes * max(along, 1)
         following = np.roll(members, -1, axis=1)
         load = np.zeros(self.count)
         for source, target in ((members, following), (following, members)):
