@@ -9,6 +9,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 with install_import_hook("jaxpar", "beartype.beartype"):
     import jaxpar
+    import jaxpar.layers
     import jaxpar.testing  # noqa: F401
 
 

@@ -9,19 +9,20 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+import jaxpar.layers
 import jaxpar.testing
 
 PUBLIC = [
-    *((jaxpar, name) for name in jaxpar.__all__),
-    *((jaxpar.testing, name) for name in jaxpar.testing.__all__),
+    (module, name) for module in (jaxpar, jaxpar.layers, jaxpar.testing) for name in module.__all__
 ]
+NAMES = {name: getattr(module, name) for module, name in PUBLIC}
 
 
 @pytest.mark.parametrize(
     ("module", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_example(module, name):
-    names = {**vars(jaxpar), **vars(jaxpar.testing), "jax": jax, "jnp": jnp, "np": np, "P": P}
+    names = {**NAMES, "jax": jax, "jnp": jnp, "np": np, "P": P}
     examples = doctest.DocTestFinder(recurse=False).find(
         getattr(module, name), name, module=False, globs=names
     )

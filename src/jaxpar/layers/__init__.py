@@ -2,5 +2,20 @@
 
 from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
 from jaxpar.layers._fsdp_scan import fsdp_scan
+from jaxpar.layers._gradients import mean_loss, value_and_grad
+from jaxpar.layers._reduction import global_norm, reduce_gradients
+from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
 
-__all__ = ["fsdp_gather", "fsdp_linear", "fsdp_scan"]
+__all__ = [
+    "copy_region",
+    "fsdp_gather",
+    "fsdp_linear",
+    "fsdp_scan",
+    "gather_region",
+    "global_norm",
+    "mean_loss",
+    "reduce_gradients",
+    "reduce_region",
+    "scatter_region",
+    "value_and_grad",
+]

@@ -1,0 +1,253 @@
+"""Gradients inside `jax.shard_map`, equal to those of one device, in one reduction."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar._dtypes import addition_dtype, sum_dtype
+from jaxpar._types import AxisName, Integer
+from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
+
+
+def mean_loss(loss_sum: Any, weight: Any, axis_name: AxisName) -> Array:
+    """Divides the sum of all devices' losses by the sum of their weights.
+
+    The mean over all tokens, say, also where devices have different numbers of them: a mean of
+    means would be another.
+
+    Args:
+      loss_sum: a local float scalar, the sum of this device's losses.
+      weight: a local scalar, their number or total weight; not differentiated.
+      axis_name: one mesh axis, or a tuple of them in any order: those that losses are shared over.
+
+    Returns:
+      `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis_name`; 0, and with
+      zero gradients, where the total weight is 0.
+
+    Raises:
+      TypeError: a loss that is no float.
+      ValueError: arguments that are no scalars, an unknown axis name, a call outside shard_map.
+
+    Cost: psums of two scalars.
+
+    Example:
+      >>> mesh = make_mesh("dp=8")
+      >>> mean = jax.jit(jax.shard_map(lambda x: mean_loss(jnp.sum(x), x.size, "dp"),
+      ...     mesh=mesh, in_specs=P("dp"), out_specs=P()))
+      >>> mean(jnp.arange(16.0))
+      Array(7.5, dtype=float32)
+    """
+    ring = bind_ring("mean_loss", axis_name)
+    loss, weight = _check_scalars("mean_loss", loss_sum, weight)
+    total = lax.stop_gradient(_total(_widened(weight), ring))
+    return _quotient(_total(_widened(loss), ring), total)
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    axis_name: AxisName,
+    *,
+    specs: Any = None,
+    microbatches: Integer = 1,
+    bucket_bytes: Any = None,
+) -> Callable[..., tuple[Array, Any]]:
+    """Makes a function that computes the mean loss and its gradient inside `jax.shard_map`.
+
+    Unlike `jax.value_and_grad`, it gives the gradients of a single device under either setting of
+    `check_vma`, and sums them over devices once, after all microbatches.
+
+    Args:
+      loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars: the sum of this
+        device's losses and their number or total weight, which is not differentiated. Both are
+        shares of the whole over `axis_name` (each device has its own), and replicated over
+        all other axes of the shard_map.
+      axis_name: one mesh axis, or a tuple of them in any order: all that losses are shared over,
+        such as those that shard the batch or the sequence.
+      specs: pytree prefix of `PartitionSpec`s for params, those of `in_specs`. Needed under
+        `check_vma=False`; under `check_vma=True` types say as much, and specs are checked.
+      microbatches: the number of parts into which dimension 0 of every batch leaf is cut. They run
+        one after the other, and their gradients are added in float32 or wider.
+      bucket_bytes: None for one psum a leaf; otherwise as in `reduce_gradients`.
+
+    Returns:
+      `fn(params, *batch) -> (loss, grads)`. `loss` is the total loss over the total weight, float32
+      or wider, replicated over `axis_name`. `grads` are like params, in dtype and sharding: the
+      gradient of that loss with respect to the global parameters. Both are 0 where the total weight
+      is 0.
+
+    Raises:
+      TypeError: an option, a parameter or a result of `loss_fn` of the wrong type.
+      ValueError: `microbatches` that do not divide a batch leaf; results of `loss_fn` that are no
+        scalars, or are typed as varying over an axis not in `axis_name`; no specs under
+        `check_vma=False`, or wrong ones; an unknown axis name; a call outside shard_map.
+
+    Cost: gradients are summed where the parameter is replicated, 2 (n-1)/n of their bytes in
+    float32 or wider: over `axis_name` once. Over other axes JAX sums them under `check_vma=True`,
+    in the backward of each microbatch; under `check_vma=False` all is summed at once, at the end.
+    More than one microbatch keeps gradients of all parameters in float32 or wider.
+
+    Example:
+      >>> mesh = make_mesh("dp=2,tp=4")
+      >>> def loss(w, x):
+      ...     y = reduce_region(x @ w, "tp")  # columns of x and rows of w are sharded over tp
+      ...     return jnp.sum(y**2), len(y)
+      >>> step = jax.jit(jax.shard_map(value_and_grad(loss, "dp", microbatches=2), mesh=mesh,
+      ...     in_specs=(P("tp"), P("dp", "tp")), out_specs=(P(), P("tp"))))
+      >>> mean, grads = step(jnp.ones(4), jnp.ones((8, 4)))
+      >>> float(mean), grads
+      (16.0, Array([8., 8., 8., 8.], dtype=float32))
+
+    Source: one reduction for all microbatches is that of Li et al., as in `reduce_gradients`.
+    """
+    name = "value_and_grad"
+    parts = _check_microbatches(name, microbatches)
+    check_bucket(name, bucket_bytes)
+
+    def value_and_gradient(params: Any, *batch: Any) -> tuple[Array, Any]:
+        ring = bind_ring(name, axis_name)
+        checked = checks_varying(ring.axis_name)
+        params = jax.tree_util.tree_map_with_path(_check_parameter, params)
+        sharded = sharded_axes(name, params, specs)
+        # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
+        # would sum the gradient over devices in every microbatch.
+        copies = vary_over(ring.axis_name, params) if checked else params
+        loss, weight, grads = _accumulate(name, loss_fn, ring, parts, copies, batch)
+
+        total = _total(weight, ring)
+        # Under check_vma=True JAX has summed over all other axes, and the loss counted once there.
+        # Otherwise each device's loss has counted, and no gradient is summed yet.
+        axes = ring.axis_name if checked else manual_axes()
+        count = 1 if checked else prod(lax.axis_size(a) for a in axes if a not in ring.axis_name)
+        leaves, treedef = jax.tree.flatten(grads)
+        leaves = sum_leaves(leaves, [set(axes) - names for names in sharded], bucket_bytes)
+        grads = treedef.unflatten([_quotient(leaf, total, count) for leaf in leaves])
+        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
+        return _quotient(_total(loss, ring), total), grads
+
+    return value_and_gradient
+
+
+def _accumulate(
+    function: str,
+    loss_fn: Callable[..., Any],
+    ring: Ring,
+    parts: int,
+    params: Any,
+    batch: tuple[Any, ...],
+) -> tuple[Array, Array, Any]:
+    """This device's loss, weight and wide gradients, over all microbatches."""
+
+    def run(batch: Any) -> tuple[Array, Array, Any]:
+        def local(params: Any) -> tuple[Array, Array]:
+            return _local_loss(function, loss_fn(params, *batch), ring)
+
+        (loss, weight), grads = jax.value_and_grad(local, has_aux=True)(params)
+        return loss, weight, jax.tree.map(_widened, grads)
+
+    if parts == 1:
+        return run(batch)
+
+    def zero(param: Array) -> Array:
+        return vary_over(varying_axes(param), jnp.zeros(param.shape, addition_dtype(param.dtype)))
+
+    def step(sums: Any, batch: Any) -> tuple[Any, tuple[Array, Array]]:
+        loss, weight, grads = run(batch)
+        return jax.tree.map(jnp.add, sums, grads), (loss, weight)
+
+    def split(path: Any, leaf: Any) -> Array:
+        return _split(function, parts, jax.tree_util.keystr(path), jnp.asarray(leaf))
+
+    batches = jax.tree_util.tree_map_with_path(split, batch)
+    grads, (losses, weights) = lax.scan(step, jax.tree.map(zero, params), batches, length=parts)
+    return jnp.sum(losses), jnp.sum(weights, dtype=weights.dtype), grads
+
+
+def _local_loss(function: str, result: Any, ring: Ring) -> tuple[Array, Array]:
+    """What `loss_fn` returned, checked, and typed as one share of each device."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else "no tuple"
+        raise TypeError(
+            f"{function}: loss_fn must return (loss_sum, weight), got {found}; return the sum of "
+            "the losses and their number"
+        )
+    loss, weight = _check_scalars(function, *result)
+    for argument, x in (("loss_sum", loss), ("weight", weight)):
+        others = sorted(varying_axes(x) - set(ring.axis_name))
+        if others:
+            raise ValueError(
+                f"{function}: {argument} varies over {others}, which axis_name {ring.axis_name} "
+                "lacks; add them if devices have different shares of the loss there; otherwise sum "
+                "or gather before it with reduce_region or gather_region, typed as replicated"
+            )
+    loss, weight = _widened(loss), _widened(weight)
+    if checks_varying(ring.axis_name):
+        loss, weight = vary_over(ring.axis_name, (loss, weight))
+    return loss, weight
+
+
+def _check_scalars(function: str, loss_sum: Any, weight: Any) -> tuple[Array, Array]:
+    loss, weight = jnp.asarray(loss_sum), jnp.asarray(weight)
+    for argument, x in (("loss_sum", loss), ("weight", weight)):
+        if x.ndim:
+            raise ValueError(
+                f"{function}: {argument} must be a scalar, got local shape {x.shape}; "
+                "sum it with jnp.sum"
+            )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"{function}: loss_sum must be a float, got {loss.dtype}; cast it")
+    return loss, weight
+
+
+def _check_parameter(path: Any, leaf: Any) -> Array:
+    leaf = jnp.asarray(leaf)
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise TypeError(
+            f"value_and_grad: params{jax.tree_util.keystr(path)} is "
+            f"{leaf.dtype}{list(leaf.shape)}, which has no gradient; pass it to loss_fn apart "
+            "from params"
+        )
+    return leaf
+
+
+def _check_microbatches(function: str, microbatches: Any) -> int:
+    if isinstance(microbatches, int) and microbatches > 0 and microbatches is not True:
+        return microbatches
+    raise ValueError(f"{function}: microbatches must be a positive integer, got {microbatches!r}")
+
+
+def _split(function: str, parts: int, place: str, leaf: Array) -> Array:
+    if not leaf.ndim:
+        raise ValueError(
+            f"{function}: batch{place} is a scalar, which microbatches={parts} cannot cut; "
+            "broadcast it over the batch, or let loss_fn close over it"
+        )
+    size = leaf.shape[0]
+    if size % parts:
+        raise ValueError(
+            f"{function}: batch{place} has local shape {leaf.shape}, whose dimension 0 "
+            f"microbatches={parts} does not divide: {size} = {size // parts} x {parts} + "
+            f"{size % parts}; choose a divisor of {size}, or pad it to {size + -size % parts}"
+        )
+    return leaf.reshape(parts, size // parts, *leaf.shape[1:])
+
+
+def _widened(x: Array) -> Array:
+    return x.astype("int32" if x.dtype == bool else sum_dtype(x.dtype))
+
+
+def _total(x: Array, ring: Ring) -> Array:
+    if checks_varying(ring.axis_name):
+        x = vary_over(ring.axis_name, x)
+    return lax.psum(x, ring.axis_name)
+
+
+def _quotient(x: Array, weight: Array, count: int = 1) -> Array:
+    """`x / (weight * count)`, and 0 where the weight is."""
+    divisor = jnp.where(weight == 0, 1, weight).astype(x.dtype) * count
+    return jnp.where(weight == 0, 0, x / divisor)
