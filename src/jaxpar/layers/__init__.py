@@ -1,10 +1,12 @@
 """Layers as functions of local blocks: data, FSDP, tensor and context parallelism."""
 
+from jaxpar.layers._cross_entropy import vocabulary_parallel_cross_entropy
 from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
 from jaxpar.layers._fsdp_scan import fsdp_scan
 from jaxpar.layers._gradients import mean_loss, value_and_grad
 from jaxpar.layers._reduction import global_norm, reduce_gradients
 from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
+from jaxpar.layers._vocabulary import vocabulary_parallel_embedding
 
 __all__ = [
     "copy_region",
@@ -18,4 +20,6 @@ __all__ = [
     "reduce_region",
     "scatter_region",
     "value_and_grad",
+    "vocabulary_parallel_cross_entropy",
+    "vocabulary_parallel_embedding",
 ]

@@ -12,6 +12,7 @@ from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._types import AxisName, Integer
 from jaxpar._varying import checks_varying, vary_over, varying_axes
 from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.layers._checks import check_whole
 from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
 
 
@@ -106,8 +107,8 @@ def value_and_grad(
     Source: one reduction for all microbatches is that of Li et al., as in `reduce_gradients`.
     """
     name = "value_and_grad"
-    parts = _check_microbatches(name, microbatches)
-    check_bucket(name, bucket_bytes)
+    parts = check_whole(name, "microbatches", microbatches, 1)
+    limit = check_bucket(name, bucket_bytes)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Array, Any]:
         ring = bind_ring(name, axis_name)
@@ -125,7 +126,7 @@ def value_and_grad(
         axes = ring.axis_name if checked else manual_axes()
         count = 1 if checked else prod(lax.axis_size(a) for a in axes if a not in ring.axis_name)
         leaves, treedef = jax.tree.flatten(grads)
-        leaves = sum_leaves(leaves, [set(axes) - names for names in sharded], bucket_bytes)
+        leaves = sum_leaves(leaves, [set(axes) - names for names in sharded], limit)
         grads = treedef.unflatten([_quotient(leaf, total, count) for leaf in leaves])
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
         return _quotient(_total(loss, ring), total), grads
@@ -213,12 +214,6 @@ def _check_parameter(path: Any, leaf: Any) -> Array:
             "from params"
         )
     return leaf
-
-
-def _check_microbatches(function: str, microbatches: Any) -> int:
-    if isinstance(microbatches, int) and microbatches > 0 and microbatches is not True:
-        return microbatches
-    raise ValueError(f"{function}: microbatches must be a positive integer, got {microbatches!r}")
 
 
 def _split(function: str, parts: int, place: str, leaf: Array) -> Array:

@@ -12,6 +12,7 @@ from jaxpar._dtypes import addition_dtype, common_dtype
 from jaxpar._types import AxisName, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
 from jaxpar.collectives._ring import bind_ring
+from jaxpar.layers._checks import check_whole
 
 
 def reduce_gradients(
@@ -56,13 +57,13 @@ def reduce_gradients(
     """
     name = "reduce_gradients"
     ring = bind_ring(name, axis_name)
-    check_bucket(name, bucket_bytes)
+    limit = check_bucket(name, bucket_bytes)
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
     sharded = spec_axes(name, grads, PartitionSpec() if specs is None else specs)
     summed = [set(ring.axis_name) - axes for axes in sharded]
     if checks_varying(ring.axis_name):
         summed = [axes & varying_axes(leaf) for axes, leaf in zip(summed, leaves, strict=True)]
-    return treedef.unflatten(sum_leaves(leaves, summed, bucket_bytes))
+    return treedef.unflatten(sum_leaves(leaves, summed, limit))
 
 
 def global_norm(tree: Any, *, specs: Any = None) -> Array:
@@ -150,19 +151,9 @@ def _psum_joined(parts: list[Array], names: tuple[str, ...]) -> list[Array]:
     ]
 
 
-def check_bucket(function: str, bucket_bytes: Any) -> None:
-    """Raises unless `bucket_bytes` is None or a positive whole number."""
-    if bucket_bytes is None:
-        return
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
-        raise TypeError(
-            f"{function}: bucket_bytes must be an integer or None, got {bucket_bytes!r}"
-        )
-    if bucket_bytes < 1:
-        raise ValueError(
-            f"{function}: bucket_bytes={bucket_bytes} must be at least 1, or None for one "
-            "psum a leaf"
-        )
+def check_bucket(function: str, bucket_bytes: Any) -> int | None:
+    """Returns the size of a bucket, or None for leaves that travel alone."""
+    return None if bucket_bytes is None else check_whole(function, "bucket_bytes", bucket_bytes, 1)
 
 
 def manual_axes() -> tuple[str, ...]:

@@ -1,0 +1,82 @@
+"""What several layers check of their arguments, in one wording."""
+
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxpar._varying import varying_axes
+from jaxpar.collectives._checks import check_dim
+from jaxpar.collectives._ring import Ring
+
+
+def check_whole(
+    function: str,
+    argument: str,
+    given: Any,
+    low: int | None = None,
+    high: int | None = None,
+    what: str = "",
+) -> int:
+    """Returns a whole number from `low` to `high`, which is `what`."""
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise TypeError(
+            f"{function}: {argument} must be an integer, got {given!r} of type "
+            f"{type(given).__name__}"
+        )
+    given = operator.index(given)
+    if (low is not None and given < low) or (high is not None and given > high):
+        most = "" if high is None else f" and at most {high}, {what}"
+        raise ValueError(f"{function}: {argument}={given} must be at least {low}{most}")
+    return given
+
+
+def check_number(function: str, argument: str, given: Any, high: float | None = None) -> float:
+    """Returns a number from 0 to `high` that is known while tracing."""
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise TypeError(
+            f"{function}: {argument} must be a Python number, got {given!r} of type "
+            f"{type(given).__name__}"
+        )
+    if not given >= 0 or (high is not None and given > high):
+        most = "" if high is None else f" and at most {high}"
+        raise ValueError(f"{function}: {argument}={given} must be at least 0{most}")
+    return float(given)
+
+
+def check_tokens(function: str, argument: str, tokens: Array) -> None:
+    """Raises unless `tokens` are integers."""
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"{function}: {argument} must be integers, got {tokens.dtype}; cast them")
+
+
+def check_replicated(function: str, argument: str, tokens: Array, ring: Ring) -> None:
+    """Raises if `tokens` are typed as varying over the ring."""
+    varying = sorted(varying_axes(tokens) & set(ring.axis_name))
+    if varying:
+        raise ValueError(
+            f"{function}: {argument} of local shape {tokens.shape} vary over {varying}, but "
+            f"every device of {ring} needs the same; give them whole, from in_specs without that "
+            "axis or through gather_region"
+        )
+
+
+def check_sequence_axis(
+    function: str, argument: str, sequence_axis: Any, shape: tuple[int, ...]
+) -> int | None:
+    """Returns the dimension counted from the front, which must not be the last, or None."""
+    if sequence_axis is None:
+        return None
+    dim = check_dim(function, "sequence_axis", sequence_axis, shape)
+    if dim == len(shape) - 1:
+        raise ValueError(
+            f"{function}: sequence_axis={sequence_axis} is the last dimension of {argument}, local "
+            f"shape {shape}, which holds features; choose one before it, such as -2"
+        )
+    return dim
+
+
+def as_signed(tokens: Array) -> Array:
+    """`tokens` in a signed dtype of 32 bits or more: differences of them can be negative."""
+    return tokens.astype("int64" if tokens.dtype.itemsize == 8 else "int32")

@@ -1,0 +1,155 @@
+"""The cross-entropy of a chunk of tokens after the other, and its derivative.
+
+A device computes the logits of its own columns for one chunk, keeps three numbers a token (the
+highest logit, the sum of exponentials below it, the logit that the label asks for), and forgets
+them. One pmax and one psum of these make the losses. The derivative computes the logits again.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar._dtypes import sum_dtype
+from jaxpar._types import Mode
+from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar.collectives._named import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar.collectives._ring import Ring
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """What the loss is and how it is computed, apart from the operands."""
+
+    ring: Ring
+    dim: int | None  # of x, along which it is sharded
+    vocabulary: int
+    chunk: int
+    label_smoothing: float
+    z_loss: float
+    ignore_label: int
+    mode: Mode
+    precision: Any
+    wire_dtype: Any
+
+    def whole(self, x: Array) -> Array:
+        """The tokens of all devices, where they are sharded."""
+        if self.dim is None:
+            return x
+        return ring_all_gather(x, self.ring.axis_name, axis=self.dim, tiled=True, mode=self.mode)
+
+    def chunks(self, x: Array, fill: int = 0, features: int = 0) -> Array:
+        """Cuts tokens `[..., s]`, each of so many dimensions, into `[chunks, tokens, ...]`."""
+        names = self.ring.axis_name
+        x = x.reshape(-1, *x.shape[x.ndim - features :])
+        count = -(-len(x) // self.chunk)
+        length = -(-len(x) // count)
+        widths = [(0, count * length - len(x)), *[(0, 0)] * features]
+        x = jnp.pad(x, widths, constant_values=fill).reshape(count, length, *x.shape[1:])
+        return vary_over(names, x) if checks_varying(names) else x
+
+    def logits(self, rows: Array, w: Array, labels: Array) -> tuple[Array, Array, Array]:
+        """The rows that count, their logits (-inf in padded columns), and their columns."""
+        # Zeros, not what happens to be there: a NaN times a zero gradient would be one.
+        rows = jnp.where((labels == self.ignore_label)[:, None], 0, rows)
+        logits = jnp.einsum(
+            "td,dv->tv",
+            *(rows, w),
+            precision=self.precision,
+            preferred_element_type=sum_dtype(w.dtype),
+        )
+        columns = self.ring.index() * w.shape[1] + jnp.arange(w.shape[1])
+        columns = columns.astype(labels.dtype)
+        return rows, jnp.where(columns < self.vocabulary, logits, -jnp.inf), columns
+
+    def target(self, columns: Array, labels: Array, dtype: Any) -> Array:
+        """The probabilities that the labels ask for, in these columns."""
+        even = self.label_smoothing / self.vocabulary
+        here = columns == labels[:, None]
+        return jnp.where(here, 1.0 - self.label_smoothing + even, even).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_losses(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> Array:
+    """Each token's loss; `labels` are those of all tokens.
+
+    Along the ring `w` varies, and all the rest does not; or does, with a `dim` to gather along.
+    Over other axes all vary alike.
+    """
+    return _fwd(loss, x, w, labels)[0]
+
+
+def _fwd(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
+    names = loss.ring.axis_name
+
+    def measure(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array, Array]]:
+        _rows, logits, columns = loss.logits(chunk[0], w, chunk[1])  # [tokens, v/n]
+        highest = jnp.max(logits, axis=1)
+        # Where all columns pad, -inf - -inf would be NaN.
+        below = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0, highest)[:, None])
+        target = loss.target(columns, chunk[1], logits.dtype)
+        aimed = jnp.where(columns < loss.vocabulary, target * logits, 0)
+        return None, (highest, jnp.sum(below, axis=1), jnp.sum(aimed, axis=1))
+
+    tokens = loss.chunks(loss.whole(x), features=1), loss.chunks(labels, loss.ignore_label)
+    _, measured = lax.scan(measure, None, tokens)
+    highest, total, aimed = (part.reshape(-1)[: labels.size] for part in measured)
+    top = lax.pmax(highest, names)
+    total, aimed = lax.psum(jnp.stack([total * jnp.exp(highest - top), aimed]), names)
+    log_total = jnp.log(total)
+    logsumexp = (top + log_total).reshape(labels.shape)
+    # The difference of the large numbers first: it is exact where they are close.
+    losses = (log_total + (top - aimed)).reshape(labels.shape)
+    if loss.z_loss:
+        losses = losses + loss.z_loss * logsumexp**2
+    losses = jnp.where((labels >= 0) & (labels < loss.vocabulary), losses, jnp.nan)
+    losses = jnp.where(labels == loss.ignore_label, 0, losses)
+    if loss.dim is not None:
+        length = labels.shape[loss.dim] // loss.ring.size
+        start = loss.ring.index() * length
+        losses = lax.dynamic_slice_in_dim(losses, start, length, loss.dim)
+    return losses, (x, w, labels, logsumexp)
+
+
+def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, None]:
+    x, w, labels, logsumexp = residuals
+    names = loss.ring.axis_name
+    whole = loss.whole(x)
+    if loss.dim is not None:
+        ct = lax.all_gather(ct, names, axis=loss.dim, tiled=True)
+    elif not checks_varying(names):
+        ct = lax.psum(ct, names)  # the derivative of a psum where types say nothing
+    ct = jnp.where((labels >= 0) & (labels < loss.vocabulary), ct, jnp.nan)
+    ct = jnp.where(labels == loss.ignore_label, 0, ct)
+
+    def step(dw: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        rows, labels, logsumexp, ct = chunk
+        rows, logits, columns = loss.logits(rows, w, labels)
+        target = loss.target(columns, labels, logits.dtype)
+        softmax = jnp.exp(logits - logsumexp[:, None])
+        slope = softmax * (1 + 2 * loss.z_loss * logsumexp)[:, None] - target
+        # In the dtype of the operands, as a matmul's cotangent has it.
+        slope = jnp.where(columns < loss.vocabulary, slope * ct[:, None], 0).astype(w.dtype)
+        multiply = partial(
+            jnp.einsum, precision=loss.precision, preferred_element_type=sum_dtype(w.dtype)
+        )
+        return dw + multiply("td,tv->dv", rows, slope), multiply("tv,dv->td", slope, w)
+
+    zeros = vary_over(varying_axes(w), jnp.zeros(w.shape, sum_dtype(w.dtype)))
+    numbers = (loss.chunks(part) for part in (logsumexp, ct))
+    chunks = loss.chunks(whole, features=1), loss.chunks(labels, loss.ignore_label), *numbers
+    dw, dx = lax.scan(step, zeros, chunks)
+    dx = dx.reshape(-1, dx.shape[-1])[: labels.size].reshape(whole.shape)
+    how: Any = {"mode": loss.mode, "wire_dtype": loss.wire_dtype}
+    if loss.dim is not None:
+        dx = ring_reduce_scatter(dx, names, scatter_dimension=loss.dim, tiled=True, **how)
+    elif checks_varying(names):
+        copied = tuple(name for name in names if name not in varying_axes(x))
+        dx = ring_all_reduce(dx, copied, **how) if copied else dx
+    return dx.astype(x.dtype), dw.astype(w.dtype), None
+
+
+chunked_losses.defvjp(_fwd, _bwd)

@@ -1,0 +1,146 @@
+"""The public cross-entropy over a sharded vocabulary: checks, and the types of the operands."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+
+from jaxpar._dtypes import as_dtype, check_wire, sum_dtype
+from jaxpar._types import AxisName, Integer, Mode, Number
+from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar.collectives._checks import check_mode
+from jaxpar.collectives._ring import bind_ring
+from jaxpar.layers._checks import (
+    as_signed,
+    check_number,
+    check_replicated,
+    check_sequence_axis,
+    check_tokens,
+    check_whole,
+)
+from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
+
+
+def vocabulary_parallel_cross_entropy(
+    x: Array,
+    w: Array,
+    labels: Array,
+    axis_name: AxisName,
+    *,
+    vocabulary: Integer | None = None,
+    sequence_axis: Integer | None = None,
+    chunk: Integer = 1024,
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    ignore_label: Integer = -1,
+    mode: Mode = "auto",
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Array:
+    """Computes each token's cross-entropy from logits `x @ w` that never exist as a whole.
+
+    Args:
+      x: local `[..., s, d]`, replicated over `axis_name`; with a `sequence_axis` `[..., s/n, d]`,
+        sharded over it.
+      w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for weights tied to
+        those of `vocabulary_parallel_embedding`.
+      labels: local integers of the shape of `x` without its last dimension, sharded like it.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      vocabulary: the number of tokens, if columns pad `w` to a multiple of n: those from there on
+        count for nothing and have zero gradients. None: all are tokens.
+      sequence_axis: the dimension of `x` along which it is sharded, such as -2; None if it is not.
+      chunk: the most tokens whose logits a device holds at a time.
+      label_smoothing: the part of the target that is spread evenly over the vocabulary.
+      z_loss: what the square of the log of the softmax's denominator is weighted with and added.
+      ignore_label: the label of tokens that have a loss of 0, are not read and have zero gradients.
+      mode: how x travels, and its gradient: as in `ring_all_gather`, but `"auto"` is `"naive"`, as
+        nothing is computed meanwhile.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which partial sums of the gradient of `x` travel. None: that in which
+        they were added, float32 for 16-bit floats.
+
+    Returns:
+      Losses in the shape of `labels`, in float32, or float64 for float64. For logits `l`, label `y`
+      and `z = logsumexp(l)`: `z - (1 - label_smoothing) l[y] - label_smoothing mean(l) + z_loss
+      z^2`. Replicated over `axis_name` without a `sequence_axis`, and varying with it. Any other
+      label outside `[0, vocabulary)` is an error that shows as NaN, in the loss and in gradients.
+
+    Raises:
+      TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
+        option of the wrong type.
+      ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
+        over `axis_name` without a `sequence_axis`, an unknown mode or axis name, a call outside
+        shard_map.
+
+    Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
+    sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is
+    summed; or, with a `sequence_axis`, (n-1)/n of `x` forward, the same backward, and of its
+    gradient. It keeps its operands, all labels and one number for each token.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> losses = jax.jit(jax.shard_map(
+      ...     lambda x, w, y: vocabulary_parallel_cross_entropy(x, w, y, "tp", vocabulary=10),
+      ...     mesh=mesh, in_specs=(P(), P(None, "tp"), P()), out_specs=P()))
+      >>> found = losses(jnp.ones((3, 4)), jnp.ones((4, 16)), jnp.array([0, 9, -1]))
+      >>> np.asarray(found).round(3)
+      array([2.303, 2.303, 0.   ], dtype=float32)
+
+    Source: logits by shards are those of Shoeybi et al., as in `vocabulary_parallel_embedding`; by
+    chunks, of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024).
+    """
+    name = "vocabulary_parallel_cross_entropy"
+    ring = bind_ring(name, axis_name)
+    x, w, labels = jnp.asarray(x), jnp.asarray(w), jnp.asarray(labels)
+    _check_operands(name, x, w, labels)
+    dim = check_sequence_axis(name, "x", sequence_axis, x.shape)
+    if dim is None:
+        check_replicated(name, "labels", labels, ring)
+    check_mode(name, mode)
+    wire = as_dtype(name, "wire_dtype", wire_dtype)
+    check_wire(name, wire, sum_dtype(x.dtype))
+    columns = w.shape[1] * ring.size
+    tokens = columns if vocabulary is None else vocabulary
+    loss = ChunkedLoss(
+        ring=ring,
+        dim=dim,
+        vocabulary=check_whole(
+            name, "vocabulary", tokens, 1, columns, "the columns of w on all devices"
+        ),
+        chunk=check_whole(name, "chunk", chunk, 1),
+        label_smoothing=check_number(name, "label_smoothing", label_smoothing, 1.0),
+        z_loss=check_number(name, "z_loss", z_loss),
+        ignore_label=check_whole(name, "ignore_label", ignore_label),
+        mode="naive" if mode == "auto" else mode,
+        precision=precision,
+        wire_dtype=wire,
+    )
+    labels = as_signed(labels)
+    if not labels.size:
+        return jnp.zeros(labels.shape, sum_dtype(x.dtype))
+    if checks_varying(ring.axis_name):
+        axes = varying_axes(x, w, labels) | set(ring.axis_name)
+        w = vary_over(axes, w)
+        x, labels = vary_over(axes - set(ring.axis_name) if dim is None else axes, (x, labels))
+    if dim is not None:
+        labels = lax.all_gather(labels, ring.axis_name, axis=dim, tiled=True)
+    return chunked_losses(loss, x, w, labels)
+
+
+def _check_operands(function: str, x: Array, w: Array, labels: Array) -> None:
+    if not x.ndim or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"{function}: x has local shape {x.shape} and w {w.shape}, but they must be [..., d] "
+            "and [d, v/n]; if w is sharded over another axis, gather it there first"
+        )
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{function}: labels have local shape {labels.shape} and x {x.shape}, but each token "
+            f"needs one; give labels of shape {x.shape[:-1]}, sharded like x"
+        )
+    if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{function}: x is {x.dtype}{list(x.shape)} and w is {w.dtype}{list(w.shape)}, but "
+            "they must be floats of one dtype; cast one of them with .astype"
+        )
+    check_tokens(function, "labels", labels)

@@ -1,0 +1,293 @@
+"""The cross-entropy over a sharded vocabulary against NumPy, and what it sends and keeps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import make_mesh
+from jaxpar._jaxprs import subjaxprs
+from jaxpar.layers import (
+    value_and_grad,
+    vocabulary_parallel_cross_entropy,
+    vocabulary_parallel_embedding,
+)
+from jaxpar.testing import assert_matches_reference, count_collectives
+
+REPLICATED = P()
+check = pytest.mark.parametrize("check_vma", [True, False])
+
+
+def normal(*shape, dtype="float32"):
+    return np.random.default_rng([*shape]).standard_normal(shape).astype(dtype)
+
+
+def labels_below(vocabulary, *shape, ignore=-1):
+    rng = np.random.default_rng([vocabulary, *shape])
+    labels = rng.integers(0, vocabulary, shape).astype("int32")
+    return np.where(rng.random(shape) < 0.25, np.int32(ignore), labels)
+
+
+def mesh_of(text):
+    size = int(np.prod([int(part.split("=")[1]) for part in text.split(",")]))
+    return make_mesh(text, devices=jax.devices()[:size])
+
+
+def reference(vocabulary=None, label_smoothing=0.0, z_loss=0.0, ignore_label=-1, **_):
+    def losses(x, w, labels):
+        counts = labels != ignore_label
+        w = w[:, :vocabulary]
+        logits = np.where(counts[..., None], x, 0.0) @ w
+        top = np.max(logits, axis=-1)
+        z = top + np.log(np.sum(np.exp(logits - top[..., None]), axis=-1))
+        aimed = np.take_along_axis(logits, np.where(counts, labels, 0)[..., None], -1)[..., 0]
+        even = np.mean(logits, axis=-1)
+        loss = z - (1 - label_smoothing) * aimed - label_smoothing * even + z_loss * z**2
+        return np.where(counts, loss, 0.0)
+
+    return losses
+
+
+ALL = {"vocabulary": 13, "label_smoothing": 0.2, "z_loss": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names", "options"),
+    [
+        ("dp=2,tp=4", "tp", {}),
+        ("dp=2,tp=4", "tp", {**ALL, "chunk": 4, "mode": "unidirectional"}),
+        ("dp=2,tp=4", "tp", {**ALL, "chunk": 5, "sequence_axis": -2, "mode": "bidirectional"}),
+        ("a=2,dp=1,b=4", ("b", "a"), {**ALL, "chunk": 7, "sequence_axis": 1}),
+        ("a=2,dp=1,b=4", ("b", "a"), {"ignore_label": 3, "label_smoothing": 1.0}),
+        ("tp=1,dp=2", "tp", {"sequence_axis": 0, "vocabulary": 15, "chunk": 1}),
+    ],
+)
+def test_losses_and_gradients(mesh, names, options):
+    """In two cases a device has padding only. Tokens that are ignored may be anything."""
+    dim = options.get("sequence_axis")
+    labels = labels_below(
+        options.get("vocabulary", 16), 2, 8, ignore=options.get("ignore_label", -1)
+    )
+    x = np.where((labels == -1)[..., None], np.float32(np.nan), normal(2, 8, 3))
+    spec = {None: P("dp"), 0: P(("dp", "tp"))}.get(dim, P("dp", names))
+    assert_matches_reference(
+        lambda *args: vocabulary_parallel_cross_entropy(*args, names, **options),
+        reference(**options),
+        *(x, normal(3, 16), labels),
+        mesh=mesh_of(mesh),
+        in_specs=(spec, P(None, names), spec),
+        out_specs=spec,
+    )
+
+
+@pytest.mark.parametrize("sequence_axis", [None, -2])
+def test_logits_of_16_bit_operands_are_float32(sequence_axis):
+    """So are the losses: precise to float32, where gradients are as precise as their dtype."""
+    x, w = (jnp.asarray(a, "bfloat16") for a in (normal(8, 16), normal(16, 24)))
+    spec = P() if sequence_axis is None else P("tp")
+
+    def test(**options):
+        assert_matches_reference(
+            lambda *args: vocabulary_parallel_cross_entropy(
+                *args, "tp", sequence_axis=sequence_axis, wire_dtype="bfloat16"
+            ),
+            reference(),
+            *(x, w, labels_below(24, 8)),
+            mesh=mesh_of("tp=4"),
+            in_specs=(spec, P(None, "tp"), spec),
+            out_specs=spec,
+            **options,
+        )
+
+    test(grad=False, rounding_dtype="float32")
+    test(check_vma=True)
+
+
+def losses_on(mesh, spec=REPLICATED, check_vma=True, **options):
+    return jax.shard_map(
+        lambda *args: vocabulary_parallel_cross_entropy(*args, "tp", **options),
+        mesh=mesh_of(mesh),
+        in_specs=(spec, P(None, "tp"), spec),
+        out_specs=spec,
+        check_vma=check_vma,
+    )
+
+
+def test_extreme_logits():
+    """Up to 1e36 apart: a softmax of 0 and 1, and no infinity or NaN."""
+    x = np.array([[1e18], [-1e18], [1e18], [0]], "float32")
+    w = np.array([[1e18, -1e18, 0, 0, 1, 2, 3, 4]], "float32")
+    labels = np.array([0, 0, 2, 7], "int32")
+
+    def total(x, w):
+        losses = losses_on("tp=4", vocabulary=6)(x, w, np.minimum(labels, 5))
+        return jnp.sum(losses), losses
+
+    (_, losses), (dx, dw) = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(x, w)
+    np.testing.assert_allclose(losses, [0, 2e36, 1e36, np.log(6)], rtol=1e-6)
+    np.testing.assert_allclose(dx[:3, 0], [0, -2e18, 1e18], rtol=1e-6)
+    assert np.all(np.isfinite(dw))
+    np.testing.assert_array_equal(dw[:, 6:], 0)
+
+
+@check
+def test_labels_out_of_range_are_nan(check_vma):
+    labels = np.array([0, 6, -1, -2, 5], "int8")
+    losses = losses_on("tp=4", vocabulary=6, check_vma=check_vma)
+    args = normal(5, 3), normal(3, 8), labels
+    found = jax.jit(losses)(*args)
+    np.testing.assert_array_equal(np.isnan(found), [False, True, False, True, False])
+    dx = jax.jit(jax.grad(lambda x, *rest: jnp.sum(losses(x, *rest))))(*args)
+    np.testing.assert_array_equal(np.isnan(dx[:, 0]), [False, True, False, True, False])
+
+
+@check
+@pytest.mark.parametrize("sequence_axis", [None, -2])
+def test_tied_weights_inside_under_checkpoint_and_scan(sequence_axis, check_vma):
+    """A language model without layers: what is looked up is compared with the same table."""
+    tokens, labels = labels_below(16, 4, 2, 4, ignore=16), labels_below(13, 4, 2, 4)
+    table = normal(16, 3)
+
+    def local(table, tokens, labels):
+        def step(total, batch):
+            tokens, labels = batch
+            x = vocabulary_parallel_embedding(tokens, table, "tp", sequence_axis=sequence_axis)
+            if sequence_axis is not None:
+                block = labels.shape[1] // 4
+                start = jax.lax.axis_index("tp") * block
+                labels = jax.lax.dynamic_slice_in_dim(labels, start, block, 1)
+            losses = vocabulary_parallel_cross_entropy(
+                *(jnp.sin(x), table.T, labels, "tp"),
+                vocabulary=13,
+                sequence_axis=sequence_axis,
+                chunk=3,
+            )
+            return total + jnp.sum(losses), jnp.sum(labels >= 0)
+
+        zero = jnp.zeros(())
+        if check_vma:
+            zero = jax.lax.pcast(
+                zero, ("dp",) if sequence_axis is None else ("dp", "tp"), to="varying"
+            )
+        total, counts = jax.lax.scan(jax.checkpoint(step), zero, (tokens, labels))
+        return total, jnp.sum(counts)
+
+    axes = "dp" if sequence_axis is None else ("tp", "dp")
+    step = jax.shard_map(
+        value_and_grad(local, axes, specs=P("tp")),
+        mesh=make_mesh("dp=2,tp=4"),
+        in_specs=(P("tp"), P(None, "dp"), P(None, "dp")),
+        out_specs=(P(), P("tp")),
+        check_vma=check_vma,
+    )
+
+    def alone(table):
+        logits = jnp.sin(jnp.where((tokens < 16)[..., None], table[tokens % 16], 0)) @ table[:13].T
+        picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - picked
+        return jnp.sum(jnp.where(labels >= 0, losses, 0)) / np.float32(np.sum(labels >= 0))
+
+    found = jax.jit(step)(table, tokens, labels)
+    for a, b in zip(found, jax.value_and_grad(alone)(table), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+# -- what is sent, and held ---------------------------------------------------------------------
+
+
+def shapes_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (var.aval.shape for var in eqn.outvars)
+        for sub in subjaxprs(eqn.params):
+            yield from shapes_in(sub)
+
+
+@pytest.mark.parametrize("sequence_axis", [None, -2])
+def test_only_logits_of_a_chunk_ever_exist(sequence_axis):
+    tokens, features, columns, chunk = 64, 5, 24, 10
+    losses = losses_on(
+        "tp=4", P() if sequence_axis is None else P("tp"), chunk=chunk, sequence_axis=sequence_axis
+    )
+    args = normal(tokens, features), normal(features, columns * 4), labels_below(96, tokens)
+
+    def gradients(x, w, labels):
+        return jax.grad(lambda x, w: jnp.sum(losses(x, w, labels)), (0, 1))(x, w)
+
+    shapes = list(shapes_in(jax.make_jaxpr(gradients)(*args).jaxpr))
+    rows = {s[0] for s in shapes if len(s) == 2 and s[1] == columns and s[0] != features}
+    assert rows == {1, 10}  # 64 tokens in 7 chunks: of 10, the last padded
+    assert not any(np.prod(s) > tokens * features * 4 for s in shapes if columns in s)
+
+    counts = count_collectives(losses, *args)
+    statistics = {"pmax": 1, "psum": 1}
+    kept = features * columns + 2 * tokens
+    if sequence_axis is None:
+        assert counts.forward == statistics
+        assert counts.backward == {"psum": 1}
+        assert counts.residual_bytes == 4 * (kept + tokens * features)
+    else:
+        assert counts.forward == {**statistics, "all_gather": 2}
+        assert counts.backward == {"all_gather": 2, "psum_scatter": 1}
+        assert counts.residual_bytes <= 4 * (4 * kept + tokens * features // 4)
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+def error(kind, x=(6, 3), w=(3, 4), labels=(6,), spec=REPLICATED, **options):
+    x, w = (a if hasattr(a, "dtype") else jnp.ones(a) for a in (x, w))
+    labels = labels if hasattr(labels, "dtype") else jnp.zeros(labels, "int32")
+
+    def body(labels):
+        vocabulary_parallel_cross_entropy(x, w, labels, "tp", **options)
+        return 0
+
+    mapped = jax.shard_map(body, mesh=make_mesh("dp=2,tp=4"), in_specs=spec, out_specs=P())
+    with pytest.raises(kind) as caught:
+        jax.eval_shape(mapped, labels)
+    assert type(caught.value) is kind
+    name, _, text = str(caught.value).partition(": ")
+    assert name == "vocabulary_parallel_cross_entropy"
+    return text
+
+
+def test_operands_that_do_not_fit():
+    assert error(ValueError, w=(4, 3)) == (
+        "x has local shape (6, 3) and w (4, 3), but they must be [..., d] and [d, v/n]; if w is "
+        "sharded over another axis, gather it there first"
+    )
+    assert error(ValueError, labels=(5,)) == (
+        "labels have local shape (5,) and x (6, 3), but each token needs one; give labels of "
+        "shape (6,), sharded like x"
+    )
+    assert error(TypeError, x=jnp.ones((6, 3), "bfloat16")) == (
+        "x is bfloat16[6, 3] and w is float32[3, 4], but they must be floats of one dtype; cast "
+        "one of them with .astype"
+    )
+    assert error(TypeError, labels=jnp.zeros(6)) == (
+        "labels must be integers, got float32; cast them"
+    )
+    assert error(ValueError, labels=(24,), spec=P("tp")) == (
+        "labels of local shape (6,) vary over ['tp'], but every device of axis 'tp' (4) "
+        "needs the same; give them whole, from in_specs without that axis or through gather_region"
+    )
+
+
+def test_options_out_of_range():
+    assert error(ValueError, vocabulary=17) == (
+        "vocabulary=17 must be at least 1 and at most 16, the columns of w on all devices"
+    )
+    assert error(ValueError, chunk=0) == "chunk=0 must be at least 1"
+    assert error(TypeError, chunk=2.0) == "chunk must be an integer, got 2.0 of type float"
+    assert error(ValueError, label_smoothing=1.5) == (
+        "label_smoothing=1.5 must be at least 0 and at most 1.0"
+    )
+    assert error(ValueError, z_loss=-1) == "z_loss=-1 must be at least 0"
+    assert error(TypeError, z_loss="0") == "z_loss must be a Python number, got '0' of type str"
+    assert error(ValueError, sequence_axis=1) == (
+        "sequence_axis=1 is the last dimension of x, local shape (6, 3), which holds features; "
+        "choose one before it, such as -2"
+    )
+    assert error(ValueError, mode="ring").startswith("mode must be one of naive")
+    assert error(TypeError, wire_dtype="int8").startswith("wire_dtype=int8 cannot carry sums of")
