@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import make_mesh
 from jaxpar._jaxprs import subjaxprs
 from jaxpar.layers import (
+    scatter_region,
     value_and_grad,
     vocabulary_parallel_cross_entropy,
     vocabulary_parallel_embedding,
@@ -143,20 +144,18 @@ def test_labels_out_of_range_are_nan(check_vma):
 
 
 @check
-@pytest.mark.parametrize("sequence_axis", [None, -2])
-def test_tied_weights_inside_under_checkpoint_and_scan(sequence_axis, check_vma):
+@pytest.mark.parametrize(("sequence_axis", "dtype"), [(None, "float32"), (-2, "float64")])
+def test_tied_weights_inside_under_checkpoint_and_scan(sequence_axis, dtype, check_vma):
     """A language model without layers: what is looked up is compared with the same table."""
     tokens, labels = labels_below(16, 4, 2, 4, ignore=16), labels_below(13, 4, 2, 4)
-    table = normal(16, 3)
+    axes = ("dp",) if sequence_axis is None else ("tp", "dp")
 
     def local(table, tokens, labels):
         def step(total, batch):
             tokens, labels = batch
             x = vocabulary_parallel_embedding(tokens, table, "tp", sequence_axis=sequence_axis)
             if sequence_axis is not None:
-                block = labels.shape[1] // 4
-                start = jax.lax.axis_index("tp") * block
-                labels = jax.lax.dynamic_slice_in_dim(labels, start, block, 1)
+                labels = scatter_region(labels, "tp", axis=1)
             losses = vocabulary_parallel_cross_entropy(
                 *(jnp.sin(x), table.T, labels, "tp"),
                 vocabulary=13,
@@ -165,15 +164,11 @@ def test_tied_weights_inside_under_checkpoint_and_scan(sequence_axis, check_vma)
             )
             return total + jnp.sum(losses), jnp.sum(labels >= 0)
 
-        zero = jnp.zeros(())
-        if check_vma:
-            zero = jax.lax.pcast(
-                zero, ("dp",) if sequence_axis is None else ("dp", "tp"), to="varying"
-            )
+        zero = jnp.zeros((), dtype)
+        zero = jax.lax.pcast(zero, axes, to="varying") if check_vma else zero
         total, counts = jax.lax.scan(jax.checkpoint(step), zero, (tokens, labels))
         return total, jnp.sum(counts)
 
-    axes = "dp" if sequence_axis is None else ("tp", "dp")
     step = jax.shard_map(
         value_and_grad(local, axes, specs=P("tp")),
         mesh=make_mesh("dp=2,tp=4"),
@@ -186,11 +181,35 @@ def test_tied_weights_inside_under_checkpoint_and_scan(sequence_axis, check_vma)
         logits = jnp.sin(jnp.where((tokens < 16)[..., None], table[tokens % 16], 0)) @ table[:13].T
         picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
         losses = jax.nn.logsumexp(logits, axis=-1) - picked
-        return jnp.sum(jnp.where(labels >= 0, losses, 0)) / np.float32(np.sum(labels >= 0))
+        return jnp.sum(jnp.where(labels >= 0, losses, 0)) / float(np.sum(labels >= 0))
 
-    found = jax.jit(step)(table, tokens, labels)
-    for a, b in zip(found, jax.value_and_grad(alone)(table), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
+    with jax.enable_x64(dtype == "float64"):
+        table = jnp.asarray(normal(16, 3), dtype)
+        found, expected = jax.jit(step)(table, tokens, labels), jax.value_and_grad(alone)(table)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype == dtype
+        np.testing.assert_allclose(a, b, atol=2e-6 if dtype == "float32" else 1e-14)
+
+
+def test_twice_in_reverse():
+    labels = labels_below(13, 6)
+    losses = losses_on("tp=4", vocabulary=13, z_loss=0.1)
+
+    def alone(x, w, labels):
+        logits = x @ w[:, :13]
+        z = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], -1)[:, 0]
+        return jnp.where(labels >= 0, z - picked + 0.1 * z**2, 0)
+
+    def second(fn):
+        def bend(x, w):
+            dx, dw = jax.grad(lambda x, w: jnp.sum(jnp.sin(fn(x, w, labels))), (0, 1))(x, w)
+            return jnp.sum(dx**2) + jnp.sum(dw**3)
+
+        return jax.jit(jax.grad(bend, (0, 1)))(normal(6, 3), normal(3, 16))
+
+    for a, b in zip(second(losses), second(alone), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.max(np.abs(b)))
 
 
 # -- what is sent, and held ---------------------------------------------------------------------

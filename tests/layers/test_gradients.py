@@ -307,6 +307,21 @@ def test_reduce_gradients_leaves_what_is_sharded_or_summed_already():
     np.testing.assert_array_equal(found["shard"], np.arange(4.0))
 
 
+def test_reduce_gradients_adds_16_bit_floats_wide():
+    mapped = jax.shard_map(
+        lambda x: reduce_gradients({"a": x, "b": (x,)}, ("tp", "dp"), bucket_bytes=1000),
+        mesh=make_mesh("dp=4,tp=2"),
+        in_specs=P(("dp", "tp")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    found = jax.jit(mapped)(jnp.asarray([256, *[1] * 7], "bfloat16"))
+    for leaf in jax.tree.leaves(found):
+        assert leaf.dtype == "bfloat16"
+        assert float(leaf[0]) == 264.0  # the neighbour of 263
+    assert count_collectives(mapped, jnp.ones(8, "bfloat16"), grad=False).forward_bytes == 14
+
+
 # -- errors -------------------------------------------------------------------------------------
 
 

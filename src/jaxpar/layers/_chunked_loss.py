@@ -61,8 +61,8 @@ class ChunkedLoss:
             precision=self.precision,
             preferred_element_type=sum_dtype(w.dtype),
         )
-        columns = self.ring.index() * w.shape[1] + jnp.arange(w.shape[1])
-        columns = columns.astype(labels.dtype)
+        first = (self.ring.index() * w.shape[1]).astype(labels.dtype)
+        columns = first + jnp.arange(w.shape[1], dtype=labels.dtype)
         return rows, jnp.where(columns < self.vocabulary, logits, -jnp.inf), columns
 
     def target(self, columns: Array, labels: Array, dtype: Any) -> Array:
@@ -87,7 +87,8 @@ def _fwd(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> tuple[Array, A
 
     def measure(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array, Array]]:
         _rows, logits, columns = loss.logits(chunk[0], w, chunk[1])  # [tokens, v/n]
-        highest = jnp.max(logits, axis=1)
+        # The shift cancels in the losses, so that second derivatives do without its own.
+        highest = lax.stop_gradient(jnp.max(logits, axis=1))
         # Where all columns pad, -inf - -inf would be NaN.
         below = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0, highest)[:, None])
         target = loss.target(columns, chunk[1], logits.dtype)
