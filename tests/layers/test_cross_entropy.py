@@ -132,6 +132,13 @@ def test_extreme_logits():
     np.testing.assert_array_equal(dw[:, 6:], 0)
 
 
+def test_large_logits_that_are_close():
+    """Their size is not lost from a small difference: a million and a million are log(2) apart."""
+    w = np.array([[1e3, 1e3, -1e3, 0]], "float32")
+    losses = jax.jit(losses_on("tp=2"))(np.full((1, 1), 1e3, "float32"), w, np.array([1]))
+    np.testing.assert_allclose(losses, np.log(2), rtol=1e-6)
+
+
 @check
 def test_labels_out_of_range_are_nan(check_vma):
     labels = np.array([0, 6, -1, -2, 5], "int8")
