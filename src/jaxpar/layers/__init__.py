@@ -1,23 +1,35 @@
 """Layers as functions of local blocks: data, FSDP, tensor and context parallelism."""
 
+from jaxpar.layers._attention import parallel_attention
 from jaxpar.layers._cross_entropy import vocabulary_parallel_cross_entropy
 from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
 from jaxpar.layers._fsdp_scan import fsdp_scan
 from jaxpar.layers._gradients import mean_loss, value_and_grad
+from jaxpar.layers._heads import HeadLayout, head_layout
+from jaxpar.layers._norm import layer_norm, rms_norm
 from jaxpar.layers._reduction import global_norm, reduce_gradients
 from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
+from jaxpar.layers._tensor import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.layers._vocabulary import vocabulary_parallel_embedding
 
 __all__ = [
+    "HeadLayout",
+    "column_parallel_linear",
     "copy_region",
     "fsdp_gather",
     "fsdp_linear",
     "fsdp_scan",
+    "gated_mlp",
     "gather_region",
     "global_norm",
+    "head_layout",
+    "layer_norm",
     "mean_loss",
+    "parallel_attention",
     "reduce_gradients",
     "reduce_region",
+    "rms_norm",
+    "row_parallel_linear",
     "scatter_region",
     "value_and_grad",
     "vocabulary_parallel_cross_entropy",

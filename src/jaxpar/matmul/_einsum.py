@@ -37,11 +37,14 @@ class Call:
     arithmetic: Arithmetic
     # The naive form gathers again in the backward pass, as rings do, instead of keeping the whole.
     regather: bool = False
+    recomputed: bool = False
 
     def resolve(self, label: str, flops: float, block_bytes: int) -> Method | None:
         """Returns how to run on the ring, or None for the naive form."""
         plan = choose_plan(self.ring, self.mode, flops, block_bytes)
-        return None if plan is None else Method(self.ring, plan, label, self.arithmetic)
+        if plan is None:
+            return None
+        return Method(self.ring, plan, label, self.arithmetic, self.recomputed)
 
     def result_dtype(self, lhs: Array) -> Any:
         """The dtype of the result."""

@@ -41,6 +41,12 @@ class Method:
     plan: Plan
     label: str  # the einsum label that is sharded over the ring
     arithmetic: Arithmetic
+    # Runs again in the backward pass, within jax.checkpoint, where the result itself is dead code.
+    recomputed: bool = False
+
+    def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
+        """Returns both, the residuals not before the result, unless nobody waits for that."""
+        return (out, residuals) if self.recomputed else forward_first(self.plan, out, residuals)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def scatter_einsum(
 
 def _gather_fwd(method: Method, products: Any, left: Array, rights: Any) -> Any:
     out = gather_einsum(method, products, left, rights)
-    return forward_first(method.plan, out, (left, rights))
+    return method.forward_first(out, (left, rights))
 
 
 def _gather_bwd(method: Method, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
@@ -147,7 +153,7 @@ def _gather_bwd(method: Method, products: tuple[Product, ...], residuals: Any, c
 
 
 def _scatter_fwd(method: Method, products: Any, pairs: Any) -> Any:
-    return forward_first(method.plan, scatter_einsum(method, products, pairs), pairs)
+    return method.forward_first(scatter_einsum(method, products, pairs), pairs)
 
 
 def _scatter_bwd(method: Method, products: tuple[Product, ...], pairs: Any, ct: Array) -> Any:

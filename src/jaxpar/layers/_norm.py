@@ -1,0 +1,147 @@
+"""Normalisation over features, in float32, whole or sharded."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpar._dtypes import addition_dtype
+from jaxpar._types import AxisName, Number
+from jaxpar._varying import varying_axes
+from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.layers._projections import vary_wide
+
+_MOMENTS = "jaxpar_moments"
+
+
+def rms_norm(
+    x: Array, scale: Array, *, eps: Number = 1e-6, axis_name: AxisName | None = None
+) -> Array:
+    """Divides each token by the root mean square of its features, and scales them.
+
+    Args:
+      x: local `[..., d]` of floats; other dimensions may be sharded in any way.
+      scale: `[d]`, of any float dtype; replicated over the axes over which tokens are sharded.
+      eps: added to the mean square.
+      axis_name: the mesh axes over which features are sharded, x `[..., d/n]` and scale `[d/n]`;
+        None where they are whole.
+
+    Returns:
+      `x / sqrt(mean(x**2) + eps) * scale`, in the dtype of x.
+
+    Raises:
+      TypeError: x or scale is not of floats.
+      ValueError: a scale of another size, an unknown axis name.
+
+    Cost: without `axis_name` nothing is sent. With it one float32 a token is summed over the axis,
+    forward and backward. Everything is computed in float32 for 16-bit floats; the backward pass
+    keeps x as it came in and one float32 a token.
+
+    Example:
+      >>> rms_norm(jnp.array([[2.0, 2.0, 4.0, 1.0]]), jnp.ones(4), eps=0.0)
+      Array([[0.8, 0.8, 1.6, 0.4]], dtype=float32)
+
+    Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
+    """
+    features = _check("rms_norm", x, axis_name, scale=scale)
+    return _recomputed(partial(_rms_norm, features, eps))(x, scale)
+
+
+def layer_norm(
+    x: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    eps: Number = 1e-5,
+    axis_name: AxisName | None = None,
+) -> Array:
+    """Shifts and divides each token to mean 0 and variance 1, and scales and shifts its features.
+
+    Args:
+      x: local `[..., d]` of floats; other dimensions may be sharded in any way.
+      scale: `[d]`, of any float dtype; replicated over the axes over which tokens are sharded.
+      bias: `[d]`, or None.
+      eps: added to the variance.
+      axis_name: the mesh axes over which features are sharded, x `[..., d/n]`, scale and bias
+        `[d/n]`; None where they are whole.
+
+    Returns:
+      `(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, in the dtype of x.
+
+    Raises:
+      TypeError: x, scale or bias is not of floats.
+      ValueError: a scale or bias of another size, an unknown axis name.
+
+    Cost: as `rms_norm`, with two sums over the axis instead of one: the mean, and from it the
+    variance, which does not cancel when the mean is large.
+
+    Example:
+      >>> layer_norm(jnp.array([[3.0, 5.0]]), jnp.ones(2), eps=0.0)
+      Array([[-1.,  1.]], dtype=float32)
+
+    Source: Ba, Kiros and Hinton, "Layer normalization" (2016).
+    """
+    given = {"scale": scale} if bias is None else {"scale": scale, "bias": bias}
+    features = _check("layer_norm", x, axis_name, **given)
+    return _recomputed(partial(_layer_norm, features, eps))(x, *given.values())
+
+
+@dataclass(frozen=True)
+class _Features:
+    """The last dimension of an array, whole here or over a ring."""
+
+    ring: Ring | None
+    size: int
+
+    def mean(self, x: Array) -> Array:
+        """The mean over all features, of every token: `[..., 1]`."""
+        total = jnp.sum(x, axis=-1, keepdims=True)
+        total = total if self.ring is None else lax.psum(total, self.ring.axis_name)
+        return checkpoint_name(total / self.size, _MOMENTS)
+
+
+def _rms_norm(features: _Features, eps: Number, x: Array, scale: Array) -> Array:
+    wide = x.astype(addition_dtype(x.dtype))
+    y = wide * lax.rsqrt(features.mean(wide * wide) + eps)
+    return (y * _like(wide, scale)).astype(x.dtype)
+
+
+def _layer_norm(
+    features: _Features, eps: Number, x: Array, scale: Array, bias: Array | None = None
+) -> Array:
+    wide = x.astype(addition_dtype(x.dtype))
+    centred = wide - features.mean(wide)
+    y = centred * lax.rsqrt(features.mean(centred * centred) + eps) * _like(wide, scale)
+    return (y if bias is None else y + _like(wide, bias)).astype(x.dtype)
+
+
+# The backward pass keeps the input and the moments, not float32 copies of the input.
+_recomputed = partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_MOMENTS)
+)
+
+
+def _like(wide: Array, parameter: Array) -> Array:
+    """The parameter in the dtype of `wide`, so that its gradient is summed over tokens in that."""
+    return vary_wide(varying_axes(wide), parameter.astype(wide.dtype))
+
+
+def _check(function: str, x: Array, axis_name: AxisName | None, **parameters: Array) -> _Features:
+    ring = None if axis_name is None else bind_ring(function, axis_name)
+    if x.ndim < 1:
+        raise ValueError(f"{function}: x must be [..., d], got an array without dimensions")
+    for name, array in {"x": x, **parameters}.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{function}: {name} is {array.dtype}, not a float; cast it")
+    sharded = "" if ring is None else f", d/n over {ring}"
+    for name, array in parameters.items():
+        if array.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{function}: {name} has local shape {array.shape}, but x {x.shape} has "
+                f"{x.shape[-1]} features here{sharded}; {name} must be ({x.shape[-1]},), and "
+                "axis_name must say over which axes both are sharded, None if whole"
+            )
+    return _Features(ring, x.shape[-1] * (ring.size if ring else 1))

@@ -1,0 +1,222 @@
+"""The two matmuls that tensor-parallel layers are made of: into columns, and out of rows."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax import Array
+
+from jaxpar._dtypes import addition_dtype
+from jaxpar._types import AxisName, Integer, Mode
+from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._checks import check_dim
+from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.layers._fsdp import fsdp_gather
+from jaxpar.matmul import _einsum
+from jaxpar.matmul._labels import Labels, matmul_labels
+from jaxpar.matmul._primitive import Product, multiply
+
+Weights = Mapping[str, Array]  # by the names that errors use
+Biases = tuple[Array | None, ...]
+Options = tuple[Mode, Any, Any, Any]  # mode, preferred_element_type, precision, wire_dtype
+Select = Callable[[str, Array], Array]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How a layer multiplies: over which axes, and with which options."""
+
+    function: str
+    ring: Ring
+    sequence_axis: Any  # None: the sequence is whole, before and after
+    fsdp: Ring | None  # over which weights are sharded, too
+    options: Options
+
+    def columns(
+        self,
+        x: Array,
+        weights: Weights,
+        biases: Biases,
+        fsdp_axis: Integer,
+        select: Select = lambda _, whole: whole,
+    ) -> tuple[Array, ...]:
+        """Multiplies x, its sequence whole, by each weight; all share one gather of x.
+
+        `select(name, whole)` takes of a weight, or of its bias, the columns that are used here.
+        """
+        along = self._check(x, weights, fsdp_axis)
+
+        def product(x: Array, shards: tuple[Array, ...]) -> tuple[Array, ...]:
+            whole = self._gather(shards, along)
+            return self._into_columns(x, tuple(map(select, weights, whole)))
+
+        results = self._recomputed(product)(x, tuple(weights.values()))
+        return tuple(
+            y if bias is None else _add(y, select(name, self._whole_bias(name, w, bias, along)))
+            for y, (name, w), bias in zip(results, weights.items(), biases, strict=True)
+        )
+
+    def rows(self, x: Array, weights: Weights, bias: Array | None, fsdp_axis: Integer) -> Array:
+        """Multiplies x by the one weight, sums over the axis, and adds the bias once."""
+        along = self._check(x, weights, fsdp_axis)
+
+        def product(x: Array, shards: tuple[Array, ...]) -> Array:
+            (whole,) = self._gather(shards, along)
+            return self._out_of_rows(x, whole)
+
+        y = self._recomputed(product)(x, tuple(weights.values()))
+        if bias is None:
+            return y
+        ((name, w),) = weights.items()
+        return _add(y, self._whole_bias(name, w, bias, along))
+
+    def _into_columns(self, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+        labels = matmul_labels(self.function, x, *weights)
+        call = self._call(labels)
+        if self.sequence_axis is not None:
+            return _einsum.gather(call, "lhs", labels.lhs[self._sequence(x)], x, weights)
+        product = Product(labels.lhs, labels.rhs, labels.out, call.result_dtype(x))
+        # The derivative of this cast sums over the axis, and over weights, in float32.
+        axes = varying_axes(x, weights, self.ring.index())
+        wide = vary_wide(axes, x)
+        return tuple(
+            multiply(call.arithmetic, product, wide.astype(x.dtype), w).astype(product.dtype)
+            for w in vary_over(axes, weights)
+        )
+
+    def _out_of_rows(self, x: Array, w: Array) -> Array:
+        labels = matmul_labels(self.function, x, w)
+        call = self._call(labels)
+        if self.sequence_axis is None:
+            return _einsum.all_reduce(call, x, w)
+        return _einsum.scatter(call, labels.out[self._sequence(x)], x, w)
+
+    def _call(self, labels: Labels) -> _einsum.Call:
+        call = _einsum.make_call(self.function, labels, self.ring.axis_name, *self.options)
+        return replace(call, recomputed=self.fsdp is not None)
+
+    def _recomputed(self, product: Callable[..., Any]) -> Callable[..., Any]:
+        """Weights that were gathered are not kept for the backward pass, but gathered again.
+
+        Of what is recomputed then, the product itself is dead code.
+        """
+        return product if self.fsdp is None else jax.checkpoint(product)
+
+    def _gather(self, shards: tuple[Array, ...], along: int) -> tuple[Array, ...]:
+        return shards if self.fsdp is None else self._gathered(self.fsdp, shards, along)
+
+    def _gathered(self, fsdp: Ring, shards: Any, along: int) -> Any:
+        mode, _, _, wire_dtype = self.options
+        return fsdp_gather(shards, fsdp.axis_name, axis=along, mode=mode, wire_dtype=wire_dtype)
+
+    def _whole_bias(self, name: str, w: Array, bias: Array, along: int) -> Array:
+        times = 1 if self.fsdp is None else self.fsdp.size
+        columns = w.shape[1] * (times if along == 1 else 1)
+        if bias.shape == (columns,):
+            return bias
+        if self.fsdp is None or bias.shape != (columns // times,) or columns % times:
+            further = f", or {columns // times} over {self.fsdp}" if times > 1 else ""
+            raise ValueError(
+                f"{self.function}: the bias of {name} has local shape {bias.shape}, but the result "
+                f"has {columns} columns here; the bias needs as many{further}"
+            )
+        return self._gathered(self.fsdp, bias, 0)
+
+    def _sequence(self, x: Array) -> int:
+        dim = check_dim(self.function, "sequence_axis", self.sequence_axis, x.shape)
+        if dim == x.ndim - 1:
+            raise ValueError(
+                f"{self.function}: sequence_axis={self.sequence_axis} is the last dimension of x, "
+                f"local shape {x.shape}, which is multiplied; choose another, or None where the "
+                "sequence is whole"
+            )
+        return dim
+
+    def _check(self, x: Array, weights: Weights, fsdp_axis: Integer) -> int:
+        """Returns the dimension along which weights are gathered, or raises unless they fit x."""
+        function = self.function
+        if x.ndim < 1:
+            raise ValueError(f"{function}: x must be [..., k], got an array without dimensions")
+        along = 0
+        for name, w in weights.items():
+            if w.ndim != 2:
+                raise ValueError(
+                    f"{function}: {name} must be [k, m], got local shape {w.shape} with {w.ndim} "
+                    "dimensions; reshape it"
+                )
+            if w.dtype != x.dtype:
+                raise TypeError(
+                    f"{function}: x is {x.dtype}{list(x.shape)} and {name} is "
+                    f"{w.dtype}{list(w.shape)}; cast one of them with .astype, and choose the "
+                    "dtype of the result with preferred_element_type"
+                )
+            along = check_dim(function, "fsdp_axis", fsdp_axis, w.shape)
+            rows, text = w.shape[0], ""
+            if self.fsdp is not None and along == 0:
+                rows *= self.fsdp.size
+                text = f" x {self.fsdp.size} = {rows} gathered over {self.fsdp}"
+            if x.shape[-1] != rows:
+                other = f", or fsdp_axis={1 - along}" if self.fsdp is not None else ""
+                raise ValueError(
+                    f"{function}: x has local shape {x.shape} and {name} {w.shape}, but "
+                    f"{x.shape[-1]} columns of x cannot meet {w.shape[0]}{text} rows of {name}; "
+                    f"they must be equal: check how both are sharded over {self.ring}{other}"
+                )
+        return along
+
+
+def bind_projection(
+    function: str,
+    axis_name: AxisName,
+    sequence_axis: Integer | None,
+    fsdp_axis_name: AxisName | None,
+    options: Options,
+) -> Projection:
+    """Checks the axes of a layer."""
+    ring = bind_ring(function, axis_name)
+    fsdp = None if fsdp_axis_name is None else bind_ring(function, fsdp_axis_name)
+    shared = set(ring.axis_name) & set(fsdp.axis_name if fsdp else ())
+    if shared:
+        raise ValueError(
+            f"{function}: fsdp_axis_name {fsdp_axis_name!r} and axis_name {axis_name!r} share "
+            f"{sorted(shared)}; weights are sharded over both, so name different axes"
+        )
+    return Projection(function, ring, sequence_axis, fsdp, options)
+
+
+def vary_wide(axes: frozenset[str], x: Array) -> Array:
+    """Returns x in the dtype of sums, varying over `axes`: its derivative sums in that dtype."""
+    return vary_over(axes, x.astype(addition_dtype(x.dtype)))
+
+
+def _add(y: Array, bias: Array) -> Array:
+    wide = vary_wide(varying_axes(y), bias.astype(y.dtype))
+    return (y.astype(wide.dtype) + wide).astype(y.dtype)
+
+
+def as_biases(
+    function: str, argument: str, biases: Any, weights: tuple[str, ...]
+) -> tuple[Array | None, ...]:
+    """Returns one bias, or None, for each weight."""
+    if biases is None:
+        return (None,) * len(weights)
+    if not isinstance(biases, tuple) or len(biases) != len(weights):
+        given = f"{len(biases)}" if isinstance(biases, tuple) else type(biases).__name__
+        raise ValueError(
+            f"{function}: {argument} must be a tuple of {len(weights)}, an array or None for each "
+            f"of {', '.join(weights)}; got {given}"
+        )
+    return biases
+
+
+def fsdp_axes(function: str, fsdp_axis: Any) -> tuple[Any, Any]:
+    """Returns the dimension for weights cut by columns, and that for the one cut by rows."""
+    if not isinstance(fsdp_axis, tuple):
+        return fsdp_axis, fsdp_axis
+    if len(fsdp_axis) != 2:
+        raise ValueError(
+            f"{function}: fsdp_axis must be an integer, or a pair of them for the weights that are "
+            f"cut by columns and by rows over axis_name; got {fsdp_axis}"
+        )
+    return fsdp_axis

@@ -1,0 +1,233 @@
+"""Tensor-parallel linear layers: weights cut by columns, weights cut by rows, and the two in turn.
+
+Activations between layers are sharded along the sequence over the same axis as the weights
+(sequence parallelism), or, with `sequence_axis=None`, replicated over it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+
+from jaxpar._types import AxisName, Integer, Mode, Weights
+from jaxpar.layers._projections import as_biases, bind_projection, fsdp_axes
+
+
+def column_parallel_linear(
+    x: Array,
+    w: Weights,
+    axis_name: AxisName,
+    *,
+    bias: Array | tuple[Array | None, ...] | None = None,
+    sequence_axis: Integer | None = -2,
+    fsdp_axis_name: AxisName | None = None,
+    fsdp_axis: Integer = 0,
+    mode: Mode = "auto",
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Weights:
+    """Multiplies activations, their sequence gathered on the way, by weights cut by columns.
+
+    Args:
+      x: local `[..., s/n, k]`, sharded over `axis_name` along `sequence_axis`; or, with
+        `sequence_axis=None`, `[..., s, k]`, replicated over `axis_name`.
+      w: local `[k, m/n]`, in the dtype of x, or a tuple of such weights (their `m` may differ) that
+        share the one gather. With `fsdp_axis_name`, of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      bias: local `[m/n]`, sharded as the columns of `w` are; with `fsdp_axis_name` also
+        `[m/(n f)]`, which is gathered. For a tuple of weights a tuple of these, or of None.
+      sequence_axis: the dimension of x that is sharded, any but the last, or None.
+      fsdp_axis_name: further mesh axes over which weights are sharded, as in fully sharded data
+        parallelism: they are gathered before the product, and again for the backward pass.
+      fsdp_axis: the dimension of weights along which they are, 0 or 1.
+      mode: as in `all_gather_matmul`, for both gathers.
+      preferred_element_type: as in `all_gather_matmul`.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which the sums of the backward reduce-scatters travel. None: that of
+        partial sums.
+
+    One dimension of `w` may be sharded over both axes in either order. With
+    `P(None, ("fsdp", "tp"))` a device has, once gathered, f blocks of columns that are not
+    neighbours: `row_parallel_linear` with `P(("fsdp", "tp"), None)` takes its rows in that same
+    order, and a bias must have it too. With `P(None, ("tp", "fsdp"))` it has neighbours.
+
+    Returns:
+      `[..., s, m/n]`, or a tuple of them, varying over `axis_name` and all that x and w vary over.
+
+    Raises:
+      TypeError: operands of different dtypes, or an option of the wrong type.
+      ValueError: wrong ranks or sizes, an unknown mode or axis name, axes that are in both names,
+        a call outside shard_map.
+
+    Cost: a device sends (n-1)/n of the gathered x, overlapped with the product, as
+    `all_gather_matmul` does; with `sequence_axis=None` nothing forward, and the gradient of x is
+    summed over the axis. With `fsdp_axis_name` it also sends (f-1)/f of what weights gather to,
+    forward and backward, and reduce-scatters their gradient; of weights the shards alone are kept.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> f = jax.jit(jax.shard_map(lambda x, w: column_parallel_linear(x, w, "tp"),
+      ...     mesh=mesh, in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P(None, None, "tp")))
+      >>> f(jnp.ones((2, 16, 4)), jnp.ones((4, 24))).shape
+      (2, 16, 24)
+
+    Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
+    recomputation in large transformer models" (2022), for the sharded sequence.
+    """
+    name = "column_parallel_linear"
+    options = (mode, preferred_element_type, precision, wire_dtype)
+    layer = bind_projection(name, axis_name, sequence_axis, fsdp_axis_name, options)
+    if isinstance(w, tuple):
+        weights = {f"w[{i}]": weight for i, weight in enumerate(w)}
+        biases = as_biases(name, "bias", bias, tuple(weights))
+    else:
+        weights, biases = {"w": w}, as_biases(name, "bias", (bias,), ("w",))
+    if not weights:
+        raise ValueError(f"{name}: w is an empty tuple; give at least one weight")
+    results: Any = layer.columns(x, weights, biases, fsdp_axis)
+    return results if isinstance(w, tuple) else results[0]
+
+
+def row_parallel_linear(
+    x: Array,
+    w: Array,
+    axis_name: AxisName,
+    *,
+    bias: Array | None = None,
+    sequence_axis: Integer | None = -2,
+    fsdp_axis_name: AxisName | None = None,
+    fsdp_axis: Integer = 0,
+    mode: Mode = "auto",
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Array:
+    """Multiplies activations by a weight cut by rows, and sums over the axis.
+
+    Args:
+      x: local `[..., s, k/n]`, as `column_parallel_linear` returns it.
+      w: local `[k/n, m]`, in the dtype of x. With `fsdp_axis_name`, of size f, `[k/(n f), m]` or
+        `[k/n, m/f]`.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      bias: `[m]`, replicated over `axis_name`, and added once, after the sum; with
+        `fsdp_axis_name` also `[m/f]`, which is gathered.
+      sequence_axis: the dimension of the result that is scattered, any but the last, or None.
+      fsdp_axis_name: as in `column_parallel_linear`.
+      fsdp_axis: the dimension of the weight along which it is sharded further, 0 or 1.
+      mode: as in `matmul_reduce_scatter`, for the gather of the weight too.
+      preferred_element_type: as in `matmul_reduce_scatter`.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which partial sums travel. None: their own.
+
+    Returns:
+      `[..., s/n, m]`, varying over `axis_name`; or, with `sequence_axis=None`, `[..., s, m]`, which
+      under `check_vma=True` is typed as replicated over it.
+
+    Raises:
+      TypeError: operands of different dtypes, or an option of the wrong type.
+      ValueError: a sequence that the axis does not divide, wrong ranks or sizes, an unknown mode or
+        axis name, axes that are in both names, a call outside shard_map.
+
+    Cost: a device sends (n-1)/n of the whole result, overlapped with the product, as
+    `matmul_reduce_scatter` does, or twice that for the whole of it, as `matmul_all_reduce`. The
+    derivative gathers the cotangent once, or sends nothing. `fsdp_axis_name` costs what it does in
+    `column_parallel_linear`.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> f = jax.jit(jax.shard_map(lambda x, w: row_parallel_linear(x, w, "tp"),
+      ...     mesh=mesh, in_specs=(P(None, None, "tp"), P("tp")), out_specs=P(None, "tp")))
+      >>> f(jnp.ones((2, 16, 24)), jnp.ones((24, 4)))[0, 0]
+      Array([24., 24., 24., 24.], dtype=float32)
+
+    Source: as `column_parallel_linear`.
+    """
+    options = (mode, preferred_element_type, precision, wire_dtype)
+    name = "row_parallel_linear"
+    layer = bind_projection(name, axis_name, sequence_axis, fsdp_axis_name, options)
+    return layer.rows(x, {"w": w}, bias, fsdp_axis)
+
+
+def gated_mlp(
+    x: Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
+    axis_name: AxisName,
+    *,
+    activation: Callable[[Array], Array] = jax.nn.silu,
+    biases: tuple[Array | None, ...] | None = None,
+    sequence_axis: Integer | None = -2,
+    fsdp_axis_name: AxisName | None = None,
+    fsdp_axis: Integer | tuple[Integer, Integer] = 0,
+    mode: Mode = "auto",
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Array:
+    """Computes `(activation(x @ w_gate) * (x @ w_up)) @ w_down`, hidden columns over the axis.
+
+    Args:
+      x: local `[..., s/n, k]`, or `[..., s, k]` with `sequence_axis=None`, replicated.
+      w_gate: local `[k, h/n]`.
+      w_up: local `[k, h/n]`.
+      w_down: local `[h/n, m]`.
+      axis_name: one mesh axis, or a tuple of them in any order.
+      activation: an elementwise function.
+      biases: of gate, up and down, each an array or None, as in `column_parallel_linear` and
+        `row_parallel_linear`.
+      sequence_axis: the dimension of x and of the result that is sharded, or None.
+      fsdp_axis_name: as in `column_parallel_linear`.
+      fsdp_axis: the dimension along which weights are sharded further; or a pair, of `w_gate` and
+        `w_up`, and of `w_down`.
+      mode: as in `all_gather_matmul`.
+      preferred_element_type: as in `all_gather_matmul`; the hidden activations are cast to the
+        dtype of `w_down` again.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which partial sums travel. None: their own.
+
+    The hidden dimension may be sharded over both axes in either order, the same one for all three:
+    `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`, and with biases `P(("fsdp", "tp"))`.
+
+    Returns:
+      `[..., s/n, m]`; with `sequence_axis=None` `[..., s, m]`, typed as replicated.
+
+    Raises:
+      TypeError: operands of different dtypes, or an option of the wrong type.
+      ValueError: as `column_parallel_linear` and `row_parallel_linear`.
+
+    Cost: one gather of x, which both products share, and one reduce-scatter of the result; three
+    matmuls. The derivative does so once each way for x and once for the result's cotangent, and
+    keeps the two products and the hidden activations.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> f = jax.jit(jax.shard_map(lambda x, *w: gated_mlp(x, *w, "tp"), mesh=mesh,
+      ...     in_specs=(P(None, "tp"), P(None, "tp"), P(None, "tp"), P("tp")),
+      ...     out_specs=P(None, "tp")))
+      >>> w = jnp.ones((4, 24))
+      >>> f(jnp.ones((2, 16, 4)), w, w, w.T).shape
+      (2, 16, 4)
+
+    Source: Shazeer, "GLU variants improve transformer" (2020); for the sharding, as
+    `column_parallel_linear`.
+    """
+    name = "gated_mlp"
+    options = (mode, preferred_element_type, precision, wire_dtype)
+    layer = bind_projection(name, axis_name, sequence_axis, fsdp_axis_name, options)
+    into, out = fsdp_axes(name, fsdp_axis)
+    b_gate, b_up, b_down = as_biases(name, "biases", biases, ("w_gate", "w_up", "w_down"))
+    gate, up = layer.columns(x, {"w_gate": w_gate, "w_up": w_up}, (b_gate, b_up), into)
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"{name}: w_gate has local shape {w_gate.shape} and w_up {w_up.shape}; both need as "
+            "many columns"
+        )
+    # Kept for the backward pass are gate, up and what they make, but not what is between.
+    join = jax.checkpoint(lambda gate, up: (activation(gate) * up).astype(w_down.dtype))
+    hidden: Any = join(gate, up)
+    return layer.rows(hidden, {"w_down": w_down}, b_down, out)

@@ -1,0 +1,388 @@
+"""Column- and row-parallel layers against NumPy, what they send, and what they keep."""
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import make_mesh
+from jaxpar._jaxprs import subjaxprs
+from jaxpar.collectives._plan import make_plan
+from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
+from jaxpar.testing import assert_matches_reference, count_collectives
+
+check = pytest.mark.parametrize("check_vma", [True, False])
+BOTH = ("tp", "fsdp"), ("fsdp", "tp")  # on one dimension
+
+
+def mesh_of(axes):
+    sizes = {name: int(size) for name, size in (part.split("=") for part in axes.split(","))}
+    return make_mesh(sizes, devices=jax.devices()[: prod(sizes.values())])
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def mlp(x, gate, up, down, b_gate=0.0, b_up=0.0, b_down=0.0):
+    return (silu(x @ gate + b_gate) * (x @ up + b_up)) @ down + b_down
+
+
+def close(found, expected):
+    """Within 2e-5 of the largest entry: float32, sums of some 50 terms."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.max(np.abs(b)))
+
+
+# -- one layer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis_name", "mode", "dim"),
+    [
+        ("tp=1", "tp", "unidirectional", -2),
+        ("tp=3", "tp", "unidirectional", 0),
+        ("a=2,b=2", ("b", "a"), "bidirectional", -2),
+        ("b=3,a=2", ("b", "a"), "bidirectional", None),
+        ("tp=8", "tp", "auto", None),
+    ],
+)
+def test_two_columns_and_a_row(axes, axis_name, mode, dim):
+    """Biases are added once; the sequence may be any dimension but the last."""
+    mesh = mesh_of(axes)
+    n = mesh.size
+    tokens = P() if dim is None else P(axis_name) if dim == 0 else P(None, axis_name)
+
+    def layers(x, w, b, v, c, u, d):
+        options = {"sequence_axis": dim, "mode": mode}
+        y, z = column_parallel_linear(x, (w, v), axis_name, bias=(b, None), **options)
+        once = column_parallel_linear(x, w, axis_name, bias=b, **options)
+        return row_parallel_linear(y, u, axis_name, bias=d, **options), z, once + c[0]
+
+    def reference(x, w, b, v, c, u, d):
+        return (x @ w + b) @ u + d, x @ v, x @ w + b + c[0]
+
+    columns, parts = P(None, axis_name), P(axis_name)
+    assert_matches_reference(
+        layers,
+        reference,
+        normal(n if dim == 0 else 2, n, 3),
+        *(normal(3, 2 * n), normal(2 * n), normal(3, n, seed=1), normal(1)),
+        *(normal(2 * n, 5), normal(5)),
+        mesh=mesh,
+        in_specs=(tokens, columns, parts, columns, P(), parts, P()),
+        out_specs=(tokens, P(None, None, axis_name), P(None, None, axis_name)),
+        max_directions=2,
+    )
+
+
+@check
+@pytest.mark.parametrize("whole", [False, True])
+def test_gradients_inside(whole, check_vma):
+    """Those of the loss summed inside under check_vma=True, of the local share of it without."""
+    x, gate, up, down = normal(4, 8, 3), normal(3, 8), normal(3, 8, seed=1), normal(8, 5)
+    tokens, dim = (P(), None) if whole else (P(None, "tp"), -2)
+    specs = (tokens, P(None, "tp"), P(None, "tp"), P("tp"))
+
+    def local(*args):
+        def loss(*args):
+            total = jnp.sum(jnp.sin(gated_mlp(*args, "tp", sequence_axis=dim)))
+            if check_vma:
+                return total if whole else lax.psum(total, "tp")
+            return total / lax.axis_size("tp") if whole else total
+
+        grads = jax.grad(loss, argnums=(0, 1, 2, 3))(*args)
+        return (lax.psum(grads[0], "tp") if whole and not check_vma else grads[0], *grads[1:])
+
+    found = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh_of("tp=4"), in_specs=specs, out_specs=specs, check_vma=check_vma
+        )
+    )(x, gate, up, down)
+
+    def whole_loss(x, gate, up, down):
+        return jnp.sum(jnp.sin((jax.nn.silu(x @ gate) * (x @ up)) @ down))
+
+    close(found, jax.grad(whole_loss, argnums=(0, 1, 2, 3))(x, gate, up, down))
+
+
+def test_float64_and_a_wider_result():
+    mesh, specs = mesh_of("tp=2"), (P("tp"), P(None, "tp"), P(None, "tp"), P("tp"))
+
+    def run(dtype, **how):
+        args = [jnp.asarray(normal(*s), dtype) for s in ((4, 3), (3, 4), (3, 4), (4, 3))]
+        return jax.shard_map(
+            lambda *args: gated_mlp(*args, "tp", **how),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=P("tp"),
+        )(*args)
+
+    with jax.enable_x64(True):
+        assert run("float64").dtype == jnp.float64
+    assert run("bfloat16").dtype == jnp.bfloat16
+    assert run("bfloat16", preferred_element_type="float32").dtype == jnp.float32
+
+
+@check
+@pytest.mark.parametrize("whole", [False, True])
+def test_bfloat16(whole, check_vma):
+    """Sums over devices, over tokens and over weights are in float32."""
+    tokens, dim = (P(), None) if whole else (P(None, "tp"), -2)
+    args = (
+        normal(2, 16, 8),
+        *(normal(8, 32), normal(8, 32, seed=1), normal(32, 8)),
+        *(normal(32), normal(32, seed=1), normal(8)),
+    )
+    columns, parts = P(None, "tp"), P("tp")
+    assert_matches_reference(
+        lambda *args: gated_mlp(*args[:4], "tp", biases=args[4:], sequence_axis=dim),
+        mlp,
+        *(jnp.asarray(a, "bfloat16") for a in args),
+        mesh=mesh_of("tp=8"),
+        in_specs=(tokens, columns, columns, parts, parts, parts, P()),
+        out_specs=tokens,
+        max_directions=2,
+        check_vma=check_vma,
+    )
+
+
+# -- weights over a second axis -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh_axes", "mode", "dim", "into", "out", "axes", "bias"),
+    [
+        # Both axes on the hidden dimension, in either order: the second permutes its columns.
+        ("fsdp=2,tp=4", "naive", -2, P(None, BOTH[0]), P(BOTH[0]), (1, 0), P("tp")),
+        ("fsdp=2,tp=3", "unidirectional", -2, P(None, BOTH[1]), P(BOTH[1]), (1, 0), P(BOTH[1])),
+        ("tp=2,fsdp=3", "naive", None, P(None, BOTH[1]), P(BOTH[1]), (1, 0), P(BOTH[1])),
+        # Different dimensions, and one of each.
+        ("tp=2,fsdp=2", "bidirectional", None, P("fsdp", "tp"), P("tp", "fsdp"), (0, 1), P("tp")),
+        ("fsdp=4,tp=2", "naive", -2, P("fsdp", "tp"), P(BOTH[0]), 0, P(BOTH[0])),
+        ("tp=3,fsdp=2", "naive", -2, P(None, BOTH[0]), P("tp", "fsdp"), 1, P("tp")),
+        ("fsdp=1,tp=2", "unidirectional", -2, P("fsdp", "tp"), P(BOTH[0]), 0, P("tp")),
+    ],
+)
+def test_weights_over_two_axes(mesh_axes, mode, dim, into, out, axes, bias):
+    """Tokens are sharded over fsdp along the batch; their gradients and all others are exact."""
+    mesh = mesh_of(mesh_axes)
+    f, n = mesh.shape["fsdp"], mesh.shape["tp"]
+    tokens = P("fsdp") if dim is None else P("fsdp", "tp")
+
+    def layer(x, gate, up, down, *biases):
+        return gated_mlp(
+            *(x, gate, up, down, "tp"),
+            biases=biases,
+            sequence_axis=dim,
+            fsdp_axis_name="fsdp",
+            fsdp_axis=axes,
+            mode=mode,
+        )
+
+    k, h, m = 2 * f, 2 * f * n, 3 * f
+    assert_matches_reference(
+        layer,
+        mlp,
+        *(normal(f, 2 * n, k), normal(k, h), normal(k, h, seed=1), normal(h, m)),
+        *(normal(h), normal(h, seed=1), normal(m)),
+        mesh=mesh,
+        in_specs=(tokens, into, into, out, bias, bias, P("fsdp") if axes == 1 else P()),
+        out_specs=tokens,
+        max_directions=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "check_vma"), [("unidirectional", True), ("bidirectional", False)]
+)
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_gathered_weights_are_not_kept(mode, check_vma, pieces, monkeypatch):
+    """The backward gathers them again, and repeats nothing else of the forward.
+
+    With two pieces as in plans for TPUs, where residuals wait for a result: not for a dead one.
+    """
+
+    def plan(size, mode, *, whole_opposite=False):
+        made = make_plan(size, mode, whole_opposite=whole_opposite)
+        return replace(made, pieces=pieces, grouped=pieces == 2)
+
+    monkeypatch.setattr("jaxpar.matmul._mode.make_plan", plan)
+    columns, tokens = P("fsdp", "tp"), P("fsdp", "tp")
+    mapped = jax.shard_map(
+        lambda *args: gated_mlp(*args, "tp", fsdp_axis_name="fsdp", mode=mode),
+        mesh=mesh_of("fsdp=2,tp=4"),
+        in_specs=(tokens, columns, columns, P(BOTH[0])),
+        out_specs=tokens,
+        check_vma=check_vma,
+    )
+    shapes = (4, 16, 8), (8, 64), (8, 64), (64, 8)
+    found = count_collectives(mapped, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    hidden = 4 * 16 * 64
+    assert found.residual_bytes == 4 * (sum(map(prod, shapes)) + 3 * hidden) // 8
+    # Transfers of a gather over tp, of one over fsdp; a scatter over tp takes 3, over fsdp 1.
+    gather, narrow = {"unidirectional": (3, 1), "bidirectional": (4, 2)}[mode]
+    assert found.forward == {"ppermute": gather + 3 * pieces + 3 * narrow}
+    assert found.backward == {"ppermute": 3 * (narrow + 1) + 2 * gather + 3 * pieces}
+
+
+@check
+def test_matmuls_are_not_repeated(check_vma):
+    """Backward: two for each of the three weights."""
+    mapped = jax.shard_map(
+        lambda *args: gated_mlp(*args, "tp", fsdp_axis_name="fsdp", mode="naive"),
+        mesh=mesh_of("fsdp=2,tp=4"),
+        in_specs=(P("fsdp", "tp"), P("fsdp", "tp"), P("fsdp", "tp"), P(BOTH[0])),
+        out_specs=P("fsdp", "tp"),
+        check_vma=check_vma,
+    )
+    args = [jnp.ones(shape) for shape in ((2, 4, 2), (2, 8), (2, 8), (8, 2))]
+    out, pull = jax.vjp(mapped, *args)
+    assert matmuls(jax.make_jaxpr(mapped)(*args).jaxpr) == 3
+    assert matmuls(jax.make_jaxpr(pull)(out).jaxpr) == 6
+
+
+def matmuls(jaxpr):
+    inner = (sub for eqn in jaxpr.eqns for sub in subjaxprs(eqn.params))
+    return Counter(eqn.primitive.name for eqn in jaxpr.eqns)["dot_general"] + sum(
+        matmuls(sub) for sub in inner
+    )
+
+
+# -- what is sent -------------------------------------------------------------------------------
+
+
+@check
+@pytest.mark.parametrize(
+    ("mode", "forward", "backward"),
+    [
+        ("naive", {"all_gather": 1, "psum_scatter": 1}, {"all_gather": 1, "psum_scatter": 1}),
+        ("unidirectional", {"ppermute": 3 + 3}, {"ppermute": 3 * 3}),
+        ("bidirectional", {"ppermute": 4 + 3}, {"ppermute": 2 * 4 + 3}),
+    ],
+)
+def test_gate_and_up_share_one_gather(mode, forward, backward, check_vma):
+    """The backward gathers x, for the gradients of weights, and scatters its gradient, once too."""
+    found = count_mlp(-2, mode, check_vma)
+    assert found.forward == forward
+    assert found.backward == backward
+
+
+@check
+def test_replicated_tokens_are_summed_once_each_way(check_vma):
+    found = count_mlp(None, "naive", check_vma)
+    assert found.forward == {"psum": 1}
+    # Without types psum's transpose is psum; and shard_map sums the gradient of what is replicated.
+    assert found.backward == {"psum": 1 if check_vma else 2}
+
+
+def count_mlp(dim, mode, check_vma):
+    tokens = P() if dim is None else P(None, "tp")
+    mapped = jax.shard_map(
+        lambda *args: gated_mlp(*args, "tp", sequence_axis=dim, mode=mode),
+        mesh=mesh_of("tp=4"),
+        in_specs=(tokens, P(None, "tp"), P(None, "tp"), P("tp")),
+        out_specs=tokens,
+        check_vma=check_vma,
+    )
+    return count_collectives(
+        mapped, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 8, 4), (4, 8), (4, 8), (8, 4)))
+    )
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+def error(kind, fn, *args, **options):
+    """What `fn` says of local arrays, on a mesh of fsdp=2, tp=4, after its own name."""
+
+    def body():
+        fn(*args, **options)
+        return jnp.zeros(8)
+
+    with pytest.raises(kind) as caught:
+        jax.eval_shape(
+            jax.shard_map(
+                body, mesh=mesh_of("fsdp=2,tp=4"), in_specs=(), out_specs=P(("fsdp", "tp"))
+            )
+        )
+    name, _, text = str(caught.value).partition(": ")
+    assert name == fn.__name__
+    return text
+
+
+def f32(*shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+def test_errors():
+    column, row = column_parallel_linear, row_parallel_linear
+    assert error(ValueError, column, f32(), f32(3, 4), "tp") == (
+        "x must be [..., k], got an array without dimensions"
+    )
+    assert error(ValueError, column, f32(2, 3), f32(3), "tp") == (
+        "w must be [k, m], got local shape (3,) with 1 dimensions; reshape it"
+    )
+    assert error(ValueError, column, f32(2, 3), (), "tp") == (
+        "w is an empty tuple; give at least one weight"
+    )
+    assert error(TypeError, row, f32(4, 3), f32(3, 4).astype("bfloat16"), "tp") == (
+        "x is float32[4, 3] and w is bfloat16[3, 4]; cast one of them with .astype, and choose the "
+        "dtype of the result with preferred_element_type"
+    )
+    assert error(ValueError, column, f32(2, 6), (f32(6, 4), f32(3, 4)), "tp") == (
+        "x has local shape (2, 6) and w[1] (3, 4), but 6 columns of x cannot meet 3 rows of w[1]; "
+        "they must be equal: check how both are sharded over axis 'tp' (4)"
+    )
+    assert error(ValueError, row, f32(4, 3), f32(3, 4), "tp", fsdp_axis_name="fsdp") == (
+        "x has local shape (4, 3) and w (3, 4), but 3 columns of x cannot meet 3 x 2 = 6 gathered "
+        "over axis 'fsdp' (2) rows of w; they must be equal: check how both are sharded over axis "
+        "'tp' (4), or fsdp_axis=1"
+    )
+    assert error(ValueError, row, f32(4, 3), f32(3, 4), "tp", sequence_axis=1) == (
+        "sequence_axis=1 is the last dimension of x, local shape (4, 3), which is multiplied; "
+        "choose another, or None where the sequence is whole"
+    )
+    assert error(ValueError, row, f32(6, 3), f32(3, 4), "tp") == (
+        "the result has local shape (6, 4), whose dimension 0 axis 'tp' (4) does not divide: "
+        "6 = 1 x 4 + 2; pad it to 8, or choose another dimension"
+    )
+    assert error(ValueError, column, f32(2, 3), f32(3, 4), "tp", bias=f32(2)) == (
+        "the bias of w has local shape (2,), but the result has 4 columns here; the bias needs as "
+        "many"
+    )
+    assert error(
+        ValueError, row, f32(4, 6), f32(3, 4), "tp", bias=f32(3), fsdp_axis_name="fsdp"
+    ) == (
+        "the bias of w has local shape (3,), but the result has 4 columns here; the bias needs as "
+        "many, or 2 over axis 'fsdp' (2)"
+    )
+    assert error(ValueError, column, f32(2, 3), (f32(3, 4),), "tp", bias=f32(4)) == (
+        "bias must be a tuple of 1, an array or None for each of w[0]; got ArrayImpl"
+    )
+    assert error(ValueError, column, f32(2, 3), f32(3, 4), "tp", fsdp_axis_name="tp") == (
+        "fsdp_axis_name 'tp' and axis_name 'tp' share ['tp']; weights are sharded over both, so "
+        "name different axes"
+    )
+    assert error(
+        ValueError, gated_mlp, f32(2, 3), f32(3, 4), f32(3, 4), f32(4, 3), "tp", fsdp_axis=(0,)
+    ) == (
+        "fsdp_axis must be an integer, or a pair of them for the weights that are cut by columns "
+        "and by rows over axis_name; got (0,)"
+    )
+    assert error(
+        ValueError, gated_mlp, f32(2, 3), f32(3, 4), f32(3, 8), f32(4, 3), "tp", biases=(None,)
+    ) == ("biases must be a tuple of 3, an array or None for each of w_gate, w_up, w_down; got 1")
+    assert error(ValueError, gated_mlp, f32(2, 3), f32(3, 4), f32(3, 8), f32(4, 3), "tp") == (
+        "w_gate has local shape (3, 4) and w_up (3, 8); both need as many columns"
+    )
