@@ -161,20 +161,38 @@ def test_bfloat16(whole, check_vma):
 
 
 @pytest.mark.parametrize(
-    ("mesh_axes", "mode", "dim", "into", "out", "axes", "bias"),
+    ("mesh_axes", "mode", "dim", "into", "out", "axes", "bias", "check_vma"),
     [
         # Both axes on the hidden dimension, in either order: the second permutes its columns.
-        ("fsdp=2,tp=4", "naive", -2, P(None, BOTH[0]), P(BOTH[0]), (1, 0), P("tp")),
-        ("fsdp=2,tp=3", "unidirectional", -2, P(None, BOTH[1]), P(BOTH[1]), (1, 0), P(BOTH[1])),
-        ("tp=2,fsdp=3", "naive", None, P(None, BOTH[1]), P(BOTH[1]), (1, 0), P(BOTH[1])),
+        ("fsdp=2,tp=4", "naive", -2, P(None, BOTH[0]), P(BOTH[0]), (1, 0), P("tp"), True),
+        (
+            "fsdp=2,tp=3",
+            "unidirectional",
+            -2,
+            P(None, BOTH[1]),
+            P(BOTH[1]),
+            (1, 0),
+            P(BOTH[1]),
+            False,
+        ),
+        ("tp=2,fsdp=3", "naive", None, P(None, BOTH[1]), P(BOTH[1]), (1, 0), P(BOTH[1]), True),
         # Different dimensions, and one of each.
-        ("tp=2,fsdp=2", "bidirectional", None, P("fsdp", "tp"), P("tp", "fsdp"), (0, 1), P("tp")),
-        ("fsdp=4,tp=2", "naive", -2, P("fsdp", "tp"), P(BOTH[0]), 0, P(BOTH[0])),
-        ("tp=3,fsdp=2", "naive", -2, P(None, BOTH[0]), P("tp", "fsdp"), 1, P("tp")),
-        ("fsdp=1,tp=2", "unidirectional", -2, P("fsdp", "tp"), P(BOTH[0]), 0, P("tp")),
+        (
+            "tp=2,fsdp=2",
+            "bidirectional",
+            None,
+            P("fsdp", "tp"),
+            P("tp", "fsdp"),
+            (0, 1),
+            P("tp"),
+            False,
+        ),
+        ("fsdp=4,tp=2", "naive", -2, P("fsdp", "tp"), P(BOTH[0]), 0, P(BOTH[0]), True),
+        ("tp=3,fsdp=2", "naive", -2, P(None, BOTH[0]), P("tp", "fsdp"), 1, P("tp"), False),
+        ("fsdp=1,tp=2", "unidirectional", -2, P("fsdp", "tp"), P(BOTH[0]), 0, P("tp"), True),
     ],
 )
-def test_weights_over_two_axes(mesh_axes, mode, dim, into, out, axes, bias):
+def test_weights_over_two_axes(mesh_axes, mode, dim, into, out, axes, bias, check_vma):
     """Tokens are sharded over fsdp along the batch; their gradients and all others are exact."""
     mesh = mesh_of(mesh_axes)
     f, n = mesh.shape["fsdp"], mesh.shape["tp"]
@@ -199,6 +217,7 @@ def test_weights_over_two_axes(mesh_axes, mode, dim, into, out, axes, bias):
         mesh=mesh,
         in_specs=(tokens, into, into, out, bias, bias, P("fsdp") if axes == 1 else P()),
         out_specs=tokens,
+        check_vma=check_vma,
         max_directions=2,
     )
 

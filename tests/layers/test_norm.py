@@ -1,0 +1,113 @@
+"""Norms against NumPy, features whole and sharded; what they send and keep."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import make_mesh
+from jaxpar.layers import layer_norm, rms_norm
+from jaxpar.testing import assert_matches_reference, count_collectives
+
+MESH = {"dp": 2, "tp": 4}
+
+
+def rms(x, scale, bias, eps=1e-3):
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps) * scale + bias
+
+
+def layer(x, scale, bias, eps=1e-3):
+    centred = x - np.mean(x, -1, keepdims=True)
+    return centred / np.sqrt(np.mean(centred**2, -1, keepdims=True) + eps) * scale + bias
+
+
+def rms_and_bias(x, scale, bias, **how):
+    return rms_norm(x, scale, **how) + bias
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype("float32")
+
+
+@pytest.mark.parametrize(("fn", "reference"), [(rms_and_bias, rms), (layer_norm, layer)])
+@pytest.mark.parametrize("axis_name", [None, ("tp", "dp"), "tp"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_and_gradients(fn, reference, axis_name, dtype):
+    """Tokens over what features leave; a mean far from 0 for the variance not to cancel."""
+    x = normal(2, 8, 8) + (5 if fn is layer_norm else 0)
+    tokens, features = {
+        None: (P("dp", "tp"), P()),
+        "tp": (P("dp", None, "tp"), P("tp")),
+        ("tp", "dp"): (P(None, None, ("tp", "dp")), P(("tp", "dp"))),
+    }[axis_name]
+    assert_matches_reference(
+        lambda *args: fn(*args, eps=1e-3, axis_name=axis_name),
+        reference,
+        *(jnp.asarray(a, dtype) for a in (x, normal(8), normal(8, seed=1))),
+        mesh=make_mesh(MESH),
+        in_specs=(tokens, features, features),
+        out_specs=tokens,
+        max_directions=4,
+    )
+
+
+def count(fn, axis_name, check_vma=True):
+    tokens, features = (P("dp", "tp"), P()) if axis_name is None else (P("dp", None, "tp"), P("tp"))
+    mapped = jax.shard_map(
+        lambda *args: fn(*args, axis_name=axis_name),
+        mesh=make_mesh(MESH),
+        in_specs=(tokens, features),
+        out_specs=tokens,
+        check_vma=check_vma,
+    )
+    found = count_collectives(
+        mapped,
+        jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64,), jnp.bfloat16),
+    )
+    return found, (2 * 64, 64) if axis_name is None else (8 * 16, 16)
+
+
+@pytest.mark.parametrize(("fn", "moments"), [(rms_norm, 1), (layer_norm, 2)])
+@pytest.mark.parametrize("axis_name", [None, "tp"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_is_sent_and_kept(fn, moments, axis_name, check_vma):
+    """x as it came in, the scale, and the moments; sums of moments, and the scale's gradient."""
+    found, (x, scale) = count(fn, axis_name, check_vma)
+    sums = moments * (axis_name is not None)
+    assert found.forward == ({"psum": sums} if sums else {})
+    assert found.backward == {"psum": sums + 1}
+    assert found.residual_bytes == 2 * x + 2 * scale + 4 * moments * (2 if axis_name is None else 8)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        x = jnp.asarray(normal(3, 8), "float64")
+        for fn, reference in ((rms_norm, rms), (layer_norm, layer)):
+            y = fn(x, jnp.ones(8, "float32"), eps=1e-3)
+            assert y.dtype == jnp.float64
+            np.testing.assert_allclose(y, reference(np.asarray(x), 1.0, 0.0), rtol=1e-12)
+
+
+def test_errors():
+    def message(kind, *args, **how):
+        with pytest.raises(kind) as caught:
+            layer_norm(*args, **how)
+        return str(caught.value)
+
+    ones = jnp.ones
+    assert message(ValueError, ones(()), ones(3)) == (
+        "layer_norm: x must be [..., d], got an array without dimensions"
+    )
+    assert message(TypeError, ones((2, 3), "int32"), ones(3)) == (
+        "layer_norm: x is int32, not a float; cast it"
+    )
+    assert message(ValueError, ones((2, 3)), ones(3), ones(6)) == (
+        "layer_norm: bias has local shape (6,), but x (2, 3) has 3 features here; bias must be "
+        "(3,), and axis_name must say over which axes both are sharded, None if whole"
+    )
+    assert message(ValueError, ones((2, 3)), ones(3), axis_name="tp") == (
+        "layer_norm: axis_name 'tp' is not bound: no mesh axis is bound here. Call it inside "
+        "jax.shard_map over a mesh with an axis 'tp'"
+    )
