@@ -196,8 +196,8 @@ def test_weights_over_two_axes(heads, kv_heads, mesh_axes, w_q, w_o, axes, first
     f, n = mesh_axes
     layout = head_layout(heads, kv_heads, n * f if first else n)
     tokens = P("fsdp") if dim is None else P("fsdp", "tp")
-    kv = w_q if layout.kv_sharded else P(*(part and "fsdp" for part in w_q))
-    kv = P("fsdp") if not layout.kv_sharded and w_q[0] == "fsdp" else kv
+    whole = P("fsdp") if w_q[0] else P(None, "fsdp")
+    kv = w_q if layout.kv_sharded else whole
     mesh = make_mesh({"fsdp": f, "tp": n}, devices=jax.devices()[: f * n])
     b_q = P(BOTH[1]) if first else P("tp")
 

@@ -160,41 +160,33 @@ def test_bfloat16(whole, check_vma):
 # -- weights over a second axis -----------------------------------------------------------------
 
 
+# Specs of gate and up, and of down; fsdp_axis; specs of the biases of gate and up.
+WEIGHTS = {
+    "tp, fsdp": (P(None, BOTH[0]), P(BOTH[0]), (1, 0), P("tp")),
+    "fsdp, tp": (P(None, BOTH[1]), P(BOTH[1]), (1, 0), P(BOTH[1])),  # hidden columns permuted
+    "apart": (P("fsdp", "tp"), P("tp", "fsdp"), (0, 1), P("tp")),
+    "rows": (P("fsdp", "tp"), P(BOTH[0]), 0, P(BOTH[0])),
+    "columns": (P(None, BOTH[0]), P("tp", "fsdp"), 1, P("tp")),
+}
+
+
 @pytest.mark.parametrize(
-    ("mesh_axes", "mode", "dim", "into", "out", "axes", "bias", "check_vma"),
+    ("weights", "mesh_axes", "mode", "dim", "check_vma"),
     [
-        # Both axes on the hidden dimension, in either order: the second permutes its columns.
-        ("fsdp=2,tp=4", "naive", -2, P(None, BOTH[0]), P(BOTH[0]), (1, 0), P("tp"), True),
-        (
-            "fsdp=2,tp=3",
-            "unidirectional",
-            -2,
-            P(None, BOTH[1]),
-            P(BOTH[1]),
-            (1, 0),
-            P(BOTH[1]),
-            False,
-        ),
-        ("tp=2,fsdp=3", "naive", None, P(None, BOTH[1]), P(BOTH[1]), (1, 0), P(BOTH[1]), True),
-        # Different dimensions, and one of each.
-        (
-            "tp=2,fsdp=2",
-            "bidirectional",
-            None,
-            P("fsdp", "tp"),
-            P("tp", "fsdp"),
-            (0, 1),
-            P("tp"),
-            False,
-        ),
-        ("fsdp=4,tp=2", "naive", -2, P("fsdp", "tp"), P(BOTH[0]), 0, P(BOTH[0]), True),
-        ("tp=3,fsdp=2", "naive", -2, P(None, BOTH[0]), P("tp", "fsdp"), 1, P("tp"), False),
-        ("fsdp=1,tp=2", "unidirectional", -2, P("fsdp", "tp"), P(BOTH[0]), 0, P("tp"), True),
+        ("tp, fsdp", "fsdp=2,tp=4", "naive", -2, True),
+        ("tp, fsdp", "tp=2,fsdp=2", "naive", None, False),
+        ("fsdp, tp", "fsdp=2,tp=3", "unidirectional", -2, False),
+        ("fsdp, tp", "tp=2,fsdp=3", "naive", None, True),
+        ("apart", "tp=2,fsdp=2", "bidirectional", None, False),
+        ("rows", "fsdp=4,tp=2", "naive", -2, True),
+        ("columns", "tp=3,fsdp=2", "naive", -2, False),
+        ("rows", "fsdp=1,tp=2", "unidirectional", -2, True),
     ],
 )
-def test_weights_over_two_axes(mesh_axes, mode, dim, into, out, axes, bias, check_vma):
+def test_weights_over_two_axes(weights, mesh_axes, mode, dim, check_vma):
     """Tokens are sharded over fsdp along the batch; their gradients and all others are exact."""
     mesh = mesh_of(mesh_axes)
+    into, out, axes, bias = WEIGHTS[weights]
     f, n = mesh.shape["fsdp"], mesh.shape["tp"]
     tokens = P("fsdp") if dim is None else P("fsdp", "tp")
 
