@@ -51,6 +51,8 @@ class Layer:
         def of_floats(c: Arrays, w: Arrays, s: Arrays) -> Arrays:
             return _floats(self(_merge(consts, c), _merge(weights, w), _merge(state, s)))
 
+        # Computing one layer again before the other is done would take the memory of both.
+        weights, state, cts = lax.optimization_barrier((weights, state, cts))
         _, pullback = jax.vjp(of_floats, _floats(consts), _floats(weights), _floats(state))
         return pullback(cts)
 
