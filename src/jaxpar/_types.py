@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     AxisName = str | tuple[str, ...]
     Mode = Literal["naive", "unidirectional", "bidirectional", "auto"]
     Operand = Literal["lhs", "rhs"]
+    Order = Literal["zigzag", "contiguous"]
     Integer = int
     Number = float
     MeshAxes = str | Mapping[str, int]
@@ -23,6 +24,6 @@ if TYPE_CHECKING:
     Tree = TypeVar("Tree")  # a pytree of arrays
     TreeAxis = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
 else:
-    AxisName = Mode = Operand = Integer = Number = MeshAxes = Subscripts = Label = Weights = (
-        Tree
-    ) = TreeAxis = Any
+    AxisName = Mode = Operand = Order = Integer = Number = MeshAxes = Subscripts = Label = (
+        Weights
+    ) = Tree = TreeAxis = Any

@@ -9,6 +9,7 @@ from jaxpar.layers._heads import HeadLayout, head_layout
 from jaxpar.layers._norm import layer_norm, rms_norm
 from jaxpar.layers._reduction import global_norm, reduce_gradients
 from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
+from jaxpar.layers._ring_attention import ring_attention, zigzag_order
 from jaxpar.layers._tensor import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.layers._vocabulary import vocabulary_parallel_embedding
 
@@ -28,10 +29,12 @@ __all__ = [
     "parallel_attention",
     "reduce_gradients",
     "reduce_region",
+    "ring_attention",
     "rms_norm",
     "row_parallel_linear",
     "scatter_region",
     "value_and_grad",
     "vocabulary_parallel_cross_entropy",
     "vocabulary_parallel_embedding",
+    "zigzag_order",
 ]

@@ -1,0 +1,281 @@
+"""Attention over a ring and its gradients: which tiles each step computes, and in what order."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar._dtypes import sum_dtype
+from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._circulate import Visits, circulate
+from jaxpar.collectives._fold import Arrivals, gather_fold
+from jaxpar.collectives._order import as_one, forward_first
+from jaxpar.collectives._plan import Plan
+from jaxpar.collectives._ring import Ring
+from jaxpar.layers._attention_block import (
+    Backward,
+    Scores,
+    State,
+    Tile,
+    add_gradients,
+    attend,
+    merge,
+)
+
+Sums = tuple[Array, Array, Array]  # gradients of queries, keys and values, summed so far
+
+
+@dataclass(frozen=True)
+class Method:
+    """How attention runs, the same forward and backward."""
+
+    ring: Ring
+    plan: Plan | None  # None: keys and values of all devices are gathered first
+    causal: bool
+    zigzag: bool
+    scores: Scores
+    wire_dtype: Any
+
+    @property
+    def balanced(self) -> bool:
+        """Whether a device holds an early and a late chunk, of which half of each tile is seen."""
+        return self.causal and self.zigzag
+
+    def own_tiles(self, length: int) -> tuple[list[Tile], list[Tile]]:
+        """Tiles of a device's own block: for every query one, and those that are left.
+
+        Both orders keep a device's positions ascending.
+        """
+        middle = length // 2
+        early, late = (0, middle), (middle, length - middle)
+        if self.causal:
+            each, rest = [Tile(early, early, True), Tile(late, late, True)], [Tile(late, early)]
+        else:
+            each, rest = [Tile(early, (0, length)), Tile(late, (0, length))], []
+        return (each, rest) if middle else (each[1:], [])
+
+    def tiles(self, queries: int, keys: int, source: Array) -> list[Tile]:
+        """Tiles of another device's block, or a part of it."""
+        if not self.balanced:
+            return [Tile((0, queries), (0, keys))]
+        # Of 2n chunks device i has i and 2n-1-i. Its late queries see all early keys. Its early
+        # queries see those of the devices before it, and its late ones the late keys of those
+        # behind it. So each step has as much to do, of the same shape, and nothing to mask.
+        rows, columns = queries // 2, keys // 2
+        behind = (source > self.ring.index()).astype("int32")
+        chosen = Tile((behind * rows, rows), (behind * columns, columns))
+        return [Tile((rows, rows), (0, columns)), chosen]
+
+    def if_seen(self, source: Array, compute: Callable[[Any], Any], state: Any) -> Any:
+        """Returns `compute(state)`, or `state` where all of the block is in the future."""
+        if not self.causal or self.zigzag:
+            return compute(state)
+        return lax.cond(source < self.ring.index(), compute, lambda state: state, state)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention(method: Method, q: Array, k: Array, v: Array) -> Array:
+    """Attention of q [..., g, r, s, e] to the k and v [..., g, s, e] of all devices.
+
+    All vary over the same axes, the ring's among them.
+    """
+    return _forward(method, q, k, v)[0]
+
+
+def _forward(method: Method, q: Array, k: Array, v: Array) -> State:
+    length = q.shape[-2]
+
+    def consume(state: State | None, arrivals: Arrivals) -> State:
+        if state is None:
+            [((k, v), index)] = arrivals
+            if method.plan is None or not method.plan.delayed:
+                return own(q, k, v)
+            return as_one(method.plan, index, own, unlike, q, k, v)
+        for (k, v), source in arrivals:
+            state = add(state, k, v, source)
+        return state
+
+    def unlike(q: Array, *_: Array) -> State:
+        wide = q.astype(sum_dtype(q.dtype))
+        return wide, wide[..., 0]
+
+    def own(q: Array, k: Array, v: Array) -> State:
+        each, rest = method.own_tiles(length)
+        outs, sums = zip(*[attend(method.scores, t, q, k, v) for t in each], strict=True)
+        state = lax.concatenate(outs, q.ndim - 2), lax.concatenate(sums, q.ndim - 2)
+        for tile in rest:
+            state = merge(state, tile, attend(method.scores, tile, q, k, v))
+        return state
+
+    def add(state: State, k: Array, v: Array, source: Array) -> State:
+        def compute(state: State) -> State:
+            for tile in method.tiles(length, k.shape[-2], source):
+                # One tile after the other: their scores are most of the memory.
+                state, keys = lax.optimization_barrier((state, k))
+                state = merge(state, tile, attend(method.scores, tile, q, keys, v))
+            return state
+
+        return method.if_seen(source, compute, state)
+
+    def finish(state: State) -> State:
+        return state[0].astype(q.dtype), state[1]
+
+    if method.plan is None:
+        return finish(_visit_gathered(method.ring, (k, v), consume))
+    return gather_fold((k, v), consume, method.ring, method.plan, finish=finish)
+
+
+def _fwd(method: Method, q: Array, k: Array, v: Array) -> Any:
+    out, logsumexp = _forward(method, q, k, v)
+    residuals = q, k, v, out, logsumexp
+    return (out, residuals) if method.plan is None else forward_first(method.plan, out, residuals)
+
+
+def _bwd(method: Method, residuals: Any, ct: Array) -> Sums:
+    q, k, v, out, logsumexp = residuals
+    dtype = sum_dtype(q.dtype)
+    inner = jnp.sum(out.astype(dtype) * ct.astype(dtype), axis=-1)
+    at, length = Backward(q, ct, logsumexp, inner), q.shape[-2]
+    each, rest = method.own_tiles(length)
+    # The first transfer, of keys and values, is shorter than the last, of their gradients.
+    first, second = (rest, each) if rest else (each[:-1], each[-1:])
+
+    def add_tiles(tiles: list[Tile], dq: Array, own: Any, k: Array, v: Array) -> tuple[Array, Any]:
+        sums: Sums = (dq, *own)
+        for number, tile in enumerate(tiles):
+            if number:  # as in the forward pass
+                sums, k = lax.optimization_barrier((sums, k))
+            sums = add_gradients(method.scores, tile, at, k, v, sums)
+        return sums[0], sums[1:]
+
+    def visit(dq: Array, visits: Visits) -> tuple[Array, list[Any]]:
+        made: list[Any] = []
+        for (k, v), source in visits:
+
+            def compute(state: Any, k: Array = k, v: Array = v, source: Array = source) -> Any:
+                if made:
+                    state, k = lax.optimization_barrier((state, k))
+                dq, new = state
+                return add_tiles(method.tiles(length, k.shape[-2], source), dq, new, k, v)
+
+            state = dq, (_zeros(k, dtype), _zeros(v, dtype))
+            dq, new = method.if_seen(source, compute, state)
+            made.append(new)
+        return dq, made
+
+    def begin(dq: Array, own: Any) -> tuple[Array, Any]:
+        return add_tiles(first, dq, own, k, v)
+
+    def end(dq: Array, own: Any) -> tuple[Array, Any]:
+        return add_tiles(second, dq, own, k, v)
+
+    dq, own = _zeros(q, dtype), (_zeros(k, dtype), _zeros(v, dtype))
+    if method.plan is None:
+        dq, own = begin(dq, own)
+        dq, own = end(dq, own)
+        dq, sums = _sum_gathered(method, (k, v), dq, own, visit)
+    else:
+        chunks = 2 if method.balanced else 1
+        lanes = len(method.plan.directions) if length % (2 * chunks) == 0 else 1
+        dq, own, parts = circulate(
+            _split((k, v), lanes, chunks),
+            dq,
+            own,
+            begin,
+            visit,
+            end,
+            method.ring,
+            method.plan,
+            dtype,
+            dtype if method.wire_dtype is None else method.wire_dtype,
+        )
+        sums = jax.tree.map(lambda x, y: x + y, own, _join(parts, chunks)) if parts else own
+    return dq.astype(q.dtype), sums[0].astype(k.dtype), sums[1].astype(v.dtype)
+
+
+attention.defvjp(_fwd, _bwd)
+
+
+def _visit_gathered(
+    ring: Ring, block: Any, consume: Callable[[Any, Arrivals], Any], state: Any = None
+) -> Any:
+    """Gathers the blocks of all devices at once, then consumes them one by one."""
+    index = ring.index()
+    state = consume(None, [(block, index)]) if state is None else state
+    if ring.size == 1:
+        return state
+    blocks = jax.tree.map(lambda x: lax.all_gather(x, ring.axis_name), block)
+
+    def step(distance: Array, state: Any) -> Any:
+        source = (index - distance.astype("int32")) % ring.size
+        at = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), blocks)
+        return consume(state, [(at, source)])
+
+    return lax.fori_loop(1, ring.size, step, state)
+
+
+def _sum_gathered(
+    method: Method,
+    block: Any,
+    dq: Array,
+    own: Any,
+    visit: Callable[[Array, Visits], tuple[Array, list[Any]]],
+) -> tuple[Array, Any]:
+    """Visits gathered blocks, and scatters the sums to their owners at once."""
+    ring = method.ring
+    if ring.size == 1:
+        return dq, own
+
+    def place(sums: Any, made: Any, source: Array) -> Any:
+        return jax.tree.map(
+            lambda x, y: lax.dynamic_update_index_in_dim(x, y, source, 0), sums, made
+        )
+
+    def consume(state: Any, arrivals: Arrivals) -> Any:
+        dq, sums = state
+        dq, [made] = visit(dq, arrivals)
+        return dq, place(sums, made, arrivals[0][1])
+
+    sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(ring.size, *x.shape)), own)
+    sums = place(vary_over(varying_axes(own), sums), own, ring.index())
+    dq, sums = _visit_gathered(ring, block, consume, (dq, sums))
+
+    def scatter(x: Array) -> Array:
+        wire = x.dtype if method.wire_dtype is None else method.wire_dtype
+        return lax.psum_scatter(x.astype(wire), ring.axis_name)
+
+    return dq, jax.tree.map(scatter, sums)
+
+
+def _zeros(like: Array, dtype: Any) -> Array:
+    return vary_over(varying_axes(like), jnp.zeros_like(like, dtype))
+
+
+def _split(block: Any, lanes: int, chunks: int) -> list[Any]:
+    """Deals the positions of each chunk out to the lanes."""
+    if lanes == 1:
+        return [block]
+
+    def part(x: Array, lane: int) -> Array:
+        *batch, length, size = x.shape
+        x = x.reshape(*batch, chunks, lanes, length // (chunks * lanes), size)
+        return x[..., lane, :, :].reshape(*batch, length // lanes, size)
+
+    return [jax.tree.map(lambda x, lane=lane: part(x, lane), block) for lane in range(lanes)]
+
+
+def _join(parts: list[Any], chunks: int) -> Any:
+    """The inverse of `_split`."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(*xs: Array) -> Array:
+        *batch, length, size = xs[0].shape
+        cut = [x.reshape(*batch, chunks, length // chunks, size) for x in xs]
+        return jnp.stack(cut, axis=-3).reshape(*batch, length * len(xs), size)
+
+    return jax.tree.map(join, *parts)

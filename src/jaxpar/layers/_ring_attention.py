@@ -1,0 +1,235 @@
+"""Exact attention over a sequence that is sharded over a ring of devices."""
+
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+from jaxtyping import Int
+
+from jaxpar._dtypes import as_dtype, check_wire, sum_dtype
+from jaxpar._types import AxisName, Integer, Mode, Number, Order
+from jaxpar._varying import vary_alike
+from jaxpar.collectives._checks import check_mode
+from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.layers._attention_block import Scores
+from jaxpar.layers._attention_ring import Method, attention
+from jaxpar.matmul._mode import choose_plan
+
+_NAME = "ring_attention"
+
+
+def ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    axis_name: AxisName,
+    *,
+    causal: bool = True,
+    order: Order = "zigzag",
+    scale: Number | None = None,
+    mode: Mode = "auto",
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+) -> Array:
+    """Computes attention to keys and values of all devices, block by block as they come past.
+
+    Args:
+      q: local `[..., s/n, h, e]`, floats.
+      k: local `[..., s/n, g, e]` of the dtype of q, where g divides h: query head `j` uses kv head
+        `j // (h // g)`.
+      v: like k.
+      axis_name: one mesh axis, or a tuple of them in any order, over which the sequence is sharded.
+      causal: a query sees keys up to its own position; all keys if False.
+      order: which positions a device holds, ascending either way; without `causal` no matter.
+        `"zigzag"`: device `i` chunks `i` and `2n-1-i` of 2n, so that all devices have as much to do
+        in every step (lay the sequence out by `zigzag_order` first). `"contiguous"`: block `i` of
+        n; the last device then works in every step, while others skip.
+      scale: what scores are multiplied by, a number; `1/sqrt(e)` if None.
+      mode: `"naive"` (`lax.all_gather` of k and v, then attention block by block),
+        `"unidirectional"`, `"bidirectional"`, or `"auto"`: what a roofline of the forward predicts
+        to be fastest, as in `all_gather_matmul`.
+      precision: of all matmuls, as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which sums of the gradients of k and v travel. None: their own,
+        float32 for 16-bit floats.
+
+    Operands may vary over any axes; one that is replicated over an axis over which another varies
+    gets its gradient summed there.
+
+    Returns:
+      What full attention gives this device's queries: like q, varying over `axis_name` and over all
+      that q, k and v vary over. Scores and sums are float32 for 16-bit floats; weights are rounded
+      to the dtype of v before they multiply it.
+
+    Raises:
+      TypeError: operands of different dtypes or no floats, an option of the wrong type.
+      ValueError: ranks or sizes that do not fit, an odd local length in zigzag order, an unknown
+        mode, order or axis name, a call outside shard_map.
+
+    Cost: a device sends (n-1)/n of all keys and values, n-1 blocks one way or n/2 each way, each
+    beside the attention of the block before. A step computes two matmuls of `(s/n)^2 h e`
+    multiplications, half of that where causal and zigzag. Kept for the backward pass are q, k, v,
+    the result and one float32 a query and head. That pass sends keys and values once more, and one
+    step behind each block its gradients, in the wire's dtype, all the way round: n-1 steps, in
+    which both ways each direction carries half of the keys (one way if s/n is not divisible by 2,
+    in causal zigzag order by 4). A step computes five matmuls. Scores are never kept; at one time
+    there are `(s/n)^2 h` of them, or half. Second derivatives are those of the two passes as JAX
+    differentiates them, and keep scores.
+
+    Example:
+      >>> mesh = make_mesh("cp=8")
+      >>> attend = jax.jit(jax.shard_map(lambda q, k, v: ring_attention(q, k, v, "cp"),
+      ...     mesh=mesh, in_specs=(P(None, "cp"),) * 3, out_specs=P(None, "cp")))
+      >>> q, k = jnp.ones((2, 32, 4, 8)), jnp.ones((2, 32, 2, 8))
+      >>> v = jnp.arange(32.0)[None, :, None, None] * jnp.ones_like(k)
+      >>> places = zigzag_order(32, 8)
+      >>> out = attend(q[:, places], k[:, places], v[:, places])
+      >>> out[0, np.argsort(places), 0, 0][:4]  # means of all values so far
+      Array([0. , 0.5, 1. , 1.5], dtype=float32)
+
+    Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite
+    context" (2023); the balanced order is that of Brandon et al., "Striped attention" (2023), with
+    two chunks a device in place of stripes.
+    """
+    ring = bind_ring(_NAME, axis_name)
+    check_mode(_NAME, mode)
+    given: Any = order
+    if given not in ("zigzag", "contiguous"):
+        raise ValueError(f"{_NAME}: order must be 'zigzag' or 'contiguous', got {order!r}")
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    _check_shapes(q, k, v)
+    _check_dtypes(q, k, v)
+    wire = as_dtype(_NAME, "wire_dtype", wire_dtype)
+    check_wire(_NAME, wire, sum_dtype(q.dtype))
+    if isinstance(precision, (tuple, list)):
+        raise TypeError(
+            f"{_NAME}: precision must be one value for both operands, got {precision!r}; "
+            "operands change places in the derivatives"
+        )
+    zigzag = order == "zigzag" and ring.size > 1  # one device has all positions in either order
+    if causal and zigzag:
+        _check_even(q.shape, ring)
+    q, k, v = vary_alike(ring.axis_name, q, k, v)
+    if not q.size or not k.size:
+        return q
+    *batch, length, heads, size = q.shape
+    kv_heads = k.shape[-2]
+    flops = 4.0 * q.size * length * ring.size * (0.5 if causal else 1.0)
+    plan = choose_plan(ring, mode, flops, 2 * k.size * k.dtype.itemsize)
+    scores = Scores(_scale(scale, size), precision)
+    method = Method(ring, plan, causal, zigzag, scores, wire)
+    grouped = q.reshape(*batch, length, kv_heads, heads // kv_heads, size)
+    out: Any = attention(
+        method, jnp.moveaxis(grouped, -4, -2), jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2)
+    )
+    return jnp.moveaxis(out, -2, -4).reshape(q.shape)
+
+
+def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
+    """Returns which position of a sequence is held at each place, in zigzag order.
+
+    Args:
+      length: of the whole sequence.
+      size: n, the number of devices over which it is sharded.
+
+    Returns:
+      Positions in the order of the places, device by device: `x[zigzag_order(length, size)]` is
+      what to shard contiguously, and `np.argsort` of it undoes that. Of 2n chunks device `i` gets
+      chunks `i` and `2n-1-i`.
+
+    Raises:
+      TypeError: a length or size that is no integer.
+      ValueError: a size below 1, a negative length, or one that is no multiple of 2n (on one device
+        any will do).
+
+    Cost: none on devices; call it while tracing, or where data are loaded.
+
+    Example:
+      >>> zigzag_order(16, 4)
+      array([ 0,  1, 14, 15,  2,  3, 12, 13,  4,  5, 10, 11,  6,  7,  8,  9])
+
+    Source: as `ring_attention`.
+    """
+    name = "zigzag_order"
+    length, size = _as_integer(name, "length", length), _as_integer(name, "size", size)
+    if size < 1 or length < 0:
+        raise ValueError(f"{name}: length={length} must be at least 0, and size={size} at least 1")
+    chunks = 2 * size
+    if size == 1:
+        return np.arange(length)
+    if length % chunks:
+        raise ValueError(
+            f"{name}: length={length} must be a multiple of 2 x size = {chunks}, two chunks a "
+            f"device: {length} = {length // chunks} x {chunks} + {length % chunks}; pad it to "
+            f"{length + -length % chunks}, or use the contiguous order"
+        )
+    early = np.arange(length).reshape(chunks, -1)
+    return np.stack([early[:size], early[: size - 1 : -1]], axis=1).reshape(-1)
+
+
+def _as_integer(function: str, argument: str, given: Any) -> int:
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise TypeError(
+            f"{function}: {argument} must be an integer, got {given!r} of type "
+            f"{type(given).__name__}"
+        )
+    return operator.index(given)
+
+
+def _scale(given: Any, size: int) -> float:
+    if given is None:
+        return size**-0.5
+    if isinstance(given, bool) or not isinstance(given, (int, float, np.number)):
+        raise TypeError(
+            f"{_NAME}: scale must be a number known while tracing, got {given!r} of type "
+            f"{type(given).__name__}; multiply q by one that depends on data, and pass scale=1.0"
+        )
+    return float(given)
+
+
+def _check_shapes(q: Array, k: Array, v: Array) -> None:
+    """Raises unless the local shapes are those of queries, keys and values of one sequence."""
+    shapes = f"q has local shape {q.shape}, k {k.shape} and v {v.shape}"
+    if min(q.ndim, k.ndim, v.ndim) < 3:
+        raise ValueError(
+            f"{_NAME}: {shapes}; each needs 3 dimensions at least, [..., s, heads, e]; add one of "
+            "size 1 for a single head"
+        )
+    if k.shape != v.shape:
+        raise ValueError(f"{_NAME}: {shapes}; k and v must have the same shape, [..., s, g, e]")
+    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"{_NAME}: {shapes}; all dimensions but the heads (the last but one) must agree: q is "
+            "[..., s, h, e], k and v are [..., s, g, e]. Broadcast batch dimensions first, and "
+            "shard keys and queries alike"
+        )
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{_NAME}: {shapes}; the {kv_heads} kv heads do not divide the {heads} query heads; "
+            "choose a number of kv heads that does"
+        )
+
+
+def _check_dtypes(q: Array, k: Array, v: Array) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{_NAME}: q is {q.dtype}, k {k.dtype} and v {v.dtype}, but all must be of one dtype; "
+            "cast them first"
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"{_NAME}: q, k and v are {q.dtype}, but must be floats; cast them first")
+
+
+def _check_even(shape: tuple[int, ...], ring: Ring) -> None:
+    length = shape[-3]
+    if length % 2:
+        raise ValueError(
+            f"{_NAME}: q has local shape {shape}, whose local length {length} over {ring} is odd: "
+            f"zigzag order needs two chunks of one size a device, {length} = {length // 2} x 2 + "
+            f"1; pad the whole sequence from {length * ring.size} to {(length + 1) * ring.size} "
+            "before it is laid out, or pass order='contiguous'"
+        )

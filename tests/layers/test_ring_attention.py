@@ -1,0 +1,473 @@
+"""Ring attention against full attention, in values, gradients, and what is sent and kept."""
+
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.collectives import _circulate, _fold
+from jaxpar.layers import ring_attention, zigzag_order
+from jaxpar.schedule import compile_for, target, timeline
+from jaxpar.testing import assert_matches_reference, count_collectives, tolerance
+
+RINGS = ("unidirectional", "bidirectional")
+MODES = ("naive", *RINGS)
+
+
+def normal(*shape, dtype="float32"):
+    rng = np.random.default_rng([*shape])
+    return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype))
+
+
+def make(sizes, names=("x", "y"), step=1):
+    devices = np.array(jax.devices()[: np.prod(sizes)])[::step].reshape(sizes)
+    return Mesh(devices, names[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def line(n):
+    return make((n,))
+
+
+class FullAttention:
+    """Full attention in NumPy, with its gradients; `places` are the positions of the rows."""
+
+    def __init__(self, places=None, scale=None):
+        self.places, self.scale = places, scale
+
+    def weights(self, q, k):
+        k = np.repeat(k, q.shape[-2] // k.shape[-2], axis=-2)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = np.einsum("...qhe,...khe->...hqk", q, k) * scale
+        if self.places is not None:
+            scores = np.where(self.places[:, None] >= self.places, scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True), k, scale
+
+    def __call__(self, q, k, v):
+        weights, _, _ = self.weights(q, k)
+        v = np.repeat(v, q.shape[-2] // v.shape[-2], axis=-2)
+        return np.einsum("...hqk,...khe->...qhe", weights, v)
+
+    def vjp(self, args, ct):
+        q, k, v = args
+        group = q.shape[-2] // k.shape[-2]
+        weights, k, scale = self.weights(q, k)
+        by_weight = np.einsum("...qhe,...khe->...hqk", ct, np.repeat(v, group, axis=-2))
+        by_score = weights * (by_weight - (weights * by_weight).sum(-1, keepdims=True)) * scale
+
+        def ungroup(x):
+            return x.reshape(*x.shape[:-2], -1, group, x.shape[-1]).sum(-2)
+
+        return (
+            np.einsum("...hqk,...khe->...qhe", by_score, k),
+            ungroup(np.einsum("...hqk,...qhe->...khe", by_score, q)),
+            ungroup(np.einsum("...hqk,...qhe->...khe", weights, ct)),
+        )
+
+
+def places_of(order, length, size):
+    return zigzag_order(length, size) if order == "zigzag" else np.arange(length)
+
+
+def check(mesh, axis_name, shape, kv_heads, *, order="zigzag", causal=True, dtype="float64", **how):
+    """Compares values and gradients; `shape` is [batch, local length, heads, size]."""
+    batch, length, heads, size = shape
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    devices = int(np.prod([mesh.shape[name] for name in names]))
+    check_vma = how.pop("check_vma")
+    length *= devices
+    full = FullAttention(places_of(order, length, devices) if causal else None, how.get("scale"))
+    with jax.enable_x64(True):
+        q, ct = normal(2, batch, length, heads, size, dtype=dtype)
+        k, v = normal(2, batch, length, kv_heads, size, dtype=dtype)
+        wide = [np.asarray(x, "float64") for x in (q, k, v)]
+        expected = [full(*wide), *full.vjp(wide, np.asarray(ct, "float64"))]
+        for vma in (check_vma,) if isinstance(check_vma, bool) else check_vma:
+            fn = jax.shard_map(
+                lambda *args: ring_attention(*args, axis_name, causal=causal, order=order, **how),
+                mesh=mesh,
+                in_specs=P(None, axis_name),
+                out_specs=P(None, axis_name),
+                check_vma=vma,
+            )
+            compare(jax.jit(vjp, static_argnums=0)(fn, ct, q, k, v), expected)
+
+
+def vjp(fn, ct, *args):
+    out, pull = jax.vjp(fn, *args)
+    return out, *pull(ct)
+
+
+def compare(found, expected):
+    """To rounding of the largest entry: of float64, what a wrong term would exceed by far."""
+    for x, y in zip(found, expected, strict=True):
+        allowed = tolerance(x.dtype, y.size) * np.max(np.abs(y))
+        np.testing.assert_allclose(np.asarray(x, "float64"), y, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "order", "mode", "check_vma"),
+    [
+        (1, 3, "zigzag", "unidirectional", True),
+        (1, 1, "contiguous", "naive", True),
+        (2, 2, "zigzag", "bidirectional", (True, False)),
+        (3, 2, "zigzag", "unidirectional", True),
+        (3, 4, "zigzag", "naive", False),
+        (2, 4, "contiguous", "bidirectional", (True, False)),
+        (4, 3, "contiguous", "unidirectional", True),
+        (4, 3, "contiguous", "naive", False),
+        (4, 4, "zigzag", "bidirectional", False),
+    ],
+)
+def test_causal(size, length, order, mode, check_vma):
+    check(line(size), "x", (2, length, 4, 3), 2, order=order, mode=mode, check_vma=check_vma)
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "mode"),
+    [(1, 1, "bidirectional"), (3, 1, "naive"), (3, 3, "unidirectional"), (4, 6, "bidirectional")],
+)
+def test_not_causal(size, length, mode):
+    """The order does not matter, nor an odd length; scale is what is given."""
+    how = {"scale": 0.3, "check_vma": size == 4}
+    check(line(size), "x", (1, length, 2, 3), 1, causal=False, mode=mode, **how)
+
+
+@pytest.mark.parametrize(
+    ("axes", "mode"),
+    [(("y", "x"), "naive"), (("y", "x"), "bidirectional")],
+)
+def test_several_axes_in_any_order(axes, mode):
+    """Over shuffled devices, too."""
+    mesh = make((2, 3), step=-1)
+    check(mesh, axes, (1, 4, 2, 2), 1, mode=mode, check_vma=mode == "bidirectional")
+
+
+@pytest.mark.parametrize("mode", RINGS)
+def test_long_rings_run_loops(mode, monkeypatch):
+    monkeypatch.setattr(_fold, "UNROLLED_STEPS", 1)
+    monkeypatch.setattr(_circulate, "UNROLLED_STEPS", 1)
+    check(line(6), "x", (1, 4, 2, 2), 1, mode=mode, check_vma=mode == "unidirectional")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "wire"),
+    [
+        ("float16", "naive", None),
+        ("bfloat16", "unidirectional", None),
+        ("bfloat16", "bidirectional", "bfloat16"),
+    ],
+)
+def test_16_bits(dtype, mode, wire):
+    how = {"wire_dtype": wire, "check_vma": wire is None}
+    check(line(3), "x", (1, 4, 2, 8), 1, mode=mode, dtype=dtype, **how)
+
+
+@pytest.mark.parametrize("mode", ["naive", "unidirectional"])
+def test_scores_and_sums_are_float32(mode):
+    """With inputs that bfloat16 holds exactly, the result is float32's but for what is rounded."""
+    q, k = jnp.ones((32, 1, 4), "bfloat16"), jnp.ones((32, 1, 4), "bfloat16")
+    v = jnp.ones((32, 1, 4), "bfloat16") * jnp.bfloat16(1 / 3)
+
+    def local(q, k, v):
+        return ring_attention(q, k, v, "x", causal=False, mode=mode)
+
+    fn = jax.shard_map(local, mesh=line(4), in_specs=P("x"), out_specs=P("x"))
+    out, *grads = jax.jit(vjp, static_argnums=0)(fn, jnp.ones_like(v), q, k, v)
+    np.testing.assert_array_equal(out, v)  # a mean of 32, in bfloat16 not exact
+    np.testing.assert_array_equal(grads[2], jnp.ones_like(v))
+
+
+def test_operands_that_vary_over_different_axes():
+    """Queries vary over a batch axis, and keys do not: their gradient is summed over it."""
+    full = FullAttention(zigzag_order(8, 2))
+
+    def reference(q, k, v):
+        return np.stack([full(part, k, v) for part in q])
+
+    def reference_vjp(args, ct):
+        q, k, v = args
+        parts = [full.vjp((part, k, v), g) for part, g in zip(q, ct, strict=True)]
+        q, k, v = zip(*parts, strict=True)
+        return np.stack(q), sum(k), sum(v)
+
+    def local(q, k, v):
+        return ring_attention(q[0], k, v, "x", mode="bidirectional")[None]
+
+    kv = normal(2, 8, 1, 3)
+    assert_matches_reference(
+        local,
+        reference,
+        normal(3, 8, 2, 3),
+        kv[0],
+        kv[1],
+        mesh=make((2, 3)),
+        in_specs=(P("y", "x"), P("x"), P("x")),
+        out_specs=P("y", "x"),
+        reference_vjp=reference_vjp,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "order"),
+    [("naive", "zigzag"), ("unidirectional", "contiguous")],
+)
+def test_scan_checkpoint_and_vmap(mode, order):
+    """Layers in a scan, rematerialised; one operand of a vmap is not batched."""
+    full = FullAttention(places_of(order, 8, 2))
+
+    def fn(x, scales):
+        @jax.checkpoint
+        def layer(x, scale):
+            attend = jax.vmap(
+                lambda q, k, v: ring_attention(q, k, v, "x", order=order, mode=mode),
+                in_axes=(1, None, 1),
+                out_axes=1,
+            )
+            return x + attend(x * scale, x[:, 0], x), None
+
+        return lax.scan(layer, x, scales)[0]
+
+    def reference(x, scales):
+        for scale in scales:
+            parts = [full(x[:, i] * scale, x[:, 0], x[:, i]) for i in range(x.shape[1])]
+            x = x + np.stack(parts, axis=1)
+        return x
+
+    assert_matches_reference(
+        fn,
+        reference,
+        normal(8, 2, 2, 2),  # positions, batch, heads, size
+        np.array([0.5, 1.5], "float32"),
+        mesh=line(2),
+        in_specs=(P("x"), P()),
+        out_specs=P("x"),
+        check_vma=mode != "naive",
+        max_directions=8,
+    )
+
+
+@pytest.mark.parametrize("mode", ["naive", "unidirectional"])
+def test_second_derivatives(mode):
+    q, k, v = normal(4, 2, 2), normal(4, 1, 2), 2 * normal(4, 1, 2)
+    places = zigzag_order(4, 2)
+    seen = jnp.asarray(places[:, None] >= places)
+    fn = jax.shard_map(
+        lambda *args: ring_attention(*args, "x", mode=mode, scale=1.0),
+        mesh=line(2),
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+
+    def full(q, k, v):
+        scores = jnp.where(seen, jnp.einsum("qhe,ke->hqk", q, k[:, 0]), -jnp.inf)
+        return jnp.einsum("hqk,ke->qhe", jax.nn.softmax(scores), v[:, 0])
+
+    def second(fn):
+        def first(*args):
+            grads = jax.grad(lambda *args: jnp.sum(fn(*args) ** 2), argnums=(0, 1, 2))(*args)
+            return sum(jnp.sum(jnp.sin(g)) for g in grads)
+
+        return jax.jit(jax.grad(first, argnums=(0, 1, 2)))(q, k, v)
+
+    for found, expected in zip(second(fn), second(full), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "length", "permutes"),
+    # In the backward each way carries half of k, v and their gradients, where lengths allow.
+    [("unidirectional", 8, (6, 12)), ("bidirectional", 8, (8, 24)), ("bidirectional", 2, (8, 12))],
+)
+def test_what_is_sent_and_kept(mode, length, permutes):
+    """The forward sends n-1 blocks of k and v, the backward again, and their float32 gradients."""
+    heads, size, n = 4, 8, 4
+    q = jnp.ones((n * length, heads, size), "bfloat16")
+    k = jnp.ones((n * length, 1, size), "bfloat16")
+    fn = jax.shard_map(
+        lambda *args: ring_attention(*args, "x", mode=mode),
+        mesh=line(n),
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    found = count_collectives(fn, q, k, k)
+    block = 2 * length * size  # numbers of k and v
+    assert (dict(found.forward), dict(found.backward)) == (
+        {"ppermute": permutes[0]},
+        {"ppermute": permutes[1]},
+    )
+    assert found.forward_bytes == (n - 1) * block * 2
+    assert found.backward_bytes == (n - 1) * block * (2 + 4)
+    # q and the result, k and v, and the logarithm of each query's sum
+    assert found.residual_bytes == length * (2 * heads * size * 2 + 2 * size * 2 + heads * 4)
+
+
+def test_naive_gathers_and_scatters_once():
+    q = jnp.ones((16, 4, 8), "bfloat16")
+    k = jnp.ones((16, 1, 8), "bfloat16")
+    for n in (4, 1):
+        fn = jax.shard_map(
+            lambda *args: ring_attention(*args, "x"),
+            mesh=line(n),
+            in_specs=P("x"),
+            out_specs=P("x"),
+        )
+        found = count_collectives(fn, q, k, k)
+        assert dict(found.forward) == ({"all_gather": 2} if n > 1 else {})
+        assert dict(found.backward) == ({"all_gather": 2, "psum_scatter": 2} if n > 1 else {})
+        assert found.residual_bytes == 16 // n * (2 * 4 * 8 * 2 + 2 * 8 * 2 + 4 * 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_no_array_is_larger_than_one_block_of_scores(mode, order):
+    n, length, heads = 4, 64, 2
+    q = jax.ShapeDtypeStruct((n * length, heads, 1), jnp.float32)
+    fn = jax.shard_map(
+        lambda *args: ring_attention(*args, "x", order=order, mode=mode),
+        mesh=line(n),
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+
+    def both(q, k, v, ct):
+        return jax.vjp(fn, q, k, v)[1](ct)
+
+    text = str(jax.make_jaxpr(both)(q, q, q, q))
+    shapes = re.findall(r"f32\[([\d,]+)\]", text)
+    largest = max(int(np.prod([int(size) for size in shape.split(",")])) for shape in shapes)
+    # In zigzag order no more than the products that are needed, a quarter at a time.
+    assert largest == heads * (length**2 if order == "contiguous" else (length // 2) ** 2)
+
+
+def test_nothing_to_attend_to():
+    fn = jax.shard_map(
+        lambda *args: ring_attention(*args, "x"), mesh=line(2), in_specs=P("x"), out_specs=P("x")
+    )
+    for shape in ((0, 2, 3), (4, 0, 2, 3), (4, 2, 0)):
+        x = jnp.ones(shape)
+        grads = jax.grad(lambda *args: jnp.sum(fn(*args)), argnums=(0, 1, 2))(x, x, x)
+        assert [g.shape for g in grads] == [shape] * 3
+
+
+@given(size=st.integers(1, 9), chunk=st.integers(0, 5))
+def test_zigzag_order(size, chunk):
+    length = 2 * size * chunk
+    order = zigzag_order(length, size)
+    assert isinstance(order, np.ndarray)
+    assert sorted(order) == list(range(length))
+    rows = order.reshape(size, 2, chunk)
+    for device, (early, late) in enumerate(rows):
+        assert list(early) == list(range(device * chunk, (device + 1) * chunk))
+        start = (2 * size - 1 - device) * chunk
+        assert list(late) == list(range(start, start + chunk))
+    # All devices' queries see as many keys, those of any other device taken alone: half.
+    seen = rows.reshape(size, -1)
+    for mine in range(size):
+        for other in set(range(size)) - {mine}:
+            assert np.sum(seen[mine][:, None] > seen[other]) == (2 * chunk) ** 2 // 2
+
+
+def test_zigzag_order_of_one_device_is_the_order_itself():
+    np.testing.assert_array_equal(zigzag_order(7, 1), np.arange(7))
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "error", "text"),
+    [
+        (20, 4, ValueError, "length=20 must be a multiple of 2 x size = 8, two chunks a device: 20 "
+         "= 2 x 8 + 4; pad it to 24, or use the contiguous order"),
+        (8, 0, ValueError, "length=8 must be at least 0, and size=0 at least 1"),
+        (-8, 2, ValueError, "length=-8 must be at least 0, and size=2 at least 1"),
+        (8.0, 2, TypeError, "length must be an integer, got 8.0 of type float"),
+        (8, True, TypeError, "size must be an integer, got True of type bool"),
+    ],
+)  # fmt: skip
+def test_zigzag_order_says_what_is_wrong(length, size, error, text):
+    with pytest.raises(error, match=re.escape(f"zigzag_order: {text}")):
+        zigzag_order(length, size)
+
+
+Q = (4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "error", "text"),
+    [
+        ((Q, Q, (4, 2, 7)), {}, ValueError, "q has local shape (4, 2, 8), k (4, 2, 8) and v (4, 2, "
+         "7); k and v must have the same shape"),
+        ((Q, (6, 2, 8), (6, 2, 8)), {}, ValueError, "all dimensions but the heads (the last but "
+         "one) must agree"),
+        (((4, 8),) * 3, {}, ValueError, "each needs 3 dimensions at least, [..., s, heads, e]"),
+        (((4, 5, 8), Q, Q), {}, ValueError, "the 2 kv heads do not divide the 5 query heads; "
+         "choose"),
+        ((Q, (4, 0, 8), (4, 0, 8)), {}, ValueError, "the 0 kv heads do not divide the 2 query "
+         "heads; choose"),
+        (((5, 2, 8),) * 3, {}, ValueError, "q has local shape (5, 2, 8), whose local length 5 over "
+         "axis 'x' (2) is odd: zigzag order needs two chunks of one size a device, 5 = 2 x 2 + 1; "
+         "pad the whole sequence from 10 to 12 before it is laid out, or pass order='contiguous'"),
+        ((Q,) * 3, {"order": "striped"}, ValueError, "order must be 'zigzag' or 'contiguous', got "
+         "'striped'"),
+        ((Q,) * 3, {"mode": "ring"}, ValueError, "mode must be one of naive, unidirectional"),
+        ((Q,) * 3, {"scale": "1"}, TypeError, "scale must be a number known while tracing, got '1' "
+         "of type str; multiply q by one that depends on data, and pass scale=1.0"),
+        ((Q,) * 3, {"wire_dtype": "int32"}, TypeError, "wire_dtype=int32 cannot carry sums of "
+         "float32"),
+        ((Q,) * 3, {"precision": ("high", "high")}, TypeError, "precision must be one value"),
+        ((Q,) * 3, {"axis_name": "y"}, ValueError, "axis_name 'y' is not bound"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(shapes, options, error, text):
+    options = {"axis_name": "x", **options}
+    fn = jax.shard_map(
+        lambda *args: ring_attention(*args, **options), mesh=line(2), in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        jax.eval_shape(fn, *map(jnp.ones, shapes))
+    assert str(caught.value).startswith("ring_attention: ")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "text"),
+    [
+        (("float32", "bfloat16", "float32"), "q is float32, k bfloat16 and v float32, but all must "
+         "be of one dtype; cast them first"),
+        (("int32",) * 3, "q, k and v are int32, but must be floats; cast them first"),
+    ],
+)  # fmt: skip
+def test_wrong_dtypes_are_said(dtypes, text):
+    fn = jax.shard_map(
+        lambda *args: ring_attention(*args, "x"), mesh=line(2), in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(TypeError, match=re.escape(f"ring_attention: {text}")):
+        jax.eval_shape(fn, *(jax.ShapeDtypeStruct(Q, dtype) for dtype in dtypes))
+
+
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+def test_transfers_hide_behind_attention_on_tpus(mode):
+    """A local length of 4096, 8 heads of 128, 8 devices: nothing of the forward is exposed."""
+    assert importlib.util.find_spec("libtpu"), (
+        "this test needs the TPU compiler; pip install 'jaxpar[tpu]'"
+    )
+    described = target("v5p:2x2x2", "cp=8")
+    fn = jax.shard_map(
+        lambda *args: ring_attention(*args, "cp", mode=mode),
+        mesh=described.mesh,
+        in_specs=P("cp"),
+        out_specs=P("cp"),
+    )
+    sharding = NamedSharding(described.mesh, P("cp"))
+    x = jax.ShapeDtypeStruct((8 * 4096, 8, 128), jnp.bfloat16, sharding=sharding)
+    played = timeline(compile_for(fn, described, x, x, x))
+    permutes = [transfer for transfer in played.transfers if "permute" in transfer.name]
+    assert permutes
+    assert all(transfer.covers and not transfer.synchronous for transfer in permutes)
+    assert played.exposed <= 0.01 * played.total
