@@ -123,7 +123,7 @@ def compare(found, expected):
         (3, 4, "zigzag", "naive", False),
         (2, 4, "contiguous", "bidirectional", (True, False)),
         (4, 3, "contiguous", "unidirectional", True),
-        (4, 3, "contiguous", "naive", False),
+        (2, 3, "contiguous", "naive", False),
         (4, 4, "zigzag", "bidirectional", False),
     ],
 )
@@ -255,13 +255,12 @@ def test_scan_checkpoint_and_vmap(mode, order):
     )
 
 
-@pytest.mark.parametrize("mode", ["naive", "unidirectional"])
-def test_second_derivatives(mode):
+def test_second_derivatives():
     q, k, v = normal(4, 2, 2), normal(4, 1, 2), 2 * normal(4, 1, 2)
     places = zigzag_order(4, 2)
     seen = jnp.asarray(places[:, None] >= places)
     fn = jax.shard_map(
-        lambda *args: ring_attention(*args, "x", mode=mode, scale=1.0),
+        lambda *args: ring_attention(*args, "x", mode="unidirectional", scale=1.0),
         mesh=line(2),
         in_specs=P("x"),
         out_specs=P("x"),
@@ -451,15 +450,14 @@ def test_wrong_dtypes_are_said(dtypes, text):
         jax.eval_shape(fn, *(jax.ShapeDtypeStruct(Q, dtype) for dtype in dtypes))
 
 
-@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
-def test_transfers_hide_behind_attention_on_tpus(mode):
-    """A local length of 4096, 8 heads of 128, 8 devices: nothing of the forward is exposed."""
+def test_transfers_hide_behind_attention_on_tpus():
+    """A local length of 4096, 8 heads of 128, 8 devices: auto is a ring, and exposes nothing."""
     assert importlib.util.find_spec("libtpu"), (
         "this test needs the TPU compiler; pip install 'jaxpar[tpu]'"
     )
     described = target("v5p:2x2x2", "cp=8")
     fn = jax.shard_map(
-        lambda *args: ring_attention(*args, "cp", mode=mode),
+        lambda *args: ring_attention(*args, "cp"),
         mesh=described.mesh,
         in_specs=P("cp"),
         out_specs=P("cp"),

@@ -25,6 +25,7 @@ from jaxpar.layers._attention_block import (
     attend,
     merge,
 )
+from jaxpar.layers._gathered import sum_gathered, visit_gathered
 
 Sums = tuple[Array, Array, Array]  # gradients of queries, keys and values, summed so far
 
@@ -125,7 +126,7 @@ def _forward(method: Method, q: Array, k: Array, v: Array) -> State:
         return state[0].astype(q.dtype), state[1]
 
     if method.plan is None:
-        return finish(_visit_gathered(method.ring, (k, v), consume))
+        return finish(visit_gathered(method.ring, (k, v), consume))
     return gather_fold((k, v), consume, method.ring, method.plan, finish=finish)
 
 
@@ -174,10 +175,11 @@ def _bwd(method: Method, residuals: Any, ct: Array) -> Sums:
         return add_tiles(second, dq, own, k, v)
 
     dq, own = _zeros(q, dtype), (_zeros(k, dtype), _zeros(v, dtype))
+    wire = dtype if method.wire_dtype is None else method.wire_dtype
     if method.plan is None:
         dq, own = begin(dq, own)
         dq, own = end(dq, own)
-        dq, sums = _sum_gathered(method, (k, v), dq, own, visit)
+        dq, sums = sum_gathered(method.ring, (k, v), dq, own, visit, wire)
     else:
         chunks = 2 if method.balanced else 1
         lanes = len(method.plan.directions) if length % (2 * chunks) == 0 else 1
@@ -191,64 +193,13 @@ def _bwd(method: Method, residuals: Any, ct: Array) -> Sums:
             method.ring,
             method.plan,
             dtype,
-            dtype if method.wire_dtype is None else method.wire_dtype,
+            wire,
         )
         sums = jax.tree.map(lambda x, y: x + y, own, _join(parts, chunks)) if parts else own
     return dq.astype(q.dtype), sums[0].astype(k.dtype), sums[1].astype(v.dtype)
 
 
 attention.defvjp(_fwd, _bwd)
-
-
-def _visit_gathered(
-    ring: Ring, block: Any, consume: Callable[[Any, Arrivals], Any], state: Any = None
-) -> Any:
-    """Gathers the blocks of all devices at once, then consumes them one by one."""
-    index = ring.index()
-    state = consume(None, [(block, index)]) if state is None else state
-    if ring.size == 1:
-        return state
-    blocks = jax.tree.map(lambda x: lax.all_gather(x, ring.axis_name), block)
-
-    def step(distance: Array, state: Any) -> Any:
-        source = (index - distance.astype("int32")) % ring.size
-        at = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), blocks)
-        return consume(state, [(at, source)])
-
-    return lax.fori_loop(1, ring.size, step, state)
-
-
-def _sum_gathered(
-    method: Method,
-    block: Any,
-    dq: Array,
-    own: Any,
-    visit: Callable[[Array, Visits], tuple[Array, list[Any]]],
-) -> tuple[Array, Any]:
-    """Visits gathered blocks, and scatters the sums to their owners at once."""
-    ring = method.ring
-    if ring.size == 1:
-        return dq, own
-
-    def place(sums: Any, made: Any, source: Array) -> Any:
-        return jax.tree.map(
-            lambda x, y: lax.dynamic_update_index_in_dim(x, y, source, 0), sums, made
-        )
-
-    def consume(state: Any, arrivals: Arrivals) -> Any:
-        dq, sums = state
-        dq, [made] = visit(dq, arrivals)
-        return dq, place(sums, made, arrivals[0][1])
-
-    sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(ring.size, *x.shape)), own)
-    sums = place(vary_over(varying_axes(own), sums), own, ring.index())
-    dq, sums = _visit_gathered(ring, block, consume, (dq, sums))
-
-    def scatter(x: Array) -> Array:
-        wire = x.dtype if method.wire_dtype is None else method.wire_dtype
-        return lax.psum_scatter(x.astype(wire), ring.axis_name)
-
-    return dq, jax.tree.map(scatter, sums)
 
 
 def _zeros(like: Array, dtype: Any) -> Array:
