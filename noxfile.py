@@ -57,3 +57,10 @@ def overlap(session: nox.Session) -> None:
     """Compares time over floor with naive, XLA and the guide's rings, by the TPU compiler."""
     session.install("-e", ".[bench,tpu,gpu]")
     session.run("python", "benchmarks/overlap.py", *session.posargs)
+
+
+@nox.session(python=NEWEST_PYTHON)
+def training_step(session: nox.Session) -> None:
+    """Compares a training step with FSDP and TP with naive and plain forms, by the TPU compiler."""
+    session.install("-e", ".[bench,tpu]")
+    session.run("python", "benchmarks/training_step.py", *session.posargs)

@@ -140,10 +140,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     args = parse(argv)
     from overlap_plot import write_plot
-    from overlap_report import print_tables, rewrite, tables
+    from overlap_report import print_tables, tables
+    from readme_tables import rewrite
 
     if args.cases is None:
-        rewrite(Path(args.readme).read_text(), "")  # before minutes of work: it has the markers
+        rewrite(
+            Path(args.readme).read_text(), "overlap", ""
+        )  # before minutes of work: it has the markers
     start = time.perf_counter()
     found = run_all(args.tasks, args.jobs)
     print(f"{time.perf_counter() - start:.0f} s in all, {args.jobs} processes at a time\n")
@@ -152,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_tables(found)
     if args.cases is None:
         readme = Path(args.readme)
-        readme.write_text(rewrite(readme.read_text(), tables(found)))
+        readme.write_text(rewrite(readme.read_text(), "overlap", tables(found)))
         write_plot(args.plot, found)
     return 0
 

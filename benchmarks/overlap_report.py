@@ -8,23 +8,10 @@ from typing import Any
 from jaxpar.bench._ops import OPS
 from overlap_worker import GPUS, MODES, Case
 from peers import PEERS
+from readme_tables import Table, print_table
 
-BEGIN, END = "<!-- overlap:begin -->", "<!-- overlap:end -->"
 COMMAND = "python benchmarks/overlap.py"
 NAMES = {"naive": "naive", "unidirectional": "one way", "bidirectional": "both ways"}
-
-
-@dataclass(frozen=True)
-class Table:
-    """Titles of columns, and rows of text."""
-
-    titles: list[str]
-    rows: list[list[str]]
-
-    def markdown(self) -> str:
-        """The table in Markdown, numbers to the right."""
-        rule = ["---", *["---:"] * (len(self.titles) - 1)]
-        return "\n".join(f"| {' | '.join(row)} |" for row in (self.titles, rule, *self.rows))
 
 
 @dataclass(frozen=True)
@@ -156,38 +143,12 @@ def tables(found: Sequence[dict[str, Any]]) -> str:
 
 
 def print_tables(found: Sequence[dict[str, Any]]) -> None:
-    """Prints the tables."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as Printed
-
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, 180))
+    """Prints the tables, and what failed."""
     cases = results(found)
     for table in (main_table(cases), wire_table(cases), gpu_table(found)):
-        if not table.rows:
-            continue
-        printed = Printed(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for number, title in enumerate(table.titles):
-            printed.add_column(title, justify="right" if number else "left")
-        for row in table.rows:
-            printed.add_row(*(cell.replace("**", "") for cell in row))
-        console.print(printed)
+        print_table(table, width=180)
     for line in failures(found):
-        console.print(f"- {line}", markup=False)
-
-
-def rewrite(text: str, tables: str) -> str:
-    """Returns `text` with `tables` between its markers.
-
-    Raises:
-      ValueError: the markers are not there, once each and in order.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in before or END in after:
-        raise ValueError(f"the markers {BEGIN} and {END} must be there, once each and in order")
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+        print(f"- {line}")
 
 
 def geometric_mean(values: Sequence[float]) -> float:

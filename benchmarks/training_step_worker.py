@@ -81,7 +81,7 @@ class Case:
 
 CASES = {
     "Llama 3 8B, v5p:8x8x8": Case(LLAMA_8B, "v5p:8x8x8", "fx=8,fy=16,cp=1,tp=4", 8192),
-    "Llama 3 70B, v5p:8x8x8": Case(LLAMA_70B, "v5p:8x8x8", "fx=8,fy=8,cp=1,tp=8", 8192),
+    "Llama 3 70B, v5p:8x8x8": Case(LLAMA_70B, "v5p:8x8x8", "fx=8,fy=16,cp=1,tp=4", 8192),
     "Llama 3 8B, v6e:16x16": Case(LLAMA_8B, "v6e:16x16", "fx=16,fy=4,cp=1,tp=4", 8192),
     "Llama 3 70B, v6e:16x16": Case(LLAMA_70B, "v6e:16x16", "fx=16,fy=4,cp=1,tp=4", 8192),
 }
@@ -103,7 +103,7 @@ class Step:
         for norm in ("attention_norm", "mlp_norm"):
             self.specs[norm], self.axis[norm] = P(), None
             self.shapes[norm] = (self.model.width,)
-        self.states = P(FSDP, "tp")
+        self.states = P(FSDP, ("cp", "tp"))
 
     def arguments(self) -> tuple[Any, Any]:
         """Descriptions of the stacked weights, and of the first layer's input."""
@@ -153,7 +153,7 @@ class Step:
         def lay(y: Array, *spec: Any) -> Array:
             return lax.with_sharding_constraint(y, P(*spec))
 
-        heads = P(FSDP, None, "tp")
+        heads = P(FSDP, "cp", "tp")
         attention = jax.shard_map(attend, in_specs=(heads,) * 3, out_specs=heads)
 
         @jax.checkpoint

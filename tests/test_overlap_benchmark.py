@@ -135,21 +135,6 @@ def test_picture(tmp_path):
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rewrites_what_is_between_the_markers():
-    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    once = report.rewrite(text, "new")
-    assert once == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
-    assert report.rewrite(once, "new") == once
-    for wrong in ("", report.BEGIN, f"{report.END}{report.BEGIN}", text + text):
-        with pytest.raises(ValueError, match="must be there, once each and in order"):
-            report.rewrite(wrong, "new")
-
-
-def test_the_readme_has_the_markers():
-    text = (FOLDER / "README.md").read_text()
-    assert report.rewrite(text, "new").count("new") >= 1
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [

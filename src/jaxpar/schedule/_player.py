@@ -104,12 +104,19 @@ class Player:
     def _longest(self, i: Instruction) -> None:
         """Takes the branch of a conditional that computes the longest, as all devices may."""
 
-        def work(name: str) -> float:
-            inner = self.module.computations[name]
-            items = (item for item in inner.instructions if not _cost.is_free(item))
-            return sum((_cost.seconds(self.module, inner, i, self.chip) for i in items), 0.0)
+        self.run(self.module.computations[max(i.called, key=self._work)])
 
-        self.run(self.module.computations[max(i.called, key=work)])
+    def _work(self, name: str) -> float:
+        """Seconds of what a computation computes; one trip of a loop tells branches apart."""
+        computation, total = self.module.computations[name], 0.0
+        for i in computation.instructions:
+            if i.opcode == "conditional":
+                total += max(map(self._work, i.called))
+            elif i.opcode in ("call", "while"):
+                total += sum(map(self._work, i.called), 0.0)
+            elif not _cost.is_free(i):
+                total += _cost.seconds(self.module, computation, i, self.chip)
+        return total
 
     def _compute(self, computation: Computation, i: Instruction) -> None:
         seconds = _cost.seconds(self.module, computation, i, self.chip)
