@@ -1,4 +1,4 @@
-"""Gathered blocks and scattered sums, each the derivative of the other."""
+"""Gathered blocks and scattered sums: two rings, each the derivative of the other."""
 
 from functools import partial
 from typing import Any
@@ -16,14 +16,9 @@ from jaxpar.collectives._ring import Ring
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def gather_blocks(
-    x: Array, ring: Ring, plan: Plan | None, dim: int, wire_dtype: DTypeLike | None
+    x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None
 ) -> Array:
-    """Lays the blocks of all devices along `dim`; the wire is for the sums of its derivative.
-
-    Without a plan, `lax.all_gather` does.
-    """
-    if plan is None:
-        return lax.all_gather(x, ring.axis_name, axis=dim, tiled=True)
+    """Lays the blocks of all devices along `dim`; the wire is for the sums of its derivative."""
 
     def place(whole: Array | None, arrivals: Arrivals) -> Array | None:
         for block, source in arrivals:
@@ -34,17 +29,8 @@ def gather_blocks(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def scatter_sums(
-    x: Array, ring: Ring, plan: Plan | None, dim: int, wire_dtype: DTypeLike | None
-) -> Array:
-    """Sums `x` over the devices, each keeping its block along `dim`.
-
-    Without a plan, `lax.psum_scatter` does.
-    """
-    if plan is None:
-        sums = x.astype(wire_dtype or addition_dtype(x.dtype))
-        block = lax.psum_scatter(sums, ring.axis_name, scatter_dimension=dim, tiled=True)
-        return block.astype(x.dtype)
+def scatter_sums(x: Array, ring: Ring, plan: Plan, dim: int, wire_dtype: DTypeLike | None) -> Array:
+    """Sums `x` over the devices, each keeping its block along `dim`."""
 
     def take(start: Array, size: int) -> Array:
         return lax.dynamic_slice_in_dim(x, start, size, dim)
@@ -75,9 +61,7 @@ def _gather_fwd(x: Array, *how: Any) -> tuple[Array, None]:
     return gather_blocks(x, *how), None
 
 
-def _gather_bwd(
-    ring: Ring, plan: Plan | None, dim: int, wire: Any, _: None, ct: Array
-) -> tuple[Array]:
+def _gather_bwd(ring: Ring, plan: Plan, dim: int, wire: Any, _: None, ct: Array) -> tuple[Array]:
     return (scatter_sums(ct, ring, plan, dim, wire),)
 
 
@@ -85,9 +69,7 @@ def _scatter_fwd(x: Array, *how: Any) -> tuple[Array, None]:
     return scatter_sums(x, *how), None
 
 
-def _scatter_bwd(
-    ring: Ring, plan: Plan | None, dim: int, wire: Any, _: None, ct: Array
-) -> tuple[Array]:
+def _scatter_bwd(ring: Ring, plan: Plan, dim: int, wire: Any, _: None, ct: Array) -> tuple[Array]:
     return (gather_blocks(ct, ring, plan, dim, wire),)
 
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxpar._types import AxisName, Integer, Mode, Tree, TreeAxis
 from jaxpar.collectives._checks import check_dim
 from jaxpar.collectives._ring import bind_ring
-from jaxpar.layers._shards import bind_shards, broadcast_axis, vary_sharded
+from jaxpar.layers._shards import bind_shards, broadcast_axis, gather_shards, vary_sharded
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels
 
@@ -122,7 +122,7 @@ def fsdp_gather(
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     dims = broadcast_axis("fsdp_gather", axis, tree)
     shards = bind_shards("fsdp_gather", leaves, dims, axis_name, mode, wire_dtype)
-    return treedef.unflatten(shards.gather(vary_sharded(shards, leaves)))
+    return treedef.unflatten(gather_shards(shards, vary_sharded(shards, leaves)))
 
 
 def add_bias(function: str, y: Array, bias: Array, axis_name: AxisName | None) -> Array:

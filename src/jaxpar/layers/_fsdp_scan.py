@@ -1,7 +1,7 @@
 """A scan over layers whose weights travel while the layer before them computes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,14 @@ from jax.typing import DTypeLike
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Mode, Tree, TreeAxis
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.layers._shards import Shards, bind_shards, broadcast_axis, vary_sharded
+from jaxpar.layers._shards import (
+    Shards,
+    bind_shards,
+    broadcast_axis,
+    gather_shards,
+    scatter_gradients,
+    vary_sharded,
+)
 
 Arrays = list[Any]
 
@@ -38,12 +45,12 @@ class Layer:
         """
         own = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacked]
         own, after = lax.optimization_barrier((own, after))
-        return self.shards.gather(own), after
+        return gather_shards(self.shards, own), after
 
     def scatter(self, gradients: Arrays, weights: Arrays) -> Arrays:
         """Sums gradients of the floats among whole weights, and keeps this device's shards."""
-        dims = [d for d, w in zip(self.shards.dims, weights, strict=True) if _is_float(w)]
-        return replace(self.shards, dims=tuple(dims)).scatter(gradients)
+        both: Any = scatter_gradients(self.shards, _merge(weights, gradients))
+        return _floats(both)
 
     def pull(self, consts: Arrays, weights: Arrays, state: Arrays, cts: Arrays) -> Any:
         """Returns the gradients of the floats among consts, weights and state."""
@@ -112,7 +119,7 @@ def fsdp_scan(
     stacked, params_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, stacked_params))
     state, state_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     count = _count_layers(name, stacked)
-    own = [jax.eval_shape(lambda x: x[0], x) for x in stacked]
+    own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
     dims = broadcast_axis(name, axis, stacked_params)
     shards = bind_shards(name, own, dims, axis_name, mode, wire_dtype)
 
@@ -121,7 +128,7 @@ def fsdp_scan(
         return _check_state(name, x, out)
 
     def gather_first(stacked: Arrays) -> Arrays:
-        return shards.gather([x[0] for x in stacked])
+        return gather_shards(shards, [x[0] for x in stacked])
 
     stacked = vary_sharded(shards, stacked)
     while True:
