@@ -1,0 +1,48 @@
+"""The same model on one device: plain jax.numpy over unpadded arrays, to be checked by reading."""
+
+import jax
+import jax.numpy as jnp
+
+
+def loss(params, tokens, labels, model):
+    """The mean over the labels that are not -1."""
+    x = params["embedding"][tokens]  # [b, s, d]
+    for i in range(model.layers):
+        w = {name: stacked[i] for name, stacked in params["layers"].items()}
+        x = x + attention(rms_norm(x, w["attention_norm"]), w, model)
+        normed = rms_norm(x, w["mlp_norm"])
+        x = x + (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
+    table = params["embedding"].T if model.tied else params["logits"]
+    logits = rms_norm(x, params["final_norm"]) @ table  # [b, s, V]
+    chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+    return jnp.where(labels >= 0, losses, 0).sum() / (labels >= 0).sum().astype(losses.dtype)
+
+
+def attention(x, w, model):
+    batch, length, _ = x.shape
+    group = model.heads // model.kv_heads
+    q = (x @ w["query"]).reshape(batch, length, model.heads, model.head_size)
+    k = (x @ w["key"]).reshape(batch, length, model.kv_heads, model.head_size)
+    v = (x @ w["value"]).reshape(batch, length, model.kv_heads, model.head_size)
+    k = jnp.repeat(rotate(k, model), group, axis=2)  # query head j has key-value head j // group
+    v = jnp.repeat(v, group, axis=2)
+    scores = jnp.einsum("bqhe,bkhe->bhqk", rotate(q, model), k) / model.head_size**0.5
+    scores = jnp.where(jnp.tri(length, dtype=bool), scores, -jnp.inf)
+    out = jnp.einsum("bhqk,bkhe->bqhe", jax.nn.softmax(scores), v)
+    return out.reshape(batch, length, -1) @ w["output"]
+
+
+def rotate(x, model):
+    """Turns features (i, i + e/2), as a complex number, by position * base**(-2i/e)."""
+    half = model.head_size // 2
+    rates = model.rotary_base ** -(jnp.arange(half, dtype=x.dtype) / half)
+    angles = jnp.arange(x.shape[1], dtype=x.dtype)[:, None, None] * rates
+    turned = jax.lax.complex(x[..., :half], x[..., half:]) * jnp.exp(
+        jax.lax.complex(jnp.zeros_like(angles), angles)
+    )
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def rms_norm(x, scale):
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
