@@ -6,6 +6,7 @@ saved in their logical shapes, and padded with zeros where a mesh does not divid
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -137,6 +138,11 @@ def pad(weight: Weight, array: Array) -> Array:
 def unpad(weight: Weight, array: Array) -> Array:
     """Takes them away."""
     return array[tuple(slice(n) for n in weight.shape)]
+
+
+def count(table: Any) -> int:
+    """Returns how many numbers the model has, without padding."""
+    return sum(prod(weight.shape) for weight in jax.tree.leaves(table))
 
 
 def _map(function: Any, table: Any) -> Any:

@@ -1,0 +1,174 @@
+"""The arguments of the command, and what is refused before anything runs."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.bench._errors import UsageError
+from lm.config import DTYPES, Model, Training
+from lm.data import VOCABULARY
+from lm.parallel import AXES, mesh_axes
+
+MODES = ("auto", "naive", "unidirectional", "bidirectional")
+
+DESCRIPTION = """\
+Trains a decoder transformer on the sources of Python's standard library, byte by byte, with the
+layers of jaxpar. --mesh changes how the work is divided, and nothing else: every mesh, and any
+number of processes, has the same loss curve.
+"""
+EPILOG = """\
+mesh axes:
+  dp    the batch is divided, each device has all weights
+  fsdp  the batch and the weights are divided; weights are gathered a layer ahead of their use
+  cp    the sequence is divided, in a ring of attention blocks
+  tp    heads, hidden features and vocabulary are divided, and the sequence between them
+Sizes that do not divide (batch, sequence, heads, hidden, vocabulary) are padded and masked.
+
+examples:
+  python benchmarks/language_model.py --mesh dp=2,fsdp=2,tp=2
+  python benchmarks/language_model.py --mesh fsdp=4,tp=2 --dtype bfloat16 --microbatches 2
+  python benchmarks/language_model.py --mesh dp=1 --log one.json
+  python benchmarks/language_model.py --mesh cp=4,tp=2 --compare one.json --plot curves.png
+  python benchmarks/language_model.py --mesh dp=8 --checkpoint DIR --stop 100
+  python benchmarks/language_model.py --mesh tp=8 --checkpoint DIR
+  python benchmarks/language_model.py --mesh fsdp=16,tp=4 --target v5p:4x4x4 --steps 0
+two processes, of four CPU devices each where there are no others:
+  python benchmarks/language_model.py --coordinator localhost:9876 --num-processes 2 --process-id 0 &
+  python benchmarks/language_model.py --coordinator localhost:9876 --num-processes 2 --process-id 1
+"""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the arguments; `model` and `training` are made of them.
+
+    Raises:
+      UsageError: one that cannot be served.
+    """
+    args = _parser().parse_args(argv)
+    head_size = args.head_size
+    if head_size is None:
+        if args.width % args.heads:
+            raise UsageError(
+                f"--width {args.width} does not divide among --heads {args.heads}; give --head-size"
+            )
+        head_size = args.width // args.heads
+    args.model = Model(
+        vocabulary=VOCABULARY,
+        width=args.width,
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.kv_heads or args.heads,
+        head_size=head_size,
+        hidden=args.hidden or -(-args.width * 8 // (3 * 32)) * 32,
+        tied=not args.untied,
+        dtype=args.dtype,
+    )
+    args.training = Training(
+        steps=args.steps,
+        batch=args.batch,
+        sequence=args.sequence,
+        learning_rate=args.learning_rate,
+        warmup=args.warmup,
+        weight_decay=args.weight_decay,
+        clip=args.clip,
+        seed=args.seed,
+        validation_batches=args.validation_batches,
+    )
+    _check(args)
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    mesh_axes(args.mesh)
+    for name in ("microbatches", "save_every", "print_every"):
+        if getattr(args, name) < 1:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} must be at least 1, got {getattr(args, name)}")
+    args.stop = args.steps if args.stop is None else args.stop
+    if not 0 <= args.stop <= args.steps:
+        raise UsageError(f"--stop must be within --steps {args.steps}, got {args.stop}")
+    several = (args.coordinator, args.process_id, args.num_processes)
+    if any(value is not None for value in several) and None in several:
+        raise UsageError("give --coordinator, --process-id and --num-processes together")
+    if args.coordinator is not None and not 0 <= args.process_id < args.num_processes:
+        raise UsageError(
+            f"--process-id {args.process_id} must be from 0 to {args.num_processes - 1}"
+        )
+    args.process_id, args.num_processes = args.process_id or 0, args.num_processes or 1
+    for option in ("log", "plot"):
+        path = getattr(args, option)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"--{option} {path}: there is no folder {Path(path).parent}")
+    if args.compare and not args.plot:
+        raise UsageError("--compare draws curves over each other; give --plot FILE.png as well")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="language_model",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_parallel(parser)
+    _add_model(parser)
+    _add_training(parser)
+    _add_files(parser)
+    return parser
+
+
+def _add_parallel(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("parallelism").add_argument
+    add(
+        "--mesh",
+        default="dp=-1",
+        help=f"sizes of {', '.join(AXES)}; 1 where left out, -1 for the rest of the devices "
+        "(default: %(default)s)",
+    )
+    add("--microbatches", type=int, default=1, metavar="N", help="gradients summed before a step")
+    add("--mode", choices=MODES, default="auto", help="of the matmuls and gathers")
+    add("--target", metavar="CHIP:LAYOUT", help="predict the step for it, as in v5p:4x4x4, first")
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
+    add("--process-id", type=int, metavar="I", help="0 to N-1; only process 0 reports")
+    add("--num-processes", type=int, metavar="N", help="processes in all")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--width", type=int, default=128, help="(default: %(default)s)")
+    add("--layers", type=int, default=4, help="(default: %(default)s)")
+    add("--heads", type=int, default=8, help="(default: %(default)s)")
+    add("--kv-heads", type=int, help="heads of keys and values, which --heads share (default: all)")
+    add("--head-size", type=int, help="(default: width / heads)")
+    add("--hidden", type=int, help="of the gated MLP (default: 8/3 of the width, up to 32s)")
+    add("--untied", action="store_true", help="another table for the logits than for the tokens")
+    add("--dtype", choices=DTYPES, default="float32", help="of the arithmetic; weights are float32")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add, usual = parser.add_argument_group("training").add_argument, Training()
+    for name, text in {
+        "steps": "of the schedule",
+        "batch": "sequences a step",
+        "sequence": "bytes of each",
+        "learning_rate": "at its peak",
+        "warmup": "steps up to it; a cosine down to a tenth follows",
+        "weight_decay": "of what is not a norm's scale",
+        "clip": "largest global norm of a gradient",
+        "seed": "of the weights and the batches",
+        "validation_batches": "of held-out text, at the end",
+    }.items():
+        value = getattr(usual, name)
+        option, text = name.replace("_", "-"), f"{text} (default: %(default)s)"
+        add(f"--{option}", type=type(value), default=value, help=text)
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("files and reports").add_argument
+    add("--checkpoint", metavar="DIR", help="save there, and resume from what is there")
+    add("--save-every", type=int, default=50, metavar="STEPS", help="(default: %(default)s)")
+    add("--stop", type=int, metavar="STEP", help="end there, the schedule being that of --steps")
+    add("--print-every", type=int, default=10, metavar="STEPS", help="where there is no terminal")
+    add("--log", metavar="FILE.json", help="write the curve")
+    add("--plot", metavar="FILE.png", help="draw it")
+    add("--compare", metavar="FILE.json", nargs="+", default=[], help="with curves of --log")

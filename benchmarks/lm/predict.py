@@ -1,0 +1,126 @@
+"""What the compiler of a chip makes of the training step, without the chip.
+
+Run as a program, it compiles what standard input describes and writes what it found: the TPU
+compiler and the devices of the run then do not share a process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jaxpar.bench._errors import UsageError
+from lm.config import Model, Training
+
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # devices that are present are left to the run
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # compiling needs no driver and no cuDNN
+}
+
+
+def predict(
+    target: str, mesh: str, model: Model, training: Training, microbatches: int, mode: str
+) -> dict[str, Any]:
+    """Compiles the step for a target, and returns its times and its memory.
+
+    Raises:
+      UsageError: the target cannot be compiled for, with the reason.
+    """
+    request = {
+        "target": target,
+        "mesh": mesh,
+        "model": asdict(model),
+        "training": asdict(training),
+        "microbatches": microbatches,
+        "mode": mode,
+    }
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "lm.predict"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not found:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        last = said[-1][:300] if said else "it said nothing"
+        raise UsageError(f"--target {target}: its process ended with {done.returncode}: {last}")
+    answer = json.loads(found[-1])
+    if "error" in answer:
+        raise UsageError(f"--target {target}: {answer['error']}")
+    return answer
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Returns what was found, as a few lines."""
+    share = found["exposed"] / found["total"]
+    return (
+        f"predicted for {found['target']}, mesh {found['mesh']}, {found['devices']} devices: the "
+        f"compiler's schedule under published figures\n"
+        f"  step {1e3 * found['total']:.3f} ms, of it exposed communication "
+        f"{1e3 * found['exposed']:.3f} ms ({share:.1%}); {found['hidden']:.0%} of transfer time "
+        f"hidden\n"
+        f"  HBM at most {found['peak'] / 2**30:.3f} GiB a device; compiled in "
+        f"{found['seconds']:.0f} s"
+    )
+
+
+def main() -> None:
+    """Serves one request."""
+    request = json.load(sys.stdin)
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what compilers print is no answer
+        try:
+            answer = _compile(request)
+        except (ImportError, ValueError, UsageError) as reason:
+            answer = {"error": str(reason).partition("\n")[0].removeprefix("target: ")}
+        print(json.dumps(answer), file=answers)
+
+
+def _compile(request: dict[str, Any]) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+
+    from jaxpar.schedule import compile_for, timeline
+    from jaxpar.schedule import target as describe
+    from lm.curves import mesh_text
+    from lm.parallel import LABELS, TOKENS, build_mesh, padded_sizes
+    from lm.train import Trainer
+
+    devices = list(describe(request["target"], "x=-1").mesh.devices.flat)
+    mesh = build_mesh(request["mesh"], devices)
+    chosen = describe(request["target"], dict(mesh.shape))
+    training = Training(**request["training"])
+    trainer = Trainer(
+        Model(**request["model"]), training, chosen.mesh, request["microbatches"], request["mode"]
+    )
+    shape = padded_sizes(
+        training.batch, training.sequence, trainer.microbatches, dict(chosen.mesh.shape)
+    )
+    batch = [
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(chosen.mesh, spec))
+        for spec in (TOKENS, LABELS)
+    ]
+    compiled = compile_for(trainer.step, chosen, trainer.describe(), *batch)
+    played = timeline(compiled)
+    return {
+        "target": request["target"],
+        "mesh": mesh_text(chosen.mesh),
+        "devices": chosen.mesh.size,
+        "total": played.total,
+        "exposed": played.exposed,
+        "hidden": played.hidden_share,
+        "peak": played.peak_bytes,
+        "seconds": compiled.seconds,
+        "loops_of_unknown_length": list(played.loops_of_unknown_length),
+    }
+
+
+if __name__ == "__main__":
+    main()
