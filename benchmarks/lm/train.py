@@ -113,7 +113,7 @@ class Trainer:
         optax = require("optax")
         return {
             "params": jax.tree.map(function, state["params"], *trees),
-            "optimizer": optax.tree_utils.tree_map_params(
+            "optimizer": optax.tree.map_params(
                 self.optimizer,
                 function,
                 state["optimizer"],
@@ -142,7 +142,7 @@ class Trainer:
             loss, grads = gradient(state["params"], tokens, labels)
             updates, moments = self.optimizer.update(grads, state["optimizer"], state["params"])
             params = optax.apply_updates(state["params"], updates)
-            found = {"loss": loss, "gradient_norm": optax.global_norm(grads)}
+            found = {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
             return {"params": params, "optimizer": moments, "step": state["step"] + 1}, found
 
         out = (self.shardings(), NamedSharding(self.mesh, P()))

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,7 +28,7 @@ class Weight:
     shape: tuple[int, ...]  # logical
     padded: tuple[int, ...]  # what the mesh divides; padding is zeros at the end of an axis
     spec: P
-    std: float | None  # of the normal distribution that it starts from; None: ones
+    std: float | None  # of the uniform distribution that it starts from; None: ones
 
     @cached_property
     def logical_spec(self) -> P:
@@ -121,10 +121,15 @@ def initialise(model: Model, mesh: Mesh, seed: int) -> Any:
 
 
 def start(weight: Weight, key: Array, dtype: str) -> Array:
-    """Draws one logical weight."""
+    """Draws one logical weight.
+
+    Uniformly: one multiplication rounds alike wherever it runs. What a normal distribution needs
+    does not, and each mesh would start from weights that differ in their last bits.
+    """
     if weight.std is None:
         return jnp.ones(weight.shape, dtype)
-    return jax.random.normal(key, weight.shape, dtype) * jnp.asarray(weight.std, dtype)
+    bits = lax.bitcast_convert_type(jax.random.bits(key, weight.shape, jnp.uint32), jnp.int32)
+    return bits.astype(dtype) * jnp.asarray(weight.std * 3**0.5 / 2**31, dtype)
 
 
 def pad(weight: Weight, array: Array) -> Array:
