@@ -46,6 +46,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def language_model_sweep(session: nox.Session) -> None:
+    """Compares the language model with one device's on every mesh over 8 devices: minutes."""
+    session.install("-e", ".[test]")
+    session.run(*PYTEST, "tests/language_model/sweep.py", *session.posargs)
+
+
+@nox.session
 def network(session: nox.Session) -> None:
     """Measures the overlap on a slow network: four CPU processes, by the wall clock (Linux)."""
     session.install("-e", ".[bench]")

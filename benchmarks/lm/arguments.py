@@ -33,8 +33,8 @@ examples:
   python benchmarks/language_model.py --mesh tp=8 --checkpoint DIR
   python benchmarks/language_model.py --mesh fsdp=16,tp=4 --target v5p:4x4x4 --steps 0
 two processes, of four CPU devices each where there are no others:
-  python benchmarks/language_model.py --coordinator localhost:9876 --num-processes 2 --process-id 0 &
-  python benchmarks/language_model.py --coordinator localhost:9876 --num-processes 2 --process-id 1
+  two="python benchmarks/language_model.py --coordinator localhost:9876 --num-processes 2"
+  $two --process-id 0 & $two --process-id 1
 """
 
 

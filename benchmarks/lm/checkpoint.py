@@ -71,7 +71,9 @@ class Checkpoints:
 
     def _check(self, found: dict[str, Any]) -> None:
         own, other = _flat(self._run), _flat(found)
-        different = [f"{k} {other.get(k)} there, {own[k]} here" for k in own if other.get(k) != own[k]]
+        different = [
+            f"{k} {other.get(k)} there, {own[k]} here" for k in own if other.get(k) != own[k]
+        ]
         if different:
             raise UsageError(
                 f"--checkpoint {self._folder} is of another run: {'; '.join(different)}; give "

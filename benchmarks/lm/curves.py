@@ -56,9 +56,7 @@ def read(path: str) -> dict[str, Any]:
 
 def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
     """Draws the curves, and below them how far each is from the first."""
-    figure = require("matplotlib.figure").Figure(
-        figsize=(8, 5.6), layout="constrained", dpi=120
-    )
+    figure = require("matplotlib.figure").Figure(figsize=(8, 5.6), layout="constrained", dpi=120)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     first = runs[0]["losses"]
     for number, run in enumerate(runs):

@@ -79,9 +79,7 @@ def training_batch(text: Text, batch: int, sequence: int, seed: int, step: int) 
             f"sequences of {sequence} tokens and one to predict do not fit into a text of "
             f"{len(text.train)}"
         )
-    return _windows(
-        text.train, [int(draw.random() * starts) for _ in range(batch)], sequence
-    )
+    return _windows(text.train, [int(draw.random() * starts) for _ in range(batch)], sequence)
 
 
 def validation_batches(text: Text, batch: int, sequence: int, count: int) -> Iterator[Batch]:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-
 from lm.checkpoint import Checkpoints
 from lm.data import Text, training_batch, validation_batches
 from lm.parallel import place_batch

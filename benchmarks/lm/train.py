@@ -150,7 +150,7 @@ class Trainer:
 
     @cached_property
     def evaluate(self) -> Callable[[Any, Array, Array], tuple[Array, Array]]:
-        """The compiled loss: `(params, tokens, labels) -> (sum of the losses, labels that count)`."""
+        """The compiled loss: `(params, tokens, labels) -> (sum of losses, labels that count)`."""
         function = loss_sum(self.model, self.table, self.mode)
 
         def sums(params: Any, tokens: Array, labels: Array) -> tuple[Array, Array]:

@@ -70,9 +70,7 @@ def weights(model: Model, sizes: Sizes) -> dict[str, Any]:
     queries = (model.heads * size, heads.padded_heads * size)
     keys = (model.kv_heads * size, model.kv_heads * size, "tp" if heads.kv_sharded else None)
     table: dict[str, Any] = {
-        "embedding": Weight(
-            (model.vocabulary, width), (vocabulary, width), P("tp", "fsdp"), 0.02
-        ),
+        "embedding": Weight((model.vocabulary, width), (vocabulary, width), P("tp", "fsdp"), 0.02),
         "final_norm": scale(width),
         "layers": {
             "attention_norm": scale(layers, width),

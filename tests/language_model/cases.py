@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import reference
 from jax.sharding import PartitionSpec as P
+
+from jaxpar import layers
 from lm.config import Model, Training
 from lm.parallel import AXES, LABELS, TOKENS, build_mesh, place_batch
 from lm.train import Trainer
 from lm.weights import shardings, specs, weights
-
-import reference
-from jaxpar import layers
 
 ONE_DEVICE = dict.fromkeys(AXES, 1)
 
@@ -91,7 +91,7 @@ def pad(weight, array):
 
 
 def check_float64(mesh, model, *, microbatches=1, mode="auto", batch=5, sequence=13, seed=0):
-    """Asserts that loss and gradients are those of the reference, and zero where there is padding."""
+    """Asserts that loss and gradients are the reference's, and zero where there is padding."""
     trainer = Trainer(model, Training(), build_mesh(mesh), microbatches, mode)
     params, data = draw_weights(model, seed), draw_batch(model, batch, sequence, seed)
     loss, grads = loss_and_gradients(trainer, params, data)

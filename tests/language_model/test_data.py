@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from lm.data import END, IGNORE, Text, standard_library, training_batch, validation_batches
 
 

@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from cases import check_float32, check_float64, draw_weights, model
+from jax.sharding import PartitionSpec as P
+
 from jaxpar.bench._errors import UsageError
 from lm.parallel import AXES, build_mesh, mesh_axes, pad_batch, padded_sizes
 from lm.weights import count, initialise, pad, unpad, weights
@@ -14,7 +15,7 @@ from lm.weights import count, initialise, pad, unpad, weights
     ("mesh", "sizes", "how"),
     [
         ("dp=2,fsdp=2,tp=2", {"heads": 3, "kv_heads": 1}, {"microbatches": 2}),
-        ("cp=2,tp=4", {"tied": False}, {"mode": "bidirectional"}),
+        ("dp=2,cp=2,tp=2", {"tied": False}, {"mode": "bidirectional"}),
         ("fsdp=4,cp=2", {"heads": 4, "kv_heads": 4, "layers": 1}, {"mode": "unidirectional"}),
         ("tp=2,fsdp=2,cp=2", {"tied": False, "layers": 3}, {"sequence": 16}),
         ("tp=8", {"heads": 5, "kv_heads": 5}, {"batch": 1}),

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 from cases import draw_batch, draw_weights, model, pad, place, reference_curve
+
+from jaxpar.bench._errors import UsageError
 from lm.checkpoint import Checkpoints, logical_state, padded_state
 from lm.config import Training
 from lm.data import Text
 from lm.parallel import build_mesh, place_batch
 from lm.run import run
 from lm.train import Trainer
-
-from jaxpar.bench._errors import UsageError
 
 TRAINING = Training(steps=50, batch=5, sequence=13, warmup=5, clip=0.5, validation_batches=1)
 
@@ -58,8 +58,9 @@ def text():
 
 def test_saved_on_one_mesh_and_resumed_on_another(tmp_path, text):
     meshes = {"dp=2,fsdp=2,tp=2": 2, "cp=2,tp=4": 1, "dp=1": 1}
+    sizes = model(heads=3, kv_heads=1, layers=1)
     one, two, alone = (
-        Trainer(model(heads=3, kv_heads=1), replace(TRAINING, steps=12), build_mesh(mesh), parts)
+        Trainer(sizes, replace(TRAINING, steps=12), build_mesh(mesh), parts)
         for mesh, parts in meshes.items()
     )
     whole = run(alone, text, stop=12)
@@ -88,9 +89,7 @@ def test_padding_goes_and_comes_back():
         assert tree["layers"]["query"].shape == (2, 16, 12)
     back = padded_state(trainer, logical)
     jax.tree.map(np.testing.assert_array_equal, back, state)
-    for x, sharding in zip(
-        *map(jax.tree.leaves, (back, trainer.shardings())), strict=True
-    ):
+    for x, sharding in zip(*map(jax.tree.leaves, (back, trainer.shardings())), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
 

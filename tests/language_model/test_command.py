@@ -1,0 +1,128 @@
+"""The command: what it refuses, what it writes, and what it predicts."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpar.bench._errors import UsageError
+from lm import curves
+from lm.arguments import parse
+from lm.config import Model, Training
+from lm.extras import require
+from lm.predict import predict, summary
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "language_model.py"
+SMALL = [
+    "--width",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--hidden",
+    "8",
+    "--batch",
+    "2",
+    "--sequence",
+    "8",
+]
+
+
+def main(*args):
+    name = "language_model_command"
+    spec = importlib.util.spec_from_file_location(name, SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with jax.numpy_dtype_promotion("standard"):
+        return module.main([*SMALL, *args])
+
+
+@pytest.fixture
+def devices_are_there(monkeypatch):
+    """JAX runs already, so that nothing is left to choose."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+
+
+@pytest.mark.usefixtures("devices_are_there")
+def test_writes_and_draws_curves(tmp_path, capsys):
+    log, plot = tmp_path / "a.json", tmp_path / "a.png"
+    steps = ["--steps", "3", "--print-every", "2", "--dtype", "bfloat16"]
+    assert main(*steps, "--mesh", "dp=2,tp=2", "--log", str(log)) == 0
+    out = capsys.readouterr().out
+    assert "bfloat16 | 4 x cpu, mesh dp=2,tp=2" in out
+    assert out.count("\nstep ") == 2
+    assert "loss on held-out text" in out
+    record = json.loads(log.read_text())
+    assert len(record["losses"]) == 3
+    assert 5 < record["validation"] < 6
+    assert record["tokens_per_second"] > 0
+    assert record["model"]["vocabulary"] == 257
+
+    steps[-1] = "float32"
+    steps += ["--validation-batches", "0"]
+    assert main(*steps, "--mesh", "dp=1", "--plot", str(plot), "--compare", str(log)) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "mesh one device" in capsys.readouterr().out
+
+
+def test_draws_one_curve(tmp_path):
+    run = {"mesh": "dp=8", "model": {"dtype": "float32"}, "losses": [3.0, 2.0, 1.0]}
+    curves.draw(str(tmp_path / "one.png"), [run])
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mesh", "pp=2"], "--mesh pp=2: 'pp=2' is not one of dp, fsdp, cp, tp"),
+        (["--mesh", "dp=16"], "= 16 devices, but there are 8"),
+        (["--kv-heads", "3"], "2 heads do not divide among 3 key-value heads"),
+        (["--heads", "3"], "--width 16 does not divide among --heads 3; give --head-size"),
+        (["--head-size", "3"], "the head size 3 is odd"),
+        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--steps", "-1"], "steps must not be negative"),
+        (["--clip", "0"], "clip must be positive"),
+        (["--microbatches", "0"], "--microbatches must be at least 1"),
+        (["--stop", "201"], "--stop must be within --steps 200, got 201"),
+        (["--coordinator", "h:1"], "--coordinator, --process-id and --num-processes together"),
+        (["--log", "no/such/a.json"], "there is no folder no/such"),
+        (["--compare", "a.json"], "give --plot FILE.png as well"),
+        (["--plot", "a.png", "--compare", __file__], "is not what --log writes"),
+        (["--target", "v5e:3x3x3", "--steps", "0"], "--target v5e:3x3x3: "),
+    ],
+)
+@pytest.mark.usefixtures("devices_are_there")
+def test_refuses(args, message, capsys):
+    assert main(*args) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("language_model: error: ")
+    assert message in line
+
+
+def test_names_the_command_that_installs_what_is_missing(monkeypatch):
+    for module, package in {"optax": "optax", "orbax.checkpoint": "orbax-checkpoint"}.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(
+            UsageError, match=rf"^{package} is not .*; pip install 'jaxpar\[train\]'"
+        ):
+            require(module)
+
+
+def test_predicts_a_step():
+    model = Model(257, 256, 2, 4, 2, 64, 512, dtype="bfloat16")
+    found = predict("v5e:2x2", "fsdp=-1,tp=2", model, Training(batch=4), 1, "auto")
+    assert found["mesh"] == "fsdp=2,tp=2"
+    assert 0 < found["exposed"] < found["total"]
+    assert found["peak"] > 257 * 256
+    assert not found["loops_of_unknown_length"]
+    assert "of it exposed communication" in summary(found)
+
+
+def test_sizes_that_are_not_given():
+    model = parse([]).model
+    assert (model.head_size, model.kv_heads, model.hidden) == (16, 8, 352)
+    assert model.tied
