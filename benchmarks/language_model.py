@@ -37,7 +37,7 @@ def _run(args: argparse.Namespace) -> None:
 
     model, training = args.model, args.training
     others = [curves.read(path) for path in args.compare]  # before minutes of work
-    if args.target and jax.process_index() == 0:
+    if args.target:
         say(summary(predict(args.target, args.mesh, model, training, args.microbatches, args.mode)))
     if not args.stop:
         return

@@ -94,6 +94,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--process-id {args.process_id} must be from 0 to {args.num_processes - 1}"
         )
+    if args.coordinator is not None and args.target:
+        raise UsageError("--target needs one process; predict with --steps 0 in a run of its own")
     args.process_id, args.num_processes = args.process_id or 0, args.num_processes or 1
     for option in ("log", "plot"):
         path = getattr(args, option)
