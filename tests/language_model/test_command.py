@@ -90,8 +90,7 @@ def test_draws_one_curve(tmp_path):
         (["--stop", "201"], "--stop must be within --steps 200, got 201"),
         (["--coordinator", "h:1"], "--coordinator, --process-id and --num-processes together"),
         (
-            ["--target", "v5e:2x2", "--coordinator", "h:1", "--process-id", "0"]
-            + ["--num-processes", "2"],
+            ["--target", "v5e:2x2", "--coordinator=h:1", "--process-id=0", "--num-processes=2"],
             "--target needs one process",
         ),
         (["--log", "no/such/a.json"], "there is no folder no/such"),
