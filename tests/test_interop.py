@@ -1,0 +1,151 @@
+"""Models of Flax NNX and Equinox with layers of jaxpar, against one device and against NumPy."""
+
+import importlib.util
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import make_mesh
+from jaxpar.layers import value_and_grad
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+FEATURES, HIDDEN, OUTPUTS = 8, 16, 6
+NAMES = ("scale", "gate", "up", "down", "head")
+ONE_DEVICE = {"dp": 1, "fsdp": 1, "tp": 1}
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Flax:
+    example = load("flax_nnx")
+    differentiate = staticmethod(nnx.value_and_grad)
+    jit = staticmethod(nnx.jit)
+
+    def make(self):
+        return self.example.Network(FEATURES, HIDDEN, OUTPUTS, rngs=nnx.Rngs(0))
+
+    def split(self, model):
+        """The parameters, their specs, and the model of such parameters."""
+        graph, params = nnx.split(model)
+        return params, nnx.get_partition_spec(params), partial(nnx.merge, graph)
+
+    def array(self, tree, name):
+        return getattr(tree, name)[...]
+
+
+class Equinox:
+    example = load("equinox_model")
+    differentiate = staticmethod(eqx.filter_value_and_grad)
+    jit = staticmethod(eqx.filter_jit)
+
+    def make(self):
+        return self.example.Network(FEATURES, HIDDEN, OUTPUTS, key=jax.random.key(0))
+
+    def split(self, model):
+        params, static = eqx.partition(model, eqx.is_array)
+        weights = {"is_leaf": lambda leaf: isinstance(leaf, self.example.Weight)}
+        specs = jax.tree.map(lambda weight: weight.spec, params, **weights)
+        return params, specs, lambda params: eqx.combine(params, static)
+
+    def array(self, tree, name):
+        return getattr(tree, name).value
+
+
+libraries = pytest.mark.parametrize("library", [Flax(), Equinox()], ids=["flax", "equinox"])
+
+
+def data():
+    rng = np.random.default_rng(0)
+    return (rng.standard_normal((8, 4, size)).astype("float32") for size in (FEATURES, OUTPUTS))
+
+
+def on(sizes, run):
+    """What `run` computes on a mesh of these sizes."""
+    with jax.set_mesh(make_mesh(sizes, devices=jax.devices()[: prod(sizes.values())])):
+        return run()
+
+
+def close(found, expected):
+    """Within 2e-5 of the largest entry: float32, sums of some hundred terms."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.max(np.abs(b)))
+
+
+def numpy_loss(library, model, x, y):
+    weights = (np.asarray(library.array(model, name), "float64") for name in NAMES)
+    scale, gate, up, down, head = weights
+    normed = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+    gated = normed @ gate
+    x = x + (gated / (1 + np.exp(-gated)) * (normed @ up)) @ down
+    return np.mean((x @ head - y) ** 2)
+
+
+@libraries
+@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 2, "tp": 2}, {"tp": 4, "fsdp": 2, "dp": 1}])
+def test_the_example_computes_what_one_device_does(library, sizes):
+    def step():
+        model, (x, y) = library.make(), data()
+        loss, grads = library.example.loss_and_gradients(model, x, y)
+        np.testing.assert_allclose(loss, numpy_loss(library, model, x, y), rtol=1e-5)
+        for name in NAMES:
+            grad, weight = library.array(grads, name), library.array(model, name)
+            assert grad.sharding.is_equivalent_to(weight.sharding, weight.ndim)
+            assert grad.sharding.shard_shape(grad.shape) == weight.addressable_shards[0].data.shape
+        return loss, grads
+
+    close(on(sizes, step), on(ONE_DEVICE, step))
+
+
+@libraries
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_every_way_to_differentiate(library, check_vma, where):
+    """By jaxpar's function inside `shard_map`, in microbatches, or by the library's outside."""
+    example, batch = library.example, library.example.BATCH
+
+    def summed(rebuild, params, x, y):
+        return jnp.sum((rebuild(params)(x) - y) ** 2), y.size
+
+    def inside(model, x, y):
+        params, specs, rebuild = library.split(model)
+        loss = partial(summed, rebuild)
+        options = {"specs": specs, "microbatches": 2}
+        return jax.shard_map(
+            value_and_grad(loss, ("dp", "fsdp", "tp"), **options),
+            in_specs=(specs, batch, batch),
+            out_specs=(P(), specs),
+            check_vma=check_vma,
+        )(params, x, y)
+
+    def outside(model, x, y):
+        def loss(model, x, y):
+            params, specs, rebuild = library.split(model)
+            return jax.shard_map(
+                lambda params, x, y: example.loss_fn(rebuild(params), x, y),
+                in_specs=(specs, batch, batch),
+                out_specs=P(),
+                check_vma=check_vma,
+            )(params, x, y)
+
+        return library.differentiate(loss)(model, x, y)
+
+    def run(step):
+        # Each library's own jit, which takes a model.
+        return library.jit(step)(library.make(), *data())
+
+    step = inside if where == "inside" else outside
+    sharded = on({"dp": 2, "fsdp": 2, "tp": 2}, partial(run, step))
+    close(sharded, on(ONE_DEVICE, partial(run, example.loss_and_gradients)))
