@@ -71,3 +71,10 @@ def training_step(session: nox.Session) -> None:
     """Compares a training step with FSDP and TP with naive and plain forms, by the TPU compiler."""
     session.install("-e", ".[bench,tpu]")
     session.run("python", "benchmarks/training_step.py", *session.posargs)
+
+
+@nox.session
+def step_time(session: nox.Session) -> None:
+    """Times the language model's step on CPU devices against naive collectives."""
+    session.install("-e", ".[train]")
+    session.run("python", "benchmarks/step_time.py", *session.posargs, env={"JAX_PLATFORMS": "cpu"})

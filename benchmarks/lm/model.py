@@ -1,6 +1,7 @@
 """The decoder transformer on one device's blocks: the same text for every mesh."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxpar.layers import (
 )
 from lm.config import Model
 from lm.data import IGNORE
-from lm.parallel import sequence_order
+from lm.parallel import AXES, sequence_order
 from lm.weights import Weight
 
 LossSum = Callable[[Any, Array, Array], tuple[Array, Array]]
@@ -47,7 +48,8 @@ def loss_sum(model: Model, table: dict[str, Any], mode: str = "auto") -> LossSum
         # x: [b, s/(cp*tp), d], and so it stays from layer to layer
 
         axes = {name: weight.fsdp_axis(1) for name, weight in table["layers"].items()}
-        x = fsdp_scan(layer, params["layers"], x, "fsdp", axis=axes, mode=mode)
+        scan = scan_naively if mode == "naive" else partial(fsdp_scan, mode=mode)
+        x = scan(layer, params["layers"], x, "fsdp", axis=axes)
         x = rms_norm(x, params["final_norm"])
         logits = embedding.T if model.tied else gather(params, "logits")  # [d, V/tp]
         losses = vocabulary_parallel_cross_entropy(
@@ -89,6 +91,18 @@ def loss_sum(model: Model, table: dict[str, Any], mode: str = "auto") -> LossSum
         return ring_attention(rotate(q, *turn), rotate(k, *turn), v, "cp", order="zigzag")
 
     return function
+
+
+def scan_naively(layer: Any, stacked: Any, x: Array, axis_name: str, *, axis: Any) -> Array:
+    """What `fsdp_scan` is measured against: each layer gathers its weights, and then computes."""
+
+    @jax.checkpoint
+    def apply(x: Array, shards: Any) -> Array:
+        return layer(fsdp_gather(shards, axis_name, axis=axis, mode="naive"), x)
+
+    # What a layer hands on varies over all that its weights vary over.
+    x = lax.pcast(x, tuple({*AXES} - jax.typeof(x).manual_axis_type.varying), to="varying")
+    return lax.scan(lambda x, w: (apply(x, w), None), x, stacked)[0]
 
 
 def positions(local: int) -> Array:
