@@ -1,5 +1,6 @@
-"""Collective matmuls and ring collectives for hand-written `jax.shard_map` programs."""
+"""Collective matmuls, ring collectives and layers for hand-written `jax.shard_map` programs."""
 
+from jaxpar import layers as layers
 from jaxpar._types import AxisName as AxisName
 from jaxpar._types import Mode as Mode
 from jaxpar.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, ring_shift
@@ -20,4 +21,4 @@ __all__ = [
     "ring_shift",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
