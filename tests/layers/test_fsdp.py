@@ -213,6 +213,46 @@ def test_scan_hands_on_a_pytree_with_integers():
     )
 
 
+def test_gradients_beside_integers():
+    tree = {"w": normal(8, 4), "use": np.arange(32, dtype="int32").reshape(8, 4) % 3}
+
+    def apply(tree, x):
+        return x @ (tree["w"] * tree["use"].astype(x.dtype))
+
+    def fn(tree, x):  # what no gradient travels for, wire_dtype says nothing about
+        return apply(fsdp_gather(tree, "f", mode="bidirectional", wire_dtype="float32"), x)
+
+    specs = {"w": P("f"), "use": P("f")}
+    assert_matches_reference(
+        fn,
+        apply,
+        tree,
+        normal(4, 8),
+        mesh=mesh_of("f=2"),
+        in_specs=(specs, P("f")),
+        out_specs=P("f"),
+    )
+
+
+def test_scan_sends_no_gradients_of_integers():
+    def layer(tree, x):
+        return jnp.tanh(x @ (tree["w"] * tree["use"].astype(x.dtype)))
+
+    specs = {"w": P(None, "f"), "use": P(None, "f")}
+    run = jax.shard_map(
+        partial(fsdp_scan, layer, axis_name="f", mode="naive", wire_dtype="float32"),
+        mesh=mesh_of("f=4"),
+        in_specs=(specs, P("f")),
+        out_specs=P("f"),
+    )
+    stack = {"w": normal(2, 8, 8), "use": np.ones((2, 8, 8), "int32")}
+    counts = count_collectives(
+        lambda w, x: run({"w": w, "use": stack["use"]}, x), stack["w"], normal(8, 8)
+    )
+    assert counts.forward == {"all_gather": 4}
+    assert counts.backward == {"all_gather": 4, "psum_scatter": 2}
+
+
 def test_scan_keeps_inputs_and_shards_only():
     stack, x = stack_of(4, k=24, hidden=10), normal(8, 24)
     shapes = saved_by(

@@ -49,8 +49,10 @@ class Layer:
 
     def scatter(self, gradients: Arrays, weights: Arrays) -> Arrays:
         """Sums gradients of the floats among whole weights, and keeps this device's shards."""
-        both: Any = scatter_gradients(self.shards, _merge(weights, gradients))
-        return _floats(both)
+        given = iter(gradients)
+        of_all = [next(given) if _is_float(x) else None for x in weights]
+        scattered: Any = scatter_gradients(self.shards, of_all)
+        return [x for x in scattered if x is not None]
 
     def pull(self, consts: Arrays, weights: Arrays, state: Arrays, cts: Arrays) -> Any:
         """Returns the gradients of the floats among consts, weights and state."""

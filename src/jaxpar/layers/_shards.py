@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -22,6 +23,8 @@ from jaxpar.collectives._fold import (
 )
 from jaxpar.collectives._plan import Plan, make_plan
 from jaxpar.collectives._ring import Ring, bind_ring
+
+Leaves = list[Any]  # arrays
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,13 @@ class Shards:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gather_shards(shards: Shards, leaves: list[Array]) -> list[Array]:
-    """Returns the whole leaves."""
+def gather_shards(shards: Shards, leaves: Leaves) -> Leaves:
+    """Returns the whole leaves; None stays None."""
     whole = list(leaves)
     for group in shards.groups:
         parts = [leaves[n] for n in group.members]
+        if parts[0] is None:
+            continue
         for ring, plan in reversed(shards.stages):
             parts = _gather(group, parts, ring, plan)
         for number, part in zip(group.members, parts, strict=True):
@@ -78,11 +83,16 @@ def gather_shards(shards: Shards, leaves: list[Array]) -> list[Array]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scatter_gradients(shards: Shards, gradients: list[Array]) -> list[Array]:
-    """Returns the shards of the sums over the devices of the gradients of whole leaves."""
+def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
+    """Returns the shards of the sums over the devices of the gradients of whole leaves.
+
+    None stands for those of a leaf of integers, which has none.
+    """
     scattered = list(gradients)
     for group in shards.groups:
         parts = [gradients[n] for n in group.members]
+        if parts[0] is None:
+            continue
         dtype = parts[0].dtype
         if shards.wire_dtype is None:  # one rounding, after the last stage
             parts = [part.astype(addition_dtype(dtype)) for part in parts]
@@ -131,9 +141,13 @@ def _scatter(
     return group.split(scatter_fold(produce, ring, plan, dim, length, take, wire_dtype, dtype))
 
 
+def _differentiable(cts: Leaves) -> Leaves:
+    return [None if ct is None or ct.dtype == jax.dtypes.float0 else ct for ct in cts]
+
+
 gather_shards.defvjp(
     lambda shards, leaves: (gather_shards(shards, leaves), None),
-    lambda shards, _, cts: (scatter_gradients(shards, cts),),
+    lambda shards, _, cts: (scatter_gradients(shards, _differentiable(cts)),),
 )
 scatter_gradients.defvjp(
     lambda shards, gradients: (scatter_gradients(shards, gradients), None),
@@ -156,7 +170,7 @@ def bind_shards(
     counted: list[int | None] = []
     for x, dim in zip(leaves, dims, strict=True):
         counted.append(None if dim is None else check_dim(function, "axis", dim, x.shape))
-        if dim is not None:
+        if dim is not None and jnp.issubdtype(x.dtype, jnp.inexact):
             check_wire(function, wire, x.dtype)
     stages = _stages(function, whole, mode)
     return Shards(stages, tuple(counted), _groups(leaves, counted), wire)
