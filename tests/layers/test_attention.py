@@ -322,6 +322,21 @@ def test_gathered_weights_are_not_kept(check_vma):
     assert found.residual_bytes == 4 * ((x + w_q + w_o + attended) // 8 + (w_k + w_v) // 2)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_no_tokens(kv_heads):
+    layout = head_layout(4, kv_heads, 2)
+    in_specs, out_specs = specs(layout, 1)
+    mapped = jax.shard_map(
+        lambda *args: parallel_attention(*args, "tp", attend, heads=4, kv_heads=kv_heads),
+        mesh=line(2),
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
+    out, pull = jax.vjp(mapped, *arrays(layout, tokens=(0, S)))
+    assert out.shape == (0, S, M)
+    assert not any(np.any(gradient) for gradient in pull(out))
+
+
 # -- errors -------------------------------------------------------------------------------------
 
 

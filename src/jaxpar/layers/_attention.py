@@ -113,7 +113,7 @@ def parallel_attention(
         own.check(argument, w, into)
     results = layer.columns(x, weights, tuple(b_qkv), into, own.select)
     q, k, v = (
-        y.reshape(*y.shape[:-1], count, -1)
+        y.reshape(*y.shape[:-1], count, y.shape[-1] // count)
         for y, count in zip(results, (own.count, own.kv_count, own.kv_count), strict=True)
     )
     if q.shape[-1] != k.shape[-1]:
@@ -128,7 +128,8 @@ def parallel_attention(
             f"and v {v.shape}; it must be {q.shape[:-1]} and the size of a head"
         )
     o = own.mask(attended).astype(w_o.dtype)
-    return layer.rows(o.reshape(*o.shape[:-2], -1), {"w_o": w_o}, b_o, out)
+    o = o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1])
+    return layer.rows(o, {"w_o": w_o}, b_o, out)
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,11 @@ class _OwnHeads:
         index = self._of_blocks(self.layout.kv_heads_of)
         # What several query heads or devices use gets the sum of their gradients, in float32.
         wide = vary_wide(varying_axes(whole, index), whole)
-        wide = wide.reshape(*whole.shape[:-1], self.layout.kv_heads, -1)
+        heads = self.layout.kv_heads
+        size = whole.shape[-1] // heads
+        wide = wide.reshape(*whole.shape[:-1], heads, size)
         own = jnp.take(wide, index, axis=-2, mode="clip").astype(whole.dtype)
-        return own.reshape(*whole.shape[:-1], -1)
+        return own.reshape(*whole.shape[:-1], self.kv_count * size)
 
     def mask(self, x: Array) -> Array:
         """Replaces heads that are padding, `[..., h, e]`, by zeros."""
