@@ -110,9 +110,18 @@ def test_padding():
     with pytest.raises(ValueError, match=r"^") as caught:
         layout.pad_query(o)
     assert str(caught.value) == (
-        "pad_query: w has shape (6, 5), whose dimension -1 is not a whole number of 3 heads: "
+        "pad_query: w has shape (6, 5), whose dimension 1 is not a whole number of 3 heads: "
         "5 = 1 x 3 + 2; pass the unsharded array, and the dimension of its heads"
     )
+    with pytest.raises(ValueError, match="pad_output: axis=2 is out of range for a local shape"):
+        layout.pad_output(o, axis=2)
+
+
+def test_numbers_of_heads_are_integers():
+    assert head_layout(np.int64(6), np.int64(2), np.int32(4)) == head_layout(6, 2, 4)
+    for wrong in ((6.0, 2, 4), (6, True, 4)):
+        with pytest.raises(TypeError, match=r"head_layout: .* must be an integer, got"):
+            head_layout(*wrong)
 
 
 # -- values and gradients -----------------------------------------------------------------------
@@ -332,9 +341,10 @@ def test_no_tokens(kv_heads):
         in_specs=in_specs,
         out_specs=out_specs,
     )
-    out, pull = jax.vjp(mapped, *arrays(layout, tokens=(0, S)))
-    assert out.shape == (0, S, M)
-    assert not any(np.any(gradient) for gradient in pull(out))
+    args = arrays(layout, tokens=(0, S))
+    gradient = jax.grad(lambda *args: jnp.sum(mapped(*args)), argnums=tuple(range(len(args))))
+    assert jax.eval_shape(mapped, *args).shape == (0, S, M)
+    assert [g.shape for g in jax.eval_shape(gradient, *args)] == [x.shape for x in args]
 
 
 # -- errors -------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpar._types import Integer
+from jaxpar.collectives._checks import check_dim
+from jaxpar.layers._checks import check_whole
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,14 @@ class HeadLayout:
         return self._unpad("unpad_output", w, axis)
 
     def _pad(self, function: str, w: Array, axis: int) -> Array:
+        axis = check_dim(function, "axis", axis, w.shape)
         size = self._head_size(function, w, axis, self.heads)
         widths = [(0, 0)] * w.ndim
         widths[axis] = (0, (self.padded_heads - self.heads) * size)
         return jnp.pad(w, widths)
 
     def _unpad(self, function: str, w: Array, axis: int) -> Array:
+        axis = check_dim(function, "axis", axis, w.shape)
         size = self._head_size(function, w, axis, self.padded_heads)
         return jnp.take(w, jnp.arange(self.heads * size), axis=axis)
 
@@ -122,6 +126,7 @@ def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayou
       where `shards` divides them, and else replicated.
 
     Raises:
+      TypeError: a number that is no integer.
       ValueError: `kv_heads` does not divide `heads`, or a number is not positive.
 
     Cost: padding computes `padded_heads / heads` of the attention; what is replicated is projected
@@ -132,9 +137,9 @@ def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayou
       >>> layout.padded_heads, layout.pad_query(jnp.ones((3, 5 * 2))).shape
       (8, (3, 16))
     """
-    for name, number in (("heads", heads), ("kv_heads", kv_heads), ("shards", shards)):
-        if number < 1:
-            raise ValueError(f"head_layout: {name}={number} must be at least 1")
+    heads = check_whole("head_layout", "heads", heads, 1)
+    kv_heads = check_whole("head_layout", "kv_heads", kv_heads, 1)
+    shards = check_whole("head_layout", "shards", shards, 1)
     if heads % kv_heads:
         raise ValueError(
             f"head_layout: heads={heads} is not a multiple of kv_heads={kv_heads}: {heads} = "
