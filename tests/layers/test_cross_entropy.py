@@ -310,7 +310,9 @@ def test_options_out_of_range():
         "label_smoothing=1.5 must be at least 0 and at most 1.0"
     )
     assert error(ValueError, z_loss=-1) == "z_loss=-1 must be at least 0"
-    assert error(TypeError, z_loss="0") == "z_loss must be a Python number, got '0' of type str"
+    assert error(TypeError, z_loss="0") == (
+        "z_loss must be a number known while tracing, got '0' of type str"
+    )
     assert error(ValueError, sequence_axis=1) == (
         "sequence_axis=1 is the last dimension of x, local shape (6, 3), which holds features; "
         "choose one before it, such as -2"

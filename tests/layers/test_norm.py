@@ -90,6 +90,12 @@ def test_float64():
             np.testing.assert_allclose(y, reference(np.asarray(x), 1.0, 0.0), rtol=1e-12)
 
 
+def test_numpy_numbers():
+    x, eps = jnp.full((1, 4), 2.0, "bfloat16"), np.float32(1.0)
+    assert layer_norm(x, jnp.ones(4), eps=eps).dtype == "bfloat16"
+    np.testing.assert_allclose(rms_norm(x.astype("float32"), jnp.ones(4), eps=eps), 2 / 5**0.5)
+
+
 def test_errors():
     def message(kind, *args, **how):
         with pytest.raises(kind) as caught:
@@ -106,6 +112,12 @@ def test_errors():
     assert message(ValueError, ones((2, 3)), ones(3), ones(6)) == (
         "layer_norm: bias has local shape (6,), but x (2, 3) has 3 features here; bias must be "
         "(3,), and axis_name must say over which axes both are sharded, None if whole"
+    )
+    assert message(ValueError, ones((2, 3)), ones(3), eps=-1.0) == (
+        "layer_norm: eps=-1.0 must be at least 0"
+    )
+    assert message(TypeError, ones((2, 3)), ones(3), eps="1e-5") == (
+        "layer_norm: eps must be a number known while tracing, got '1e-5' of type str"
     )
     assert message(ValueError, ones((2, 3)), ones(3), axis_name="tp") == (
         "layer_norm: axis_name 'tp' is not bound: no mesh axis is bound here. Call it inside "

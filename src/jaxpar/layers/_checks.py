@@ -4,6 +4,7 @@ import operator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxpar._varying import varying_axes
@@ -34,9 +35,9 @@ def check_whole(
 
 def check_number(function: str, argument: str, given: Any, high: float | None = None) -> float:
     """Returns a number from 0 to `high` that is known while tracing."""
-    if isinstance(given, bool) or not isinstance(given, int | float):
+    if isinstance(given, bool) or not isinstance(given, int | float | np.number):
         raise TypeError(
-            f"{function}: {argument} must be a Python number, got {given!r} of type "
+            f"{function}: {argument} must be a number known while tracing, got {given!r} of type "
             f"{type(given).__name__}"
         )
     if not given >= 0 or (high is not None and given > high):

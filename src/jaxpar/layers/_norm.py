@@ -12,6 +12,7 @@ from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Number
 from jaxpar._varying import varying_axes
 from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.layers._checks import check_number
 from jaxpar.layers._projections import vary_wide
 
 _MOMENTS = "jaxpar_moments"
@@ -33,8 +34,8 @@ def rms_norm(
       `x / sqrt(mean(x**2) + eps) * scale`, in the dtype of x.
 
     Raises:
-      TypeError: x or scale is not of floats.
-      ValueError: a scale of another size, an unknown axis name.
+      TypeError: x or scale is not of floats, eps is no number known while tracing.
+      ValueError: a scale of another size, a negative eps, an unknown axis name.
 
     Cost: without `axis_name` nothing is sent. With it one float32 a token is summed over the axis,
     forward and backward. Everything is computed in float32 for 16-bit floats; the backward pass
@@ -46,6 +47,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """
+    eps = check_number("rms_norm", "eps", eps)
     features = _check("rms_norm", x, axis_name, scale=scale)
     return _recomputed(partial(_rms_norm, features, eps))(x, scale)
 
@@ -72,8 +74,8 @@ def layer_norm(
       `(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, in the dtype of x.
 
     Raises:
-      TypeError: x, scale or bias is not of floats.
-      ValueError: a scale or bias of another size, an unknown axis name.
+      TypeError: x, scale or bias is not of floats, eps is no number known while tracing.
+      ValueError: a scale or bias of another size, a negative eps, an unknown axis name.
 
     Cost: as `rms_norm`, with two sums over the axis instead of one: the mean, and from it the
     variance, which does not cancel when the mean is large.
@@ -84,6 +86,7 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer normalization" (2016).
     """
+    eps = check_number("layer_norm", "eps", eps)
     given = {"scale": scale} if bias is None else {"scale": scale, "bias": bias}
     features = _check("layer_norm", x, axis_name, **given)
     return _recomputed(partial(_layer_norm, features, eps))(x, *given.values())
@@ -103,14 +106,14 @@ class _Features:
         return checkpoint_name(total / self.size, _MOMENTS)
 
 
-def _rms_norm(features: _Features, eps: Number, x: Array, scale: Array) -> Array:
+def _rms_norm(features: _Features, eps: float, x: Array, scale: Array) -> Array:
     wide = x.astype(addition_dtype(x.dtype))
     y = wide * lax.rsqrt(features.mean(wide * wide) + eps)
     return (y * _like(wide, scale)).astype(x.dtype)
 
 
 def _layer_norm(
-    features: _Features, eps: Number, x: Array, scale: Array, bias: Array | None = None
+    features: _Features, eps: float, x: Array, scale: Array, bias: Array | None = None
 ) -> Array:
     wide = x.astype(addition_dtype(x.dtype))
     centred = wide - features.mean(wide)
