@@ -298,6 +298,10 @@ def test_operands_that_do_not_fit():
         "labels of local shape (6,) vary over ['tp'], but every device of axis 'tp' (4) "
         "needs the same; give them whole, from in_specs without that axis or through gather_region"
     )
+    assert error(ValueError) == (
+        "w of local shape (3, 4) is replicated over ['tp'], but each device of axis 'tp' (4) "
+        "needs columns of its own; shard it in in_specs, or cut it with scatter_region"
+    )
 
 
 def test_options_out_of_range():

@@ -115,6 +115,10 @@ def test_errors():
         "the result has local shape (2, 6, 4), whose dimension 1 axis 'tp' (4) does not divide: "
         "6 = 1 x 4 + 2; pad it to 8, or choose another dimension"
     )
+    assert error(ValueError, tokens, table) == (
+        "table of local shape (3, 4) is replicated over ['tp'], but each device of axis 'tp' (4) "
+        "needs rows of its own; shard it in in_specs, or cut it with scatter_region"
+    )
     assert error(ValueError, tokens, table, sequence_axis=2) == (
         "sequence_axis=2 is the last dimension of the result, local shape (2, 6, 4), which holds "
         "features; choose one before it, such as -2"

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from jaxpar._varying import varying_axes
+from jaxpar._varying import checks_varying, varying_axes
 from jaxpar.collectives._checks import check_dim
 from jaxpar.collectives._ring import Ring
 
@@ -60,6 +60,20 @@ def check_replicated(function: str, argument: str, tokens: Array, ring: Ring) ->
             f"{function}: {argument} of local shape {tokens.shape} vary over {varying}, but "
             f"every device of {ring} needs the same; give them whole, from in_specs without that "
             "axis or through gather_region"
+        )
+
+
+def check_sharded(function: str, argument: str, w: Array, what: str, ring: Ring) -> None:
+    """Raises if `w` is typed as the same on devices that should each have their own `what`."""
+    if not checks_varying(ring.axis_name):
+        return
+    shared = set(ring.axis_name) - varying_axes(w)
+    copied = sorted(name for name in shared if lax.axis_size(name) > 1)
+    if copied:
+        raise ValueError(
+            f"{function}: {argument} of local shape {w.shape} is replicated over {copied}, but "
+            f"each device of {ring} needs {what} of its own; shard it in in_specs, or cut it with "
+            "scatter_region"
         )
 
 

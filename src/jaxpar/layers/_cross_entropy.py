@@ -15,6 +15,7 @@ from jaxpar.layers._checks import (
     check_number,
     check_replicated,
     check_sequence_axis,
+    check_sharded,
     check_tokens,
     check_whole,
 )
@@ -69,8 +70,8 @@ def vocabulary_parallel_cross_entropy(
       TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
         option of the wrong type.
       ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
-        over `axis_name` without a `sequence_axis`, an unknown mode or axis name, a call outside
-        shard_map.
+        over `axis_name` without a `sequence_axis`, or `w` that is typed as replicated over it; an
+        unknown mode or axis name, a call outside shard_map.
 
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
     sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is
@@ -115,6 +116,7 @@ def vocabulary_parallel_cross_entropy(
         precision=precision,
         wire_dtype=wire,
     )
+    check_sharded(name, "w", w, "columns", ring)
     labels = as_signed(labels)
     if not labels.size:
         return jnp.zeros(labels.shape, sum_dtype(x.dtype))

@@ -16,6 +16,7 @@ from jaxpar.layers._checks import (
     as_signed,
     check_replicated,
     check_sequence_axis,
+    check_sharded,
     check_tokens,
 )
 from jaxpar.layers._regions import reduce_region
@@ -41,8 +42,9 @@ def vocabulary_parallel_embedding(
 
     Raises:
       TypeError: tokens that are no integers, a `sequence_axis` that is none.
-      ValueError: a table of another rank, tokens that are typed as varying over `axis_name`, a
-        sequence that the axis does not divide, an unknown axis name, a call outside shard_map.
+      ValueError: a table of another rank, tokens that are typed as varying over `axis_name`, or a
+        table that is not; a sequence that the axis does not divide, an unknown axis name, a call
+        outside shard_map.
 
     Cost: an all-reduce of the result, or a reduce-scatter of it, which sends half as much, in the
     dtype of the table: each sum has one addend that is not zero, and is exact. The derivative
@@ -70,6 +72,7 @@ def vocabulary_parallel_embedding(
     dim = check_sequence_axis(name, "the result", sequence_axis, shape)
     if dim is not None:
         check_divides(name, "the result", shape, dim, ring)
+    check_sharded(name, "table", table, "rows", ring)
 
     tokens, table = vary_alike(ring.axis_name, tokens, table)
     first = ring.index() * table.shape[0]
