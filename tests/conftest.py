@@ -1,6 +1,9 @@
 """Eight CPU devices, strict types, and jaxtyping's run-time checks over the whole package."""
 
+from pathlib import Path
+
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_platforms", "cpu")
@@ -11,6 +14,18 @@ with install_import_hook("jaxpar", "beartype.beartype"):
     import jaxpar
     import jaxpar.layers
     import jaxpar.testing  # noqa: F401
+
+
+QUICKLY_COMPILED = {"layers", "language_model"}  # folders of tests
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation(request):
+    """Programs that run for milliseconds are not worth seconds of optimisation."""
+    quick = Path(request.path).parent.name in QUICKLY_COMPILED
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pytest_configure(config):

@@ -28,15 +28,15 @@ def mesh_of(text):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "names", "sequence_axis", "dtype"),
+    ("mesh", "names", "sequence_axis", "dtype", "check_vma"),
     [
-        ("dp=2,tp=3", "tp", None, "float32"),
-        ("dp=2,tp=3", "tp", -2, "bfloat16"),
-        ("a=2,b=2,dp=2", ("b", "a"), 1, "float32"),
-        ("tp=1,dp=2", "tp", 0, "float32"),
+        ("dp=2,tp=3", "tp", None, "float32", (True, False)),
+        ("dp=2,tp=3", "tp", -2, "bfloat16", True),
+        ("a=2,b=2,dp=2", ("b", "a"), 1, "float32", False),
+        ("tp=1,dp=2", "tp", 0, "float32", True),
     ],
 )
-def test_embedding(mesh, names, sequence_axis, dtype):
+def test_embedding(mesh, names, sequence_axis, dtype, check_vma):
     """The table is replicated over dp, whose devices have tokens of their own."""
     tokens = np.random.default_rng(0).integers(-2, 16, (4, 12)).astype("int32")
     table = jnp.asarray(normal(12, 5), dtype)
@@ -48,6 +48,8 @@ def test_embedding(mesh, names, sequence_axis, dtype):
         mesh=mesh_of(mesh),
         in_specs=(P("dp"), P(names)),
         out_specs=out_specs,
+        check_vma=check_vma,
+        max_directions=8,
     )
 
 
