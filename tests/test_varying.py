@@ -49,6 +49,13 @@ def test_vary_over_adds_what_is_missing_to_each_leaf():
     assert seen(lambda x, y, r: vary_over(["x"], x) is x)
 
 
+def test_vary_over_does_nothing_where_types_say_nothing():
+    assert seen(lambda x, y, r: vary_over(["z"], x) is x, check_vma=False)
+    x = jnp.ones(2)
+    jax.vmap(lambda y: vary_over(["x"], y), axis_name="x")(x)
+    assert vary_over([], x) is x
+
+
 def test_vary_alike_gives_all_leaves_one_set():
     def sets(x, y, r):
         return [varying_axes(leaf) for leaf in jax.tree.leaves(vary_alike(("z",), (x, r), y))]

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxpar._dtypes import addition_dtype
+
 
 def varying_axes(*trees: Any) -> frozenset[str]:
     """Returns the mesh axes over which any leaf varies; empty under `check_vma=False`."""
@@ -25,20 +27,26 @@ def checks_varying(axis_name: tuple[str, ...]) -> bool:
 def vary_over(axes: Iterable[str], tree: Any) -> Any:
     """Types every leaf as varying over `axes`, and over what it varies over already.
 
-    The derivative is a psum over the axes that were added: casting the inputs of a custom_vjp this
+    Under `check_vma=False` it does nothing. The derivative is a psum over the axes that were added: casting the inputs of a custom_vjp this
     way leaves it to JAX to sum the gradient of a replicated input over the devices that used it.
     """
 
+    wanted = tuple(sorted(axes))
+    if not wanted or not checks_varying(wanted):
+        return tree
+
     def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(set(axes) - varying_axes(x)))
+        missing = tuple(name for name in wanted if name not in varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
 
 
+def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
+    """Returns x in the dtype of sums, varying over `axes`: its derivative sums in that dtype."""
+    return vary_over(axes, x.astype(addition_dtype(x.dtype)))
+
+
 def vary_alike(axis_name: tuple[str, ...], *trees: Any) -> Any:
     """Types all leaves as varying over `axis_name` and over whatever any of them varies over."""
-    if not checks_varying(axis_name):
-        return trees
-    axes = varying_axes(*trees) | set(axis_name)
-    return tuple(vary_over(axes, tree) for tree in trees)
+    return vary_over(varying_axes(*trees) | set(axis_name), trees)

@@ -10,15 +10,9 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxpar._types import AxisName, Integer, Mode
-from jaxpar._varying import varying_axes
+from jaxpar._varying import vary_wide, varying_axes
 from jaxpar.layers._heads import HeadLayout, head_layout
-from jaxpar.layers._projections import (
-    Projection,
-    as_biases,
-    bind_projection,
-    fsdp_axes,
-    vary_wide,
-)
+from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_axes
 
 
 def parallel_attention(

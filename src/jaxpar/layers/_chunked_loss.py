@@ -43,13 +43,12 @@ class ChunkedLoss:
 
     def chunks(self, x: Array, fill: int = 0, features: int = 0) -> Array:
         """Cuts tokens `[..., s]`, each of so many dimensions, into `[chunks, tokens, ...]`."""
-        names = self.ring.axis_name
         x = x.reshape(-1, *x.shape[x.ndim - features :])
         count = -(-len(x) // self.chunk)
         length = -(-len(x) // count)
         widths = [(0, count * length - len(x)), *[(0, 0)] * features]
         x = jnp.pad(x, widths, constant_values=fill).reshape(count, length, *x.shape[1:])
-        return vary_over(names, x) if checks_varying(names) else x
+        return vary_over(self.ring.axis_name, x)
 
     def logits(self, rows: Array, w: Array, labels: Array) -> tuple[Array, Array, Array]:
         """The rows that count, their logits (-inf in padded columns), and their columns."""

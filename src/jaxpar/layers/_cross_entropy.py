@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from jaxpar._dtypes import as_dtype, check_wire, sum_dtype
 from jaxpar._types import AxisName, Integer, Mode, Number
-from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._checks import check_mode
 from jaxpar.collectives._ring import bind_ring
 from jaxpar.layers._checks import (
@@ -120,10 +120,9 @@ def vocabulary_parallel_cross_entropy(
     labels = as_signed(labels)
     if not labels.size:
         return jnp.zeros(labels.shape, sum_dtype(x.dtype))
-    if checks_varying(ring.axis_name):
-        axes = varying_axes(x, w, labels) | set(ring.axis_name)
-        w = vary_over(axes, w)
-        x, labels = vary_over(axes - set(ring.axis_name) if dim is None else axes, (x, labels))
+    axes = varying_axes(x, w, labels) | set(ring.axis_name)
+    w = vary_over(axes, w)
+    x, labels = vary_over(axes - set(ring.axis_name) if dim is None else axes, (x, labels))
     if dim is not None:
         labels = lax.all_gather(labels, ring.axis_name, axis=dim, tiled=True)
     return chunked_losses(loss, x, w, labels)

@@ -117,7 +117,7 @@ def value_and_grad(
         sharded = sharded_axes(name, params, specs)
         # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
         # would sum the gradient over devices in every microbatch.
-        copies = vary_over(ring.axis_name, params) if checked else params
+        copies = vary_over(ring.axis_name, params)
         loss, weight, grads = _accumulate(name, loss_fn, ring, parts, copies, batch)
 
         total = _total(weight, ring)
@@ -186,10 +186,7 @@ def _local_loss(function: str, result: Any, ring: Ring) -> tuple[Array, Array]:
                 "lacks; add them if devices have different shares of the loss there; otherwise sum "
                 "or gather before it with reduce_region or gather_region, typed as replicated"
             )
-    loss, weight = _widened(loss), _widened(weight)
-    if checks_varying(ring.axis_name):
-        loss, weight = vary_over(ring.axis_name, (loss, weight))
-    return loss, weight
+    return vary_over(ring.axis_name, (_widened(loss), _widened(weight)))
 
 
 def _check_scalars(function: str, loss_sum: Any, weight: Any) -> tuple[Array, Array]:
@@ -237,9 +234,7 @@ def _widened(x: Array) -> Array:
 
 
 def _total(x: Array, ring: Ring) -> Array:
-    if checks_varying(ring.axis_name):
-        x = vary_over(ring.axis_name, x)
-    return lax.psum(x, ring.axis_name)
+    return lax.psum(vary_over(ring.axis_name, x), ring.axis_name)
 
 
 def _quotient(x: Array, weight: Array, count: int = 1) -> Array:

@@ -10,10 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Number
-from jaxpar._varying import varying_axes
+from jaxpar._varying import vary_wide, varying_axes
 from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._checks import check_number
-from jaxpar.layers._projections import vary_wide
 
 _MOMENTS = "jaxpar_moments"
 

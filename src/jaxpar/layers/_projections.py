@@ -7,9 +7,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Integer, Mode
-from jaxpar._varying import vary_over, varying_axes
+from jaxpar._varying import vary_over, vary_wide, varying_axes
 from jaxpar.collectives._checks import check_dim
 from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._fsdp import fsdp_gather
@@ -183,11 +182,6 @@ def bind_projection(
             f"{sorted(shared)}; weights are sharded over both, so name different axes"
         )
     return Projection(function, ring, sequence_axis, fsdp, options)
-
-
-def vary_wide(axes: frozenset[str], x: Array) -> Array:
-    """Returns x in the dtype of sums, varying over `axes`: its derivative sums in that dtype."""
-    return vary_over(axes, x.astype(addition_dtype(x.dtype)))
 
 
 def _add(y: Array, bias: Array) -> Array:

@@ -116,8 +116,6 @@ def sum_leaves(leaves: list[Array], axes: Iterable[set[str]], bucket_bytes: int 
             key = leaf.dtype, tuple(sorted(names)), varying_axes(leaf) | names
             alike.setdefault(key, []).append(at)
     for (_, names, varying), places in alike.items():
-        if not checks_varying(names):
-            varying = ()
         for bucket in _buckets(sums, places, bucket_bytes):
             parts = [vary_over(varying, sums[at]) for at in bucket]
             for at, total in zip(bucket, _psum_joined(parts, names), strict=True):

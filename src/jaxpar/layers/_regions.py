@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Integer, Tree
-from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar.collectives._checks import check_dim, check_divides
 from jaxpar.collectives._ring import Ring, bind_ring
 
@@ -55,10 +54,8 @@ def copy_region(x: Tree, axis_name: AxisName) -> Tree:
 
     def copy(x: Any) -> Array:
         x = jnp.asarray(x)
-        if not checks_varying(names):
-            return x
         # The cast there and back is exact, and its derivative sums wide.
-        return vary_over(names, x.astype(addition_dtype(x.dtype))).astype(x.dtype)
+        return vary_wide(names, x).astype(x.dtype)
 
     return jax.tree.map(copy, x)
 
@@ -94,8 +91,7 @@ def reduce_region(x: Tree, axis_name: AxisName) -> Tree:
 
     def reduce(x: Any) -> Array:
         x = jnp.asarray(x)
-        (wide,) = _vary(names, x.astype(addition_dtype(x.dtype)))
-        return lax.psum(wide, names).astype(x.dtype)
+        return lax.psum(vary_wide(names, x), names).astype(x.dtype)
 
     return jax.tree.map(reduce, x)
 
@@ -213,7 +209,3 @@ def _own_block(x: Array, names: tuple[str, ...], dim: int) -> Array:
     ring = Ring(names, lax.axis_size(names))
     length = x.shape[dim] // ring.size
     return lax.dynamic_slice_in_dim(x, ring.index() * length, length, dim)
-
-
-def _vary(names: tuple[str, ...], *trees: Any) -> Any:
-    return tuple(vary_over(names, tree) for tree in trees) if checks_varying(names) else trees
