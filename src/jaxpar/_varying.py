@@ -27,8 +27,9 @@ def checks_varying(axis_name: tuple[str, ...]) -> bool:
 def vary_over(axes: Iterable[str], tree: Any) -> Any:
     """Types every leaf as varying over `axes`, and over what it varies over already.
 
-    Under `check_vma=False` it does nothing. The derivative is a psum over the axes that were added: casting the inputs of a custom_vjp this
+    The derivative is a psum over the axes that were added: casting the inputs of a custom_vjp this
     way leaves it to JAX to sum the gradient of a replicated input over the devices that used it.
+    Under `check_vma=False` there is nothing to cast.
     """
 
     wanted = tuple(sorted(axes))

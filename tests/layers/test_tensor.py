@@ -361,8 +361,8 @@ def test_errors():
         "'tp' (4), or fsdp_axis=1"
     )
     assert error(ValueError, row, f32(4, 3), f32(3, 4), "tp", sequence_axis=1) == (
-        "sequence_axis=1 is the last dimension of x, local shape (4, 3), which is multiplied; "
-        "choose another, or None where the sequence is whole"
+        "sequence_axis=1 is the last dimension of x, local shape (4, 3), which holds features; "
+        "choose one before it, such as -2"
     )
     assert error(ValueError, row, f32(6, 3), f32(3, 4), "tp") == (
         "the result has local shape (6, 4), whose dimension 0 axis 'tp' (4) does not divide: "

@@ -16,6 +16,15 @@ def check_mode(function: str, mode: Mode) -> None:
         raise ValueError(f"{function}: mode must be one of {', '.join(MODES)}, got {mode!r}")
 
 
+def check_precision(function: str, precision: Any) -> None:
+    """Raises unless `precision` is that of both operands of a matmul."""
+    if isinstance(precision, (tuple, list)):
+        raise TypeError(
+            f"{function}: precision must be one value for both operands, got {precision!r}; "
+            "operands change places in the derivatives"
+        )
+
+
 def check_dim(
     function: str, argument: str, dim: Any, shape: tuple[int, ...], *, stacked: bool = False
 ) -> int:

@@ -137,12 +137,13 @@ def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayou
       >>> layout.padded_heads, layout.pad_query(jnp.ones((3, 5 * 2))).shape
       (8, (3, 16))
     """
-    heads = check_whole("head_layout", "heads", heads, 1)
-    kv_heads = check_whole("head_layout", "kv_heads", kv_heads, 1)
-    shards = check_whole("head_layout", "shards", shards, 1)
+    name = "head_layout"
+    heads = check_whole(name, "heads", heads, 1)
+    kv_heads = check_whole(name, "kv_heads", kv_heads, 1)
+    shards = check_whole(name, "shards", shards, 1)
     if heads % kv_heads:
         raise ValueError(
-            f"head_layout: heads={heads} is not a multiple of kv_heads={kv_heads}: {heads} = "
+            f"{name}: heads={heads} is not a multiple of kv_heads={kv_heads}: {heads} = "
             f"{heads // kv_heads} x {kv_heads} + {heads % kv_heads}; every key and value head "
             "serves as many query heads"
         )

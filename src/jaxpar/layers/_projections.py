@@ -11,6 +11,7 @@ from jaxpar._types import AxisName, Integer, Mode
 from jaxpar._varying import vary_over, vary_wide, varying_axes
 from jaxpar.collectives._checks import check_dim
 from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.layers._checks import check_sequence_axis
 from jaxpar.layers._fsdp import fsdp_gather
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
@@ -73,8 +74,9 @@ class Projection:
     def _into_columns(self, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         labels = matmul_labels(self.function, x, *weights)
         call = self._call(labels)
-        if self.sequence_axis is not None:
-            return _einsum.gather(call, "lhs", labels.lhs[self._sequence(x)], x, weights)
+        dim = check_sequence_axis(self.function, "x", self.sequence_axis, x.shape)
+        if dim is not None:
+            return _einsum.gather(call, "lhs", labels.lhs[dim], x, weights)
         product = Product(labels.lhs, labels.rhs, labels.out, call.result_dtype(x))
         # The derivative of this cast sums over the axis, and over weights, in float32.
         axes = varying_axes(x, weights, self.ring.index())
@@ -87,9 +89,10 @@ class Projection:
     def _out_of_rows(self, x: Array, w: Array) -> Array:
         labels = matmul_labels(self.function, x, w)
         call = self._call(labels)
-        if self.sequence_axis is None:
+        dim = check_sequence_axis(self.function, "x", self.sequence_axis, x.shape)
+        if dim is None:
             return _einsum.all_reduce(call, x, w)
-        return _einsum.scatter(call, labels.out[self._sequence(x)], x, w)
+        return _einsum.scatter(call, labels.out[dim], x, w)
 
     def _call(self, labels: Labels) -> _einsum.Call:
         call = _einsum.make_call(self.function, labels, self.ring.axis_name, *self.options)
@@ -121,16 +124,6 @@ class Projection:
                 f"has {columns} columns here; the bias needs as many{further}"
             )
         return self._gathered(self.fsdp, bias, 0)
-
-    def _sequence(self, x: Array) -> int:
-        dim = check_dim(self.function, "sequence_axis", self.sequence_axis, x.shape)
-        if dim == x.ndim - 1:
-            raise ValueError(
-                f"{self.function}: sequence_axis={self.sequence_axis} is the last dimension of x, "
-                f"local shape {x.shape}, which is multiplied; choose another, or None where the "
-                "sequence is whole"
-            )
-        return dim
 
     def _check(self, x: Array, weights: Weights, fsdp_axis: Integer) -> int:
         """Returns the dimension along which weights are gathered, or raises unless they fit x."""

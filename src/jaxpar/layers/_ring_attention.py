@@ -1,6 +1,5 @@
 """Exact attention over a sequence that is sharded over a ring of devices."""
 
-import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,10 +12,11 @@ from jaxtyping import Int
 from jaxpar._dtypes import as_dtype, check_wire, sum_dtype
 from jaxpar._types import AxisName, Integer, Mode, Number, Order
 from jaxpar._varying import vary_alike
-from jaxpar.collectives._checks import check_mode
+from jaxpar.collectives._checks import check_mode, check_precision
 from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._attention_block import Scores
 from jaxpar.layers._attention_ring import Method, attention
+from jaxpar.layers._checks import check_whole
 from jaxpar.matmul._mode import choose_plan
 
 _NAME = "ring_attention"
@@ -105,11 +105,7 @@ def ring_attention(
     _check_dtypes(q, k, v)
     wire = as_dtype(_NAME, "wire_dtype", wire_dtype)
     check_wire(_NAME, wire, sum_dtype(q.dtype))
-    if isinstance(precision, (tuple, list)):
-        raise TypeError(
-            f"{_NAME}: precision must be one value for both operands, got {precision!r}; "
-            "operands change places in the derivatives"
-        )
+    check_precision(_NAME, precision)
     zigzag = order == "zigzag" and ring.size > 1  # one device has all positions in either order
     if causal and zigzag:
         _check_even(q.shape, ring)
@@ -155,9 +151,7 @@ def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
     Source: as `ring_attention`.
     """
     name = "zigzag_order"
-    length, size = _as_integer(name, "length", length), _as_integer(name, "size", size)
-    if size < 1 or length < 0:
-        raise ValueError(f"{name}: length={length} must be at least 0, and size={size} at least 1")
+    length, size = check_whole(name, "length", length, 0), check_whole(name, "size", size, 1)
     chunks = 2 * size
     if size == 1:
         return np.arange(length)
@@ -169,15 +163,6 @@ def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
         )
     early = np.arange(length).reshape(chunks, -1)
     return np.stack([early[:size], early[: size - 1 : -1]], axis=1).reshape(-1)
-
-
-def _as_integer(function: str, argument: str, given: Any) -> int:
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise TypeError(
-            f"{function}: {argument} must be an integer, got {given!r} of type "
-            f"{type(given).__name__}"
-        )
-    return operator.index(given)
 
 
 def _scale(given: Any, size: int) -> float:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxpar._dtypes import as_dtype, check_wire, result_dtype, sum_dtype
 from jaxpar._types import AxisName, Mode, Operand
 from jaxpar._varying import vary_alike
-from jaxpar.collectives._checks import check_divides, check_mode
+from jaxpar.collectives._checks import check_divides, check_mode, check_precision
 from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.matmul._all_reduce import all_reduce_einsum
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
@@ -79,11 +79,7 @@ def make_call(
     check_mode(function, mode)
     preferred = as_dtype(function, "preferred_element_type", preferred_element_type)
     wire = as_dtype(function, "wire_dtype", wire_dtype)
-    if isinstance(precision, (tuple, list)):
-        raise TypeError(
-            f"{function}: precision must be one value for both operands, got {precision!r}; "
-            "operands change places in the derivatives"
-        )
+    check_precision(function, precision)
     ring = bind_ring(function, axis_name)
     return Call(function, labels, ring, mode, Arithmetic(preferred, wire, precision))
 
