@@ -11,8 +11,9 @@ from jaxpar._types import AxisName, Integer, Mode
 from jaxpar._varying import vary_over, vary_wide, varying_axes
 from jaxpar.collectives._checks import check_dim
 from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.layers._bias import add_bias, whole_bias
 from jaxpar.layers._checks import check_sequence_axis
-from jaxpar.layers._fsdp import fsdp_gather
+from jaxpar.layers._fsdp_gather import fsdp_gather
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
 from jaxpar.matmul._primitive import Product, multiply
@@ -53,7 +54,7 @@ class Projection:
 
         results = self._recomputed(product)(x, tuple(weights.values()))
         return tuple(
-            y if bias is None else _add(y, select(name, self._whole_bias(name, w, bias, along)))
+            y if bias is None else add_bias(y, select(name, self._whole_bias(name, w, bias, along)))
             for y, (name, w), bias in zip(results, weights.items(), biases, strict=True)
         )
 
@@ -69,7 +70,7 @@ class Projection:
         if bias is None:
             return y
         ((name, w),) = weights.items()
-        return _add(y, self._whole_bias(name, w, bias, along))
+        return add_bias(y, self._whole_bias(name, w, bias, along))
 
     def _into_columns(self, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         labels = matmul_labels(self.function, x, *weights)
@@ -106,24 +107,18 @@ class Projection:
         return product if self.fsdp is None else jax.checkpoint(product)
 
     def _gather(self, shards: tuple[Array, ...], along: int) -> tuple[Array, ...]:
-        return shards if self.fsdp is None else self._gathered(self.fsdp, shards, along)
-
-    def _gathered(self, fsdp: Ring, shards: Any, along: int) -> Any:
+        if self.fsdp is None:
+            return shards
         mode, _, _, wire_dtype = self.options
-        return fsdp_gather(shards, fsdp.axis_name, axis=along, mode=mode, wire_dtype=wire_dtype)
+        name = self.fsdp.axis_name
+        return fsdp_gather(shards, name, axis=along, mode=mode, wire_dtype=wire_dtype)
 
     def _whole_bias(self, name: str, w: Array, bias: Array, along: int) -> Array:
-        times = 1 if self.fsdp is None else self.fsdp.size
-        columns = w.shape[1] * (times if along == 1 else 1)
-        if bias.shape == (columns,):
-            return bias
-        if self.fsdp is None or bias.shape != (columns // times,) or columns % times:
-            further = f", or {columns // times} over {self.fsdp}" if times > 1 else ""
-            raise ValueError(
-                f"{self.function}: the bias of {name} has local shape {bias.shape}, but the result "
-                f"has {columns} columns here; the bias needs as many{further}"
-            )
-        return self._gathered(self.fsdp, bias, 0)
+        columns = w.shape[1]
+        if self.fsdp is not None and along == 1:
+            columns *= self.fsdp.size
+        mode, _, _, wire_dtype = self.options
+        return whole_bias(self.function, name, bias, columns, self.fsdp, mode, wire_dtype)
 
     def _check(self, x: Array, weights: Weights, fsdp_axis: Integer) -> int:
         """Returns the dimension along which weights are gathered, or raises unless they fit x."""
@@ -175,11 +170,6 @@ def bind_projection(
             f"{sorted(shared)}; weights are sharded over both, so name different axes"
         )
     return Projection(function, ring, sequence_axis, fsdp, options)
-
-
-def _add(y: Array, bias: Array) -> Array:
-    wide = vary_wide(varying_axes(y), bias.astype(y.dtype))
-    return (y.astype(wide.dtype) + wide).astype(y.dtype)
 
 
 def as_biases(

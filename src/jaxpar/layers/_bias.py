@@ -1,0 +1,37 @@
+"""Biases: whole or sharded further, and added so that their gradients are summed wide."""
+
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxpar._types import Mode
+from jaxpar._varying import vary_wide, varying_axes
+from jaxpar.collectives._ring import Ring
+from jaxpar.layers._fsdp_gather import fsdp_gather
+
+
+def whole_bias(
+    function: str,
+    weight: str,
+    bias: Array,
+    columns: int,
+    fsdp: Ring | None,
+    mode: Mode,
+    wire_dtype: DTypeLike | None,
+) -> Array:
+    """Returns the bias `[columns]` of a weight, gathered over `fsdp` if it is sharded over it."""
+    if bias.shape == (columns,):
+        return bias
+    size = 1 if fsdp is None else fsdp.size
+    if fsdp is None or columns % size or bias.shape != (columns // size,):
+        further = f", or {columns // size} over {fsdp}" if size > 1 else ""
+        raise ValueError(
+            f"{function}: the bias of {weight} has local shape {bias.shape}, but the result has "
+            f"{columns} columns here; the bias needs as many{further}"
+        )
+    return fsdp_gather(bias, fsdp.axis_name, mode=mode, wire_dtype=wire_dtype)
+
+
+def add_bias(y: Array, bias: Array) -> Array:
+    """Returns y + bias in the dtype of y; the gradient of the bias is summed in that of sums."""
+    wide = vary_wide(varying_axes(y), bias.astype(y.dtype))
+    return (y.astype(wide.dtype) + wide).astype(y.dtype)
