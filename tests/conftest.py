@@ -1,7 +1,5 @@
 """Eight CPU devices, strict types, and jaxtyping's run-time checks over the whole package."""
 
-from pathlib import Path
-
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -16,13 +14,13 @@ with install_import_hook("jaxpar", "beartype.beartype"):
     import jaxpar.testing  # noqa: F401
 
 
-QUICKLY_COMPILED = {"layers", "language_model"}  # folders of tests
+QUICKLY_COMPILED = {"layers", "language_model", "test_interop.py"}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation(request):
     """Programs that run for milliseconds are not worth seconds of optimisation."""
-    quick = Path(request.path).parent.name in QUICKLY_COMPILED
+    quick = bool(QUICKLY_COMPILED & set(request.path.parts))
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

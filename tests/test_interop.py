@@ -1,7 +1,7 @@
 """Models of Flax NNX and Equinox with layers of jaxpar, against one device and against NumPy."""
 
 import importlib.util
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from jaxpar.layers import value_and_grad
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FEATURES, HIDDEN, OUTPUTS = 8, 16, 6
 NAMES = ("scale", "gate", "up", "down", "head")
-ONE_DEVICE = {"dp": 1, "fsdp": 1, "tp": 1}
 
 
 def load(name):
@@ -64,7 +63,7 @@ class Equinox:
         return getattr(tree, name).value
 
 
-libraries = pytest.mark.parametrize("library", [Flax(), Equinox()], ids=["flax", "equinox"])
+FLAX, EQUINOX = Flax(), Equinox()
 
 
 def data():
@@ -93,8 +92,18 @@ def numpy_loss(library, model, x, y):
     return np.mean((x @ head - y) ** 2)
 
 
-@libraries
-@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 2, "tp": 2}, {"tp": 4, "fsdp": 2, "dp": 1}])
+@cache
+def of_one_device(library):
+    def step():
+        return library.jit(library.example.loss_and_gradients)(library.make(), *data())
+
+    return on({"dp": 1, "fsdp": 1, "tp": 1}, step)
+
+
+@pytest.mark.parametrize(
+    ("library", "sizes"),
+    [(FLAX, {"dp": 2, "fsdp": 2, "tp": 2}), (EQUINOX, {"tp": 4, "fsdp": 2, "dp": 1})],
+)
 def test_the_example_computes_what_one_device_does(library, sizes):
     def step():
         model, (x, y) = library.make(), data()
@@ -106,13 +115,19 @@ def test_the_example_computes_what_one_device_does(library, sizes):
             assert grad.sharding.shard_shape(grad.shape) == weight.addressable_shards[0].data.shape
         return loss, grads
 
-    close(on(sizes, step), on(ONE_DEVICE, step))
+    close(on(sizes, step), of_one_device(library))
 
 
-@libraries
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_every_way_to_differentiate(library, check_vma, where):
+@pytest.mark.parametrize(
+    ("library", "where", "check_vma"),
+    [
+        (FLAX, "inside", True),
+        (FLAX, "outside", False),
+        (EQUINOX, "inside", False),
+        (EQUINOX, "outside", True),
+    ],
+)
+def test_every_way_to_differentiate(library, where, check_vma):
     """By jaxpar's function inside `shard_map`, in microbatches, or by the library's outside."""
     example, batch = library.example, library.example.BATCH
 
@@ -142,10 +157,8 @@ def test_every_way_to_differentiate(library, check_vma, where):
 
         return library.differentiate(loss)(model, x, y)
 
-    def run(step):
+    def run():
         # Each library's own jit, which takes a model.
-        return library.jit(step)(library.make(), *data())
+        return library.jit(inside if where == "inside" else outside)(library.make(), *data())
 
-    step = inside if where == "inside" else outside
-    sharded = on({"dp": 2, "fsdp": 2, "tp": 2}, partial(run, step))
-    close(sharded, on(ONE_DEVICE, partial(run, example.loss_and_gradients)))
+    close(on({"dp": 2, "fsdp": 2, "tp": 2}, run), of_one_device(library))

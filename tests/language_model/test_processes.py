@@ -23,7 +23,7 @@ from lm.train import Trainer
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "language_model.py"
 SIZES = [
-    *("--width", "16", "--layers", "2", "--heads", "3", "--kv-heads", "1", "--head-size", "4"),
+    *("--width", "16", "--layers", "1", "--heads", "3", "--kv-heads", "1", "--head-size", "4"),
     *("--hidden", "13", "--batch", "5", "--sequence", "13", "--dtype", "float64", "--clip", "0.5"),
     *("--steps", "2000", "--save-every", "3", "--print-every", "1", "--validation-batches", "1"),
 ]
