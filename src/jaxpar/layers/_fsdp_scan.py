@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.typing import DTypeLike
@@ -15,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Mode, Tree, TreeAxis
 from jaxpar._varying import vary_over, varying_axes
+from jaxpar.layers._float_leaves import Arrays, all_gradients, floats_of, is_float, with_floats
 from jaxpar.layers._shards import (
     Shards,
     bind_shards,
@@ -23,8 +23,6 @@ from jaxpar.layers._shards import (
     scatter_gradients,
     vary_sharded,
 )
-
-Arrays = list[Any]
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Layer:
     def scatter(self, gradients: Arrays, weights: Arrays) -> Arrays:
         """Sums gradients of the floats among whole weights, and keeps this device's shards."""
         given = iter(gradients)
-        of_all = [next(given) if _is_float(x) else None for x in weights]
+        of_all = [next(given) if is_float(x) else None for x in weights]
         scattered: Any = scatter_gradients(self.shards, of_all)
         return [x for x in scattered if x is not None]
 
@@ -58,11 +56,13 @@ class Layer:
         """Returns the gradients of the floats among consts, weights and state."""
 
         def of_floats(c: Arrays, w: Arrays, s: Arrays) -> Arrays:
-            return _floats(self(_merge(consts, c), _merge(weights, w), _merge(state, s)))
+            return floats_of(
+                self(with_floats(consts, c), with_floats(weights, w), with_floats(state, s))
+            )
 
         # Computing one layer again before the other is done would take the memory of both.
         weights, state, cts = lax.optimization_barrier((weights, state, cts))
-        _, pullback = jax.vjp(of_floats, _floats(consts), _floats(weights), _floats(state))
+        _, pullback = jax.vjp(of_floats, floats_of(consts), floats_of(weights), floats_of(state))
         return pullback(cts)
 
 
@@ -169,12 +169,16 @@ def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> An
 def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
     consts, stacked, given, last = residuals  # given: the states of all layers but the last one
     end = layer.count - 1
-    cts = _floats(cts)
+    cts = floats_of(cts)
     weights, _ = layer.gather(stacked, end, [])
     if end == 0:
         of_consts, unscattered, cts = layer.pull(consts, weights, last, cts)
         of_stacked = [x[None] for x in layer.scatter(unscattered, weights)]
-        return _gradients(consts, of_consts), _gradients(stacked, of_stacked), _gradients(last, cts)
+        return (
+            all_gradients(consts, of_consts),
+            all_gradients(stacked, of_stacked),
+            all_gradients(last, cts),
+        )
 
     def step(carry: Any, indexed_state: Any) -> Any:
         cts, weights, unscattered, total = carry
@@ -198,33 +202,14 @@ def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
         for a, b, rest in zip(first, second, scattered, strict=True)
     ]
     of_consts = _add(total, of_consts)
-    return _gradients(consts, of_consts), _gradients(stacked, of_stacked), _gradients(last, cts)
+    return (
+        all_gradients(consts, of_consts),
+        all_gradients(stacked, of_stacked),
+        all_gradients(last, cts),
+    )
 
 
 _run.defvjp(_forward, _backward)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _floats(arrays: Arrays) -> Arrays:
-    return [x for x in arrays if _is_float(x)]
-
-
-def _merge(arrays: Arrays, floats: Arrays) -> Arrays:
-    """Returns `arrays` with `floats` in the place of those that are floats."""
-    given = iter(floats)
-    return [next(given) if _is_float(x) else x for x in arrays]
-
-
-def _gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
-    """Returns the gradients of all arrays, those that are no floats have a zero of their own."""
-    given = iter(of_floats)
-    return [
-        next(given).astype(x.dtype) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
-        for x in arrays
-    ]
 
 
 def _add(total: Arrays, more: Arrays) -> Arrays:

@@ -42,6 +42,8 @@ class Method:
     label: str  # the einsum label that is sharded over the ring
     arithmetic: Arithmetic
     # Runs again in the backward pass, within jax.checkpoint, where the result itself is dead code.
+    # XLA would drop it though residuals wait for it, but schedules transfers worse, and what is
+    # counted in the jaxpr would have it.
     recomputed: bool = False
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
