@@ -43,11 +43,14 @@ def compile_one(case: str, form: str) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    print(f"  {time.perf_counter() - start:5.0f} s  {case}, {form}", flush=True)
     if worker.returncode == 0:
-        return json.loads(worker.stdout.splitlines()[-1])
-    said = [line for line in worker.stderr.splitlines() if "Error" in line]
-    return {"failure": said[-1][:300] if said else f"it ended with {worker.returncode}"}
+        record = json.loads(worker.stdout.splitlines()[-1])
+    else:
+        said = [line for line in worker.stderr.splitlines() if "Error" in line]
+        record = {"failure": said[-1][:300] if said else f"it ended with {worker.returncode}"}
+    spent = time.perf_counter() - start
+    print(f"  {spent:5.0f} s  {case}, {form}: {_cell(record)}", flush=True)
+    return record
 
 
 def table(found: Found) -> Table:
