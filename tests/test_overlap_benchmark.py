@@ -1,30 +1,18 @@
 """The overlap benchmark: its peers compute what they should, and its tables end up in a text."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import overlap
+import overlap_plot as plot
+import overlap_report as report
+import overlap_worker as worker
+import peers
 from jaxpar import make_mesh
 from jaxpar.bench._ops import OPS
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-
-
-def load(name):
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
-NAMES = ("peers", "overlap_worker", "overlap_report", "overlap_plot", "overlap")
-peers, worker, report, plot, overlap = map(load, NAMES)
 SHAPE = (32, 48, 16)
 
 

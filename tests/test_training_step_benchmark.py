@@ -1,7 +1,5 @@
 """The comparison of training steps: all forms compute the same, and its table ends up in a text."""
 
-import importlib
-import sys
 from pathlib import Path
 
 import jax
@@ -9,21 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import readme_tables as tables
+import training_step as command
+import training_step_worker as worker
 from jaxpar import make_mesh
 from jaxpar.schedule import Target
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-
-
-def load(name):
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
-tables, worker, command = map(load, ("readme_tables", "training_step_worker", "training_step"))
 
 
 def test_all_forms_compute_the_same():
