@@ -11,10 +11,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 with install_import_hook("jaxpar", "beartype.beartype"):
     import jaxpar
     import jaxpar.layers
+    import jaxpar.moe
     import jaxpar.testing  # noqa: F401
 
 
-QUICKLY_COMPILED = {"layers", "language_model", "test_interop.py"}
+QUICKLY_COMPILED = {"layers", "moe", "language_model", "test_interop.py", "test_ragged.py"}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     Mode = Literal["naive", "unidirectional", "bidirectional", "auto"]
     Operand = Literal["lhs", "rhs"]
     Order = Literal["zigzag", "contiguous"]
+    Policy = Literal["probability", "position"]
+    Dispatch = Literal["ragged", "ring", "all_gather", "auto"]
+    Scoring = Literal["softmax", "selected_softmax", "sigmoid"]
+    Implementation = Literal["auto", "ragged_dot", "blocks"]
     Integer = int
     Number = float
     MeshAxes = str | Mapping[str, int]
@@ -22,8 +26,9 @@ if TYPE_CHECKING:
     Label = str | None
     Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
     Tree = TypeVar("Tree")  # a pytree of arrays
+    Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
     TreeAxis = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
 else:
     AxisName = Mode = Operand = Order = Integer = Number = MeshAxes = Subscripts = Label = (
         Weights
-    ) = Tree = TreeAxis = Any
+    ) = Tree = TreeAxis = Policy = Dispatch = Scoring = Leaf = Implementation = Any

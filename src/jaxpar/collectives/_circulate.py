@@ -28,13 +28,15 @@ def circulate(
     plan: Plan,
     dtype: DTypeLike,
     wire_dtype: DTypeLike,
+    summed: Callable[[Any], Any] = lambda part: part,
 ) -> tuple[Any, Any, list[Any]]:
     """Takes every device's block past all others, and sums for its owner what each makes of it.
 
     `parts` are those of this device's block, one for each direction in which to go. For each step
-    `visit(carry, visits)` returns the carry and, for each visiting part, arrays of its shapes in
-    `dtype`: what this device adds to the owner's sums. A sum is one step behind its part, so that
-    its transfer has the next step's work to hide behind, and in the end one step from home.
+    `visit(carry, visits)` returns the carry and, for each visiting part, arrays in `dtype` of the
+    shapes of `summed(part)`: what this device adds to the owner's sums. A sum is one step behind
+    its part, so that its transfer has the next step's work to hide behind, and in the end one step
+    from home.
     `begin(carry, own)` and `end(carry, own)` do the work that needs no visitor, each a share: the
     former beside the first transfer of blocks, the latter beside the last transfer of sums.
 
@@ -71,7 +73,7 @@ def circulate(
             return visit(carry, list(zip(parts, owners, strict=True)))
 
         def otherwise(_: Array, carry: Any, parts: list[Any]) -> Any:
-            return carry, _cast(parts, dtype)
+            return carry, [_cast(summed(part), dtype) for part in parts]
 
         index, (carry, made), parts, sums = turn(state, compute, otherwise, onward=onward)
         if sums:  # added here, not before: a sum still under way would hold the matmuls up

@@ -3,6 +3,7 @@
 from jaxpar.testing._collectives import CollectiveCounts, count_collectives
 from jaxpar.testing._meshes import axis_orders, meshes, specs
 from jaxpar.testing._overlap import assert_overlapped
+from jaxpar.testing._poison import poisoned_rows
 from jaxpar.testing._reference import assert_matches_reference
 from jaxpar.testing._shapes import dtypes, even_shapes, ragged_sizes, uneven_shapes
 from jaxpar.testing._tolerance import tolerance
@@ -16,6 +17,7 @@ __all__ = [
     "dtypes",
     "even_shapes",
     "meshes",
+    "poisoned_rows",
     "ragged_sizes",
     "specs",
     "tolerance",

@@ -1,0 +1,225 @@
+"""`ragged_all_to_all`: JAX's, on every platform, with derivatives that are right."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from jaxpar._dtypes import addition_dtype
+from jaxpar._types import AxisName
+from jaxpar._varying import vary_alike
+from jaxpar.collectives._ragged_exchange import Slices, exchange_rows, swap
+from jaxpar.collectives._ring import Ring, bind_ring
+
+_NAME = "ragged_all_to_all"
+
+
+def ragged_all_to_all(
+    operand: Array,
+    output: Array,
+    input_offsets: ArrayLike,
+    send_sizes: ArrayLike,
+    output_offsets: ArrayLike,
+    recv_sizes: ArrayLike,
+    axis_name: AxisName,
+) -> Array:
+    """Sends each device of an axis slices of rows, of any sizes, and writes those that arrive.
+
+    What `jax.lax.ragged_all_to_all` computes, and the same program on any platform: the native
+    collective on TPU and GPU, and on CPU, where there is none, all-to-alls of blocks. Which one is
+    chosen when the program is lowered, so that one export holds both (`jax.export` wants to be told
+    that the native one is meant: `DisabledSafetyCheck.custom_call("ragged_all_to_all")`).
+
+    With m slices for each pair of devices, slice `i` of the `n m` goes to device `i // m` of the
+    axis, in the order of the tuple if `axis_name` is one, as in `lax.axis_index`.
+
+    Args:
+      operand: local `[rows, ...]`, in which slices to be sent are.
+      output: local `[out_rows, ...]`, of the dtype and row shape of operand: what the result holds
+        where nothing arrives.
+      input_offsets: integers `[n m]`, the first row in operand of each slice.
+      send_sizes: integers `[n m]`, the rows of each. None is allowed; what lies outside of operand
+        or output is not defined.
+      output_offsets: integers `[n m]`, the first row in the output *of the device that receives*.
+      recv_sizes: integers `[n m]`, the rows that arrive, slice by slice: the `send_sizes` of the
+        devices that send, `lax.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)`.
+      axis_name: one mesh axis, or a tuple of them in any order.
+
+    Slices that are sent may overlap: the gradient of a row is the sum over those that it is in.
+    Slices that arrive must not.
+
+    Returns:
+      `[out_rows, ...]`, varying over `axis_name` and over all that arguments vary over.
+
+    Raises:
+      TypeError: offsets or sizes that are no integers; operand and output of different dtypes.
+      ValueError: row shapes that differ; offsets or sizes whose length n does not divide, or
+        of different lengths; an axis name that is unknown or not of the mesh; a call outside
+        shard_map.
+
+    Cost: a device sends the rows of its slices. The derivative sends as many back, and offsets;
+    only where slices that are sent overlap it takes as many exchanges as there are slices. On CPU
+    blocks of `rows / (n m)` rows are exchanged until the longest slice is done: about one
+    all-to-all of the buffer where slices are alike, and n where one device gets everything; the
+    memory is that of one buffer.
+
+    Example:
+      >>> mesh = make_mesh("ep=2", devices=jax.devices()[:2])
+      >>> def exchange(x, starts, sizes, places, arriving):
+      ...     return ragged_all_to_all(x, jnp.zeros(4), starts, sizes, places, arriving, "ep")
+      >>> f = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+      >>> f(jnp.array([1.0, 2.0, 2.0, 3.0, 4.0, 0.0]), jnp.array([0, 1, 0, 1]),
+      ...   jnp.array([1, 2, 1, 1]), jnp.array([0, 0, 1, 2]), jnp.array([1, 1, 2, 1]))
+      Array([1., 3., 0., 0., 2., 2., 4., 0.], dtype=float32)
+
+    Source: `jax.lax.ragged_all_to_all`, whose derivative with respect to `output` is wrong where
+    slices are empty, and which the compiler for CPU refuses.
+    """
+    ring = bind_ring(_NAME, axis_name)
+    _check_axes(ring)
+    operand, output = jnp.asarray(operand), jnp.asarray(output)
+    given = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    slices = _check_slices(Slices(*(jnp.asarray(x) for x in given)), ring)
+    _check_rows(operand, output)
+    operand, output, slices = vary_alike(ring.axis_name, operand, output, slices)
+    if not jnp.issubdtype(operand.dtype, jnp.inexact):
+        return exchange_rows(operand, output, slices, ring)
+    return _exchange(operand, output, slices, ring, operand.shape[0])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _exchange(operand: Array, output: Array, slices: Slices, ring: Ring, rows: int) -> Array:
+    return exchange_rows(operand, output, slices, ring)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _exchange_back(ct: Array, slices: Slices, ring: Ring, rows: int) -> Array:
+    """The sum, for each of the operand's rows, of `ct` wherever `exchange_rows` put it."""
+    count = slices.send_sizes.size
+    slices_per_pair = count // ring.size
+    back = Slices(
+        input_offsets=swap(slices.output_offsets, ring),
+        send_sizes=slices.recv_sizes,
+        output_offsets=swap(slices.input_offsets, ring),
+        recv_sizes=slices.send_sizes,
+    )
+    # Slices that overlap come back one by one: in a step each device gets one from one device.
+    apart = lax.pmax(_overlap(slices), ring.axis_name)
+    device = jnp.arange(count, dtype="int32") // slices_per_pair
+    number = jnp.arange(count, dtype="int32") % slices_per_pair
+
+    def step(i: Array, total: Array) -> Array:
+        distance = i // slices_per_pair
+        these = number == i % slices_per_pair
+        to = these & (device == (ring.index() - distance) % ring.size)
+        origin = these & (device == (ring.index() + distance) % ring.size)
+        some = back._replace(
+            send_sizes=jnp.where(apart & ~to, 0, back.send_sizes),
+            recv_sizes=jnp.where(apart & ~origin, 0, back.recv_sizes),
+        )
+        return total + exchange_rows(ct, jnp.zeros_like(zeros), some, ring).astype(total.dtype)
+
+    zeros = jnp.zeros((rows, *ct.shape[1:]), ct.dtype)
+    start, zeros = vary_alike(ring.axis_name, jnp.int32(0), zeros, ct, slices)[:2]
+    total = zeros.astype(addition_dtype(ct.dtype))
+    _, total = lax.while_loop(
+        lambda carry: carry[0] < jnp.where(apart, count, 1),
+        lambda carry: (carry[0] + 1, step(*carry)),
+        (start, total),
+    )
+    return total.astype(ct.dtype)
+
+
+def _exchange_fwd(operand: Array, output: Array, slices: Slices, *how: Any) -> tuple[Array, Slices]:
+    return _exchange(operand, output, slices, *how), slices
+
+
+def _exchange_bwd(ring: Ring, rows: int, slices: Slices, ct: Array) -> tuple[Array, Array, None]:
+    arrived = _arrived(slices, ring, ct)
+    return _exchange_back(ct, slices, ring, rows), jnp.where(arrived, jnp.zeros_like(ct), ct), None
+
+
+def _back_fwd(ct: Array, slices: Slices, ring: Ring, rows: int) -> tuple[Array, Any]:
+    return _exchange_back(ct, slices, ring, rows), (slices, jnp.zeros_like(ct))
+
+
+def _back_bwd(ring: Ring, rows: int, residuals: Any, ct: Array) -> tuple[Array, None]:
+    slices, zeros = residuals
+    return _exchange(ct, zeros, slices, ring, rows), None
+
+
+_exchange.defvjp(_exchange_fwd, _exchange_bwd)
+_exchange_back.defvjp(_back_fwd, _back_bwd)
+
+
+def _overlap(slices: Slices) -> Array:
+    """Whether any two slices that this device sends share a row."""
+    starts, sizes = slices.input_offsets, slices.send_sizes
+    far = jnp.iinfo("int32").max
+    starts, sizes = lax.sort((jnp.where(sizes > 0, starts, far), sizes), num_keys=1)
+    return jnp.any(starts[1:] - starts[:-1] < sizes[:-1])
+
+
+def _arrived(slices: Slices, ring: Ring, ct: Array) -> Array:
+    """Which rows of the output were written: bool[out_rows, 1, ...]."""
+    starts = swap(slices.output_offsets, ring)
+    steps = jnp.zeros(ct.shape[0] + 1, "int32")
+    (steps, starts, sizes) = vary_alike((), steps, starts, slices.recv_sizes)
+    # Added, not set: an empty slice takes back at once what it starts, wherever that is.
+    steps = steps.at[starts].add(1, mode="drop").at[starts + sizes].add(-1, mode="drop")
+    arrived = jnp.cumsum(steps, dtype="int32")[:-1] > 0
+    return arrived.reshape(-1, *[1] * (ct.ndim - 1))
+
+
+def _check_axes(ring: Ring) -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(ring.axis_name) <= set(mesh.axis_names):
+        raise ValueError(
+            f"{_NAME}: {ring} is not an axis of the mesh, which has {dict(mesh.shape)}; rows are "
+            "exchanged between devices, not along an axis of jax.vmap"
+        )
+
+
+def _check_slices(slices: Slices, ring: Ring) -> Slices:
+    for argument, x in slices._asdict().items():
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(
+                f"{_NAME}: {argument} must be integers, got {x.dtype}{list(x.shape)}; cast them "
+                "to int32"
+            )
+        if x.ndim != 1 or not x.size or x.size % ring.size:
+            found = f": {x.size} = {x.size // ring.size} x {ring.size} + {x.size % ring.size}"
+            raise ValueError(
+                f"{_NAME}: {argument} has local shape {x.shape}, but needs one dimension, whose "
+                f"size is that of {ring} or a multiple of it{found if x.ndim == 1 else ''}; give "
+                "each device as many entries as any other, with size 0 for what is not sent"
+            )
+        if x.size != slices.input_offsets.size:
+            raise ValueError(
+                f"{_NAME}: {argument} has local shape {x.shape}, and input_offsets "
+                f"{slices.input_offsets.shape}; all four describe the same slices, and need one "
+                "entry for each"
+            )
+    return Slices(*(x.astype("int32") for x in slices))
+
+
+def _check_rows(operand: Array, output: Array) -> None:
+    if not operand.ndim or not output.ndim:
+        which, x = ("operand", operand) if not operand.ndim else ("output", output)
+        raise ValueError(
+            f"{_NAME}: {which} has local shape {x.shape}, but needs a dimension 0 of rows; "
+            "reshape it"
+        )
+    if operand.shape[1:] != output.shape[1:]:
+        raise ValueError(
+            f"{_NAME}: operand has local shape {operand.shape} and output {output.shape}; rows "
+            f"are of shape {operand.shape[1:]} and {output.shape[1:]}, but must be alike: reshape "
+            "one, or make output for the operand's rows"
+        )
+    if operand.dtype != output.dtype:
+        raise TypeError(
+            f"{_NAME}: operand is {operand.dtype} and output {output.dtype}; cast one of them"
+        )

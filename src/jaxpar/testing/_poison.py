@@ -1,0 +1,46 @@
+"""`poisoned_rows`: rows that nobody wrote read as NaN, so that a test sees who reads them."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import jax
+
+from jaxpar import _unwritten
+
+
+@contextmanager
+def poisoned_rows() -> Generator[None]:
+    """Fills what jaxpar leaves unwritten with the worst that memory can hold.
+
+    Receive buffers have rows that nothing arrives in. On CPU these read as zero, on accelerators as
+    whatever the memory held before, and `NaN * 0` is NaN: a program that reads them passes its
+    tests on CPU, and fails elsewhere. Inside this context they are NaN, for integers a number that
+    is no row, for booleans True.
+
+    Returns:
+      A context manager. What is traced inside is poisoned; it clears JAX's caches on entry and on
+      exit, so that nothing that was compiled before or inside is reused. Keep it open over many
+      tests, such as in a fixture with `scope="module"`.
+
+    Cost: one write of each buffer.
+
+    Example:
+      >>> mesh = make_mesh("ep=8")
+      >>> def send(x, to):
+      ...     dispatcher = RaggedDispatcher.from_target_device_ids(to, axis_name="ep")
+      ...     rows, valid = dispatcher.dispatch(x, 2)
+      ...     return rows, jnp.where(valid, rows, 0)
+      >>> with poisoned_rows():
+      ...     seen, masked = jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(P("ep"), P("ep")),
+      ...         out_specs=P("ep")))(jnp.arange(8.0), jnp.arange(8))
+      >>> print(seen[:4], masked[:4])
+      [ 0. nan  1. nan] [0. 0. 1. 0.]
+    """
+    before = _unwritten.poisoned
+    _unwritten.poisoned = True
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _unwritten.poisoned = before
+        jax.clear_caches()
