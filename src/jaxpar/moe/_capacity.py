@@ -1,0 +1,165 @@
+"""How many tokens an expert takes, and which of them where more want it."""
+
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar._types import Integer, Number, Policy
+from jaxpar._varying import vary_over, varying_axes
+from jaxpar.layers._checks import check_number, check_whole
+from jaxpar.moe._chosen import of_chosen, of_experts
+from jaxpar.moe._routing import Routing
+
+POLICIES = ("probability", "position")
+
+
+def expert_capacity(tokens: Integer, top_k: Integer, experts: Integer, factor: Number) -> int:
+    """Computes how many tokens each expert takes: `factor` times its even share, rounded up.
+
+    Args:
+      tokens: the number of tokens of this device.
+      top_k: the number of experts for each token.
+      experts: the number of all experts.
+      factor: a number of at least 0, taken as it is written: 1.1 means 11/10.
+
+    Returns:
+      `ceil(factor * tokens * top_k / experts)`, exactly.
+
+    Raises:
+      TypeError: a number of the wrong type.
+      ValueError: a negative number, no experts, a factor that is not finite.
+
+    Cost: none; it is computed while tracing.
+
+    Example:
+      >>> expert_capacity(100, 2, 8, 1.1)
+      28
+      >>> expert_capacity(100, 1, 10, 1.1)  # although 1.1 * 100 / 10 is more than 11 in floats
+      11
+
+    Source: Lepikhin et al., "GShard" (2020).
+    """
+    name = "expert_capacity"
+    tokens = check_whole(name, "tokens", tokens, 0)
+    top_k = check_whole(name, "top_k", top_k, 1)
+    experts = check_whole(name, "experts", experts, 1)
+    given: Any = factor
+    if not isinstance(given, Fraction):
+        if check_number(name, "factor", given) == float("inf"):
+            raise ValueError(
+                f"{name}: factor={factor} must be finite; an expert gets at most {tokens} tokens, "
+                "and a capacity of so many drops none"
+            )
+        given = Fraction(str(given))
+    elif given < 0:
+        raise ValueError(f"{name}: factor={factor} must be at least 0")
+    return ceil(given * tokens * top_k / experts)
+
+
+def limit_capacity(
+    routing: Routing, capacity: Integer, *, policy: Policy = "probability"
+) -> Routing:
+    """Drops what is beyond each expert's capacity, of the tokens of this device.
+
+    Args:
+      routing: of local `[t, k]` choices. Those that are not kept already take no room.
+      capacity: the largest number of this device's tokens that an expert keeps, known while
+        tracing; see `expert_capacity`.
+      policy: which tokens an expert keeps: `"probability"`, those of the largest weights, the
+        earlier one where they are equal; or `"position"`, the earliest.
+
+    Returns:
+      `routing` with fewer `kept`. Weights stay as they are.
+
+    Raises:
+      TypeError: a capacity that is no integer.
+      ValueError: a negative capacity, an unknown policy.
+
+    Cost: nothing is sent; nothing is computed for a capacity of t or more. Otherwise t k E
+    operations, and running counts over `[t, E]`, which are matmuls with triangular blocks.
+    `"probability"` does not sort: it finds the smallest weight that each expert keeps in 16 passes
+    over such an array, one for every two bits of a float32.
+
+    Example:
+      >>> routing = route(jnp.log(jnp.array([[0.6, 0.4], [0.9, 0.1], [0.2, 0.8]])), 1)
+      >>> limit_capacity(routing, 1).kept.ravel()
+      Array([False,  True,  True], dtype=bool)
+      >>> limit_capacity(routing, 1, policy="position").kept.ravel()
+      Array([ True, False,  True], dtype=bool)
+
+    Source: Lepikhin et al., "GShard" (2020), by position; Riquelme et al., "Scaling vision with
+    sparse mixture of experts" (2021), by weight.
+    """
+    most = check_whole("limit_capacity", "capacity", capacity, 0)
+    if policy not in POLICIES:
+        raise ValueError(
+            f"limit_capacity: policy must be one of {', '.join(POLICIES)}, got {policy!r}"
+        )
+    if most >= len(routing.experts):
+        return routing
+    if most == 0:
+        return routing._replace(kept=jnp.zeros_like(routing.kept))
+    count = routing.logits.shape[1]
+    experts = jnp.where(routing.kept, routing.experts, -1)
+    if policy == "position":
+        wanted = of_experts(jnp.ones_like(experts), experts, count)  # int32[t, E]
+        kept = _running_count(wanted > 0) <= most
+    else:
+        kept = _largest(of_experts(_sort_keys(routing.weights), experts, count), most)
+    return routing._replace(kept=routing.kept & (of_chosen(kept.astype("int32"), experts) > 0))
+
+
+def _sort_keys(weights: Array) -> Array:
+    """Unsigned integers of at least 1, in the order of the weights."""
+    weights = lax.stop_gradient(weights)
+    weights = jnp.where(weights == 0, 0, weights)  # -0 as 0
+    bits = lax.bitcast_convert_type(weights, f"uint{8 * weights.dtype.itemsize}")
+    sign = jnp.asarray(1 << (8 * weights.dtype.itemsize - 1), bits.dtype)
+    return jnp.maximum(jnp.where(bits >= sign, ~bits, bits | sign), 1)
+
+
+def _largest(keys: Array, most: int) -> Array:
+    """Tells of unsigned `keys` [t, E] which are among the `most` largest of their column.
+
+    Of equal keys the earlier are; those that are 0 never.
+    """
+    bits = 8 * keys.dtype.itemsize
+
+    def fix_two_bits(step: Array, found: Array) -> Array:
+        """The largest number that `most` keys reach, known down to two more bits."""
+        place = (bits - 2 - 2 * step).astype(keys.dtype)
+        known = found
+        for digits in (1, 2, 3):
+            tried = known | (jnp.asarray(digits, keys.dtype) << place)
+            reached = jnp.sum(keys >= tried, axis=0, dtype="int32") >= most
+            found = jnp.where(reached, tried, found)
+        return found
+
+    zeros = vary_over(varying_axes(keys), jnp.zeros(keys.shape[1:], keys.dtype))
+    smallest = lax.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)
+    above, equal = keys > smallest, (keys == smallest) & (keys > 0)
+    room = most - jnp.sum(above, axis=0, dtype="int32")
+    return above | (equal & (_running_count(equal) <= room))
+
+
+def _running_count(flags: Array) -> Array:
+    """How many `flags` [t, E] there are in each column, down to and with each row; int32.
+
+    By matmuls, exact at any precision: of 0 and 1, and of counts up to 128. `jnp.cumsum` runs as
+    long on TPU, but takes seconds to compile.
+    """
+    tokens, count = flags.shape
+    rows = min(128, tokens)
+    padded = jnp.pad(flags, ((0, -tokens % rows), (0, 0))).astype("float32")
+    blocks = padded.reshape(-1, rows, count)
+    within = jnp.einsum("ij,bje->bie", _triangle(rows, 0), blocks)  # [blocks, rows, E]
+    before = jnp.einsum("ij,je->ie", _triangle(len(blocks), -1), within[:, -1])  # [blocks, E]
+    counts = within + before[:, None]
+    return counts.reshape(-1, count)[:tokens].astype("int32")
+
+
+def _triangle(size: int, diagonal: int) -> Array:
+    return jnp.tri(size, k=diagonal, dtype="float32")

@@ -1,0 +1,208 @@
+"""Which experts each token goes to, and with which weights."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar._dtypes import sum_dtype
+from jaxpar._types import Integer, Number, Scoring
+from jaxpar.layers._checks import check_number, check_whole
+from jaxpar.moe._chosen import of_chosen
+
+SCORINGS = ("softmax", "selected_softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """Where tokens go: `top_k` experts for each, as `route` chooses them.
+
+    Any other router can make one, for `moe_layer` and for statistics. The experts of a token must
+    be distinct.
+
+    Attributes:
+      experts: int32 `[t, k]`, the best first; -1 for tokens that are masked.
+      weights: float32 (or float64) `[t, k]`, by which the experts' results are multiplied.
+      kept: bool `[t, k]`; False for masked tokens, and for what `limit_capacity` dropped.
+      scores: `[t, E]`, in the dtype of the weights: softmax or sigmoid of the logits, without bias.
+      logits: `[t, E]`, in that dtype.
+
+    Example:
+      >>> routing = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), 2)
+      >>> routing.experts, routing.kept
+      (Array([[1, 2]], dtype=int32), Array([[ True,  True]], dtype=bool))
+    """
+
+    experts: Array
+    weights: Array
+    kept: Array
+    scores: Array
+    logits: Array
+
+
+def route(
+    logits: Array,
+    top_k: Integer,
+    *,
+    scoring: Scoring = "softmax",
+    bias: Array | None = None,
+    groups: Integer = 1,
+    top_groups: Integer | None = None,
+    normalize: bool = False,
+    scale: Number = 1.0,
+    mask: Array | None = None,
+) -> Routing:
+    """Chooses the `top_k` best experts of each token, and weighs them.
+
+    Args:
+      logits: local `[t, E]` of floats, for the tokens of this device and all experts.
+      top_k: the number of experts for each token.
+      scoring: what scores are, of which those of the chosen experts are the weights. `"softmax"`:
+        over all experts. `"selected_softmax"`: the same, but weights are the softmax over the
+        logits of the chosen experts only. `"sigmoid"`: of each logit.
+      bias: `[E]`, added to scores (for `"selected_softmax"` to logits) where experts are chosen,
+        not in weights: for balance without a loss, see `update_router_bias`. Not differentiated.
+      groups: into how many groups of neighbours the experts are divided.
+      top_groups: experts of the so many best groups alone can be chosen. A group is as good as its
+        best expert, or with a bias as the sum of its two best.
+      normalize: divide the weights of each token by their sum. With `top_k=1` they are 1 then, as
+        with `"selected_softmax"`, and the router has no gradient but that of its own losses.
+      scale: multiplies the weights, after that.
+      mask: bool `[t]`; tokens where it is False are padding, whose logits can be anything. They are
+        sent nowhere and have no part in statistics; nor have they gradients.
+
+    Returns:
+      A `Routing`, in float32 for 16-bit logits. Where experts are equally good the one of lower
+      index is chosen. Masked tokens have experts -1, and logits, scores and weights 0.
+
+    Raises:
+      TypeError: logits or a bias that are no floats, a mask that is not bool, an option of the
+        wrong type.
+      ValueError: wrong shapes, more experts to choose than there are, groups that do not divide
+        them, an unknown scoring.
+
+    Cost: nothing is sent. Sorts each row for the `top_k` largest, and compares each choice with all
+    experts, t k E operations, instead of a gather and of the scatter-add of its derivative.
+
+    Example:
+      >>> routing = route(jnp.array([[0.0, 4.0, 2.0, 4.0]]), 3, scoring="selected_softmax")
+      >>> routing.experts
+      Array([[1, 3, 2]], dtype=int32)
+      >>> routing.weights.round(2)
+      Array([[0.47, 0.47, 0.06]], dtype=float32)
+
+    Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
+    experts" (2024), for the softmax over what is selected; DeepSeek-AI, "DeepSeek-V3 technical
+    report" (2024), for sigmoids, bias and groups.
+    """
+    k = _check_logits(logits, top_k)
+    if scoring not in SCORINGS:
+        raise ValueError(f"route: scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
+    factor = check_number("route", "scale", scale)
+    logits = logits.astype(sum_dtype(logits.dtype))
+    if mask is not None:
+        check_mask("route", mask, len(logits))
+        logits = jnp.where(mask[:, None], logits, 0)
+    scores = jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+
+    choice = lax.stop_gradient(logits)  # in the order of scores, which round and underflow
+    if bias is not None:
+        _check_bias(bias, logits)
+        choice = lax.stop_gradient(logits if scoring == "selected_softmax" else scores)
+        choice = choice + lax.stop_gradient(bias).astype(choice.dtype)
+    choice = _in_best_groups(choice, groups, top_groups, k, pairs=bias is not None)
+    experts = lax.top_k(choice, k)[1].astype("int32")  # [t, k]
+
+    if scoring == "selected_softmax" or (normalize and scoring == "softmax"):
+        weights = jax.nn.softmax(of_chosen(logits, experts), axis=-1)
+    elif normalize:  # a softmax again, which is right where scores underflow
+        chosen = of_chosen(logits, experts)
+        weights = jax.nn.softmax(jax.nn.log_sigmoid(chosen), axis=-1)
+    else:
+        weights = of_chosen(scores, experts)
+    if factor != 1:
+        weights = weights * factor
+
+    kept = jnp.ones_like(experts, bool)
+    if mask is not None:
+        kept = kept & mask[:, None]
+        experts = jnp.where(kept, experts, -1)
+        weights = jnp.where(kept, weights, 0)
+        scores = jnp.where(mask[:, None], scores, 0)
+    return Routing(experts, weights, kept, scores, logits)
+
+
+def _in_best_groups(choice: Array, groups: Any, top_groups: Any, k: int, pairs: bool) -> Array:
+    """`choice`, and -inf for experts outside of the best groups."""
+    tokens, count = choice.shape
+    groups = check_whole("route", "groups", groups, 1)
+    if count % groups:
+        raise ValueError(
+            f"route: logits has local shape {choice.shape}, whose {count} experts groups={groups} "
+            f"does not divide: {count} = {count // groups} x {groups} + {count % groups}; choose a "
+            f"divisor of {count}"
+        )
+    if top_groups is None:
+        if groups == 1:
+            return choice
+        raise ValueError(
+            f"route: groups={groups} without top_groups restricts nothing; say of how many groups "
+            "experts can be chosen"
+        )
+    size = count // groups
+    top = check_whole("route", "top_groups", top_groups, 1, groups, "the number of groups")
+    if k > top * size:
+        raise ValueError(
+            f"route: top_k={k} is more than the experts of top_groups={top} groups: {top} x {size} "
+            f"= {top * size}; choose at least {-(-k // size)} groups"
+        )
+    if top == groups:
+        return choice
+    # A logit of -inf must still be better than the experts that cannot be chosen.
+    choice = jnp.maximum(choice, jnp.finfo(choice.dtype).min)
+    grouped = choice.reshape(tokens, groups, size)
+    merit = jnp.max(grouped, axis=-1)  # [t, groups]
+    if pairs and size > 1:
+        merit = merit + _second_best(grouped)
+    chosen = lax.top_k(merit, top)[1]
+    allowed = jnp.any(chosen[..., None] == jnp.arange(groups, dtype=chosen.dtype), axis=1)
+    return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(tokens, count)
+
+
+def _second_best(x: Array) -> Array:
+    """The second largest along the last dimension, which `lax.top_k` would sort for it."""
+    first = jnp.argmax(x, axis=-1, keepdims=True).astype("int32")
+    places = lax.broadcasted_iota("int32", x.shape, x.ndim - 1)
+    return jnp.max(jnp.where(places == first, -jnp.inf, x), axis=-1)
+
+
+def _check_logits(logits: Array, top_k: Any) -> int:
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"route: logits must be floats, got {logits.dtype}; cast them")
+    if logits.ndim != 2 or not logits.shape[1]:
+        raise ValueError(
+            f"route: logits has local shape {logits.shape}, and must be [tokens, experts]; reshape "
+            "it to two dimensions"
+        )
+    return check_whole("route", "top_k", top_k, 1, logits.shape[1], "the number of experts")
+
+
+def _check_bias(bias: Array, logits: Array) -> None:
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"route: bias must be floats, got {bias.dtype}; cast it")
+    if bias.shape != logits.shape[1:]:
+        raise ValueError(
+            f"route: bias has local shape {bias.shape} and logits {logits.shape}; it needs one "
+            f"entry for each of the {logits.shape[1]} experts, on every device"
+        )
+
+
+def check_mask(function: str, mask: Array, tokens: int) -> None:
+    """Raises unless `mask` says of each token whether it counts."""
+    if mask.dtype != bool:
+        raise TypeError(f"{function}: mask must be bool, got {mask.dtype}; compare it with 0")
+    if mask.shape != (tokens,):
+        raise ValueError(
+            f"{function}: mask has local shape {mask.shape}, and there are {tokens} tokens; it "
+            f"must be [{tokens}]"
+        )

@@ -1,0 +1,252 @@
+"""How evenly a router uses its experts, over all devices, and the losses that keep it even."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxpar._types import AxisName, Integer
+from jaxpar._varying import vary_alike
+from jaxpar.collectives._ring import bind_ring
+from jaxpar.moe._chosen import of_experts
+from jaxpar.moe._routing import Routing, check_mask
+
+
+class Statistics(NamedTuple):
+    """What `routing_statistics` computes of a routing, over all devices.
+
+    Attributes:
+      tokens_per_expert: int32 `[E]`, tokens routed to each expert, before any is dropped.
+      dropped: int32, how many of these choices `limit_capacity` dropped.
+      overflow: int32, how many rows did not fit into the buffers that receive them.
+      entropy: mean over tokens of the entropy of their scores, these divided by their sum; from 0
+        to log(E).
+      largest_load: tokens of the busiest expert over their mean; 1 at balance.
+      load_balance_loss: as the function of that name.
+      router_z_loss: as the function of that name.
+
+    Example:
+      >>> stats = routing_statistics(route(jnp.eye(4), 1))
+      >>> stats.tokens_per_expert, float(stats.largest_load)
+      (Array([1, 1, 1, 1], dtype=int32), 1.0)
+    """
+
+    tokens_per_expert: Array
+    dropped: Array
+    overflow: Array
+    entropy: Array
+    largest_load: Array
+    load_balance_loss: Array
+    router_z_loss: Array
+
+
+def routing_statistics(
+    routing: Routing,
+    axis_name: AxisName = (),
+    *,
+    mask: Array | None = None,
+    overflow: Array | Integer = 0,
+) -> Statistics:
+    """Computes the statistics of a routing, with the losses that balance it, over all devices.
+
+    Args:
+      routing: of this device's tokens, as `route` or `limit_capacity` returns it.
+      axis_name: one mesh axis, or a tuple of them in any order: all over which tokens are sharded.
+        Empty: the statistics of this device's tokens.
+      mask: bool `[t]`, False for tokens that do not count. Those that `route` masked never do.
+      overflow: a scalar integer, the rows that this device could not receive.
+
+    Returns:
+      `Statistics`, replicated over `axis_name`; all 0 where no token counts. The entropy and the
+      losses are differentiable, with respect to scores and logits. To train with a loss inside
+      `layers.value_and_grad`, add it to `loss_sum`, times the device's own `weight`.
+
+    Raises:
+      TypeError: a mask that is not bool, an axis name that is no text.
+      ValueError: a mask of another shape, an overflow that is no scalar integer, an unknown axis
+        name, a call outside shard_map.
+
+    Cost: psums of E + 2 integers, of E + 2 floats and of `overflow`. In the derivative nothing is
+    sent, but under `check_vma=False` the floats again.
+
+    Example:
+      >>> mesh = make_mesh("ep=8")
+      >>> f = jax.jit(jax.shard_map(lambda x: routing_statistics(route(x, 2), "ep"),
+      ...     mesh=mesh, in_specs=P("ep"), out_specs=P()))
+      >>> f(jnp.tile(jnp.array([3.0, 2.0, 1.0, 0.0]), (16, 1))).tokens_per_expert
+      Array([16, 16,  0,  0], dtype=int32)
+    """
+    name = "routing_statistics"
+    axes = _axes(name, axis_name)
+    counted = _counted(name, routing, mask)
+    lost = jnp.asarray(overflow)
+    if lost.ndim or not jnp.issubdtype(lost.dtype, jnp.integer):
+        raise ValueError(
+            f"{name}: overflow must be a scalar integer, got {lost.dtype}{list(lost.shape)}; it is "
+            "the number of rows that this device could not receive"
+        )
+    dropped = jnp.sum(_routed(routing, counted) & ~routing.kept, dtype="int32")
+    tokens, counts, dropped = _sums(
+        axes, _count(counted), _tokens_per_expert(routing, counted), dropped
+    )
+    scores = _normalized(routing.scores, counted)
+    total, entropy, z_loss = _sums(
+        axes,
+        jnp.sum(scores, axis=0),
+        jnp.sum(_entropies(scores)),
+        jnp.sum(_z_losses(routing, counted)),
+    )
+    loads = counts.astype(total.dtype)
+    return Statistics(
+        tokens_per_expert=counts,
+        dropped=dropped,
+        overflow=_sums(axes, lost.astype("int32"))[0],
+        entropy=_per(entropy, tokens),
+        largest_load=len(counts) * _per(jnp.max(loads), jnp.sum(counts, dtype="int32")),
+        load_balance_loss=_balance(counts, total, tokens),
+        router_z_loss=_per(z_loss, tokens),
+    )
+
+
+def load_balance_loss(
+    routing: Routing, axis_name: AxisName = (), *, mask: Array | None = None
+) -> Array:
+    """Computes the loss that is smallest where all experts get equally many tokens.
+
+    `E * sum_e share_e * score_e`, where `share_e` is the share of expert e in all choices, before
+    any is dropped, and `score_e` the mean over tokens of its score, scores of a token divided by
+    their sum. Both are those of all devices: a mean of the devices' losses would be another.
+
+    Args:
+      routing: of this device's tokens.
+      axis_name: as in `routing_statistics`.
+      mask: as in `routing_statistics`.
+
+    Returns:
+      A scalar in the dtype of scores, replicated over `axis_name`: 1 at balance, at most E. Shares
+      are not differentiated. 0, and with zero gradients, where no token counts.
+
+    Raises:
+      TypeError: a mask that is not bool, an axis name that is no text.
+      ValueError: a mask of another shape, an unknown axis name, a call outside shard_map.
+
+    Cost: psums of E + 1 integers and E floats; in the derivative nothing is sent, but under
+    `check_vma=False` the floats again.
+
+    Example:
+      >>> load_balance_loss(route(100 * jnp.eye(4), 1))
+      Array(1., dtype=float32)
+      >>> load_balance_loss(route(100 * jnp.ones((6, 1)) * jnp.eye(4)[2], 1))
+      Array(4., dtype=float32)
+
+    Source: Fedus et al., "Switch transformers" (2021).
+    """
+    name = "load_balance_loss"
+    axes = _axes(name, axis_name)
+    counted = _counted(name, routing, mask)
+    tokens, counts = _sums(axes, _count(counted), _tokens_per_expert(routing, counted))
+    scores = _normalized(routing.scores, counted)
+    (total,) = _sums(axes, jnp.sum(scores, axis=0))
+    return _balance(counts, total, tokens)
+
+
+def router_z_loss(
+    routing: Routing, axis_name: AxisName = (), *, mask: Array | None = None
+) -> Array:
+    """Computes the loss that keeps logits small: the mean over tokens of `logsumexp(logits)**2`.
+
+    Args:
+      routing: of this device's tokens.
+      axis_name: as in `routing_statistics`.
+      mask: as in `routing_statistics`.
+
+    Returns:
+      A scalar in the dtype of logits, replicated over `axis_name`; 0, and with zero gradients,
+      where no token counts.
+
+    Raises:
+      TypeError: as `routing_statistics`.
+      ValueError: as `routing_statistics`.
+
+    Cost: psums of two scalars; in the derivative nothing is sent, but one under `check_vma=False`.
+
+    Example:
+      >>> f"{router_z_loss(route(jnp.zeros((3, 4)), 1)):.3f}"  # log(4)**2
+      '1.922'
+
+    Source: Zoph et al., "ST-MoE" (2022).
+    """
+    name = "router_z_loss"
+    axes = _axes(name, axis_name)
+    counted = _counted(name, routing, mask)
+    (tokens,) = _sums(axes, _count(counted))
+    (total,) = _sums(axes, jnp.sum(_z_losses(routing, counted)))
+    return _per(total, tokens)
+
+
+def _axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
+    return () if axis_name == () else bind_ring(function, axis_name).axis_name
+
+
+def _sums(axes: tuple[str, ...], *parts: Array) -> tuple[Array, ...]:
+    """Sums scalars and vectors of one dtype over `axes`, all in one psum."""
+    if not axes:
+        return parts
+    whole = jnp.concatenate([part.reshape(-1) for part in vary_alike(axes, *parts)])
+    whole = lax.psum(whole, axes)
+    ends = np.cumsum([part.size for part in parts])[:-1].tolist()
+    pieces = jnp.split(whole, ends)
+    return tuple(piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True))
+
+
+def _counted(function: str, routing: Routing, mask: Array | None) -> Array:
+    """Tells which tokens count, bool[t]: those that are masked nowhere."""
+    counted = jnp.any(routing.experts >= 0, axis=1)
+    if mask is None:
+        return counted
+    check_mask(function, mask, len(counted))
+    return counted & mask
+
+
+def _count(counted: Array) -> Array:
+    return jnp.sum(counted, dtype="int32")
+
+
+def _routed(routing: Routing, counted: Array) -> Array:
+    return counted[:, None] & (routing.experts >= 0)  # [t, k]
+
+
+def _tokens_per_expert(routing: Routing, counted: Array) -> Array:
+    ones = _routed(routing, counted).astype("int32")
+    chosen = of_experts(ones, routing.experts, routing.scores.shape[1])
+    return jnp.sum(chosen, axis=0, dtype="int32")
+
+
+def _normalized(scores: Array, counted: Array) -> Array:
+    """Scores [t, E] divided by their sums, and 0 for tokens that do not count."""
+    scores = jnp.where(counted[:, None], scores, 0)
+    total = jnp.sum(scores, axis=1, keepdims=True)
+    # Sigmoids may underflow, and the derivative divides by the square.
+    return scores / jnp.where(total > 1e-15, total, 1)
+
+
+def _entropies(scores: Array) -> Array:
+    logs = jnp.log(jnp.where(scores > 0, scores, 1))  # 0 log 0 is 0, and has no gradient of NaN
+    return -jnp.sum(scores * logs, axis=1)
+
+
+def _z_losses(routing: Routing, counted: Array) -> Array:
+    logits = jnp.where(counted[:, None], routing.logits, 0)
+    return jnp.where(counted, jax.nn.logsumexp(logits, axis=1) ** 2, 0)
+
+
+def _balance(counts: Array, scores: Array, tokens: Array) -> Array:
+    shares = _per(counts.astype(scores.dtype), jnp.sum(counts, dtype="int32"))
+    return len(counts) * jnp.sum(shares * _per(scores, tokens))
+
+
+def _per(x: Array, count: Array) -> Array:
+    """`x / count`, and 0 where there are none."""
+    return x / jnp.maximum(count, 1).astype(x.dtype)

@@ -1,0 +1,287 @@
+"""The router's statistics, losses and bias against NumPy, over several devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import make_mesh
+from jaxpar.layers import value_and_grad
+from jaxpar.moe import (
+    Routing,
+    Statistics,
+    limit_capacity,
+    load_balance_loss,
+    route,
+    router_z_loss,
+    routing_statistics,
+    update_router_bias,
+)
+from jaxpar.testing import assert_matches_reference, count_collectives
+
+
+def normal(*shape, dtype="float32"):
+    return np.random.default_rng([*shape]).standard_normal(shape).astype(dtype)
+
+
+def mesh_of(text):
+    size = int(np.prod([int(part.split("=")[1]) for part in text.split(",")]))
+    return make_mesh(text, devices=jax.devices()[:size])
+
+
+def reference(logits, top_k, scoring="softmax", mask=None, dropped=0, overflow=0):
+    """Of all tokens at once."""
+    count = logits.shape[1]
+    logits = logits if mask is None else logits[mask]
+    scores = np.exp(logits) if scoring == "softmax" else 1 / (1 + np.exp(-logits))
+    scores = scores / np.sum(scores, axis=1, keepdims=True)
+    experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    loads = np.bincount(experts.ravel(), minlength=count)
+    tokens = max(len(logits), 1)
+    return Statistics(
+        tokens_per_expert=loads.astype("int32"),
+        dropped=np.int32(dropped),
+        overflow=np.int32(overflow),
+        entropy=-np.sum(scores * np.log(scores)) / tokens,
+        largest_load=np.float64(np.max(loads) * count / (tokens * top_k)),
+        load_balance_loss=count * np.sum(loads * np.sum(scores, axis=0)) / (tokens**2 * top_k),
+        router_z_loss=np.sum(np.log(np.sum(np.exp(logits), axis=1)) ** 2) / tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names", "options", "masked", "check_vma"),
+    [
+        ("dp=2,tp=2,ep=2", ("ep", "dp"), {"top_k": 3}, True, (True, False)),
+        ("ep=3", "ep", {"top_k": 1, "scoring": "sigmoid"}, True, True),
+        ("dp=4,ep=2", ("dp", "ep"), {"top_k": 5, "scoring": "sigmoid"}, False, False),
+        ("ep=1", "ep", {"top_k": 2}, False, True),
+    ],
+)
+def test_matches_reference(mesh, names, options, masked, check_vma):
+    """Devices have different numbers of tokens that count, and one has none."""
+    logits = normal(24, 5)
+    mask = (np.arange(24) % 4 > 0) & (np.arange(24) >= 8) if masked else np.ones(24, bool)
+    logits[~mask] = np.nan
+    devices = int(np.prod([mesh_of(mesh).shape[name] for name in np.atleast_1d(names)]))
+
+    def local(x, mask):
+        routing = limit_capacity(route(x, mask=mask if masked else None, **options), 0)
+        return routing_statistics(routing, names, overflow=jnp.int32(2))
+
+    def whole(x, mask):
+        dropped = options["top_k"] * np.sum(mask)
+        return reference(x, mask=mask, dropped=dropped, overflow=2 * devices, **options)
+
+    assert_matches_reference(
+        local,
+        whole,
+        *(logits, mask),
+        mesh=mesh_of(mesh),
+        in_specs=P(names),
+        out_specs=P(),
+        check_vma=check_vma,
+        max_directions=12,
+    )
+
+
+def test_the_losses_alone_are_those_of_the_statistics():
+    logits, mask = jnp.asarray(normal(16, 5)), jnp.arange(16) % 3 > 0
+
+    def local(x, mask):
+        routing = route(x, 2)
+        stats = routing_statistics(routing, "ep", mask=mask)
+        losses = [f(routing, "ep", mask=mask) for f in (load_balance_loss, router_z_loss)]
+        return stats, losses
+
+    split = jax.shard_map(local, mesh=mesh_of("ep=4"), in_specs=P("ep"), out_specs=P())
+    stats, losses = jax.jit(split)(logits, mask)
+    np.testing.assert_allclose(losses, [stats.load_balance_loss, stats.router_z_loss], rtol=1e-6)
+    wanted = reference(np.asarray(logits, "float64"), 2, mask=np.asarray(mask))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, wanted)
+
+
+def losses_of(routing, names):
+    stats = routing_statistics(routing, names)
+    return (
+        stats.load_balance_loss
+        + 0.5 * router_z_loss(routing, names)
+        + 0.25 * stats.entropy
+        + 0.125 * load_balance_loss(routing, names)
+    )
+
+
+@pytest.mark.parametrize(("names", "check_vma"), [(("dp", "ep"), True), (("ep", "dp"), False)])
+def test_gradients_inside(names, check_vma):
+    """`value_and_grad` gives those of one device, of a replicated router, under either setting."""
+    x, w = jnp.asarray(normal(24, 4)), jnp.asarray(normal(4, 6))
+
+    def loss(w, x):
+        routing = route(x @ w, 2)
+        own = jnp.sum(routing.weights**2)
+        return own + len(x) * losses_of(routing, names), len(x)
+
+    def wanted(w):
+        routing = route(x @ w, 2)
+        return jnp.sum(routing.weights**2) / len(x) + losses_of(routing, ())
+
+    step = jax.shard_map(
+        value_and_grad(loss, names, specs=P()),
+        mesh=mesh_of("dp=2,tp=2,ep=2"),
+        in_specs=(P(), P(names)),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    value, gradient = jax.jit(step)(w, x)
+    true_value, true_gradient = jax.jit(jax.value_and_grad(wanted))(w)
+    np.testing.assert_allclose(value, true_value, rtol=1e-5)
+    np.testing.assert_allclose(gradient, true_gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_inside_by_jax():
+    """Under `check_vma=True`, where results are typed as replicated, `jax.grad` does."""
+    x, w = jnp.asarray(normal(24, 4)), jnp.asarray(normal(4, 6))
+    gradient = jax.shard_map(
+        lambda w, x: jax.grad(lambda w: losses_of(route(x @ w, 2), "ep"))(w),
+        mesh=mesh_of("ep=4"),
+        in_specs=(P(), P("ep")),
+        out_specs=P(),
+    )
+    wanted = jax.grad(lambda w: losses_of(route(x @ w, 2), ()))
+    np.testing.assert_allclose(jax.jit(gradient)(w, x), jax.jit(wanted)(w), rtol=1e-4, atol=1e-6)
+
+
+def test_no_tokens_count():
+    """All is 0, and so are gradients, whatever the logits are."""
+
+    def total(x):
+        stats = split(x)
+        return sum(stats[3:]), stats
+
+    split = jax.shard_map(
+        lambda x: routing_statistics(route(x, 2, mask=jnp.zeros(8, bool)), "ep"),
+        mesh=mesh_of("ep=2"),
+        in_specs=P("ep"),
+        out_specs=P(),
+    )
+    gradient, stats = jax.jit(jax.grad(total, has_aux=True))(jnp.full((16, 3), jnp.nan))
+    np.testing.assert_array_equal(gradient, np.zeros((16, 3)))
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.zeros_like(x)), stats)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_extreme_logits(scoring):
+    """Scores that underflow, all of a token's for sigmoids, and experts that are switched off."""
+    logits = jnp.array([[-300.0, -200.0, -250.0], [100.0, -jnp.inf, 90.0], [0.0, 0.0, 0.0]])
+
+    def total(x):
+        stats = routing_statistics(route(x, 1, scoring=scoring))
+        return stats.load_balance_loss + stats.entropy + stats.router_z_loss, stats
+
+    gradient, stats = jax.jit(jax.grad(total, has_aux=True))(logits)
+    assert all(np.all(np.isfinite(x)) for x in (gradient, *stats))
+    np.testing.assert_array_equal(stats.tokens_per_expert, [2, 1, 0])
+
+
+def test_a_balanced_and_a_collapsed_router():
+    routed = jax.jit(lambda x: routing_statistics(route(x, 1)))
+    even, collapsed = (
+        routed(50 * jnp.tile(jnp.eye(4), (3, 1))),
+        routed(50 * jnp.tile(jnp.eye(4)[2], (12, 1))),
+    )
+    np.testing.assert_allclose([even.load_balance_loss, even.largest_load], [1, 1], rtol=1e-6)
+    np.testing.assert_allclose(collapsed[4:6], [4, 4], rtol=1e-6)
+    assert collapsed.entropy < 1e-6
+
+
+def test_a_router_of_ones_own():
+    """Experts that are no experts do not count, and scores need not sum to 1."""
+    experts = jnp.array([[0, 2], [2, -1], [-1, -1]], "int32")
+    scores = jnp.array([[1.0, 0.0, 1.0], [0.0, 0.0, 4.0], [9.0, 9.0, 9.0]])
+    routing = Routing(experts, jnp.ones((3, 2)), experts >= 0, scores, jnp.zeros((3, 3)))
+    stats = jax.jit(routing_statistics)(routing)
+    np.testing.assert_array_equal(stats.tokens_per_expert, [1, 0, 2])
+    assert stats.dropped == 0
+    np.testing.assert_allclose(stats.entropy, np.log(2) / 2, rtol=1e-6)
+    np.testing.assert_allclose(stats.load_balance_loss, 3 * (0.25 / 3 + 0.75 * 2 / 3), rtol=1e-6)
+
+
+def test_update_router_bias():
+    rng = np.random.default_rng(0)
+    update = jax.jit(update_router_bias)
+    for tokens in rng.integers(0, 4, (20, 7)):
+        signs = np.sign(np.mean(tokens) - tokens)
+        found = update(jnp.ones(7), jnp.asarray(tokens, "int32"), 0.25)
+        np.testing.assert_array_equal(found, 1 + 0.25 * signs)
+    # Exact where float32 is not: the mean is a quarter above three of them.
+    tokens = jnp.array([300_000_001, 300_000_000, 300_000_000, 300_000_000], "int32")
+    found = update(jnp.zeros(4, "bfloat16"), tokens, jnp.float32(1))
+    assert found.dtype == "bfloat16"
+    np.testing.assert_array_equal(found.astype("float32"), [-1, 1, 1, 1])
+
+
+def test_the_bias_balances():
+    """A router that prefers two experts comes to use all, without a loss."""
+    logits = jnp.asarray(normal(256, 8) + 3 * (np.arange(8) < 2).astype("float32"))
+
+    def step(bias, _):
+        routing = route(logits, 2, scoring="sigmoid", bias=bias)
+        stats = routing_statistics(routing)
+        return update_router_bias(bias, stats.tokens_per_expert, 0.01), stats.largest_load
+
+    _, loads = jax.jit(lambda: jax.lax.scan(step, jnp.zeros(8), length=200))()
+    assert loads[0] > 3
+    assert np.max(loads[-20:]) < 1.2
+
+
+def test_what_is_sent():
+    """Two psums for all, one of integers and one of floats, and that of the overflow."""
+
+    names = ("ep", "dp")
+
+    def counts(fn, check_vma=True):
+        split = jax.shard_map(
+            lambda x: fn(route(x, 2), names),
+            mesh=mesh_of("dp=2,ep=2"),
+            in_specs=P(("dp", "ep")),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        return count_collectives(split, jnp.ones((8, 4)))
+
+    statistics = counts(routing_statistics)
+    assert (statistics.forward, statistics.backward) == ({"psum": 3}, {})
+    assert statistics.forward_bytes == 1.5 * 4 * ((4 + 2) + (4 + 2) + 1)
+    assert counts(routing_statistics, check_vma=False).backward == {"psum": 1}
+    balance = counts(load_balance_loss)
+    assert (balance.forward, balance.backward) == ({"psum": 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    [
+        (ValueError, r"routing_statistics: mask has local shape \(3,\), and there are 4 tokens",
+         lambda r: routing_statistics(r, mask=jnp.ones(3, bool))),
+        (TypeError, "router_z_loss: mask must be bool, got float32",
+         lambda r: router_z_loss(r, mask=jnp.ones(4))),
+        (ValueError, r"overflow must be a scalar integer, got float32\[\]",
+         lambda r: routing_statistics(r, overflow=jnp.float32(0))),
+        (ValueError, r"overflow must be a scalar integer, got int32\[2\]",
+         lambda r: routing_statistics(r, overflow=jnp.zeros(2, "int32"))),
+        (ValueError, "load_balance_loss: axis_name 'ep' is not bound",
+         lambda r: load_balance_loss(r, "ep")),
+        (TypeError, "routing_statistics: axis_name must be a mesh axis name or a tuple",
+         lambda r: routing_statistics(r, ["ep"])),
+        (ValueError, r"update_router_bias: bias has local shape \(4,\) and tokens_per_expert "
+         r"\(3,\)", lambda _: update_router_bias(jnp.ones(4), jnp.ones(3, "int32"))),
+        (TypeError, "update_router_bias: bias must be floats, got int32",
+         lambda _: update_router_bias(jnp.ones(3, "int32"), jnp.ones(3, "int32"))),
+        (TypeError, "update_router_bias: tokens_per_expert must be integers, got float32",
+         lambda _: update_router_bias(jnp.ones(3), jnp.ones(3))),
+    ],
+)  # fmt: skip
+def test_errors(error, text, call):
+    routing = jax.eval_shape(lambda: route(jnp.zeros((4, 2)), 1))
+    with pytest.raises(error, match=text):
+        jax.eval_shape(call, routing)
