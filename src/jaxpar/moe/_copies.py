@@ -1,0 +1,110 @@
+"""Copies of rows in another order: which row each is of, and where those of each row are.
+
+Known from both sides, copying and summing the copies are gathers, and each is the derivative of the
+other. Scattering additions, which accelerators do one by one, never happens.
+"""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar._dtypes import addition_dtype
+from jaxpar._varying import vary_alike
+
+
+class Copies(NamedTuple):
+    """Up to k copies of each row, in an order of their own."""
+
+    source: Array  # int32[c]: the row that each is a copy of; at least `rows` for none
+    places: Array  # int32[rows, k]: where the copies of each row are; at least c for none
+
+
+def copies_by_key(keys: Array, keys_count: int, capacity: int) -> tuple[Copies, Array]:
+    """Makes one copy of a row for each of its keys, sorted by key, and by row for equal keys.
+
+    Args:
+      keys: int32[rows, k]; those outside of 0 to `keys_count - 1` get no copy.
+      keys_count: the number of keys.
+      capacity: the number of copies; further ones are dropped, the last in their order.
+
+    Returns:
+      The copies, and how many each key has, dropped ones counted: int32[keys_count].
+    """
+    rows, k = keys.shape
+    count = rows * k
+    flat = keys.astype("int32").reshape(count)
+    flat = jnp.where((flat >= 0) & (flat < keys_count), flat, keys_count)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(keys_count, dtype="int32"), axis=0, dtype="int32")
+    flat, entries = vary_alike((), flat, jnp.arange(count, dtype="int32"))
+    # Sorted twice: the inverse of a permutation by a scatter is one write after the other.
+    flat, order = lax.sort((flat, entries), num_keys=1, is_stable=True)
+    _, places = lax.sort((order, entries), num_keys=1)
+    used = jnp.sum(sizes, dtype="int32")
+    source = jnp.where(entries < used, order // max(k, 1), rows)
+    source = jnp.pad(source, (0, max(capacity - count, 0)), constant_values=rows)[:capacity]
+    places = jnp.where(places < jnp.minimum(used, capacity), places, capacity)
+    return Copies(source, places.reshape(rows, k)), sizes
+
+
+def spread(copies: Copies, x: Array) -> Array:
+    """Returns `[c, ...]`: the row of `x`, `[rows, ...]`, that each is a copy of, and 0 for none."""
+    copies, x = vary_alike((), copies, x)
+    return _spread(copies, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _copy(copies, x)
+
+
+def collect(copies: Copies, y: Array) -> Array:
+    """Returns `[rows, ...]`: the sum of each row's copies in `y`, `[c, ...]`.
+
+    Narrow floats are summed in float32. What is nobody's copy is not read.
+    """
+    copies, y = vary_alike((), copies, y)
+    return _collect(copies, y) if jnp.issubdtype(y.dtype, jnp.inexact) else _sum(copies, y)
+
+
+def take_rows(x: Array, places: Array) -> Array:
+    """Returns `x[places]`, and 0 for places outside of x."""
+    shape = (*places.shape, *x.shape[1:])
+    if not prod(shape) or not x.shape[0]:
+        return vary_alike((), jnp.zeros(shape, x.dtype), x, places)[0]
+    inside = ((places >= 0) & (places < x.shape[0])).reshape(*places.shape, *[1] * (x.ndim - 1))
+    return jnp.where(inside, jnp.take(x, places, 0, mode="clip"), jnp.zeros((), x.dtype))
+
+
+def _copy(copies: Copies, x: Array) -> Array:
+    return take_rows(x, copies.source)
+
+
+def _sum(copies: Copies, y: Array) -> Array:
+    rows, k = copies.places.shape
+    total = jnp.zeros((rows, *y.shape[1:]), addition_dtype(y.dtype))
+    total, y, copies = vary_alike((), total, y, copies)
+    for i in range(k):  # one by one: [rows, k, ...] is never there
+        total += take_rows(y, copies.places[:, i]).astype(total.dtype)
+    return total.astype(y.dtype)
+
+
+_spread = jax.custom_vjp(_copy)
+_collect = jax.custom_vjp(_sum)
+
+
+def _spread_fwd(copies: Copies, x: Array) -> tuple[Array, Copies]:
+    return _spread(copies, x), copies
+
+
+def _spread_bwd(copies: Copies, ct: Array) -> tuple[Any, Array]:
+    return None, collect(copies, ct)
+
+
+def _collect_fwd(copies: Copies, y: Array) -> tuple[Array, Copies]:
+    return _collect(copies, y), copies
+
+
+def _collect_bwd(copies: Copies, ct: Array) -> tuple[Any, Array]:
+    return None, spread(copies, ct)
+
+
+_spread.defvjp(_spread_fwd, _spread_bwd)
+_collect.defvjp(_collect_fwd, _collect_bwd)

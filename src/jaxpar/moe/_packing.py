@@ -1,0 +1,138 @@
+"""Rows of several arrays side by side in few: each array that is exchanged costs an exchange.
+
+Small arrays ride in the largest one's carrier, as bits: a carrier of unsigned integers keeps those
+that would be NaN of the larger array's dtype. Arrays of comparable size have carriers of their own.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+_SMALL = 8  # an array of at most 1/8 of the largest one's bytes rides in its carrier
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which leaves each carrier has, by number, and of what row shape and dtype all leaves are."""
+
+    carriers: tuple[tuple[int, ...], ...]
+    row_shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+
+
+def plan_packing(leaves: list[Array]) -> Packing:
+    """Groups leaves, each `[rows, ...]`, into carriers."""
+    shapes = tuple(leaf.shape[1:] for leaf in leaves)
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    sizes = [_width(s, d) * _plain(d).itemsize for s, d in zip(shapes, dtypes, strict=True)]
+    by_size = sorted((i for i, size in enumerate(sizes) if size), key=lambda i: -sizes[i])
+    if not by_size:
+        return Packing((), shapes, dtypes)
+    first = by_size[0]
+    riders = [i for i in by_size[1:] if sizes[i] * _SMALL <= sizes[first]]
+    alone = [(i,) for i in by_size[1:] if i not in riders]
+    return Packing(((first, *riders), *alone), shapes, dtypes)
+
+
+def pack(packing: Packing, leaves: list[Array]) -> list[Array]:
+    """Returns the carriers, each `[rows, width]`."""
+
+    def carrier(members: tuple[int, ...]) -> Array:
+        flat = [_flat(leaves[i]) for i in members]
+        word = flat[0].dtype.itemsize
+        if len(flat) == 1 and word > 1:
+            return flat[0]
+        # Floats of one byte travel as bits too: not every compiler sends them.
+        return jnp.concatenate([_as_words(x, word) for x in flat], axis=1)
+
+    return [carrier(members) for members in packing.carriers]
+
+
+def unpack(packing: Packing, carriers: list[Array], rows: int) -> list[Array]:
+    """Returns the leaves that carriers of `rows` rows hold."""
+    count = len(packing.dtypes)
+    flat: dict[int, Array] = {}
+    for members, carrier in zip(packing.carriers, carriers, strict=True):
+        word, start = carrier.dtype.itemsize, 0
+        for i in members:
+            dtype = _plain(packing.dtypes[i])
+            if len(members) == 1 and word > 1:
+                flat[i] = carrier
+                continue
+            width = _width(packing.row_shapes[i], packing.dtypes[i])
+            words = -(-width * dtype.itemsize // word)
+            part = lax.slice_in_dim(carrier, start, start + words, axis=1)
+            flat[i] = _from_words(part, dtype)[:, :width]
+            start += words
+
+    def restored(i: int) -> Array:
+        shape, dtype = (rows, *packing.row_shapes[i]), packing.dtypes[i]
+        if i not in flat:
+            return jnp.zeros(shape, dtype)  # it has no elements
+        return _restored(flat[i], dtype).reshape(shape)
+
+    return [restored(i) for i in range(count)]
+
+
+def _width(row_shape: tuple[int, ...], dtype: Any) -> int:
+    return prod(row_shape) * (2 if _is_complex(dtype) else 1)
+
+
+def _is_complex(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def _plain(dtype: Any) -> Any:
+    """The dtype of whole bytes, real, that holds all values of another."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jnp.dtype("uint8")
+    if _is_complex(dtype):
+        return jnp.finfo(dtype).dtype
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return dtype if info.bits >= 8 else jnp.dtype("int8" if info.min else "uint8")
+    return dtype if jnp.finfo(dtype).bits >= 8 else jnp.dtype("bfloat16")
+
+
+def _flat(x: Array) -> Array:
+    """As `[rows, width]` of a plain dtype."""
+    if _is_complex(x.dtype):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    return x.astype(_plain(x.dtype)).reshape(x.shape[0], prod(x.shape[1:]))
+
+
+def _restored(x: Array, dtype: Any) -> Array:
+    if _is_complex(dtype):
+        parts = x.reshape(x.shape[0], x.shape[1] // 2, 2)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    # What nobody wrote may be any byte, and a bool is 0 or 1.
+    return x != 0 if jnp.issubdtype(dtype, jnp.bool_) else x.astype(dtype)
+
+
+def _unsigned(itemsize: int) -> Any:
+    return jnp.dtype(f"uint{8 * itemsize}")
+
+
+def _as_words(x: Array, word: int) -> Array:
+    """The bits of `[rows, width]` as unsigned integers of `word` bytes, padded with zeros."""
+    size = x.dtype.itemsize
+    bits = lax.bitcast_convert_type(x, _unsigned(min(size, word)))
+    if size >= word:
+        return lax.collapse(bits, 1)
+    group = word // size
+    bits = jnp.pad(bits, ((0, 0), (0, -x.shape[1] % group)))
+    grouped = bits.reshape(x.shape[0], bits.shape[1] // group, group)
+    return lax.bitcast_convert_type(grouped, _unsigned(word))
+
+
+def _from_words(x: Array, dtype: Any) -> Array:
+    """The inverse of `_as_words`, padding included."""
+    word, size = x.dtype.itemsize, dtype.itemsize
+    if size <= word:
+        bits = lax.bitcast_convert_type(x, _unsigned(size))
+        return lax.bitcast_convert_type(lax.collapse(bits, 1), dtype)
+    group = size // word
+    return lax.bitcast_convert_type(x.reshape(x.shape[0], x.shape[1] // group, group), dtype)
