@@ -1,0 +1,181 @@
+"""Grouped products by loops over blocks of rows, as many as the groups have.
+
+Rows sorted by group leave groups of any size, known only at run time. A loop over the groups holds
+one group's weight at a time, and inner loops with dynamic trip counts take its rows in blocks of
+static sizes, large ones first, that begin where the group does: the work follows the rows that
+there are, not the buffer nor the number of groups.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar._dtypes import sum_dtype
+from jaxpar._types import Tree
+from jaxpar._varying import vary_over, varying_axes
+
+_SIZES = (256, 64, 16)
+
+
+def block_sizes(rows: int) -> tuple[int, ...]:
+    """The sizes of blocks to cut `rows` into, falling."""
+    return tuple(size for size in _SIZES if size <= rows) or (rows,)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one group, at a place known at run time, with a static length."""
+
+    at: Array  # int32[], the first row of the block
+    inside: Array  # bool[length, 1]: rows that are the group's, and were in no block before
+
+    def cut(self, x: Array) -> Array:
+        """The block's rows of x."""
+        return lax.dynamic_slice_in_dim(x, self.at, len(self.inside))
+
+    def masked(self, x: Array) -> Array:
+        """The block's rows of x, 0 where they are not the group's."""
+        return jnp.where(self.inside, self.cut(x), 0)
+
+    def place(self, whole: Array, part: Array) -> Array:
+        """Replaces the block's rows in `whole` that are the group's."""
+        new = jnp.where(self.inside, part.astype(whole.dtype), self.cut(whole))
+        return lax.dynamic_update_slice_in_dim(whole, new, self.at, 0)
+
+
+def fold_groups(
+    group_sizes: Array,
+    rows: int,
+    state: Tree,
+    one_group: Callable[[Tree, Array, Callable[..., Any]], Tree],
+) -> Tree:
+    """Folds `one_group(state, group, fold)` over the groups that have rows.
+
+    `fold(step, state)` folds `step(state, block)` over the blocks of this group.
+    """
+    ends = jnp.cumsum(group_sizes, dtype="int32")
+    starts, filled = ends - group_sizes, group_sizes > 0
+    order = jnp.argsort(~filled, stable=True).astype("int32")
+
+    def turn(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        number, state = carry
+        group = order[number]
+        fold = partial(_fold_blocks, starts[group], ends[group], rows)
+        return number + 1, one_group(state, group, fold)
+
+    count = jnp.sum(filled, dtype="int32")
+    first = zeros_alike((), "int32", group_sizes)
+    return lax.while_loop(lambda carry: carry[0] < count, turn, (first, state))[1]
+
+
+def _fold_blocks(start: Array, end: Array, rows: int, step: Any, state: Any) -> Any:
+    sizes = block_sizes(rows)
+    for size, smaller in zip(sizes, (*sizes[1:], 0), strict=True):
+        # Each block costs about as much as 25 rows besides its own: a large one that is not full
+        # costs less than many small ones.
+        least = size * 5 // 8 if smaller else 0
+
+        def unfinished(carry: Any, least: int = least) -> Array:
+            return end - carry[0] > least
+
+        def advance(carry: Any, size: int = size) -> Any:
+            first, state = carry
+            at = jnp.minimum(first, rows - size)  # the buffer may end within the last block
+            row = at + lax.broadcasted_iota("int32", (size, 1), 0)
+            return first + size, step(state, Block(at, (row >= first) & (row < end)))
+
+        start, state = lax.while_loop(unfinished, advance, (start, state))
+    return state
+
+
+def zeros_alike(shape: tuple[int, ...], dtype: Any, *like: Any) -> Array:
+    """Zeros that vary over all mesh axes that `like` does, as the carry of a loop must."""
+    zeros: Array = vary_over(varying_axes(*like), jnp.zeros(shape, dtype))
+    return zeros
+
+
+def blocks_rows_product(
+    multiply: Callable[[Array, Array], Array],
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    columns: int,
+    dtype: Any,
+) -> Array:
+    """Multiplies each row by its group's weight: `[m, columns]`, 0 past the last group."""
+
+    def one_group(out: Array, group: Array, fold: Callable[..., Array]) -> Array:
+        weight = lax.dynamic_index_in_dim(rhs, group, keepdims=False)
+        return fold(lambda out, block: block.place(out, multiply(block.cut(lhs), weight)), out)
+
+    out = zeros_alike((len(lhs), columns), dtype, lhs, rhs, group_sizes)
+    return fold_groups(group_sizes, len(lhs), out, one_group)
+
+
+def blocks_group_products(
+    multiply: Callable[[Array, Array], Array],
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    dtype: Any,
+) -> Array:
+    """Sums the outer products of each group's rows: `[g, k, n]`, 0 for empty groups."""
+    like = lhs, rhs, group_sizes
+    out = zeros_alike((len(group_sizes), lhs.shape[1], rhs.shape[1]), dtype, *like)
+
+    def one_group(out: Array, group: Array, fold: Callable[..., Any]) -> Array:
+        totals = Totals(group)
+
+        def step(sums: Any, block: Block) -> Any:
+            return totals.add(sums, multiply(block.masked(lhs), block.masked(rhs)))
+
+        total: Array = totals.close(out, fold(step, totals.open(out)))
+        return total
+
+    return fold_groups(group_sizes, len(lhs), out, one_group)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a group's blocks, on their way into arrays with a place for each group.
+
+    Where these have the dtype of sums, what they hold is added to: their places are 0 at first.
+    """
+
+    group: Array
+
+    def open(self, out: Any) -> Any:
+        """What to carry from block to block."""
+
+        def start(x: Array) -> Array:
+            wide = sum_dtype(x.dtype)
+            return x if wide == x.dtype else zeros_alike(x.shape[1:], wide, x)
+
+        return jax.tree.map(start, out)
+
+    def add(self, sums: Any, parts: Any) -> Any:
+        """Adds what a block gives."""
+
+        def add(total: Array, part: Array) -> Array:
+            part = part.astype(total.dtype)
+            if total.ndim == part.ndim:
+                return total + part
+            old = lax.dynamic_index_in_dim(total, self.group, keepdims=False)
+            return lax.dynamic_update_index_in_dim(total, old + part, self.group, 0)
+
+        return jax.tree.map(add, sums, parts)
+
+    def close(self, out: Any, sums: Any) -> Any:
+        """Puts the sums into their place."""
+
+        def put(whole: Array, total: Array) -> Array:
+            if total.ndim == whole.ndim:
+                return total
+            return lax.dynamic_update_index_in_dim(whole, total.astype(whole.dtype), self.group, 0)
+
+        return jax.tree.map(put, out, sums)

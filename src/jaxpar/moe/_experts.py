@@ -1,0 +1,209 @@
+"""Experts: MLPs of equal shape, each applied to its own rows."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+
+from jaxpar._dtypes import as_dtype, result_dtype
+from jaxpar._types import Implementation, Integer
+from jaxpar._varying import vary_alike
+from jaxpar.layers._checks import check_whole
+from jaxpar.moe._blocks import zeros_alike
+from jaxpar.moe._grouped import bind_method, check_sizes, fitting_sizes
+from jaxpar.moe._mlp import Experts, Mlp, Operands, clear_rows, expert_mlp, forward_whole
+
+
+def apply_experts(
+    x: Array,
+    experts: Experts | Mapping[str, Any],
+    group_sizes: Array,
+    *,
+    activation: Callable[[Array], Array] = jax.nn.silu,
+    weights: Array | None = None,
+    implementation: Implementation = "auto",
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Applies to each row the MLP of its expert, rows being sorted by expert.
+
+    Args:
+      x: `[a, d]`: the rows of expert 0 first, then those of expert 1, and so on. Rows past the sum
+        of `group_sizes` belong to no expert and may hold anything, NaN included.
+      experts: `Experts`, or a mapping with such keys, in the dtype of x but for biases.
+      group_sizes: integers `[e]`, how many rows each expert has.
+      activation: a function of `[rows, f]` that treats each row alone.
+      weights: `[a]`, floats to multiply each row of the result by, or None. Those past the sum of
+        `group_sizes` may hold anything.
+      implementation: as in `grouped_matmul`.
+      precision: as in `jax.lax.dot_general`.
+      preferred_element_type: as in `grouped_matmul`, for all products and the result.
+
+    Returns:
+      `[a, d]`, varying over all mesh axes that the operands vary over; 0 in rows past the sum of
+      `group_sizes`, as are the gradients of such rows and weights.
+
+    Raises:
+      TypeError: operands of different dtypes, unknown keys, an option of the wrong type.
+      ValueError: wrong ranks or sizes, a gate_bias without a gate, an unknown implementation.
+
+    Cost: nothing is sent. 4 d f FLOPs (with a gate 6 d f) for each row that has an expert, in
+    blocks as `grouped_matmul` has them.
+
+    Example:
+      >>> experts = Experts(up=jnp.ones((2, 4, 6)), down=jnp.ones((2, 6, 4)))
+      >>> apply_experts(jnp.ones((3, 4)), experts, jnp.array([1, 1]), activation=jax.nn.relu)[:, 0]
+      Array([24., 24.,  0.], dtype=float32)
+
+    Source: Shazeer, "GLU variants improve transformer" (2020), for the gate.
+    """
+    name = "apply_experts"
+    experts = as_experts(experts)
+    check_experts(name, x, experts, group_sizes)
+    if weights is not None:
+        check_weights(name, weights, x)
+    method = bind_method(name, implementation, precision)
+    preferred = as_dtype(name, "preferred_element_type", preferred_element_type)
+    dtype = result_dtype(x.dtype) if preferred is None else preferred
+    sizes = fitting_sizes(group_sizes, len(x))
+    operands, sizes = vary_alike((), Operands(x, experts, weights), sizes)
+    mlp = Mlp(method, activation, preferred, dtype)
+    if closes_over_arrays(name, activation, experts.up, dtype):
+        return forward_whole(mlp, clear_rows(operands, sizes), sizes)[0]
+    return expert_mlp(mlp, operands, sizes)[0]
+
+
+def closes_over_arrays(function: str, activation: Any, up: Array, dtype: Any) -> bool:
+    """Tells whether `activation` has arrays of its own that may be differentiated by."""
+    rows = zeros_alike((1, up.shape[2]), dtype, up)
+    out = jax.eval_shape(activation, rows)
+    if getattr(out, "shape", None) != rows.shape:
+        raise ValueError(
+            f"{function}: activation must return as many features as it is given, {rows.shape}, "
+            f"but returned {getattr(out, 'shape', type(out).__name__)}"
+        )
+    return bool(jax.closure_convert(activation, rows)[1])
+
+
+def pad_experts(experts: Experts | Mapping[str, Any], shards: Integer) -> Experts:
+    """Appends experts of zeros, so that `shards` divides their number.
+
+    Args:
+      experts: `Experts` of global arrays, or a mapping with such keys.
+      shards: over how many devices experts will be sharded.
+
+    Returns:
+      `Experts`, as given if `shards` divides their number already.
+
+    Raises:
+      TypeError: unknown keys, or shards that is no integer.
+      ValueError: arrays that do not go together, or shards below 1.
+
+    Cost: a copy of all arrays where they are padded.
+
+    Example:
+      >>> experts = Experts(up=jnp.ones((6, 4, 6)), down=jnp.ones((6, 6, 4)))
+      >>> pad_experts(experts, 4).up.shape
+      (8, 4, 6)
+    """
+    name = "pad_experts"
+    experts = as_experts(experts)
+    check_shapes(name, experts)
+    shards = check_whole(name, "shards", shards, 1)
+    missing = -len(experts.up) % shards
+    if not missing:
+        return experts
+
+    def pad(w: Any) -> Array:
+        return jnp.pad(w, [(0, missing)] + [(0, 0)] * (w.ndim - 1))
+
+    padded: Experts = jax.tree.map(pad, experts)
+    return padded
+
+
+def as_experts(given: Experts | Mapping[str, Any]) -> Experts:
+    """Returns `Experts` made of a mapping with their names as keys.
+
+    Args:
+      given: `Experts`, which are returned, or a mapping.
+
+    Returns:
+      `Experts`.
+
+    Raises:
+      TypeError: unknown or missing keys, or something that is not a mapping.
+
+    Example:
+      >>> as_experts({"up": jnp.ones((8, 4, 6)), "down": jnp.ones((8, 6, 4))}).up.shape
+      (8, 4, 6)
+    """
+    if isinstance(given, Experts):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"as_experts: experts must be Experts or a mapping, got {type(given).__name__}"
+        )
+    known = ", ".join(Experts._fields)
+    unknown = sorted(map(str, set(given) - set(Experts._fields)))
+    if unknown:
+        raise TypeError(f"as_experts: experts have no {', '.join(unknown)}; the keys are {known}")
+    missing = [key for key in ("up", "down") if given.get(key) is None]
+    if missing:
+        raise TypeError(f"as_experts: experts lack {' and '.join(missing)}; the keys are {known}")
+    return Experts(**given)
+
+
+def check_experts(function: str, x: Array, experts: Experts, group_sizes: Array) -> None:
+    """Raises unless rows, experts and sizes of groups go together."""
+    if x.ndim != 2:
+        raise ValueError(
+            f"{function}: x must be [a, d], got local shape {x.shape}; reshape it to two dimensions"
+        )
+    check_shapes(function, experts)
+    if x.shape[1] != experts.up.shape[1]:
+        raise ValueError(
+            f"{function}: x of local shape {x.shape} has {x.shape[1]} features, but "
+            f"experts.up of local shape {experts.up.shape} takes {experts.up.shape[1]}"
+        )
+    check_sizes(function, group_sizes, "experts.up", experts.up.shape)
+    for field in ("up", "gate", "down"):
+        w = getattr(experts, field)
+        if w is not None and w.dtype != x.dtype:
+            raise TypeError(
+                f"{function}: x is {x.dtype} and experts.{field} {w.dtype}; cast one to the "
+                "other's dtype"
+            )
+
+
+def check_shapes(function: str, experts: Experts) -> None:
+    """Raises unless the arrays are those of equally many experts of one shape."""
+    if experts.up.ndim != 3:
+        raise ValueError(
+            f"{function}: experts.up must be [e, d, f], got local shape {experts.up.shape}"
+        )
+    if experts.gate_bias is not None and experts.gate is None:
+        raise ValueError(f"{function}: experts.gate_bias is given without experts.gate")
+    e, d, f = experts.up.shape
+    shapes = Experts((e, d, f), (e, f, d), (e, d, f), (e, f), (e, f), (e, d))  # type: ignore
+    for field, wanted in shapes._asdict().items():
+        w = getattr(experts, field)
+        if w is not None and w.shape != wanted:
+            raise ValueError(
+                f"{function}: experts.{field} has local shape {w.shape}, but with experts.up of "
+                f"local shape {experts.up.shape} it must have {wanted}"
+            )
+
+
+def check_weights(function: str, weights: Array, x: Array) -> None:
+    """Raises unless `weights` are a float for each row."""
+    if weights.shape != x.shape[:1]:
+        raise ValueError(
+            f"{function}: weights have local shape {weights.shape}, but x of local shape {x.shape} "
+            f"has {len(x)} rows; give one weight for each"
+        )
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"{function}: weights must be floats, got {weights.dtype}; cast them")

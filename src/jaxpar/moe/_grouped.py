@@ -1,0 +1,289 @@
+"""Grouped matmuls: rows sorted by group, each multiplied by the weight of its group.
+
+Two products are closed under differentiation: of rows and weights into rows, and of rows and rows
+into a weight for each group. Each runs on one of two paths, chosen when lowering: a ragged dot,
+which TPUs have a kernel for, or loops over blocks.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_batching import sequential_vmap
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+
+from jaxpar._dtypes import as_dtype, common_dtype, result_dtype, sum_dtype
+from jaxpar._types import Implementation
+from jaxpar._varying import vary_alike
+from jaxpar.collectives._checks import check_precision
+from jaxpar.moe._blocks import blocks_group_products, blocks_rows_product
+
+IMPLEMENTATIONS = ("auto", "ragged_dot", "blocks")
+
+
+def grouped_matmul(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    preferred_element_type: DTypeLike | None = None,
+    precision: PrecisionLike = None,
+    implementation: Implementation = "auto",
+) -> Array:
+    """Multiplies rows that are sorted by group by the weight of their group.
+
+    Args:
+      lhs: `[m, k]`: the rows of group 0 first, then those of group 1, and so on. Rows past the sum
+        of `group_sizes` belong to no group and may hold anything, NaN included.
+      rhs: `[g, k, n]`, a weight for each group, in the dtype of `lhs`.
+      group_sizes: integers `[g]`, how many rows each group has. None may be negative. Where they
+        sum to more than `m`, the last rows in excess are left out.
+      preferred_element_type: the dtype of partial sums and of the result. None: partial sums in
+        float32 (int32) for operands of 16 bits or fewer, and the result in the dtype of operands.
+      precision: as in `jax.lax.dot_general`, one value for both operands.
+      implementation: "ragged_dot" is `jax.lax.ragged_dot_general`, for which TPUs have a kernel
+        and other platforms compute every group's product with all rows. "blocks" is loops over
+        blocks of rows, whose numbers are known at run time only. "auto" chooses when the program
+        is lowered: a ragged dot for TPUs, blocks for anything else.
+
+    Returns:
+      `[m, n]`, varying over all mesh axes that the operands vary over. Rows past the sum of
+      `group_sizes` are 0, and so are the gradients of such rows of `lhs` and of weights of empty
+      groups, whatever the cotangent holds there.
+
+    Raises:
+      TypeError: operands of different dtypes, sizes that are not integers, an option of the wrong
+        type.
+      ValueError: wrong ranks or sizes, an unknown implementation.
+
+    Cost: nothing is sent. 2 k n FLOPs for each row that has a group, rounded up to blocks of 16
+    rows for each group, and as much again for each operand's gradient.
+
+    Example:
+      >>> rows, weights = jnp.ones((6, 4)), jnp.stack([jnp.ones((4, 2)), jnp.full((4, 2), 2.0)])
+      >>> grouped_matmul(rows, weights, jnp.array([2, 3]))[:, 0]
+      Array([4., 4., 8., 8., 8., 0.], dtype=float32)
+
+    Source: Gale et al., "MegaBlocks: Efficient sparse training with mixture-of-experts" (2022), for
+    products of groups of any size in place of padded ones.
+    """
+    name = "grouped_matmul"
+    check_grouped(name, lhs, rhs, group_sizes)
+    method = bind_method(name, implementation, precision)
+    preferred = as_dtype(name, "preferred_element_type", preferred_element_type)
+    dtype = result_dtype(lhs.dtype) if preferred is None else preferred
+    lhs, rhs, sizes = vary_alike((), lhs, rhs, fitting_sizes(group_sizes, len(lhs)))
+    return rows_product(Product(method, 1, preferred, dtype), lhs, rhs, sizes)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How grouped products run, the same in the forward pass and in every derivative."""
+
+    implementation: str
+    precision: Any
+
+    def choose(self, kernel: Any, masked: Any, blocks: Any, *operands: Any) -> Any:
+        """Runs one of three functions: TPU's kernel, a ragged dot elsewhere, loops over blocks."""
+        elsewhere = masked if self.implementation == "ragged_dot" else blocks
+        kernel = blocks if self.implementation == "blocks" else kernel
+
+        # One after the other under vmap: loops over batches of groups would run as long as the
+        # longest does, and ragged dots have no rule for some batches.
+        @sequential_vmap
+        def chosen(*operands: Any) -> Any:
+            return lax.platform_dependent(*operands, tpu=kernel, default=elsewhere)
+
+        return chosen(*operands)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A grouped product, apart from its operands."""
+
+    method: Method
+    contracted: int  # the dimension of weights along which rows are multiplied: 1 or 2
+    preferred: Any  # the dtype of partial sums; None: the package's contract
+    dtype: Any  # of the result
+    cleared: bool = True  # whether rows past the last group are 0; otherwise they hold anything
+
+    def sums(self, operands: Any) -> Any:
+        """The dtype of partial sums."""
+        return sum_dtype(operands) if self.preferred is None else self.preferred
+
+    def derivative(self, contracted: int, dtype: Any) -> "Product":
+        """A product of the derivative."""
+        return replace(self, contracted=contracted, dtype=dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rows_product(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    """Multiplies each row of `lhs` by its group's weight.
+
+    All operands vary alike.
+    """
+    method, inner = product.method, product.contracted
+    common = common_dtype(lhs.dtype, rhs.dtype)  # a cotangent may be wider than its partner
+    sums = product.sums(common)
+
+    def ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, sums: Any = sums) -> Array:
+        dims = lax.RaggedDotDimensionNumbers((([1], [inner]), ([], [])), [0], [0])
+        out = lax.ragged_dot_general(
+            lhs.astype(common),
+            rhs.astype(common),
+            group_sizes,
+            dims,
+            precision=method.precision,
+            preferred_element_type=sums,
+        ).astype(product.dtype)
+        return jnp.where(in_groups(group_sizes, len(lhs)), out, 0) if product.cleared else out
+
+    # The kernel sums in float32 whatever it is asked for, and rounds once: a wider result would
+    # cost a pass of its own to narrow.
+    kernel = partial(ragged_dot, sums=product.dtype)
+
+    def masked(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+        return ragged_dot(jnp.where(in_groups(group_sizes, len(lhs)), lhs, 0), rhs, group_sizes)
+
+    def blocks(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+        def multiply(block: Array, weight: Array) -> Array:
+            return lax.dot_general(
+                block.astype(common),
+                weight.astype(common),
+                (((1,), (inner - 1,)), ((), ())),
+                precision=method.precision,
+                preferred_element_type=sums,
+            )
+
+        columns = rhs.shape[3 - inner]
+        return blocks_rows_product(multiply, lhs, rhs, group_sizes, columns, product.dtype)
+
+    return method.choose(kernel, masked, blocks, lhs, rhs, group_sizes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def group_products(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    """Sums, for each group, the outer products of its rows of `lhs` [m, k] and `rhs` [m, n].
+
+    Returns `[g, k, n]`, 0 for empty groups. All operands vary alike.
+    """
+    method = product.method
+    common = common_dtype(lhs.dtype, rhs.dtype)
+    sums = product.sums(common)
+
+    def ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, sums: Any = sums) -> Array:
+        dims = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+        return lax.ragged_dot_general(
+            lhs.astype(common),
+            rhs.astype(common),
+            group_sizes,
+            dims,
+            precision=method.precision,
+            preferred_element_type=sums,
+        ).astype(product.dtype)
+
+    # The kernel itself replaces by 0, in both operands, what is not the group's.
+    kernel = partial(ragged_dot, sums=product.dtype)
+
+    def masked(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+        inside = in_groups(group_sizes, len(lhs))
+        return ragged_dot(jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0), group_sizes)
+
+    def blocks(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+        def multiply(left: Array, right: Array) -> Array:
+            return lax.dot_general(
+                left.astype(common),
+                right.astype(common),
+                (((0,), (0,)), ((), ())),
+                precision=method.precision,
+                preferred_element_type=sums,
+            )
+
+        return blocks_group_products(multiply, lhs, rhs, group_sizes, product.dtype)
+
+    return method.choose(kernel, masked, blocks, lhs, rhs, group_sizes)
+
+
+def fitting_sizes(group_sizes: Array, rows: int) -> Array:
+    """The sizes as `int32[g]`, cut to what `rows` hold: more would lead a kernel out of bounds."""
+    ends = jnp.minimum(jnp.cumsum(group_sizes.astype("int32"), dtype="int32"), rows)
+    return jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
+
+
+def in_groups(group_sizes: Array, rows: int) -> Array:
+    """`bool[rows, 1]`: which rows belong to any group."""
+    return lax.broadcasted_iota("int32", (rows, 1), 0) < jnp.sum(group_sizes, dtype="int32")
+
+
+def _rows_fwd(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -> Any:
+    return rows_product(product, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+
+
+def _rows_bwd(product: Product, residuals: Any, ct: Array) -> Any:
+    lhs, rhs, sizes = residuals
+    to_lhs = product.derivative(3 - product.contracted, lhs.dtype)
+    pair = (lhs, ct) if product.contracted == 1 else (ct, lhs)
+    to_rhs = product.derivative(1, rhs.dtype)
+    return rows_product(to_lhs, ct, rhs, sizes), group_products(to_rhs, *pair, sizes), None
+
+
+def _groups_fwd(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -> Any:
+    return group_products(product, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+
+
+def _groups_bwd(product: Product, residuals: Any, ct: Array) -> Any:
+    lhs, rhs, sizes = residuals
+    to_lhs, to_rhs = product.derivative(2, lhs.dtype), product.derivative(1, rhs.dtype)
+    return rows_product(to_lhs, rhs, ct, sizes), rows_product(to_rhs, lhs, ct, sizes), None
+
+
+rows_product.defvjp(_rows_fwd, _rows_bwd)
+group_products.defvjp(_groups_fwd, _groups_bwd)
+
+
+def bind_method(function: str, implementation: Any, precision: Any) -> Method:
+    """Returns the method, or raises for options that name none."""
+    if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{function}: implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
+            f"got {implementation!r}"
+        )
+    check_precision(function, precision)
+    return Method(implementation, precision)
+
+
+def check_grouped(function: str, lhs: Array, rhs: Array, group_sizes: Array) -> None:
+    """Raises unless rows, weights and sizes of groups go together."""
+    if lhs.ndim != 2 or rhs.ndim != 3:
+        raise ValueError(
+            f"{function}: lhs must be [m, k] and rhs [g, k, n], got local shapes {lhs.shape} and "
+            f"{rhs.shape}; reshape them"
+        )
+    if lhs.shape[1] != rhs.shape[1]:
+        raise ValueError(
+            f"{function}: lhs of local shape {lhs.shape} has {lhs.shape[1]} columns, but each "
+            f"weight of rhs, local shape {rhs.shape}, has {rhs.shape[1]} rows; they are "
+            "multiplied and must be as many"
+        )
+    check_sizes(function, group_sizes, "rhs", rhs.shape)
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(
+            f"{function}: lhs is {lhs.dtype} and rhs {rhs.dtype}; cast one to the other's dtype"
+        )
+
+
+def check_sizes(function: str, group_sizes: Array, argument: str, shape: tuple[int, ...]) -> None:
+    """Raises unless `group_sizes` are as many integers as there are weights."""
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(
+            f"{function}: group_sizes must be integers, got {group_sizes.dtype}; cast them"
+        )
+    if group_sizes.shape != shape[:1]:
+        raise ValueError(
+            f"{function}: group_sizes has local shape {group_sizes.shape}, but {argument} of local "
+            f"shape {shape} has {shape[0]} groups; give one size for each"
+        )
