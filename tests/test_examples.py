@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 import jaxpar.layers
+import jaxpar.moe
 import jaxpar.testing
 
-PUBLIC = [
-    (module, name) for module in (jaxpar, jaxpar.layers, jaxpar.testing) for name in module.__all__
-]
+MODULES = (jaxpar, jaxpar.layers, jaxpar.moe, jaxpar.testing)
+PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 NAMES = {name: getattr(module, name) for module, name in PUBLIC}
 
 

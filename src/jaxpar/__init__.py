@@ -1,9 +1,16 @@
 """Collective matmuls, ring collectives and layers for hand-written `jax.shard_map` programs."""
 
 from jaxpar import layers as layers
+from jaxpar import moe as moe
 from jaxpar._types import AxisName as AxisName
 from jaxpar._types import Mode as Mode
-from jaxpar.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, ring_shift
+from jaxpar.collectives import (
+    ragged_all_to_all,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    ring_shift,
+)
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.mesh import make_mesh, ring_hops, ring_order
 
@@ -12,6 +19,7 @@ __all__ = [
     "make_mesh",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "ragged_all_to_all",
     "ring_all_gather",
     "ring_all_reduce",
     "ring_einsum",

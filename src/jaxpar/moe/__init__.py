@@ -1,0 +1,30 @@
+"""Mixture-of-experts layers with experts over devices, and their parts."""
+
+from jaxpar.moe._capacity import expert_capacity, limit_capacity
+from jaxpar.moe._dispatcher import RaggedDispatcher
+from jaxpar.moe._experts import apply_experts, as_experts, pad_experts
+from jaxpar.moe._grouped import grouped_matmul
+from jaxpar.moe._layer import moe_layer
+from jaxpar.moe._mlp import Experts
+from jaxpar.moe._router_bias import update_router_bias
+from jaxpar.moe._routing import Routing, route
+from jaxpar.moe._statistics import Statistics, load_balance_loss, router_z_loss, routing_statistics
+
+__all__ = [
+    "Experts",
+    "RaggedDispatcher",
+    "Routing",
+    "Statistics",
+    "apply_experts",
+    "as_experts",
+    "expert_capacity",
+    "grouped_matmul",
+    "limit_capacity",
+    "load_balance_loss",
+    "moe_layer",
+    "pad_experts",
+    "route",
+    "router_z_loss",
+    "routing_statistics",
+    "update_router_bias",
+]

@@ -1,0 +1,203 @@
+"""What `moe_layer` checks of its arguments, and the axes that it works over."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxpar._types import AxisName
+from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.layers._checks import check_number, check_sharded, check_whole
+from jaxpar.moe._mlp import Experts
+
+DISPATCHES = ("ragged", "ring", "all_gather", "auto")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The rings of a layer: over experts, their hidden features, and shards of their weights."""
+
+    expert: Ring
+    data: tuple[str, ...]
+    tensor: Ring | None
+    sharded: bool  # tokens are sharded over `tensor` too
+    fsdp: Ring | None
+
+    @property
+    def gathered_tensor(self) -> Ring | None:
+        """The ring over which tokens are gathered where they meet experts."""
+        return self.tensor if self.sharded else None
+
+    @property
+    def summed_tensor(self) -> Ring | None:
+        """The ring over which tokens are replicated, and results summed."""
+        return None if self.sharded else self.tensor
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """All axes over which tokens are sharded."""
+        tensor = self.gathered_tensor
+        return self.expert.axis_name + self.data + (tensor.axis_name if tensor else ())
+
+
+def bind_axes(
+    function: str,
+    axis_name: AxisName,
+    data_axis_name: AxisName,
+    tp_axis_name: AxisName | None,
+    sequence_axis: Any,
+    fsdp_axis_name: AxisName | None,
+) -> Axes:
+    """Returns the rings, or raises where one cannot be had here or two share an axis."""
+    given = {
+        "axis_name": axis_name,
+        "data_axis_name": data_axis_name or None,
+        "tp_axis_name": tp_axis_name,
+    }
+    rings = {key: bind_ring(function, name) for key, name in given.items() if name is not None}
+    fsdp = None if fsdp_axis_name is None else bind_ring(function, fsdp_axis_name)
+    # Tokens are often sharded over the axes of fsdp, which are data axes then.
+    weights = {key: ring for key, ring in rings.items() if key != "data_axis_name"}
+    for several in (rings, weights | ({"fsdp_axis_name": fsdp} if fsdp else {})):
+        seen: dict[str, str] = {}
+        for key, ring in several.items():
+            for axis in ring.axis_name:
+                if axis in seen:
+                    raise ValueError(
+                        f"{function}: {seen[axis]} and {key} both have the axis {axis!r}; each "
+                        "divides something else, so name different axes"
+                    )
+                seen[axis] = key
+    if sequence_axis is not None:
+        check_whole(function, "sequence_axis", sequence_axis)
+    data = rings.get("data_axis_name")
+    return Axes(
+        rings["axis_name"],
+        data.axis_name if data else (),
+        rings.get("tp_axis_name"),
+        sequence_axis is not None,
+        fsdp,
+    )
+
+
+def check_tokens(function: str, tokens: Array, router: Array, mask: Array | None) -> None:
+    """Raises unless the router has a row for each feature, and the mask a bit for each token."""
+    if tokens.ndim < 2:
+        raise ValueError(
+            f"{function}: tokens must be [..., d], got local shape {tokens.shape}; give a single "
+            "token as tokens[None]"
+        )
+    if not jnp.issubdtype(tokens.dtype, jnp.floating):
+        raise TypeError(f"{function}: tokens must be floats, got {tokens.dtype}; embed them first")
+    if router.ndim != 2 or router.shape[0] != tokens.shape[-1]:
+        raise ValueError(
+            f"{function}: router has local shape {router.shape}, but must be [d, E] = "
+            f"[{tokens.shape[-1]}, E] for tokens of local shape {tokens.shape}: a row for each "
+            "feature, a column for each expert of all devices"
+        )
+    if mask is not None and (mask.shape != tokens.shape[:-1] or mask.dtype != jnp.bool_):
+        raise ValueError(
+            f"{function}: mask is {mask.dtype}{list(mask.shape)}, but must be "
+            f"bool{list(tokens.shape[:-1])}, one for each of the tokens of local shape "
+            f"{tokens.shape}"
+        )
+
+
+def check_experts(
+    function: str,
+    tokens: Array,
+    router: Array,
+    experts: Experts,
+    shared: Experts | None,
+    axes: Axes,
+) -> None:
+    """Raises unless the device has its share of the experts, for tokens of this width."""
+    count, ring = router.shape[1], axes.expert
+    share = -(-count // ring.size)
+    for name, w in experts._asdict().items():
+        if w is None:
+            continue
+        rank = 2 if name.endswith("bias") else 3
+        if w.ndim != rank or w.shape[0] != share:
+            raise ValueError(
+                f"{function}: experts.{name} has local shape {w.shape}, but must have {rank} "
+                f"dimensions, the first of {share}: {count} experts (columns of router) over "
+                f"{ring} are ceil({count} / {ring.size}) = {share} a device; append missing ones "
+                f"with pad_experts(experts, {ring.size}), and shard along the first dimension"
+            )
+        check_sharded(function, f"experts.{name}", w, "experts", ring)
+    of_shared = {} if shared is None else shared._asdict()
+    for kind, tree in (("experts", experts._asdict()), ("shared", of_shared)):
+        for name, w in tree.items():
+            if w is not None and w.dtype != tokens.dtype:
+                raise TypeError(
+                    f"{function}: tokens are {tokens.dtype}{list(tokens.shape)} and {kind}.{name} "
+                    f"{w.dtype}{list(w.shape)}; cast one of them with .astype"
+                )
+    for name, w in of_shared.items():
+        rank = 1 if name.endswith("bias") else 2
+        if w is not None and w.ndim != rank:
+            raise ValueError(
+                f"{function}: shared.{name} has local shape {w.shape}, but must have {rank} "
+                "dimensions; shared experts are one wider expert: join them along their hidden "
+                "features"
+            )
+
+
+def check_widths(function: str, width: int, experts: Experts, kind: str) -> None:
+    """Raises unless whole (gathered) experts take and return rows of `width`."""
+    up, down = experts.up.shape, experts.down.shape
+    if up[-2] != width or down[-1] != width or up[-1] != down[-2]:
+        raise ValueError(
+            f"{function}: {kind}.up has local shape {up} and {kind}.down {down} (gathered over "
+            f"fsdp_axis_name), but must end in [d, f] and [f, d] with d = {width}, the width of "
+            "the tokens"
+        )
+    hidden = up[-1]
+    wanted = {
+        "gate": up[-2:],
+        "up_bias": (hidden,),
+        "gate_bias": (hidden,),
+        "down_bias": (width,),
+    }
+    for name, shape in wanted.items():
+        w = getattr(experts, name)
+        if w is not None and w.shape[-len(shape) :] != shape:
+            raise ValueError(
+                f"{function}: {kind}.{name} has local shape {w.shape}, but must end in {shape} to "
+                f"fit {kind}.up of {up}"
+            )
+
+
+def check_options(
+    function: str, tokens: int, dispatch: Any, chunks: Any, buffer_factor: Any
+) -> tuple[int, float | None]:
+    """Returns the number of chunks and the factor, or raises."""
+    if not isinstance(dispatch, str) or dispatch not in DISPATCHES:
+        raise ValueError(
+            f"{function}: dispatch must be one of {', '.join(DISPATCHES)}, got {dispatch!r}"
+        )
+    chunks = check_whole(
+        function, "chunks", chunks, 1, max(1, tokens), "the number of local tokens"
+    )
+    if chunks > 1 and dispatch == "ring":
+        raise ValueError(
+            f"{function}: chunks={chunks} with dispatch='ring', which overlaps the work on each "
+            "block with the transfer of the next by itself; pass chunks=1"
+        )
+    if buffer_factor is None:
+        return chunks, None
+    return chunks, check_number(function, "buffer_factor", buffer_factor)
+
+
+def fsdp_dims(experts: Experts, axis: Any) -> Experts:
+    """Returns the dimension along which each array is gathered: `axis` counts that of experts."""
+    if axis not in (1, 2):
+        raise ValueError(f"moe_layer: fsdp_axis={axis!r} must be 1 or 2, of matrices [e, d, f]")
+    matrix = axis - 3
+
+    def of(name: str, w: Array | None) -> int | None:
+        return None if w is None else w.ndim - 1 if name.endswith("bias") else w.ndim + matrix
+
+    return Experts(**{name: of(name, w) for name, w in experts._asdict().items()})  # type: ignore

@@ -1,0 +1,57 @@
+"""How many rows static buffers need: of the worst case, or a multiple of the average."""
+
+from dataclasses import dataclass
+from math import ceil, comb
+
+from jaxpar._chips import traced_chip
+from jaxpar.collectives._ring import Ring
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Static sizes: of the devices and experts, and of what limits the buffers."""
+
+    devices: int  # over which experts are sharded
+    experts: int  # real ones, without padding
+    local: int  # experts of a device, padding included
+    top_k: int
+    capacity: int | None  # tokens of one device that one expert takes at most; None: all
+    buffer_factor: float | None  # buffers of this multiple of the average; None: of the worst case
+
+    def rows(self, tokens: int) -> int:
+        """Tokens that arrive at a device, of `tokens` on each."""
+        worst = self.devices * min(tokens, self._from_device(tokens))
+        return self._limit(worst, tokens * self.targets)
+
+    def pairs(self, tokens: int, sources: int, rows: int) -> int:
+        """Pairs of a token and an expert of this device, of `rows` tokens of `sources` devices."""
+        worst = min(rows * min(self.top_k, self.local), sources * self._from_device(tokens))
+        return self._limit(worst, tokens * sources * self.top_k / self.devices)
+
+    @property
+    def targets(self) -> float:
+        """Distinct devices that a token needs, on average, where each expert is as likely."""
+        missed = comb(self.experts - min(self.local, self.experts), self.top_k)
+        return self.devices * (1 - missed / comb(self.experts, self.top_k))
+
+    def _from_device(self, tokens: int) -> int:
+        """Pairs that the tokens of one device make with the experts of another, at most."""
+        capacity = tokens if self.capacity is None else min(tokens, self.capacity)
+        return min(tokens * min(self.top_k, self.local), capacity * self.local)
+
+    def _limit(self, worst: int, average: float) -> int:
+        if self.buffer_factor is None:
+            return worst
+        return min(worst, ceil(self.buffer_factor * average))
+
+
+def choose_dispatch(ring: Ring, bounds: Bounds, chunks: int) -> str:
+    """Returns the way that sends least, for `auto`.
+
+    A token travels to `targets` devices one by one, or past all of them. Behind a switch the
+    former is never more. Around a ring of direct links it goes n/4 places for each, on average, and
+    past all of them n - 1 places in all.
+    """
+    chip = traced_chip()
+    # TODO by figures
+    return "ragged"

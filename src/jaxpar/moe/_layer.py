@@ -1,0 +1,255 @@
+"""The mixture-of-experts layer: route, dispatch, compute, combine."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+
+from jaxpar._chips import preferred_ring, traced_chip
+from jaxpar._dtypes import addition_dtype, as_dtype, common_dtype, sum_dtype
+from jaxpar._types import AxisName, Dispatch, Implementation, Integer, Mode, Number, Policy, Scoring
+from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._ring import Ring
+from jaxpar.layers import fsdp_gather
+from jaxpar.moe._arguments import (
+    Axes,
+    bind_axes,
+    check_experts,
+    check_options,
+    check_tokens,
+    check_widths,
+    fsdp_dims,
+)
+from jaxpar.moe._bounds import Bounds, choose_dispatch
+from jaxpar.moe._capacity import expert_capacity, limit_capacity
+from jaxpar.moe._exchange import Gathered, Ragged, exchange_in_chunks
+from jaxpar.moe._experts import as_experts
+from jaxpar.moe._local import LocalExperts
+from jaxpar.moe._mlp import Experts
+from jaxpar.moe._ring import exchange_by_ring
+from jaxpar.moe._routing import route
+from jaxpar.moe._shared import apply_shared
+from jaxpar.moe._statistics import Statistics, routing_statistics
+
+
+def moe_layer(
+    tokens: Array,
+    router: Array,
+    experts: Experts | Mapping[str, Any],
+    *,
+    axis_name: AxisName,
+    top_k: Integer,
+    capacity_factor: Number | None = None,
+    capacity_policy: Policy = "probability",
+    buffer_factor: Number | None = None,
+    dispatch: Dispatch = "auto",
+    chunks: Integer = 1,
+    scoring: Scoring = "softmax",
+    router_bias: Array | None = None,
+    groups: Integer = 1,
+    top_groups: Integer | None = None,
+    normalize: bool = False,
+    scale: Number = 1.0,
+    shared: Experts | Mapping[str, Any] | None = None,
+    activation: Callable[[Array], Array] = jax.nn.silu,
+    mask: Array | None = None,
+    data_axis_name: AxisName = (),
+    tp_axis_name: AxisName | None = None,
+    sequence_axis: Integer | None = -2,
+    fsdp_axis_name: AxisName | None = None,
+    fsdp_axis: Integer = 1,
+    mode: Mode = "auto",
+    precision: PrecisionLike = None,
+    wire_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Array, Statistics]:
+    """Sends each token to the experts that the router chooses, and sums what they make of it.
+
+    Args:
+      tokens: local `[..., d]`, sharded over `axis_name`: each device has its own.
+      router: `[d, E]`, replicated: a column for each of the E experts.
+      experts: local `Experts`, or a mapping with their names: `up` and, for gated ones, `gate`
+        `[e, d, f]`, `down` `[e, f, d]`, and biases, in the dtype of `tokens`. A device has
+        e = ceil(E / n) experts, device 0 the first e; where n does not divide E, `pad_experts`
+        appends the ones that are missing.
+      axis_name: the mesh axis, or a tuple of them in any order, over which experts are sharded.
+      top_k: how many experts each token has.
+      capacity_factor: an expert takes at most ceil(factor x t x top_k / E) of the t tokens of each
+        device, and the others lose that expert's share. None: nothing is dropped.
+      capacity_policy: which tokens an expert keeps, those with the largest weight,
+        `"probability"`, or the first ones, `"position"`.
+      buffer_factor: receive buffers of this multiple of a device's share when loads are balanced;
+        what does not fit is lost, and counted in `overflow`. None: buffers of the worst case, all
+        tokens of all devices (or what `capacity_factor` leaves of it), so that nothing is lost.
+      dispatch: `"ragged"`: each token travels once to each device that it needs, by a ragged
+        all-to-all, and a row comes back. `"ring"`: tokens go round past all experts, a block under
+        the work on the one before. `"all_gather"`: all tokens to all devices, and a reduce-scatter.
+        `"auto"`: the one that sends least by a model of the links.
+      chunks: so many pieces of the tokens are sent one after the other, each while the experts
+        compute the one before. Not with `"ring"`, which overlaps by itself.
+      scoring: as in `route`.
+      router_bias: as `bias` of `route`.
+      groups: as in `route`.
+      top_groups: as in `route`.
+      normalize: as in `route`.
+      scale: as in `route`.
+      shared: experts that every token has, as one: `up` and `gate` `[d, f]`, `down` `[f, d]`,
+        biases `[f]` and `[d]`; replicated over `axis_name`.
+      activation: an elementwise function.
+      mask: bool `[...]`: tokens that count. The others reach no expert and no statistics.
+      data_axis_name: further axes over which tokens are sharded; the statistics are over these too.
+      tp_axis_name: axes over which the hidden features f of each expert, shared ones too, are
+        sharded.
+      sequence_axis: with `tp_axis_name`, whether tokens are sharded over it, as the other layers
+        return them: any integer; or replicated over it: None.
+      fsdp_axis_name: axes over which all experts' weights are sharded further. They are gathered
+        here, and again for the backward pass.
+      fsdp_axis: the dimension of matrices `[e, d, f]` and `[e, f, d]` along which they are, 1 or 2;
+        of shared experts, which lack the first, one less. Biases are sharded along their last.
+      mode: of the gathers over `fsdp_axis_name`, and of the shared experts' matmuls over
+        `tp_axis_name`.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: the dtype in which sums of rows travel, with `"ring"`, `"all_gather"` and
+        `tp_axis_name`. None: float32 for narrower floats.
+      implementation: as in `grouped_matmul`.
+
+    Returns:
+      The results, like `tokens`, and `Statistics` over `axis_name` and `data_axis_name`. What is
+      lost, by capacity, buffers or mask, adds nothing to a token's result.
+
+    Raises:
+      TypeError: experts that are not of the tokens' dtype; an option of the wrong type.
+      ValueError: shapes that do not fit each other, experts that are not ceil(E / n), options out
+        of range, an unknown option or axis name, a call outside shard_map.
+
+    Cost: with r the rows that reach a device, at most tokens x distinct target devices in all:
+      `"ragged"` sends those rows, with k integers and k weights each, and one row back for each.
+      `"ring"` and `"all_gather"` send (n-1) t rows each way. Matmuls of every pair of a token and
+      an expert, 2 d f each. The derivative sends as much again, and computes twice as much; with
+      `"ring"` it computes the experts once more, and adds to their gradients once a step.
+
+    Example:
+      >>> mesh = make_mesh("ep=8")
+      >>> w = jnp.ones((16, 4, 32)) / 4
+      >>> experts = Experts(up=w, gate=w, down=w.swapaxes(1, 2))
+      >>> layer = jax.jit(jax.shard_map(
+      ...     lambda x, r, w: moe_layer(x, r, w, axis_name="ep", top_k=2), mesh=mesh,
+      ...     in_specs=(P("ep"), P(), P("ep")), out_specs=(P("ep"), P())))
+      >>> y, statistics = layer(jnp.ones((64, 4)), jnp.eye(4, 16), experts)
+      >>> y.shape, int(statistics.tokens_per_expert.sum()), int(statistics.dropped)
+      ((64, 4), 128, 0)
+
+    Source: Shazeer et al., "Outrageously large neural networks" (2017); Lepikhin et al., "GShard"
+    (2020), for capacities; Gale et al., "MegaBlocks" (2022), for dropless experts.
+    """
+    name = "moe_layer"
+    axes = bind_axes(name, axis_name, data_axis_name, tp_axis_name, sequence_axis, fsdp_axis_name)
+    routed, fused = as_experts(experts), None if shared is None else as_experts(shared)
+    check_tokens(name, tokens, router, mask)
+    check_experts(name, tokens, router, routed, fused, axes)
+    rows = tokens.reshape(-1, tokens.shape[-1])  # [t, d]
+    counted = None if mask is None else mask.reshape(-1)
+    chunks, buffer_factor = check_options(name, len(rows), dispatch, chunks, buffer_factor)
+
+    routing = route(
+        _logits(rows, router, precision),
+        top_k,
+        scoring=scoring,
+        bias=router_bias,
+        groups=groups,
+        top_groups=top_groups,
+        normalize=normalize,
+        scale=scale,
+        mask=counted,
+    )
+    capacity = None
+    if capacity_factor is not None:
+        capacity = expert_capacity(len(rows), top_k, router.shape[1], capacity_factor)
+        routing = limit_capacity(routing, capacity, policy=capacity_policy)
+
+    count = len(routed.up)
+    bounds = Bounds(axes.expert.size, router.shape[1], count, top_k, capacity, buffer_factor)
+    if dispatch == "auto":
+        dispatch = choose_dispatch(axes.expert, bounds, chunks)
+    # A TPU has one ragged all-to-all under way at a time, so that each needs work of its own.
+    chip = traced_chip()
+    staged = chunks > 1 and chip is not None and chip.torus
+    exchange = (Ragged if dispatch == "ragged" and axes.expert.size > 1 else Gathered)(
+        axes.expert,
+        bounds,
+        LocalExperts(activation, precision, implementation, staged),
+        axes.gathered_tensor,
+        as_dtype(name, "wire_dtype", wire_dtype),
+    )
+    chosen = jnp.where(routing.kept, routing.experts, -1)
+    replicated = axes.summed_tensor
+
+    def compute(
+        rows: Array, weights: Array, routed: Experts, fused: Experts | None
+    ) -> tuple[Array, Array]:
+        routed = _whole(axes, rows, routed, "experts", fsdp_axis, mode, wire_dtype)
+        if fused is not None:
+            fused = _whole(axes, rows, fused, "shared", fsdp_axis, mode, wire_dtype)
+        if axes.tensor is not None:
+            routed = _bias_once(axes.tensor, routed)
+        summed = replicated.axis_name if replicated else ()
+        sent, given = vary_over(summed, (rows, weights))  # once here, not where they have arrived
+        out, pairs = (
+            exchange_by_ring(exchange, preferred_ring(), (sent, chosen, given), routed)
+            if dispatch == "ring"
+            else exchange_in_chunks(exchange, (sent, chosen, given), routed, chunks)
+        )
+        if replicated is not None:
+            wide = addition_dtype(out.dtype) if wire_dtype is None else exchange.wire_dtype
+            out = lax.psum(out.astype(wide), summed).astype(out.dtype)
+            pairs = lax.psum(jnp.where(replicated.index() == 0, pairs, 0), summed)
+        if fused is not None:
+            out = out + apply_shared(axes, rows, fused, activation, mode, precision)
+        return out, pairs
+
+    if axes.fsdp is not None:
+        keep = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
+        compute = jax.checkpoint(compute, policy=keep)
+    out, pairs = compute(rows, routing.weights, routed, fused)
+    overflow = jnp.sum(routing.kept, dtype=jnp.int32) - pairs
+    statistics = routing_statistics(routing, axes.counted, mask=counted, overflow=overflow)
+    return out.reshape(tokens.shape), statistics
+
+
+_GATHERED = "gathered experts"
+
+
+def _logits(rows: Array, router: Array, precision: PrecisionLike) -> Array:
+    """Scores are sensitive to rounding: in float32 at least."""
+    wide = common_dtype(sum_dtype(rows.dtype), sum_dtype(router.dtype))
+    w = vary_over(varying_axes(rows), router.astype(wide))
+    return lax.dot(rows.astype(wide), w, precision=precision)
+
+
+def _whole(
+    axes: Axes, rows: Array, experts: Experts, kind: str, axis: int, mode: Mode, wire_dtype: Any
+) -> Experts:
+    """Gathers what is sharded over fsdp, and checks that it fits the rows."""
+    if axes.fsdp is not None:
+        dims = fsdp_dims(experts, axis)
+        name = axes.fsdp.axis_name
+        experts = fsdp_gather(experts, name, axis=dims, mode=mode, wire_dtype=wire_dtype)
+        # Named last, after the cast that its uses need: what comes after a name would be kept.
+        experts = vary_over(varying_axes(rows, experts), experts)
+        experts = jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), experts)
+    check_widths("moe_layer", rows.shape[1], experts, kind)
+    return experts
+
+
+def _bias_once(ring: Ring, experts: Experts) -> Experts:
+    """Leaves the last bias to one device of those whose results are summed."""
+    if experts.down_bias is None:
+        return experts
+    (bias,) = vary_over(ring.axis_name, (experts.down_bias,))
+    once = jnp.where(ring.index() == 0, bias, jnp.zeros_like(bias))
+    return experts._replace(down_bias=once)

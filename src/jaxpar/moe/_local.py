@@ -1,0 +1,79 @@
+"""What a device computes for tokens that reached it: its own experts' share of their results."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxpar._varying import vary_alike
+from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
+from jaxpar.moe._experts import apply_experts
+from jaxpar.moe._grouped import bind_method
+from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
+
+Tokens = tuple[Array, Array, Array]  # rows [r, d], the experts that they chose [r, k], weights
+
+
+class Pairs(NamedTuple):
+    """Pairs of a row and an expert of this device, sorted by expert, on their way through it."""
+
+    rows: Array  # [p, d], or where experts are applied in two stages the hidden features, [p, f]
+    weights: Array  # [p]
+    sizes: Array  # int32[e], how many pairs each expert has
+    copies: Copies  # where each row's pairs are
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts of a device, applied at once or in two stages."""
+
+    activation: Callable[[Array], Array]
+    precision: Any
+    implementation: Any
+    staged: bool
+
+    def begin(self, tokens: Tokens, experts: Experts, first: Array, pairs: int) -> Pairs:
+        """Sorts at most `pairs` pairs by expert; of two stages it is the one up to hidden features.
+
+        `first` is the number of the device's first expert. Rows may hold anything where they chose
+        none of its experts.
+        """
+        rows, chosen, weights = tokens
+        # Each choice has a copy, or none, and so has its row.
+        choices, sizes = copies_by_key((chosen - first).reshape(-1, 1), len(experts.up), pairs)
+        source = choices.source // max(chosen.shape[1], 1)
+        copies = Copies(source, choices.places.reshape(chosen.shape))
+        ends = jnp.minimum(jnp.cumsum(sizes, dtype="int32"), pairs)  # the last are dropped
+        sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
+        sorted_rows = spread(copies, rows)  # [r, d] to [p, d]
+        if self.staged:
+            sorted_rows, experts, sizes = vary_alike((), sorted_rows, experts, sizes)
+            mlp, on = self._mlp(sorted_rows, sizes)
+            sorted_rows, _ = mlp.begin(on, sorted_rows, experts)
+        return Pairs(sorted_rows, spread(choices, weights.reshape(-1)), sizes, copies)
+
+    def finish(self, pairs: Pairs, experts: Experts) -> Array:
+        """Returns, for each row, the weighted sum of what its experts made of it."""
+        rows, weights, sizes, copies = pairs
+        if self.staged:
+            rows, experts, weights, sizes = vary_alike((), rows, experts, weights, sizes)
+            mlp, on = self._mlp(rows, sizes)
+            made = mlp.finish(on, rows, experts, weights)
+        else:
+            made = apply_experts(
+                rows,
+                experts,
+                sizes,
+                activation=self.activation,
+                weights=weights,
+                implementation=self.implementation,
+                precision=self.precision,
+            )
+        return collect(copies, made)
+
+    def _mlp(self, rows: Array, sizes: Array) -> tuple[Mlp, WholeProducts]:
+        method = bind_method("moe_layer", self.implementation, self.precision)
+        mlp = Mlp(method, self.activation, None, rows.dtype)
+        return mlp, WholeProducts(mlp, sizes, len(rows))

@@ -1,0 +1,83 @@
+"""A mixture of experts on one device: each token times each of its experts, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def kept_by_capacity(chosen, weights, capacity, policy, experts):
+    """Which (token, choice) pairs of one device experts keep, by looking at one after the other."""
+    kept = chosen >= 0
+    for expert in range(experts):
+        tokens, choices = np.nonzero(chosen == expert)
+        order = np.arange(len(tokens))
+        if policy == "probability":
+            order = np.lexsort((tokens, -weights[tokens, choices]))
+        for place in order[capacity:]:
+            kept[tokens[place], choices[place]] = False
+    return kept
+
+
+def scores_of(logits, scoring):
+    return jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits)
+
+
+def weights_of(logits, chosen, scoring, normalize, scale):
+    if scoring == "selected_softmax":
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=1))
+    else:
+        weights = jnp.take_along_axis(scores_of(logits, scoring), chosen, axis=1)
+    if normalize:
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    return weights * scale
+
+
+def choose(params, top_k, devices, capacity, policy, mask, bias, **how):
+    """Returns what is not differentiated: the chosen experts of each token, and which are kept."""
+    logits = jnp.asarray(params["tokens"] @ params["router"])
+    choice = np.asarray(scores_of(logits, how["scoring"]) + (0 if bias is None else bias))
+    chosen = np.argsort(-choice, axis=1, kind="stable")[:, :top_k]
+    weights = np.asarray(weights_of(logits, chosen, **how))
+    chosen = chosen if mask is None else np.where(mask[:, None], chosen, -1)
+    if capacity is None:
+        return chosen, chosen >= 0
+    blocks = np.split(chosen, devices), np.split(weights, devices)
+    count = logits.shape[1]
+    kept = [kept_by_capacity(c, w, capacity, policy, count) for c, w in zip(*blocks, strict=True)]
+    return chosen, np.concatenate(kept)
+
+
+def mlp(x, w, activation):
+    up = x @ w["up"] + w.get("up_bias", 0)
+    if "gate" in w:
+        hidden = activation(x @ w["gate"] + w.get("gate_bias", 0)) * up
+    else:
+        hidden = activation(up)
+    return hidden @ w["down"] + w.get("down_bias", 0)
+
+
+def moe(params, chosen, kept, activation=jax.nn.silu, **how):
+    """Returns results and statistics of the tokens of all devices, `[devices * t, d]`.
+
+    `params` has tokens, router, experts and, where there are any, shared.
+    """
+    tokens, count = params["tokens"], params["router"].shape[1]
+    logits = tokens @ params["router"]
+    weights = weights_of(logits, np.maximum(chosen, 0), **how)
+    out = 0 * tokens
+    for expert in range(count):
+        share = jnp.sum(weights * (kept & (chosen == expert)), axis=1)
+        w = {key: value[expert] for key, value in params["experts"].items()}
+        out = out + share[:, None] * mlp(tokens, w, activation)
+    if "shared" in params:
+        out = out + mlp(tokens, params["shared"], activation)
+    loads = np.array([(chosen == expert).sum() for expert in range(count)])
+    real = (chosen[:, 0] >= 0) / max((chosen[:, 0] >= 0).sum(), 1)
+    scores = scores_of(logits, how["scoring"])
+    shares = scores / scores.sum(axis=1, keepdims=True)
+    return out, {
+        "load_balance_loss": count * jnp.sum(loads / max(loads.sum(), 1) * (real @ shares)),
+        "router_z_loss": real @ jax.nn.logsumexp(logits, axis=1) ** 2,
+        "tokens_per_expert": loads,
+        "dropped": (chosen >= 0).sum() - kept.sum(),
+    }
