@@ -88,6 +88,8 @@ def test_rows_of_nobody():
     np.testing.assert_array_equal(second, [2 * 3 * 6, 0, 0, 2 * 12 * 12, 0])
     _, pull = jax.vjp(lambda x: spread(copies, x), jnp.ones(3))
     np.testing.assert_array_equal(pull(y)[0], [2, 1, 0])
+    unfilled = spread(copies, jnp.ones(3), fill=False)
+    np.testing.assert_array_equal(unfilled, [1, jnp.nan, jnp.nan, 1, jnp.nan])
 
 
 def test_no_scatters():

@@ -4,6 +4,7 @@ Known from both sides, copying and summing the copies are gathers, and each is t
 other. Scattering additions, which accelerators do one by one, never happens.
 """
 
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar import _unwritten
 from jaxpar._dtypes import addition_dtype
+from jaxpar._unwritten import unwritten
 from jaxpar._varying import vary_alike
 
 
@@ -49,10 +52,13 @@ def copies_by_key(keys: Array, keys_count: int, capacity: int) -> tuple[Copies, 
     return Copies(source, places.reshape(rows, k)), sizes
 
 
-def spread(copies: Copies, x: Array) -> Array:
-    """Returns `[c, ...]`: the row of `x`, `[rows, ...]`, that each is a copy of, and 0 for none."""
+def spread(copies: Copies, x: Array, *, fill: bool = True) -> Array:
+    """Returns `[c, ...]`: the row of `x`, `[rows, ...]`, that each is a copy of, and 0 for none.
+
+    Without `fill` copies of none hold anything, which saves a pass over the copies on TPU.
+    """
     copies, x = vary_alike((), copies, x)
-    return _spread(copies, x) if jnp.issubdtype(x.dtype, jnp.inexact) else _copy(copies, x)
+    return (_spread if jnp.issubdtype(x.dtype, jnp.inexact) else _copy)(copies, x, fill)
 
 
 def collect(copies: Copies, y: Array) -> Array:
@@ -64,37 +70,41 @@ def collect(copies: Copies, y: Array) -> Array:
     return _collect(copies, y) if jnp.issubdtype(y.dtype, jnp.inexact) else _sum(copies, y)
 
 
-def take_rows(x: Array, places: Array) -> Array:
-    """Returns `x[places]`, and 0 for places outside of x."""
+def take_rows(x: Array, places: Array, fill: Array | int | None = 0) -> Array:
+    """Returns `x[places]`, and `fill` for places outside of x, or with None any row."""
     shape = (*places.shape, *x.shape[1:])
     if not prod(shape) or not x.shape[0]:
         return vary_alike((), jnp.zeros(shape, x.dtype), x, places)[0]
+    taken = jnp.take(x, places, 0, mode="clip")
+    if fill is None:
+        return taken
     inside = ((places >= 0) & (places < x.shape[0])).reshape(*places.shape, *[1] * (x.ndim - 1))
-    return jnp.where(inside, jnp.take(x, places, 0, mode="clip"), jnp.zeros((), x.dtype))
+    return jnp.where(inside, taken, jnp.asarray(fill, x.dtype))
 
 
-def _copy(copies: Copies, x: Array) -> Array:
-    return take_rows(x, copies.source)
+def _copy(copies: Copies, x: Array, fill: bool) -> Array:
+    if fill:
+        return take_rows(x, copies.source)
+    anything = unwritten((), x.dtype) if _unwritten.poisoned else None
+    return take_rows(x, copies.source, anything)
 
 
 def _sum(copies: Copies, y: Array) -> Array:
-    rows, k = copies.places.shape
-    total = jnp.zeros((rows, *y.shape[1:]), addition_dtype(y.dtype))
-    total, y, copies = vary_alike((), total, y, copies)
-    for i in range(k):  # one by one: [rows, k, ...] is never there
-        total += take_rows(y, copies.places[:, i]).astype(total.dtype)
-    return total.astype(y.dtype)
+    # One gather, as k of them take the compiler for TPU k times as long; by copies, not by rows,
+    # as the last two dimensions are the ones that are tiled.
+    each = take_rows(y, copies.places.T)  # [k, rows, ...]
+    return jnp.sum(each, axis=0, dtype=addition_dtype(y.dtype)).astype(y.dtype)
 
 
-_spread = jax.custom_vjp(_copy)
+_spread = partial(jax.custom_vjp, nondiff_argnums=(2,))(_copy)
 _collect = jax.custom_vjp(_sum)
 
 
-def _spread_fwd(copies: Copies, x: Array) -> tuple[Array, Copies]:
-    return _spread(copies, x), copies
+def _spread_fwd(copies: Copies, x: Array, fill: bool) -> tuple[Array, Copies]:
+    return _spread(copies, x, fill), copies
 
 
-def _spread_bwd(copies: Copies, ct: Array) -> tuple[Any, Array]:
+def _spread_bwd(_: bool, copies: Copies, ct: Array) -> tuple[Any, Array]:
     return None, collect(copies, ct)
 
 

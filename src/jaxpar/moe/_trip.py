@@ -59,7 +59,7 @@ def _send(
 
     def exchanged(carrier: Array) -> Array:
         shape = (capacity, carrier.shape[1])
-        carrier = spread(trip.copies, carrier)  # [t, width] to [copies, width]
+        carrier = spread(trip.copies, carrier, fill=False)  # [t, width] to [copies, width]
         buffer = jnp.zeros(shape, carrier.dtype) if clean else unwritten(shape, carrier.dtype)
         buffer, carrier = vary_alike((), buffer, carrier)
         return exchange_rows(carrier, buffer, trip.there, ring)
