@@ -241,7 +241,7 @@ def spread_rows(method: Method, rows: int, dtype: Any, bias: Array, group_sizes:
     """Gives each row its group's bias: `[rows, f]`; rows past the last group hold anything."""
     ends = jnp.cumsum(group_sizes, dtype="int32")
     group = jnp.sum(lax.iota("int32", rows)[:, None] >= ends, axis=1, dtype="int32")
-    return bias.at[group].get(mode="clip").astype(dtype)
+    return jnp.take(bias, group, axis=0, mode="clip").astype(dtype)
 
 
 def sum_rows(method: Method, ct: Array, group_sizes: Array, dtype: Any) -> Array:
@@ -355,6 +355,8 @@ def expert_mlp(mlp: Mlp, operands: Operands, group_sizes: Array) -> tuple[Array,
 
     def blocks(operands: Operands, group_sizes: Array) -> tuple[Array, Any]:
         out = forward_blocks(mlp, operands, group_sizes)
+        if mlp.method.implementation == "blocks":
+            return out, (None, None)
         # Nobody reads them here, but a program for several platforms has one type.
         shape = len(operands.x), operands.experts.up.shape[2]
         zeros = zeros_alike(shape, mlp.dtype, operands, group_sizes)

@@ -1,0 +1,352 @@
+"""apply_experts against NumPy: options, gradients twice, unwritten rows, meshes, errors."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import make_mesh
+from jaxpar.moe import Experts, apply_experts, as_experts, pad_experts
+from jaxpar.testing import assert_matches_reference
+
+IMPLEMENTATIONS = ["blocks", "ragged_dot"]
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def reference(x, experts, sizes, weights=None):
+    out, start = np.zeros(x.shape), 0
+    for i, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        own = Experts(*(None if w is None else w[i] for w in experts))
+        up, gate, down = (
+            None if w is None else (lambda h, w=w, b=b: h @ w + (0 if b is None else b))
+            for w, b in (
+                (own.up, own.up_bias),
+                (own.gate, own.gate_bias),
+                (own.down, own.down_bias),
+            )
+        )
+        hidden = silu(up(x[rows])) if gate is None else silu(gate(x[rows])) * up(x[rows])
+        factor = 1 if weights is None else weights[rows, None]
+        out[rows] = down(hidden) * factor
+        start += size
+    return out
+
+
+def make(sizes, rows, *, gate=True, bias=True, weights=True, d=4, f=5, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    e = len(sizes)
+    experts = Experts(
+        up=draw(e, d, f),
+        down=draw(e, f, d),
+        gate=draw(e, d, f) if gate else None,
+        up_bias=draw(e, f) if bias else None,
+        gate_bias=draw(e, f) if bias and gate else None,
+        down_bias=draw(e, d) if bias else None,
+    )
+    x, factors = draw(rows, d), draw(rows) if weights else None
+    x[sum(sizes) :] = np.nan
+    if weights:
+        factors[sum(sizes) :] = np.nan
+    return x, experts, np.asarray(sizes, np.int32), factors
+
+
+def call(x, experts, sizes, weights=None, **options):
+    return apply_experts(x, experts, sizes, weights=weights, **options)
+
+
+def over_devices(devices):
+    def whole(*args):
+        own = [jax.tree.map(lambda a, i=i: np.split(a, devices)[i], args) for i in range(devices)]
+        return np.concatenate([reference(*part) for part in own])
+
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("gate", "bias", "weights"),
+    [(True, True, True), (False, True, False), (True, False, False), (False, False, True)],
+)
+def test_in_shard_map_with_rows_of_each_device(gate, bias, weights):
+    sizes = [[3, 0, 4], [0, 0, 0], [0, 17, 3], [20, 0, 0]]
+    parts = [
+        make(own, 21, gate=gate, bias=bias, weights=weights, seed=i) for i, own in enumerate(sizes)
+    ]
+    args = jax.tree.map(lambda *a: np.concatenate(a), *parts)
+    assert_matches_reference(
+        call,
+        over_devices(4),
+        *args[: 3 + weights],
+        mesh=make_mesh("dp=2,ep=4"),
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+        max_directions=6,
+    )
+
+
+def test_experts_replicated_over_an_axis_that_rows_vary_over():
+    x, experts, sizes, weights = make([3, 0, 4], 8)
+    both = [np.concatenate([a, a[::-1] if i else 2 * a]) for i, a in enumerate((x, weights))]
+    both[1][7:9] = 1
+    both[0][7:9] = 1
+
+    def whole(x, experts, sizes, weights):
+        halves = zip(np.split(x, 2), np.split(weights, 2), strict=True)
+        return np.concatenate([reference(x, experts, sizes, w) for x, w in halves])
+
+    assert_matches_reference(
+        call,
+        whole,
+        *(np.nan_to_num(both[0]), experts, sizes, np.nan_to_num(both[1])),
+        mesh=make_mesh("dp=2", devices=jax.devices()[:2]),
+        in_specs=(P("dp"), P(), P(), P("dp")),
+        out_specs=P("dp"),
+        max_directions=6,
+    )
+
+
+def dense(x, experts, sizes, weights, activation=jax.nn.silu):
+    """The same in JAX, a weight for each row."""
+    own = jax.tree.map(lambda w: w[np.repeat(np.arange(len(sizes)), sizes)], experts)
+    x, weights = x[: sum(sizes)], weights[: sum(sizes)]
+    up = jnp.einsum("ad,adf->af", x, own.up) + own.up_bias
+    gate = jnp.einsum("ad,adf->af", x, own.gate) + own.gate_bias
+    out = jnp.einsum("af,afd->ad", activation(gate) * up, own.down) + own.down_bias
+    return out * weights[:, None]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("derivatives", [1, 2])
+def test_derivatives_with_nan_past_the_groups(derivatives, implementation):
+    """With blocks of several sizes, and then again for the derivatives of derivatives."""
+    sizes = [[40, 0, 70, 301, 2], [4, 0, 7, 1]][derivatives - 1]
+    x, experts, sizes, weights = make(sizes, sum(sizes) + 3)
+    order = (0, 1, 2)
+
+    def gradients(f):
+        def loss(*args):
+            return jnp.sum(jnp.sin(f(*args)))
+
+        def norm(*args):
+            return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss, order)(*args)))
+
+        return jax.jit(jax.grad([loss, norm][derivatives - 1], order))(x, experts, weights)
+
+    found = gradients(lambda x, e, w: call(x, e, sizes, w, implementation=implementation))
+    wanted = gradients(lambda x, e, w: dense(x, e, sizes, w))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5 * np.max(np.abs(other)))
+    assert not np.any(found[0][-3:])
+    assert not np.any(found[2][-3:])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_activation_that_is_nan_or_steep_at_zero(implementation):
+    """Rows outside a block's group are 0 within it: what an activation makes of 0 is not seen."""
+    x, experts, sizes, weights = make([3, 1, 2], 8, bias=False)
+    x, experts = jnp.abs(x), jax.tree.map(jnp.abs, experts)
+
+    def f(x, experts, weights):
+        out = apply_experts(
+            *(x, experts, sizes),
+            weights=weights,
+            activation=lambda h: jnp.sqrt(h) / h,
+            implementation=implementation,
+        )
+        return jnp.sum(out**2)
+
+    gradients = jax.jit(jax.grad(f, (0, 1, 2)))(x, experts, weights)
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_activation_with_a_parameter_of_its_own(implementation):
+    x, experts, sizes, weights = make([3, 0, 2], 8)
+
+    def loss(slope, x, apply):
+        return jnp.sum(apply(x, lambda h: jnp.where(h > 0, h, slope * h)) ** 2)
+
+    def ours(x, activation):
+        options = {"activation": activation, "implementation": implementation}
+        return call(x, experts, sizes, weights, **options)
+
+    def theirs(x, activation):
+        return dense(x, experts, sizes, weights, activation)
+
+    found = jax.grad(loss, (0, 1))(jnp.float32(0.3), x, ours)
+    wanted = jax.grad(loss, (0, 1))(jnp.float32(0.3), x, theirs)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_vmap_and_checkpoint():
+    parts = [make(sizes, 8, seed=i) for i, sizes in enumerate([[3, 0, 4], [0, 8, 0]])]
+    stacked = jax.tree.map(lambda *a: np.stack(a), *parts)
+
+    def gradient(x, experts, sizes, weights):
+        def loss(x, experts, weights):
+            return jnp.sum(jnp.sin(jax.checkpoint(call)(x, experts, sizes, weights)))
+
+        return jax.grad(loss, (0, 1, 2))(x, experts, weights)
+
+    found = jax.jit(jax.vmap(gradient))(*stacked)
+    for i, part in enumerate(parts):
+        wanted = jax.jit(gradient)(*part)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(one[i], other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16(implementation):
+    """Sums are float32; biases and factors may stay so."""
+    x, experts, sizes, weights = make([30, 0, 41], 80, d=32, f=48)
+    narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), experts)
+    narrow = narrow._replace(up_bias=experts.up_bias)
+    x = jnp.asarray(x, jnp.bfloat16)
+
+    def f(x, experts, weights):
+        return call(x, experts, sizes, weights, implementation=implementation)
+
+    out, pull = jax.vjp(jax.jit(f), x, narrow, weights)
+    assert out.dtype == jnp.bfloat16
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (x, narrow))
+    wanted = reference(*wide, sizes, weights.astype(np.float64))
+    error = np.linalg.norm(np.asarray(out, np.float64) - wanted) / np.linalg.norm(wanted)
+    assert error < 0.005
+    gradients = pull(jnp.ones_like(out))
+    assert [g.dtype for g in jax.tree.leaves(gradients)] == [
+        a.dtype for a in jax.tree.leaves((x, narrow, weights))
+    ]
+    exact = jax.vjp(
+        lambda *a: dense(a[0], a[1], sizes, a[2]),
+        *jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, narrow, weights)),
+    )[1](jnp.ones((71, 32)))
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True):
+        one = np.asarray(one, np.float64)
+        assert np.linalg.norm(one - other) < 0.015 * np.linalg.norm(other)
+    assert f(x, narrow, None).dtype == jnp.bfloat16
+    preferred = apply_experts(x, narrow, sizes, preferred_element_type=jnp.float32)
+    assert preferred.dtype == jnp.float32
+
+
+def test_no_rows_and_no_hidden_rows_are_kept():
+    x, experts, sizes, _ = make([0, 0], 0)
+    assert call(x, experts, sizes).shape == (0, 4)
+    x, experts, sizes, weights = make([3, 4], 8)
+    _, pull = jax.vjp(lambda x: call(x, experts, sizes, weights, implementation="blocks"), x)
+    kept = [leaf.shape for leaf in jax.tree.leaves(pull) if hasattr(leaf, "shape")]
+    assert kept
+    assert (8, 5) not in kept
+
+
+def test_mapping_and_padding():
+    x, experts, sizes, _ = make([2, 1, 3], 8)
+    mapping = {key: w for key, w in experts._asdict().items() if w is not None}
+    np.testing.assert_array_equal(call(x, mapping, sizes), call(x, experts, sizes))
+    padded = pad_experts(mapping, 4)
+    assert [len(w) for w in padded] == [4] * 6
+    assert not np.any(padded.up[3])
+    more = np.append(sizes, 0)
+    np.testing.assert_array_equal(call(x, padded, more), call(x, experts, sizes))
+    assert pad_experts(experts, 3) is experts
+    assert pad_experts(experts._replace(gate=None, gate_bias=None), 2).gate is None
+
+
+WHOLE = make([3, 4], 8)[1]
+
+ERRORS = [
+    (
+        {"x": np.zeros((2, 8, 4), np.float32)},
+        ValueError,
+        "apply_experts: x must be [a, d], got local shape (2, 8, 4); reshape it to two dimensions",
+    ),
+    (
+        {"x": np.zeros((8, 3), np.float32)},
+        ValueError,
+        "apply_experts: x of local shape (8, 3) has 3 features, but experts.up of local shape "
+        "(2, 4, 5) takes 4",
+    ),
+    (
+        {"x": jnp.zeros((8, 4), jnp.bfloat16)},
+        TypeError,
+        "apply_experts: x is bfloat16 and experts.up float32; cast one to the other's dtype",
+    ),
+    (
+        {"group_sizes": np.zeros(3, np.int32)},
+        ValueError,
+        "apply_experts: group_sizes has local shape (3,), but experts.up of local shape (2, 4, 5) "
+        "has 2 groups; give one size for each",
+    ),
+    (
+        {"weights": np.zeros(9, np.float32)},
+        ValueError,
+        "apply_experts: weights have local shape (9,), but x of local shape (8, 4) has 8 rows; "
+        "give one weight for each",
+    ),
+    (
+        {"weights": np.zeros(8, np.int32)},
+        TypeError,
+        "apply_experts: weights must be floats, got int32; cast them",
+    ),
+    (
+        {"experts": WHOLE._replace(up=WHOLE.up[0])},
+        ValueError,
+        "apply_experts: experts.up must be [e, d, f], got local shape (4, 5)",
+    ),
+    (
+        {"experts": WHOLE._replace(down=WHOLE.up)},
+        ValueError,
+        "apply_experts: experts.down has local shape (2, 4, 5), but with experts.up of local shape "
+        "(2, 4, 5) it must have (2, 5, 4)",
+    ),
+    (
+        {"experts": WHOLE._replace(gate=None)},
+        ValueError,
+        "apply_experts: experts.gate_bias is given without experts.gate",
+    ),
+    (
+        {"experts": {**WHOLE._asdict(), "w3": 0}},
+        TypeError,
+        "as_experts: experts have no w3; the keys are up, down, gate, up_bias, gate_bias, "
+        "down_bias",
+    ),
+    (
+        {"experts": {"up": WHOLE.up}},
+        TypeError,
+        "as_experts: experts lack down; the keys are up, down, gate, up_bias, gate_bias, down_bias",
+    ),
+    (
+        {"activation": lambda h: h[:, :2]},
+        ValueError,
+        "apply_experts: activation must return as many features as it is given, (1, 5), but "
+        "returned (1, 2)",
+    ),
+    (
+        {"implementation": "dense"},
+        ValueError,
+        "apply_experts: implementation must be one of auto, ragged_dot, blocks, got 'dense'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), ERRORS)
+def test_errors(changed, error, message):
+    x, experts, sizes, _ = make([3, 4], 8)
+    given = {"x": x, "experts": experts, "group_sizes": sizes, **changed}
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        apply_experts(**given)
+
+
+def test_errors_of_padding_and_of_what_is_no_mapping():
+    with pytest.raises(ValueError, match=re.escape("pad_experts: shards=0 must be at least 1")):
+        pad_experts(WHOLE, 0)
+    message = "as_experts: experts must be Experts or a mapping, got list"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        as_experts([1])
