@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
 from jaxpar.moe import grouped_matmul
+from jaxpar.moe._blocks import CPU_LENGTHS, blocks_rows_product
 from jaxpar.testing import assert_matches_reference
 
 IMPLEMENTATIONS = ["blocks", "ragged_dot"]
@@ -221,12 +222,12 @@ def test_work_follows_the_rows_and_not_the_buffer():
         jax.debug.callback(lambda: calls.append(1))
         return x @ w
 
-    from jaxpar.moe._blocks import blocks_rows_product
-
     for sizes, blocks in (([0, 0, 0], 0), ([16, 0, 17], 3), ([700, 1, 0], 3 + 1)):
         calls.clear()
         lhs, rhs, sizes = operands(sizes, 1000)
-        out = blocks_rows_product(product, jnp.asarray(lhs), jnp.asarray(rhs), sizes, 3, np.float32)
+        out = blocks_rows_product(
+            CPU_LENGTHS, product, jnp.asarray(lhs), jnp.asarray(rhs), sizes, 3, np.float32
+        )
         jax.block_until_ready(out)
         jax.effects_barrier()
         assert len(calls) == blocks

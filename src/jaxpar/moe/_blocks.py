@@ -19,12 +19,10 @@ from jaxpar._dtypes import sum_dtype
 from jaxpar._types import Tree
 from jaxpar._varying import vary_over, varying_axes
 
-_SIZES = (256, 64, 16)
-
-
-def block_sizes(rows: int) -> tuple[int, ...]:
-    """The sizes of blocks to cut `rows` into, falling."""
-    return tuple(size for size in _SIZES if size <= rows) or (rows,)
+# Lengths of blocks, falling. A block costs a CPU about as much as 25 rows besides its own; it costs
+# a GPU tens of microseconds, as the host waits to know whether another follows.
+CPU_LENGTHS = (256, 64, 16)
+GPU_LENGTHS = (2048, 512, 128)
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ class Block:
 
 
 def fold_groups(
+    lengths: tuple[int, ...],
     group_sizes: Array,
     rows: int,
     state: Tree,
@@ -65,7 +64,7 @@ def fold_groups(
     def turn(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         number, state = carry
         group = order[number]
-        fold = partial(_fold_blocks, starts[group], ends[group], rows)
+        fold = partial(_fold_blocks, lengths, starts[group], ends[group], rows)
         return number + 1, one_group(state, group, fold)
 
     count = jnp.sum(filled, dtype="int32")
@@ -73,21 +72,22 @@ def fold_groups(
     return lax.while_loop(lambda carry: carry[0] < count, turn, (first, state))[1]
 
 
-def _fold_blocks(start: Array, end: Array, rows: int, step: Any, state: Any) -> Any:
-    sizes = block_sizes(rows)
-    for size, smaller in zip(sizes, (*sizes[1:], 0), strict=True):
-        # Each block costs about as much as 25 rows besides its own: a large one that is not full
-        # costs less than many small ones.
-        least = size * 5 // 8 if smaller else 0
+def _fold_blocks(
+    lengths: tuple[int, ...], start: Array, end: Array, rows: int, step: Any, state: Any
+) -> Any:
+    lengths = tuple(length for length in lengths if length <= rows) or (rows,)
+    for length in lengths:
+        # A large block that is not full costs less than many small ones.
+        least = 0 if length == lengths[-1] else length * 5 // 8
 
         def unfinished(carry: Any, least: int = least) -> Array:
             return end - carry[0] > least
 
-        def advance(carry: Any, size: int = size) -> Any:
+        def advance(carry: Any, length: int = length) -> Any:
             first, state = carry
-            at = jnp.minimum(first, rows - size)  # the buffer may end within the last block
-            row = at + lax.broadcasted_iota("int32", (size, 1), 0)
-            return first + size, step(state, Block(at, (row >= first) & (row < end)))
+            at = jnp.minimum(first, rows - length)  # the buffer may end within the last block
+            row = at + lax.broadcasted_iota("int32", (length, 1), 0)
+            return first + length, step(state, Block(at, (row >= first) & (row < end)))
 
         start, state = lax.while_loop(unfinished, advance, (start, state))
     return state
@@ -100,6 +100,7 @@ def zeros_alike(shape: tuple[int, ...], dtype: Any, *like: Any) -> Array:
 
 
 def blocks_rows_product(
+    lengths: tuple[int, ...],
     multiply: Callable[[Array, Array], Array],
     lhs: Array,
     rhs: Array,
@@ -114,10 +115,11 @@ def blocks_rows_product(
         return fold(lambda out, block: block.place(out, multiply(block.cut(lhs), weight)), out)
 
     out = zeros_alike((len(lhs), columns), dtype, lhs, rhs, group_sizes)
-    return fold_groups(group_sizes, len(lhs), out, one_group)
+    return fold_groups(lengths, group_sizes, len(lhs), out, one_group)
 
 
 def blocks_group_products(
+    lengths: tuple[int, ...],
     multiply: Callable[[Array, Array], Array],
     lhs: Array,
     rhs: Array,
@@ -137,7 +139,7 @@ def blocks_group_products(
         total: Array = totals.close(out, fold(step, totals.open(out)))
         return total
 
-    return fold_groups(group_sizes, len(lhs), out, one_group)
+    return fold_groups(lengths, group_sizes, len(lhs), out, one_group)
 
 
 @dataclass(frozen=True)

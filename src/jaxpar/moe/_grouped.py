@@ -20,7 +20,12 @@ from jaxpar._dtypes import as_dtype, common_dtype, result_dtype, sum_dtype
 from jaxpar._types import Implementation
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_precision
-from jaxpar.moe._blocks import blocks_group_products, blocks_rows_product
+from jaxpar.moe._blocks import (
+    CPU_LENGTHS,
+    GPU_LENGTHS,
+    blocks_group_products,
+    blocks_rows_product,
+)
 
 IMPLEMENTATIONS = ("auto", "ragged_dot", "blocks")
 
@@ -60,8 +65,10 @@ def grouped_matmul(
         type.
       ValueError: wrong ranks or sizes, an unknown implementation.
 
-    Cost: nothing is sent. 2 k n FLOPs for each row that has a group, rounded up to blocks of 16
-    rows for each group, and as much again for each operand's gradient.
+    Cost: nothing is sent. 2 k n FLOPs for each row that has a group, and as much again for each
+    operand's gradient. Blocks round the rows of each group up to a multiple of 16 (on GPUs 128) or,
+    of large groups, a little more. `jax.lax.ragged_dot_general` where there is no kernel: 2 m g k n
+    FLOPs, and on GPUs g copies of `lhs`.
 
     Example:
       >>> rows, weights = jnp.ones((6, 4)), jnp.stack([jnp.ones((4, 2)), jnp.full((4, 2), 2.0)])
@@ -88,15 +95,26 @@ class Method:
     precision: Any
 
     def choose(self, kernel: Any, masked: Any, blocks: Any, *operands: Any) -> Any:
-        """Runs one of three functions: TPU's kernel, a ragged dot elsewhere, loops over blocks."""
-        elsewhere = masked if self.implementation == "ragged_dot" else blocks
-        kernel = blocks if self.implementation == "blocks" else kernel
+        """Runs one of three functions: TPU's kernel, a ragged dot elsewhere, loops over blocks.
+
+        The last is given the lengths of blocks before the operands.
+        """
+        branches = {
+            "tpu": kernel,
+            "cuda": partial(blocks, GPU_LENGTHS),
+            "rocm": partial(blocks, GPU_LENGTHS),
+            "default": partial(blocks, CPU_LENGTHS),
+        }
+        if self.implementation == "blocks":
+            del branches["tpu"]
+        elif self.implementation == "ragged_dot":
+            branches = {"tpu": kernel, "default": masked}
 
         # One after the other under vmap: loops over batches of groups would run as long as the
         # longest does, and ragged dots have no rule for some batches.
         @sequential_vmap
         def chosen(*operands: Any) -> Any:
-            return lax.platform_dependent(*operands, tpu=kernel, default=elsewhere)
+            return lax.platform_dependent(*operands, **branches)
 
         return chosen(*operands)
 
@@ -149,7 +167,7 @@ def rows_product(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -
     def masked(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
         return ragged_dot(jnp.where(in_groups(group_sizes, len(lhs)), lhs, 0), rhs, group_sizes)
 
-    def blocks(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    def blocks(lengths: tuple[int, ...], lhs: Array, rhs: Array, group_sizes: Array) -> Array:
         def multiply(block: Array, weight: Array) -> Array:
             return lax.dot_general(
                 block.astype(common),
@@ -160,7 +178,7 @@ def rows_product(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -
             )
 
         columns = rhs.shape[3 - inner]
-        return blocks_rows_product(multiply, lhs, rhs, group_sizes, columns, product.dtype)
+        return blocks_rows_product(lengths, multiply, lhs, rhs, group_sizes, columns, product.dtype)
 
     return method.choose(kernel, masked, blocks, lhs, rhs, group_sizes)
 
@@ -193,7 +211,7 @@ def group_products(product: Product, lhs: Array, rhs: Array, group_sizes: Array)
         inside = in_groups(group_sizes, len(lhs))
         return ragged_dot(jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0), group_sizes)
 
-    def blocks(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    def blocks(lengths: tuple[int, ...], lhs: Array, rhs: Array, group_sizes: Array) -> Array:
         def multiply(left: Array, right: Array) -> Array:
             return lax.dot_general(
                 left.astype(common),
@@ -203,7 +221,7 @@ def group_products(product: Product, lhs: Array, rhs: Array, group_sizes: Array)
                 preferred_element_type=sums,
             )
 
-        return blocks_group_products(multiply, lhs, rhs, group_sizes, product.dtype)
+        return blocks_group_products(lengths, multiply, lhs, rhs, group_sizes, product.dtype)
 
     return method.choose(kernel, masked, blocks, lhs, rhs, group_sizes)
 

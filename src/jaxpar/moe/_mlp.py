@@ -287,7 +287,9 @@ def gradients_whole(
     return mlp.gradients(WholeProducts(mlp, group_sizes, len(operands.x)), operands, projected, ct)
 
 
-def forward_blocks(mlp: Mlp, operands: Operands, group_sizes: Array) -> Array:
+def forward_blocks(
+    mlp: Mlp, lengths: tuple[int, ...], operands: Operands, group_sizes: Array
+) -> Array:
     """The result of `Mlp.forward` block by block; nothing of the projections is kept."""
     x, experts, weights = operands
 
@@ -302,11 +304,16 @@ def forward_blocks(mlp: Mlp, operands: Operands, group_sizes: Array) -> Array:
         return fold(step, out)
 
     out = zeros_alike(x.shape, mlp.dtype, operands, group_sizes)
-    return fold_groups(group_sizes, len(x), out, one_group)
+    return fold_groups(lengths, group_sizes, len(x), out, one_group)
 
 
 def gradients_blocks(
-    mlp: Mlp, operands: Operands, group_sizes: Array, projected: Any, ct: Array
+    mlp: Mlp,
+    lengths: tuple[int, ...],
+    operands: Operands,
+    group_sizes: Array,
+    projected: Any,
+    ct: Array,
 ) -> Operands:
     """`Mlp.gradients` block by block, which projects again."""
     x, experts, weights = operands
@@ -335,7 +342,7 @@ def gradients_blocks(
 
     like = operands, group_sizes, ct
     zeros: Operands = jax.tree.map(lambda a: zeros_alike(a.shape, a.dtype, *like), operands)
-    return fold_groups(group_sizes, len(x), zeros, one_group)
+    return fold_groups(lengths, group_sizes, len(x), zeros, one_group)
 
 
 def _of_group(experts: Experts, group: Array) -> Experts:
@@ -353,8 +360,10 @@ def expert_mlp(mlp: Mlp, operands: Operands, group_sizes: Array) -> tuple[Array,
     """
     whole = partial(forward_whole, mlp)
 
-    def blocks(operands: Operands, group_sizes: Array) -> tuple[Array, Any]:
-        out = forward_blocks(mlp, operands, group_sizes)
+    def blocks(
+        lengths: tuple[int, ...], operands: Operands, group_sizes: Array
+    ) -> tuple[Array, Any]:
+        out = forward_blocks(mlp, lengths, operands, group_sizes)
         if mlp.method.implementation == "blocks":
             return out, (None, None)
         # Nobody reads them here, but a program for several platforms has one type.
