@@ -3,11 +3,13 @@
 `python tests/schedule/record.py` compiles every program below with the installed jax and writes
 `tests/schedule/recorded/<jax version>/<program>.hlo.txt`, after taking out what the parser does not
 read: the tables of source positions, metadata other than `op_name`, and all of an instruction's
-configuration but its cycles, its algorithm and `is_sync`. Run it once with every supported version.
+configuration but its cycles or costs, its algorithm and `is_sync`. Run it once with every
+supported version; with names of programs as arguments, it writes only those.
 """
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,8 @@ POST_SPMD = {
     "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
     "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
 }
+SPARSE_CORE = {"xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all": "true"}
+HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,27 @@ def _beside_matmuls(lhs, rhs):
     return lhs @ lax.all_gather(rhs, "tp", axis=1, tiled=True)
 
 
+def _ragged(lhs, rhs):
+    """An exchange of equal slices beside a matmul, and a grouped matmul of what arrives."""
+    slices = jnp.full((4,), lhs.shape[0] // 4, jnp.int32)
+    offsets = lax.axis_index("tp") * slices
+    begins = jnp.arange(4, dtype=jnp.int32) * slices
+    zeros = lax.pcast(jnp.zeros((2 * lhs.shape[0], lhs.shape[1]), lhs.dtype), "tp", to="varying")
+    sent = lax.ragged_all_to_all(lhs, zeros, begins, slices, offsets, slices, axis_name="tp")
+    product = lhs @ rhs
+    sent, product = lax.optimization_barrier((sent, product))
+    groups = jnp.stack([rhs, rhs + 1, rhs + 2, rhs + 3])
+    return product + lax.ragged_dot(sent, groups, slices)[: lhs.shape[0]]
+
+
+def _all_to_all(lhs, rhs):
+    """An all-to-all that an independent matmul can cover."""
+    sent = lax.all_to_all(lhs, "tp", 0, 0, tiled=True)
+    product = lhs @ rhs
+    sent, product = lax.optimization_barrier((sent, product))
+    return product + sent @ rhs
+
+
 ROWS, COLS, NONE = P("tp"), P(None, "tp"), P()
 PROGRAMS = {
     "tpu-ring-one-way": Program("v5e:2x2", _gather("unidirectional"), (ROWS, COLS, COLS)),
@@ -105,6 +130,13 @@ PROGRAMS = {
     "tpu-scatter-rewritten": Program(
         "v5e:2x2", _scatter("naive"), (COLS, ROWS, ROWS), options=POST_SPMD
     ),
+    "tpu-ragged": Program("v5p:2x2x1", _ragged, (ROWS, NONE, ROWS), size=2048),
+    "tpu-ragged-sparse-core": Program(
+        "v5p:2x2x1", _ragged, (ROWS, NONE, ROWS), size=2048, options=SPARSE_CORE
+    ),
+    "tpu-all-to-all": Program("v5p:2x2x1", _all_to_all, (ROWS, NONE, ROWS)),
+    "gpu-ragged": Program("h100:4", _ragged, (ROWS, NONE, ROWS), options=HIDING),
+    "gpu-all-to-all": Program("h100:4", _all_to_all, (ROWS, NONE, ROWS), options=HIDING),
     "gpu-ring-one-way": Program("h100:4", _gather("unidirectional"), (ROWS, COLS, COLS)),
     "gpu-all-gather": Program("h100:4", _gather("naive"), (ROWS, COLS, COLS)),
     "gpu-loop": Program("h100:4", _loop, (ROWS, NONE, ROWS)),
@@ -131,6 +163,7 @@ def _configuration(found: re.Match[str]) -> str:
         "is_sync",
         "debug",
         "lhs_contracting_dimensions",
+        "cost_estimate",
     )
     given = json.loads(found.group(1))
     parts = [given, *(part for part in given.values() if isinstance(part, dict))]
@@ -145,6 +178,8 @@ def main() -> None:
     folder = FOLDER / jax.__version__
     folder.mkdir(parents=True, exist_ok=True)
     for name, program in PROGRAMS.items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         compiled = program.compile()
         text = strip(compiled.text)
         (folder / f"{name}.hlo.txt").write_text(text)

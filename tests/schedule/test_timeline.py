@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from jax.sharding import Mesh
 
-from jaxpar.schedule import Chip, CompiledProgram, Memory, Target, target, timeline
+from jaxpar.schedule import Assumed, Chip, CompiledProgram, Memory, Target, target, timeline
 
 # One cycle a second, one byte a second over a link, and ten bytes a second in memory.
 TORUS = Chip(
@@ -32,7 +32,7 @@ DOT = """
 """
 
 
-def play(entry, computations="", chip=TORUS):
+def play(entry, computations="", chip=TORUS, assumed=None):
     """Plays an entry computation on a line of four devices."""
     text = f"HloModule test, is_scheduled=true\n{ADD}{DOT}{computations}\n"
     text += "ENTRY %main (p: s8[10]) -> s8[10] {\n  %p = s8[10] parameter(0)\n"
@@ -40,7 +40,7 @@ def play(entry, computations="", chip=TORUS):
     program = CompiledProgram(
         Target("test", LINE, chip), text, Memory(0, 0, 0, 0, peak=7), 0.0, None
     )
-    return timeline(program)
+    return timeline(program, assumed=assumed)
 
 
 def work(name, cycles, operand="%q", second="%r"):
@@ -152,6 +152,22 @@ def test_a_loop_of_unknown_length_counts_once_and_is_named():
     assert (played.total, played.loops_of_unknown_length) == (4, ("loop",))
 
 
+def test_the_length_of_a_loop_can_be_assumed():
+    limit = "%limit = s32[] constant(3)"
+    loop = LOOP.format(steps=work("w", 4), last="block", limit=3)
+    loop = loop.replace(limit, "%limit = s32[] get-tuple-element(%other), index=1")
+    run = RUN_LOOP.rstrip() + ', metadata={op_name="jit(f)/blocks/while"}\n'
+    named = play(run, loop, assumed=Assumed(trips={"rows": 2, "blocks": 5}))
+    assert (named.total, named.loops_of_unknown_length) == (20, ())
+    other = play(run, loop, assumed=Assumed(trips={"rows": 2}))
+    assert (other.total, other.loops_of_unknown_length) == (4, ("loop",))
+
+
+def test_a_loop_of_known_length_needs_no_assumption():
+    loop = LOOP.format(steps=work("w", 4), last="block", limit=3)
+    assert play(RUN_LOOP, loop, assumed=Assumed(trips={"": 7})).total == 12
+
+
 @pytest.mark.parametrize("start_first", [False, True])
 def test_a_transfer_is_awaited_in_the_next_trip(start_first):
     """Three trips, each waiting for what the trip before started; one more start before."""
@@ -220,6 +236,104 @@ def test_bytes_and_time_of_collectives(kind):
     assert transfer.row == f"tp {kind}"
     assert transfer.bytes == played.sent_bytes == sent
     assert played.total == pytest.approx(seconds)
+
+
+RAGGED = "ragged-all-to-all(%{0}, %{1}, %{2}, %{2}, %{2}, %{2}), replica_groups={{{{0,1,2,3}}}}"
+ROWS = """  %x = s8[10,2] bitcast(%p)
+  %over = s8[40,2] constant({...})
+  %sizes = s32[4] constant({1,2,3,4})
+"""
+
+
+def test_a_ragged_all_to_all_sends_its_operand():
+    """All 20 bytes, or as many rows as are assumed; where it writes is no matter."""
+    ragged = ROWS + f"  %s = s8[40,2] {RAGGED.format('x', 'over', 'sizes')}\n"
+    (transfer,) = play(ragged).transfers
+    assert (transfer.row, transfer.bytes) == ("tp ragged-all-to-all", 20 * 3 / 4)
+    assert (transfer.seconds, transfer.synchronous) == (4 * 20 / 4, True)
+    (fewer,) = play(ragged, assumed=Assumed(sent_rows=4)).transfers
+    assert (fewer.bytes, fewer.seconds) == (8 * 3 / 4, 8)
+    (more,) = play(ragged, assumed=Assumed(sent_rows=40)).transfers
+    assert more.bytes == transfer.bytes
+
+
+SPARSE_CORE = (
+    "%exchange (e.x: s8[10,2], e.over: s8[40,2], e.sizes: s32[4]) -> s8[40,2] {\n"
+    "  %e.x = s8[10,2] parameter(0)\n  %e.over = s8[40,2] parameter(1)\n"
+    "  %e.sizes = s32[4] parameter(2)\n"
+    f"  ROOT %e.s = s8[40,2] {RAGGED.format('e.x', 'e.over', 'e.sizes')}\n}}\n"
+)
+THREAD = 'async_execution_thread="sparsecore"'
+OPERANDS = "%x, %over, %sizes"
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        f"  %s = ((), (), (s32[])) call-start(), {THREAD}, to_apply=%exchange\n"
+        f"  %u = ((s8[10,2]), s8[40,2]) call-update(%s, {OPERANDS})\n",
+        f"  %u = ((s8[10,2]), s8[40,2]) call-start({OPERANDS}), {THREAD}, to_apply=%exchange\n",
+        f"  %u = ((s8[10,2]), s8[40,2]) async-start({OPERANDS}), {THREAD}, calls=%exchange\n",
+        f"  %u = ((s8[10,2]), s8[40,2]) {RAGGED.format('x', 'over', 'sizes')}\n".replace(
+            "to-all(", "to-all-start("
+        ),
+    ],
+    ids=["sparse core in two parts", "sparse core", "wrapped", "of its own"],
+)
+def test_an_asynchronous_ragged_all_to_all(begin):
+    kind = next(
+        k
+        for k in ("call-update", "call", "async", "ragged-all-to-all")
+        if f"{k}-" in begin or f"{k}(" in begin
+    )
+    end = f"  %d = s8[40,2] {kind.removesuffix('-update')}-done(%u)\n"
+    played = play(ROWS + begin + work("w", 12) + end, SPARSE_CORE)
+    (transfer,) = played.transfers
+    assert (transfer.bytes, transfer.start, transfer.end) == (15, 0, 20)
+    assert (transfer.synchronous, transfer.covers) == (False, ("w",))
+    assert (played.total, played.exposed) == (20, 8)
+
+
+def test_what_another_core_gathers_runs_beside_matmuls():
+    """A transfer on its way is not taken for it."""
+    gather = "%gather (g.x: s8[10]) -> s8[10] {\n  ROOT %g.x = s8[10] parameter(0)\n}\n"
+    begin = (
+        f"  %b = ((), (), (s32[])) call-start(), {THREAD}, to_apply=%gather\n"
+        "  %u = ((s8[10]), s8[10]) call-update(%b, %p)\n"
+    )
+    end = "  %c = s8[10] call-done(%u)\n"
+    played = play(start("s") + begin + work("w", 1) + end + work("v", 1) + done("d", "s"), gather)
+    copies = [(e.start, e.end) for e in played.events if e.kind == "copy"]
+    assert copies == [(0, 2)]  # 10 bytes in and 10 out, at 10 a second
+    (transfer,) = played.transfers
+    assert (transfer.bytes, transfer.end, transfer.covers) == (10, 10, ("w", "v"))
+    assert (played.total, played.exposed) == (10, 7)
+
+
+KERNEL = (
+    '  %k = s8[2,1] custom-call(%q, %r), custom_call_target="tpu_custom_call", '
+    'backend_config={"custom_call_config":{"cost_estimate":{"flops":"40","bytes_accessed":"300"}}}\n'
+)
+
+
+def test_a_kernel_takes_what_it_estimates():
+    """40 FLOPs at 2 a second in one byte a number, or 300 bytes at 10 or 100 a second."""
+    (kernel,) = play(KERNEL).events
+    assert (kernel.seconds, kernel.is_matmul) == (30, True)
+    assert play(KERNEL, chip=replace(TORUS, hbm=100.0)).total == 20
+
+
+def test_a_grouped_matmul_multiplies_shared_tiles_twice():
+    """8 rows in tiles of 4, and two more visits: 16 rows; or 4 rows and the two visits."""
+    grouped = (
+        "  %visits = s32[4] constant({0,0,1,1})\n  %rows = s8[8,5] constant({...})\n"
+        "  %groups = s8[3,5,1] constant({...})\n  %g = s8[8,1] custom-call(%visits, %rows, "
+        '%groups), custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling='
+        '"4,5,1"}, backend_config={"cost_estimate":{"flops":"80","bytes_accessed":"8"}}\n'
+    )
+    assert play(grouped).total == 2 * 80 / 2
+    assert play(grouped, assumed=Assumed(grouped_rows=4)).total == (4 + 8) / 8 * 80 / 2
+    assert play(grouped, assumed=Assumed(grouped_rows=100)).total == 2 * 80 / 2
 
 
 def test_copies_between_memories_are_no_transfers():

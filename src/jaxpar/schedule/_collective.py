@@ -5,6 +5,7 @@ from math import prod
 
 from jax.sharding import Mesh
 
+from jaxpar.schedule._assumed import Assumed, share
 from jaxpar.schedule._hlo import COLLECTIVES, Computation, Instruction, Module
 from jaxpar.schedule._links import Links, Route, lane_of, lane_of_groups
 
@@ -34,11 +35,20 @@ def has_call(module: Module, i: Instruction, call: str) -> bool:
 
 
 def message_of(
-    mesh: Mesh, links: Links, computation: Computation, i: Instruction, inner: Instruction
+    module: Module,
+    mesh: Mesh,
+    links: Links,
+    computation: Computation,
+    i: Instruction,
+    inner: Instruction,
+    assumed: Assumed,
 ) -> Message:
     """What instruction `i` sends, whose collective is `inner`."""
     kind = inner.opcode.removesuffix("-start")
-    payload = _payload(computation, i)
+    if kind == "ragged-all-to-all":
+        payload = _ragged_payload(module, inner, assumed)
+    else:
+        payload = _payload(computation, i)
     if kind == "collective-permute":
         row = lane_of(mesh, inner.pairs)
         return Message(row, payload, payload, links.permute(inner.pairs))
@@ -56,6 +66,18 @@ def message_of(
     ways = max(2, int(_after(i.attributes, "colors:") or 2)) if links.chip.torus else 1
     share = passes * (size - 1) / size / ways
     return Message(row, sent, whole, links.ring(groups, share, passes / min(ways, 2)))
+
+
+def _ragged_payload(module: Module, inner: Instruction, assumed: Assumed) -> float:
+    """Bytes of the rows that a ragged all-to-all takes from its first operand.
+
+    The second one is only what they are written over. Where in its operand a slice begins and
+    how long it is are data: all rows travel, or as many as is assumed.
+    """
+    place = next(c for c in module.computations.values() if c.by_name.get(inner.name) is inner)
+    operand = place.by_name[inner.operands[0]]
+    rows = operand.arrays[0].shape[0]
+    return operand.bytes * share(rows, assumed.sent_rows)
 
 
 def _payload(computation: Computation, i: Instruction) -> float:

@@ -3,7 +3,9 @@
 from math import prod
 
 from jaxpar._chips import Chip
+from jaxpar.schedule._assumed import Assumed
 from jaxpar.schedule._hlo import Array, Computation, Instruction, Module
+from jaxpar.schedule._kernels import kernel_flops, kernel_seconds
 
 _FREE = {
     *("add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element"),
@@ -32,12 +34,17 @@ def is_matmul(module: Module, instruction: Instruction) -> bool:
     return any(
         i.opcode in ("dot", "convolution", "ragged-dot")
         or (i.opcode == "custom-call" and any(f'"{gemm}"' in i.attributes for gemm in _GEMMS))
+        or kernel_flops(i) > 0
         for i in inside
     )
 
 
 def seconds(
-    module: Module, computation: Computation, instruction: Instruction, chip: Chip
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    chip: Chip,
+    assumed: Assumed,
 ) -> float:
     """How long an instruction computes.
 
@@ -46,6 +53,9 @@ def seconds(
     """
     if instruction.cycles is not None and chip.clock:
         return instruction.cycles / chip.clock
+    estimate = kernel_seconds(computation, instruction, chip, assumed)
+    if estimate is not None:
+        return estimate
     moved = instruction.bytes + sum(
         computation.by_name[name].bytes
         for name in instruction.operands

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from jaxpar._chips import Chip
 from jaxpar.schedule import _cost
+from jaxpar.schedule._assumed import Assumed
 from jaxpar.schedule._collective import Message, collective_in, has_call, message_of
 from jaxpar.schedule._hlo import Computation, Instruction, Module
 from jaxpar.schedule._links import Links
@@ -53,8 +54,8 @@ class _Transfer:
 class Player:
     """The state of one device while its program is played."""
 
-    def __init__(self, module: Module, mesh: Mesh, chip: Chip) -> None:
-        self.module, self.mesh, self.chip = module, mesh, chip
+    def __init__(self, module: Module, mesh: Mesh, chip: Chip, assumed: Assumed) -> None:
+        self.module, self.mesh, self.chip, self.assumed = module, mesh, chip, assumed
         self.links = Links(mesh, chip)
         self.now = 0.0  # of the compute units
         self.free = np.zeros(self.links.count)  # when each link has nothing left to send
@@ -90,11 +91,15 @@ class Player:
             self._start(computation, i, inner)
         elif opcode in ("copy-start", "slice-start", "async-start"):
             self._copy(i)
+        elif opcode == "call-update":
+            self._elsewhere(i)
         elif not _cost.is_free(i):
             self._compute(computation, i)
 
     def _loop(self, computation: Computation, i: Instruction) -> None:
         trips = trip_count(self.module, computation, i)
+        if trips is None:
+            trips = self.assumed.trips_of(i)
         if trips is None:
             self.unknown[i.name] = None
         body = i.attributes.partition("body=")[2].partition(",")[0].strip().removeprefix("%")
@@ -115,11 +120,14 @@ class Player:
             elif i.opcode in ("call", "while"):
                 total += sum(map(self._work, i.called), 0.0)
             elif not _cost.is_free(i):
-                total += _cost.seconds(self.module, computation, i, self.chip)
+                total += self._seconds(computation, i)
         return total
 
+    def _seconds(self, computation: Computation, i: Instruction) -> float:
+        return _cost.seconds(self.module, computation, i, self.chip, self.assumed)
+
     def _compute(self, computation: Computation, i: Instruction) -> None:
-        seconds = _cost.seconds(self.module, computation, i, self.chip)
+        seconds = self._seconds(computation, i)
         start, self.now = self.now, self.now + seconds
         is_matmul = _cost.is_matmul(self.module, i)
         self._add(i, "compute", "compute", start, self.now, is_matmul=is_matmul)
@@ -142,7 +150,9 @@ class Player:
 
     def _start(self, computation: Computation, i: Instruction, inner: Instruction) -> None:
         if i.name not in self.messages:
-            self.messages[i.name] = message_of(self.mesh, self.links, computation, i, inner)
+            self.messages[i.name] = message_of(
+                self.module, self.mesh, self.links, computation, i, inner, self.assumed
+            )
         message = self.messages[i.name]
         route = message.route
         seconds = route.seconds * message.size
@@ -181,7 +191,7 @@ class Player:
         if transfer.event is not None:
             kind = "copy" if transfer.event["row"] == "memory" else "transfer"
             self._add(transfer.start, kind, covers=tuple(transfer.covers), **transfer.event)
-            self._wait(transfer.start, transfer.event["end"])
+            self._wait(transfer.start, transfer.event["end"], is_copy=kind == "copy")
 
     def _source(self, computation: Computation, i: Instruction) -> int | None:
         """Which of the open transfers an instruction uses: an operand, or what that is part of."""
@@ -209,9 +219,16 @@ class Player:
         event = {"row": "memory", "start": start, "end": self.memory, "bytes": 0.0}
         self.open.append((i.name, _Transfer(i, event)))
 
-    def _wait(self, i: Instruction, until: float) -> None:
+    def _elsewhere(self, i: Instruction) -> None:
+        """What a core of its own computes from memory to memory, such as a gather of rows."""
+        start = max(self.now, self.memory)
+        self.memory = start + i.bytes / self.chip.hbm  # its type is of operands and results
+        event = {"row": "memory", "start": start, "end": self.memory, "bytes": 0.0}
+        self.open.append((i.name, _Transfer(i, event)))
+
+    def _wait(self, i: Instruction, until: float, *, is_copy: bool = False) -> None:
         if until > self.now:
-            row = "memory" if i.opcode in ("copy-start", "slice-start") else "compute"
+            row = "memory" if is_copy else "compute"
             self._add(i, "wait", row, self.now, until)
             self.now = until
 

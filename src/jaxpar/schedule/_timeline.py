@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar._chips import Chip
+from jaxpar.schedule._assumed import Assumed
 from jaxpar.schedule._compile import CompiledProgram
 from jaxpar.schedule._player import Event, Player
 
@@ -21,7 +22,7 @@ class Timeline:
     link_utilisation: float  # of the links in use: mean share of the total time that they are busy
     peak_bytes: int  # of HBM
     estimate: str  # where the times of compute instructions come from
-    loops_of_unknown_length: tuple[str, ...]  # counted as one trip each
+    loops_of_unknown_length: tuple[str, ...]  # and of no assumed one: one trip each
 
     @property
     def hidden_share(self) -> float:
@@ -34,19 +35,24 @@ class Timeline:
         return tuple(event for event in self.events if event.kind == "transfer")
 
 
-def timeline(program: CompiledProgram, chip: Chip | None = None) -> Timeline:
+def timeline(
+    program: CompiledProgram, chip: Chip | None = None, *, assumed: Assumed | None = None
+) -> Timeline:
     """Plays a compiled program's schedule on a model of its chip.
 
     The order of instructions, starts and dones is the compiler's. A compute instruction takes the
     compiler's cycles over the clock (TPU), or a roofline (GPU, whose compiler gives no times
-    without a device, and TPU instructions without cycles). A transfer takes one latency a hop and
-    its bytes over the bandwidth of the links on its way; transfers that share a link take turns. A
-    done waits.
+    without a device, and TPU instructions without cycles). A TPU kernel takes the FLOPs and bytes
+    of its own estimate, a grouped matmul those of the tiles that two groups share twice. A transfer
+    takes one latency a hop and its bytes over the bandwidth of the links on its way; transfers that
+    share a link take turns. A done waits.
 
     Args:
       program: from `compile_for`.
       chip: figures to use in place of the published ones, made with `dataclasses.replace` of
         `program.target.chip`.
+      assumed: what depends on data: the rows that ragged all-to-alls send and grouped matmuls
+        multiply (default: as many as their operands have), the trips of loops.
 
     Returns:
       A `Timeline`. It is a schedule under a model, not a measurement.
@@ -61,7 +67,7 @@ def timeline(program: CompiledProgram, chip: Chip | None = None) -> Timeline:
             f"timeline: no figures are known of {kind!r} ({program.target.name}); pass "
             "chip=jaxpar.schedule.Chip(...)"
         )
-    player = Player(program.module, program.target.mesh, chip)
+    player = Player(program.module, program.target.mesh, chip, assumed or Assumed())
     player.run(program.module.entry)
     events = player.finish()
     transfers = [e for e in events if e.kind == "transfer"]
