@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+_TILE = 256  # columns
 _SMALL = 8  # an array of at most 1/8 of the largest one's bytes rides in its carrier
 
 
@@ -46,7 +47,10 @@ def pack(packing: Packing, leaves: list[Array]) -> list[Array]:
         if len(flat) == 1 and word > 1:
             return flat[0]
         # Floats of one byte travel as bits too: not every compiler sends them.
-        return jnp.concatenate([_as_words(x, word) for x in flat], axis=1)
+        together = jnp.concatenate([_as_words(x, word) for x in flat], axis=1)
+        # Compilers for TPU pad odd widths themselves, each time, where whole tiles go as they are.
+        missing = -together.shape[1] % _TILE if flat[0].shape[1] % _TILE == 0 else 0
+        return jnp.pad(together, ((0, 0), (0, missing)))
 
     return [carrier(members) for members in packing.carriers]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxpar._unwritten import unwritten
 from jaxpar._varying import vary_alike
@@ -60,11 +60,15 @@ def _send(
     def exchanged(carrier: Array) -> Array:
         shape = (capacity, carrier.shape[1])
         carrier = spread(trip.copies, carrier, fill=False)  # [t, width] to [copies, width]
-        buffer = jnp.zeros(shape, carrier.dtype) if clean else unwritten(shape, carrier.dtype)
-        buffer, carrier = vary_alike((), buffer, carrier)
-        return exchange_rows(carrier, buffer, trip.there, ring)
+        return _exchanged(carrier, unwritten(shape, carrier.dtype), trip.there, ring)
 
     arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], capacity)
+    if clean:
+        valid = jnp.arange(capacity, dtype="int32") < jnp.sum(trip.there.recv_sizes, dtype="int32")
+        arrived = [
+            jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+            for x in arrived
+        ]
     return _split(arrived, len(floats))
 
 
@@ -77,11 +81,17 @@ def _bring_back(
 
     def exchanged(carrier: Array) -> Array:
         buffer = unwritten((count, carrier.shape[1]), carrier.dtype)
-        buffer, carrier = vary_alike((), buffer, carrier)
-        return exchange_rows(carrier, buffer, trip.back, ring)
+        return _exchanged(carrier, buffer, trip.back, ring)
 
     returned = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], count)
     return _split([collect(trip.copies, x) for x in returned], len(floats))
+
+
+def _exchanged(carrier: Array, buffer: Array, slices: Slices, ring: Ring) -> Array:
+    # Between barriers: the exchange on TPU has a layout of its own, which would spread into the
+    # gathers before and after it, and cost them more than the copies do.
+    carrier, buffer = lax.optimization_barrier(vary_alike((), carrier, buffer))
+    return lax.optimization_barrier(exchange_rows(carrier, buffer, slices, ring))
 
 
 def _split(leaves: list[Array], floats: int) -> tuple[Leaves, Leaves]:
