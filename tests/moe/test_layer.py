@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 from layer_reference import choose, moe
 
 from jaxpar import make_mesh
 from jaxpar.moe import moe_layer, pad_experts
+from jaxpar.moe._bounds import Bounds, choose_dispatch
 
 D, F = 6, 10
 
@@ -104,7 +106,7 @@ def run(params, mesh, *, ep="ep", data=(), tp=None, fsdp=None, vma=True, mask=No
     return out, statistics, grads, cotangent
 
 
-def check(params, mesh, *, top_k, tolerance=1e-10, devices, mask=None, **how):
+def check(params, mesh, *, top_k, tolerance=1e-10, devices, mask=None, wide=True, **how):
     """Compares values, statistics and all gradients."""
     factor, length = how.get("capacity_factor"), len(params["tokens"]) // devices
     count = params["router"].shape[1]
@@ -112,20 +114,20 @@ def check(params, mesh, *, top_k, tolerance=1e-10, devices, mask=None, **how):
     usual = {"scoring": "softmax", "normalize": False, "scale": 1.0}
     given = {key: how.get(key, value) for key, value in usual.items()}
 
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    with jax.enable_x64(wide):
+        out, statistics, grads, cotangent = run(params, mesh, top_k=top_k, mask=mask, **how)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
         policy, bias = how.get("capacity_policy", "probability"), how.get("router_bias")
-        with jax.numpy_dtype_promotion("standard"):
-            plan = choose(wide, top_k, devices, capacity, policy, mask, bias, **given)
+        plan = choose(exact, top_k, devices, capacity, policy, mask, bias, **given)
 
         def loss(params, cotangent):
             out, found = moe(params, *plan, how.get("activation", jax.nn.silu), **given)
             losses = found["load_balance_loss"] - 0.5 * found["router_z_loss"]
             return jnp.sum(out * cotangent) + losses, (out, found)
 
-        out, statistics, grads, cotangent = run(params, mesh, top_k=top_k, mask=mask, **how)
-        with jax.numpy_dtype_promotion("standard"):
-            (_, (wanted, found)), truth = jax.value_and_grad(loss, has_aux=True)(wide, cotangent)
+        cotangent = np.asarray(cotangent, np.float64)
+        (_, (wanted, found)), truth = jax.value_and_grad(loss, has_aux=True)(exact, cotangent)
 
     def close(name, x, y):
         scale = np.max(np.abs(y), initial=1.0)
@@ -143,3 +145,145 @@ def check(params, mesh, *, top_k, tolerance=1e-10, devices, mask=None, **how):
         jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(truth), strict=True
     ):
         close(f"gradient of {jax.tree_util.keystr(path)}", x, y)
+
+
+MASK = np.arange(16) % 3 > 0
+BIAS = np.array([0.1, 0, 0.3, 0, 0, -0.2])
+
+
+@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize("dispatch", ["ragged", "ring", "all_gather"])
+def test_experts_over_an_axis(dispatch, vma):
+    params = parameters(16, 10, skew=0.5)
+    check(params, "dp=2,ep=4", data="dp", top_k=3, devices=8, dispatch=dispatch, vma=vma)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "vma"), [("ragged", True), ("ragged", False), ("ring", True), ("all_gather", True)]
+)
+def test_hidden_features_over_another_axis(dispatch, vma):
+    params = parameters(16, 6, biased=True, shared=True)
+    how = {"tp": "tp", "top_k": 2, "dispatch": dispatch, "vma": vma}
+    check(params, "tp=2,ep=4", devices=8, **how)
+
+
+@pytest.mark.parametrize("vma", [True, False])
+def test_tokens_replicated_over_the_axis_of_features(vma):
+    params = parameters(16, 6, biased=True, shared=True, gated=False)
+    how = {"tp": "tp", "sequence_axis": None, "capacity_factor": 0.7}
+    check(params, "tp=2,ep=4", top_k=2, devices=4, vma=vma, activation=jax.nn.gelu, **how)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_weights_over_fsdp(axis):
+    params = parameters(16, 4, biased=True, shared=True)
+    how = {"fsdp": "fsdp", "data": "fsdp", "fsdp_axis": axis, "dispatch": "ragged"}
+    check(params, "fsdp=2,ep=4", top_k=2, devices=8, vma=axis == 1, **how)
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "all_gather"])
+def test_chunks(dispatch):
+    params = parameters(8 * 5, 8)
+    check(params, "ep=8", top_k=2, devices=8, dispatch=dispatch, chunks=3)
+
+
+@pytest.mark.parametrize(
+    ("count", "top_k", "skew", "how"),
+    [
+        (3, 1, 1.0, {}),  # devices without experts
+        (6, 6, 0.0, {"scoring": "sigmoid", "normalize": True, "scale": 2.5, "router_bias": BIAS}),
+        (6, 2, 60.0, {"scoring": "selected_softmax"}),  # nearly all tokens to one expert
+        (6, 2, 1.0, {"capacity_factor": 0}),
+        (6, 2, 1.0, {"capacity_factor": 0.8, "capacity_policy": "position", "mask": MASK}),
+        (6, 3, 1.0, {"capacity_factor": 0.5, "chunks": 2}),
+        (6, 2, 1.0, {"capacity_factor": 9, "mask": np.zeros(16, bool)}),
+    ],
+)
+def test_routings_over_axes_in_any_order(count, top_k, skew, how):
+    params = parameters(16, count, skew=skew)
+    how = {"ep": ("b", "a"), "data": "c", "dispatch": "ragged"} | how
+    check(params, "a=2,c=2,b=2", top_k=top_k, devices=8, **how)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-2)])
+def test_precision(dtype, tolerance):
+    params = parameters(16, 4, biased=True)
+    params = jax.tree.map(lambda x: np.asarray(jnp.asarray(x, dtype)), params)
+    params["router"] = params["router"].astype(np.float32)
+    how = {"top_k": 2, "devices": 8, "wide": False, "dispatch": "ragged"}
+    check(params, "ep=8", tolerance=tolerance, **how)
+
+
+def test_overflow_is_counted_and_only_loses_what_overflows():
+    params = parameters(64, 8, skew=1.0)
+    how = {"top_k": 2, "dispatch": "ragged"}
+    wanted, statistics, *_ = run(params, "ep=8", **how)
+    assert int(statistics.overflow) == 0
+    out, statistics, grads, _ = run(params, "ep=8", buffer_factor=1.0, **how)
+    assert 0 < int(statistics.overflow) < 128
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+    changed = np.any(np.abs(out - wanted) > 1e-5, axis=1)
+    assert 0 < changed.sum() <= int(statistics.overflow)
+
+
+def test_auto():
+    assert choose_dispatch(Bounds(4, 16, 4, 2, None, None), 1) == "ragged"
+    assert choose_dispatch(Bounds(4, 16, 4, 8, None, None), 1) == "ring"
+    assert choose_dispatch(Bounds(4, 16, 4, 8, None, None), 2) == "ragged"
+
+
+ERRORS = {
+    "chunks=0 must be at least 1": {"chunks": 0},
+    "chunks=2 with dispatch='ring'": {"chunks": 2, "dispatch": "ring"},
+    "dispatch must be one of ragged, ring, all_gather, auto, got 'dense'": {"dispatch": "dense"},
+    "buffer_factor=-1 must be at least 0": {"buffer_factor": -1},
+    "top_k": {"top_k": 9},
+    "axis_name and tp_axis_name both have the axis 'ep'": {"tp": "ep"},
+    "fsdp_axis=0 must be 1 or 2": {"fsdp": "dp", "fsdp_axis": 0},
+    r"axis_name 'x' is not bound: the axes bound here are": {"tp": "x"},
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_options_that_cannot_be(message):
+    how = {"top_k": 2, "data": "dp"} | ERRORS[message]
+    with pytest.raises((ValueError, TypeError), match=f"moe_layer|route.*{message}"):
+        call(parameters(16, 8), **how)
+
+
+def call(params, *, top_k, tp=None, fsdp=None, data="dp", **how):
+    """Traces the layer alone, with weights that are whole but for experts."""
+
+    def layer(tokens, router, experts):
+        names = {"axis_name": "ep", "tp_axis_name": tp, "fsdp_axis_name": fsdp}
+        return moe_layer(tokens, router, experts, top_k=top_k, data_axis_name=data, **names, **how)
+
+    specs = P(("dp", "ep")), P(), P("ep")
+    mapped = jax.shard_map(layer, mesh=make_mesh("dp=2,ep=4"), in_specs=specs, out_specs=P())
+    operands = params["tokens"], params["router"], params["experts"]
+    return jax.eval_shape(mapped, *jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), operands))
+
+
+def test_shapes_that_do_not_fit():
+    params = parameters(16, 8)
+    wrong = params | {"router": np.ones((D, 10))}
+    with pytest.raises(
+        ValueError, match=r"experts\.up has local shape \(2, 6, 10\).* ceil\(10 / 4"
+    ):
+        call(wrong, top_k=2)
+    wrong = params | {"router": np.ones((D + 1, 8))}
+    with pytest.raises(ValueError, match=r"router has local shape \(7, 8\), but must be \[d, E\]"):
+        call(wrong, top_k=2)
+    experts = params["experts"] | {"down": np.ones((8, F + 1, D))}
+    with pytest.raises(ValueError, match=r"experts\.down \(2, 11, 6\)"):
+        call(params | {"experts": experts}, top_k=2)
+    experts = params["experts"] | {"down_bias": np.ones((8, D + 1))}
+    with pytest.raises(ValueError, match=r"experts\.down_bias has local shape \(2, 7\)"):
+        call(params | {"experts": experts}, top_k=2)
+    with pytest.raises(TypeError, match="experts have no middle"):
+        call(params | {"experts": params["experts"] | {"middle": np.ones(8)}}, top_k=2)
+    with pytest.raises(ValueError, match=r"tokens must be \[\.\.\., d\]"):
+        call(params | {"tokens": np.ones(16)}, top_k=2)
+    mask = jnp.ones(3, bool)
+    with pytest.raises(ValueError, match=r"mask is bool\[3\], but must be bool\[2\]"):
+        call(params, top_k=2, mask=mask)

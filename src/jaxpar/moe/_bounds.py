@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from math import ceil, comb
 
-from jaxpar._chips import traced_chip
-from jaxpar.collectives._ring import Ring
+from jaxpar._types import Dispatch
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,10 @@ class Bounds:
         return min(worst, ceil(self.buffer_factor * average))
 
 
-def choose_dispatch(ring: Ring, bounds: Bounds, chunks: int) -> str:
-    """Returns the way that sends least, for `auto`.
+def choose_dispatch(bounds: Bounds, chunks: int) -> Dispatch:
+    """Returns the way of `auto`: a ring where nearly every token needs nearly every device.
 
-    A token travels to `targets` devices one by one, or past all of them. Behind a switch the
-    former is never more. Around a ring of direct links it goes n/4 places for each, on average, and
-    past all of them n - 1 places in all.
+    There it sends no more than what would be sent to each, and hides it. Elsewhere rows that nobody
+    needs, and experts that are computed again for the gradients, cost it more than it hides.
     """
-    chip = traced_chip()
-    # TODO by figures
-    return "ragged"
+    return "ring" if chunks == 1 and bounds.targets > 0.9 * bounds.devices else "ragged"

@@ -89,7 +89,7 @@ def moe_layer(
       dispatch: `"ragged"`: each token travels once to each device that it needs, by a ragged
         all-to-all, and a row comes back. `"ring"`: tokens go round past all experts, a block under
         the work on the one before. `"all_gather"`: all tokens to all devices, and a reduce-scatter.
-        `"auto"`: the one that sends least by a model of the links.
+        `"auto"`: ragged, or a ring where nearly every token needs nearly every device.
       chunks: so many pieces of the tokens are sent one after the other, each while the experts
         compute the one before. Not with `"ring"`, which overlaps by itself.
       scoring: as in `route`.
@@ -175,7 +175,7 @@ def moe_layer(
     count = len(routed.up)
     bounds = Bounds(axes.expert.size, router.shape[1], count, top_k, capacity, buffer_factor)
     if dispatch == "auto":
-        dispatch = choose_dispatch(axes.expert, bounds, chunks)
+        dispatch = choose_dispatch(bounds, chunks)
     # A TPU has one ragged all-to-all under way at a time, so that each needs work of its own.
     chip = traced_chip()
     staged = chunks > 1 and chip is not None and chip.torus
