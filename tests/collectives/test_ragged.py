@@ -97,7 +97,7 @@ def test_values_and_gradients(axes, ring, pairs, sizes, overlapping, dtype, vma)
     )
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint32", "bool"])
+@pytest.mark.parametrize("dtype", ["int8", "bool"])
 def test_what_has_no_derivative(dtype):
     slices, rows, out_rows = plan(2, 1, 1, 3, seed=0)
     args = [10 * x for x in buffers(2, 1, rows, out_rows)]
@@ -112,7 +112,7 @@ def test_what_has_no_derivative(dtype):
     )
 
 
-@pytest.mark.parametrize("batched", [(0, 0, None), (0, None, 0), (None, 0, 0)])
+@pytest.mark.parametrize("batched", [(0, 0, None), (None, 0, 0)])
 def test_batches(batched):
     """Rows with a batch and slices without, the reverse, and the gradients of both."""
     n, batch = 4, 3
