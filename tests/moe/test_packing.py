@@ -44,6 +44,11 @@ def bits_of(x):
         ([((0,), "float32"), ((4, 2), "int32")], ["int32[3,8]"]),
         ([((4,), "complex64"), ((9,), "bool")], ["float32[3,8]", "uint8[3,9]"]),
         ([((8,), "float8_e5m2")], ["uint8[3,8]"]),
+        # Wide rows are in blocks, and bits beside them in a carrier of their own.
+        ([((2048,), "bfloat16")], ["bfloat16[3,16,128]"]),
+        ([((2, 1280), "bfloat16")], ["bfloat16[3,2,1280]"]),
+        ([((2048,), "bfloat16"), ((2,), "int32")], ["bfloat16[3,16,128]", "int32[3,2]"]),
+        ([((1024,), "float32")], ["float32[3,8,128]"]),
         ([((0,), "float32")], []),
         ([], []),
         ([((4,), "bool"), ((8,), "complex64"), ((2,), "int16")], ["uint32[0,18]"]),

@@ -1,9 +1,11 @@
 """Rows of several arrays side by side in few: each array that is exchanged costs an exchange.
 
-Small arrays ride in the largest one's carrier, as bits: a carrier of unsigned integers keeps those
-that would be NaN of the larger array's dtype. Arrays of comparable size have carriers of their own.
+Small arrays ride in the largest one's carrier, as bits, or where its rows are wide in one of theirs:
+a carrier of unsigned integers keeps those that would be NaN of the larger array's dtype. Arrays of
+comparable size have carriers of their own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,7 +13,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-_TILE = 256  # columns
+_TILE = 8 * 128  # elements of a TPU's registers
+_LANES_OF_PAIRS = 2 * 128  # numbers of 16 bits lie in pairs
+# Rows of so many bytes travel without riders, which then share a carrier: behind wide rows that are
+# not whole tiles the compiler for TPU copies all of them, more than an exchange of its own costs.
+_WIDE = 1024
 _SMALL = 8  # an array of at most 1/8 of the largest one's bytes rides in its carrier
 
 
@@ -33,52 +39,66 @@ def plan_packing(leaves: list[Array]) -> Packing:
     if not by_size:
         return Packing((), shapes, dtypes)
     first = by_size[0]
-    riders = [i for i in by_size[1:] if sizes[i] * _SMALL <= sizes[first]]
+    riders = tuple(i for i in by_size[1:] if sizes[i] * _SMALL <= sizes[first])
     alone = [(i,) for i in by_size[1:] if i not in riders]
-    return Packing(((first, *riders), *alone), shapes, dtypes)
+    together = [(first,), riders] if riders and sizes[first] >= _WIDE else [(first, *riders)]
+    return Packing((*together, *alone), shapes, dtypes)
 
 
 def pack(packing: Packing, leaves: list[Array]) -> list[Array]:
-    """Returns the carriers, each `[rows, width]`."""
+    """Returns the carriers, each `[rows, ...]`, their rows in blocks that suit TPUs."""
 
     def carrier(members: tuple[int, ...]) -> Array:
         flat = [_flat(leaves[i]) for i in members]
         word = flat[0].dtype.itemsize
         if len(flat) == 1 and word > 1:
-            return flat[0]
+            return _in_blocks(flat[0])
         # Floats of one byte travel as bits too: not every compiler sends them.
-        together = jnp.concatenate([_as_words(x, word) for x in flat], axis=1)
-        # Compilers for TPU pad odd widths themselves, each time, where whole tiles go as they are.
-        missing = -together.shape[1] % _TILE if flat[0].shape[1] % _TILE == 0 else 0
-        return jnp.pad(together, ((0, 0), (0, missing)))
+        return jnp.concatenate([_as_words(x, word) for x in flat], axis=1)
 
     return [carrier(members) for members in packing.carriers]
 
 
-def unpack(packing: Packing, carriers: list[Array], rows: int) -> list[Array]:
-    """Returns the leaves that carriers of `rows` rows hold."""
+def unpack(
+    packing: Packing,
+    carriers: list[Array],
+    rows: int,
+    each: Callable[[Array], Array] = lambda x: x,
+) -> list[Array]:
+    """Returns the leaves that carriers hold, after `each` has made `rows` rows of theirs."""
     count = len(packing.dtypes)
     flat: dict[int, Array] = {}
     for members, carrier in zip(packing.carriers, carriers, strict=True):
         word, start = carrier.dtype.itemsize, 0
+        if len(members) == 1 and word > 1:
+            flat[members[0]] = each(carrier)  # still in blocks: other shapes are other layouts
+            continue
+        carrier = lax.collapse(carrier, 1)
         for i in members:
             dtype = _plain(packing.dtypes[i])
-            if len(members) == 1 and word > 1:
-                flat[i] = carrier
-                continue
             width = _width(packing.row_shapes[i], packing.dtypes[i])
             words = -(-width * dtype.itemsize // word)
             part = lax.slice_in_dim(carrier, start, start + words, axis=1)
-            flat[i] = _from_words(part, dtype)[:, :width]
+            flat[i] = each(_from_words(part, dtype)[:, :width])
             start += words
 
     def restored(i: int) -> Array:
         shape, dtype = (rows, *packing.row_shapes[i]), packing.dtypes[i]
         if i not in flat:
             return jnp.zeros(shape, dtype)  # it has no elements
-        return _restored(flat[i], dtype).reshape(shape)
+        return _restored(lax.collapse(flat[i], 1), dtype).reshape(shape)
 
     return [restored(i) for i in range(count)]
+
+
+def _in_blocks(x: Array) -> Array:
+    """Cuts wide rows into tiles, as the exchange on TPU would: it copies all rows for that."""
+    width = x.shape[1]
+    if width % _TILE == 0:
+        return x.reshape(x.shape[0], width // 128, 128)
+    if width % _LANES_OF_PAIRS == 0 and x.dtype.itemsize == 2:
+        return x.reshape(x.shape[0], 2, width // 2)
+    return x
 
 
 def _width(row_shape: tuple[int, ...], dtype: Any) -> int:

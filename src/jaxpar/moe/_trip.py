@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxpar._unwritten import unwritten
 from jaxpar._varying import vary_alike
@@ -58,16 +58,17 @@ def _send(
     packing = plan_packing(leaves)
 
     def exchanged(carrier: Array) -> Array:
-        shape = (capacity, carrier.shape[1])
-        carrier = spread(trip.copies, carrier, fill=False)  # [t, width] to [copies, width]
-        return _exchanged(carrier, unwritten(shape, carrier.dtype), trip.there, ring)
+        shape = (capacity, *carrier.shape[1:])
+        carrier = spread(trip.copies, carrier, fill=False)  # [t, ...] to [copies, ...]
+        buffer, carrier = vary_alike((), unwritten(shape, carrier.dtype), carrier)
+        return exchange_rows(carrier, buffer, trip.there, ring)
 
     arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], capacity)
-    if clean:
+    if clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
         valid = jnp.arange(capacity, dtype="int32") < jnp.sum(trip.there.recv_sizes, dtype="int32")
+        rows = [valid.reshape(-1, *[1] * (x.ndim - 1)) for x in arrived]
         arrived = [
-            jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-            for x in arrived
+            jnp.where(v, x, jnp.zeros((), x.dtype)) for v, x in zip(rows, arrived, strict=True)
         ]
     return _split(arrived, len(floats))
 
@@ -80,18 +81,14 @@ def _bring_back(
     packing, count = plan_packing(leaves), trip.copies.source.size
 
     def exchanged(carrier: Array) -> Array:
-        buffer = unwritten((count, carrier.shape[1]), carrier.dtype)
-        return _exchanged(carrier, buffer, trip.back, ring)
+        buffer = unwritten((count, *carrier.shape[1:]), carrier.dtype)
+        buffer, carrier = vary_alike((), buffer, carrier)
+        return exchange_rows(carrier, buffer, trip.back, ring)
 
-    returned = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], count)
-    return _split([collect(trip.copies, x) for x in returned], len(floats))
-
-
-def _exchanged(carrier: Array, buffer: Array, slices: Slices, ring: Ring) -> Array:
-    # Between barriers: the exchange on TPU has a layout of its own, which would spread into the
-    # gathers before and after it, and cost them more than the copies do.
-    carrier, buffer = lax.optimization_barrier(vary_alike((), carrier, buffer))
-    return lax.optimization_barrier(exchange_rows(carrier, buffer, slices, ring))
+    returned = [exchanged(x) for x in pack(packing, leaves)]
+    rows = trip.copies.places.shape[0]
+    sums = unpack(packing, returned, rows, lambda x: collect(trip.copies, x))
+    return _split(sums, len(floats))
 
 
 def _split(leaves: list[Array], floats: int) -> tuple[Leaves, Leaves]:
