@@ -1,4 +1,4 @@
-"""Collective matmuls, ring collectives and layers for hand-written `jax.shard_map` programs."""
+"""Collective matmuls, ring collectives, layers and experts for hand-written `jax.shard_map` programs."""
 
 from jaxpar import layers as layers
 from jaxpar import moe as moe
@@ -29,4 +29,4 @@ __all__ = [
     "ring_shift",
 ]
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
