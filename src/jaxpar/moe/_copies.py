@@ -92,31 +92,39 @@ def _copy(copies: Copies, x: Array, fill: bool) -> Array:
 def _sum(copies: Copies, y: Array) -> Array:
     rows, k = copies.places.shape
     count = copies.source.size
-    # Of `count` copies, at most count / j rows have j or more.
+    # Of `count` copies, at most count / j rows have j or more; in whole tiles of TPUs.
     lengths = [min(rows, -(-count // (16 * (j + 1))) * 16) for j in range(k)]
     if sum(lengths) + rows >= rows * k:
         return _sum_firsts(y, copies.places, [rows] * k)
     # Rows in the order of how many copies they have, the most first: their first copies, then the
     # second ones of those that have two, and so on. Most rows of a buffer for the worst case have
-    # one copy or none, and a gather for each of k would read them all.
+    # one copy or none.
     places = lax.sort(copies.places, dimension=1)
     having = jnp.sum(places < count, axis=1, dtype="int32")
-    numbers = vary_alike((), jnp.arange(rows, dtype="int32"), having)[0]
+    having, numbers = vary_alike((), having, jnp.arange(rows, dtype="int32"))
     _, order = lax.sort((-having, numbers), num_keys=1)
     _, back = lax.sort((order, numbers), num_keys=1)
-    return take_rows(_sum_firsts(y, take_rows(places, order), lengths), back)
+    sums = _sum_firsts(y, take_rows(places, order, None), lengths)
+    return take_rows(sums, back, None)
 
 
 def _sum_firsts(y: Array, places: Array, lengths: list[int]) -> Array:
     """Sums what is at `places`, [rows, k], of which column j counts in the first lengths[j] rows."""
     rows, dtype = len(places), addition_dtype(y.dtype)
-    # Pinned, or each gather takes on the layout that what follows wants of the sum.
-    parts = [take_rows(y, places[:length, j]) for j, length in enumerate(lengths)]
-    parts = lax.optimization_barrier(parts)
-    padding = [(0, 0)] * (y.ndim - 1)
     total: Array = vary_alike((), jnp.zeros((rows, *y.shape[1:]), dtype), y, places)[0]
-    for part in parts:
-        total = total + jnp.pad(part.astype(dtype), [(0, rows - len(part)), *padding])
+    if not total.size or not len(y):
+        return total.astype(y.dtype)
+    at = jnp.concatenate([places[:length, j] for j, length in enumerate(lengths)])
+    # One gather: k of them take the compiler for TPU k times as long. And one that is alone: masks
+    # belong to the additions, and their layout is not the gather's.
+    each, at = lax.optimization_barrier((take_rows(y, at, None), at))
+    inside = (at < len(y)).reshape(-1, *[1] * (y.ndim - 1))
+    start = 0
+    for length in lengths:
+        part, valid = each[start : start + length], inside[start : start + length]
+        part = jnp.where(valid, part, jnp.zeros((), y.dtype)).astype(dtype)
+        total = total + jnp.pad(part, [(0, rows - length)] + [(0, 0)] * (y.ndim - 1))
+        start += length
     return total.astype(y.dtype)
 
 

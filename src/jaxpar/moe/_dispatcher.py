@@ -174,9 +174,10 @@ class RaggedDispatcher:
           ValueError: a capacity below 0; arrays of another number of rows.
 
         Cost: each row goes once to each of its devices, and in the derivative its cotangent comes
-        back. All arrays of at most 1/8 of the largest one's bytes travel in its exchange; each
-        other has one of its own. Memory: the `t min(k, n)` copies that are sent at most, and the
-        receive buffer. On a device alone nothing is sent.
+        back. All arrays of at most 1/8 of the largest one's bytes travel in its exchange, or
+        together in one if that has more than 8 MiB; each other has one of its own. Memory: the
+        `t min(k, n)` copies that are sent at most, and the receive buffer. On a device
+        alone nothing is sent.
         """
         name = "RaggedDispatcher.dispatch"
         capacity = check_whole(name, "capacity", capacity, 0)

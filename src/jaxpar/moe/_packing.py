@@ -1,11 +1,12 @@
 """Rows of several arrays side by side in few: each array that is exchanged costs an exchange.
 
-Small arrays ride in the largest one's carrier, as bits, or where its rows are wide in one of theirs:
-a carrier of unsigned integers keeps those that would be NaN of the larger array's dtype. Arrays of
-comparable size have carriers of their own.
+Small arrays ride in the largest one's carrier, as bits: a carrier of unsigned integers keeps those
+that would be NaN of the larger array's dtype. Beside a very large one they have a carrier together:
+joining and taking apart are passes over all of it, which then cost more than another exchange.
+Arrays of comparable size have carriers of their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._varying import vary_alike
+
 _TILE = 8 * 128  # elements of a TPU's registers
 _LANES_OF_PAIRS = 2 * 128  # numbers of 16 bits lie in pairs
-# Rows of so many bytes travel without riders, which then share a carrier: behind wide rows that are
-# not whole tiles the compiler for TPU copies all of them, more than an exchange of its own costs.
-_WIDE = 1024
+_WIDE = 8 * _LANES_OF_PAIRS  # rows of so many words are padded to whole pairs
+_LARGE = 2**23  # bytes; read and written several times they take longer than an exchange's start
 _SMALL = 8  # an array of at most 1/8 of the largest one's bytes rides in its carrier
 
 
@@ -30,8 +32,8 @@ class Packing:
     dtypes: tuple[Any, ...]
 
 
-def plan_packing(leaves: list[Array]) -> Packing:
-    """Groups leaves, each `[rows, ...]`, into carriers."""
+def plan_packing(leaves: Sequence[Any], rows: int) -> Packing:
+    """Groups leaves, rows in dimension 0, into carriers, `rows` of which may be exchanged."""
     shapes = tuple(leaf.shape[1:] for leaf in leaves)
     dtypes = tuple(leaf.dtype for leaf in leaves)
     sizes = [_width(s, d) * _plain(d).itemsize for s, d in zip(shapes, dtypes, strict=True)]
@@ -39,10 +41,11 @@ def plan_packing(leaves: list[Array]) -> Packing:
     if not by_size:
         return Packing((), shapes, dtypes)
     first = by_size[0]
-    riders = tuple(i for i in by_size[1:] if sizes[i] * _SMALL <= sizes[first])
+    riders = [i for i in by_size[1:] if sizes[i] * _SMALL <= sizes[first]]
     alone = [(i,) for i in by_size[1:] if i not in riders]
-    together = [(first,), riders] if riders and sizes[first] >= _WIDE else [(first, *riders)]
-    return Packing((*together, *alone), shapes, dtypes)
+    if riders and rows * sizes[first] > _LARGE:
+        return Packing(((first,), *alone, tuple(riders)), shapes, dtypes)
+    return Packing(((first, *riders), *alone), shapes, dtypes)
 
 
 def pack(packing: Packing, leaves: list[Array]) -> list[Array]:
@@ -54,7 +57,13 @@ def pack(packing: Packing, leaves: list[Array]) -> list[Array]:
         if len(flat) == 1 and word > 1:
             return _in_blocks(flat[0])
         # Floats of one byte travel as bits too: not every compiler sends them.
-        return jnp.concatenate([_as_words(x, word) for x in flat], axis=1)
+        parts = [_as_words(x, word) for x in flat]
+        width = sum(part.shape[1] for part in parts)
+        if width >= _WIDE and width % _LANES_OF_PAIRS:
+            spare = (parts[0].shape[0], -width % _LANES_OF_PAIRS)
+            parts.append(vary_alike((), jnp.zeros(spare, parts[0].dtype), parts[0])[0])
+        words = jnp.concatenate(parts, axis=1)
+        return _in_blocks(words)
 
     return [carrier(members) for members in packing.carriers]
 

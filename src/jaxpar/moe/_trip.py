@@ -55,7 +55,7 @@ def _send(
     floats: Leaves, others: Leaves, trip: Trip, ring: Ring, capacity: int, clean: bool
 ) -> tuple[Leaves, Leaves]:
     leaves = [*floats, *others]
-    packing = plan_packing(leaves)
+    packing = plan_packing(leaves, trip.copies.source.size)
 
     def exchanged(carrier: Array) -> Array:
         shape = (capacity, *carrier.shape[1:])
@@ -65,12 +65,15 @@ def _send(
 
     arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], capacity)
     if clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
-        valid = jnp.arange(capacity, dtype="int32") < jnp.sum(trip.there.recv_sizes, dtype="int32")
-        rows = [valid.reshape(-1, *[1] * (x.ndim - 1)) for x in arrived]
-        arrived = [
-            jnp.where(v, x, jnp.zeros((), x.dtype)) for v, x in zip(rows, arrived, strict=True)
-        ]
+        row = jnp.arange(capacity, dtype="int32")
+        valid = row < jnp.sum(trip.there.recv_sizes, dtype="int32")
+        arrived = [take_valid(valid, x) for x in arrived]
     return _split(arrived, len(floats))
+
+
+def take_valid(valid: Array, x: Array) -> Array:
+    """`x`, `[rows, ...]`, and 0 in rows that are not valid."""
+    return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -78,7 +81,8 @@ def _bring_back(
     floats: Leaves, others: Leaves, trip: Trip, ring: Ring, capacity: int
 ) -> tuple[Leaves, Leaves]:
     leaves = [*floats, *others]
-    packing, count = plan_packing(leaves), trip.copies.source.size
+    count = trip.copies.source.size
+    packing = plan_packing(leaves, count)
 
     def exchanged(carrier: Array) -> Array:
         buffer = unwritten((count, *carrier.shape[1:]), carrier.dtype)
