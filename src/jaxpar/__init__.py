@@ -1,4 +1,4 @@
-"""Collective matmuls, ring collectives, layers and experts for hand-written `jax.shard_map` programs."""
+"""Collective matmuls, ring collectives, layers and experts for `jax.shard_map` by hand."""
 
 from jaxpar import layers as layers
 from jaxpar import moe as moe

@@ -109,7 +109,7 @@ def _sum(copies: Copies, y: Array) -> Array:
 
 
 def _sum_firsts(y: Array, places: Array, lengths: list[int]) -> Array:
-    """Sums what is at `places`, [rows, k], of which column j counts in the first lengths[j] rows."""
+    """Sums what is at `places`, [rows, k], of column j for the first lengths[j] rows only."""
     rows, dtype = len(places), addition_dtype(y.dtype)
     total: Array = vary_alike((), jnp.zeros((rows, *y.shape[1:]), dtype), y, places)[0]
     if not total.size or not len(y):
