@@ -25,13 +25,16 @@ class Copies(NamedTuple):
     places: Array  # int32[rows, k]: where the copies of each row are; at least c for none
 
 
-def copies_by_key(keys: Array, keys_count: int, capacity: int) -> tuple[Copies, Array]:
+def copies_by_key(
+    keys: Array, keys_count: int, capacity: int, spare: int = 0
+) -> tuple[Copies, Array]:
     """Makes one copy of a row for each of its keys, sorted by key, and by row for equal keys.
 
     Args:
       keys: int32[rows, k]; those outside of 0 to `keys_count - 1` get no copy.
       keys_count: the number of keys.
       capacity: the number of copies; further ones are dropped, the last in their order.
+      spare: how many copies of none there are behind them.
 
     Returns:
       The copies, and how many each key has, dropped ones counted: int32[keys_count].
@@ -47,27 +50,32 @@ def copies_by_key(keys: Array, keys_count: int, capacity: int) -> tuple[Copies, 
     _, places = lax.sort((order, entries), num_keys=1)
     used = jnp.sum(sizes, dtype="int32")
     source = jnp.where(entries < used, order // max(k, 1), rows)
-    source = jnp.pad(source, (0, max(capacity - count, 0)), constant_values=rows)[:capacity]
-    places = jnp.where(places < jnp.minimum(used, capacity), places, capacity)
+    missing = (0, max(capacity - count, 0) + spare)
+    source = jnp.pad(source[:capacity], missing, constant_values=rows)
+    places = jnp.where(places < jnp.minimum(used, capacity), places, len(source))
     return Copies(source, places.reshape(rows, k)), sizes
 
 
-def spread(copies: Copies, x: Array, *, fill: bool = True) -> Array:
+def spread(copies: Copies, x: Array, *, fill: bool = True, blank: bool = False) -> Array:
     """Returns `[c, ...]`: the row of `x`, `[rows, ...]`, that each is a copy of, and 0 for none.
 
-    Without `fill` copies of none hold anything, which saves a pass over the copies on TPU.
+    Without `fill` copies of none hold anything, which saves a pass over the copies on TPU. `blank`
+    says of the cotangent what it says of y in `collect`.
     """
     copies, x = vary_alike((), copies, x)
-    return (_spread if jnp.issubdtype(x.dtype, jnp.inexact) else _copy)(copies, x, fill)
+    differentiable = jnp.issubdtype(x.dtype, jnp.inexact)
+    return (_spread if differentiable else _copy)(copies, x, fill, blank)
 
 
-def collect(copies: Copies, y: Array) -> Array:
+def collect(copies: Copies, y: Array, *, blank: bool = False) -> Array:
     """Returns `[rows, ...]`: the sum of each row's copies in `y`, `[c, ...]`.
 
-    Narrow floats are summed in float32. What is nobody's copy is not read.
+    Narrow floats are summed in float32. What is nobody's copy is not read, unless `blank`: then the
+    last row of y is nobody's, and 0, which saves a pass over what is summed on TPU.
     """
     copies, y = vary_alike((), copies, y)
-    return _collect(copies, y) if jnp.issubdtype(y.dtype, jnp.inexact) else _sum(copies, y)
+    differentiable = jnp.issubdtype(y.dtype, jnp.inexact)
+    return (_collect if differentiable else _sum)(copies, y, blank)
 
 
 def take_rows(x: Array, places: Array, fill: Array | int | None = 0) -> Array:
@@ -82,20 +90,20 @@ def take_rows(x: Array, places: Array, fill: Array | int | None = 0) -> Array:
     return jnp.where(inside, taken, jnp.asarray(fill, x.dtype))
 
 
-def _copy(copies: Copies, x: Array, fill: bool) -> Array:
+def _copy(copies: Copies, x: Array, fill: bool, blank: bool) -> Array:
     if fill:
         return take_rows(x, copies.source)
     anything = unwritten((), x.dtype) if _unwritten.poisoned else None
     return take_rows(x, copies.source, anything)
 
 
-def _sum(copies: Copies, y: Array) -> Array:
+def _sum(copies: Copies, y: Array, blank: bool) -> Array:
     rows, k = copies.places.shape
     count = copies.source.size
     # Of `count` copies, at most count / j rows have j or more; in whole tiles of TPUs.
     lengths = [min(rows, -(-count // (16 * (j + 1))) * 16) for j in range(k)]
     if sum(lengths) + rows >= rows * k:
-        return _sum_firsts(y, copies.places, [rows] * k)
+        return _sum_firsts(y, copies.places, [rows] * k, blank)
     # Rows in the order of how many copies they have, the most first: their first copies, then the
     # second ones of those that have two, and so on. Most rows of a buffer for the worst case have
     # one copy or none.
@@ -104,11 +112,11 @@ def _sum(copies: Copies, y: Array) -> Array:
     having, numbers = vary_alike((), having, jnp.arange(rows, dtype="int32"))
     _, order = lax.sort((-having, numbers), num_keys=1)
     _, back = lax.sort((order, numbers), num_keys=1)
-    sums = _sum_firsts(y, take_rows(places, order, None), lengths)
+    sums = _sum_firsts(y, take_rows(places, order, None), lengths, blank)
     return take_rows(sums, back, None)
 
 
-def _sum_firsts(y: Array, places: Array, lengths: list[int]) -> Array:
+def _sum_firsts(y: Array, places: Array, lengths: list[int], blank: bool) -> Array:
     """Sums what is at `places`, [rows, k], of column j for the first lengths[j] rows only."""
     rows, dtype = len(places), addition_dtype(y.dtype)
     total: Array = vary_alike((), jnp.zeros((rows, *y.shape[1:]), dtype), y, places)[0]
@@ -121,31 +129,35 @@ def _sum_firsts(y: Array, places: Array, lengths: list[int]) -> Array:
     inside = (at < len(y)).reshape(-1, *[1] * (y.ndim - 1))
     start = 0
     for length in lengths:
-        part, valid = each[start : start + length], inside[start : start + length]
-        part = jnp.where(valid, part, jnp.zeros((), y.dtype)).astype(dtype)
-        total = total + jnp.pad(part, [(0, rows - length)] + [(0, 0)] * (y.ndim - 1))
+        part = each[start : start + length]
+        if not blank:
+            valid = inside[start : start + length]
+            part = jnp.where(valid, part, jnp.zeros((), y.dtype))
+        margin = [(0, rows - length)] + [(0, 0)] * (y.ndim - 1)
+        total = total + jnp.pad(part.astype(dtype), margin)
         start += length
     return total.astype(y.dtype)
 
 
-_spread = partial(jax.custom_vjp, nondiff_argnums=(2,))(_copy)
-_collect = jax.custom_vjp(_sum)
+_spread = partial(jax.custom_vjp, nondiff_argnums=(2, 3))(_copy)
+_collect = partial(jax.custom_vjp, nondiff_argnums=(2,))(_sum)
 
 
-def _spread_fwd(copies: Copies, x: Array, fill: bool) -> tuple[Array, Copies]:
-    return _spread(copies, x, fill), copies
+def _spread_fwd(copies: Copies, x: Array, *how: bool) -> tuple[Array, Copies]:
+    return _spread(copies, x, *how), copies
 
 
-def _spread_bwd(_: bool, copies: Copies, ct: Array) -> tuple[Any, Array]:
-    return None, collect(copies, ct)
+def _spread_bwd(_: bool, blank: bool, copies: Copies, ct: Array) -> tuple[Any, Array]:
+    return None, collect(copies, ct, blank=blank)
 
 
-def _collect_fwd(copies: Copies, y: Array) -> tuple[Array, Copies]:
-    return _collect(copies, y), copies
+def _collect_fwd(copies: Copies, y: Array, blank: bool) -> tuple[Array, Copies]:
+    return _collect(copies, y, blank), copies
 
 
-def _collect_bwd(copies: Copies, ct: Array) -> tuple[Any, Array]:
-    return None, spread(copies, ct)
+def _collect_bwd(blank: bool, copies: Copies, ct: Array) -> tuple[Any, Array]:
+    # With `blank` nobody reads what is nobody's.
+    return None, spread(copies, ct, fill=not blank, blank=blank)
 
 
 _spread.defvjp(_spread_fwd, _spread_bwd)

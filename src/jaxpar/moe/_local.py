@@ -25,6 +25,9 @@ class Pairs(NamedTuple):
     copies: Copies  # where each row's pairs are
 
 
+_BLANK = 16  # rows behind the pairs, a TPU's tile, whose results are 0
+
+
 @dataclass(frozen=True)
 class LocalExperts:
     """The experts of a device, applied at once or in two stages."""
@@ -42,12 +45,14 @@ class LocalExperts:
         """
         rows, chosen, weights = tokens
         # Each choice has a copy, or none, and so has its row.
-        choices, sizes = copies_by_key((chosen - first).reshape(-1, 1), len(experts.up), pairs)
+        keys = (chosen - first).reshape(-1, 1)
+        choices, sizes = copies_by_key(keys, len(experts.up), pairs, _BLANK)
         source = choices.source // max(chosen.shape[1], 1)
         copies = Copies(source, choices.places.reshape(chosen.shape))
         ends = jnp.minimum(jnp.cumsum(sizes, dtype="int32"), pairs)  # the last are dropped
         sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
-        sorted_rows = spread(copies, rows)  # [r, d] to [p, d]
+        # [r, d] to [p, d]; the gradients of both stages together are 0 where there is no pair
+        sorted_rows = spread(copies, rows, fill=False, blank=not self.staged)
         if self.staged:
             sorted_rows, experts, sizes = vary_alike((), sorted_rows, experts, sizes)
             mlp, on = self._mlp(sorted_rows, sizes)
@@ -71,7 +76,7 @@ class LocalExperts:
                 implementation=self.implementation,
                 precision=self.precision,
             )
-        return collect(copies, made)
+        return collect(copies, made, blank=True)
 
     def _mlp(self, rows: Array, sizes: Array) -> tuple[Mlp, WholeProducts]:
         method = bind_method("moe_layer", self.implementation, self.precision)
