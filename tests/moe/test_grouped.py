@@ -21,7 +21,8 @@ def bounds(sizes, rows):
     return list(zip(np.concatenate([[0], ends[:-1]]), ends, strict=True))
 
 
-def reference(lhs, rhs, sizes):
+def reference(*args):
+    lhs, rhs, sizes = map(np.asarray, args)
     out = np.zeros((len(lhs), rhs.shape[2]))
     for weight, (start, end) in zip(rhs, bounds(sizes, len(lhs)), strict=True):
         out[start:end] = lhs[start:end] @ weight
@@ -29,7 +30,7 @@ def reference(lhs, rhs, sizes):
 
 
 def reference_vjp(args, ct):
-    lhs, rhs, sizes = args
+    lhs, rhs, sizes = map(np.asarray, args)
     d_lhs, d_rhs = np.zeros(lhs.shape), np.zeros(rhs.shape)
     for group, (start, end) in enumerate(bounds(sizes, len(lhs))):
         d_lhs[start:end] = ct[start:end] @ rhs[group].T
@@ -41,16 +42,16 @@ def operands(sizes, rows, k=4, n=3, dtype=np.float32, seed=0):
     rng = np.random.default_rng(seed)
     lhs = rng.standard_normal((rows, k)).astype(dtype)
     lhs[sum(sizes) :] = np.nan
-    return lhs, rng.standard_normal((len(sizes), k, n)).astype(dtype), np.asarray(sizes, np.int32)
+    rhs = rng.standard_normal((len(sizes), k, n)).astype(dtype)
+    return jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32)
 
 
 SIZES = [
-    ([2, 0, 5, 1], 12),  # fewer rows than a small block, and an empty group
-    ([0, 0, 0], 40),
-    ([300, 0, 17, 16, 64, 3], 420),  # blocks of all sizes; the last overruns the next group
-    ([0, 0, 333], 333),  # the last block ends with the buffer
-    ([100, 150, 200, 9], 300),  # more than there are rows
-    ([1], 1),
+    ([2, 0, 5, 1], 12),  # fewer rows than the smallest block, and an empty group
+    ([300, 0, 17, 16, 64, 3], 420),  # blocks of all sizes, which overrun the next groups
+    ([0, 0, 0, 0, 0, 420], 420),  # the last block ends with the buffer
+    ([100, 250, 200, 9, 0, 1], 420),  # more than there are rows
+    ([0, 0, 0, 0, 0, 0], 420),
     ([0, 0], 0),
 ]
 
@@ -58,16 +59,24 @@ SIZES = [
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_values_and_gradients_for_any_sizes(implementation):
     """One program for each buffer; rows past the groups hold NaN, in the cotangent too."""
-    f = jax.jit(lambda *a: grouped_matmul(*a, implementation=implementation))
+
+    @jax.jit
+    def both(lhs, rhs, sizes, ct):
+        def product(lhs, rhs):
+            return grouped_matmul(lhs, rhs, sizes, implementation=implementation)
+
+        out, pull = jax.vjp(product, lhs, rhs)
+        return out, *pull(ct)
+
     for sizes, rows in SIZES:
         args = operands(sizes, rows)
-        out, pull = jax.vjp(f, *args)
-        ct = np.random.default_rng(1).standard_normal(out.shape).astype(np.float32)
+        ct = np.random.default_rng(1).standard_normal((rows, 3)).astype(np.float32)
         ct[sum(sizes) :] = np.nan
         expected = reference(*args), *reference_vjp(args, ct)[:2]
-        for found, wanted in zip((out, *pull(ct)[:2]), expected, strict=True):
+        results = both(*args, ct)
+        for found, wanted in zip(results, expected, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5, err_msg=str(sizes))
-        assert not np.any(out[sum(sizes) :])
+        assert not np.any(results[0][sum(sizes) :])
 
 
 @pytest.mark.parametrize(
@@ -82,7 +91,7 @@ def test_in_shard_map_with_groups_of_each_device(axes, name):
     sizes = rng.multinomial(20, [0.1, 0.6, 0.0, 0.3], size=devices)
     sizes[0] = 0
     parts = [operands(own, 24, seed=seed) for seed, own in enumerate(sizes)]
-    args = [np.concatenate(part) for part in zip(*parts, strict=True)]
+    args = [jnp.concatenate(part) for part in zip(*parts, strict=True)]
 
     def local(function):
         def whole(*args):
@@ -104,7 +113,7 @@ def test_in_shard_map_with_groups_of_each_device(axes, name):
 def test_weights_replicated_over_an_axis_that_rows_vary_over():
     """Their gradient is summed over it."""
     lhs, rhs, sizes = operands([3, 0, 4], 8)
-    lhs = np.concatenate([lhs, 2 * lhs])
+    lhs = jnp.concatenate([lhs, 2 * lhs])
 
     def both(lhs, rhs, sizes):
         return np.concatenate([reference(half, rhs, sizes) for half in np.split(lhs, 2)])
@@ -129,7 +138,7 @@ def test_second_derivatives(implementation):
     def grouped(lhs, rhs):
         return grouped_matmul(lhs, rhs, sizes, implementation=implementation)
 
-    group = np.repeat(np.arange(4), sizes)
+    group = np.repeat(np.arange(4), np.asarray(sizes))
 
     def plain(lhs, rhs):
         return jnp.einsum("mk,mkn->mn", lhs[: len(group)], rhs[group])
@@ -154,9 +163,10 @@ def test_vmap_over_rows_sizes_and_weights(implementation):
         return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.cos(f(*a))), (0, 1), allow_int=True))
 
     parts = [operands([3, 1, 2], 8, seed=1), operands([0, 5, 0], 8, seed=2)]
-    lhs, rhs, sizes = (np.stack(part) for part in zip(*parts, strict=True))
-    for axes in ((0, 0, 0), (0, None, None), (None, 0, None), (0, None, 0)):
-        args = [arg if axis == 0 else arg[0] for arg, axis in zip((lhs, rhs, sizes), axes)]  # noqa: B905
+    lhs, rhs, sizes = (jnp.stack(part) for part in zip(*parts, strict=True))
+    for axes in ((0, None, None), (None, 0, None)):
+        stacked = zip((lhs, rhs, sizes), axes, strict=True)
+        args = [arg if axis == 0 else arg[0] for arg, axis in stacked]
         found = jax.jit(jax.vmap(f, axes))(*args)
         ones = [
             [arg[i] if axis == 0 else arg for arg, axis in zip(args, axes, strict=True)]
@@ -175,16 +185,17 @@ def test_vmap_over_rows_sizes_and_weights(implementation):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_floats_are_summed_wide(implementation, dtype):
     """One large term and many small ones that a narrow sum would lose."""
-    lhs = jnp.concatenate([jnp.full((300, 1), 256), jnp.ones((300, 64))], axis=1).astype(dtype)
-    rhs = jnp.ones((1, 65, 2), dtype)
+    lhs = np.concatenate([np.full((300, 1), 256), np.ones((300, 64))], axis=1).astype(dtype)
+    rhs = np.ones((1, 65, 2), dtype)
 
     def f(lhs, rhs):
-        return grouped_matmul(lhs, rhs, np.array([300]), implementation=implementation)
+        return grouped_matmul(lhs, rhs, jnp.array([300]), implementation=implementation)
 
-    out, pull = jax.vjp(f, lhs, rhs)
+    out, (d_lhs, d_rhs) = jax.jit(
+        lambda *a: (f(*a), jax.grad(lambda *a: jnp.sum(f(*a)), (0, 1))(*a))
+    )(lhs, rhs)
     assert out.dtype == dtype
     np.testing.assert_array_equal(np.asarray(out, np.float32), 320)
-    d_lhs, d_rhs = pull(jnp.ones_like(out))
     assert d_lhs.dtype == d_rhs.dtype == dtype
     np.testing.assert_array_equal(np.asarray(d_rhs[0, 1:], np.float32), 300)
 
@@ -199,15 +210,16 @@ def test_preferred_element_type_and_integers(implementation):
             *args, sizes, preferred_element_type="float32", implementation=implementation
         )
 
-    out, pull = jax.vjp(f, *narrow)
+    out = jax.jit(f)(*narrow)
     assert out.dtype == jnp.float32
     exact = [np.asarray(x, np.float64) for x in narrow]
     np.testing.assert_allclose(out, reference(*exact, sizes), rtol=1e-6, atol=1e-6)
-    assert [d.dtype for d in pull(out)] == [jnp.bfloat16] * 2
+    gradients = jax.eval_shape(jax.grad(lambda *a: jnp.sum(f(*a)), (0, 1)), *narrow)
+    assert [d.dtype for d in gradients] == [jnp.bfloat16] * 2
     whole = grouped_matmul(
-        np.full((3, 4), 100, np.int8),
-        np.full((1, 4, 2), 100, np.int8),
-        np.array([2], np.uint8),
+        jnp.full((3, 4), 100, jnp.int8),
+        jnp.full((1, 4, 2), 100, jnp.int8),
+        jnp.array([2], jnp.uint8),
         implementation=implementation,
     )
     np.testing.assert_array_equal(whole, [[40000] * 2, [40000] * 2, [0, 0]])
@@ -225,9 +237,7 @@ def test_work_follows_the_rows_and_not_the_buffer():
     for sizes, blocks in (([0, 0, 0], 0), ([16, 0, 17], 3), ([700, 1, 0], 3 + 1)):
         calls.clear()
         lhs, rhs, sizes = operands(sizes, 1000)
-        out = blocks_rows_product(
-            CPU_LENGTHS, product, jnp.asarray(lhs), jnp.asarray(rhs), sizes, 3, np.float32
-        )
+        out = blocks_rows_product(CPU_LENGTHS, product, lhs, rhs, sizes, 3, np.float32)
         jax.block_until_ready(out)
         jax.effects_barrier()
         assert len(calls) == blocks
@@ -249,25 +259,25 @@ def test_one_program_lowers_for_every_platform():
 
 ERRORS = [
     (
-        {"lhs": np.zeros((8, 4, 1), np.float32)},
+        {"lhs": jnp.zeros((8, 4, 1), jnp.float32)},
         ValueError,
         "grouped_matmul: lhs must be [m, k] and rhs [g, k, n], got local shapes (8, 4, 1) and "
         "(2, 4, 3); reshape them",
     ),
     (
-        {"lhs": np.zeros((8, 5), np.float32)},
+        {"lhs": jnp.zeros((8, 5), jnp.float32)},
         ValueError,
         "grouped_matmul: lhs of local shape (8, 5) has 5 columns, but each weight of rhs, local "
         "shape (2, 4, 3), has 4 rows; they are multiplied and must be as many",
     ),
     (
-        {"group_sizes": np.zeros(3, np.int32)},
+        {"group_sizes": jnp.zeros(3, jnp.int32)},
         ValueError,
         "grouped_matmul: group_sizes has local shape (3,), but rhs of local shape (2, 4, 3) has 2 "
         "groups; give one size for each",
     ),
     (
-        {"group_sizes": np.zeros(2, np.float32)},
+        {"group_sizes": jnp.zeros(2, jnp.float32)},
         TypeError,
         "grouped_matmul: group_sizes must be integers, got float32; cast them",
     ),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar._dtypes import sum_dtype
+from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar._types import Tree
 from jaxpar._varying import vary_over, varying_axes
 
@@ -91,6 +91,23 @@ def _fold_blocks(
 
         start, state = lax.while_loop(unfinished, advance, (start, state))
     return state
+
+
+def block_dot(
+    left: Array, right: Array, dims: tuple[int, int], preferred: Any, precision: Any
+) -> Array:
+    """Multiplies two matrices along one dimension of each, in the dtype of partial sums."""
+    dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
+    sums = sum_dtype(dtype) if preferred is None else preferred
+    if left.shape[dims[0]] < 32:
+        dtype = common_dtype(dtype, sums)  # CPUs may have no such small dots of narrow operands
+    return lax.dot_general(
+        left.astype(dtype),
+        right.astype(dtype),
+        (((dims[0],), (dims[1],)), ((), ())),
+        precision=precision,
+        preferred_element_type=sums,
+    )
 
 
 def zeros_alike(shape: tuple[int, ...], dtype: Any, *like: Any) -> Array:

@@ -15,12 +15,20 @@ from jaxpar._varying import vary_alike
 from jaxpar.layers._checks import check_whole
 from jaxpar.moe._blocks import zeros_alike
 from jaxpar.moe._grouped import bind_method, check_sizes, fitting_sizes
-from jaxpar.moe._mlp import Experts, Mlp, Operands, clear_rows, expert_mlp, forward_whole
+from jaxpar.moe._mlp import (
+    Experts,
+    ExpertsLike,
+    Mlp,
+    Operands,
+    clear_rows,
+    expert_mlp,
+    forward_whole,
+)
 
 
 def apply_experts(
     x: Array,
-    experts: Experts | Mapping[str, Any],
+    experts: ExpertsLike,
     group_sizes: Array,
     *,
     activation: Callable[[Array], Array] = jax.nn.silu,
@@ -74,7 +82,8 @@ def apply_experts(
     mlp = Mlp(method, activation, preferred, dtype)
     if closes_over_arrays(name, activation, experts.up, dtype):
         return forward_whole(mlp, clear_rows(operands, sizes), sizes)[0]
-    return expert_mlp(mlp, operands, sizes)[0]
+    out: Any = expert_mlp(mlp, operands, sizes)
+    return out[0]
 
 
 def closes_over_arrays(function: str, activation: Any, up: Array, dtype: Any) -> bool:
@@ -89,7 +98,7 @@ def closes_over_arrays(function: str, activation: Any, up: Array, dtype: Any) ->
     return bool(jax.closure_convert(activation, rows)[1])
 
 
-def pad_experts(experts: Experts | Mapping[str, Any], shards: Integer) -> Experts:
+def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
     """Appends experts of zeros, so that `shards` divides their number.
 
     Args:
@@ -125,7 +134,7 @@ def pad_experts(experts: Experts | Mapping[str, Any], shards: Integer) -> Expert
     return padded
 
 
-def as_experts(given: Experts | Mapping[str, Any]) -> Experts:
+def as_experts(given: ExpertsLike) -> Experts:
     """Returns `Experts` made of a mapping with their names as keys.
 
     Args:
@@ -143,7 +152,8 @@ def as_experts(given: Experts | Mapping[str, Any]) -> Experts:
     """
     if isinstance(given, Experts):
         return given
-    if not isinstance(given, Mapping):
+    given_: Any = given
+    if not isinstance(given_, Mapping):
         raise TypeError(
             f"as_experts: experts must be Experts or a mapping, got {type(given).__name__}"
         )

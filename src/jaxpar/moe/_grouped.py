@@ -23,6 +23,7 @@ from jaxpar.collectives._checks import check_precision
 from jaxpar.moe._blocks import (
     CPU_LENGTHS,
     GPU_LENGTHS,
+    block_dot,
     blocks_group_products,
     blocks_rows_product,
 )
@@ -94,20 +95,17 @@ class Method:
     implementation: str
     precision: Any
 
-    def choose(self, kernel: Any, masked: Any, blocks: Any, *operands: Any) -> Any:
+    def choose(self, rows: int, kernel: Any, masked: Any, blocks: Any, *operands: Any) -> Any:
         """Runs one of three functions: TPU's kernel, a ragged dot elsewhere, loops over blocks.
 
         The last is given the lengths of blocks before the operands.
         """
-        branches = {
-            "tpu": kernel,
-            "cuda": partial(blocks, GPU_LENGTHS),
-            "rocm": partial(blocks, GPU_LENGTHS),
-            "default": partial(blocks, CPU_LENGTHS),
-        }
-        if self.implementation == "blocks":
-            del branches["tpu"]
-        elif self.implementation == "ragged_dot":
+        branches = {"default": partial(blocks, CPU_LENGTHS)}
+        if rows >= GPU_LENGTHS[-1]:  # a shorter buffer has none of these
+            branches["cuda"] = branches["rocm"] = partial(blocks, GPU_LENGTHS)
+        if self.implementation != "blocks":
+            branches["tpu"] = kernel
+        if self.implementation == "ragged_dot":
             branches = {"tpu": kernel, "default": masked}
 
         # One after the other under vmap: loops over batches of groups would run as long as the
@@ -169,18 +167,12 @@ def rows_product(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -
 
     def blocks(lengths: tuple[int, ...], lhs: Array, rhs: Array, group_sizes: Array) -> Array:
         def multiply(block: Array, weight: Array) -> Array:
-            return lax.dot_general(
-                block.astype(common),
-                weight.astype(common),
-                (((1,), (inner - 1,)), ((), ())),
-                precision=method.precision,
-                preferred_element_type=sums,
-            )
+            return block_dot(block, weight, (1, inner - 1), product.preferred, method.precision)
 
         columns = rhs.shape[3 - inner]
         return blocks_rows_product(lengths, multiply, lhs, rhs, group_sizes, columns, product.dtype)
 
-    return method.choose(kernel, masked, blocks, lhs, rhs, group_sizes)
+    return method.choose(len(lhs), kernel, masked, blocks, lhs, rhs, group_sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,17 +205,11 @@ def group_products(product: Product, lhs: Array, rhs: Array, group_sizes: Array)
 
     def blocks(lengths: tuple[int, ...], lhs: Array, rhs: Array, group_sizes: Array) -> Array:
         def multiply(left: Array, right: Array) -> Array:
-            return lax.dot_general(
-                left.astype(common),
-                right.astype(common),
-                (((0,), (0,)), ((), ())),
-                precision=method.precision,
-                preferred_element_type=sums,
-            )
+            return block_dot(left, right, (0, 0), product.preferred, method.precision)
 
         return blocks_group_products(lengths, multiply, lhs, rhs, group_sizes, product.dtype)
 
-    return method.choose(kernel, masked, blocks, lhs, rhs, group_sizes)
+    return method.choose(len(lhs), kernel, masked, blocks, lhs, rhs, group_sizes)
 
 
 def fitting_sizes(group_sizes: Array, rows: int) -> Array:

@@ -6,17 +6,17 @@ the rows between the two projections live for a block's time only, and are compu
 gradients, so that nothing as wide as the hidden layer is as long as the buffer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar.moe._blocks import Block, Totals, fold_groups, zeros_alike
+from jaxpar.moe._blocks import Block, Totals, block_dot, fold_groups, zeros_alike
 from jaxpar.moe._grouped import Method, Product, group_products, in_groups, rows_product
 
 
@@ -44,6 +44,13 @@ class Experts(NamedTuple):
     up_bias: Array | None = None
     gate_bias: Array | None = None
     down_bias: Array | None = None
+
+
+# Open at run time: `as_experts` has an error that names the keys.
+if TYPE_CHECKING:
+    ExpertsLike = Experts | Mapping[str, Any]
+else:
+    ExpertsLike = Any
 
 
 class Operands(NamedTuple):
@@ -148,20 +155,20 @@ class Mlp:
         if d_gate is not None:
             d_x = d_x + _back(on, experts.gate, d_gate, x.dtype)
 
-        def weight(rows: Array, d: Array | None, dtype: Any) -> Array | None:
+        def of_weight(rows: Array, d: Any, dtype: Any) -> Any:
             return None if d is None else on.outer(rows, d.astype(x.dtype), dtype)
 
-        def bias(d: Array | None, dtype: Any) -> Array | None:
+        def of_bias(d: Any, dtype: Any) -> Any:
             return None if d is None or dtype is None else on.total(d, dtype)
 
         of = dtypes.experts
         d_experts = Experts(
-            up=on.outer(x, d_up.astype(x.dtype), of.up),
-            down=on.outer(on.within(narrow), ct.astype(x.dtype), of.down),
-            gate=weight(x, d_gate, of.gate),
-            up_bias=bias(d_up, of.up_bias),
-            gate_bias=bias(d_gate, of.gate_bias),
-            down_bias=bias(ct, of.down_bias),
+            up=of_weight(x, d_up, of.up),
+            down=of_weight(on.within(narrow), ct, of.down),
+            gate=of_weight(x, d_gate, of.gate),
+            up_bias=of_bias(d_up, of.up_bias),
+            gate_bias=of_bias(d_gate, of.gate_bias),
+            down_bias=of_bias(ct, of.down_bias),
         )
         return Operands(on.clear(d_x), d_experts, d_weights)
 
@@ -225,15 +232,8 @@ class BlockProducts:
         return x  # what is placed is the group's rows alone
 
     def _dot(self, left: Array, right: Array, left_dim: int, right_dim: int) -> Array:
-        dtype = common_dtype(left.dtype, right.dtype)
-        sums = self.mlp.preferred
-        return lax.dot_general(
-            left.astype(dtype),
-            right.astype(dtype),
-            (((left_dim,), (right_dim,)), ((), ())),
-            precision=self.mlp.method.precision,
-            preferred_element_type=sum_dtype(dtype) if sums is None else sums,
-        )
+        dims, precision = (left_dim, right_dim), self.mlp.method.precision
+        return block_dot(left, right, dims, self.mlp.preferred, precision)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -249,7 +249,8 @@ def sum_rows(method: Method, ct: Array, group_sizes: Array, dtype: Any) -> Array
     # In full precision, as a sum is, and not as a matmul may be.
     exact = Method(method.implementation, lax.Precision.HIGHEST)
     ones = jnp.ones_like(ct[:, :1])
-    return group_products(Product(exact, 1, None, dtype), ones, ct, group_sizes)[:, 0]
+    sums: Any = group_products(Product(exact, 1, None, dtype), ones, ct, group_sizes)
+    return sums[:, 0]
 
 
 def _spread_fwd(method: Method, rows: int, dtype: Any, bias: Array, group_sizes: Array) -> Any:
@@ -371,7 +372,7 @@ def expert_mlp(mlp: Mlp, operands: Operands, group_sizes: Array) -> tuple[Array,
         zeros = zeros_alike(shape, mlp.dtype, operands, group_sizes)
         return out, (zeros, None if operands.experts.gate is None else zeros)
 
-    return mlp.method.choose(whole, whole, blocks, operands, group_sizes)
+    return mlp.method.choose(len(operands.x), whole, whole, blocks, operands, group_sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -380,12 +381,12 @@ def _mlp_gradients(
 ) -> Operands:
     given = operands, group_sizes, projected, ct
     whole, blocks = partial(gradients_whole, mlp), partial(gradients_blocks, mlp)
-    return mlp.method.choose(whole, whole, blocks, *given)
+    return mlp.method.choose(len(operands.x), whole, whole, blocks, *given)
 
 
 def _mlp_fwd(mlp: Mlp, operands: Operands, group_sizes: Array) -> Any:
-    out, projected = expert_mlp(mlp, operands, group_sizes)
-    return (out, projected), (operands, group_sizes, projected)
+    out: Any = expert_mlp(mlp, operands, group_sizes)
+    return out, (operands, group_sizes, out[1])
 
 
 def _mlp_bwd(mlp: Mlp, residuals: Any, cts: Any) -> Any:
