@@ -7,7 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from layer_reference import choose, moe
 
+import jaxpar.moe._layer
 from jaxpar import make_mesh
+from jaxpar._chips import chip_of
 from jaxpar.moe import moe_layer, pad_experts
 from jaxpar.moe._bounds import Bounds, choose_dispatch
 
@@ -185,6 +187,12 @@ def test_weights_over_fsdp(axis):
 def test_chunks(dispatch):
     params = parameters(8 * 5, 8)
     check(params, "ep=8", top_k=2, devices=8, dispatch=dispatch, chunks=3)
+
+
+def test_chunks_in_two_stages(monkeypatch):
+    monkeypatch.setattr(jaxpar.moe._layer, "traced_chip", lambda: chip_of("TPU v5"))
+    params = parameters(8 * 5, 8, biased=True, shared=True)
+    check(params, "tp=2,ep=4", tp="tp", top_k=2, devices=8, dispatch="ragged", chunks=3)
 
 
 @pytest.mark.parametrize(

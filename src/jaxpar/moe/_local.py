@@ -19,7 +19,7 @@ Tokens = tuple[Array, Array, Array]  # rows [r, d], the experts that they chose 
 class Pairs(NamedTuple):
     """Pairs of a row and an expert of this device, sorted by expert, on their way through it."""
 
-    rows: Array  # [p, d], or where experts are applied in two stages the hidden features, [p, f]
+    rows: Array  # [p, d], or where experts are applied in two stages their hidden rows, [p, f]
     weights: Array  # [p]
     sizes: Array  # int32[e], how many pairs each expert has
     copies: Copies  # where each row's pairs are
@@ -53,11 +53,13 @@ class LocalExperts:
         sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
         # [r, d] to [p, d]; the gradients of both stages together are 0 where there is no pair
         sorted_rows = spread(copies, rows, fill=False, blank=not self.staged)
+        sorted_weights = spread(choices, weights.reshape(-1))
         if self.staged:
-            sorted_rows, experts, sizes = vary_alike((), sorted_rows, experts, sizes)
+            operands = sorted_rows, experts, sorted_weights, sizes
+            sorted_rows, experts, sorted_weights, sizes = vary_alike((), *operands)
             mlp, on = self._mlp(sorted_rows, sizes)
-            sorted_rows, _ = mlp.begin(on, sorted_rows, experts)
-        return Pairs(sorted_rows, spread(choices, weights.reshape(-1)), sizes, copies)
+            sorted_rows, _ = mlp.begin(on, sorted_rows, experts, sorted_weights)
+        return Pairs(sorted_rows, sorted_weights, sizes, copies)
 
     def finish(self, pairs: Pairs, experts: Experts) -> Array:
         """Returns, for each row, the weighted sum of what its experts made of it."""

@@ -112,44 +112,58 @@ class Mlp:
 
     def forward(self, on: Products, operands: Operands) -> tuple[Array, Any]:
         """The result, and the two projections that gradients need."""
-        hidden, projected = self.begin(on, operands.x, operands.experts)
-        return self.finish(on, hidden, operands.experts, operands.weights), projected
+        x, experts, weights = operands
+        hidden, projected = self.begin(on, x, experts, weights)
+        return self.finish(on, hidden, experts, weights), projected
 
-    def begin(self, on: Products, x: Array, experts: Experts) -> tuple[Array, Any]:
-        """The hidden rows, and the two projections that they are made of."""
+    def begin(
+        self, on: Products, x: Array, experts: Experts, weights: Array | None
+    ) -> tuple[Array, Any]:
+        """The hidden rows times their weights, and the projections that they are made of.
+
+        Weighted here, where that is part of other arithmetic, and not in a pass over the results.
+        """
         up = on.clear(self.project(on, x, experts.up, experts.up_bias, self.dtype))
         gate = None
         if experts.gate is not None:
             gate = on.clear(self.project(on, x, experts.gate, experts.gate_bias, self.dtype))
+        hidden = jax.checkpoint(self.activate)(up, gate)
         # A preferred dtype is that of sums and results, not of what is multiplied.
-        return jax.checkpoint(self.activate)(up, gate).astype(x.dtype), (up, gate)
+        return self._weigh(on, hidden, weights).astype(x.dtype), (up, gate)
 
     def finish(self, on: Products, hidden: Array, experts: Experts, weights: Array | None) -> Array:
-        """The result, from the hidden rows."""
-        wide = self.dtype if weights is None else common_dtype(self.dtype, weights.dtype)
-        out = self.project(on, hidden, experts.down, experts.down_bias, wide)
-        if weights is not None:
-            out = out * weights[:, None].astype(wide)
-        return on.clear(out).astype(self.dtype)
+        """The result, from the weighted hidden rows."""
+        if experts.down_bias is None:
+            return on.clear(on.rows(hidden, experts.down, 1, self.dtype))
+        wide = sum_dtype(self.dtype)
+        out = on.rows(hidden, experts.down, 1, wide)
+        bias = self._weigh(on, on.spread(experts.down_bias, wide), weights)
+        return on.clear(out + bias.astype(wide)).astype(self.dtype)
+
+    def _weigh(self, on: Products, rows: Array, weights: Array | None) -> Array:
+        """Rows times their weights, in a dtype that holds both."""
+        if weights is None:
+            return rows
+        wide = common_dtype(sum_dtype(rows.dtype), weights.dtype)
+        return rows.astype(wide) * on.clear(weights[:, None].astype(wide))
 
     def gradients(self, on: Products, operands: Operands, projected: Any, ct: Array) -> Operands:
         """The gradients of all operands, None for what is None."""
         x, experts, weights = operands
         dtypes = jax.tree.map(lambda w: w.dtype, operands)
         hidden, pull = jax.vjp(self.activate, *projected)
-        narrow = hidden.astype(x.dtype)
+        weighted = self._weigh(on, hidden, weights).astype(x.dtype)
         d_hidden = on.rows(ct.astype(x.dtype), experts.down, 2, hidden.dtype)
-        d_weights = None
+        d_weights, d_bias = None, ct
         if weights is not None:
-            wide = common_dtype(sum_dtype(self.dtype), weights.dtype)
-            d_weights = jnp.sum(d_hidden.astype(wide) * narrow.astype(wide), axis=1)
+            wide = common_dtype(sum_dtype(hidden.dtype), weights.dtype)
+            d_weights = jnp.sum(d_hidden.astype(wide) * hidden.astype(wide), axis=1)
             if experts.down_bias is not None:
                 bias = on.spread(experts.down_bias, wide)
                 d_weights = d_weights + jnp.sum(ct.astype(wide) * bias, axis=1)
+                d_bias = self._weigh(on, ct, weights)
             d_weights = on.clear(d_weights[:, None])[:, 0].astype(weights.dtype)
-            factor = weights[:, None].astype(wide)
-            ct = (ct.astype(wide) * factor).astype(ct.dtype)
-            d_hidden = (d_hidden.astype(wide) * factor).astype(hidden.dtype)
+            d_hidden = self._weigh(on, d_hidden, weights).astype(hidden.dtype)
         d_up, d_gate = (None if d is None else on.within(d) for d in pull(d_hidden))
         d_x = _back(on, experts.up, d_up, x.dtype)
         if d_gate is not None:
@@ -164,11 +178,11 @@ class Mlp:
         of = dtypes.experts
         d_experts = Experts(
             up=of_weight(x, d_up, of.up),
-            down=of_weight(on.within(narrow), ct, of.down),
+            down=of_weight(on.within(weighted), ct, of.down),
             gate=of_weight(x, d_gate, of.gate),
             up_bias=of_bias(d_up, of.up_bias),
             gate_bias=of_bias(d_gate, of.gate_bias),
-            down_bias=of_bias(ct, of.down_bias),
+            down_bias=of_bias(d_bias, of.down_bias),
         )
         return Operands(on.clear(d_x), d_experts, d_weights)
 
