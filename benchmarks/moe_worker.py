@@ -1,0 +1,225 @@
+"""The compiling process of benchmarks/moe.py: one case in one form, one line of JSON.
+
+    python benchmarks/moe_worker.py CASE FORM forward|gradients
+
+One layer of experts with the dimensions of a published model, bfloat16, 4096 tokens a device, in
+jaxpar's forms and in those of moe_peers.py. Gradients are taken within `shard_map`, so that those
+of the experts are not yet summed over dp: that is the same for all forms.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import comb
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+import moe_peers
+from jaxpar.moe import Experts, moe_layer
+from jaxpar.schedule import Assumed, compile_for, timeline
+from jaxpar.schedule import target as describe
+
+TOKENS = 4096  # of a device
+FACTOR = 1.25  # of the average load: receive buffers, or slots of an expert
+OPTIONS = {
+    "tpu": {"xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all": "true"},
+    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The dimensions of one layer."""
+
+    width: int
+    hidden: int
+    experts: int
+    top_k: int
+
+
+DEEPSEEK_V3 = Model(7168, 2048, 256, 8)
+MIXTRAL = Model(4096, 14336, 8, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a slice, its experts over ep."""
+
+    model: Model
+    target: str
+    mesh: str
+    shards: int
+
+    @property
+    def local(self) -> int:
+        """Experts of a device, with padding."""
+        return -(-self.model.experts // self.shards)
+
+    @property
+    def with_experts(self) -> int:
+        """Devices of ep that have experts which the router knows."""
+        return -(-self.model.experts // self.local)
+
+    @cached_property
+    def targets(self) -> float:
+        """Distinct devices that a token needs, on average, by random routing."""
+        missed = comb(self.model.experts - self.local, self.model.top_k)
+        return self.with_experts * (1 - missed / comb(self.model.experts, self.model.top_k))
+
+    @property
+    def load(self) -> float:
+        """The load of a device that has experts, over the average of all."""
+        return self.shards / self.with_experts
+
+    def bound(self, passes: int) -> float:
+        """Bytes that a device must send: a row for each other device that a token needs.
+
+        Each row comes with the ids and weights of its experts, and one comes back; for gradients
+        all rows travel once more.
+        """
+        rows = TOKENS * self.targets * (self.shards - 1) / self.shards
+        return rows * (passes * 2 * self.model.width * 2 + self.model.top_k * 8)
+
+
+def _cases() -> dict[str, Case]:
+    models = {"DeepSeek-V3": DEEPSEEK_V3, "Mixtral 8x7B": MIXTRAL}
+    targets = {
+        "v5p:4x4x4": ("dp=-1,ep=16", 16),
+        "v6e:16x16": ("dp=-1,ep=16", 16),
+        "h100:8": ("ep=8", 8),
+    }
+    return {
+        f"{name}, {target}": Case(model, target, *mesh)
+        for name, model in models.items()
+        for target, mesh in targets.items()
+    }
+
+
+CASES = _cases()
+OWN: dict[str, dict[str, Any]] = {
+    "jaxpar ragged": {"dispatch": "ragged"},
+    "jaxpar ragged, 2 chunks": {"dispatch": "ragged", "chunks": 2},
+    "jaxpar ragged, 4 chunks": {"dispatch": "ragged", "chunks": 4},
+    "jaxpar ring": {"dispatch": "ring"},
+    "jaxpar all-gather": {"dispatch": "all_gather"},
+}
+FORMS = (*OWN, *moe_peers.PEERS)
+PASSES = ("forward", "gradients")
+
+
+def build(case: Case, form: str, which: str, platform: str) -> Any:
+    """Returns the function of tokens, router, experts and a cotangent, of local blocks."""
+    model = case.model
+    shared = {"axis_name": "ep", "top_k": model.top_k}
+
+    def own(tokens: Array, router: Array, weights: Any) -> Array:
+        up, gate, down = weights
+        experts = Experts(up=up, gate=gate, down=down)
+        factor = FACTOR * case.load
+        options = {"normalize": True, "buffer_factor": factor, **shared, **OWN[form]}
+        return moe_layer(tokens, router, experts, **options)[0]
+
+    layer = own if form in OWN else partial(moe_peers.peer(form, platform), factor=FACTOR, **shared)
+
+    def forward(tokens: Array, router: Array, weights: Any, cotangent: Array) -> Any:
+        del cotangent
+        return layer(tokens, router, weights)
+
+    def gradients(tokens: Array, router: Array, weights: Any, cotangent: Array) -> Any:
+        out, pull = jax.vjp(layer, tokens, router, weights)
+        return out, *pull(cotangent)
+
+    return forward if which == "forward" else gradients
+
+
+def assumed(case: Case, form: str) -> Assumed:
+    """What a device with experts has to do in the average routing."""
+    chunks = OWN.get(form, {}).get("chunks", 1)
+    pairs = TOKENS * case.model.top_k * case.load / chunks
+    if OWN.get(form, {}).get("dispatch") == "ring":
+        pairs /= case.shards  # a block at a time
+    return Assumed(
+        sent_rows=TOKENS * case.targets * case.load / chunks,
+        grouped_rows=pairs,
+        trips=_trips(case, pairs),
+    )
+
+
+def _trips(case: Case, pairs: float) -> dict[str, int]:
+    """Trips of the loops over groups, and over blocks of a group's rows."""
+    experts = min(case.local, case.model.experts)
+    rows = pairs / experts
+    trips, left = {}, rows
+    for size in (256, 64, 16):
+        trips[f"blocks_of_{size}"] = int(left // size)
+        left -= left // size * size
+    trips["blocks_of_16"] += left > 0
+    return {**trips, "groups": experts}
+
+
+def record(case: Case, form: str, which: str) -> dict[str, Any]:
+    """Compiles a form and plays its schedule."""
+    target = describe(case.target, case.mesh)
+    model, count = case.model, case.local * case.shards
+    every = P(target.mesh.axis_names)
+
+    def array(shape: tuple[int, ...], spec: P) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=spec)
+
+    d, f = model.width, model.hidden
+    tokens = array((TOKENS * target.mesh.size, d), every)
+    shapes = ((count, d, f), (count, d, f), (count, f, d))
+    weights = tuple(array(shape, P("ep")) for shape in shapes)
+    function = jax.shard_map(
+        build(case, form, which, target.platform),
+        in_specs=(every, P(), P("ep"), every),
+        out_specs=every if which == "forward" else (every, every, every, every),
+        check_vma=False,
+    )
+    operands = (tokens, array((d, model.experts), P()), weights, tokens)
+    options = OPTIONS[target.platform]
+    program = compile_for(function, target, *operands, compiler_options=options)
+    if path := os.environ.get("MOE_HLO"):
+        with open(path, "w") as file:
+            file.write(program.text)
+    average = assumed(case, form)
+    played = timeline(program, assumed=average)
+    padded = timeline(program, assumed=Assumed(trips=average.trips))
+    if os.environ.get("MOE_EVENTS"):
+        for event in played.events:
+            if event.seconds > 2e-3 * played.total:
+                print(
+                    f"{event.kind:8} {event.row:22} {event.name:44} {event.start * 1e3:8.3f} "
+                    f"{event.seconds * 1e3:7.3f} {event.synchronous} {len(event.covers)} "
+                    f"{event.op[-60:]}",
+                    file=sys.stderr,
+                )
+    return {
+        "total": played.total,
+        "compute": played.compute,
+        "exposed": played.exposed,
+        "sent": played.sent_bytes,
+        "padded": padded.sent_bytes,
+        "bound": case.bound(PASSES.index(which) + 1),
+        "peak": program.memory.peak,
+        "seconds": program.seconds,
+        "estimate": played.estimate,
+        "unknown loops": len(played.loops_of_unknown_length),
+        "synchronous": sum(e.synchronous and e.seconds > 2e-5 for e in played.transfers),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Writes one record to standard output."""
+    name, form, which = arguments
+    print(json.dumps(record(CASES[name], form, which)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
