@@ -55,6 +55,8 @@ class Case:
     target: str
     mesh: str
     shards: int
+    tokens: int = TOKENS
+    factor: float = FACTOR
 
     @property
     def local(self) -> int:
@@ -83,7 +85,7 @@ class Case:
         Each row comes with the ids and weights of its experts, and one comes back; for gradients
         all rows travel once more.
         """
-        rows = TOKENS * self.targets * (self.shards - 1) / self.shards
+        rows = self.tokens * self.targets * (self.shards - 1) / self.shards
         return rows * (passes * 2 * self.model.width * 2 + self.model.top_k * 8)
 
 
@@ -121,11 +123,15 @@ def build(case: Case, form: str, which: str, platform: str) -> Any:
     def own(tokens: Array, router: Array, weights: Any) -> Array:
         up, gate, down = weights
         experts = Experts(up=up, gate=gate, down=down)
-        factor = FACTOR * case.load
+        factor = case.factor * case.load
         options = {"normalize": True, "buffer_factor": factor, **shared, **OWN[form]}
         return moe_layer(tokens, router, experts, **options)[0]
 
-    layer = own if form in OWN else partial(moe_peers.peer(form, platform), factor=FACTOR, **shared)
+    layer = (
+        own
+        if form in OWN
+        else partial(moe_peers.peer(form, platform), factor=case.factor, **shared)
+    )
 
     def forward(tokens: Array, router: Array, weights: Any, cotangent: Array) -> Any:
         del cotangent
@@ -141,11 +147,11 @@ def build(case: Case, form: str, which: str, platform: str) -> Any:
 def assumed(case: Case, form: str) -> Assumed:
     """What a device with experts has to do in the average routing."""
     chunks = OWN.get(form, {}).get("chunks", 1)
-    pairs = TOKENS * case.model.top_k * case.load / chunks
+    pairs = case.tokens * case.model.top_k * case.load / chunks
     if OWN.get(form, {}).get("dispatch") == "ring":
         pairs /= case.shards  # a block at a time
     return Assumed(
-        sent_rows=TOKENS * case.targets * case.load / chunks,
+        sent_rows=case.tokens * case.targets * case.load / chunks,
         grouped_rows=pairs,
         trips=_trips(case, pairs),
     )
@@ -173,7 +179,7 @@ def record(case: Case, form: str, which: str) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=spec)
 
     d, f = model.width, model.hidden
-    tokens = array((TOKENS * target.mesh.size, d), every)
+    tokens = array((case.tokens * target.mesh.size, d), every)
     shapes = ((count, d, f), (count, d, f), (count, f, d))
     weights = tuple(array(shape, P("ep")) for shape in shapes)
     function = jax.shard_map(
