@@ -29,7 +29,11 @@ TOKENS = 4096  # of a device
 FACTOR = 1.25  # of the average load: receive buffers, or slots of an expert
 OPTIONS = {
     "tpu": {"xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all": "true"},
-    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    # The sort of a library asks for a device.
+    "gpu": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_cub_radix_sort": False,
+    },
 }
 
 

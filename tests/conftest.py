@@ -16,6 +16,7 @@ with install_import_hook("jaxpar", "beartype.beartype"):
 
 
 QUICKLY_COMPILED = {"layers", "moe", "language_model", "test_interop.py", "test_ragged.py"}
+QUICKLY_COMPILED |= {"test_moe_benchmark.py"}
 
 
 @pytest.fixture(autouse=True, scope="module")
