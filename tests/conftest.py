@@ -15,8 +15,10 @@ with install_import_hook("jaxpar", "beartype.beartype"):
     import jaxpar.testing  # noqa: F401
 
 
-QUICKLY_COMPILED = {"layers", "moe", "language_model", "test_interop.py", "test_ragged.py"}
-QUICKLY_COMPILED |= {"test_moe_benchmark.py"}
+QUICKLY_COMPILED = {
+    *("language_model", "layers", "moe"),
+    *("test_interop.py", "test_moe_benchmark.py", "test_ragged.py"),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
