@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import comb
+from math import ceil, comb
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jaxpar.schedule import target as describe
 
 TOKENS = 4096  # of a device
 FACTOR = 1.25  # of the average load: receive buffers, or slots of an expert
+GPU_LENGTHS = (2048, 512, 128)  # of blocks of rows, those of jaxpar.moe's loops on GPUs
 OPTIONS = {
     "tpu": {"xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all": "true"},
     # The sort of a library asks for a device.
@@ -162,15 +163,16 @@ def assumed(case: Case, form: str) -> Assumed:
 
 
 def _trips(case: Case, pairs: float) -> dict[str, int]:
-    """Trips of the loops over groups, and over blocks of a group's rows."""
+    """Trips of the loops of `implementation="blocks"`, if all experts have as many pairs."""
     experts = min(case.local, case.model.experts)
-    rows = pairs / experts
-    trips, left = {}, rows
-    for size in (256, 64, 16):
-        trips[f"blocks_of_{size}"] = int(left // size)
-        left -= left // size * size
-    trips["blocks_of_16"] += left > 0
-    return {**trips, "groups": experts}
+    trips: dict[str, int] = {}
+    left = pairs / experts
+    for length in GPU_LENGTHS:
+        least = 0 if length == GPU_LENGTHS[-1] else length * 5 / 8
+        blocks = max(0, ceil((left - least) / length))
+        trips[f"blocks_of_{length}/"] = blocks
+        left -= blocks * length
+    return {**trips, "filled_groups/": experts}
 
 
 def record(case: Case, form: str, which: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import moe as command
 import moe_worker as worker
 import readme_tables as tables
 from jaxpar import make_mesh
+from jaxpar.moe._blocks import GPU_LENGTHS
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -52,6 +53,16 @@ def test_the_average_routing():
     assert case.bound(2) == pytest.approx(10 * targets * 7 / 8 * (4 * 200 + 4 * 8))
     padded = worker.Case(worker.Model(100, 1, 4, 2), "", "", 8, tokens=10)
     assert (padded.local, padded.with_experts, padded.load, padded.targets) == (1, 4, 2.0, 2.0)
+
+
+def test_blocks_are_those_of_the_loops():
+    """3700 rows: 2048 and then one more of 2048, as 1652 are more than 5/8 of it."""
+    assert worker.GPU_LENGTHS == GPU_LENGTHS
+    case = worker.Case(worker.Model(1, 1, 8, 1), "", "", 8, tokens=3700)
+    trips = {"blocks_of_2048/": 2, "blocks_of_512/": 0, "blocks_of_128/": 0, "filled_groups/": 1}
+    assert worker.assumed(case, "jaxpar ragged").trips == trips
+    few = worker.Case(worker.Model(1, 1, 8, 1), "", "", 8, tokens=700)
+    assert [*worker.assumed(few, "jaxpar ragged").trips.values()] == [0, 1, 2, 1]
 
 
 def results(**changed):

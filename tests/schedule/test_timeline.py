@@ -386,6 +386,30 @@ def test_a_roofline_where_the_compiler_gives_no_cycles():
     assert play(bare, chip=replace(SWITCH, hbm=1.0)).total == 17
 
 
+@pytest.mark.parametrize(
+    ("used", "moved"),
+    [
+        ("%f.s = s8[10] dynamic-slice(%f.b, %f.i), dynamic_slice_sizes={10}", 10 + 10 + 4),
+        ("%f.s = s8[10] gather(%f.b, %f.i), slice_sizes={10}", 10 + 10 + 4),
+        ("%f.s = s8[10] add(%f.b, %f.b)", 10 + 90),
+    ],
+    ids=["slice", "gather", "whole"],
+)
+def test_of_what_is_sliced_only_the_slice_is_read(used, moved):
+    """Ten bytes a second; an index of four bytes, if it is used."""
+    fused = (
+        "%cut (f.p: s8[9,10], f.i: s32[]) -> s8[10] {\n  %f.p = s8[9,10] parameter(0)\n"
+        "  %f.i = s32[] parameter(1)\n  %f.b = s8[90] bitcast(%f.p)\n"
+        f"  ROOT {used}\n}}\n"
+    )
+    operands = "  %w = s8[9,10] constant({...})\n  %i = s32[] constant(3)\n"
+    fusion = "  %c = s8[10] fusion(%w, %i), kind=kLoop, calls=%cut\n"
+    assert play(operands + fusion, fused, chip=SWITCH).total == pytest.approx(moved / 10)
+    if "slice(" in used:
+        bare = "  %b = s8[90] bitcast(%w)\n  %c = s8[10] dynamic-slice(%b, %i)\n"
+        assert play(operands + bare, chip=SWITCH).total == pytest.approx(moved / 10)
+
+
 def test_a_transfer_that_nothing_waits_for_still_takes_its_time():
     played = play(start("s") + work("w", 3))
     assert (played.total, played.exposed, played.transfer) == (10, 0, 10)

@@ -69,7 +69,8 @@ def fold_groups(
 
     count = jnp.sum(filled, dtype="int32")
     first = zeros_alike((), "int32", group_sizes)
-    return lax.while_loop(lambda carry: carry[0] < count, turn, (first, state))[1]
+    with jax.named_scope("filled_groups"):  # what assumes trips of loops knows them by name
+        return lax.while_loop(lambda carry: carry[0] < count, turn, (first, state))[1]
 
 
 def _fold_blocks(
@@ -89,7 +90,8 @@ def _fold_blocks(
             row = at + lax.broadcasted_iota("int32", (length, 1), 0)
             return first + length, step(state, Block(at, (row >= first) & (row < end)))
 
-        start, state = lax.while_loop(unfinished, advance, (start, state))
+        with jax.named_scope(f"blocks_of_{length}"):
+            start, state = lax.while_loop(unfinished, advance, (start, state))
     return state
 
 

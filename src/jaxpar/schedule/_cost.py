@@ -19,6 +19,7 @@ _FREE_CALLS = (
     "SPMDShardToFullShape",
 )
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm")
+_SLICES = ("dynamic-slice", "gather", "slice")
 
 
 def is_free(instruction: Instruction) -> bool:
@@ -56,11 +57,7 @@ def seconds(
     estimate = kernel_seconds(computation, instruction, chip, assumed)
     if estimate is not None:
         return estimate
-    moved = instruction.bytes + sum(
-        computation.by_name[name].bytes
-        for name in instruction.operands
-        if name in computation.by_name
-    )
+    moved = instruction.bytes + _read(module, computation, instruction)
     if in_place := _written_in_place(module, computation, instruction):
         # The buffer is not copied: only what is written into it moves, in and out.
         moved += 2 * in_place.bytes - 2 * instruction.bytes
@@ -69,6 +66,39 @@ def seconds(
         for inner in _with_computations(module, computation, instruction)
     )
     return max(work, max(moved, 0) / chip.hbm)
+
+
+def _read(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes of the operands; of those that are only sliced or gathered from, of what is taken."""
+    operands = [computation.by_name.get(name) for name in instruction.operands]
+    read = [0 if operand is None else operand.bytes for operand in operands]
+    if instruction.opcode in _SLICES:
+        read[0] = min(read[0], instruction.bytes)
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called[0]]
+        for number, parameter in inner.parameters.items():
+            taken = _taken(inner, parameter.name)
+            if taken is not None and number < len(read):
+                read[number] = min(read[number], taken)
+    return sum(read)
+
+
+def _taken(computation: Computation, name: str) -> int | None:
+    """Bytes of the slices that are all that a computation takes of a value; None for the whole."""
+    taken = 0
+    for user in computation.instructions:
+        if name not in user.operands:
+            continue
+        if user.opcode in ("bitcast", "reshape"):
+            part = None if user.is_root else _taken(computation, user.name)
+        elif user.opcode in _SLICES and name not in user.operands[1:]:
+            part = user.bytes
+        else:
+            part = None
+        if part is None:
+            return None
+        taken += part
+    return taken
 
 
 def _with_computations(
