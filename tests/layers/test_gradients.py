@@ -163,6 +163,37 @@ def test_specs_may_be_a_prefix_and_parameters_a_single_array(check_vma):
     close(jax.jit(mapped)(*args), jax.jit(jax.value_and_grad(one))(*args))
 
 
+@check
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_aux_is_stacked_and_changes_nothing_else(microbatches, check_vma):
+    def loss(w, x):
+        total = jnp.sum(jnp.sin(x * w))
+        rows = jnp.ones_like(x[:, 0], "int32")
+        return (total, len(x)), {"rows": lax.psum(jnp.sum(rows), "dp"), "first": x[0]}
+
+    options = {"specs": P(), "microbatches": microbatches}
+    mesh, x, w = make_mesh("dp=4,tp=2"), normal(16, D), normal(D)
+
+    def mapped(loss, out, **more):
+        step = value_and_grad(loss, "dp", **options, **more)
+        return jax.jit(
+            jax.shard_map(
+                step,
+                mesh=mesh,
+                in_specs=(P(), P("dp")),
+                out_specs=(out, P()),
+                check_vma=check_vma,
+            )
+        )(w, x)
+
+    of_aux = {"rows": P(), "first": P(None, "dp")}
+    (value, aux), grads = mapped(loss, (P(), of_aux), has_aux=True)
+    close((value, grads), mapped(lambda w, x: loss(w, x)[0], P()))
+    assert aux["rows"].tolist() == [16 // microbatches] * microbatches
+    first = x.reshape(4, microbatches, -1, D)[:, :, 0].swapaxes(0, 1)
+    np.testing.assert_array_equal(aux["first"], first.reshape(microbatches, 4 * D))
+
+
 # -- what travels -------------------------------------------------------------------------------
 
 
@@ -404,6 +435,9 @@ def test_results_of_the_wrong_kind():
         assert error(value_and_grad(result, "dp"), kind=TypeError) == (
             f"loss_fn must return (loss_sum, weight), got {found}{remedy}"
         )
+    assert error(value_and_grad(lambda w, x: 0.0, "dp", has_aux=True), kind=TypeError) == (
+        "with has_aux loss_fn must return ((loss_sum, weight), aux), got no tuple"
+    )
     assert error(value_and_grad(lambda w, x: (x, 1), "dp")) == (
         "loss_sum must be a scalar, got local shape (6, 3); sum it with jnp.sum"
     )

@@ -57,7 +57,8 @@ def value_and_grad(
     specs: Any = None,
     microbatches: Integer = 1,
     bucket_bytes: Any = None,
-) -> Callable[..., tuple[Array, Any]]:
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
     """Makes a function that computes the mean loss and its gradient inside `jax.shard_map`.
 
     Unlike `jax.value_and_grad`, it gives the gradients of a single device under either setting of
@@ -75,12 +76,14 @@ def value_and_grad(
       microbatches: the number of parts into which dimension 0 of every batch leaf is cut. They run
         one after the other, and their gradients are added in float32 or wider.
       bucket_bytes: None for one psum a leaf; otherwise as in `reduce_gradients`.
+      has_aux: `loss_fn` returns `((loss_sum, weight), aux)`: aux is a pytree of arrays, which are
+        not differentiated.
 
     Returns:
-      `fn(params, *batch) -> (loss, grads)`. `loss` is the total loss over the total weight, float32
+      `fn(params, *batch) -> (loss, grads)`, or with `has_aux` `((loss, aux), grads)`. `loss` is the total loss over the total weight, float32
       or wider, replicated over `axis_name`. `grads` are like params, in dtype and sharding: the
       gradient of that loss with respect to the global parameters. Both are 0 where the total weight
-      is 0.
+      is 0. `aux` is what this device's `loss_fn` returned, its leaves stacked, [microbatches, ...].
 
     Raises:
       TypeError: an option, a parameter or a result of `loss_fn` of the wrong type.
@@ -110,7 +113,7 @@ def value_and_grad(
     parts = check_whole(name, "microbatches", microbatches, 1)
     limit = check_bucket(name, bucket_bytes)
 
-    def value_and_gradient(params: Any, *batch: Any) -> tuple[Array, Any]:
+    def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
         ring = bind_ring(name, axis_name)
         checked = checks_varying(ring.axis_name)
         params = jax.tree_util.tree_map_with_path(_check_parameter, params)
@@ -118,7 +121,8 @@ def value_and_grad(
         # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
         # would sum the gradient over devices in every microbatch.
         copies = vary_over(ring.axis_name, params)
-        loss, weight, grads = _accumulate(name, loss_fn, ring, parts, copies, batch)
+        function = loss_fn if has_aux else _without_aux(loss_fn)
+        (loss, weight, aux), grads = _accumulate(name, function, ring, parts, copies, batch)
 
         total = _total(weight, ring)
         # Under check_vma=True JAX has summed over all other axes, and the loss counted once there.
@@ -129,9 +133,14 @@ def value_and_grad(
         leaves = sum_leaves(leaves, [set(axes) - names for names in sharded], limit)
         grads = treedef.unflatten([_quotient(leaf, total, count) for leaf in leaves])
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
-        return _quotient(_total(loss, ring), total), grads
+        mean = _quotient(_total(loss, ring), total)
+        return ((mean, aux) if has_aux else mean), grads
 
     return value_and_gradient
+
+
+def _without_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: (loss_fn(*args), None)
 
 
 def _accumulate(
@@ -141,41 +150,53 @@ def _accumulate(
     parts: int,
     params: Any,
     batch: tuple[Any, ...],
-) -> tuple[Array, Array, Any]:
-    """This device's loss, weight and wide gradients, over all microbatches."""
+) -> tuple[tuple[Array, Array, Any], Any]:
+    """This device's loss, weight, aux and wide gradients, over all microbatches."""
 
-    def run(batch: Any) -> tuple[Array, Array, Any]:
-        def local(params: Any) -> tuple[Array, Array]:
-            return _local_loss(function, loss_fn(params, *batch), ring)
+    def run(batch: Any) -> tuple[tuple[Array, Array, Any], Any]:
+        def local(params: Any) -> tuple[Array, tuple[Array, Any]]:
+            result, aux = _pair(function, loss_fn(params, *batch))
+            loss, weight = _local_loss(function, result, ring)
+            return loss, (weight, jax.tree.map(jnp.asarray, aux))
 
-        (loss, weight), grads = jax.value_and_grad(local, has_aux=True)(params)
-        return loss, weight, jax.tree.map(_widened, grads)
+        (loss, (weight, aux)), grads = jax.value_and_grad(local, has_aux=True)(params)
+        return (loss, weight, aux), jax.tree.map(_widened, grads)
 
     if parts == 1:
-        return run(batch)
+        (loss, weight, aux), grads = run(batch)
+        return (loss, weight, jax.tree.map(lambda x: x[None], aux)), grads
 
     def zero(param: Array) -> Array:
         return vary_over(varying_axes(param), jnp.zeros(param.shape, addition_dtype(param.dtype)))
 
-    def step(sums: Any, batch: Any) -> tuple[Any, tuple[Array, Array]]:
-        loss, weight, grads = run(batch)
-        return jax.tree.map(jnp.add, sums, grads), (loss, weight)
+    def step(sums: Any, batch: Any) -> tuple[Any, tuple[Array, Array, Any]]:
+        found, grads = run(batch)
+        return jax.tree.map(jnp.add, sums, grads), found
 
     def split(path: Any, leaf: Any) -> Array:
         return _split(function, parts, jax.tree_util.keystr(path), jnp.asarray(leaf))
 
     batches = jax.tree_util.tree_map_with_path(split, batch)
-    grads, (losses, weights) = lax.scan(step, jax.tree.map(zero, params), batches, length=parts)
-    return jnp.sum(losses), jnp.sum(weights, dtype=weights.dtype), grads
+    grads, found = lax.scan(step, jax.tree.map(zero, params), batches, length=parts)
+    losses, weights, aux = found
+    return (jnp.sum(losses), jnp.sum(weights, dtype=weights.dtype), aux), grads
+
+
+def _pair(function: str, result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"{function}: with has_aux loss_fn must return ((loss_sum, weight), aux), got "
+            f"{_kind(result)}"
+        )
+    return result
 
 
 def _local_loss(function: str, result: Any, ring: Ring) -> tuple[Array, Array]:
     """What `loss_fn` returned, checked, and typed as one share of each device."""
     if not isinstance(result, tuple) or len(result) != 2:
-        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else "no tuple"
         raise TypeError(
-            f"{function}: loss_fn must return (loss_sum, weight), got {found}; return the sum of "
-            "the losses and their number"
+            f"{function}: loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
+            "sum of the losses and their number"
         )
     loss, weight = _check_scalars(function, *result)
     for argument, x in (("loss_sum", loss), ("weight", weight)):
@@ -187,6 +208,10 @@ def _local_loss(function: str, result: Any, ring: Ring) -> tuple[Array, Array]:
                 "or gather before it with reduce_region or gather_region, typed as replicated"
             )
     return vary_over(ring.axis_name, (_widened(loss), _widened(weight)))
+
+
+def _kind(result: Any) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else "no tuple"
 
 
 def _check_scalars(function: str, loss_sum: Any, weight: Any) -> tuple[Array, Array]:
