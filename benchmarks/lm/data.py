@@ -13,7 +13,8 @@ import numpy as np
 
 END = 256  # follows each file
 VOCABULARY = 257
-IGNORE = -1  # the label of what is not to be predicted
+IGNORE = -1  # the label of a token whose next one is not to be predicted
+PADDING = -2  # the label of what is no token
 
 # Distributors split these off, or write their own paths into them.
 _NOT_EVERYWHERE = {

@@ -19,56 +19,79 @@ from jaxpar.layers import (
     vocabulary_parallel_cross_entropy,
     vocabulary_parallel_embedding,
 )
-from lm.config import Model
-from lm.data import IGNORE
+from jaxpar.moe import Statistics
+from lm.config import Model, Training
+from lm.data import IGNORE, PADDING
+from lm.experts import append, mixture, no_statistics, router_loss
 from lm.parallel import AXES, sequence_order
 from lm.weights import Weight
 
-LossSum = Callable[[Any, Array, Array], tuple[Array, Array]]
+LossSum = Callable[[Any, Array, Array], tuple[tuple[Array, Array], Any]]
 
 
-def loss_sum(model: Model, table: dict[str, Any], mode: str = "auto") -> LossSum:
+def loss_sum(
+    model: Model,
+    table: dict[str, Any],
+    mode: str = "auto",
+    dispatch: str = "auto",
+    training: Training | None = None,
+) -> LossSum:
     """Returns the function of a device's blocks that `layers.value_and_grad` differentiates.
 
     Args:
       model: the sizes.
       table: of the weights, from `lm.weights.weights`.
       mode: how the matmuls and gathers run.
+      dispatch: how tokens reach their experts.
+      training: for the losses of the experts' routers, which are left out without.
 
     Returns:
-      `(params, tokens, labels) -> (loss, weight)`: the sums, over this device's own tokens, of the
-      losses and of the labels that count. tokens are int32[b, s/cp], labels int32[b, s/(cp*tp)].
+      `(params, tokens, labels) -> ((loss, weight), statistics)`: the sums, over this device's own
+      tokens, of the losses and of the labels that count; and `jaxpar.moe.Statistics` of each layer,
+      stacked, or None. tokens are int32[b, s/cp], labels int32[b, s/(cp*tp)].
     """
 
-    def function(params: Any, tokens: Array, labels: Array) -> tuple[Array, Array]:
+    def function(
+        params: Any, tokens: Array, labels: Array
+    ) -> tuple[tuple[Array, Array], Statistics | None]:
+        routers = params["layers"].get("router")
         # Weights travel in the dtype of the arithmetic; their gradients are summed in float32.
         params = jax.tree.map(lambda w: w.astype(model.dtype), params)
+        if model.experts:  # a choice between experts does not bear rounding
+            params["layers"]["router"] = routers
         embedding = gather(params, "embedding")  # [V/tp, d]
         x = vocabulary_parallel_embedding(tokens, embedding, "tp", sequence_axis=-2)
         # x: [b, s/(cp*tp), d], and so it stays from layer to layer
 
         axes = {name: weight.fsdp_axis(1) for name, weight in table["layers"].items()}
         scan = scan_naively if mode == "naive" else partial(fsdp_scan, mode=mode)
-        x = scan(layer, params["layers"], x, "fsdp", axis=axes)
+        layer = partial(apply_layer, labels != PADDING)
+        state = (x, no_statistics(model))
+        x, found = scan(layer, params["layers"], state, "fsdp", axis=axes)
         x = rms_norm(x, params["final_norm"])
         logits = embedding.T if model.tied else gather(params, "logits")  # [d, V/tp]
         losses = vocabulary_parallel_cross_entropy(
             x,
             logits,
-            labels,
+            jnp.maximum(labels, IGNORE),
             "tp",
             vocabulary=model.vocabulary,
             sequence_axis=-2,
             ignore_label=IGNORE,
             mode=mode,
         )
-        return losses.sum(), (labels != IGNORE).sum().astype(losses.dtype)
+        loss, weight = losses.sum(), (labels >= 0).sum().astype(losses.dtype)
+        if training is not None and found is not None:
+            # Of all tokens: each device has of it what its labels are of all labels.
+            loss = loss + weight * router_loss(training, found).astype(loss.dtype)
+        return (loss, weight), found
 
     def gather(params: Any, name: str) -> Array:
         weight: Weight = table[name]
         return fsdp_gather(params[name], "fsdp", axis=weight.fsdp_axis(0), mode=mode)
 
-    def layer(w: Any, x: Array) -> Array:
+    def apply_layer(is_token: Array, w: Any, state: Any) -> Any:
+        x, found = state
         normed = rms_norm(x, w["attention_norm"])
         x = x + parallel_attention(
             normed,
@@ -83,7 +106,10 @@ def loss_sum(model: Model, table: dict[str, Any], mode: str = "auto") -> LossSum
             mode=mode,
         )
         normed = rms_norm(x, w["mlp_norm"])
-        return x + gated_mlp(normed, w["gate"], w["up"], w["down"], "tp", mode=mode)
+        if not model.experts:
+            return x + gated_mlp(normed, w["gate"], w["up"], w["down"], "tp", mode=mode), found
+        made, new = mixture(model, w, normed, is_token, dispatch)
+        return x + made, append(found, new)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         # q: [b, s/cp, h, e]; k and v: [b, s/cp, g, e]
@@ -93,16 +119,17 @@ def loss_sum(model: Model, table: dict[str, Any], mode: str = "auto") -> LossSum
     return function
 
 
-def scan_naively(layer: Any, stacked: Any, x: Array, axis_name: str, *, axis: Any) -> Array:
+def scan_naively(layer: Any, stacked: Any, state: Any, axis_name: str, *, axis: Any) -> Any:
     """What `fsdp_scan` is measured against: each layer gathers its weights, and then computes."""
 
     @jax.checkpoint
-    def apply(x: Array, shards: Any) -> Array:
-        return layer(fsdp_gather(shards, axis_name, axis=axis, mode="naive"), x)
+    def apply(state: Any, shards: Any) -> Any:
+        return layer(fsdp_gather(shards, axis_name, axis=axis, mode="naive"), state)
 
     # What a layer hands on varies over all that its weights vary over.
+    x, found = state
     x = lax.pcast(x, tuple({*AXES} - jax.typeof(x).manual_axis_type.varying), to="varying")
-    return lax.scan(lambda x, w: (apply(x, w), None), x, stacked)[0]
+    return lax.scan(lambda state, w: (apply(state, w), None), (x, found), stacked)[0]
 
 
 def positions(local: int) -> Array:

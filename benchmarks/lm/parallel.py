@@ -1,7 +1,7 @@
 """The mesh of a run, and how a batch is laid out on it."""
 
 from collections.abc import Mapping
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 import jax
@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar import make_mesh
 from jaxpar.bench._errors import UsageError
 from jaxpar.layers import zigzag_order
-from lm.data import IGNORE, Batch
+from lm.data import PADDING, Batch
 
-AXES = ("dp", "fsdp", "cp", "tp")
-BATCH_AXES, SEQUENCE_AXES = ("dp", "fsdp"), ("cp", "tp")
+AXES = ("dp", "fsdp", "ep", "cp", "tp")
+BATCH_AXES, SEQUENCE_AXES = ("dp", "fsdp", "ep"), ("cp", "tp")
 TOKENS = PartitionSpec(BATCH_AXES, "cp")  # whole over tp: each device has rows of the table
 LABELS = PartitionSpec(BATCH_AXES, SEQUENCE_AXES)  # like the activations
 
@@ -49,16 +49,16 @@ def build_mesh(text: str, devices: list[Any] | None = None) -> Mesh:
 
 def padded_sizes(batch: int, sequence: int, microbatches: int, sizes: Sizes) -> tuple[int, int]:
     """Returns the batch and sequence that the mesh divides, at least as large as those given."""
-    rows = sizes["dp"] * sizes["fsdp"] * microbatches
+    rows = prod(sizes[name] for name in BATCH_AXES) * microbatches
     # Zigzag cuts the sequence into two chunks a device of cp.
     columns = lcm(2 * sizes["cp"] if sizes["cp"] > 1 else 1, sizes["cp"] * sizes["tp"])
     return -(-batch // rows) * rows, -(-sequence // columns) * columns
 
 
 def pad_batch(batch: Batch, shape: tuple[int, int]) -> Batch:
-    """Adds rows and columns whose labels are ignored; causal attention never looks at them."""
+    """Adds rows and columns that count nowhere: no token attends to them, no expert gets them."""
     missing = [(0, size - have) for size, have in zip(shape, batch[0].shape, strict=True)]
-    return np.pad(batch[0], missing), np.pad(batch[1], missing, constant_values=IGNORE)
+    return np.pad(batch[0], missing), np.pad(batch[1], missing, constant_values=PADDING)
 
 
 def place_batch(batch: Batch, mesh: Mesh, microbatches: int = 1) -> tuple[jax.Array, jax.Array]:

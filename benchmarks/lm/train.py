@@ -28,6 +28,7 @@ class Trainer:
     Attributes:
       microbatches: pieces of a device's batch whose gradients are summed before they are reduced.
       mode: how the matmuls and gathers run.
+      dispatch: how tokens reach their experts.
     """
 
     model: Model
@@ -35,6 +36,7 @@ class Trainer:
     mesh: Mesh
     microbatches: int = 1
     mode: str = "auto"
+    dispatch: str = "auto"
 
     @cached_property
     def table(self) -> dict[str, Any]:
@@ -124,25 +126,36 @@ class Trainer:
         }
 
     @cached_property
-    def step(self) -> Callable[[State, Array, Array], tuple[State, dict[str, Array]]]:
-        """The compiled step: `(state, tokens, labels) -> (state, loss and gradient norm)`."""
-        gradient = jax.shard_map(
+    def gradient(self) -> Callable[[Any, Array, Array], tuple[tuple[Array, Any], Any]]:
+        """Of global arrays: `(params, tokens, labels) -> ((loss, statistics), gradients)`.
+
+        Statistics of experts, or None, are `[microbatches, layers, ...]`.
+        """
+        return jax.shard_map(
             layers.value_and_grad(
-                loss_sum(self.model, self.table, self.mode),
+                loss_sum(self.model, self.table, self.mode, self.dispatch, self.training),
                 AXES,
                 microbatches=self.microbatches,
+                has_aux=True,
             ),
             mesh=self.mesh,
             in_specs=(specs(self.table), TOKENS, LABELS),
             out_specs=(P(), specs(self.table)),
         )
 
-        def step(state: State, tokens: Array, labels: Array) -> tuple[State, dict[str, Array]]:
+    @cached_property
+    def step(self) -> Callable[[State, Array, Array], tuple[State, dict[str, Any]]]:
+        """The compiled step: `(state, tokens, labels) -> (state, what it found)`.
+
+        That is the loss, the norm of the gradient, and the statistics of experts.
+        """
+
+        def step(state: State, tokens: Array, labels: Array) -> tuple[State, dict[str, Any]]:
             optax = require("optax")
-            loss, grads = gradient(state["params"], tokens, labels)
+            (loss, experts), grads = self.gradient(state["params"], tokens, labels)
             updates, moments = self.optimizer.update(grads, state["optimizer"], state["params"])
             params = optax.apply_updates(state["params"], updates)
-            found = {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
+            found = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "experts": experts}
             return {"params": params, "optimizer": moments, "step": state["step"] + 1}, found
 
         out = (self.shardings(), NamedSharding(self.mesh, P()))
@@ -150,11 +163,14 @@ class Trainer:
 
     @cached_property
     def evaluate(self) -> Callable[[Any, Array, Array], tuple[Array, Array]]:
-        """The compiled loss: `(params, tokens, labels) -> (sum of losses, labels that count)`."""
-        function = loss_sum(self.model, self.table, self.mode)
+        """The compiled loss: `(params, tokens, labels) -> (sum of losses, labels that count)`.
+
+        It is that of the text alone, without the losses of routers.
+        """
+        function = loss_sum(self.model, self.table, self.mode, self.dispatch)
 
         def sums(params: Any, tokens: Array, labels: Array) -> tuple[Array, Array]:
-            return jax.lax.psum(function(params, tokens, labels), AXES)
+            return jax.lax.psum(function(params, tokens, labels)[0], AXES)
 
         return jax.jit(
             jax.shard_map(

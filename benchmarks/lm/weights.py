@@ -64,6 +64,11 @@ def weights(model: Model, sizes: Sizes) -> dict[str, Any]:
     def out_of(count: int, padded: int) -> Weight:
         return Weight((layers, count, width), (layers, padded, width), P(None, "tp", "fsdp"), deep)
 
+    def of_each_expert(one: Weight) -> Weight:
+        shape = (layers, model.experts, *one.shape[1:])
+        padded = (layers, _ceil(model.experts, sizes["ep"]), *one.padded[1:])
+        return Weight(shape, padded, P(None, "ep", *one.spec[1:]), one.std)
+
     def scale(*shape: int) -> Weight:
         return Weight(shape, shape, P(*(None for _ in shape)), None)
 
@@ -84,6 +89,10 @@ def weights(model: Model, sizes: Sizes) -> dict[str, Any]:
             "down": out_of(model.hidden, hidden),
         },
     }
+    if model.experts:
+        of_layer = table["layers"]
+        of_layer |= {name: of_each_expert(of_layer[name]) for name in ("gate", "up", "down")}
+        of_layer["router"] = into(model.experts, model.experts, None)
     if not model.tied:
         table["logits"] = Weight(
             (width, model.vocabulary), (width, vocabulary), P("fsdp", "tp"), 0.02

@@ -4,18 +4,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import reference
-from jax.sharding import PartitionSpec as P
 
-from jaxpar import layers
 from lm.config import Model, Training
-from lm.parallel import AXES, LABELS, TOKENS, build_mesh, place_batch
+from lm.parallel import AXES, build_mesh, place_batch
 from lm.train import Trainer
-from lm.weights import shardings, specs, weights
+from lm.weights import shardings, weights
 
 ONE_DEVICE = dict.fromkeys(AXES, 1)
 
 
-def model(heads=6, kv_heads=3, vocabulary=23, hidden=13, tied=True, layers=2, dtype="float64"):
+# So large that a router's losses are not lost in that of the text.
+TRAINING = Training(balance_loss=0.5, router_z_loss=0.1)
+
+
+def model(
+    heads=6, kv_heads=3, vocabulary=23, hidden=13, tied=True, layers=2, dtype="float64", **more
+):
     """A model of width 16: whatever a mesh of 8 devices shards of it is left to be padded."""
     return Model(
         vocabulary=vocabulary,
@@ -27,6 +31,7 @@ def model(heads=6, kv_heads=3, vocabulary=23, hidden=13, tied=True, layers=2, dt
         hidden=hidden,
         tied=tied,
         dtype=dtype,
+        **more,
     )
 
 
@@ -62,27 +67,18 @@ def place(trainer, params):
 
 def loss_and_gradients(trainer, params, batch):
     """Of the sharded model; the gradients as they are, padded, in NumPy."""
-    from lm.model import loss_sum
-
-    table = trainer.table
-    function = jax.shard_map(
-        layers.value_and_grad(
-            loss_sum(trainer.model, table, trainer.mode), AXES, microbatches=trainer.microbatches
-        ),
-        mesh=trainer.mesh,
-        in_specs=(specs(table), TOKENS, LABELS),
-        out_specs=(P(), specs(table)),
-    )
     placed = place_batch(batch, trainer.mesh, trainer.microbatches)
-    return jax.device_get(jax.jit(function)(place(trainer, params), *placed))
+    found = jax.jit(trainer.gradient)(place(trainer, params), *placed)
+    (loss, _), grads = jax.device_get(found)
+    return loss, grads
 
 
 def expected(model, params, batch):
     """Of the reference, in float64."""
-    return jax.device_get(_of_reference(params, *batch, model))
+    return jax.device_get(_of_reference(params, *batch, model, TRAINING))
 
 
-_of_reference = jax.jit(jax.value_and_grad(reference.loss), static_argnums=3)
+_of_reference = jax.jit(jax.value_and_grad(reference.loss), static_argnums=(3, 4))
 
 
 def pad(weight, array):
@@ -90,9 +86,11 @@ def pad(weight, array):
     return np.pad(array, [(0, p - n) for n, p in zip(weight.shape, weight.padded, strict=True)])
 
 
-def check_float64(mesh, model, *, microbatches=1, mode="auto", batch=5, sequence=13, seed=0):
+def check_float64(
+    mesh, model, *, microbatches=1, mode="auto", dispatch="auto", batch=5, sequence=13, seed=0
+):
     """Asserts that loss and gradients are the reference's, and zero where there is padding."""
-    trainer = Trainer(model, Training(), build_mesh(mesh), microbatches, mode)
+    trainer = Trainer(model, TRAINING, build_mesh(mesh), microbatches, mode, dispatch)
     params, data = draw_weights(model, seed), draw_batch(model, batch, sequence, seed)
     loss, grads = loss_and_gradients(trainer, params, data)
     want, truth = expected(model, params, data)
@@ -113,7 +111,7 @@ def check_float32(mesh, model, *, seed=0):
     weight by one rounding does: that is measured, in the float64 reference. Six times it is
     exceeded by none of a million (`jaxpar.testing.tolerance`).
     """
-    trainer = Trainer(model, Training(), build_mesh(mesh))
+    trainer = Trainer(model, TRAINING, build_mesh(mesh))
     params, data = draw_weights(model, seed), draw_batch(model, seed=seed)
     params = jax.tree.map(lambda x: x.astype(np.float32).astype(np.float64), params)
     got = loss_and_gradients(trainer, params, data)
@@ -154,7 +152,9 @@ def reference_curve(trainer, params, batches):
 
     @jax.jit
     def step(params, state, tokens, labels):
-        loss, grads = jax.value_and_grad(reference.loss)(params, tokens, labels, trainer.model)
+        loss, grads = jax.value_and_grad(reference.loss)(
+            params, tokens, labels, trainer.model, trainer.training
+        )
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 

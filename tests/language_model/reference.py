@@ -4,19 +4,44 @@ import jax
 import jax.numpy as jnp
 
 
-def loss(params, tokens, labels, model):
-    """The mean over the labels that are not -1."""
+def loss(params, tokens, labels, model, training):
+    """The mean over the labels that are not -1, and over layers of what their routers cost."""
+    of_routers = 0
     x = params["embedding"][tokens]  # [b, s, d]
     for i in range(model.layers):
         w = {name: stacked[i] for name, stacked in params["layers"].items()}
         x = x + attention(rms_norm(x, w["attention_norm"]), w, model)
         normed = rms_norm(x, w["mlp_norm"])
-        x = x + (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
+        if model.experts:
+            made, balance, z = mixture(normed, w, model)
+            x = x + made
+            cost = training.balance_loss * balance + training.router_z_loss * z
+            of_routers += cost / model.layers
+        else:
+            x = x + (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
     table = params["embedding"].T if model.tied else params["logits"]
     logits = rms_norm(x, params["final_norm"]) @ table  # [b, s, V]
     chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     losses = jax.nn.logsumexp(logits, axis=-1) - chosen
-    return jnp.where(labels >= 0, losses, 0).sum() / (labels >= 0).sum().astype(losses.dtype)
+    mean = jnp.where(labels >= 0, losses, 0).sum() / (labels >= 0).sum().astype(losses.dtype)
+    return mean + of_routers
+
+
+def mixture(x, w, model):
+    """Every expert computes every token, and most are weighed by 0."""
+    logits = x @ w["router"]  # [b, s, E]
+    scores = jax.nn.softmax(logits)
+    best = jax.lax.top_k(logits, model.top_k)[1]
+    chosen = jax.nn.one_hot(best, model.experts, dtype=x.dtype).sum(axis=-2)  # [b, s, E]
+    weights = scores * chosen
+    if model.top_k > 1:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    hidden = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, w["gate"]))
+    hidden = hidden * jnp.einsum("bsd,edf->bsef", x, w["up"])
+    made = jnp.einsum("bsef,efd,bse->bsd", hidden, w["down"], weights)
+    shares = chosen.mean(axis=(0, 1)) / model.top_k
+    balance = model.experts * (shares * scores.mean(axis=(0, 1))).sum()
+    return made, balance, jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
 
 
 def attention(x, w, model):
