@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from lm import curves
+    from lm import curves, loads
     from lm.data import standard_library
     from lm.parallel import build_mesh
     from lm.predict import predict, summary
@@ -36,13 +36,16 @@ def _run(args: argparse.Namespace) -> None:
     from lm.weights import count
 
     model, training = args.model, args.training
+    how = {name: getattr(args, name) for name in ("microbatches", "mode", "dispatch")}
     others = [curves.read(path) for path in args.compare]  # before minutes of work
+    if args.plot_loads:
+        loads.check(others)
     if args.target:
-        say(summary(predict(args.target, args.mesh, model, training, args.microbatches, args.mode)))
+        say(summary(predict(args.target, args.mesh, model, training, **how)))
     if not args.stop:
         return
 
-    trainer = Trainer(model, training, build_mesh(args.mesh), args.microbatches, args.mode)
+    trainer = Trainer(model, training, build_mesh(args.mesh), **how)
     say(
         f"{count(trainer.table):,} weights, {model.dtype} | {trainer.mesh.size} x "
         f"{trainer.mesh.devices.flat[0].device_kind}, mesh {curves.mesh_text(trainer.mesh)}"
@@ -69,6 +72,8 @@ def _run(args: argparse.Namespace) -> None:
             curves.write(args.log, found)
         if args.plot:
             curves.draw(args.plot, [found, *others])
+        if args.plot_loads:
+            loads.draw(args.plot_loads, [found, *others])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from lm.config import DTYPES, Model, Training
 from lm.data import VOCABULARY
 from lm.parallel import AXES, mesh_axes
 
+DISPATCHES = ("auto", "ragged", "ring", "all_gather")
 MODES = ("auto", "naive", "unidirectional", "bidirectional")
 
 DESCRIPTION = """\
@@ -20,13 +21,15 @@ EPILOG = """\
 mesh axes:
   dp    the batch is divided, each device has all weights
   fsdp  the batch and the weights are divided; weights are gathered a layer ahead of their use
+  ep    the batch and the experts are divided; tokens travel to their experts and back
   cp    the sequence is divided, in a ring of attention blocks
   tp    heads, hidden features and vocabulary are divided, and the sequence between them
-Sizes that do not divide (batch, sequence, heads, hidden, vocabulary) are padded and masked.
+What does not divide (batch, sequence, heads, hidden, vocabulary, experts) is padded and masked.
 
 examples:
   python benchmarks/language_model.py --mesh dp=2,fsdp=2,tp=2
   python benchmarks/language_model.py --mesh fsdp=4,tp=2 --dtype bfloat16 --microbatches 2
+  python benchmarks/language_model.py --mesh dp=2,ep=4 --experts 16 --top-k 2
   python benchmarks/language_model.py --mesh dp=1 --log one.json
   python benchmarks/language_model.py --mesh cp=4,tp=2 --compare one.json --plot curves.png
   python benchmarks/language_model.py --mesh dp=8 --checkpoint DIR --stop 100
@@ -59,9 +62,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         heads=args.heads,
         kv_heads=args.kv_heads or args.heads,
         head_size=head_size,
-        hidden=args.hidden or -(-args.width * 8 // (3 * 32)) * 32,
+        hidden=args.hidden or _hidden(args.width, args.top_k if args.experts else 1),
         tied=not args.untied,
         dtype=args.dtype,
+        experts=args.experts,
+        top_k=args.top_k,
+        capacity_factor=args.capacity_factor,
     )
     args.training = Training(
         steps=args.steps,
@@ -73,9 +79,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         clip=args.clip,
         seed=args.seed,
         validation_batches=args.validation_batches,
+        balance_loss=args.balance_loss,
+        router_z_loss=args.router_z_loss,
     )
     _check(args)
     return args
+
+
+def _hidden(width: int, parts: int) -> int:
+    """As many features as two matrices of four times the width have, and of them a part."""
+    return -(-width * 8 // (3 * 32 * parts)) * 32
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -97,12 +110,14 @@ def _check(args: argparse.Namespace) -> None:
     if args.coordinator is not None and args.target:
         raise UsageError("--target needs one process; predict with --steps 0 in a run of its own")
     args.process_id, args.num_processes = args.process_id or 0, args.num_processes or 1
-    for option in ("log", "plot"):
-        path = getattr(args, option)
+    for option in ("log", "plot", "plot-loads"):
+        path = getattr(args, option.replace("-", "_"))
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"--{option} {path}: there is no folder {Path(path).parent}")
-    if args.compare and not args.plot:
+    if args.compare and not (args.plot or args.plot_loads):
         raise UsageError("--compare draws curves over each other; give --plot FILE.png as well")
+    if args.plot_loads and not args.experts:
+        raise UsageError("--plot-loads draws those of experts; give --experts as well")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_parallel(parser)
     _add_model(parser)
+    _add_experts(parser)
     _add_training(parser)
     _add_files(parser)
     return parser
@@ -142,9 +158,34 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=int, default=8, help="(default: %(default)s)")
     add("--kv-heads", type=int, help="heads of keys and values, which --heads share (default: all)")
     add("--head-size", type=int, help="(default: width / heads)")
-    add("--hidden", type=int, help="of the gated MLP (default: 8/3 of the width, up to 32s)")
+    add(
+        "--hidden",
+        type=int,
+        help="of the gated MLP, or of each expert (default: 8/3 of the width, for experts over "
+        "--top-k, up to 32s)",
+    )
     add("--untied", action="store_true", help="another table for the logits than for the tokens")
     add("--dtype", choices=DTYPES, default="float32", help="of the arithmetic; weights are float32")
+
+
+def _add_experts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("mixture of experts").add_argument
+    add(
+        "--experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in the place of each MLP (default: none)",
+    )
+    add("--top-k", type=int, default=2, metavar="K", help="of each token (default: %(default)s)")
+    add(
+        "--capacity-factor",
+        type=float,
+        metavar="F",
+        help="an expert drops what is more than F times a balanced load, of each device (default: "
+        "drops nothing)",
+    )
+    add("--dispatch", choices=DISPATCHES, default="auto", help="how tokens reach their experts")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -159,6 +200,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "clip": "largest global norm of a gradient",
         "seed": "of the weights and the batches",
         "validation_batches": "of held-out text, at the end",
+        "balance_loss": "times what is 1 where experts are used alike",
+        "router_z_loss": "times what keeps the logits of routers small",
     }.items():
         value = getattr(usual, name)
         option, text = name.replace("_", "-"), f"{text} (default: %(default)s)"
@@ -173,4 +216,5 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     add("--print-every", type=int, default=10, metavar="STEPS", help="where there is no terminal")
     add("--log", metavar="FILE.json", help="write the curve")
     add("--plot", metavar="FILE.png", help="draw it")
+    add("--plot-loads", metavar="FILE.png", help="draw how evenly experts are used")
     add("--compare", metavar="FILE.json", nargs="+", default=[], help="with curves of --log")

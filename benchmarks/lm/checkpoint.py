@@ -9,6 +9,7 @@ import jax
 
 from jaxpar.bench._errors import UsageError
 from lm.extras import require
+from lm.history import History
 from lm.train import State, Trainer
 from lm.weights import pad, unpad
 
@@ -42,18 +43,18 @@ class Checkpoints:
         """The number of steps behind the latest checkpoint."""
         return self._manager.latest_step()
 
-    def save(self, state: State, losses: list[float]) -> None:
-        """Writes the state after `len(losses)` steps, and the losses of those."""
+    def save(self, state: State, history: History) -> None:
+        """Writes the state after the steps of `history`, and what is told of those."""
         args = self._orbax.args
         self._manager.save(
-            len(losses),
+            len(history.losses),
             args=args.Composite(
                 state=args.StandardSave(logical_state(self._trainer, state)),
-                run=args.JsonSave({**self._run, "losses": losses}),
+                run=args.JsonSave({**self._run, **asdict(history)}),
             ),
         )
 
-    def restore(self) -> tuple[State, list[float]]:
+    def restore(self) -> tuple[State, History]:
         """Reads the latest one onto the trainer's mesh.
 
         Raises:
@@ -67,7 +68,7 @@ class Checkpoints:
             step,
             args=args.Composite(state=args.StandardRestore(self._trainer.describe(logical=True))),
         )["state"]
-        return padded_state(self._trainer, state), found["losses"]
+        return padded_state(self._trainer, state), History(found["losses"], found["experts"])
 
     def _check(self, found: dict[str, Any]) -> None:
         own, other = _flat(self._run), _flat(found)

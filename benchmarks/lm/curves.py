@@ -27,6 +27,7 @@ def record(trainer: Trainer, text: str, result: Result) -> dict[str, Any]:
         "mesh": mesh_text(trainer.mesh),
         "microbatches": trainer.microbatches,
         "mode": trainer.mode,
+        "dispatch": trainer.dispatch,
         "model": asdict(trainer.model),
         "training": asdict(trainer.training),
         "text": text,

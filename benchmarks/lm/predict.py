@@ -22,7 +22,13 @@ _ENVIRONMENT = {
 
 
 def predict(
-    target: str, mesh: str, model: Model, training: Training, microbatches: int, mode: str
+    target: str,
+    mesh: str,
+    model: Model,
+    training: Training,
+    microbatches: int = 1,
+    mode: str = "auto",
+    dispatch: str = "auto",
 ) -> dict[str, Any]:
     """Compiles the step for a target, and returns its times and its memory.
 
@@ -36,6 +42,7 @@ def predict(
         "training": asdict(training),
         "microbatches": microbatches,
         "mode": mode,
+        "dispatch": dispatch,
     }
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -97,9 +104,8 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
     mesh = build_mesh(request["mesh"], devices)
     chosen = describe(request["target"], dict(mesh.shape))
     training = Training(**request["training"])
-    trainer = Trainer(
-        Model(**request["model"]), training, chosen.mesh, request["microbatches"], request["mode"]
-    )
+    options = {name: request[name] for name in ("microbatches", "mode", "dispatch")}
+    trainer = Trainer(Model(**request["model"]), training, chosen.mesh, **options)
     shape = padded_sizes(
         training.batch, training.sequence, trainer.microbatches, dict(chosen.mesh.shape)
     )

@@ -36,17 +36,17 @@ class Progress:
         """Goes on after what is not to be counted."""
         self._last = time.perf_counter()
 
-    def step(self, step: int, loss: float) -> None:
+    def step(self, step: int, loss: float, more: str = "") -> None:
         """Tells that `step`, counted from 0, is done."""
         now = time.perf_counter()
         if self._last is not None:
             self.steps, self.seconds = self.steps + 1, self.seconds + now - self._last
         self._last = now
         if self.bar is not None:
-            text = f"loss {loss:.4f}  {self.speed:,.0f} tokens/s"
+            text = f"loss {loss:.4f}{more}  {self.speed:,.0f} tokens/s"
             self.bar.update(self.bar.task_ids[0], completed=step + 1, description=text)
         elif (step + 1) % self.every == 0 or step + 1 == self.total:
-            say(f"step {step + 1}  loss {loss:.4f}  {self.speed:,.0f} tokens/s")
+            say(f"step {step + 1}  loss {loss:.4f}{more}  {self.speed:,.0f} tokens/s")
 
 
 @contextmanager

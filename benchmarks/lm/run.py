@@ -1,9 +1,12 @@
 """A run from its first step, or from a checkpoint, to the loss on text that it has not seen."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lm.checkpoint import Checkpoints
 from lm.data import Text, training_batch, validation_batches
+from lm.experts import largest_load
+from lm.history import History
 from lm.parallel import place_batch
 from lm.progress import progress, say
 from lm.train import State, Trainer
@@ -14,6 +17,7 @@ class Result:
     """What a run found."""
 
     losses: list[float]  # one a step, before its update
+    experts: list[dict[str, Any]]  # one a step
     validation: float | None
     tokens_per_second: float  # without compiling and saving
 
@@ -29,27 +33,36 @@ def run(
 ) -> Result:
     """Trains up to step `stop`, resuming from the latest checkpoint where there is one."""
     saved = Checkpoints(checkpoint, trainer, text.digest) if checkpoint else None
-    losses: list[float] = []
+    history = History()
     if saved and saved.latest() is not None:
-        state, losses = saved.restore()
-        say(f"resumed after step {len(losses)} from {checkpoint}")
+        state, history = saved.restore()
+        say(f"resumed after step {len(history.losses)} from {checkpoint}")
     else:
         state = trainer.init()
 
-    training, first = trainer.training, len(losses)
+    training, first = trainer.training, len(history.losses)
     tokens = training.batch * training.sequence
     with progress(stop, tokens, print_every, first) as shown:
         for step in range(first, stop):
             batch = training_batch(text, training.batch, training.sequence, training.seed, step)
             placed = place_batch(batch, trainer.mesh, trainer.microbatches)
             state, found = trainer.step(state, *placed)
-            losses.append(float(found["loss"]))
-            shown.step(step, losses[-1])
+            history.append(found)
+            shown.step(step, history.losses[-1], _loads(history))
             if saved and ((step + 1) % save_every == 0 or step + 1 == stop):
-                saved.save(state, losses)
+                saved.save(state, history)
                 shown.resume()
         speed = shown.speed
-    return Result(losses, validate(trainer, state, text), speed)
+    validation = validate(trainer, state, text)
+    return Result(**asdict(history), validation=validation, tokens_per_second=speed)
+
+
+def _loads(history: History) -> str:
+    if not history.experts:
+        return ""
+    last = history.experts[-1]
+    dropped = f", {last['dropped']} dropped" if last["dropped"] else ""
+    return f"  largest load {largest_load(last):.2f}{dropped}"
 
 
 def validate(trainer: Trainer, state: State, text: Text) -> float | None:
