@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jaxpar.bench._errors import UsageError
-from lm import curves
+from lm import curves, loads
 from lm.arguments import parse
 from lm.config import Model, Training
 from lm.extras import require
@@ -69,6 +70,31 @@ def test_writes_and_draws_curves(tmp_path, capsys):
     assert "mesh one device" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("devices_are_there")
+def test_tells_how_evenly_experts_are_used(tmp_path, capsys):
+    log, plot, none = (tmp_path / name for name in ("a.json", "a.png", "none.json"))
+    steps = ["--steps", "2", "--print-every", "1", "--validation-batches", "0", "--experts", "6"]
+    more = ["--capacity-factor", "1", "--log", str(log)]
+    assert main(*steps, "--mesh", "dp=2,ep=4", "--microbatches", "2", *more) == 0
+    out = capsys.readouterr().out
+    assert out.count("  largest load ") == 2
+    record = json.loads(log.read_text())
+    assert [set(step) for step in record["experts"]] == [{"loads", "dropped", "entropy"}] * 2
+    for step in record["experts"]:
+        (layer,) = step["loads"]
+        assert len(layer) == 6
+        assert sum(layer) == 2 * 2 * 8  # choices, sequences, bytes: no padding
+        assert 0 < step["dropped"] < sum(layer)
+        assert 1.7 < step["entropy"] <= np.log(6)
+    assert record["experts"][0]["loads"] != record["experts"][1]["loads"]
+
+    loads.draw(str(plot), [record, record])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    none.write_text(json.dumps({**record, "experts": []}))
+    assert main(*steps, "--plot-loads", str(plot), "--compare", str(none)) == 2
+    assert "the run on mesh dp=2,ep=4 has no experts" in capsys.readouterr().err
+
+
 def test_draws_one_curve(tmp_path):
     run = {"mesh": "dp=8", "model": {"dtype": "float32"}, "losses": [3.0, 2.0, 1.0]}
     curves.draw(str(tmp_path / "one.png"), [run])
@@ -78,7 +104,7 @@ def test_draws_one_curve(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--mesh", "pp=2"], "--mesh pp=2: 'pp=2' is not one of dp, fsdp, cp, tp"),
+        (["--mesh", "pp=2"], "--mesh pp=2: 'pp=2' is not one of dp, fsdp, ep, cp, tp"),
         (["--mesh", "dp=16"], "= 16 devices, but there are 8"),
         (["--kv-heads", "3"], "2 heads do not divide among 3 key-value heads"),
         (["--heads", "3"], "--width 16 does not divide among --heads 3; give --head-size"),
@@ -94,6 +120,12 @@ def test_draws_one_curve(tmp_path):
             "--target needs one process",
         ),
         (["--log", "no/such/a.json"], "there is no folder no/such"),
+        (["--experts", "-1"], "experts must not be negative, got -1"),
+        (["--experts", "4", "--top-k", "5"], "top_k must be from 1 to the 4 experts, got 5"),
+        (["--experts", "4", "--capacity-factor", "0"], "capacity_factor must be positive, got 0.0"),
+        (["--balance-loss", "nan"], "balance_loss must not be negative, got nan"),
+        (["--plot-loads", "a.png"], "give --experts as well"),
+        (["--plot-loads", "no/such/a.png", "--experts", "4"], "there is no folder no/such"),
         (["--compare", "a.json"], "give --plot FILE.png as well"),
         (["--plot", "a.png", "--compare", __file__], "is not what --log writes"),
         (["--target", "v5e:3x3x3", "--steps", "0"], "--target v5e:3x3x3: "),
@@ -130,3 +162,5 @@ def test_sizes_that_are_not_given():
     model = parse([]).model
     assert (model.head_size, model.kv_heads, model.hidden) == (16, 8, 352)
     assert model.tied
+    assert parse(["--experts", "4"]).model.hidden == 192
+    assert parse(["--experts", "4", "--top-k", "1"]).model.hidden == 352

@@ -59,9 +59,12 @@ def text():
     return Text(tokens[:300], tokens[300:])
 
 
-def test_saved_on_one_mesh_and_resumed_on_another(tmp_path, text):
-    meshes = {"dp=2,fsdp=2": 2, "cp=2,tp=2": 1}
-    sizes = model(heads=3, kv_heads=1, layers=1)
+@pytest.mark.parametrize(
+    ("meshes", "experts"),
+    [({"dp=2,fsdp=2": 2, "cp=2,tp=2": 1}, 0), ({"fsdp=2,ep=4": 1, "cp=2,ep=2": 1}, 6)],
+)
+def test_saved_on_one_mesh_and_resumed_on_another(meshes, experts, tmp_path, text):
+    sizes = model(heads=3, kv_heads=1, layers=1, experts=experts)
     one, two = (
         Trainer(sizes, replace(TRAINING, steps=12), build_mesh(mesh), parts)
         for mesh, parts in meshes.items()
@@ -74,6 +77,9 @@ def test_saved_on_one_mesh_and_resumed_on_another(tmp_path, text):
     assert second.losses[:7] == first.losses
     np.testing.assert_allclose(second.losses, whole.losses, rtol=1e-10)
     np.testing.assert_allclose(second.validation, whole.validation, rtol=1e-10)
+    assert len(second.experts) == (12 if experts else 0)
+    for resumed, never_stopped in zip(second.experts, whole.experts, strict=True):
+        assert resumed["loads"] == never_stopped["loads"]
     assert sorted(int(path.name) for path in (tmp_path / "run").iterdir()) == [7, 12]
 
     other = replace(one, training=replace(one.training, clip=2.0))
