@@ -61,12 +61,14 @@ def text():
 
 @pytest.mark.parametrize(
     ("meshes", "experts"),
-    [({"dp=2,fsdp=2": 2, "cp=2,tp=2": 1}, 0), ({"fsdp=2,ep=4": 1, "cp=2,ep=2": 1}, 6)],
+    [({"dp=2,fsdp=2": 2, "cp=2,tp=2": 1}, 0), ({"ep=4": 1, "fsdp=2,ep=2": 1}, 6)],
 )
 def test_saved_on_one_mesh_and_resumed_on_another(meshes, experts, tmp_path, text):
     sizes = model(heads=3, kv_heads=1, layers=1, experts=experts)
+    # Held-out text takes programs of its own: once is enough.
+    training = replace(TRAINING, steps=12, validation_batches=0 if experts else 1)
     one, two = (
-        Trainer(sizes, replace(TRAINING, steps=12), build_mesh(mesh), parts)
+        Trainer(sizes, training, build_mesh(mesh), parts, dispatch="all_gather")
         for mesh, parts in meshes.items()
     )
     whole = run(two, text, stop=12)
@@ -76,7 +78,8 @@ def test_saved_on_one_mesh_and_resumed_on_another(meshes, experts, tmp_path, tex
     assert (len(first.losses), len(second.losses)) == (7, 12)
     assert second.losses[:7] == first.losses
     np.testing.assert_allclose(second.losses, whole.losses, rtol=1e-10)
-    np.testing.assert_allclose(second.validation, whole.validation, rtol=1e-10)
+    if not experts:
+        np.testing.assert_allclose(second.validation, whole.validation, rtol=1e-10)
     assert len(second.experts) == (12 if experts else 0)
     for resumed, never_stopped in zip(second.experts, whole.experts, strict=True):
         assert resumed["loads"] == never_stopped["loads"]
