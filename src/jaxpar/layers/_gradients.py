@@ -80,10 +80,11 @@ def value_and_grad(
         not differentiated.
 
     Returns:
-      `fn(params, *batch) -> (loss, grads)`, or with `has_aux` `((loss, aux), grads)`. `loss` is the total loss over the total weight, float32
-      or wider, replicated over `axis_name`. `grads` are like params, in dtype and sharding: the
-      gradient of that loss with respect to the global parameters. Both are 0 where the total weight
-      is 0. `aux` is what this device's `loss_fn` returned, its leaves stacked, [microbatches, ...].
+      `fn(params, *batch) -> (loss, grads)`, or with `has_aux` `((loss, aux), grads)`. `loss` is the
+      total loss over the total weight, float32 or wider, replicated over `axis_name`. `grads` are
+      like params, in dtype and sharding: the gradient of that loss with respect to the global
+      parameters. Both are 0 where the total weight is 0. `aux` is what this device's `loss_fn`
+      returned, each leaf stacked over microbatches, [microbatches, ...].
 
     Raises:
       TypeError: an option, a parameter or a result of `loss_fn` of the wrong type.
