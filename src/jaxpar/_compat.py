@@ -29,6 +29,16 @@ def empty_like_blocks(block: Array, dim: int, count: int, dtype: Any = None) -> 
     return empty(block)
 
 
+def optimization_barrier(tree: Any) -> Any:
+    """As in lax, each leaf typed as it was.
+
+    On jax 0.10 all leaves vary over whatever one of them varies over. One that is typed so is
+    given back as it came: the others still wait for it.
+    """
+    tied = lax.optimization_barrier(tree)
+    return jax.tree.map(lambda x, y: y if jax.typeof(y) == jax.typeof(x) else x, tree, tied)
+
+
 def _empty(block: Array, dim: int, count: int, dtype: Any) -> Array:
     shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
     sharding = jax.typeof(block).sharding  # over axes that are explicit, and not manual

@@ -249,6 +249,37 @@ def test_scan_hands_on_a_pytree_with_integers():
     )
 
 
+def test_what_layers_hand_on_replicated_stays_so():
+    """A mean over all devices beside what each device has, with its gradient."""
+
+    def layer(w, state):
+        x, means = state
+        x = jnp.sin(x @ w)
+        return x, jnp.concatenate([means[1:], lax.pmean(x, "f").sum(keepdims=True)])
+
+    def fn(stack, x):
+        x, means = fsdp_scan(layer, stack, (x, jnp.zeros(3, x.dtype)), "f")
+        return x, means * means
+
+    def reference(stack, x):
+        means = []
+        for w in stack:
+            x = np.sin(x @ w)
+            means.append(x.mean(axis=0).sum() ** 2)
+        return x, np.array(means)
+
+    assert_matches_reference(
+        fn,
+        reference,
+        normal(3, 4, 4),
+        normal(4, 4),
+        mesh=mesh_of("f=4"),
+        in_specs=(P(None, "f"), P("f")),
+        out_specs=(P("f"), P()),
+        max_directions=4,
+    )
+
+
 def test_gradients_beside_integers():
     tree = {"w": normal(8, 4), "use": np.arange(32, dtype="int32").reshape(8, 4) % 3}
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.typing import DTypeLike
 
+from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Mode, Tree, TreeAxis
 from jaxpar._varying import vary_over, varying_axes
@@ -42,7 +43,7 @@ class Layer:
         Or a compiler could have more of them under way than there is room for.
         """
         own = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacked]
-        own, after = lax.optimization_barrier((own, after))
+        own, after = optimization_barrier((own, after))
         return gather_shards(self.shards, own), after
 
     def scatter(self, gradients: Arrays, weights: Arrays) -> Arrays:
@@ -61,7 +62,7 @@ class Layer:
             )
 
         # Computing one layer again before the other is done would take the memory of both.
-        weights, state, cts = lax.optimization_barrier((weights, state, cts))
+        weights, state, cts = optimization_barrier((weights, state, cts))
         _, pullback = jax.vjp(of_floats, floats_of(consts), floats_of(weights), floats_of(state))
         return pullback(cts)
 
