@@ -35,11 +35,11 @@ def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
             below.plot(at, largest, color=colour, linewidth=1, label=f"layer {layer + 1}")
         below.axhline(1, color="black", linestyle=":", linewidth=1)
         below.set_xlabel("step")
-        for panel in (above, below):
-            panel.set_ylim(bottom=0)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(labelsize=8)
-            panel.grid(color="0.92")
+    for panel in panels.flat:  # when all is drawn, as rows share their limits
+        panel.set_ylim(bottom=0)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=8)
+        panel.grid(color="0.92")
     panels[0, 0].set_ylabel("share of each expert, all layers")
     panels[1, 0].set_ylabel("largest load / mean")
     panels[1, 0].legend(frameon=False, fontsize=8)
