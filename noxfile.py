@@ -78,3 +78,10 @@ def step_time(session: nox.Session) -> None:
     """Times the language model's step on CPU devices against naive collectives."""
     session.install("-e", ".[train]")
     session.run("python", "benchmarks/step_time.py", *session.posargs, env={"JAX_PLATFORMS": "cpu"})
+
+
+@nox.session(python=NEWEST_PYTHON)
+def moe(session: nox.Session) -> None:
+    """Compares experts with other ways of dispatch, compiled for TPU and GPU, and with matmuls."""
+    session.install("-e", ".[bench,tpu,gpu]")
+    session.run("python", "benchmarks/moe.py", *session.posargs)

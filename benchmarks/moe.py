@@ -1,9 +1,9 @@
 """Layers of experts as both compilers schedule them, next to their peers, and on CPU by the clock.
 
     python benchmarks/moe.py [--cases 0,3] [--forms "jaxpar ring;dense"] [--part compiled|cpu]
-        [--jobs 2] [--rounds 5] [--json F]
+        [--forward] [--jobs 2] [--rounds 5] [--json F]
 
-Compiles one layer of published models, forward and with gradients, for TPUs and GPUs that need not
+Compiles one layer of published models, forward and backward, for TPUs and GPUs that need not
 be there, in jaxpar's forms and in those of moe_peers.py (moe_worker.py says more); times the layer
 on 8 CPU devices against matmuls alone (moe_cpu.py); and rewrites the tables of
 benchmarks/README.md. With --cases or --forms, some are shown and nothing is rewritten.
@@ -28,11 +28,11 @@ COMPILED, CPU = "experts compiled", "experts on CPU"
 Found = dict[tuple[str, str, str], dict[str, Any]]  # by case, form and pass
 
 
-def compile_all(cases: Sequence[str], forms: Sequence[str], jobs: int) -> Found:
+def compile_all(
+    cases: Sequence[str], forms: Sequence[str], passes: Sequence[str], jobs: int
+) -> Found:
     """Has a process of its own compile each form of each case, `jobs` at a time."""
-    from moe_worker import PASSES
-
-    tasks = list(product(cases, forms, PASSES))
+    tasks = list(product(cases, forms, passes))
     with ThreadPoolExecutor(jobs) as pool:
         return dict(zip(tasks, pool.map(compile_one, *zip(*tasks, strict=True)), strict=True))
 
@@ -74,16 +74,20 @@ def _cells(record: dict[str, Any]) -> list[str]:
 
 def compiled_tables(found: Found) -> dict[str, Table]:
     """A table for each case: a row for each form."""
-    from moe_worker import PASSES
-
     tables: dict[str, Table] = {}
     for case in dict.fromkeys(case for case, _, _ in found):
         forms = dict.fromkeys(form for at, form, _ in found if at == case)
+        passes = dict.fromkeys(which for at, _, which in found if at == case)
         titles, rows = ["form"], [[form] for form in forms]
-        for which in PASSES:
+        for which in passes:
             bounds = [found[case, form, which].get("bound") for form in forms]
             bound = next((f"{b / 1e9:.2f}" for b in bounds if b), "-")
-            titles += [f"{which}, ms", "exposed", f"GB sent (bound {bound})", "HBM, GiB"]
+            titles += [
+                f"{'forward' if which == 'forward' else 'forward and backward'}, ms",
+                "exposed",
+                f"GB sent (bound {bound})",
+                "HBM, GiB",
+            ]
             for row, form in zip(rows, forms, strict=True):
                 record = found[case, form, which]
                 row += _cells(record) if "total" in record else ["failed", "", "", ""]
@@ -127,6 +131,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="moe", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", help=f"numbers from 0 to {len(CASES) - 1} (default: all)")
     parser.add_argument("--forms", help=f"some of: {'; '.join(FORMS)} (default: all)")
+    parser.add_argument("--forward", action="store_true", help="compile the forward alone too")
     parser.add_argument("--part", choices=("compiled", "cpu"), help="only one (default: both)")
     parser.add_argument(
         "--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="compiling processes"
@@ -156,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     everything: dict[str, Any] = {}
     if args.part != "cpu":
         start = time.perf_counter()
-        found = compile_all(args.names, args.forms, args.jobs)
+        passes = ("forward", "gradients") if args.forward else ("gradients",)
+        found = compile_all(args.names, args.forms, passes, args.jobs)
         print(f"{time.perf_counter() - start:.0f} s in all, {args.jobs} processes at a time")
         everything["compiled"] = [
             {"case": c, "form": f, "pass": p, **record} for (c, f, p), record in found.items()

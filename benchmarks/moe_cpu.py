@@ -24,7 +24,7 @@ import jaxpar
 import moe_peers
 from jaxpar.moe import Experts, moe_layer
 
-DEVICES, TOKENS, WIDTH, HIDDEN, TOP_K = 8, 512, 512, 1024, 2  # tokens of a device
+DEVICES, TOKENS, WIDTH, HIDDEN, TOP_K = 8, 1024, 512, 1024, 2  # tokens of a device
 EXPERTS = (8, 64)
 SLOW = ("ragged_dot",)  # what takes seconds is timed in fewer rounds
 LAYERS: dict[str, dict[str, Any]] = {

@@ -111,10 +111,8 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 OWN: dict[str, dict[str, Any]] = {
     "jaxpar ragged": {"dispatch": "ragged"},
-    "jaxpar ragged, 2 chunks": {"dispatch": "ragged", "chunks": 2},
     "jaxpar ragged, 4 chunks": {"dispatch": "ragged", "chunks": 4},
     "jaxpar ring": {"dispatch": "ring"},
-    "jaxpar all-gather": {"dispatch": "all_gather"},
 }
 FORMS = (*OWN, *moe_peers.PEERS)
 PASSES = ("forward", "gradients")

@@ -22,7 +22,7 @@ from jaxpar._varying import vary_over, varying_axes
 # Lengths of blocks, falling. A block costs a CPU about as much as 25 rows besides its own; it costs
 # a GPU tens of microseconds, as the host waits to know whether another follows.
 CPU_LENGTHS = (256, 64, 16)
-GPU_LENGTHS = (2048, 512, 128)
+GPU_LENGTHS = (1024, 256)
 
 
 @dataclass(frozen=True)
