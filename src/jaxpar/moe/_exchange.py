@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
 from jaxpar.collectives._ring import Ring
 from jaxpar.moe._bounds import Bounds
@@ -105,7 +106,7 @@ def exchange_in_chunks(
     # All plans first: what they send would wait behind the tokens.
     plans = [way.plan(piece) for piece in left]
     if chunks > 1:
-        left, plans = lax.optimization_barrier((left, plans))
+        left, plans = optimization_barrier((left, plans))
     results: list[Array] = []
     computed: Any = 0
     following: Any = way.send(left.pop(0), plans[0])
@@ -117,12 +118,12 @@ def exchange_in_chunks(
         pairs = way.begin(arrived, experts, size, way.ring.size)
         if way.local.staged:
             pinned = pairs, following, made, left
-            pairs, following, made, left = lax.optimization_barrier(pinned)
+            pairs, following, made, left = optimization_barrier(pinned)
         back = None if made is None else way.home(made, plans[number - 1])
         made, count = way.finish(pairs, experts)
         if chunks > 1:
             pinned = made, back, following, left
-            made, back, following, left = lax.optimization_barrier(pinned)
+            made, back, following, left = optimization_barrier(pinned)
         results += [] if back is None else [back]
         computed = computed + count
     results.append(way.home(made, plans[-1]))
