@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxpar._dtypes import addition_dtype
 
@@ -51,3 +53,9 @@ def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
 def vary_alike(axis_name: tuple[str, ...], *trees: Any) -> Any:
     """Types all leaves as varying over `axis_name` and over whatever any of them varies over."""
     return vary_over(varying_axes(*trees) | set(axis_name), trees)
+
+
+def zeros_alike(shape: tuple[int, ...], dtype: DTypeLike, *like: Any) -> jax.Array:
+    """Zeros that vary over all mesh axes that any of `like` does, as the carry of a loop must."""
+    zeros: jax.Array = vary_over(varying_axes(*like), jnp.zeros(shape, dtype))
+    return zeros

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar._types import Tree
-from jaxpar._varying import vary_over, varying_axes
+from jaxpar._varying import zeros_alike
 
 # Lengths of blocks, falling. A block costs a CPU about as much as 25 rows besides its own; it costs
 # a GPU tens of microseconds, as the host waits to know whether another follows.
@@ -110,12 +110,6 @@ def block_dot(
         precision=precision,
         preferred_element_type=sums,
     )
-
-
-def zeros_alike(shape: tuple[int, ...], dtype: Any, *like: Any) -> Array:
-    """Zeros that vary over all mesh axes that `like` does, as the carry of a loop must."""
-    zeros: Array = vary_over(varying_axes(*like), jnp.zeros(shape, dtype))
-    return zeros
 
 
 def blocks_rows_product(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar._types import Integer, Number, Policy
-from jaxpar._varying import vary_over, varying_axes
+from jaxpar._varying import zeros_alike
 from jaxpar.layers._checks import check_number, check_whole
 from jaxpar.moe._chosen import of_chosen, of_experts
 from jaxpar.moe._routing import Routing
@@ -138,7 +138,7 @@ def _largest(keys: Array, most: int) -> Array:
             found = jnp.where(reached, tried, found)
         return found
 
-    zeros = vary_over(varying_axes(keys), jnp.zeros(keys.shape[1:], keys.dtype))
+    zeros = zeros_alike(keys.shape[1:], keys.dtype, keys)
     smallest = lax.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)
     above, equal = keys > smallest, (keys == smallest) & (keys > 0)
     room = most - jnp.sum(above, axis=0, dtype="int32")

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxpar import _unwritten
 from jaxpar._dtypes import addition_dtype
 from jaxpar._unwritten import unwritten
-from jaxpar._varying import vary_alike
+from jaxpar._varying import vary_alike, zeros_alike
 
 
 class Copies(NamedTuple):
@@ -82,7 +82,7 @@ def take_rows(x: Array, places: Array, fill: Array | int | None = 0) -> Array:
     """Returns `x[places]`, and `fill` for places outside of x, or with None any row."""
     shape = (*places.shape, *x.shape[1:])
     if not prod(shape) or not x.shape[0]:
-        return vary_alike((), jnp.zeros(shape, x.dtype), x, places)[0]
+        return zeros_alike(shape, x.dtype, x, places)
     taken = jnp.take(x, places, 0, mode="clip")
     if fill is None:
         return taken
@@ -119,7 +119,7 @@ def _sum(copies: Copies, y: Array, blank: bool) -> Array:
 def _sum_firsts(y: Array, places: Array, lengths: list[int], blank: bool) -> Array:
     """Sums what is at `places`, [rows, k], of column j for the first lengths[j] rows only."""
     rows, dtype = len(places), addition_dtype(y.dtype)
-    total: Array = vary_alike((), jnp.zeros((rows, *y.shape[1:]), dtype), y, places)[0]
+    total = zeros_alike((rows, *y.shape[1:]), dtype, y, places)
     if not total.size or not len(y):
         return total.astype(y.dtype)
     at = jnp.concatenate([places[:length, j] for j, length in enumerate(lengths)])

@@ -11,19 +11,11 @@ from jax.typing import DTypeLike
 
 from jaxpar._dtypes import as_dtype, result_dtype
 from jaxpar._types import Implementation, Integer
-from jaxpar._varying import vary_alike
+from jaxpar._varying import vary_alike, zeros_alike
 from jaxpar.layers._checks import check_whole
-from jaxpar.moe._blocks import zeros_alike
+from jaxpar.moe._expert_mlp import clear_rows, expert_mlp, forward_whole
 from jaxpar.moe._grouped import bind_method, check_sizes, fitting_sizes
-from jaxpar.moe._mlp import (
-    Experts,
-    ExpertsLike,
-    Mlp,
-    Operands,
-    clear_rows,
-    expert_mlp,
-    forward_whole,
-)
+from jaxpar.moe._mlp import Experts, ExpertsLike, Mlp, Operands
 
 
 def apply_experts(
@@ -80,22 +72,22 @@ def apply_experts(
     sizes = fitting_sizes(group_sizes, len(x))
     operands, sizes = vary_alike((), Operands(x, experts, weights), sizes)
     mlp = Mlp(method, activation, preferred, dtype)
-    if closes_over_arrays(name, activation, experts.up, dtype):
+    rows = zeros_alike((1, experts.up.shape[2]), dtype, experts.up)
+    check_activation(name, activation, rows)
+    if jax.closure_convert(activation, rows)[1]:  # arrays that gradients may be taken of
         return forward_whole(mlp, clear_rows(operands, sizes), sizes)[0]
     out: Any = expert_mlp(mlp, operands, sizes)
     return out[0]
 
 
-def closes_over_arrays(function: str, activation: Any, up: Array, dtype: Any) -> bool:
-    """Tells whether `activation` has arrays of its own that may be differentiated by."""
-    rows = zeros_alike((1, up.shape[2]), dtype, up)
+def check_activation(function: str, activation: Any, rows: Array) -> None:
+    """Raises unless `activation` takes rows to as many rows of as many features."""
     out = jax.eval_shape(activation, rows)
     if getattr(out, "shape", None) != rows.shape:
         raise ValueError(
             f"{function}: activation must return as many features as it is given, {rows.shape}, "
             f"but returned {getattr(out, 'shape', type(out).__name__)}"
         )
-    return bool(jax.closure_convert(activation, rows)[1])
 
 
 def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
@@ -146,6 +138,8 @@ def as_experts(given: ExpertsLike) -> Experts:
     Raises:
       TypeError: unknown or missing keys, or something that is not a mapping.
 
+    Cost: none.
+
     Example:
       >>> as_experts({"up": jnp.ones((8, 4, 6)), "down": jnp.ones((8, 6, 4))}).up.shape
       (8, 4, 6)
@@ -177,7 +171,8 @@ def check_experts(function: str, x: Array, experts: Experts, group_sizes: Array)
     if x.shape[1] != experts.up.shape[1]:
         raise ValueError(
             f"{function}: x of local shape {x.shape} has {x.shape[1]} features, but "
-            f"experts.up of local shape {experts.up.shape} takes {experts.up.shape[1]}"
+            f"experts.up of local shape {experts.up.shape} takes {experts.up.shape[1]}; they are "
+            "multiplied and must be as many"
         )
     check_sizes(function, group_sizes, "experts.up", experts.up.shape)
     for field in ("up", "gate", "down"):
@@ -193,14 +188,17 @@ def check_shapes(function: str, experts: Experts) -> None:
     """Raises unless the arrays are those of equally many experts of one shape."""
     if experts.up.ndim != 3:
         raise ValueError(
-            f"{function}: experts.up must be [e, d, f], got local shape {experts.up.shape}"
+            f"{function}: experts.up must be [e, d, f], got local shape {experts.up.shape}; stack "
+            "the experts' matrices"
         )
     if experts.gate_bias is not None and experts.gate is None:
-        raise ValueError(f"{function}: experts.gate_bias is given without experts.gate")
+        raise ValueError(
+            f"{function}: experts.gate_bias of local shape {experts.gate_bias.shape} is given "
+            "without experts.gate; give both or neither"
+        )
     e, d, f = experts.up.shape
-    shapes = Experts((e, d, f), (e, f, d), (e, d, f), (e, f), (e, f), (e, d))  # type: ignore
-    for field, wanted in shapes._asdict().items():
-        w = getattr(experts, field)
+    shapes = (e, d, f), (e, f, d), (e, d, f), (e, f), (e, f), (e, d)
+    for (field, w), wanted in zip(experts._asdict().items(), shapes, strict=True):
         if w is not None and w.shape != wanted:
             raise ValueError(
                 f"{function}: experts.{field} has local shape {w.shape}, but with experts.up of "

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from jaxpar._varying import vary_alike
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
+from jaxpar.moe._expert_mlp import WholeProducts
 from jaxpar.moe._experts import apply_experts
-from jaxpar.moe._grouped import bind_method
-from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
+from jaxpar.moe._grouped import bind_method, fitting_sizes
+from jaxpar.moe._mlp import Experts, Mlp
 
 Tokens = tuple[Array, Array, Array]  # rows [r, d], the experts that they chose [r, k], weights
 
@@ -49,8 +49,7 @@ class LocalExperts:
         choices, sizes = copies_by_key(keys, len(experts.up), pairs, _BLANK)
         source = choices.source // max(chosen.shape[1], 1)
         copies = Copies(source, choices.places.reshape(chosen.shape))
-        ends = jnp.minimum(jnp.cumsum(sizes, dtype="int32"), pairs)  # the last are dropped
-        sizes = jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
+        sizes = fitting_sizes(sizes, pairs)  # the last are dropped
         # [r, d] to [p, d]; the gradients of both stages together are 0 where there is no pair
         sorted_rows = spread(copies, rows, fill=False, blank=not self.staged)
         sorted_weights = spread(choices, weights.reshape(-1))

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar._varying import vary_alike
+from jaxpar._varying import zeros_alike
 
 _TILE = 8 * 128  # elements of a TPU's registers
 _LANES_OF_PAIRS = 2 * 128  # numbers of 16 bits lie in pairs
@@ -61,7 +61,7 @@ def pack(packing: Packing, leaves: list[Array]) -> list[Array]:
         width = sum(part.shape[1] for part in parts)
         if width >= _WIDE and width % _LANES_OF_PAIRS:
             spare = (parts[0].shape[0], -width % _LANES_OF_PAIRS)
-            parts.append(vary_alike((), jnp.zeros(spare, parts[0].dtype), parts[0])[0])
+            parts.append(zeros_alike(spare, parts[0].dtype, parts[0]))
         words = jnp.concatenate(parts, axis=1)
         return _in_blocks(words)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jaxpar._dtypes import addition_dtype
-from jaxpar._varying import vary_alike, vary_over, varying_axes
+from jaxpar._varying import vary_alike, zeros_alike
 from jaxpar.collectives._circulate import Visits, circulate
 from jaxpar.collectives._plan import make_plan
 from jaxpar.moe._exchange import Exchange
@@ -54,7 +54,7 @@ def _visit_experts(
             count = count + pairs
         return count, made
 
-    nothing = vary_over(varying_axes(rows), (jnp.int32(0), jnp.zeros_like(rows, wide)))
+    nothing = zeros_alike((), "int32", rows), zeros_alike(rows.shape, wide, rows)
     part = rows, chosen, weights
     count, own, sums = _circulate(
         way, mode, part, nothing, begin, visit, wide, lambda part: part[0]
@@ -97,7 +97,7 @@ def _bwd(way: Exchange, mode: str, residuals: Any, cts: tuple[Array, Any]) -> An
         return sums, made
 
     def zeros(x: Array) -> Array:
-        return vary_over(varying_axes(x), jnp.zeros_like(x, addition_dtype(x.dtype)))
+        return zeros_alike(x.shape, addition_dtype(x.dtype), x)
 
     nothing = jax.tree.map(zeros, experts), (zeros(rows), zeros(weights).astype(wide))
     sums, own, parts = _circulate(

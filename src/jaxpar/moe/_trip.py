@@ -67,11 +67,11 @@ def _send(
     if clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
         row = jnp.arange(capacity, dtype="int32")
         valid = row < jnp.sum(trip.there.recv_sizes, dtype="int32")
-        arrived = [take_valid(valid, x) for x in arrived]
+        arrived = [_where_valid(valid, x) for x in arrived]
     return _split(arrived, len(floats))
 
 
-def take_valid(valid: Array, x: Array) -> Array:
+def _where_valid(valid: Array, x: Array) -> Array:
     """`x`, `[rows, ...]`, and 0 in rows that are not valid."""
     return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
