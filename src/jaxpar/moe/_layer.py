@@ -1,6 +1,6 @@
 """The mixture-of-experts layer: route, dispatch, compute, combine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from jaxpar.moe._capacity import expert_capacity, limit_capacity
 from jaxpar.moe._exchange import Gathered, Ragged, exchange_in_chunks
 from jaxpar.moe._experts import as_experts
 from jaxpar.moe._local import LocalExperts
-from jaxpar.moe._mlp import Experts
+from jaxpar.moe._mlp import Experts, ExpertsLike
 from jaxpar.moe._ring import exchange_by_ring
 from jaxpar.moe._routing import route
 from jaxpar.moe._shared import apply_shared
@@ -40,7 +40,7 @@ from jaxpar.moe._statistics import Statistics, routing_statistics
 def moe_layer(
     tokens: Array,
     router: Array,
-    experts: Experts | Mapping[str, Any],
+    experts: ExpertsLike,
     *,
     axis_name: AxisName,
     top_k: Integer,
@@ -55,7 +55,7 @@ def moe_layer(
     top_groups: Integer | None = None,
     normalize: bool = False,
     scale: Number = 1.0,
-    shared: Experts | Mapping[str, Any] | None = None,
+    shared: ExpertsLike | None = None,
     activation: Callable[[Array], Array] = jax.nn.silu,
     mask: Array | None = None,
     data_axis_name: AxisName = (),
@@ -84,8 +84,8 @@ def moe_layer(
       capacity_policy: which tokens an expert keeps, those with the largest weight,
         `"probability"`, or the first ones, `"position"`.
       buffer_factor: receive buffers of this multiple of a device's share when loads are balanced;
-        what does not fit is lost, and counted in `overflow`. None: buffers of the worst case, all
-        tokens of all devices (or what `capacity_factor` leaves of it), so that nothing is lost.
+        choices that do not fit are lost, and counted in `overflow`. None: buffers of the worst
+        case, all tokens of all devices (or what `capacity_factor` leaves of it): nothing is lost.
       dispatch: `"ragged"`: each token travels once to each device that it needs, by a ragged
         all-to-all, and a row comes back. `"ring"`: tokens go round past all experts, a block under
         the work on the one before. `"all_gather"`: all tokens to all devices, and a reduce-scatter.

@@ -20,7 +20,8 @@ class Statistics(NamedTuple):
     Attributes:
       tokens_per_expert: int32 `[E]`, tokens routed to each expert, before any is dropped.
       dropped: int32, how many of these choices `limit_capacity` dropped.
-      overflow: int32, how many rows did not fit into the buffers that receive them.
+      overflow: int32, how much did not fit into the buffers that receive: rows that
+        `routing_statistics` was told of, or choices of `moe_layer`.
       entropy: mean over tokens of the entropy of their scores, these divided by their sum; from 0
         to log(E).
       largest_load: tokens of the busiest expert over their mean; 1 at balance.
@@ -77,6 +78,9 @@ def routing_statistics(
       ...     mesh=mesh, in_specs=P("ep"), out_specs=P()))
       >>> f(jnp.tile(jnp.array([3.0, 2.0, 1.0, 0.0]), (16, 1))).tokens_per_expert
       Array([16, 16,  0,  0], dtype=int32)
+
+    Source: Fedus et al., "Switch transformers" (2021), and Zoph et al., "ST-MoE" (2022), for the
+    losses.
     """
     name = "routing_statistics"
     axes = _axes(name, axis_name)
