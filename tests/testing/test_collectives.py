@@ -196,6 +196,18 @@ def test_platform_dependent(platform, forward):
     assert counts.forward == forward
 
 
+def test_branches_of_other_platforms_may_run_what_cannot_be_counted():
+    def forever(x):
+        return lax.while_loop(lambda x: jnp.all(x < 9), lambda x: lax.ppermute(x, "x", CYCLE), x)
+
+    def fn(x):
+        return lax.platform_dependent(x, cpu=forever, default=lambda x: gather(x)[:4])
+
+    assert count_collectives(shard(fn), X, grad=False, platform="tpu").forward == {"all_gather": 1}
+    with pytest.raises(ValueError, match="trip count is not known"):
+        count_collectives(shard(fn), X, grad=False, platform="cpu")
+
+
 def test_integers_have_no_backward():
     counts = count_collectives(shard(gather), jnp.arange(16))
     assert counts == CollectiveCounts(Counter(all_gather=1), Counter(), 4 * 4 * 3, 0, 0)

@@ -76,9 +76,13 @@ def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) 
             add({name: weigh(name, eqn, sizes)})
             continue
         inner_sizes = {**sizes, **eqn.params["mesh"].shape} if primitive == "shard_map" else sizes
-        inner = [_tally(sub, platform, weigh, inner_sizes) for sub in subjaxprs(eqn.params)]
+        subs = list(subjaxprs(eqn.params))
         if primitive == "cond":
-            add(_branch(eqn.params, inner, platform))
+            subs = _branches(eqn.params, subs, platform)
+        inner = [_tally(sub, platform, weigh, inner_sizes) for sub in subs]
+        if primitive == "cond":
+            names = {name for part in inner for name in part}
+            add({name: max(part.get(name, 0.0) for part in inner) for name in names})
             continue
         for part in inner:
             if primitive == "while" and part:
@@ -91,16 +95,19 @@ def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) 
     return total
 
 
-def _branch(
-    params: dict[str, Any], branches: list[dict[str, float]], platform: str | None
-) -> dict[str, float]:
+def _branches(
+    params: dict[str, Any], branches: list[core.Jaxpr], platform: str | None
+) -> list[core.Jaxpr]:
+    """Those that may run: one where the choice is by platform, and the platform is known.
+
+    The others are not looked into: what they run may be impossible to count.
+    """
     platforms = params.get("branches_platforms")
     if platforms is not None and platform is not None:
         for names, branch in zip(platforms, branches, strict=True):
             if names is None or platform in names:
-                return branch
-    names = {name for branch in branches for name in branch}
-    return {name: max(branch.get(name, 0.0) for branch in branches) for name in names}
+                return [branch]
+    return branches
 
 
 def local_bytes(jaxpr: core.Jaxpr, variables: list[Var]) -> int:
