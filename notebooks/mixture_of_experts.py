@@ -1,0 +1,623 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A mixture of experts, and how tokens travel to it
+#
+# Each token goes to a few of many small MLPs, the experts. With experts over devices, tokens have
+# to travel, and which ones is known at run time only. From one device to eight:
+#
+# 1. one device: a router, experts, and the result that all others must give
+# 2. the plan: which token goes to which device
+# 3. there and back by hand, and rows that nobody wrote
+# 4. the layer: nothing dropped
+# 5. the layer with a capacity: which tokens lose which expert
+# 6. the layer with small buffers: what overflows is counted
+# 7. balance, by a loss and by a bias
+# 8. chunks, and how to see whether they hide the exchange
+#
+# Everything runs on eight CPU devices in one process, so **nothing below is a measurement of
+# speed**; what is sent, what is lost and what is computed are those of any machine.
+
+# %%
+# Before anything else touches JAX: the number of devices is fixed when the backend starts.
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# %%
+from functools import cache, partial
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from matplotlib.patches import ConnectionPatch
+
+from jaxpar import make_mesh
+from jaxpar.layers import mean_loss
+from jaxpar.moe import (
+    Experts,
+    RaggedDispatcher,
+    apply_experts,
+    expert_capacity,
+    load_balance_loss,
+    moe_layer,
+    route,
+    update_router_bias,
+)
+from jaxpar.testing import count_collectives, poisoned_rows, tolerance
+
+assert jax.device_count() == 8
+
+# %% [markdown]
+# ## 1. One device
+#
+# 64 tokens, 16 experts, each token to the two that the router scores best. All tokens have one
+# direction in common, so that the router starts with favourites.
+
+# %%
+DEVICES, TOKENS, EXPERTS, TOP_K = 8, 8, 16, 2  # TOKENS: of each device
+LOCAL = EXPERTS // DEVICES  # experts of each device
+FEATURES, HIDDEN = 16, 32
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+x = normal(DEVICES * TOKENS, FEATURES) + 0.5 * normal(FEATURES)
+router = normal(FEATURES, EXPERTS) / FEATURES**0.5
+experts = Experts(
+    up=normal(EXPERTS, FEATURES, HIDDEN) / FEATURES**0.5,
+    gate=normal(EXPERTS, FEATURES, HIDDEN) / FEATURES**0.5,
+    down=normal(EXPERTS, HIDDEN, FEATURES) / HIDDEN**0.5,
+)
+routing = jax.device_get(jax.jit(route, static_argnums=1)(x @ router, TOP_K))
+
+first = jax.tree.map(lambda a: a[:TOKENS], routing)
+figure, panel = plt.subplots(figsize=(7, 3))
+panel.imshow(first.scores, cmap="Greys", vmin=0, vmax=0.5)
+for token, (chosen, weights) in enumerate(zip(first.experts, first.weights, strict=True)):
+    for expert, weight in zip(chosen, weights, strict=True):
+        text = {"ha": "center", "va": "center", "color": "C3", "size": 8, "weight": "bold"}
+        panel.text(expert, token, f"{weight:.2f}", **text)
+panel.set(xlabel="expert", ylabel="token", xticks=range(EXPERTS), yticks=range(TOKENS))
+panel.set_title("scores of the first tokens, and the two weights of each", size=9)
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# A weight is the softmax over all 16 experts, taken before the choice, so the two of a token do
+# not sum to 1. Models differ here: `normalize=True` divides by the sum, and is the same as
+# `scoring="selected_softmax"`, a softmax over the two chosen logits.
+
+# %%
+for options in ({}, {"normalize": True}, {"scoring": "selected_softmax"}, {"scoring": "sigmoid"}):
+    other = jax.jit(partial(route, top_k=TOP_K, **options))(x[:3] @ router)
+    sums = ", ".join(f"{total:.2f}" for total in np.sum(other.weights, axis=1))
+    print(f"{options!s:34} experts {other.experts.tolist()}, weights sum to {sums}")
+    np.testing.assert_array_equal(other.experts, routing.experts[:3])
+
+# %% [markdown]
+# The plainest layer computes every expert for every token, and multiplies most results by 0. It is
+# eight times too much work, and what everything below is compared with.
+
+
+# %%
+@jax.jit
+def reference(x, router, experts, kept=True):
+    """On one device; `kept` [64, 2] says which choices count."""
+    routing = route(x @ router, TOP_K)
+    weights = jnp.where(kept, routing.weights, 0)
+    one_hot = jax.nn.one_hot(routing.experts, EXPERTS)
+    weights = jnp.einsum("tk,tke->te", weights, one_hot)
+    hidden = jnp.einsum("td,edf->etf", x, experts.up)
+    hidden = hidden * jax.nn.silu(jnp.einsum("td,edf->etf", x, experts.gate))
+    return jnp.einsum("te,etf,efd->td", weights, hidden, experts.down)
+
+
+expected = reference(x, router, experts)
+
+# A sharded layer adds the same terms in another order: one after the other those of up (or gate),
+# of down, and of a token's experts; and as many again in a derivative.
+TOLERANCE = 6 * tolerance("float32", HIDDEN)
+
+
+def assert_close(found, wanted):
+    def check(found, wanted):
+        scale = np.max(np.abs(wanted))
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * scale)
+
+    jax.tree.map(check, found, wanted)
+
+
+# %% [markdown]
+# ## 2. The plan
+#
+# Eight tokens and two experts on each device: expert e is on device e // 2. A `RaggedDispatcher` is
+# made from the devices that each token needs. It is a plan: one small all-gather, after which
+# every device knows how many rows go from where to where, and so where each begins in every
+# buffer. It then moves any pytree of rows. Let us send each token's own number, so that we see who
+# arrived.
+
+# %%
+mesh = make_mesh("ep=8")
+
+
+def sharded(fn, out_specs=P("ep")):  # noqa: B008
+    """`fn` of tokens, the router and experts, these over the axis."""
+    specs = {"in_specs": (P("ep"), P(), P("ep")), "out_specs": out_specs}
+    return jax.jit(jax.shard_map(fn, mesh=mesh, **specs))
+
+
+def numbers_that_arrive(capacity):
+    def plan(x, router, experts):
+        chosen = route(x @ router, TOP_K).experts  # int32[t, k]
+        dispatcher = RaggedDispatcher.from_target_device_ids(chosen // LOCAL, axis_name="ep")
+        number = lax.axis_index("ep") * TOKENS + jnp.arange(TOKENS, dtype="int32")
+        arrived, valid = dispatcher.dispatch(number, capacity)  # [capacity] each
+        lost = dispatcher.overflow(capacity)
+        return dispatcher.send_sizes[None], arrived[None], valid[None], lost[None]
+
+    return jax.device_get(sharded(plan)(x, router, experts))
+
+
+ROWS = 32
+sizes, arrived, valid, lost = numbers_that_arrive(ROWS)
+
+figure, panel = plt.subplots(figsize=(3.4, 3.4))
+panel.imshow(sizes, cmap="Greys", vmax=2 * sizes.max())
+for (source, target), rows in np.ndenumerate(sizes):
+    panel.text(target, source, rows, ha="center", va="center", size=8)
+panel.set(xlabel="to device", ylabel="from device", xticks=range(8), yticks=range(8))
+panel.set_title("send_sizes of all devices, in rows", size=9)
+figure.tight_layout()
+plt.show()
+
+print("rows for each device:", sizes.sum(axis=0))
+assert not lost.any()
+
+# %% [markdown]
+# A token whose two experts are on one device is sent there once, so there are fewer rows than
+# choices. The diagonal stays where it is. An all-gather would send every token to all seven other
+# devices.
+
+# %%
+targets = routing.experts // LOCAL  # [64, 2]
+alone = [token for token, (a, b) in enumerate(targets) if a == b]
+print(f"{targets.size} choices, {sizes.sum()} rows, for tokens {alone} only one")
+print(f"{sizes.sum() - sizes.trace()} rows travel; an all-gather sends {7 * DEVICES * TOKENS}")
+assert sizes.sum() == targets.size - len(alone)
+
+# %% [markdown]
+# Left: what each device has, with the devices that each token needs. Right: what each receives,
+# first the rows of device 0, then those of device 1, and so on. Hatched: rows that nobody wrote.
+# Two tokens are followed: one for two devices, and one whose experts are both on one.
+
+# %%
+PALETTE = plt.get_cmap("Set2").colors
+CELL = {"ha": "center", "va": "center"}
+
+
+def draw_cell(panel, column, row, text="", **style):
+    style = {"ec": "white", "lw": 0.6} | style
+    panel.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, **style))
+    panel.text(column, row, text, size=6.5, **CELL)
+
+
+def draw_buffers(panel, arrived, valid, title):
+    rows = arrived.shape[1]
+    for (device, row), number in np.ndenumerate(arrived):
+        if valid[device, row]:
+            draw_cell(panel, device, row, number, fc=PALETTE[number // TOKENS])
+        else:
+            draw_cell(panel, device, row, fc="white", ec="lightgrey", hatch="////")
+    panel.set(xlim=(-0.5, 7.5), ylim=(rows - 0.5, -0.5), xticks=range(8), xlabel="device")
+    panel.set(ylabel="row")
+    panel.set_title(title, size=9)
+    panel.spines[:].set_visible(False)
+
+
+def follow(panels, number, color):
+    """Frames a token and the rows where it arrived, and draws arrows between them."""
+    source, token = divmod(number, TOKENS)
+    frame = {"fc": "none", "ec": color, "lw": 2, "zorder": 4}
+    draw_cell(panels[0], source, token, **frame)
+    places = {"coordsA": panels[0].transData, "coordsB": panels[1].transData}
+    for device, row in np.argwhere((arrived == number) & valid):
+        draw_cell(panels[1], device, row, **frame)
+        ends = (source + 0.5, token), (device - 0.5, row)
+        arrow = ConnectionPatch(*ends, **places, arrowstyle="-|>", color=color, lw=1.3)
+        panels[0].figure.add_artist(arrow)
+
+
+figure, panels = plt.subplots(1, 2, figsize=(10, 5.6))
+for number, needed in enumerate(targets):
+    source, token = divmod(number, TOKENS)
+    text = f"{number}\nto {', '.join(map(str, sorted(set(needed.tolist()))))}"
+    draw_cell(panels[0], source, token, text, fc=PALETTE[source])
+panels[0].set(xlim=(-0.5, 7.5), ylim=(TOKENS - 0.5, -0.5), xticks=range(8), xlabel="device")
+panels[0].set(ylabel="token of the device")
+panels[0].set_title("tokens, and the devices that they need", size=9)
+panels[0].spines[:].set_visible(False)
+draw_buffers(panels[1], arrived, valid, f"receive buffers of {ROWS} rows")
+figure.tight_layout(w_pad=4)
+split = DEVICES * TOKENS - TOKENS + 1
+assert split not in alone
+follow(panels, split, "black")
+follow(panels, alone[-1], "C3")
+plt.show()
+
+for device in range(DEVICES):
+    wanted = [n for n in range(64) if device in targets[n]]  # in order: device 0 first
+    np.testing.assert_array_equal(arrived[device][valid[device]], wanted)
+
+# %% [markdown]
+# Shapes are static, so buffers are as long as what *could* come: all 64 tokens, in the worst case.
+# 32 rows happen to suffice here; sections 5 and 6 are about buffers that are smaller by design.
+#
+# ## 3. There and back by hand
+#
+# The layer in its parts. Beside each token travel its experts and weights. On arrival the pairs of
+# a row and a local expert are sorted by expert, `apply_experts` multiplies each group by its own
+# weights, and the pairs of a row are added up. `combine` brings one row home for each that came,
+# and adds those of each token.
+
+
+# %%
+def by_hand(x, router, experts):  # x: f32[t, d]; experts: two of them
+    routing = route(x @ router, TOP_K)
+    dispatcher = RaggedDispatcher.from_target_device_ids(routing.experts // LOCAL, axis_name="ep")
+    sent = x, routing.experts, routing.weights
+    (rows, chosen, weights), valid = dispatcher.dispatch(sent, ROWS)  # [r, d], [r, k], [r, k]
+
+    local = chosen - LOCAL * lax.axis_index("ep")
+    mine = valid[:, None] & (local >= 0) & (local < LOCAL)
+    group = jnp.where(mine, local, LOCAL).ravel()  # [r k], LOCAL for none
+    order = jnp.argsort(group)
+    group_sizes = jnp.bincount(group, length=LOCAL + 1)[:LOCAL]
+    row = order // TOP_K
+    pairs = apply_experts(rows[row], experts, group_sizes, weights=weights.ravel()[order])
+    made = jnp.zeros((ROWS, FEATURES)).at[row].add(pairs)  # pairs of no group are 0
+
+    combined, _ = dispatcher.combine(made, ROWS)  # [t, d]
+    return combined
+
+
+assert_close(sharded(by_hand)(x, router, experts), expected)
+
+# %% [markdown]
+# Rows that nobody wrote hold whatever the memory held. On CPU that is 0, which hides every mistake.
+# `poisoned_rows` makes it NaN. Then a mistake shows: here a device takes the mean of what it
+# received, three times.
+
+
+# %%
+def means(x, router, experts):
+    chosen = route(x @ router, TOP_K).experts
+    dispatcher = RaggedDispatcher.from_target_device_ids(chosen // LOCAL, axis_name="ep")
+    rows, valid = dispatcher.dispatch(x, ROWS)
+    unmasked = jnp.sum(rows)
+    multiplied = jnp.sum(rows * valid[:, None])  # NaN * 0 is NaN
+    masked = jnp.sum(jnp.where(valid[:, None], rows, 0))
+    return jnp.stack([unmasked, multiplied, masked])[None] / (valid.sum() * FEATURES)
+
+
+print("read as 0:", np.round(sharded(means)(x, router, experts)[0], 3))
+with poisoned_rows():
+    poisoned = sharded(means)(x, router, experts)
+    print("poisoned: ", np.round(poisoned[0], 3))
+    assert np.all(np.isnan(poisoned) == [True, True, False])
+    assert_close(sharded(by_hand)(x, router, experts), expected)  # reads none of them
+
+# %% [markdown]
+# ## 4. The layer: nothing dropped
+#
+# `moe_layer` is all that in one call, with statistics. Without further options its buffers are
+# those of the worst case and nothing is lost, however uneven the routing. Results and all
+# gradients are those of one device.
+
+
+# %%
+@cache  # compiled once for the same options
+def layer(**options):
+    def apply(x, router, experts):
+        options_ = {"axis_name": "ep", "top_k": TOP_K} | options
+        return moe_layer(x, router, experts, **options_)
+
+    return sharded(apply, out_specs=(P("ep"), P()))
+
+
+target = normal(*x.shape)
+
+
+def results_and_gradients(apply):
+    def loss(x, router, experts):
+        y, statistics = apply(x, router, experts)
+        return jnp.sum((y - target) ** 2), (y, statistics)
+
+    (_, results), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(
+        x, router, experts
+    )
+    return *results, grads
+
+
+found, dropless, grads = results_and_gradients(layer())
+_, _, wanted = results_and_gradients(lambda *args: (reference(*args), None))
+assert_close(found, expected)
+assert_close(grads, wanted)
+
+print("tokens of each expert:", dropless.tokens_per_expert)
+print("dropped:", dropless.dropped, "overflow:", dropless.overflow)
+
+# %% [markdown]
+# `dispatch` chooses how tokens reach experts; the default, `"auto"`, picks the ring where nearly
+# every token needs nearly every device, and the ragged exchange elsewhere. All give the same.
+
+# %%
+ways = {"auto": layer(), "ring": layer(dispatch="ring"), "all_gather": layer(dispatch="all_gather")}
+for way, apply in ways.items():
+    if way != "auto":  # compared above
+        assert_close(apply(x, router, experts)[0], expected)
+    counts = count_collectives(apply, x, router, experts, platform="tpu", grad=False)
+    print(f"{way:>10}: {dict(counts.forward)}")
+
+# %% [markdown]
+# What a TPU would run; on CPU devices dense all-to-alls take the place of the ragged ones. The
+# all-gather of `auto` is the plan, psums are those of the statistics.
+#
+# ## 5. The layer with a capacity
+#
+# With `capacity_factor`, an expert takes a fixed number of tokens from each device: the factor
+# times an even share, rounded up. Other tokens lose that expert, and keep what their other one
+# gives. `capacity_policy` says who stays: those with the largest weights, or the first ones.
+#
+# The same rule in a few lines of NumPy:
+
+
+# %%
+def kept_by_rule(capacity, policy):
+    chosen, weights = routing.experts, routing.weights
+    kept = np.zeros(chosen.shape, bool)
+    for device in range(DEVICES):
+        here = np.arange(len(chosen)) // TOKENS == device
+        for expert in range(EXPERTS):
+            pairs = np.argwhere(here[:, None] & (chosen == expert))  # the earliest first
+            if policy == "probability":
+                pairs = sorted(pairs, key=lambda pair: -weights[tuple(pair)])
+            for token, choice in pairs[:capacity]:
+                kept[token, choice] = True
+    return kept
+
+
+def draw_choices(panel, kept, title):
+    for (token, choice), expert in np.ndenumerate(routing.experts):
+        weight = routing.weights[token, choice]
+        shade = plt.get_cmap("Greens")(float(0.25 + 0.9 * weight))
+        lost = {} if kept[token, choice] else {"text": "x", "ec": "C3", "lw": 1.5, "zorder": 3}
+        draw_cell(panel, token, expert, fc=shade, **lost)
+    for edge in range(0, 65, TOKENS):
+        panel.axvline(edge - 0.5, color="grey", lw=0.8)
+    panel.set(xlim=(-0.5, 63.5), ylim=(15.5, -0.5), ylabel="expert", yticks=range(0, 16, 2))
+    panel.set_xticks(range(0, 64, TOKENS))
+    panel.set_title(title, size=9)
+
+
+FACTOR = 1.5
+capacity = expert_capacity(TOKENS, TOP_K, EXPERTS, FACTOR)
+print(f"capacity {capacity}: {FACTOR} x {TOKENS} tokens x {TOP_K} / {EXPERTS} experts, rounded up")
+
+figure, panels = plt.subplots(2, 1, figsize=(10, 6), sharex=True)
+for panel, policy in zip(panels, ("probability", "position"), strict=True):
+    limited = layer(capacity_factor=FACTOR, capacity_policy=policy)
+    found, statistics = limited(x, router, experts)
+    kept = kept_by_rule(capacity, policy)
+    assert_close(found, reference(x, router, experts, kept))
+    assert statistics.dropped == np.sum(~kept)
+    draw_choices(panel, kept, f"kept by {policy}; {statistics.dropped} of {kept.size} lost")
+panels[1].set_xlabel("token; lines part devices")
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# The darker, the larger the weight; what has a red frame is lost. Both policies lose equally many,
+# but not the same: by position the last tokens of each device lose, however large the weight. By
+# probability the light ones do, but whether a token keeps an expert then depends on later tokens.
+#
+# A capacity bounds the buffers too, to what it lets through: at most `capacity` tokens of each
+# device for each expert.
+#
+# ## 6. The layer with small buffers
+#
+# A capacity drops by expert and by device, although another device's tokens may have left room.
+# `buffer_factor` drops nothing by itself: it makes receive buffers that multiple of what arrives
+# when loads are even, and what does not fit is lost. How much was lost is in
+# `statistics.overflow`.
+
+# %%
+changed = {}
+for factor in (1.0, 1.5):
+    found, statistics = layer(buffer_factor=factor)(x, router, experts)
+    differs = np.max(np.abs(found - expected), axis=1) > TOLERANCE * np.max(np.abs(expected))
+    changed[factor] = np.flatnonzero(differs)
+    print(f"buffer_factor={factor}: {statistics.overflow} choices lost, {differs.sum()} tokens")
+    assert differs.sum() <= statistics.overflow
+    assert statistics.dropped == 0
+
+even = DEVICES * TOKENS * TOP_K // DEVICES  # rows for each device, at most, if loads are even
+_, small, fits, lost = numbers_that_arrive(even)
+figure, panel = plt.subplots(figsize=(5.5, 3.6))
+title = f"buffers of {even} rows; lost: {', '.join(map(str, lost))}"
+draw_buffers(panel, small, fits, title)
+figure.tight_layout()
+plt.show()
+np.testing.assert_array_equal(lost, np.maximum(sizes.sum(axis=0) - even, 0))
+
+# %% [markdown]
+# This is the buffer of `buffer_factor=1`. Some are full while others have room. The busiest devices
+# lose, and of the tokens that they should get, those of the *last* devices; nothing is ever written
+# out of bounds. (The layer counts choices, a few more than the rows: a row may be for two experts,
+# whose results need room as well.) So watch `overflow`, and make routing even.
+#
+# ## 7. Balance
+#
+# `statistics` says how even it is, over all devices:
+
+# %%
+for name, value in dropless._asdict().items():
+    print(f"{name:>18} {value if value.ndim else format(value.item(), '.4g')}")
+
+# %% [markdown]
+# `largest_load` is that of the busiest expert over the mean, and 1 at balance, as is
+# `load_balance_loss`. That loss is a product of global means: the mean of what each device would
+# compute is another number, and asks each device to be even on its own.
+
+# %%
+
+
+@jax.jit
+@jax.vmap
+def local_loss(logits):  # of one device's tokens
+    return load_balance_loss(route(logits, TOP_K))
+
+
+mean = np.mean(local_loss((x @ router).reshape(DEVICES, TOKENS, EXPERTS)))
+print(f"global {dropless.load_balance_loss:.2f}, mean of local ones {mean:.2f}")
+assert mean > dropless.load_balance_loss
+
+# %% [markdown]
+# Add it to the loss, times some factor, and its gradient moves the router. The other way has no
+# loss: a bias for each expert, added to its score where experts are chosen but not in weights. It
+# goes up after a step in which the expert got fewer tokens than the mean, and down if more
+# (`update_router_bias`). Here is the whole layer, trained to predict vectors from vectors, without
+# either, with the loss and with the bias:
+
+
+# %%
+def objective(params, bias, factor, x, target):
+    options = {"axis_name": "ep", "top_k": TOP_K, "router_bias": bias}
+    y, statistics = moe_layer(x, *params, **options)
+    error = mean_loss(jnp.sum((y - target) ** 2), y.size, "ep")
+    return error + factor * statistics.load_balance_loss, (error, statistics)
+
+
+SPECS = (P(), P("ep")), P(), P(), P("ep"), P("ep")
+objective = jax.shard_map(objective, mesh=mesh, in_specs=SPECS, out_specs=(P(), (P(), P())))
+
+
+@jax.jit
+def train(factor, rate):
+    def step(state, _):
+        params, bias = state
+        grads, (error, statistics) = jax.grad(objective, has_aux=True)(
+            params, bias, factor, x, target
+        )
+        params = jax.tree.map(lambda w, g: w - 0.5 * g, params, grads)
+        bias = update_router_bias(bias, statistics.tokens_per_expert, rate)
+        return (params, bias), (error, statistics)
+
+    state = (router, experts), jnp.zeros(EXPERTS)
+    return lax.scan(step, state, length=60)[1]
+
+
+RUNS = {"neither": (0.0, 0.0), "loss": (0.3, 0.0), "bias": (0.0, 0.005)}
+figure, panels = plt.subplots(1, 3, figsize=(10, 2.8), width_ratios=(1, 1, 1.4))
+ends = {}
+for place, (name, (factor, rate)) in enumerate(RUNS.items()):
+    errors, history = jax.device_get(train(factor, rate))
+    style = {"label": name, "color": PALETTE[place]}
+    panels[0].plot(errors, **style)
+    panels[1].plot(history.largest_load, **style)
+    panels[2].bar(np.arange(16) + 0.27 * (place - 1), history.tokens_per_expert[-1], 0.27, **style)
+    ends[name] = history.largest_load[-1]
+panels[0].set(xlabel="step", title="error")
+panels[1].set(xlabel="step", title="largest load", ylim=(1, None))
+panels[2].set(xlabel="expert", title="tokens at the end", xticks=range(0, 16, 2))
+panels[2].axhline(DEVICES * TOKENS * TOP_K / EXPERTS, color="black", lw=0.8, ls=":")
+for panel in panels:
+    panel.title.set_size(9)
+    panel.spines[["top", "right"]].set_visible(False)
+panels[0].legend(frameon=False, fontsize=8)
+figure.tight_layout()
+plt.show()
+
+print({name: f"{load:.2f}" for name, load in ends.items()})
+assert max(ends["loss"], ends["bias"]) < ends["neither"]
+
+# %% [markdown]
+# Left alone, the favourites get more tokens still. Here the loss evens them out at the price of a
+# larger error, as its gradient competes with that of the error; a bias has none.
+#
+# ## 8. Chunks, and what they hide
+#
+# With `chunks`, each device sends its tokens in so many pieces, each while the experts compute the
+# one before. The result is the same; the program has an exchange there and one back for each:
+
+# %%
+found, _ = layer(chunks=2)(x, router, experts)
+assert_close(found, expected)
+
+for chunks in (1, 2):
+    counts = count_collectives(layer(chunks=chunks), x, router, experts, platform="tpu", grad=False)
+    print(f"{chunks} chunks: {counts.forward['ragged_all_to_all']} ragged all-to-alls")
+    assert counts.forward["ragged_all_to_all"] == 2 * chunks
+
+# %% [markdown]
+# Whether they are hidden is for a compiler to say, and its schedule can be had without the machine.
+# With `pip install 'jaxpar[tpu]'` this compiles a layer for eight TPU chips and plays the schedule;
+# it takes a minute, so it does not run here:
+#
+# ```python
+# from jaxpar.testing import assert_overlapped
+#
+# def array(*shape, spec=P("ep")):
+#     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=spec)
+#
+# def layer(x, router, experts):
+#     options = {"axis_name": "ep", "top_k": 8, "buffer_factor": 1.25, "chunks": 4}
+#     return moe_layer(x, router, experts, dispatch="ragged", **options)[0]
+#
+# assert_overlapped(
+#     jax.shard_map(layer, in_specs=(P("ep"), P(), P("ep")), out_specs=P("ep")),
+#     "v5p:2x2x2",
+#     array(8 * 4096, 4096),
+#     array(4096, 128, spec=P()),
+#     Experts(up=array(128, 4096, 2048), gate=array(128, 4096, 2048), down=array(128, 2048, 4096)),
+#     mesh="ep=8",
+#     exposed_at_most=0.1,
+#     compiler_options={
+#         "xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all": "true"
+#     },
+# )
+# ```
+#
+# It passes; with `chunks=1` it fails, and names the transfers that are waited for. How many rows
+# travel depends on data, so it counts the most that shapes allow. For your own guess, and for a
+# picture, `jaxpar.schedule.timeline(compile_for(...), assumed=Assumed(sent_rows=...))` and
+# `python -m jaxpar predict module:function --plot timeline.png`.
+#
+# ## In short
+#
+# - `moe_layer` without options loses nothing; its buffers are those of the worst case.
+# - `capacity_factor` drops by a rule that you choose, `buffer_factor` saves memory and counts what
+#   overflows.
+# - A token travels once to each distinct device. Rows beyond those that arrived hold anything: mask
+#   with `jnp.where`, and test inside `poisoned_rows()`.
+# - Watch `largest_load`; even it out with the loss or with the bias.
+# - Chunks hide the exchange, and a compiler says whether they do.
