@@ -83,7 +83,7 @@ def compiled_tables(found: Found) -> dict[str, Table]:
             bounds = [found[case, form, which].get("bound") for form in forms]
             bound = next((f"{b / 1e9:.2f}" for b in bounds if b), "-")
             titles += [
-                f"{'forward' if which == 'forward' else 'forward and backward'}, ms",
+                f"{which if which == 'forward' else 'forward and backward'}, ms",
                 "exposed",
                 f"GB sent (bound {bound})",
                 "HBM, GiB",

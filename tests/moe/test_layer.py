@@ -183,6 +183,11 @@ def test_weights_over_fsdp(axis):
     check(params, "fsdp=2,ep=4", top_k=2, devices=8, vma=axis == 1, **how)
 
 
+def test_weights_over_fsdp_of_experts_without_biases():
+    params = parameters(16, 4, gated=False)
+    check(params, "fsdp=2,ep=4", top_k=2, devices=8, fsdp="fsdp", data="fsdp", dispatch="ring")
+
+
 @pytest.mark.parametrize("dispatch", ["ragged", "all_gather"])
 def test_chunks(dispatch):
     params = parameters(8 * 5, 8)
@@ -234,12 +239,34 @@ def test_overflow_is_counted_and_only_loses_what_overflows():
     assert 0 < changed.sum() <= int(statistics.overflow)
 
 
+def test_balanced_loads_fit_into_buffers_of_their_size():
+    for experts, devices in ((8, 4), (5, 4), (9, 8), (3, 8)):
+        bounds = Bounds(devices, experts, -(-experts // devices), 1, None, 1.0)
+        rows = bounds.rows(8 * experts)
+        assert rows >= 8 * devices * bounds.local
+        assert bounds.pairs(8 * experts, devices, rows) >= 8 * devices * bounds.local
+
+
+def test_masked_tokens_may_hold_anything():
+    params = parameters(16, 6, shared=True)
+    how = {"data": "dp", "top_k": 2, "mask": MASK}
+    wanted = run(params, "dp=2,ep=4", **how)[2]
+    params["tokens"] = np.where(MASK[:, None], params["tokens"], np.nan)
+    found = run(params, "dp=2,ep=4", **how)[2]
+    for name in ("router", "experts", "shared"):
+        for x, y in zip(jax.tree.leaves(found[name]), jax.tree.leaves(wanted[name]), strict=True):
+            assert np.all(np.isfinite(x))
+            if name != "shared":  # which see 0 in place of masked tokens
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
 def test_auto():
-    assert choose_dispatch(Bounds(4, 16, 4, 2, None, None), 1) == "ragged"
-    assert choose_dispatch(Bounds(4, 16, 4, 8, None, None), 1) == "ring"
-    assert choose_dispatch(Bounds(4, 16, 4, 8, None, None), 2) == "ragged"
+    assert choose_dispatch(Bounds(4, 16, 4, 2, None, None), True) == "ragged"
+    assert choose_dispatch(Bounds(4, 16, 4, 8, None, None), True) == "ring"
+    assert choose_dispatch(Bounds(4, 16, 4, 8, None, None), False) == "ragged"
 
 
+ARRAY = jnp.ones(F)
 ERRORS = {
     "chunks=0 must be at least 1": {"chunks": 0},
     "chunks=2 with dispatch='ring'": {"chunks": 2, "dispatch": "ring"},
@@ -247,6 +274,8 @@ ERRORS = {
     "buffer_factor=-1 must be at least 0": {"buffer_factor": -1},
     "top_k": {"top_k": 9},
     "axis_name and tp_axis_name both have the axis 'ep'": {"tp": "ep"},
+    "wire_dtype=int32 cannot carry": {"wire_dtype": "int32"},
+    "activation closes over arrays": {"dispatch": "ring", "activation": lambda x: x * ARRAY},
     "fsdp_axis=0 must be 1 or 2": {"fsdp": "dp", "fsdp_axis": 0},
     r"axis_name 'x' is not bound: the axes bound here are": {"tp": "x"},
 }

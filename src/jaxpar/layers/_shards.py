@@ -176,20 +176,23 @@ def bind_shards(
     return Shards(stages, tuple(counted), _groups(leaves, counted), wire)
 
 
+_WHOLE = object()
+
+
 def broadcast_axis(function: str, axis: Any, tree: Any) -> list[Any]:
-    """Returns the entry for each leaf of `axis`: an int, None, or a prefix of `tree` of those."""
-
-    def is_entry(entry: Any) -> bool:
-        return entry is None
-
+    """Returns the entry for each leaf of `tree` in `axis`: an int, None, or a prefix of those."""
+    # None is an entry of axis, but in the tree it is a place without a leaf.
+    marked = jax.tree.map(
+        lambda entry: _WHOLE if entry is None else entry, axis, is_leaf=lambda entry: entry is None
+    )
     try:
-        dims = jax.tree.broadcast(axis, tree, is_leaf=is_entry)
+        dims = jax.tree.broadcast(marked, tree)
     except ValueError as reason:
         raise ValueError(
             f"{function}: axis={axis!r} is neither an integer, None nor a prefix of a pytree "
             f"{jax.tree.structure(tree)}: {reason}"
         ) from None
-    return jax.tree.leaves(dims, is_leaf=is_entry)
+    return [None if dim is _WHOLE else dim for dim in jax.tree.leaves(dims)]
 
 
 def vary_sharded(shards: Shards, leaves: list[Array]) -> list[Array]:

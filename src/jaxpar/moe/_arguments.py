@@ -50,12 +50,10 @@ def bind_axes(
     fsdp_axis_name: AxisName | None,
 ) -> Axes:
     """Returns the rings, or raises where one cannot be had here or two share an axis."""
-    given = {
-        "axis_name": axis_name,
-        "data_axis_name": data_axis_name or None,
-        "tp_axis_name": tp_axis_name,
-    }
-    rings = {key: bind_ring(function, name) for key, name in given.items() if name is not None}
+    rings = {"axis_name": bind_ring(function, axis_name)}
+    for key, name in (("data_axis_name", data_axis_name), ("tp_axis_name", tp_axis_name)):
+        if name is not None and name != ():
+            rings[key] = bind_ring(function, name)
     fsdp = None if fsdp_axis_name is None else bind_ring(function, fsdp_axis_name)
     # Tokens are often sharded over the axes of fsdp, which are data axes then.
     weights = {key: ring for key, ring in rings.items() if key != "data_axis_name"}
@@ -121,7 +119,7 @@ def check_experts(
         rank = 2 if name.endswith("bias") else 3
         if w.ndim != rank or w.shape[0] != share:
             raise ValueError(
-                f"{function}: experts.{name} has local shape {w.shape}, but must have {rank} "
+                f"{function}: experts.{name} has local shape {w.shape}, but needs {rank} "
                 f"dimensions, the first of {share}: {count} experts (columns of router) over "
                 f"{ring} are ceil({count} / {ring.size}) = {share} a device; append missing ones "
                 f"with pad_experts(experts, {ring.size}), and shard along the first dimension"

@@ -25,7 +25,8 @@ class Bounds:
     def pairs(self, tokens: int, sources: int, rows: int) -> int:
         """Pairs of a token and an expert of this device, of `rows` tokens of `sources` devices."""
         worst = min(rows * min(self.top_k, self.local), sources * self._from_device(tokens))
-        return self._limit(worst, tokens * sources * self.top_k / self.devices)
+        share = min(self.local, self.experts) / self.experts  # of a device that is full of experts
+        return self._limit(worst, tokens * sources * self.top_k * share)
 
     @property
     def targets(self) -> float:
@@ -44,10 +45,10 @@ class Bounds:
         return min(worst, ceil(self.buffer_factor * average))
 
 
-def choose_dispatch(bounds: Bounds, chunks: int) -> Dispatch:
-    """Returns the way of `auto`: a ring where nearly every token needs nearly every device.
+def choose_dispatch(bounds: Bounds, ring: bool) -> Dispatch:
+    """Returns the way of `auto`: a `ring`, if it can be, where nearly all need nearly all devices.
 
     There it sends no more than what would be sent to each, and hides it. Elsewhere rows that nobody
     needs, and experts that are computed again for the gradients, cost it more than it hides.
     """
-    return "ring" if chunks == 1 and bounds.targets > 0.9 * bounds.devices else "ragged"
+    return "ring" if ring and bounds.targets > 0.9 * bounds.devices else "ragged"

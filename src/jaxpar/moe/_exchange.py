@@ -132,14 +132,14 @@ def exchange_in_chunks(
 
 def gather(ring: Ring, tree: Any) -> Any:
     """The rows of all devices of the ring."""
-    if ring.size == 1:
+    if ring.size == 1 or not len(jax.tree.leaves(tree)[0]):
         return tree
     return jax.tree.map(lambda x: lax.all_gather(x, ring.axis_name, tiled=True), tree)
 
 
 def scatter(ring: Ring, x: Array, wire_dtype: Any) -> Array:
     """The sums over the ring of this device's own rows."""
-    if ring.size == 1:
+    if ring.size == 1 or not len(x):
         return x
     wide = x.astype(addition_dtype(x.dtype) if wire_dtype is None else wire_dtype)
     return lax.psum_scatter(wide, ring.axis_name, tiled=True).astype(x.dtype)

@@ -72,22 +72,25 @@ def apply_experts(
     sizes = fitting_sizes(group_sizes, len(x))
     operands, sizes = vary_alike((), Operands(x, experts, weights), sizes)
     mlp = Mlp(method, activation, preferred, dtype)
-    rows = zeros_alike((1, experts.up.shape[2]), dtype, experts.up)
-    check_activation(name, activation, rows)
-    if jax.closure_convert(activation, rows)[1]:  # arrays that gradients may be taken of
+    if closes_over_arrays(name, activation, experts.up, dtype):
         return forward_whole(mlp, clear_rows(operands, sizes), sizes)[0]
     out: Any = expert_mlp(mlp, operands, sizes)
     return out[0]
 
 
-def check_activation(function: str, activation: Any, rows: Array) -> None:
-    """Raises unless `activation` takes rows to as many rows of as many features."""
+def closes_over_arrays(function: str, activation: Any, up: Array, dtype: Any) -> bool:
+    """Whether `activation` has arrays of its own, which gradients may be taken of.
+
+    Raises unless it takes hidden rows to as many features.
+    """
+    rows = zeros_alike((1, up.shape[2]), dtype, up)
     out = jax.eval_shape(activation, rows)
     if getattr(out, "shape", None) != rows.shape:
         raise ValueError(
             f"{function}: activation must return as many features as it is given, {rows.shape}, "
             f"but returned {getattr(out, 'shape', type(out).__name__)}"
         )
+    return bool(jax.closure_convert(activation, rows)[1])
 
 
 def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:

@@ -11,7 +11,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxpar._chips import preferred_ring, traced_chip
-from jaxpar._dtypes import addition_dtype, as_dtype, common_dtype, sum_dtype
+from jaxpar._dtypes import addition_dtype, as_dtype, check_wire, common_dtype, sum_dtype
 from jaxpar._types import AxisName, Dispatch, Implementation, Integer, Mode, Number, Policy, Scoring
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._ring import Ring
@@ -28,7 +28,7 @@ from jaxpar.moe._arguments import (
 from jaxpar.moe._bounds import Bounds, choose_dispatch
 from jaxpar.moe._capacity import expert_capacity, limit_capacity
 from jaxpar.moe._exchange import Gathered, Ragged, exchange_in_chunks
-from jaxpar.moe._experts import as_experts
+from jaxpar.moe._experts import as_experts, closes_over_arrays
 from jaxpar.moe._local import LocalExperts
 from jaxpar.moe._mlp import Experts, ExpertsLike
 from jaxpar.moe._ring import exchange_by_ring
@@ -101,7 +101,8 @@ def moe_layer(
       shared: experts that every token has, as one: `up` and `gate` `[d, f]`, `down` `[f, d]`,
         biases `[f]` and `[d]`; replicated over `axis_name`.
       activation: an elementwise function.
-      mask: bool `[...]`: tokens that count. The others reach no expert and no statistics.
+      mask: bool `[...]`: tokens that count. The others, which may hold NaN, reach no expert and no
+        statistics; shared experts get 0 in their place.
       data_axis_name: further axes over which tokens are sharded; the statistics are over these too.
       tp_axis_name: axes over which the hidden features f of each expert, shared ones too, are
         sharded.
@@ -154,6 +155,10 @@ def moe_layer(
     check_experts(name, tokens, router, routed, fused, axes)
     rows = tokens.reshape(-1, tokens.shape[-1])  # [t, d]
     counted = None if mask is None else mask.reshape(-1)
+    if counted is not None:  # what they hold may be NaN, which no weight's gradient must see
+        rows = jnp.where(counted[:, None], rows, jnp.zeros((), rows.dtype))
+    wire = as_dtype(name, "wire_dtype", wire_dtype)
+    check_wire(name, wire, tokens.dtype)
     chunks, buffer_factor = check_options(name, len(rows), dispatch, chunks, buffer_factor)
 
     routing = route(
@@ -174,8 +179,14 @@ def moe_layer(
 
     count = len(routed.up)
     bounds = Bounds(axes.expert.size, router.shape[1], count, top_k, capacity, buffer_factor)
+    own = closes_over_arrays(name, activation, routed.up, rows.dtype)
     if dispatch == "auto":
-        dispatch = choose_dispatch(bounds, chunks)
+        dispatch = choose_dispatch(bounds, chunks == 1 and not own)
+    if dispatch == "ring" and own:
+        raise ValueError(
+            f"{name}: activation closes over arrays, whose gradients dispatch='ring' does not "
+            "carry; pass dispatch='ragged' or 'all_gather'"
+        )
     # A TPU has one ragged all-to-all under way at a time, so that each needs work of its own.
     chip = traced_chip()
     staged = chunks > 1 and chip is not None and chip.torus
@@ -184,7 +195,7 @@ def moe_layer(
         bounds,
         LocalExperts(activation, precision, implementation, staged),
         axes.gathered_tensor,
-        as_dtype(name, "wire_dtype", wire_dtype),
+        wire,
     )
     chosen = jnp.where(routing.kept, routing.experts, -1)
     replicated = axes.summed_tensor
