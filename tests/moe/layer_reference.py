@@ -63,7 +63,7 @@ def moe(params, chosen, kept, activation=jax.nn.silu, **how):
     """
     tokens, count = params["tokens"], params["router"].shape[1]
     logits = tokens @ params["router"]
-    weights = weights_of(logits, np.maximum(chosen, 0), **how)
+    weights = weights_of(logits, jnp.maximum(chosen, 0), **how)
     out = 0 * tokens
     for expert in range(count):
         share = jnp.sum(weights * (kept & (chosen == expert)), axis=1)
@@ -71,12 +71,13 @@ def moe(params, chosen, kept, activation=jax.nn.silu, **how):
         out = out + share[:, None] * mlp(tokens, w, activation)
     if "shared" in params:
         out = out + mlp(tokens, params["shared"], activation)
-    loads = np.array([(chosen == expert).sum() for expert in range(count)])
-    real = (chosen[:, 0] >= 0) / max((chosen[:, 0] >= 0).sum(), 1)
+    loads = jnp.sum(chosen[..., None] == jnp.arange(count), axis=(0, 1))
+    counted = chosen[:, 0] >= 0
+    real = counted / jnp.maximum(counted.sum(), 1)
     scores = scores_of(logits, how["scoring"])
     shares = scores / scores.sum(axis=1, keepdims=True)
     return out, {
-        "load_balance_loss": count * jnp.sum(loads / max(loads.sum(), 1) * (real @ shares)),
+        "load_balance_loss": count * jnp.sum(loads / jnp.maximum(loads.sum(), 1) * (real @ shares)),
         "router_z_loss": real @ jax.nn.logsumexp(logits, axis=1) ** 2,
         "tokens_per_expert": loads,
         "dropped": (chosen >= 0).sum() - kept.sum(),
