@@ -92,7 +92,7 @@ routing = jax.device_get(jax.jit(route, static_argnums=1)(x @ router, TOP_K))
 
 first = jax.tree.map(lambda a: a[:TOKENS], routing)
 figure, panel = plt.subplots(figsize=(7, 3))
-panel.imshow(first.scores, cmap="Greys", vmin=0, vmax=0.5)
+panel.imshow(first.scores, cmap="Greys", vmin=0, vmax=0.8)
 for token, (chosen, weights) in enumerate(zip(first.experts, first.weights, strict=True)):
     for expert, weight in zip(chosen, weights, strict=True):
         text = {"ha": "center", "va": "center", "color": "C3", "size": 8, "weight": "bold"}
@@ -258,8 +258,8 @@ panels[0].set_title("tokens, and the devices that they need", size=9)
 panels[0].spines[:].set_visible(False)
 draw_buffers(panels[1], arrived, valid, f"receive buffers of {ROWS} rows")
 figure.tight_layout(w_pad=4)
-split = DEVICES * TOKENS - TOKENS + 1
-assert split not in alone
+split = 61
+assert len(set(targets[split])) == 2
 follow(panels, split, "black")
 follow(panels, alone[-1], "C3")
 plt.show()
@@ -463,7 +463,7 @@ for factor in (1.0, 1.5):
 even = DEVICES * TOKENS * TOP_K // DEVICES  # rows for each device, at most, if loads are even
 _, small, fits, lost = numbers_that_arrive(even)
 figure, panel = plt.subplots(figsize=(5.5, 3.6))
-title = f"buffers of {even} rows; lost: {', '.join(map(str, lost))}"
+title = f"buffers of {even} rows; did not fit: {', '.join(map(str, lost))}"
 draw_buffers(panel, small, fits, title)
 figure.tight_layout()
 plt.show()
@@ -548,7 +548,7 @@ for place, (name, (factor, rate)) in enumerate(RUNS.items()):
     ends[name] = history.largest_load[-1]
 panels[0].set(xlabel="step", title="error")
 panels[1].set(xlabel="step", title="largest load", ylim=(1, None))
-panels[2].set(xlabel="expert", title="tokens at the end", xticks=range(0, 16, 2))
+panels[2].set(xlabel="expert", title="tokens at the end, dotted: even", xticks=range(0, 16, 2))
 panels[2].axhline(DEVICES * TOKENS * TOP_K / EXPERTS, color="black", lw=0.8, ls=":")
 for panel in panels:
     panel.title.set_size(9)
