@@ -281,7 +281,6 @@ def test_auto():
     assert choose_dispatch(Bounds(4, 16, 4, 8, None, None), False) == "ragged"
 
 
-ARRAY = jnp.ones(F)
 ERRORS = {
     "chunks=0 must be at least 1": {"chunks": 0},
     "chunks=2 with dispatch='ring'": {"chunks": 2, "dispatch": "ring"},
@@ -290,7 +289,6 @@ ERRORS = {
     "top_k": {"top_k": 9},
     "axis_name and tp_axis_name both have the axis 'ep'": {"tp": "ep"},
     "wire_dtype=int32 cannot carry": {"wire_dtype": "int32"},
-    "activation closes over arrays": {"dispatch": "ring", "activation": lambda x: x * ARRAY},
     "fsdp_axis=0 must be 1 or 2": {"fsdp": "dp", "fsdp_axis": 0},
     r"axis_name 'x' is not bound: the axes bound here are": {"tp": "x"},
 }
@@ -314,6 +312,15 @@ def call(params, *, top_k, tp=None, fsdp=None, data="dp", **how):
     mapped = jax.shard_map(layer, mesh=make_mesh("dp=2,ep=4"), in_specs=specs, out_specs=P())
     operands = params["tokens"], params["router"], params["experts"]
     return jax.eval_shape(mapped, *jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), operands))
+
+
+def test_activations_with_weights_of_their_own():
+    def traced(scale, **how):
+        return call(parameters(16, 8), top_k=2, activation=lambda x: x * scale, **how)
+
+    with pytest.raises(ValueError, match="moe_layer: activation closes over arrays"):
+        jax.eval_shape(lambda scale: traced(scale, dispatch="ring"), jnp.float32(1))
+    jax.eval_shape(lambda scale: traced(scale), jnp.float32(1))
 
 
 def test_shapes_that_do_not_fit():
