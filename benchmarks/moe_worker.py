@@ -22,12 +22,12 @@ from jax.sharding import PartitionSpec as P
 
 import moe_peers
 from jaxpar.moe import Experts, moe_layer
+from jaxpar.moe._blocks import GPU_LENGTHS
 from jaxpar.schedule import Assumed, compile_for, timeline
 from jaxpar.schedule import target as describe
 
 TOKENS = 4096  # of a device
 FACTOR = 1.25  # of the average load: receive buffers, or slots of an expert
-GPU_LENGTHS = (2048, 512, 128)  # of blocks of rows, those of jaxpar.moe's loops on GPUs
 OPTIONS = {
     "tpu": {"xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all": "true"},
     # The sort of a library asks for a device.
@@ -126,8 +126,7 @@ def build(case: Case, form: str, which: str, platform: str) -> Any:
     def own(tokens: Array, router: Array, weights: Any) -> Array:
         up, gate, down = weights
         experts = Experts(up=up, gate=gate, down=down)
-        factor = case.factor * case.load
-        options = {"normalize": True, "buffer_factor": factor, **shared, **OWN[form]}
+        options = {"normalize": True, "buffer_factor": case.factor, **shared, **OWN[form]}
         return moe_layer(tokens, router, experts, **options)[0]
 
     layer = (

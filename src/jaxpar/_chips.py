@@ -17,6 +17,7 @@ class Chip:
     link: float  # bytes per second over one link, one way
     torus: bool  # neighbours have links of their own in both directions
     clock: float | None = None  # cycles per second, of what a compiler counts in cycles
+    dimensions: int = 0  # of the torus
     cores: int = 1  # of which a device may have only some
     # Devices that one switch joins, each at `link`; None: a torus, however large.
     switched: int | None = None
@@ -33,7 +34,7 @@ class Chip:
 
 
 def _tpu(kind: str, **figures: Any) -> Chip:
-    return Chip(kind, torus=True, **figures)
+    return Chip(kind, torus=True, **{"dimensions": 3, **figures})
 
 
 def _gpu(kind: str, flops: float, hbm: float, capacity: float, link: float, **more: Any) -> Chip:
@@ -50,12 +51,12 @@ CHIPS = (
     _tpu("TPU v4", flops=2.75e14, hbm=1.23e12, capacity=32 * _GIB, link=4.5e10, clock=1.05e9,
          cores=2, delays_transfers=True),
     _tpu("TPU v5 lite", flops=1.97e14, hbm=8.1e11, capacity=16 * _GIB, link=4.5e10, clock=1.5e9,
-         synchronous_from=64),
+         dimensions=2, synchronous_from=64),
     _tpu("TPU v5", flops=4.59e14, hbm=2.76e12, capacity=95 * _GIB, link=9e10, clock=1.75e9,
          cores=2, delays_transfers=True,
          slices_before_matmul=True),
     _tpu("TPU v6 lite", flops=9.18e14, hbm=1.64e12, capacity=32 * _GIB, link=9e10, clock=1.75e9,
-         delays_transfers=True),
+         dimensions=2, delays_transfers=True),
     _tpu("TPU7x", flops=2.307e15, hbm=7.38e12, capacity=192 * _GIB, link=1e11, clock=2.2e9,
          cores=2),
     _gpu("NVIDIA A100-SXM4-40GB", 3.12e14, 1.555e12, 4e10, link=3e11, network=2.5e10),

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from layer_reference import choose, moe
 
+import jaxpar.moe._bounds
 import jaxpar.moe._layer
 from jaxpar import make_mesh
 from jaxpar._chips import chip_of
@@ -275,10 +276,17 @@ def test_masked_tokens_may_hold_anything():
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_auto():
-    assert choose_dispatch(Bounds(4, 16, 4, 2, None, None), True) == "ragged"
-    assert choose_dispatch(Bounds(4, 16, 4, 8, None, None), True) == "ring"
-    assert choose_dispatch(Bounds(4, 16, 4, 8, None, None), False) == "ragged"
+def test_auto(monkeypatch):
+    def choice(*sizes):
+        return choose_dispatch(Bounds(*sizes, None, None))
+
+    deepseek, mixtral = (16, 256, 16, 8), (16, 8, 1, 2)
+    assert choice(4, 16, 4, 2) == choice(*deepseek) == choice(*mixtral) == "ragged"
+    assert choice(4, 16, 4, 8) == "all_gather"
+    monkeypatch.setattr(jaxpar.moe._bounds, "traced_chip", lambda: chip_of("TPU v6 lite"))
+    assert (choice(*deepseek), choice(*mixtral)) == ("all_gather", "ragged")
+    monkeypatch.setattr(jaxpar.moe._bounds, "traced_chip", lambda: chip_of("TPU v5"))
+    assert choice(*deepseek) == "ragged"
 
 
 ERRORS = {
@@ -320,7 +328,8 @@ def test_activations_with_weights_of_their_own():
 
     with pytest.raises(ValueError, match="moe_layer: activation closes over arrays"):
         jax.eval_shape(lambda scale: traced(scale, dispatch="ring"), jnp.float32(1))
-    jax.eval_shape(lambda scale: traced(scale), jnp.float32(1))
+    mapped = jax.eval_shape(lambda scale: traced(scale, dispatch="ragged"), jnp.float32(1))
+    assert mapped[0].shape == (16, D)
 
 
 def test_shapes_that_do_not_fit():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import ceil, comb
 
+from jaxpar._chips import traced_chip
 from jaxpar._types import Dispatch
 
 
@@ -45,10 +46,15 @@ class Bounds:
         return min(worst, ceil(self.buffer_factor * average))
 
 
-def choose_dispatch(bounds: Bounds, ring: bool) -> Dispatch:
-    """Returns the way of `auto`: a `ring`, if it can be, where nearly all need nearly all devices.
+def choose_dispatch(bounds: Bounds) -> Dispatch:
+    """Returns the way of `auto`: all tokens to all devices where that costs no more.
 
-    There it sends no more than what would be sent to each, and hides it. Elsewhere rows that nobody
-    needs, and experts that are computed again for the gradients, cost it more than it hides.
+    It is so where nearly every token needs nearly every device. Around a ring of links, which an
+    axis is on slices of two dimensions, a row goes n/4 places to each device that it needs, and
+    one way or the other past all of them in n - 1.
     """
-    return "ring" if ring and bounds.targets > 0.9 * bounds.devices else "ragged"
+    full = -(-bounds.experts // bounds.local)  # devices that have experts
+    needed, n = bounds.targets * full / bounds.devices, bounds.devices
+    chip = traced_chip()
+    around = chip is not None and chip.dimensions == 2 and needed * n / 4 > n - 1
+    return "all_gather" if around or needed > 0.9 * n else "ragged"

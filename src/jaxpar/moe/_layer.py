@@ -89,7 +89,8 @@ def moe_layer(
       dispatch: `"ragged"`: each token travels once to each device that it needs, by a ragged
         all-to-all, and a row comes back. `"ring"`: tokens go round past all experts, a block under
         the work on the one before. `"all_gather"`: all tokens to all devices, and a reduce-scatter.
-        `"auto"`: ragged, or a ring where nearly every token needs nearly every device.
+        `"auto"`: ragged, or all-gather where nearly every token needs nearly every device, or a way
+        round a ring of links to each costs more than one past all.
       chunks: so many pieces of the tokens are sent one after the other, each while the experts
         compute the one before. Not with `"ring"`, which overlaps by itself.
       scoring: as in `route`.
@@ -180,13 +181,13 @@ def moe_layer(
     count = len(routed.up)
     bounds = Bounds(axes.expert.size, router.shape[1], count, top_k, capacity, buffer_factor)
     own = closes_over_arrays(name, activation, routed.up, rows.dtype)
-    if dispatch == "auto":
-        dispatch = choose_dispatch(bounds, chunks == 1 and not own)
     if dispatch == "ring" and own:
         raise ValueError(
             f"{name}: activation closes over arrays, whose gradients dispatch='ring' does not "
             "carry; pass dispatch='ragged' or 'all_gather'"
         )
+    if dispatch == "auto":
+        dispatch = choose_dispatch(bounds)
     # A TPU has one ragged all-to-all under way at a time, so that each needs work of its own.
     chip = traced_chip()
     staged = chunks > 1 and chip is not None and chip.torus
