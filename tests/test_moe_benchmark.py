@@ -12,7 +12,6 @@ import moe as command
 import moe_worker as worker
 import readme_tables as tables
 from jaxpar import make_mesh
-from jaxpar.moe._blocks import GPU_LENGTHS
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -56,13 +55,12 @@ def test_the_average_routing():
 
 
 def test_blocks_are_those_of_the_loops():
-    """3700 rows: 2048 and then one more of 2048, as 1652 are more than 5/8 of it."""
-    assert worker.GPU_LENGTHS == GPU_LENGTHS
+    """Of 3700 rows three times 1024, as what is left is less than 5/8 of that, and three of 256."""
     case = worker.Case(worker.Model(1, 1, 8, 1), "", "", 8, tokens=3700)
-    trips = {"blocks_of_2048/": 2, "blocks_of_512/": 0, "blocks_of_128/": 0, "filled_groups/": 1}
+    trips = {"blocks_of_1024/": 3, "blocks_of_256/": 3, "filled_groups/": 1}
     assert worker.assumed(case, "jaxpar ragged").trips == trips
-    few = worker.Case(worker.Model(1, 1, 8, 1), "", "", 8, tokens=700)
-    assert [*worker.assumed(few, "jaxpar ragged").trips.values()] == [0, 1, 2, 1]
+    more = worker.Case(worker.Model(1, 1, 8, 1), "", "", 8, tokens=700)
+    assert [*worker.assumed(more, "jaxpar ragged").trips.values()] == [1, 0, 1]
 
 
 def results(**changed):
