@@ -317,7 +317,8 @@ def call(params, *, top_k, tp=None, fsdp=None, data="dp", **how):
         return moe_layer(tokens, router, experts, top_k=top_k, data_axis_name=data, **names, **how)
 
     specs = P(("dp", "ep")), P(), P("ep")
-    mapped = jax.shard_map(layer, mesh=make_mesh("dp=2,ep=4"), in_specs=specs, out_specs=P())
+    mesh, out_specs = make_mesh("dp=2,ep=4"), (specs[0], P())
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=out_specs)
     operands = params["tokens"], params["router"], params["experts"]
     return jax.eval_shape(mapped, *jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), operands))
 
