@@ -255,7 +255,7 @@ def test_what_layers_hand_on_replicated_stays_so():
     def layer(w, state):
         x, means = state
         x = jnp.sin(x @ w)
-        return x, jnp.concatenate([means[1:], lax.pmean(x, "f").sum(keepdims=True)])
+        return x, jnp.concatenate([means[1:], lax.pmean(x, "f").sum()[None]])
 
     def fn(stack, x):
         x, means = fsdp_scan(layer, stack, (x, jnp.zeros(3, x.dtype)), "f")
