@@ -33,8 +33,8 @@ class Chip:
     slices_before_matmul: bool = False
 
 
-def _tpu(kind: str, **figures: Any) -> Chip:
-    return Chip(kind, torus=True, **{"dimensions": 3, **figures})
+def _tpu(kind: str, dimensions: int = 3, **figures: Any) -> Chip:
+    return Chip(kind, torus=True, dimensions=dimensions, **figures)
 
 
 def _gpu(kind: str, flops: float, hbm: float, capacity: float, link: float, **more: Any) -> Chip:
