@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from readme_tables import Table, print_table, rewrite
+from worker_process import record_of
 
 FOLDER = Path(__file__).parent
 COMPILED, CPU = "experts compiled", "experts on CPU"
@@ -39,20 +40,7 @@ def compile_all(
 
 def compile_one(case: str, form: str, which: str) -> dict[str, Any]:
     """Returns the record of one form of one case, or why there is none."""
-    start = time.perf_counter()
-    worker = subprocess.run(
-        [sys.executable, str(FOLDER / "moe_worker.py"), case, form, which],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # devices that are present are left alone
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if worker.returncode == 0:
-        record = json.loads(worker.stdout.splitlines()[-1])
-    else:
-        said = [line for line in worker.stderr.splitlines() if "Error" in line]
-        record = {"failure": said[-1][:300] if said else f"it ended with {worker.returncode}"}
-    spent = time.perf_counter() - start
+    record, spent = record_of("moe_worker.py", case, form, which)
     shown = " | ".join(_cells(record))
     print(f"  {spent:5.0f} s  {case}, {form}, {which}: {shown}", flush=True)
     return record

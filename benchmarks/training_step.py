@@ -11,8 +11,6 @@ schedule under published figures of the chips.
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from readme_tables import Table, print_table, rewrite
+from worker_process import record_of
 
 FOLDER = Path(__file__).parent
 SECTION = "training step"
@@ -35,20 +34,7 @@ def compile_all(cases: Sequence[str], forms: Sequence[str], jobs: int) -> Found:
 
 def compile_one(case: str, form: str) -> dict[str, Any]:
     """Returns the record of one form of one case, or why there is none."""
-    start = time.perf_counter()
-    worker = subprocess.run(
-        [sys.executable, str(FOLDER / "training_step_worker.py"), case, form],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},  # devices that are present are left alone
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if worker.returncode == 0:
-        record = json.loads(worker.stdout.splitlines()[-1])
-    else:
-        said = [line for line in worker.stderr.splitlines() if "Error" in line]
-        record = {"failure": said[-1][:300] if said else f"it ended with {worker.returncode}"}
-    spent = time.perf_counter() - start
+    record, spent = record_of("training_step_worker.py", case, form)
     print(f"  {spent:5.0f} s  {case}, {form}: {_cell(record)}", flush=True)
     return record
 
