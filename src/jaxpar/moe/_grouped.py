@@ -131,6 +131,18 @@ class Product:
         """The dtype of partial sums."""
         return sum_dtype(operands) if self.preferred is None else self.preferred
 
+    def ragged_dot(self, dims: Any, sums: Any, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+        """JAX's, with partial sums of dtype `sums`."""
+        common = common_dtype(lhs.dtype, rhs.dtype)  # a cotangent may be wider than its partner
+        return lax.ragged_dot_general(
+            lhs.astype(common),
+            rhs.astype(common),
+            group_sizes,
+            dims,
+            precision=self.method.precision,
+            preferred_element_type=sums,
+        ).astype(self.dtype)
+
     def derivative(self, contracted: int, dtype: Any) -> "Product":
         """A product of the derivative."""
         return replace(self, contracted=contracted, dtype=dtype)
@@ -143,19 +155,11 @@ def rows_product(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -
     All operands vary alike.
     """
     method, inner = product.method, product.contracted
-    common = common_dtype(lhs.dtype, rhs.dtype)  # a cotangent may be wider than its partner
-    sums = product.sums(common)
+    sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
     def ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, sums: Any = sums) -> Array:
         dims = lax.RaggedDotDimensionNumbers((([1], [inner]), ([], [])), [0], [0])
-        out = lax.ragged_dot_general(
-            lhs.astype(common),
-            rhs.astype(common),
-            group_sizes,
-            dims,
-            precision=method.precision,
-            preferred_element_type=sums,
-        ).astype(product.dtype)
+        out = product.ragged_dot(dims, sums, lhs, rhs, group_sizes)
         return jnp.where(in_groups(group_sizes, len(lhs)), out, 0) if product.cleared else out
 
     # The kernel sums in float32 whatever it is asked for, and rounds once: a wider result would
@@ -182,19 +186,11 @@ def group_products(product: Product, lhs: Array, rhs: Array, group_sizes: Array)
     Returns `[g, k, n]`, 0 for empty groups. All operands vary alike.
     """
     method = product.method
-    common = common_dtype(lhs.dtype, rhs.dtype)
-    sums = product.sums(common)
+    sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
     def ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, sums: Any = sums) -> Array:
         dims = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
-        return lax.ragged_dot_general(
-            lhs.astype(common),
-            rhs.astype(common),
-            group_sizes,
-            dims,
-            precision=method.precision,
-            preferred_element_type=sums,
-        ).astype(product.dtype)
+        return product.ragged_dot(dims, sums, lhs, rhs, group_sizes)
 
     # The kernel itself replaces by 0, in both operands, what is not the group's.
     kernel = partial(ragged_dot, sums=product.dtype)
