@@ -3,7 +3,7 @@
     python benchmarks/compile_time.py [--sizes 4,8,16,32,64] [--json F] [--plot F]
 
 Compiles for CPU devices and runs nothing. Seconds are CPU time of the process, over all threads,
-which other load on the machine hardly changes. The figures are the evidence for `UNROLLED_STEPS`.
+which other load on the machine hardly changes. The figures are the evidence for `UNROLLED`.
 """
 
 import argparse
@@ -25,12 +25,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import all_gather_matmul, make_mesh, matmul_reduce_scatter
-from jaxpar.collectives import _fold
-from jaxpar.collectives._plan import make_plan
+from jaxpar.collectives import _in_turns
+from jaxpar.collectives._turns import gather_turns, stretches
 
 MODES = ("unidirectional", "bidirectional")
 PHASES = ("forward", "forward+backward")
-FORMS = {"unrolled": sys.maxsize, "loop": 0}  # values of UNROLLED_STEPS
+DIRECTIONS = {"unidirectional": (1,), "bidirectional": (1, -1)}
+FORMS = {"unrolled": sys.maxsize, "loop": 1}  # values of UNROLLED
 OPS = {
     "all_gather_matmul": (all_gather_matmul, (P("tp"), P(None, "tp")), P(None, "tp")),
     "matmul_reduce_scatter": (matmul_reduce_scatter, (P(None, "tp"), P("tp")), P("tp")),
@@ -90,12 +91,22 @@ def measure(op: str, mode: str, phase: str, form: str, size: int, repeats: int) 
         compile_seconds.append(process_time() - start)
 
     return Row(
-        *(op, mode, phase, form, size, make_plan(size, mode).hops),
+        *(op, mode, phase, form, size, steps(size, mode)),
         lower_seconds=median(lower_seconds),
         compile_seconds=median(compile_seconds),
         stablehlo_bytes=len(lowered.as_text()),
         hlo_instructions=len(re.findall(r"^\s+(?:ROOT )?%?\S+ = ", compiled.as_text(), re.M)),
     )
+
+
+def steps(size: int, mode: str) -> int:
+    """The steps in which whole blocks travel."""
+    return (size - 1) // len(DIRECTIONS[mode])
+
+
+def alike(size: int, mode: str) -> int:
+    """The most turns that differ in distance alone."""
+    return max(times for _, times, _ in stretches(gather_turns(size, DIRECTIONS[mode])))
 
 
 def with_gradients(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -110,13 +121,13 @@ def with_gradients(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, A
 
 def measure_all(sizes: Sequence[int], repeats: int) -> Iterator[Row]:
     """Measures every program at every size, unrolled and as a loop."""
-    limit = _fold.UNROLLED_STEPS
+    limit = _in_turns.UNROLLED
     try:
         for op, mode, phase, size, form in product(OPS, MODES, PHASES, sizes, FORMS):
-            _fold.UNROLLED_STEPS = FORMS[form]
+            _in_turns.UNROLLED = FORMS[form]
             yield measure(op, mode, phase, form, size, repeats)
     finally:
-        _fold.UNROLLED_STEPS = limit
+        _in_turns.UNROLLED = limit
 
 
 def print_table(rows: Sequence[Row], console: Any) -> None:
@@ -146,7 +157,7 @@ def write_json(path: str, rows: Sequence[Row], repeats: int) -> None:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "repeats": repeats,
-        "unrolled_steps": _fold.UNROLLED_STEPS,
+        "unrolled": _in_turns.UNROLLED,
         "rows": [asdict(row) for row in rows],
     }
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
@@ -182,8 +193,8 @@ def _draw_panel(
 ) -> None:
     from matplotlib.ticker import LogLocator
 
-    longest = max(n for n in range(2, 1024) if make_plan(n, mode).hops <= _fold.UNROLLED_STEPS)
-    limit = f"longest ring that is unrolled ({_fold.UNROLLED_STEPS} steps)"
+    longest = max(n for n in range(2, 128) if alike(n, mode) <= _in_turns.UNROLLED)
+    limit = f"longest ring that is unrolled ({steps(longest, mode)} steps)"
     panel.axvline(longest, color="0.4", linewidth=1, linestyle="--", label=limit)
     colours = dict(zip(OPS, ("#0072B2", "#D55E00"), strict=True))
     for op, phase, form in product(OPS, PHASES, FORMS):

@@ -1,6 +1,6 @@
 """Layers of experts as both compilers schedule them, next to their peers, and on CPU by the clock.
 
-    python benchmarks/moe.py [--cases 0,3] [--forms "jaxpar ring;dense"] [--part compiled|cpu]
+    python benchmarks/moe.py [--cases 0,3] [--forms "jaxpar ragged;dense"] [--part compiled|cpu]
         [--forward] [--jobs 2] [--rounds 5] [--json F]
 
 Compiles one layer of published models, forward and backward, for TPUs and GPUs that need not

@@ -31,7 +31,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "jaxpar": {},
     "buffers x 2": {"buffer_factor": 2.0},
     "2 chunks": {"chunks": 2},
-    "ring": {"dispatch": "ring"},
     "all-gather": {"dispatch": "all_gather"},
     "ragged_dot": {"implementation": "ragged_dot", "buffer_factor": 2.0},
 }

@@ -112,7 +112,6 @@ CASES = _cases()
 OWN: dict[str, dict[str, Any]] = {
     "jaxpar ragged": {"dispatch": "ragged"},
     "jaxpar ragged, 4 chunks": {"dispatch": "ragged", "chunks": 4},
-    "jaxpar ring": {"dispatch": "ring"},
 }
 FORMS = (*OWN, *moe_peers.PEERS)
 PASSES = ("forward", "gradients")
@@ -150,8 +149,6 @@ def assumed(case: Case, form: str) -> Assumed:
     """What a device with experts has to do in the average routing."""
     chunks = OWN.get(form, {}).get("chunks", 1)
     pairs = case.tokens * case.model.top_k * case.load / chunks
-    if OWN.get(form, {}).get("dispatch") == "ring":
-        pairs /= case.shards  # a block at a time
     return Assumed(
         sent_rows=case.tokens * case.targets * case.load / chunks,
         grouped_rows=pairs,

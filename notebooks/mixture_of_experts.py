@@ -367,11 +367,12 @@ print("tokens of each expert:", dropless.tokens_per_expert)
 print("dropped:", dropless.dropped, "overflow:", dropless.overflow)
 
 # %% [markdown]
-# `dispatch` chooses how tokens reach experts; the default, `"auto"`, picks the ring where nearly
-# every token needs nearly every device, and the ragged exchange elsewhere. All give the same.
+# `dispatch` chooses how tokens reach experts; the default, `"auto"`, picks the all-gather where
+# nearly every token needs nearly every device, and the ragged exchange elsewhere. All give the
+# same.
 
 # %%
-ways = {"auto": layer(), "ring": layer(dispatch="ring"), "all_gather": layer(dispatch="all_gather")}
+ways = {"auto": layer(), "all_gather": layer(dispatch="all_gather")}
 for way, apply in ways.items():
     if way != "auto":  # compared above
         assert_close(apply(x, router, experts)[0], expected)

@@ -66,7 +66,7 @@ def test_blocks_are_those_of_the_loops():
 def results(**changed):
     record = {"total": 1e-3, "exposed": 1e-4, "peak": 2**30, "sent": 2e9, "unknown loops": 0}
     record |= {"padded": 2e9, "bound": 1.5e9, "estimate": "the compiler's cycles"}
-    forms = ("dense", "jaxpar ring")
+    forms = ("dense", "jaxpar ragged")
     found = {("a case", form, which): dict(record) for form in forms for which in worker.PASSES}
     for place, change in changed.items():
         found["a case", "dense", place] = change if "failure" in change else record | change
@@ -79,7 +79,7 @@ def test_a_table_has_a_row_for_each_form():
     assert table.titles[1:4] == ["forward, ms", "exposed", "GB sent (bound 1.50)"]
     first, second = table.rows
     assert first[:5] == ["dense", "~1.00?", "10.0%", "2.00 (3.00)", "1.00"]
-    assert second == ["jaxpar ring", *["1.00", "10.0%", "2.00", "1.00"] * 2]
+    assert second == ["jaxpar ragged", *["1.00", "10.0%", "2.00", "1.00"] * 2]
 
 
 def test_a_failure_is_shown():

@@ -9,7 +9,7 @@ from lm.config import DTYPES, Model, Training
 from lm.data import VOCABULARY
 from lm.parallel import AXES, mesh_axes
 
-DISPATCHES = ("auto", "ragged", "ring", "all_gather")
+DISPATCHES = ("auto", "ragged", "all_gather")
 MODES = ("auto", "naive", "unidirectional", "bidirectional")
 
 DESCRIPTION = """\

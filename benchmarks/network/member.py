@@ -8,8 +8,9 @@ Process 0 replies with a line of JSON behind `REPLY`; the others do the same wor
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,11 +21,17 @@ from intervals import cover, read_events
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar import make_mesh
+from jaxpar import _choice, make_mesh
 from jaxpar.bench._ops import OPS, Shape
 from jaxpar.bench._problem import place, tolerance
-from jaxpar.collectives import _fold, _order
-from jaxpar.collectives._plan import Plan
+from jaxpar.collectives._order import (
+    Beside,
+    Order,
+    Send,
+    Work,
+    unforeseen_zero,
+    written_after,
+)
 
 REPLY = "reply: "
 RING = ("tp",)
@@ -101,35 +108,29 @@ class Member:
             return jax.jit(program).lower(*self.args).compile()
 
 
+@dataclass(frozen=True)
+class SerialOrder(Order):
+    """Forbids the overlap: a transfer waits for the turn before, and matmuls for the transfer."""
+
+    def beside(self, index: jax.Array, leaving: Any, send: Send, work: Work) -> Beside:
+        leaving = written_after(index, leaving)
+        arrived = send(leaving)
+        leaving = written_after(arrived, leaving)
+        made = work.compute(index, leaving, work.take(index + unforeseen_zero(arrived)))
+        return index + unforeseen_zero((made, arrived)), made, arrived
+
+
 @contextmanager
 def serial_rings() -> Generator[None, None, None]:
-    """Forbids the overlap in rings that are traced inside: each matmul waits for its transfers."""
-    issue = _fold.issue
-
-    def issue_serially(
-        plan: Plan,
-        index: jax.Array,
-        outgoing: Any,
-        take: Callable[[jax.Array], Any],
-        send: Callable[[Any], Any],
-    ) -> Any:
-        # The index is there once the step before is over, its matmuls included.
-        sent = send(_after(index, outgoing))
-        arrived = _order.unforeseen_zero(sent)
-        return _after(sent, outgoing), take(index + arrived), sent
-
+    """Has rings that are traced inside wait for their transfers."""
+    traced_order = _choice.traced_order
     jax.clear_caches()  # or a ring that was traced before would be taken from there
-    _fold.issue = issue_serially
+    _choice.traced_order = SerialOrder
     try:
         yield
     finally:
-        _fold.issue = issue
+        _choice.traced_order = traced_order
         jax.clear_caches()
-
-
-def _after(first: Any, then: Any) -> Any:
-    start = _order.unforeseen_zero(first)
-    return jax.tree.map(lambda x: _order.rewrite_first(x, start), then)
 
 
 def error(got: jax.Array, left: np.ndarray, right: np.ndarray) -> float:

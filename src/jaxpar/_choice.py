@@ -1,87 +1,231 @@
-"""The choice of plan: a roofline over static shapes, the ring's size and the chip."""
+"""What `auto` means: every choice that the package makes, and all that it may depend on.
+
+A `Problem` says what is to be done; `choose_way` returns the way over the ring, for a mode that is
+named or for `"auto"`. The rules of `auto` are the functions of `RULES`, one for each kind of work,
+and can be replaced here without touching anything else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import jax
+from jax import lax
 
 from jaxpar._chips import Chip, traced_chip
-from jaxpar.collectives._plan import Plan, make_plan
+from jaxpar._types import Dispatch, Mode
+from jaxpar.collectives._in_turns import UNROLLED, InTurns
+from jaxpar.collectives._order import traced_order
 from jaxpar.collectives._ring import Ring
+from jaxpar.collectives._ways import Naive, Way
 
 # What a matmul costs beyond its FLOPs when it is cut into one more piece, in seconds. A ring must
 # win by more than the model can be trusted for.
 PIECE_OVERHEAD = 2e-6
 MARGIN = 0.95
 
+Kind = Literal["matmul", "attention", "collective", "weights", "loss", "experts"]
+Shape = tuple[int, ...]
 
-def choose_plan(ring: Ring, mode: str, flops: float, block_bytes: int) -> Plan | None:
-    """Returns the plan of a mode, None for naive.
 
-    Args:
-      ring: the ring; for `auto`, on 1 or 2 devices there is at most one transfer, and naive wins.
-      mode: one of `jaxpar.Mode`. `auto` is the one that a roofline predicts to be the fastest.
-      flops: of the whole local matmul, over all steps.
-      block_bytes: what one device sends in one step.
+def _traced_devices() -> int:
+    return jax.sharding.get_abstract_mesh().size
 
-    The model: `naive` is the collective at the speed of the links (both directions on a torus),
-    then the matmul at peak. A ring's step takes the longer of its matmuls at peak and its transfers
-    at one hop of latency plus bytes over one link, and a fixed overhead for each piece. On a chip
-    that is not in the table, on CPU devices (which share cores, so that a transfer takes the time
-    of a matmul instead of hiding behind it), beyond one switch and where the compiler makes
-    permutes synchronous, `auto` is naive.
+
+@dataclass(frozen=True)
+class Problem:
+    """Work over a ring, as one device sees it: all that a choice may depend on.
+
+    Attributes:
+      kind: what is to be done: a collective beside a matmul or attention, one by itself, weights
+        that are gathered ahead of a layer, a loss over a vocabulary, tokens sent to experts.
+      ring: the devices.
+      shapes: of the local operands.
+      flops: of the local work, over all turns.
+      block_bytes: what a device sends in one turn.
+      needed: of experts, to how many devices a token must go, on average.
+      backward: whether the work is that of a backward pass.
+      chip: that the program is traced for; None: not in the table.
+      devices: of the whole mesh.
     """
+
+    kind: Kind
+    ring: Ring
+    shapes: tuple[Shape, ...] = ()
+    flops: float = 0.0
+    block_bytes: int = 0
+    needed: float = 0.0
+    backward: bool = False
+    chip: Chip | None = field(default_factory=traced_chip)
+    devices: int = field(default_factory=_traced_devices)
+
+
+def choose_way(problem: Problem, mode: Mode) -> Way:
+    """Returns the way of a mode, or that which the rule of `auto` predicts to be the fastest."""
+    if mode == "auto":
+        return RULES[problem.kind](problem)
+    return way_of(problem, mode)
+
+
+def way_of(problem: Problem, mode: Mode) -> Way:
+    """Returns the way of a mode that is named."""
     if mode == "naive":
-        return None
-    chip = traced_chip()
-    if mode != "auto":
-        return _plan(chip, ring.size, mode, flops, block_bytes)
-    devices = jax.sharding.get_abstract_mesh().size
-    if chip is None or ring.size <= 2:
-        return None
-    if chip.synchronous_from is not None and devices >= chip.synchronous_from:
-        return None
+        return Naive(problem.ring)
+    directions = {"unidirectional": (1,), "bidirectional": (1, -1)}[mode]
+    return InTurns(problem.ring, directions, traced_order(), _opposite_is_covered(problem))
+
+
+def choose_stages(problem: Problem, mode: Mode) -> tuple[Way, ...]:
+    """Returns the ways of weights over a ring of several axes, one after the other.
+
+    A collective takes all axes at once; in turns, blocks of the last axis, which are neighbours, go
+    round before those of the others. Axes of one device have no stage.
+    """
+    axes = [Ring((name,), lax.axis_size(name)) for name in problem.ring.axis_name]
+    rings = [ring for ring in axes if ring.size > 1]
+    if not rings:
+        return ()
+    longest = max(rings, key=lambda ring: ring.size)
+    if isinstance(choose_way(replace(problem, ring=longest), mode), Naive):
+        return (Naive(problem.ring),)
+    return tuple(choose_way(replace(problem, ring=ring), mode) for ring in rings)
+
+
+def by_roofline(problem: Problem) -> Way:
+    """The rule of work whose transfers hide beside it: whichever is predicted to be the fastest.
+
+    The model: naive is the collective at the speed of the links (both directions on a torus), then
+    the work at peak. A turn takes the longer of its work at peak and its transfers at one hop of
+    latency plus bytes over one link, and a fixed overhead for each piece. Naive it is on a chip
+    that is not in the table, on CPU devices (which share cores, so that a transfer takes the time
+    of a matmul instead of hiding behind it), on 1 or 2 devices, which have at most one transfer,
+    beyond one switch, and where the compiler makes permutes synchronous.
+    """
+    chip, ring = problem.chip, problem.ring
+    if chip is None or ring.size <= 2 or _synchronous(problem):
+        return Naive(ring)
     if chip.switched is not None and ring.size > chip.switched:
-        return None  # each hop that leaves a host waits for one port, a collective uses all of them
+        # Each hop that leaves a host waits for one port, a collective uses all of them.
+        return Naive(ring)
     # Where every transfer is covered the times are equal, and half the traffic a link is better.
-    modes = ("bidirectional", "unidirectional") if chip.torus else ("unidirectional",)
-    plans = [_plan(chip, ring.size, mode, flops, block_bytes) for mode in modes]
-    times = [ring_time(chip, plan, flops, block_bytes) for plan in plans]
-    best = min(times)
-    wins = best < MARGIN * naive_time(chip, ring.size, flops, block_bytes)
-    return plans[times.index(best)] if wins else None
+    modes: list[Mode] = ["bidirectional", "unidirectional"] if chip.torus else ["unidirectional"]
+    ways: list[Any] = [way_of(problem, mode) for mode in modes]
+    best = min(ways, key=lambda way: time_in_turns(chip, way, problem))
+    wins = time_in_turns(chip, best, problem) < MARGIN * naive_time(chip, problem)
+    return best if wins else Naive(ring)
 
 
-def _plan(chip: Chip | None, size: int, mode: str, flops: float, block_bytes: int) -> Plan:
-    # The matmuls of one step both ways, two blocks, cover a transfer of a whole block.
-    covered = chip is not None and 2 * flops / size / chip.flops >= block_bytes / chip.link
-    return make_plan(size, mode, whole_opposite=covered)
+def by_links(problem: Problem) -> Way:
+    """The rule of a ring collective by itself: the ring that uses the chip's links best.
+
+    On a torus both directions have links of their own. Behind a switch one direction already fills
+    a device's port, and two serialise.
+    """
+    chip = problem.chip
+    both = chip is not None and chip.torus
+    return way_of(problem, "bidirectional" if both else "unidirectional")
 
 
-def sums_cost_more_than_joining(length: int) -> bool:
-    """Whether adding to a float32 sum costs a matmul over `length` more than it can hide.
+def by_prefetching(problem: Problem) -> Way:
+    """The rule of weights that are gathered ahead: rings where a collective would be waited for.
 
-    A sum of M x N is read and written, 8 M N bytes, while 2 M N `length` FLOPs run. Beyond half of
-    their time, two arrivals are better joined and multiplied as one, where a compiler joins for
-    nothing, within the matmul (TPU).
+    It is so on TPU, whose compiler makes collectives synchronous, but runs a chain of permutes
+    beside what does not need it. That of GPUs makes collectives asynchronous itself; on CPU devices
+    nothing is hidden. A ring that runs in a loop has nothing beside it.
+    """
+    chip = problem.chip
+    unrolled = problem.ring.size <= 2 * (UNROLLED + 1)
+    rings = chip is not None and chip.torus and unrolled and not _synchronous(problem)
+    return way_of(problem, "bidirectional" if rings else "naive")
+
+
+def naively(problem: Problem) -> Way:
+    """The rule of what has nothing to hide behind."""
+    return Naive(problem.ring)
+
+
+RULES: dict[Kind, Callable[[Problem], Way]] = {
+    "matmul": by_roofline,
+    "attention": by_roofline,
+    "collective": by_links,
+    "weights": by_prefetching,
+    "loss": naively,
+}
+
+
+def naive_time(chip: Chip, problem: Problem) -> float:
+    """Seconds for one collective and then the work."""
+    ways, hops = 2 if chip.torus else 1, problem.ring.size - 1
+    return problem.flops / chip.flops + hops / ways * (_hop_time(chip, problem))
+
+
+def time_in_turns(chip: Chip, way: InTurns, problem: Problem) -> float:
+    """Seconds for all turns, each as long as its work or its transfers."""
+    lanes = len(way.directions)
+    hops, opposite = divmod(way.ring.size - 1, lanes)
+    piece = problem.flops / chip.flops / way.ring.size + PIECE_OVERHEAD
+    hop = _hop_time(chip, problem)
+    # Work of each turn: this device's own block, then what each hop brought, then what is left.
+    work = [piece, *[lanes * piece] * hops, *[piece] * opposite]
+    # Transfers under way during each: the last turn has none left to cover.
+    final = hop if way.whole_opposite else hop / 2
+    transfers = [*[hop] * hops, *[final] * opposite, 0.0]
+    return sum(max(pair) for pair in zip(work, transfers, strict=True))
+
+
+def joining_is_cheaper(length: int) -> bool:
+    """Whether two blocks of `length` are better joined along it, contracted, and multiplied once.
+
+    A sum of M x N float32 is read and written, 8 M N bytes, while 2 M N `length` FLOPs run. Beyond
+    half of their time joining is cheaper, where a compiler joins for nothing, within the matmul
+    (TPU).
     """
     chip = traced_chip()
     return chip is not None and chip.torus and 8 * chip.flops / chip.hbm > length
 
 
-def naive_time(chip: Chip, size: int, flops: float, block_bytes: int) -> float:
-    """Seconds for one collective and then one matmul."""
-    ways = 2 if chip.torus else 1
-    return flops / chip.flops + (size - 1) / ways * (block_bytes / chip.link + chip.latency)
+def choose_dispatch(problem: Problem) -> Dispatch:
+    """Returns how tokens get to experts: all to all devices where that costs no more.
+
+    It is so where nearly every token needs nearly every device. Around a ring of links, which an
+    axis is on slices of two dimensions, a row goes n/4 places to each device that it needs, and
+    one way or the other past all of them in n - 1.
+    """
+    needed, n, chip = problem.needed, problem.ring.size, problem.chip
+    around = chip is not None and chip.dimensions == 2 and needed * n / 4 > n - 1
+    return "all_gather" if around or needed > 0.9 * n else "ragged"
 
 
-def ring_time(chip: Chip, plan: Plan, flops: float, block_bytes: int) -> float:
-    """Seconds for the steps of `plan`, each as long as its matmuls or its transfers."""
-    lanes = len(plan.directions)
-    last = plan.opposite != "none"
-    pieces = 1 + plan.hops * lanes + last
-    piece = flops / chip.flops / pieces + PIECE_OVERHEAD
-    hop = block_bytes / chip.link + chip.latency
-    # Work of each step: this device's own block, then what each hop brought, then what is left.
-    work = [piece, *[lanes * piece] * plan.hops, *[piece] * last]
-    # Transfers under way during each: the last step has none left to cover.
-    final = hop / 2 if plan.opposite == "halves" else hop
-    transfers = [*[hop] * plan.hops, *[final] * last, 0.0]
-    return sum(max(pair) for pair in zip(work, transfers, strict=True))
+def applies_experts_in_stages(chunks: int) -> bool:
+    """Whether each of two exchanges gets half of the experts' work to hide behind.
+
+    A TPU has one ragged all-to-all under way at a time, so that each needs work of its own.
+    """
+    chip = traced_chip()
+    return chunks > 1 and chip is not None and chip.torus
+
+
+def _synchronous(problem: Problem) -> bool:
+    """Whether the compiler makes permutes synchronous there, so that a ring can only lose."""
+    chip = problem.chip
+    return (
+        chip is not None
+        and chip.synchronous_from is not None
+        and problem.devices >= chip.synchronous_from
+    )
+
+
+def _opposite_is_covered(problem: Problem) -> bool:
+    """Whether the last block of an even ring had better come whole, not in halves."""
+    chip = problem.chip
+    if problem.kind == "weights":  # cutting costs two passes over memory, and it is prefetched
+        return True
+    if not problem.flops or chip is None:
+        return False
+    # The work of one turn both ways, two blocks, covers a transfer of a whole block.
+    work = 2 * problem.flops / problem.ring.size / chip.flops
+    return work >= problem.block_bytes / chip.link
+
+
+def _hop_time(chip: Chip, problem: Problem) -> float:
+    return problem.block_bytes / chip.link + chip.latency

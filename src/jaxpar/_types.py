@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Operand = Literal["lhs", "rhs"]
     Order = Literal["zigzag", "contiguous"]
     Policy = Literal["probability", "position"]
-    Dispatch = Literal["ragged", "ring", "all_gather", "auto"]
+    Dispatch = Literal["ragged", "all_gather", "auto"]
     Scoring = Literal["softmax", "selected_softmax", "sigmoid"]
     Implementation = Literal["auto", "ragged_dot", "blocks"]
     Integer = int

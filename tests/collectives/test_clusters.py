@@ -1,4 +1,4 @@
-"""Plans for CPU devices of several processes, in the one process that the tests have."""
+"""The order for CPU devices of several processes, in the one process that the tests have."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from jaxpar import (
     matmul_reduce_scatter,
     ring_all_reduce,
 )
-from jaxpar.collectives._plan import make_plan
+from jaxpar.collectives._order import ClusterOrder, CpuOrder, Order, traced_order
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
@@ -20,7 +20,7 @@ both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"]
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Has plans made as on a cluster of CPU hosts."""
+    """Has programs ordered as on a cluster of CPU hosts."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
 
@@ -29,22 +29,22 @@ def on_a_mesh(function, n, in_specs, out_specs, **options):
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
-def queued_plans():
+def orders():
     found = []
 
     def see(x):
-        found.append(make_plan(2, "unidirectional").queued)
+        found.append(traced_order())
         return x
 
     on_a_mesh(see, 2, P(), P())(np.zeros(1, np.float32))
-    return found
+    return set(found)
 
 
-def test_only_cpu_devices_of_several_processes_queue(monkeypatch):
-    assert set(queued_plans()) == {False}
+def test_only_cpu_devices_of_several_processes_are_a_cluster(monkeypatch):
+    assert orders() == {CpuOrder()}
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert set(queued_plans()) == {True}
-    assert not make_plan(2, "unidirectional").queued  # no devices, so not known to be CPUs
+    assert orders() == {ClusterOrder()}
+    assert traced_order() == Order()  # no devices, so not known to be CPUs
 
 
 def gather_lhs(mode):
@@ -99,7 +99,7 @@ def test_loops_give_the_same(op, mode, cluster, monkeypatch):
     rng = np.random.default_rng(0)
     args = [rng.standard_normal((16, 16)).astype(np.float32) for _ in range(2)]
     unrolled = jax.jit(on_a_mesh(function, 8, in_specs, out_specs))(*args)
-    monkeypatch.setattr("jaxpar.collectives._fold.UNROLLED_STEPS", 1)
+    monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED", 1)
     jax.clear_caches()
     loop = jax.jit(on_a_mesh(function, 8, in_specs, out_specs))(*args)
     np.testing.assert_allclose(loop, unrolled, rtol=1e-5, atol=1e-5)

@@ -35,7 +35,7 @@ EXPERT_MESHES = (
     *("dp=8", "ep=8", "dp=2,ep=4", "ep=4,tp=2", "tp=4,ep=2", "fsdp=4,ep=2", "cp=4,ep=2"),
     *("fsdp=2,ep=2,tp=2", "ep=2,dp=2,fsdp=2", "cp=2,ep=2,tp=2", "ep=3", "tp=2,ep=3"),
 )
-DISPATCHES = ("auto", "ragged", "ring", "all_gather")
+DISPATCHES = ("auto", "ragged", "all_gather")
 MODES = ("auto", "naive", "unidirectional", "bidirectional")
 
 

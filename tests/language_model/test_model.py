@@ -31,7 +31,7 @@ def test_equals_one_device(mesh, sizes, how):
     [
         ("dp=2,ep=4", {"experts": 8}, {}),
         ("ep=4,tp=2", {"experts": 6, "top_k": 3, "layers": 1}, {"mode": "bidirectional"}),
-        ("fsdp=2,ep=2,tp=2", {"experts": 5, "top_k": 1, "layers": 1}, {"dispatch": "ring"}),
+        ("fsdp=2,ep=2,tp=2", {"experts": 5, "top_k": 1, "layers": 1}, {"dispatch": "all_gather"}),
     ],
 )
 def test_experts_equal_one_device(mesh, sizes, how):

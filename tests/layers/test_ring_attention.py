@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import _circulate, _fold
+from jaxpar.collectives import _in_turns
 from jaxpar.layers import ring_attention, zigzag_order
 from jaxpar.testing import assert_matches_reference, count_collectives, tolerance
 
@@ -150,9 +150,9 @@ def test_several_axes_in_any_order(sizes, mode):
 
 @pytest.mark.parametrize("mode", RINGS)
 def test_long_rings_run_loops(mode, monkeypatch):
-    monkeypatch.setattr(_fold, "UNROLLED_STEPS", 1)
-    monkeypatch.setattr(_circulate, "UNROLLED_STEPS", 1)
-    check(line(6), "x", (1, 4, 2, 2), 1, mode=mode, check_vma=mode == "unidirectional")
+    monkeypatch.setattr(_in_turns, "UNROLLED", 1)
+    monkeypatch.setattr(_in_turns, "UNROLLED_CIRCULATING", 1)
+    check(line(7), "x", (1, 4, 2, 2), 1, mode=mode, check_vma=mode == "unidirectional")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Column- and row-parallel layers against NumPy, what they send, and what they keep."""
 
 from collections import Counter
-from dataclasses import replace
 from math import prod
 
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
 from jaxpar._jaxprs import subjaxprs
-from jaxpar.collectives._plan import make_plan
+from jaxpar.collectives._order import Order, TpuOrder
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.testing import assert_matches_reference, count_collectives
 
@@ -220,14 +219,11 @@ def test_weights_over_two_axes(weights, mesh_axes, mode, dim, check_vma):
 def test_gathered_weights_are_not_kept(mode, check_vma, pieces, monkeypatch):
     """The backward gathers them again, and repeats nothing else of the forward.
 
-    With two pieces as in plans for TPUs, where residuals wait for a result: not for a dead one.
+    With two pieces as on TPUs, where residuals wait for a result: not for a dead one.
     """
 
-    def plan(size, mode, *, whole_opposite=False):
-        made = make_plan(size, mode, whole_opposite=whole_opposite)
-        return replace(made, pieces=pieces, grouped=pieces == 2)
-
-    monkeypatch.setattr("jaxpar.matmul._mode.make_plan", plan)
+    order = TpuOrder() if pieces == 2 else Order()
+    monkeypatch.setattr("jaxpar._choice.traced_order", lambda: order)
     columns, tokens = P("fsdp", "tp"), P("fsdp", "tp")
     mapped = jax.shard_map(
         lambda *args: gated_mlp(*args, "tp", fsdp_axis_name="fsdp", mode=mode),

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import _fold
+from jaxpar.collectives import _in_turns
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.testing import count_collectives
 
@@ -168,7 +168,7 @@ def test_other_ring_sizes(n, check_vma):
 @modes
 def test_a_loop_sends_as_much(mode, check_vma, monkeypatch):
     unrolled = counts(GATHERS["rows"], 8, mode, check_vma)
-    monkeypatch.setattr(_fold, "UNROLLED_STEPS", 1)
+    monkeypatch.setattr(_in_turns, "UNROLLED", 1)
     assert counts(GATHERS["rows"], 8, mode, check_vma) == unrolled
 
 

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from layer_reference import choose, moe
 
-import jaxpar.moe._bounds
-import jaxpar.moe._layer
 from jaxpar import make_mesh
 from jaxpar._chips import chip_of
+from jaxpar._choice import Problem, choose_dispatch
+from jaxpar.collectives._ring import Ring
 from jaxpar.moe import moe_layer, pad_experts
-from jaxpar.moe._bounds import Bounds, choose_dispatch
+from jaxpar.moe._bounds import Bounds
 
 D, F = 6, 10
 
@@ -166,7 +166,7 @@ BIAS = np.array([0.1, 0, 0.3, 0, 0, -0.2])
 
 @pytest.mark.parametrize(
     ("dispatch", "vma"),
-    [("ragged", True), ("ragged", False), ("ring", False), ("all_gather", True)],
+    [("ragged", True), ("ragged", False), ("all_gather", False), ("all_gather", True)],
 )
 def test_experts_over_an_axis(dispatch, vma):
     params = parameters(16, 10, skew=0.5)
@@ -174,9 +174,7 @@ def test_experts_over_an_axis(dispatch, vma):
     check(params, "dp=2,ep=4", data="dp", top_k=3, devices=8, **how)
 
 
-@pytest.mark.parametrize(
-    ("dispatch", "vma"), [("ragged", True), ("ring", True), ("all_gather", False)]
-)
+@pytest.mark.parametrize(("dispatch", "vma"), [("ragged", True), ("all_gather", False)])
 def test_hidden_features_over_another_axis(dispatch, vma):
     params = parameters(16, 6, biased=True, shared=True)
     how = {"tp": "tp", "top_k": 2, "dispatch": dispatch, "vma": vma}
@@ -199,7 +197,9 @@ def test_weights_over_fsdp(axis):
 
 def test_weights_over_fsdp_of_experts_without_biases():
     params = parameters(16, 4, gated=False)
-    check(params, "fsdp=2,ep=4", top_k=2, devices=8, fsdp="fsdp", data="fsdp", dispatch="ring")
+    check(
+        params, "fsdp=2,ep=4", top_k=2, devices=8, fsdp="fsdp", data="fsdp", dispatch="all_gather"
+    )
 
 
 def test_chunks():
@@ -208,7 +208,7 @@ def test_chunks():
 
 
 def test_chunks_in_two_stages(monkeypatch):
-    monkeypatch.setattr(jaxpar.moe._layer, "traced_chip", lambda: chip_of("TPU v5"))
+    monkeypatch.setattr("jaxpar._choice.traced_chip", lambda: chip_of("TPU v5"))
     params = parameters(8 * 5, 8, biased=True)
     how = {"dispatch": "ragged", "chunks": 3, "implementation": "ragged_dot"}
     check(params, "tp=2,ep=4", tp="tp", top_k=2, devices=8, **how)
@@ -276,23 +276,22 @@ def test_masked_tokens_may_hold_anything():
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_auto(monkeypatch):
-    def choice(*sizes):
-        return choose_dispatch(Bounds(*sizes, None, None))
+def test_auto():
+    def choice(*sizes, kind=""):
+        needed, ring = Bounds(*sizes, None, None).needed, Ring(("x",), sizes[0])
+        return choose_dispatch(Problem("experts", ring, needed=needed, chip=chip_of(kind)))
 
     deepseek, mixtral = (16, 256, 16, 8), (16, 8, 1, 2)
     assert choice(4, 16, 4, 2) == choice(*deepseek) == choice(*mixtral) == "ragged"
     assert choice(4, 16, 4, 8) == "all_gather"
-    monkeypatch.setattr(jaxpar.moe._bounds, "traced_chip", lambda: chip_of("TPU v6 lite"))
-    assert (choice(*deepseek), choice(*mixtral)) == ("all_gather", "ragged")
-    monkeypatch.setattr(jaxpar.moe._bounds, "traced_chip", lambda: chip_of("TPU v5"))
-    assert choice(*deepseek) == "ragged"
+    assert choice(*deepseek, kind="TPU v6 lite") == "all_gather"
+    assert choice(*mixtral, kind="TPU v6 lite") == "ragged"
+    assert choice(*deepseek, kind="TPU v5") == "ragged"
 
 
 ERRORS = {
     "chunks=0 must be at least 1": {"chunks": 0},
-    "chunks=2 with dispatch='ring'": {"chunks": 2, "dispatch": "ring"},
-    "dispatch must be one of ragged, ring, all_gather, auto, got 'dense'": {"dispatch": "dense"},
+    "dispatch must be one of ragged, all_gather, auto, got 'dense'": {"dispatch": "dense"},
     "buffer_factor=-1 must be at least 0": {"buffer_factor": -1},
     "top_k": {"top_k": 9},
     "axis_name and tp_axis_name both have the axis 'ep'": {"tp": "ep"},
@@ -327,10 +326,9 @@ def test_activations_with_weights_of_their_own():
     def traced(scale, **how):
         return call(parameters(16, 8), top_k=2, activation=lambda x: x * scale, **how)
 
-    with pytest.raises(ValueError, match="moe_layer: activation closes over arrays"):
-        jax.eval_shape(lambda scale: traced(scale, dispatch="ring"), jnp.float32(1))
-    mapped = jax.eval_shape(lambda scale: traced(scale, dispatch="ragged"), jnp.float32(1))
-    assert mapped[0].shape == (16, D)
+    for dispatch in ("ragged", "all_gather"):
+        mapped = jax.eval_shape(partial(traced, dispatch=dispatch), jnp.float32(1))
+        assert mapped[0].shape == (16, D)
 
 
 def test_shapes_that_do_not_fit():

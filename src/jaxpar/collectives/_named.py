@@ -1,20 +1,18 @@
 """Ring forms of all-gather, reduce-scatter and all-reduce, with the results of `jax.lax`'s own."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxpar._chips import preferred_ring
+from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import as_dtype, check_wire
 from jaxpar._types import AxisName, Integer, Mode, Tree
 from jaxpar._varying import vary_alike
+from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
 from jaxpar.collectives._checks import check_dim, check_divides, check_mode
-from jaxpar.collectives._plan import Plan, make_plan
-from jaxpar.collectives._primitive import all_reduce, gather_blocks, scatter_sums
 from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.collectives._ways import Way
 
 
 def ring_all_gather(
@@ -53,13 +51,11 @@ def ring_all_gather(
     ring = bind_ring("ring_all_gather", axis_name)
     check_mode("ring_all_gather", mode)
     (x,) = vary_alike(ring.axis_name, x)
-    plan = _plan(ring, mode)
+    way = _way(ring, mode)
 
     def gather(x: Array) -> Array:
         dim = check_dim("ring_all_gather", "axis", axis, x.shape, stacked=not tiled)
-        if plan is None:
-            return lax.all_gather(x, ring.axis_name, axis=dim, tiled=tiled)
-        return gather_blocks(x if tiled else jnp.expand_dims(x, dim), ring, plan, dim, None)
+        return gather_along(way, x if tiled else jnp.expand_dims(x, dim), dim)
 
     return jax.tree.map(gather, x)
 
@@ -113,7 +109,7 @@ def ring_reduce_scatter(
     check_mode(name, mode)
     wire = as_dtype(name, "wire_dtype", wire_dtype)
     (x,) = vary_alike(ring.axis_name, x)
-    plan = _plan(ring, mode)
+    way = _way(ring, mode)
 
     def scatter(x: Array) -> Array:
         dim = check_dim(name, "scatter_dimension", scatter_dimension, x.shape)
@@ -121,13 +117,7 @@ def ring_reduce_scatter(
         if x.dtype == bool:
             raise TypeError(f"{name}: x is bool{list(x.shape)}, which has no sum; cast it to int32")
         check_wire(name, wire, x.dtype)
-        out: Any
-        if plan is None:
-            out = lax.psum_scatter(
-                x.astype(wire or x.dtype), ring.axis_name, scatter_dimension=dim, tiled=True
-            ).astype(x.dtype)
-        else:
-            out = scatter_sums(x, ring, plan, dim, wire)
+        out = scatter_along(way, x, dim, wire)
         return out if tiled else lax.squeeze(out, [dim])
 
     return jax.tree.map(scatter, x)
@@ -173,24 +163,15 @@ def ring_all_reduce(
     check_mode(name, mode)
     wire = as_dtype(name, "wire_dtype", wire_dtype)
     (x,) = vary_alike(ring.axis_name, x)
-    plan = _plan(ring, mode)
+    way = _way(ring, mode)
 
     def reduce(x: Array) -> Array:
         x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
         check_wire(name, wire, x.dtype)
-        if plan is None or not x.size:
-            return lax.psum(x.astype(wire or x.dtype), ring.axis_name).astype(x.dtype)
-        for dim, size in enumerate(x.shape):
-            if size % ring.size == 0:
-                return all_reduce(x, ring, plan, dim, wire)
-        flat = jnp.pad(x.reshape(-1), (0, -x.size % ring.size))
-        return all_reduce(flat, ring, plan, 0, wire)[: x.size].reshape(x.shape)
+        return all_reduce(way, x, wire)
 
     return jax.tree.map(reduce, x)
 
 
-def _plan(ring: Ring, mode: Mode) -> Plan | None:
-    """The plan of a mode; None for the naive form."""
-    if mode == "naive":
-        return None
-    return make_plan(ring.size, preferred_ring() if mode == "auto" else mode)
+def _way(ring: Ring, mode: Mode) -> Way:
+    return choose_way(Problem("collective", ring), mode)

@@ -1,87 +1,159 @@
-"""What pins the overlap: what a compiler must keep before, beside and after what."""
+"""How a platform is told to keep a transfer beside a computation: all that compilers need.
+
+An algorithm says what leaves, what is computed meanwhile, and what of that is added to. An order
+says in which form a compiler must see it. `Order` is enough for GPUs and for chips that nobody
+knows; a platform that needs more is a class more, and `ORDERS` says which chip it is for.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar._chips import traced_for_cpu
-from jaxpar.collectives._plan import Plan
+from jaxpar._chips import traced_chip, traced_for_cpu, traced_for_cpu_cluster
+
+Send = Callable[[Any], Any]
+Beside = tuple[Array, Any, Any]  # the index, what was made, what arrived
 
 
-def issue(
-    plan: Plan,
-    index: Array,
-    outgoing: Any,
-    take: Callable[[Array], Any],
-    send: Callable[[Any], Any],
-) -> tuple[Any, Any, Any]:
-    """Starts a step's transfers; returns what leaves, what `take(index)` gave, what arrives.
+class Work(NamedTuple):
+    """What a turn computes while its transfers are under way.
 
-    Where the plan queues, nothing leaves before all that the step's matmul needs is there. The
-    executor of CPU devices runs what is ready in the order in which it became so, and a transfer
-    blocks the thread that runs it: a matmul that is ready only later would wait for its end.
+    Attributes:
+      take: cuts what the turn needs of what stays at home; depends on the index alone.
+      compute: `(index, leaving, take(index))` to what is made of them.
+      sums: picks, of what is made, that which is added to and not only written into; None where
+        nothing is.
+      like: makes arrays of the types of what is made, of any values; None where what is made
+        continues nothing that is there already.
     """
-    if not plan.queued:
-        sent = send(outgoing)
-        taken = take(index)
-        return outgoing, lax.optimization_barrier(taken) if plan.sliced else taken, sent
-    # Or fusion lets the tie slice for itself; jax 0.10.2 drops this barrier and still does.
-    taken = lax.optimization_barrier(take(index))
-    start = unforeseen_zero((index, taken))
-    outgoing = jax.tree.map(lambda x: rewrite_first(x, start), outgoing)
-    return outgoing, taken, send(outgoing)
+
+    take: Callable[[Array], Any]
+    compute: Callable[[Array, Any, Any], Any]
+    sums: Callable[[Any], Any] | None = None
+    like: Callable[[], Any] | None = None
 
 
-def as_one(
-    plan: Plan,
-    index: Array,
-    compute: Callable[..., Any],
-    otherwise: Callable[..., Any],
-    *operands: Any,
-) -> Any:
-    """Returns `compute(*operands)`, where the plan groups as one instruction for the scheduler.
+@dataclass(frozen=True)
+class Order:
+    """A barrier a turn: the transfers of the next one start when this one's work is done.
 
-    A conditional is one instruction, whatever is inside it. Its predicate always holds, which the
-    compiler does not know; `otherwise(*operands)` only has to be of the same types.
+    Without it the GPU compiler merges all matmuls of a ring that share an operand into two, and
+    most permutes become synchronous; others start all transfers before any matmul.
     """
-    if not plan.grouped:
-        return compute(*operands)
-    return lax.cond(index >= 0, compute, otherwise, *operands)
+
+    pieces = 1  # in how many parts sums are made and sent
+
+    def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
+        """Computes while a transfer is under way.
+
+        `index` is this device's logical index, int32[]; `send(leaving)` starts the transfers of
+        what leaves, and returns what arrives. All that the next turn does must depend on the index
+        that is returned, which comes after both.
+        """
+        arriving = send(leaving)
+        made = work.compute(index, leaving, work.take(index))
+        return lax.optimization_barrier((index, made, arriving))
+
+    def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
+        """Returns both, in an order that keeps a backward pass behind its forward pass."""
+        return out, residuals
 
 
-def pin(
-    plan: Plan, index: Array, computed: Any, transferred: Any, taken: Any, sums: Any = ()
-) -> tuple[Array, Any, Any]:
-    """Keeps a step's matmul and its transfers together, and the next step's after both.
+@dataclass(frozen=True)
+class TpuOrder(Order):
+    """A turn that adds is one instruction: a conditional whose predicate the compiler cannot prove.
 
-    Without it the compilers are free to start every transfer at once, before any matmul, to run
-    every matmul at once, before any transfer, or to fuse the addition of an arriving sum into the
-    matmul that was to cover its transfer. The index passes through, and with it all that the next
-    step slices and computes.
+    It would else make the addition of a sum that has arrived a pass over memory of its own, a third
+    of a matmul, where in the matmul's epilogue it is free. For the same reason sums travel in two
+    pieces that take turns: one is added while the other is under way.
     """
-    index, computed, transferred = lax.optimization_barrier((index, computed, transferred))
+
+    pieces = 2
+    # The scheduler reckons with half of a transfer's time, and delays its start to the last
+    # instruction that covers that: a turn that only places is one instruction, too.
+    delays_transfers: bool = False
+    # A matmul that cuts its operand is slower by more than the cut takes (376 us for 24 + 272).
+    cuts_first: bool = False
+
+    def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
+        arriving = send(leaving)
+        take, like = work.take, work.like
+        if self.cuts_first:
+            cut = lax.optimization_barrier(take(index))
+            take = lambda _: cut  # noqa: E731
+
+        def compute(index: Array, leaving: Any) -> Any:
+            return work.compute(index, leaving, take(index))
+
+        if like is not None and (work.sums is not None or self.delays_transfers):
+            made = lax.cond(index >= 0, compute, lambda *_: like(), index, leaving)
+        else:
+            made = compute(index, leaving)
+        return lax.optimization_barrier((index, made, arriving))
+
+    def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
+        # A backward pass whose cotangent does not depend on the result would be interleaved with
+        # the forward pass, and the transfers of both rings wait for the same links.
+        return lax.optimization_barrier((out, residuals))
+
+
+@dataclass(frozen=True)
+class CpuOrder(Order):
+    """Data that depend on one another: the CPU compiler drops barriers before it orders a program.
+
+    All blocks would arrive before the first is used, and be held at once.
+    """
+
+    def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
+        index, made, arrived = super().beside(index, leaving, send, work)
+        if work.sums is not None:
+            arrived = written_after(work.sums(made), arrived)
+        return index + unforeseen_zero(made), made, arrived
+
+
+@dataclass(frozen=True)
+class ClusterOrder(Order):
+    """Nothing leaves before the matmul beside it can start, and the next turn waits for both.
+
+    The executor of CPU devices runs what is ready in the order in which it became so, and a
+    transfer between processes blocks the thread that runs it: a matmul that is ready only later
+    would wait for its end.
+    """
+
+    def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
+        # Or fusion lets the tie cut for itself; jax 0.10.2 drops this barrier and still does.
+        cut = lax.optimization_barrier(work.take(index))
+        leaving = written_after((index, cut), leaving)
+        work = work._replace(take=lambda _: cut)
+        index, made, arrived = super().beside(index, leaving, send, work)
+        # In use until the transfers are over: what the matmul frees earlier would be given to what
+        # arrives, which then waits for the matmul.
+        return index + unforeseen_zero((made, arrived)), made, written_after(cut, arrived)
+
+
+# By the beginning of `device_kind`, as in the table of chips.
+ORDERS = {
+    "TPU v4": TpuOrder(delays_transfers=True),
+    "TPU v5 lite": TpuOrder(),
+    "TPU v5": TpuOrder(delays_transfers=True, cuts_first=True),
+    "TPU v6 lite": TpuOrder(delays_transfers=True),
+    "TPU": TpuOrder(),
+}
+
+
+def traced_order() -> Order:
+    """Returns the order for the devices that the program is traced for."""
+    if traced_for_cpu_cluster():
+        return ClusterOrder()
     if traced_for_cpu():
-        # That compiler drops barriers before it orders the program; only data orders it there.
-        index = index + unforeseen_zero((computed, transferred) if plan.queued else computed)
-        # Where the plan queues, operands in use until the transfers are over: memory that the
-        # matmul frees earlier would be given to what arrives, which then waits for the matmul.
-        until = taken if plan.queued else sums
-        if jax.tree.leaves(until):
-            start = unforeseen_zero(until)
-            transferred = jax.tree.map(lambda x: rewrite_first(x, start), transferred)
-    return index, computed, transferred
-
-
-def forward_first(plan: Plan, out: Any, residuals: Any) -> tuple[Any, Any]:
-    """Returns both, the residuals not before the result is there, where the plan groups.
-
-    A backward pass whose cotangent does not depend on the result would else be interleaved with the
-    forward pass, and the transfers of two rings wait for the same links.
-    """
-    return lax.optimization_barrier((out, residuals)) if plan.grouped else (out, residuals)
+        return CpuOrder()
+    chip = traced_chip()
+    kind = "" if chip is None else chip.kind
+    return next((order for name, order in ORDERS.items() if kind.startswith(name)), Order())
 
 
 def spec_of(x: Array) -> tuple[Any, ...]:
@@ -91,14 +163,22 @@ def spec_of(x: Array) -> tuple[Any, ...]:
 
 
 def unforeseen_zero(tree: Any) -> Array:
-    """Returns a 0 that the compiler cannot know before every array of `tree` is there."""
+    """Returns a 0 that the compiler cannot know before every array of `tree` is there: int32[]."""
     firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(tree) if x.size and not any(spec_of(x))]
     nonzero = [(first != jnp.zeros((), first.dtype)).astype("int32") for first in firsts]
     return sum((jnp.minimum(n, jnp.int32(0)) for n in nonzero), start=jnp.int32(0))
 
 
-def rewrite_first(x: Array, start: Array) -> Array:
-    """Returns `x` with its first element written onto itself, in place, at position `start` = 0."""
-    if not x.size or any(spec_of(x)):
-        return x
-    return lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], [start] * x.ndim)
+def written_after(before: Any, tree: Any) -> Any:
+    """Returns `tree`, none of whose arrays is there before every array of `before`."""
+    if not jax.tree.leaves(before):
+        return tree
+    start = unforeseen_zero(before)
+
+    def rewritten(x: Array) -> Array:
+        """`x` with its first element written onto itself, in place, at the position 0."""
+        if not x.size or any(spec_of(x)):
+            return x
+        return lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], [start] * x.ndim)
+
+    return jax.tree.map(rewritten, tree)

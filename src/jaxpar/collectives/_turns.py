@@ -1,74 +1,157 @@
-"""The plan of a ring operation: which blocks travel which way, in how many steps, in what order."""
+"""A ring program as data: in each turn whose blocks are worked on, and what travels meanwhile.
 
-from dataclasses import dataclass
-from typing import Literal
+`gather_turns(4, (1, -1))` is the program that brings the blocks of four devices past each of them,
+both ways round:
 
-from jaxpar._chips import traced_chip, traced_for_cpu_cluster
+    Turn(0, blocks=[+1, -1])                 # the own block is used while it leaves both ways
+    Turn(1, legs=[+1, -1], blocks=[+1/0, -1/1])  # two have come; half of each goes one further
+    Turn(2, legs=[+1/0, -1/1])               # the halves are the block of the opposite device
 
-Opposite = Literal["none", "halves", "whole"]
+Nothing here knows what is computed, nor on which platform: `_ways.py` runs a program, `_order.py`
+says how a platform keeps a turn's transfers beside its work.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Static data that both folds follow, the gather forwards and the scatter backwards.
+@dataclass(frozen=True, repr=False)
+class Leg:
+    """A transfer to a neighbour: of a block or a sum, or of one half of it.
 
-    In step `s` (1 to `hops`) of a gather, the lane of direction `d` brings the whole block of the
-    device `d * s` places back. A scatter runs the same steps in reverse, each lane the other way:
-    in step `s` a device adds to the partial sum that it hands on to the owner `d * s` places back.
-
-    Both ways round an even ring, one block is left: that of the `opposite` device. A gather brings
-    it in `halves`, one from each side, so that each link carries (size - 1) / 2 blocks, or `whole`
-    by the first lane, which costs no cutting and half a transfer more. A scatter sends it in its
-    `pieces`, which take the lanes in turn: two go one each way, one goes by the first lane.
-
-    The rest is about the order that the compilers and executors need to overlap what may overlap:
-
-    - `pieces`: in how many parts a scatter sums and sends each block. With two they take turns, one
-      travels while the other is computed, so that an arrival is added within the next matmul.
-    - `grouped`: matmuls that add to sums are made one instruction with the addition, which the TPU
-      compiler would else keep apart, a pass over memory of its own.
-    - `delayed`: so are all matmuls of a step, where the compiler delays a transfer until the last
-      instruction that it thinks covers it, half a step too late.
-    - `sliced`: operands are sliced before the matmul, not within it, where that is slower.
-    - `queued`: a step's transfers start once its matmul has its operands, and the next step once
-      both are over: the order that devices need which execute in order, in which a matmul overlaps
-      a transfer only if it was queued first.
+    Attributes:
+      direction: 1 towards higher logical indices, -1 towards lower ones.
+      half: 0 or 1, the half that travels; None: all of it.
     """
 
-    directions: tuple[int, ...]
-    hops: int
-    opposite: Opposite = "none"
-    pieces: int = 1
-    grouped: bool = False
-    delayed: bool = False
-    sliced: bool = False
-    queued: bool = False
+    direction: int
+    half: int | None = None
 
-    def lanes(self, distance: int, piece: int) -> tuple[int, ...]:
-        """The directions in which a scatter's piece is under way, `distance` places from home."""
-        if distance <= self.hops:
-            return self.directions
-        if self.opposite == "none" or distance > self.hops + 1:
-            return ()
-        return (self.directions[piece % len(self.directions)],)
+    def __repr__(self) -> str:
+        return f"{self.direction:+d}" + ("" if self.half is None else f"/{self.half}")
 
 
-def make_plan(size: int, mode: str, *, whole_opposite: bool = False) -> Plan:
-    """Returns the plan of a ring of `size` devices, one way or both ways.
+@dataclass(frozen=True, repr=False)
+class Turn:
+    """The work between two waits, and the transfers beside it.
 
-    `whole_opposite`: matmuls cover even a whole last block.
+    Attributes:
+      distance: how many places away the owners are whose blocks are used, or for whom sums are
+        made; 0 is this device. An integer, traced where turns run in a loop.
+      legs: the ways between here and those owners. Of a gather those by which their blocks came,
+        of a scatter those by which the sums that are made now will leave; none for this device's
+        own. Two halves that come by two legs are one owner's block.
+      blocks: by which blocks leave while the turn computes.
+      sums: by which sums leave that the turn before made.
+      adds: by which the sums came that are added to those that are made now.
+      piece: which piece of the owner's block the sums are for.
+      awaited: whether the next turn waits for what leaves in this one. Not where its own transfers
+        take other links.
     """
-    directions = {"unidirectional": (1,), "bidirectional": (1, -1)}[mode]
-    hops, rest = divmod(size - 1, len(directions))
-    chip = traced_chip()
-    on_torus = chip is not None and chip.torus
-    return Plan(
-        directions,
-        hops,
-        opposite="none" if not rest else "whole" if whole_opposite else "halves",
-        pieces=2 if on_torus else 1,
-        grouped=on_torus,
-        delayed=chip is not None and chip.delays_transfers,
-        sliced=chip is not None and chip.slices_before_matmul,
-        queued=traced_for_cpu_cluster(),
-    )
+
+    distance: Any
+    legs: tuple[Leg, ...] = ()
+    blocks: tuple[Leg, ...] = ()
+    sums: tuple[Leg, ...] = ()
+    adds: tuple[Leg, ...] = ()
+    piece: int = 0
+    awaited: bool = True
+
+    def __repr__(self) -> str:
+        given = [f for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        shown = [f"{f.name}={_shown(getattr(self, f.name))}" for f in given]
+        return f"Turn({', '.join([str(self.distance), *shown])})"
+
+
+def gather_turns(
+    size: int, directions: tuple[int, ...], *, whole_opposite: bool = False
+) -> list[Turn]:
+    """Returns the program that brings every device's block past every other.
+
+    Both ways round an even ring, the block of the opposite device is left in the end. It comes in
+    halves, one from each side, so that each link carries (size - 1) / 2 blocks; or whole by the
+    first direction, which costs no cutting and half a transfer more.
+    """
+    legs = tuple(Leg(direction) for direction in directions)
+    halves = tuple(Leg(direction, half) for half, direction in enumerate(directions))
+    hops, opposite = divmod(size - 1, len(directions))
+    last = () if not opposite else legs[:1] if whole_opposite else halves
+    turns = [
+        Turn(distance, legs if distance else (), blocks=legs if distance < hops else last)
+        for distance in range(hops + 1)
+    ]
+    return [*turns, Turn(hops + 1, last)] if opposite else turns
+
+
+def scatter_turns(size: int, directions: tuple[int, ...], pieces: int = 1) -> list[Turn]:
+    """Returns the program that sends to every device the sum of what all devices make for it.
+
+    It is a gather's, backwards: the sum for the farthest owner is made first, and each device on
+    its way adds its share. With one piece a sum is still under way while the share that is added to
+    it is made. With two pieces, which take turns, it has come by then. The pieces of the opposite
+    device's sum take the directions in turn.
+    """
+    legs = tuple(Leg(-direction) for direction in directions)
+    hops, opposite = divmod(size - 1, len(directions))
+
+    def made(distance: int, piece: int) -> tuple[Leg, ...]:
+        return () if not distance else (legs[piece % len(legs)],) if distance > hops else legs
+
+    owners = range(hops + bool(opposite), -1, -1)
+    work = [
+        (distance, piece, made(distance, piece)) for distance in owners for piece in range(pieces)
+    ]
+    turns: list[Turn] = []
+    for number, (distance, piece, to) in enumerate(work):
+        leaving = work[number - 1][2] if number else ()
+        coming = work[number - pieces][2] if number >= pieces else ()
+        elsewhere = pieces > 1 and distance > hops
+        turns.append(
+            Turn(distance, to, sums=leaving, adds=coming, piece=piece, awaited=not elsewhere)
+        )
+    return turns
+
+
+def circulate_turns(size: int, directions: tuple[int, ...]) -> list[Turn]:
+    """Returns the program in which blocks go all the way round and sums follow them home.
+
+    A sum is a turn behind its block, so that its transfer has the next turn's work beside it. In
+    the last turn, when the blocks are home again but for one place, sums take the last leg.
+    """
+    legs, last = tuple(Leg(direction) for direction in directions), size - 1
+    return [
+        Turn(0, blocks=legs if last else ()),
+        *[
+            Turn(d, legs, blocks=legs if d < last else (), sums=legs if d > 1 else ())
+            for d in range(1, size)
+        ],
+        Turn(size, sums=legs if last else ()),
+    ]
+
+
+def stretches(turns: Sequence[Turn], period: int = 1) -> Iterator[tuple[list[Turn], int, int]]:
+    """Cuts a program where turns differ from those a `period` before in more than distance.
+
+    Yields, of each stretch, its first `period` turns (fewer at the end of a program), how often
+    they come, and by how much their distance grows from one time to the next.
+    """
+    number = 0
+    while number < len(turns):
+        first = list(turns[number : number + period])
+        following = turns[number + period : number + 2 * period]
+        step = following[0].distance - first[0].distance if following else 0
+        times = 1
+        while list(turns[number + times * period :][:period]) == moved(first, times * step):
+            times += 1
+        yield first, times, step
+        number += times * period
+
+
+def moved(turns: Sequence[Turn], by: Any) -> list[Turn]:
+    """Returns the turns for owners so many places farther away."""
+    return [replace(turn, distance=turn.distance + by) for turn in turns]
+
+
+def _shown(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)

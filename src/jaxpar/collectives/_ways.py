@@ -1,267 +1,241 @@
-"""The two folds over a plan, gather and scatter."""
+"""Ways over a ring: what every one of them does, and the naive one, a collective of `jax.lax`.
 
-from collections.abc import Callable, Sequence
+Three flows of data are all that the package needs of a ring: blocks that arrive, sums that leave,
+and both a turn apart. Who uses them does not know which way they go.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxpar._compat import empty_like_blocks
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._order import as_one, issue, pin, spec_of
-from jaxpar.collectives._plan import Plan
 from jaxpar.collectives._ring import Ring
 
-# Largest number of whole-block steps that is unrolled while tracing; longer rings run a loop.
-# benchmarks/README.md has compile time and program size on both sides of it.
-UNROLLED_STEPS = 16
-
-HOME = (0,)  # the lane of what stays
-
-Arrivals = list[tuple[Any, Any]]  # (block, what `take` gave for the device it belongs to)
+# (block, what `take` gave for its positions)
+Arrivals = list[tuple[Any, Any]]
+Visits = list[tuple[Any, Array]]  # (part of a block, the logical index of its owner)
+Take = Callable[[Any, int], Any]
+Pick = Callable[[Any], Any]
 
 
-def _position(position: Array) -> Any:
-    return position
+def as_it_is(x: Any) -> Any:
+    """Returns `x`."""
+    return x
 
 
-def _as_it_is(carry: Any) -> Any:
-    return carry
+@dataclass(frozen=True)
+class Way:
+    """How blocks and sums get round a ring: static, the same forward and backward.
 
-
-def gather_fold(
-    block: Any,
-    consume: Callable[[Any, Arrivals], Any],
-    ring: Ring,
-    plan: Plan,
-    sums: Callable[[Any], Any] = lambda carry: carry,
-    take: Callable[[Array], Any] = _position,
-    finish: Callable[[Any], Any] = _as_it_is,
-) -> Any:
-    """Brings every device's `block` past this one and folds `consume(carry, arrivals)` over them.
-
-    The first call of `consume` gets None and this device's own block. Each further call gets the
-    blocks that one step brought, whose transfer was started before the call that precedes it. With
-    each block it gets what `take` gives for the logical index of the device that the block belongs
-    to: the index itself, or what stays at home and is used together with the block.
-    `sums` picks the part of the carry that is added to, not only written into: without a barrier
-    (on CPU) that alone keeps blocks from arriving long before they are used.
+    Attributes:
+      joins: whether arrays that travel at once had better be joined into one.
+      transparent: whether JAX's own derivatives of what it does are as good as any.
     """
 
-    def send(blocks: list[Any]) -> list[Any]:
-        return [ring.shift(b, d) for b, d in zip(blocks, plan.directions, strict=True)]
+    ring: Ring
+    joins = True
+    transparent = False
 
-    def send_last(blocks: list[Any]) -> list[Any]:
-        if plan.opposite == "halves":
-            parts = [jax.tree.map(lambda x, n=n: _half(x, n), b) for n, b in enumerate(blocks)]
-            return send(parts)
-        return [ring.shift(blocks[0], plan.directions[0])] if plan.opposite == "whole" else []
-
-    late = plan.grouped and not plan.sliced  # where slices are free within a matmul
-
-    def use(
-        state: Any,
-        owners: Callable[[Array], list[Array]],
-        send: Callable[[list[Any]], list[Any]],
-        finish: Callable[[Any], Any] = _as_it_is,
+    def gather(
+        self,
+        block: Any,
+        consume: Callable[[Any, Arrivals], Any],
+        take: Take,
+        *,
+        dim: int | None = None,
+        sums: Pick | None = None,
+        finish: Pick = as_it_is,
+        like: Callable[[], Any] | None = None,
     ) -> Any:
-        """Sends the blocks at hand on, and consumes them."""
-        index, carry, blocks = state
+        """Brings all devices' blocks here, and folds `consume(carry, arrivals)` over them.
 
-        def take_all(index: Array) -> list[Any]:
-            return [take(owner) for owner in owners(index)]
+        Args:
+          block: pytree of arrays, this device's block.
+          consume: `(carry, arrivals)` to the next carry. The first carry is None. Each arrival is a
+            block, or several side by side, with what `take` gives for its positions.
+          take: `(start, size)` of positions of the whole to what stays at home and is used there.
+          dim: along which the blocks of all devices make a whole, and positions count. None: blocks
+            are used one by one, and positions count blocks.
+          sums: picks, of the carry, that which is added to, not only written into; None: nothing.
+          finish: what is done with the carry in the end.
+          like: makes arrays of the types of the first carry, where it is made of sums.
 
-        def compute(carry: Any, blocks: list[Any], index: Array) -> Any:
-            taken = take_all(index) if late else given
-            return finish(consume(carry, list(zip(blocks, taken, strict=True))))
-
-        blocks, given, sent = issue(plan, index, blocks, (lambda _: ()) if late else take_all, send)
-        if carry is not None and (plan.delayed or jax.tree.leaves(sums(carry))):
-            carry = as_one(
-                plan, index, compute, lambda x, *_: _like(finish, x), carry, blocks, index
-            )
-        else:
-            carry = compute(carry, blocks, index)
-        return pin(plan, index, carry, sent, given, sums(carry))
-
-    def step(distance: Any, state: Any, send: Callable[[list[Any]], list[Any]] = send) -> Any:
-        return use(state, lambda i: [(i - d * distance) % ring.size for d in plan.directions], send)
-
-    def send_own(blocks: list[Any]) -> list[Any]:
-        own = blocks * len(plan.directions)
-        return send(own) if plan.hops else send_last(own)
-
-    state = use((ring.index(), None, [block]), lambda index: [index], send_own)
-    if plan.hops <= UNROLLED_STEPS:
-        for distance in range(1, plan.hops):
-            state = step(distance, state)
-    else:
-        state = _loop(step, plan.hops, state)
-    if plan.hops:
-        state = step(plan.hops, state, send_last)
-    index, carry, last = state
-    if not last:
-        return finish(carry)
-    if plan.opposite == "halves":
-        last = [jax.tree.map(lambda x, *xs: _join(xs, x), block, *last)]
-    opposite = plan.hops + 1
-    _, carry, _ = use(
-        (index, carry, last), lambda i: [(i + opposite) % ring.size], lambda _: [], finish
-    )
-    return carry
-
-
-def scatter_fold(
-    produce: Callable[[Any], Array],
-    ring: Ring,
-    plan: Plan,
-    dim: int,
-    length: int,
-    take: Callable[[Array, int], Any],
-    wire_dtype: DTypeLike | None,
-    dtype: DTypeLike,
-) -> Array:
-    """Sums over the devices what `produce(take(start, size))` gives for each owner, at that owner.
-
-    `take` cuts what it needs for positions `start` to `start + size` of the scattered dimension,
-    `dim` of what `produce` returns, of which each device owns `length`. Partial sums travel
-    towards their owner in `wire_dtype` (their own if None); the result is of `dtype`.
-    """
-    cuts = _cuts(length, plan.pieces if ring.size > 1 else 1)
-    late = plan.grouped and not plan.sliced  # where slices are free within a matmul
-
-    def wire(x: Array) -> Array:
-        return x if wire_dtype is None else x.astype(wire_dtype)
-
-    def send(sums: dict[int, Array]) -> dict[int, Array]:
-        return {d: ring.shift(wire(x), -d) for d, x in sums.items()}
-
-    def turn(
-        distance: Any, piece: int, lanes: tuple[int, ...], state: Any, result: Any = None
-    ) -> Any:
-        """Sends what the turn before made, and makes this piece's sums for `distance` places on.
-
-        At home the sum is written into `result`.
+        Returns:
+          The last carry, finished.
         """
-        index, outgoing, arrived = state
-        start, size = cuts[piece]
+        raise NotImplementedError
 
-        def take_all(index: Array) -> list[Any]:
-            owners = [(index - d * distance) % ring.size for d in lanes]
-            return [take(owner * length + start, size) for owner in owners]
+    def scatter(
+        self,
+        produce: Callable[[Any], Array],
+        take: Take,
+        *,
+        dim: int,
+        length: int,
+        dtype: DTypeLike,
+        wire_dtype: DTypeLike | None = None,
+    ) -> Array:
+        """Sums for each device what all devices produce for it.
 
-        def make(index: Array) -> list[Array]:
-            return [produce(t) for t in (take_all(index) if late else given)]
+        Args:
+          produce: what `take` gave, to this device's addends for its positions.
+          take: `(start, size)` of positions along `dim` to what `produce` needs for them.
+          dim: the dimension of what is produced that is dealt out to the devices.
+          length: how many positions each device owns.
+          dtype: of the result.
+          wire_dtype: in which partial sums travel; None: in which they are produced.
 
-        def make_and_add(index: Array, arrived: dict[int, Array], result: Any) -> Any:
-            sums = {d: _add(x, arrived, d) for d, x in zip(lanes, make(index), strict=True)}
-            if lanes != HOME:
-                return {d: wire(x) for d, x in sums.items()}
-            return lax.dynamic_update_slice_in_dim(result, sums[0].astype(dtype), start, dim)
+        Returns:
+          The sum of all devices' addends for this device's positions.
+        """
+        raise NotImplementedError
 
-        def otherwise(_: Array, arrived: dict[int, Array], result: Any) -> Any:
-            return result if lanes == HOME else dict.fromkeys(lanes, next(iter(arrived.values())))
+    def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
+        """Returns the sum of all devices' addends, everywhere.
 
-        take_now = (lambda _: ()) if late else take_all
-        outgoing, given, sent = issue(plan, index, outgoing, take_now, send)
-        if len(cuts) == 1:  # what was sent is still under way: it is added once it is here
-            index, made, sent = pin(plan, index, make(index), sent, given)
-            return index, {d: _add(x, sent, d) for d, x in zip(lanes, made, strict=True)}, arrived
-        mine = arrived[piece]
-        if mine:
-            made = as_one(plan, index, make_and_add, otherwise, index, mine, result)
-        else:
-            made = make_and_add(index, mine, result)
-        if lanes in (plan.directions, HOME):
-            index, made, sent = pin(plan, index, made, sent, given)
-        else:  # the next turn's transfer takes the other direction: it need not wait for this one
-            index, made, _ = pin(plan, index, made, (), given)
-        return index, made, {**arrived, piece - 1 if piece else len(cuts) - 1: sent, piece: {}}
+        `in_blocks` makes the same by a scatter and a gather; None where there is nothing to cut.
+        """
+        return self._psum(addend()) if in_blocks is None else in_blocks()
 
-    def step(distance: Any, state: Any, far: bool = False) -> Any:
-        for piece in range(len(cuts)):
-            lanes = plan.lanes(plan.hops + 1, piece) if far else plan.directions
-            state = turn(distance, piece, lanes, state)
-        return state
+    def circulate(
+        self,
+        block: Any,
+        carry: Any,
+        own: Any,
+        begin: Callable[[Any, Any], tuple[Any, Any]],
+        visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
+        end: Callable[[Any, Any], tuple[Any, Any]],
+        *,
+        split: Callable[[Any, int], list[Any]],
+        join: Callable[[list[Any]], Any],
+        wire_dtype: DTypeLike,
+    ) -> tuple[Any, Any]:
+        """Takes every device's block past all others, and sums for its owner what each makes of it.
 
-    state = ring.index(), {}, {piece: {} for piece in range(len(cuts))}
-    if plan.opposite != "none":
-        state = step(plan.hops + 1, state, far=True)
-    if plan.hops:
-        state = step(plan.hops, state)
-    if plan.hops <= UNROLLED_STEPS:
-        for distance in range(plan.hops - 1, 0, -1):
-            state = step(distance, state)
-    else:
-        state = _loop(lambda t, state: step(plan.hops - t, state), plan.hops, state)
+        Args:
+          block: pytree of arrays, this device's block.
+          carry: what stays here and is folded over all blocks.
+          own: arrays like `block`, zeros: this device's share of the sums for its own block.
+          begin: `(carry, own)` to both: a share of the work on the own block, for the first turn.
+          visit: `(carry, visits)` to the carry and, for each visiting part, what this device adds
+            to the sums of its owner, in the dtypes of `own`.
+          end: like `begin`: the other share, for the last turn.
+          split: deals a block out to at most so many parts, which may go different ways.
+          join: the inverse of `split`.
+          wire_dtype: in which sums travel.
 
-    if len(cuts) == 1:
-        _, own, _ = turn(0, 0, HOME, state)
-        return own[0].astype(dtype)
-    some = next(iter(state[2][0].values())).astype(dtype)
-    result = vary_over(varying_axes(some), empty_like_blocks(some, dim, 2))
-    result = lax.slice_in_dim(result, 0, length, axis=dim)
-    for piece in range(len(cuts)):
-        index, result, arrived = turn(0, piece, HOME, state, result)
-        state = index, {}, arrived
-    return result
+        Returns:
+          The carry, and the sums of all devices for this device's block.
+        """
+        raise NotImplementedError
 
+    def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
+        """Returns both, in an order that keeps a backward pass behind its forward pass."""
+        return out, residuals
 
-def place_block(whole: Array | None, block: Array, dim: int, position: Array, count: int) -> Array:
-    """Writes `block` as number `position` of `count` along `dim`; None is a whole yet unwritten."""
-    if whole is None:
-        # Not zeros: filling what every step overwrites would be one more pass over the result.
-        whole = empty_like_blocks(block, dim, count)
-    into: Array = vary_over(varying_axes(block), whole)
-    return lax.dynamic_update_slice_in_dim(into, block, position * block.shape[dim], dim)
-
-
-def _loop(step: Callable[[Any, Any], Any], stop: int, state: Any) -> Any:
-    # Two steps a trip: with one, the compilers copy the carried block before each send.
-    return lax.fori_loop(1, stop, lambda t, s: step(t.astype("int32"), s), state, unroll=2)
+    def _psum(self, x: Array) -> Array:
+        return lax.psum(x, self.ring.axis_name)
 
 
-def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
-    """Starts and sizes of the pieces of `length` that are not empty; one piece at least."""
-    middle = -(-length // 2)
-    halves = [(0, middle), (middle, length - middle)]
-    return halves if pieces == 2 and length > 1 else [(0, length)]
+@dataclass(frozen=True)
+class Naive(Way):
+    """All at once, by a collective: gather and then use, make and then sum and scatter."""
 
+    joins = False
+    transparent = True
 
-def _add(made: Array, arrived: dict[int, Array], lane: int) -> Array:
-    """Adds what arrived in the lane; at home, in all lanes."""
-    for direction, x in arrived.items():
-        if lane in (direction, HOME[0]):
-            made = made + x.astype(made.dtype)
-    return made
+    def gather(
+        self,
+        block: Any,
+        consume: Callable[[Any, Arrivals], Any],
+        take: Take,
+        *,
+        dim: int | None = None,
+        sums: Pick | None = None,
+        finish: Pick = as_it_is,
+        like: Callable[[], Any] | None = None,
+    ) -> Any:
+        if dim is not None:
+            whole = jax.tree.map(lambda x: self._gathered(x, dim), block)
+            size = jax.tree.leaves(whole)[0].shape[dim]
+            return finish(consume(None, [(whole, take(0, size))]))
+        index = self.ring.index()
+        return finish(self._visit(block, consume, take, consume(None, [(block, take(index, 1))])))
 
+    def scatter(
+        self,
+        produce: Callable[[Any], Array],
+        take: Take,
+        *,
+        dim: int,
+        length: int,
+        dtype: DTypeLike,
+        wire_dtype: DTypeLike | None = None,
+    ) -> Array:
+        sums = produce(take(0, length * self.ring.size))
+        sums = sums if wire_dtype is None else sums.astype(wire_dtype)
+        if not sums.size:  # XLA does not scatter nothing
+            return lax.slice_in_dim(sums, 0, length, axis=dim).astype(dtype)
+        axes = self.ring.axis_name
+        return lax.psum_scatter(sums, axes, scatter_dimension=dim, tiled=True).astype(dtype)
 
-def _like(finish: Callable[[Any], Any], carry: Any) -> Any:
-    """Returns arrays of the types of `finish(carry)`, of any values."""
+    def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
+        return self._psum(addend())
 
-    def empty(x: Array, finished: Any) -> Array:
-        if x.dtype == finished.dtype or not x.ndim:
-            return x.astype(finished.dtype)
-        return vary_over(varying_axes(x), empty_like_blocks(x, 0, 1, finished.dtype))
+    def circulate(
+        self,
+        block: Any,
+        carry: Any,
+        own: Any,
+        begin: Callable[[Any, Any], tuple[Any, Any]],
+        visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
+        end: Callable[[Any, Any], tuple[Any, Any]],
+        *,
+        split: Callable[[Any, int], list[Any]],
+        join: Callable[[list[Any]], Any],
+        wire_dtype: DTypeLike,
+    ) -> tuple[Any, Any]:
+        carry, own = end(*begin(carry, own))
+        if self.ring.size == 1:
+            return carry, own
 
-    return jax.tree.map(empty, carry, jax.eval_shape(finish, carry))
+        def put(sums: Any, made: Any, owner: Array) -> Any:
+            return jax.tree.map(
+                lambda x, y: lax.dynamic_update_index_in_dim(x, y, owner, 0), sums, made
+            )
 
+        def consume(state: Any, arrivals: Arrivals) -> Any:
+            carry, sums = state
+            carry, [made] = visit(carry, arrivals)
+            return carry, put(sums, made, arrivals[0][1])
 
-def _halved_dim(x: Array) -> int:
-    spec = spec_of(x)
-    whole = [dim for dim, axes in enumerate(spec) if axes is None] or list(range(x.ndim))
-    even = [dim for dim in whole if x.shape[dim] % 2 == 0 and x.shape[dim]]
-    return even[0] if even else max(whole, key=lambda dim: x.shape[dim])
+        # [n, ...]: a share for each owner.
+        sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(self.ring.size, *x.shape)), own)
+        sums = put(vary_over(varying_axes(own), sums), own, self.ring.index())
+        carry, sums = self._visit(block, consume, lambda owner, _: owner, (carry, sums))
+        axes = self.ring.axis_name
+        return carry, jax.tree.map(lambda x: lax.psum_scatter(x.astype(wire_dtype), axes), sums)
 
+    def _gathered(self, x: Array, dim: int) -> Array:
+        if not x.size:  # nor gather it
+            return lax.concatenate([x] * self.ring.size, dim)
+        return lax.all_gather(x, self.ring.axis_name, axis=dim, tiled=True)
 
-def _half(block: Array, lane: int) -> Array:
-    dim = _halved_dim(block)
-    size = block.shape[dim]
-    middle = -(-size // 2)
-    start, stop = ((0, middle), (middle, size))[lane]
-    return lax.slice_in_dim(block, start, stop, axis=dim)
+    def _visit(self, block: Any, consume: Any, take: Take, state: Any) -> Any:
+        """Gathers the blocks of all devices, then consumes those of others one by one."""
+        if self.ring.size == 1:
+            return state
+        index, axes = self.ring.index(), self.ring.axis_name
+        blocks = jax.tree.map(lambda x: lax.all_gather(x, axes), block)  # [n, ...]
 
+        def step(distance: Array, state: Any) -> Any:
+            owner = (index - distance.astype("int32")) % self.ring.size
+            at = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), blocks)
+            return consume(state, [(at, take(owner, 1))])
 
-def _join(halves: Sequence[Array], like: Array) -> Array:
-    return lax.concatenate(halves, _halved_dim(like))
+        return lax.fori_loop(1, self.ring.size, step, state)

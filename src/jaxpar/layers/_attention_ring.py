@@ -11,11 +11,7 @@ from jax import Array, lax
 
 from jaxpar._dtypes import sum_dtype
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._circulate import Visits, circulate
-from jaxpar.collectives._fold import Arrivals, gather_fold
-from jaxpar.collectives._order import as_one, forward_first
-from jaxpar.collectives._plan import Plan
-from jaxpar.collectives._ring import Ring
+from jaxpar.collectives._ways import Arrivals, Visits, Way, as_it_is
 from jaxpar.layers._attention_block import (
     Backward,
     Scores,
@@ -25,7 +21,6 @@ from jaxpar.layers._attention_block import (
     attend,
     merge,
 )
-from jaxpar.layers._gathered import sum_gathered, visit_gathered
 
 Sums = tuple[Array, Array, Array]  # gradients of queries, keys and values, summed so far
 
@@ -34,8 +29,7 @@ Sums = tuple[Array, Array, Array]  # gradients of queries, keys and values, summ
 class Method:
     """How attention runs, the same forward and backward."""
 
-    ring: Ring
-    plan: Plan | None  # None: keys and values of all devices are gathered first
+    way: Way
     causal: bool
     zigzag: bool
     scores: Scores
@@ -67,7 +61,7 @@ class Method:
         # queries see those of the devices before it, and its late ones the late keys of those
         # behind it. So each step has as much to do, of the same shape, and nothing to mask.
         rows, columns = queries // 2, keys // 2
-        behind = (source > self.ring.index()).astype("int32")
+        behind = (source > self.way.ring.index()).astype("int32")
         chosen = Tile((behind * rows, rows), (behind * columns, columns))
         return [Tile((rows, rows), (0, columns)), chosen]
 
@@ -75,7 +69,7 @@ class Method:
         """Returns `compute(state)`, or `state` where all of the block is in the future."""
         if not self.causal or self.zigzag:
             return compute(state)
-        return lax.cond(source < self.ring.index(), compute, lambda state: state, state)
+        return lax.cond(source < self.way.ring.index(), compute, lambda state: state, state)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -92,15 +86,13 @@ def _forward(method: Method, q: Array, k: Array, v: Array) -> State:
 
     def consume(state: State | None, arrivals: Arrivals) -> State:
         if state is None:
-            [((k, v), index)] = arrivals
-            if method.plan is None or not method.plan.delayed:
-                return own(q, k, v)
-            return as_one(method.plan, index, own, unlike, q, k, v)
+            [((k, v), _)] = arrivals
+            return own(q, k, v)
         for (k, v), source in arrivals:
             state = add(state, k, v, source)
         return state
 
-    def unlike(q: Array, *_: Array) -> State:
+    def like() -> State:
         wide = q.astype(sum_dtype(q.dtype))
         return wide, wide[..., 0]
 
@@ -125,15 +117,15 @@ def _forward(method: Method, q: Array, k: Array, v: Array) -> State:
     def finish(state: State) -> State:
         return state[0].astype(q.dtype), state[1]
 
-    if method.plan is None:
-        return finish(visit_gathered(method.ring, (k, v), consume))
-    return gather_fold((k, v), consume, method.ring, method.plan, finish=finish)
+    return method.way.gather(
+        (k, v), consume, lambda owner, _: owner, sums=as_it_is, finish=finish, like=like
+    )
 
 
 def _fwd(method: Method, q: Array, k: Array, v: Array) -> Any:
     out, logsumexp = _forward(method, q, k, v)
     residuals = q, k, v, out, logsumexp
-    return (out, residuals) if method.plan is None else forward_first(method.plan, out, residuals)
+    return method.way.forward_first(out, residuals)
 
 
 def _bwd(method: Method, residuals: Any, ct: Array) -> Sums:
@@ -176,26 +168,15 @@ def _bwd(method: Method, residuals: Any, ct: Array) -> Sums:
 
     dq, own = _zeros(q, dtype), (_zeros(k, dtype), _zeros(v, dtype))
     wire = dtype if method.wire_dtype is None else method.wire_dtype
-    if method.plan is None:
-        dq, own = begin(dq, own)
-        dq, own = end(dq, own)
-        dq, sums = sum_gathered(method.ring, (k, v), dq, own, visit, wire)
-    else:
-        chunks = 2 if method.balanced else 1
-        lanes = len(method.plan.directions) if length % (2 * chunks) == 0 else 1
-        dq, own, parts = circulate(
-            _split((k, v), lanes, chunks),
-            dq,
-            own,
-            begin,
-            visit,
-            end,
-            method.ring,
-            method.plan,
-            dtype,
-            wire,
-        )
-        sums = jax.tree.map(lambda x, y: x + y, own, _join(parts, chunks)) if parts else own
+    chunks = 2 if method.balanced else 1
+    dq, sums = method.way.circulate(
+        *((k, v), dq, own, begin, visit, end),
+        split=lambda block, parts: _split(
+            block, parts if length % (parts * chunks) == 0 else 1, chunks
+        ),
+        join=lambda parts: _join(parts, chunks),
+        wire_dtype=wire,
+    )
     return dq.astype(q.dtype), sums[0].astype(k.dtype), sums[1].astype(v.dtype)
 
 

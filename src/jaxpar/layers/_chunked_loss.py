@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import Mode
-from jaxpar._varying import checks_varying, vary_over, varying_axes
-from jaxpar.collectives._named import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from jaxpar.collectives._ring import Ring
+from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
+from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
+from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.collectives._ways import Way
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,16 @@ class ChunkedLoss:
     precision: Any
     wire_dtype: Any
 
+    def way(self, ring: Ring) -> Way:
+        """How tokens and their gradients travel over a ring."""
+        return choose_way(Problem("loss", ring), self.mode)
+
     def whole(self, x: Array) -> Array:
         """The tokens of all devices, where they are sharded."""
         if self.dim is None:
             return x
-        return ring_all_gather(x, self.ring.axis_name, axis=self.dim, tiled=True, mode=self.mode)
+        (x,) = vary_alike(self.ring.axis_name, x)
+        return gather_along(self.way(self.ring), x, self.dim)
 
     def chunks(self, x: Array, fill: int = 0, features: int = 0) -> Array:
         """Cuts tokens `[..., s]`, each of so many dimensions, into `[chunks, tokens, ...]`."""
@@ -143,12 +150,13 @@ def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, No
     chunks = loss.chunks(whole, features=1), loss.chunks(labels, loss.ignore_label), *numbers
     dw, dx = lax.scan(step, zeros, chunks)
     dx = dx.reshape(-1, dx.shape[-1])[: labels.size].reshape(whole.shape)
-    how: Any = {"mode": loss.mode, "wire_dtype": loss.wire_dtype}
     if loss.dim is not None:
-        dx = ring_reduce_scatter(dx, names, scatter_dimension=loss.dim, tiled=True, **how)
+        dx = scatter_along(loss.way(loss.ring), dx, loss.dim, loss.wire_dtype)
     elif checks_varying(names):
         copied = tuple(name for name in names if name not in varying_axes(x))
-        dx = ring_all_reduce(dx, copied, **how) if copied else dx
+        if copied:
+            way = loss.way(bind_ring("vocabulary_parallel_cross_entropy", copied))
+            dx = all_reduce(way, dx, loss.wire_dtype)
     return dx.astype(x.dtype), dw.astype(w.dtype), None
 
 

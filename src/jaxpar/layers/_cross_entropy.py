@@ -112,7 +112,7 @@ def vocabulary_parallel_cross_entropy(
         label_smoothing=check_number(name, "label_smoothing", label_smoothing, 1.0),
         z_loss=check_number(name, "z_loss", z_loss),
         ignore_label=check_whole(name, "ignore_label", ignore_label),
-        mode="naive" if mode == "auto" else mode,
+        mode=mode,
         precision=precision,
         wire_dtype=wire,
     )

@@ -9,6 +9,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
+from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import as_dtype, check_wire, sum_dtype
 from jaxpar._types import AxisName, Integer, Mode, Number, Order
 from jaxpar._varying import vary_alike
@@ -17,7 +18,6 @@ from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._attention_block import Scores
 from jaxpar.layers._attention_ring import Method, attention
 from jaxpar.layers._checks import check_whole
-from jaxpar.matmul._mode import choose_plan
 
 _NAME = "ring_attention"
 
@@ -115,9 +115,10 @@ def ring_attention(
     *batch, length, heads, size = q.shape
     kv_heads = k.shape[-2]
     flops = 4.0 * q.size * length * ring.size * (0.5 if causal else 1.0)
-    plan = choose_plan(ring, mode, flops, 2 * k.size * k.dtype.itemsize)
+    shapes, block_bytes = (q.shape, k.shape, v.shape), 2 * k.size * k.dtype.itemsize
+    way = choose_way(Problem("attention", ring, shapes, flops, block_bytes), mode)
     scores = Scores(_scale(scale, size), precision)
-    method = Method(ring, plan, causal, zigzag, scores, wire)
+    method = Method(way, causal, zigzag, scores, wire)
     grouped = q.reshape(*batch, length, kv_heads, heads // kv_heads, size)
     out: Any = attention(
         method, jnp.moveaxis(grouped, -4, -2), jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2)

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import as_dtype, check_wire, result_dtype, sum_dtype
 from jaxpar._types import AxisName, Mode, Operand
 from jaxpar._varying import vary_alike
@@ -15,15 +16,7 @@ from jaxpar.collectives._checks import check_divides, check_mode, check_precisio
 from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.matmul._all_reduce import all_reduce_einsum
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
-from jaxpar.matmul._mode import choose_plan
-from jaxpar.matmul._primitive import (
-    Arithmetic,
-    Method,
-    Product,
-    gather_einsum,
-    multiply,
-    scatter_einsum,
-)
+from jaxpar.matmul._primitive import Arithmetic, Method, Product, gather_einsum, scatter_einsum
 
 
 @dataclass(frozen=True)
@@ -39,12 +32,11 @@ class Call:
     regather: bool = False
     recomputed: bool = False
 
-    def resolve(self, label: str, flops: float, block_bytes: int) -> Method | None:
-        """Returns how to run on the ring, or None for the naive form."""
-        plan = choose_plan(self.ring, self.mode, flops, block_bytes)
-        if plan is None:
-            return None
-        return Method(self.ring, plan, label, self.arithmetic, self.recomputed)
+    def method(self, label: str, flops: float, block_bytes: int, *operands: Array) -> Method:
+        """Returns how to run over the ring."""
+        shapes = tuple(x.shape for x in operands)
+        problem = Problem("matmul", self.ring, shapes, flops, block_bytes)
+        return Method(choose_way(problem, self.mode), label, self.arithmetic, self.recomputed)
 
     def result_dtype(self, lhs: Array) -> Any:
         """The dtype of the result."""
@@ -119,19 +111,14 @@ def gather(
         product = Product(labels.rhs, labels.lhs, labels.out, dtype)
 
     flops = sum(2.0 * prod(s.values()) for s in sizes)
-    method = call.resolve(label, flops, left.size * left.dtype.itemsize)
-    if method is not None:
+    method = call.method(label, flops, left.size * left.dtype.itemsize, left, *rights)
+
+    def multiply(left: Array, rights: tuple[Array, ...]) -> tuple[Array, ...]:
         return gather_einsum(method, (product,) * len(rights), left, rights)
 
-    def naive(left: Array, rights: tuple[Array, ...]) -> tuple[Array, ...]:
-        dim = product.left.index(label)
-        if left.size:
-            whole = lax.all_gather(left, ring.axis_name, axis=dim, tiled=True)
-        else:  # XLA does not gather nothing
-            whole = lax.concatenate([left] * ring.size, dim)
-        return tuple(multiply(call.arithmetic, product, whole, r).astype(dtype) for r in rights)
-
-    return (jax.checkpoint(naive) if call.regather else naive)(left, rights)
+    # Rules of our own gather again anyway.
+    regather = call.regather and method.transparent
+    return (jax.checkpoint(multiply) if regather else multiply)(left, rights)
 
 
 def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:
@@ -144,13 +131,8 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:
     lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     block_bytes = prod(shape) // ring.size * wire.itemsize
-    method = call.resolve(label, 2.0 * prod(sizes.values()), block_bytes)
-    if method is not None:
-        return scatter_einsum(method, (product,), ((lhs, rhs),))
-    sums = multiply(call.arithmetic, product, lhs, rhs).astype(wire)
-    if not sums.size:  # nor scatter it
-        return lax.slice_in_dim(sums, 0, shape[dim] // ring.size, axis=dim).astype(dtype)
-    return lax.psum_scatter(sums, ring.axis_name, scatter_dimension=dim, tiled=True).astype(dtype)
+    method = call.method(label, 2.0 * prod(sizes.values()), block_bytes, lhs, rhs)
+    return scatter_einsum(method, (product,), ((lhs, rhs),))
 
 
 def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
@@ -161,8 +143,5 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
     lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     block_bytes = prod(sizes[name] for name in labels.out) // ring.size * wire.itemsize
-    method = call.resolve(labels.out[0], 2.0 * prod(sizes.values()), block_bytes)
-    if method is not None and all(sizes[name] for name in labels.out):
-        return all_reduce_einsum(method, product, lhs, rhs)
-    sums = multiply(call.arithmetic, product, lhs, rhs).astype(wire)
-    return lax.psum(sums, ring.axis_name).astype(dtype)
+    method = call.method(labels.out[0], 2.0 * prod(sizes.values()), block_bytes, lhs, rhs)
+    return all_reduce_einsum(method, product, lhs, rhs)

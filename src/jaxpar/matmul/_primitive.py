@@ -9,19 +9,17 @@ came in: shards.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._choice import joining_is_cheaper
+from jaxpar._derivatives import with_derivative
 from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar.collectives._fold import Arrivals, gather_fold, place_block, scatter_fold
-from jaxpar.collectives._order import forward_first
-from jaxpar.collectives._plan import Plan
-from jaxpar.collectives._ring import Ring
-from jaxpar.matmul._mode import sums_cost_more_than_joining
+from jaxpar.collectives._blocks import cut
+from jaxpar.collectives._in_turns import place_block
+from jaxpar.collectives._ways import Arrivals, Way
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class Arithmetic:
 class Method:
     """How a ring einsum runs, the same in the forward pass and in every derivative."""
 
-    ring: Ring
-    plan: Plan
+    way: Way
     label: str  # the einsum label that is sharded over the ring
     arithmetic: Arithmetic
     # Runs again in the backward pass, within jax.checkpoint, where the result itself is dead code.
@@ -46,9 +43,14 @@ class Method:
     # counted in the jaxpr would have it.
     recomputed: bool = False
 
+    @property
+    def transparent(self) -> bool:
+        """Whether JAX's own derivatives are left as they are."""
+        return self.way.transparent
+
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
         """Returns both, the residuals not before the result, unless nobody waits for that."""
-        return (out, residuals) if self.recomputed else forward_first(self.plan, out, residuals)
+        return (out, residuals) if self.recomputed else self.way.forward_first(out, residuals)
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class Product:
     dtype: Any
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gather_einsum(
+def _gather(
     method: Method, products: tuple[Product, ...], left: Array, rights: tuple[Array, ...]
 ) -> tuple[Array, ...]:
     """Computes `product(all-gathered left, right)` for each product and its right operand.
@@ -70,23 +71,23 @@ def gather_einsum(
     `left` is this device's block along `method.label`; the right operands and the results have that
     label whole where they have it. All operands vary over the same axes, the ring's among them.
     """
+    dim = products[0].left.index(method.label)
+    whole = left.shape[dim] * method.way.ring.size
 
-    length = left.shape[products[0].left.index(method.label)]
-
-    def take(source: Array) -> tuple[Array, list[Array]]:
-        return source, [
-            _cut(method, right, p.right, source * length, length)
+    def take(start: Any, size: int) -> tuple[Any, list[Array]]:
+        return start, [
+            _cut(method, right, p.right, start, size)
             for p, right in zip(products, rights, strict=True)
         ]
 
     def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         results = [None] * len(products) if results is None else results
         uses = [
-            [(block, taken[number], source) for block, (source, taken) in arrivals]
+            [(block, taken[number], start) for block, (start, taken) in arrivals]
             for number in range(len(products))
         ]
         return [
-            _use_blocks(method, product, result, use)
+            _use_blocks(method, product, result, use, whole)
             for product, result, use in zip(products, results, uses, strict=True)
         ]
 
@@ -96,11 +97,14 @@ def gather_einsum(
     def finish(results: list[Array]) -> list[Array]:
         return [r.astype(p.dtype) for r, p in zip(results, products, strict=True)]
 
-    return tuple(gather_fold(left, consume, method.ring, method.plan, sums, take, finish))
+    adds = any(method.label not in p.out for p in products)
+    results = method.way.gather(
+        left, consume, take, dim=dim, sums=sums if adds else None, finish=finish
+    )
+    return tuple(results)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def scatter_einsum(
+def _scatter(
     method: Method, products: tuple[Product, ...], pairs: tuple[tuple[Array, Array], ...]
 ) -> Array:
     """Sums all products over all devices, and keeps this device's block of the sum.
@@ -109,7 +113,7 @@ def scatter_einsum(
     operands vary over the same axes, the ring's among them.
     """
 
-    def take(start: Array, size: int) -> list[tuple[Array, Array]]:
+    def take(start: Any, size: int) -> list[tuple[Array, Array]]:
         return [
             (_cut(method, left, p.left, start, size), _cut(method, right, p.right, start, size))
             for p, (left, right) in zip(products, pairs, strict=True)
@@ -124,15 +128,13 @@ def scatter_einsum(
 
     first, (left, right) = products[0], pairs[0]
     sizes = dict(zip(first.left + first.right, left.shape + right.shape, strict=True))
-    return scatter_fold(
+    return method.way.scatter(
         produce,
-        method.ring,
-        method.plan,
-        first.out.index(method.label),
-        sizes[method.label] // method.ring.size,
         take,
-        method.arithmetic.wire_dtype,
-        first.dtype,
+        dim=first.out.index(method.label),
+        length=sizes[method.label] // method.way.ring.size,
+        dtype=first.dtype,
+        wire_dtype=method.arithmetic.wire_dtype,
     )
 
 
@@ -171,8 +173,8 @@ def _scatter_bwd(method: Method, products: tuple[Product, ...], pairs: Any, ct: 
     return (tuple(zip(grads[::2], grads[1::2], strict=True)),)
 
 
-gather_einsum.defvjp(_gather_fwd, _gather_bwd)
-scatter_einsum.defvjp(_scatter_fwd, _scatter_bwd)
+gather_einsum = with_derivative(_gather, _gather_fwd, _gather_bwd, statics=2)
+scatter_einsum = with_derivative(_scatter, _scatter_fwd, _scatter_bwd, statics=2)
 
 
 def multiply(arithmetic: Arithmetic, product: Product, left: Array, right: Array) -> Array:
@@ -188,30 +190,28 @@ def multiply(arithmetic: Arithmetic, product: Product, left: Array, right: Array
     )
 
 
-def _cut(method: Method, x: Array, labels: str, start: Array, size: int) -> Array:
+def _cut(method: Method, x: Array, labels: str, start: Any, size: int) -> Array:
     """Returns `size` positions of an operand that has the ring's label, all of any other."""
-    if method.label not in labels:
-        return x
-    return lax.dynamic_slice_in_dim(x, start, size, labels.index(method.label))
+    return cut(x, start, size, labels.index(method.label)) if method.label in labels else x
 
 
 def _use_blocks(
     method: Method,
     product: Product,
     result: Array | None,
-    arrivals: list[tuple[Array, Array, Array]],
+    arrivals: list[tuple[Array, Array, Any]],
+    whole: int,
 ) -> Array:
     """Multiplies blocks by their partners, and places or adds what they give."""
     label = method.label
     if label in product.out:
-        for block, right, source in arrivals:
+        for block, right, start in arrivals:
             part = multiply(method.arithmetic, product, block, right).astype(product.dtype)
-            dim = product.out.index(label)
-            result = place_block(result, part, dim, source, method.ring.size)
+            result = place_block(result, part, product.out.index(label), start, whole)
     else:
         blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
         dims = product.left.index(label), product.right.index(label)
-        if len(blocks) > 1 and sums_cost_more_than_joining(blocks[0].shape[dims[0]]):
+        if len(blocks) > 1 and joining_is_cheaper(blocks[0].shape[dims[0]]):
             blocks, rights = [lax.concatenate(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
         for block, right in zip(blocks, rights, strict=True):
             part = multiply(method.arithmetic, product, block, right)

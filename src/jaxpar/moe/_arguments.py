@@ -11,7 +11,7 @@ from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._checks import check_number, check_sharded, check_whole
 from jaxpar.moe._mlp import Experts
 
-DISPATCHES = ("ragged", "ring", "all_gather", "auto")
+DISPATCHES = ("ragged", "all_gather", "auto")
 
 
 @dataclass(frozen=True)
@@ -179,11 +179,6 @@ def check_options(
     chunks = check_whole(
         function, "chunks", chunks, 1, max(1, tokens), "the number of local tokens"
     )
-    if chunks > 1 and dispatch == "ring":
-        raise ValueError(
-            f"{function}: chunks={chunks} with dispatch='ring', which overlaps the work on each "
-            "block with the transfer of the next by itself; pass chunks=1"
-        )
     if buffer_factor is None:
         return chunks, None
     return chunks, check_number(function, "buffer_factor", buffer_factor)

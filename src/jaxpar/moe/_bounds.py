@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from math import ceil, comb
 
-from jaxpar._chips import traced_chip
-from jaxpar._types import Dispatch
-
 
 @dataclass(frozen=True)
 class Bounds:
@@ -35,6 +32,12 @@ class Bounds:
         missed = comb(self.experts - min(self.local, self.experts), self.top_k)
         return self.devices * (1 - missed / comb(self.experts, self.top_k))
 
+    @property
+    def needed(self) -> float:
+        """Distinct devices that have experts and that a token needs, on average."""
+        full = -(-self.experts // self.local)
+        return self.targets * full / self.devices
+
     def _from_device(self, tokens: int) -> int:
         """Pairs that the tokens of one device make with the experts of another, at most."""
         capacity = tokens if self.capacity is None else min(tokens, self.capacity)
@@ -44,17 +47,3 @@ class Bounds:
         if self.buffer_factor is None:
             return worst
         return min(worst, ceil(self.buffer_factor * average))
-
-
-def choose_dispatch(bounds: Bounds) -> Dispatch:
-    """Returns the way of `auto`: all tokens to all devices where that costs no more.
-
-    It is so where nearly every token needs nearly every device. Around a ring of links, which an
-    axis is on slices of two dimensions, a row goes n/4 places to each device that it needs, and
-    one way or the other past all of them in n - 1.
-    """
-    full = -(-bounds.experts // bounds.local)  # devices that have experts
-    needed, n = bounds.targets * full / bounds.devices, bounds.devices
-    chip = traced_chip()
-    around = chip is not None and chip.dimensions == 2 and needed * n / 4 > n - 1
-    return "all_gather" if around or needed > 0.9 * n else "ragged"

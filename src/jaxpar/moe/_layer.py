@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
-from jaxpar._chips import preferred_ring, traced_chip
+from jaxpar._choice import Problem, applies_experts_in_stages, choose_dispatch
 from jaxpar._dtypes import addition_dtype, as_dtype, check_wire, common_dtype, sum_dtype
 from jaxpar._types import AxisName, Dispatch, Implementation, Integer, Mode, Number, Policy, Scoring
 from jaxpar._varying import vary_over, varying_axes
@@ -25,13 +25,12 @@ from jaxpar.moe._arguments import (
     check_widths,
     fsdp_dims,
 )
-from jaxpar.moe._bounds import Bounds, choose_dispatch
+from jaxpar.moe._bounds import Bounds
 from jaxpar.moe._capacity import expert_capacity, limit_capacity
 from jaxpar.moe._exchange import Gathered, Ragged, exchange_in_chunks
-from jaxpar.moe._experts import as_experts, closes_over_arrays
+from jaxpar.moe._experts import as_experts
 from jaxpar.moe._local import LocalExperts
 from jaxpar.moe._mlp import Experts, ExpertsLike
-from jaxpar.moe._ring import exchange_by_ring
 from jaxpar.moe._routing import route
 from jaxpar.moe._shared import apply_shared
 from jaxpar.moe._statistics import Statistics, routing_statistics
@@ -87,12 +86,11 @@ def moe_layer(
         choices that do not fit are lost, and counted in `overflow`. None: buffers of the worst
         case, all tokens of all devices (or what `capacity_factor` leaves of it): nothing is lost.
       dispatch: `"ragged"`: each token travels once to each device that it needs, by a ragged
-        all-to-all, and a row comes back. `"ring"`: tokens go round past all experts, a block under
-        the work on the one before. `"all_gather"`: all tokens to all devices, and a reduce-scatter.
-        `"auto"`: ragged, or all-gather where nearly every token needs nearly every device, or a way
-        round a ring of links to each costs more than one past all.
+        all-to-all, and a row comes back. `"all_gather"`: all tokens to all devices, and a
+        reduce-scatter. `"auto"`: ragged, or all-gather where nearly every token needs nearly every
+        device, or a way round a ring of links to each costs more than one past all.
       chunks: so many pieces of the tokens are sent one after the other, each while the experts
-        compute the one before. Not with `"ring"`, which overlaps by itself.
+        compute the one before.
       scoring: as in `route`.
       router_bias: as `bias` of `route`.
       groups: as in `route`.
@@ -116,7 +114,7 @@ def moe_layer(
       mode: of the gathers over `fsdp_axis_name`, and of the shared experts' matmuls over
         `tp_axis_name`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which sums of rows travel, with `"ring"`, `"all_gather"` and
+      wire_dtype: the dtype in which sums of rows travel, with `"all_gather"` and
         `tp_axis_name`. None: float32 for narrower floats.
       implementation: as in `grouped_matmul`.
 
@@ -131,9 +129,8 @@ def moe_layer(
 
     Cost: with r the rows that reach a device, at most tokens x distinct target devices in all:
       `"ragged"` sends those rows, with k integers and k weights each, and one row back for each.
-      `"ring"` and `"all_gather"` send (n-1) t rows each way. Matmuls of every pair of a token and
-      an expert, 2 d f each. The derivative sends as much again, and computes twice as much; with
-      `"ring"` it computes the experts once more, and adds to their gradients once a step.
+      `"all_gather"` sends (n-1) t rows each way. Matmuls of every pair of a token and an expert,
+      2 d f each. The derivative sends as much again, and computes twice as much.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -180,17 +177,10 @@ def moe_layer(
 
     count = len(routed.up)
     bounds = Bounds(axes.expert.size, router.shape[1], count, top_k, capacity, buffer_factor)
-    own = closes_over_arrays(name, activation, routed.up, rows.dtype)
-    if dispatch == "ring" and own:
-        raise ValueError(
-            f"{name}: activation closes over arrays, whose gradients dispatch='ring' does not "
-            "carry; pass dispatch='ragged' or 'all_gather'"
-        )
     if dispatch == "auto":
-        dispatch = choose_dispatch(bounds)
-    # A TPU has one ragged all-to-all under way at a time, so that each needs work of its own.
-    chip = traced_chip()
-    staged = chunks > 1 and chip is not None and chip.torus
+        problem = Problem("experts", axes.expert, (rows.shape,), needed=bounds.needed)
+        dispatch = choose_dispatch(problem)
+    staged = applies_experts_in_stages(chunks)
     exchange = (Ragged if dispatch == "ragged" and axes.expert.size > 1 else Gathered)(
         axes.expert,
         bounds,
@@ -211,11 +201,7 @@ def moe_layer(
             routed = _bias_once(axes.tensor, routed)
         summed = replicated.axis_name if replicated else ()
         sent, given = vary_over(summed, (rows, weights))  # once here, not where they have arrived
-        out, pairs = (
-            exchange_by_ring(exchange, preferred_ring(), (sent, chosen, given), routed)
-            if dispatch == "ring"
-            else exchange_in_chunks(exchange, (sent, chosen, given), routed, chunks)
-        )
+        out, pairs = exchange_in_chunks(exchange, (sent, chosen, given), routed, chunks)
         if replicated is not None:
             wide = addition_dtype(out.dtype) if wire_dtype is None else exchange.wire_dtype
             out = lax.psum(out.astype(wide), summed).astype(out.dtype)

@@ -12,19 +12,23 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar._chips import CHIPS
-from jaxpar.collectives._plan import Plan, make_plan
+from jaxpar._choice import (
+    Problem,
+    choose_way,
+    joining_is_cheaper,
+    naive_time,
+    time_in_turns,
+)
+from jaxpar.collectives._in_turns import InTurns
+from jaxpar.collectives._order import Order, TpuOrder, traced_order
 from jaxpar.collectives._ring import Ring
+from jaxpar.collectives._turns import gather_turns
+from jaxpar.collectives._ways import Naive
 from jaxpar.matmul import (
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
     ring_einsum,
-)
-from jaxpar.matmul._mode import (
-    choose_plan,
-    naive_time,
-    ring_time,
-    sums_cost_more_than_joining,
 )
 from jaxpar.testing import count_collectives
 
@@ -63,14 +67,18 @@ def ring(n):
     return Ring(("x",), n)
 
 
+def problem(n, flops, block_bytes):
+    return Problem("matmul", ring(n), (), flops, block_bytes)
+
+
 def chosen(mesh, n, work, mode="auto"):
-    return traced(lambda: choose_plan(ring(n), mode, *work), mesh)
+    return traced(lambda: choose_way(problem(n, *work), mode), mesh)
 
 
-def named(plan):
-    if plan is None:
+def named(way):
+    if isinstance(way, Naive):
         return "naive"
-    return {(1,): "unidirectional", (1, -1): "bidirectional"}[plan.directions]
+    return {(1,): "unidirectional", (1, -1): "bidirectional"}[way.directions]
 
 
 def chip(kind):
@@ -104,36 +112,31 @@ def test_choices(kind, n, work, mode):
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_a_mode_that_is_asked_for_is_taken(n, work, kind):
     mesh = described(kind, n)
-    assert chosen(mesh, n, work, "naive") is None
-    for mode in ("unidirectional", "bidirectional"):
+    for mode in ("naive", "unidirectional", "bidirectional"):
         assert named(chosen(mesh, n, work, mode)) == mode
-        assert chosen(mesh, n, work, mode).hops == traced(lambda m=mode: make_plan(n, m), mesh).hops
 
 
 def test_without_a_mesh_auto_is_naive_and_rings_are_plain():
-    assert choose_plan(ring(8), "auto", *LARGE) is None
-    assert choose_plan(ring(8), "bidirectional", *LARGE) == Plan((1, -1), 3, "halves")
+    assert choose_way(problem(8, *LARGE), "auto") == Naive(ring(8))
+    assert choose_way(problem(8, *LARGE), "bidirectional") == InTurns(ring(8), (1, -1), Order())
 
 
 @pytest.mark.parametrize(
-    ("kind", "pieces", "grouped", "sliced"),
+    ("kind", "order"),
     [
-        ("TPU v4", 2, True, False),
-        ("TPU v5 lite", 2, True, False),
-        ("TPU v5", 2, True, True),
-        ("TPU v6 lite", 2, True, False),
-        ("TPU7x", 2, True, False),
-        ("NVIDIA H100", 1, False, False),
-        ("cpu", 1, False, False),
-        (None, 1, False, False),
+        ("TPU v4", TpuOrder(delays_transfers=True)),
+        ("TPU v5 lite", TpuOrder()),
+        ("TPU v5", TpuOrder(delays_transfers=True, cuts_first=True)),
+        ("TPU v6 lite", TpuOrder(delays_transfers=True)),
+        ("TPU7x", TpuOrder()),
+        ("NVIDIA H100", Order()),
+        (None, Order()),
     ],
 )
 @pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
-def test_what_the_compiler_of_a_chip_needs(mode, kind, pieces, grouped, sliced):
-    """Taking turns and grouping only on TPUs, slicing first only where it was seen to pay."""
-    plan = chosen(described(kind), 8, LARGE, mode)
-    assert (plan.pieces, plan.grouped, plan.sliced) == (pieces, grouped, sliced)
-    assert not plan.queued
+def test_the_order_is_that_of_the_chip(mode, kind, order):
+    assert chosen(described(kind), 8, LARGE, mode).order == order
+    assert traced(traced_order, described(kind)) == order
 
 
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "NVIDIA H100"])
@@ -142,20 +145,18 @@ def test_the_opposite_block_is_whole_where_two_matmuls_cover_it(kind):
     two_blocks = transfer * chip(kind).flops * 8 / 2
     mesh = described(kind)
 
-    def opposite(flops, n=8, mode="bidirectional"):
-        return chosen(mesh, n, (flops, 10**9), mode).opposite
+    def whole(flops):
+        return chosen(mesh, 8, (flops, 10**9), "bidirectional").whole_opposite
 
-    assert opposite(two_blocks * 1.001) == "whole"
-    assert opposite(two_blocks * 0.999) == "halves"
-    assert opposite(two_blocks * 1.001, n=7) == opposite(two_blocks * 0.999, n=7) == "none"
-    assert opposite(two_blocks * 1.001, mode="unidirectional") == "none"
+    assert whole(two_blocks * 1.001)
+    assert not whole(two_blocks * 0.999)
 
 
 def test_nothing_says_that_matmuls_of_an_unknown_chip_cover():
-    assert chosen(described(None), 8, (1e30, 1), "bidirectional").opposite == "halves"
+    assert not chosen(described(None), 8, (1e30, 1), "bidirectional").whole_opposite
 
 
-def test_auto_takes_the_plan_that_it_timed():
+def test_auto_takes_the_way_that_it_timed():
     """The opposite block as in the same mode asked for."""
     mesh = described("TPU v5")
     for scale in (1.0, 2.0, 8.0):
@@ -169,14 +170,14 @@ def test_short_arrivals_are_joined_on_a_torus(kind):
     found = chip(kind)
     limit = int(8 * found.flops / found.hbm)
     mesh = described(kind)
-    assert traced(lambda: sums_cost_more_than_joining(limit - 1), mesh)
-    assert not traced(lambda: sums_cost_more_than_joining(limit + 1), mesh)
+    assert traced(lambda: joining_is_cheaper(limit - 1), mesh)
+    assert not traced(lambda: joining_is_cheaper(limit + 1), mesh)
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100", "cpu", None])
 def test_arrivals_are_not_joined_elsewhere(kind):
-    assert not traced(lambda: sums_cost_more_than_joining(1), described(kind))
-    assert not sums_cost_more_than_joining(1)
+    assert not traced(lambda: joining_is_cheaper(1), described(kind))
+    assert not joining_is_cheaper(1)
 
 
 @pytest.mark.parametrize(
@@ -197,30 +198,36 @@ def test_no_ring_where_permutes_are_synchronous(kind, devices, mode):
 @given(st.sampled_from(CHIPS), st.integers(1, 64), st.floats(1.0, 1e15), st.integers(1, 10**10))
 def test_the_choice_is_never_predicted_to_be_slower_than_naive(chip, n, flops, block_bytes):
     mesh = described(chip.kind, n)
-    plan = chosen(mesh, n, (flops, block_bytes))
-    if plan is None:
+    work = flops, block_bytes
+    way = chosen(mesh, n, work)
+    if isinstance(way, Naive):
         return
-    time = ring_time(chip, plan, flops, block_bytes)
-    assert time < naive_time(chip, n, flops, block_bytes)
-    assert named(plan) != "bidirectional" or chip.torus
+    time = time_in_turns(chip, way, problem(n, *work))
+    assert time < naive_time(chip, problem(n, *work))
+    assert named(way) != "bidirectional" or chip.torus
     for mode in ("unidirectional", "bidirectional") if chip.torus else ():
-        assert time <= ring_time(
-            chip, chosen(mesh, n, (flops, block_bytes), mode), flops, block_bytes
-        )
+        assert time <= time_in_turns(chip, chosen(mesh, n, work, mode), problem(n, *work))
 
 
 @settings(max_examples=50, deadline=None, database=None)
 @given(st.sampled_from(CHIPS), st.integers(3, 64), st.integers(1, 10**10))
 def test_no_time_is_below_the_floor(chip, n, block_bytes):
-    """No plan computes faster than peak, or moves its bytes faster than the links do."""
-    modes = ("unidirectional", "bidirectional")
-    for plan in (make_plan(n, m, whole_opposite=whole) for m in modes for whole in (False, True)):
-        lanes = len(plan.directions)
-        by_first = plan.hops + {"none": 0, "halves": 0.5, "whole": 1}[plan.opposite]
-        moved = by_first * block_bytes / chip.link
-        assert by_first >= (n - 1) / lanes
-        assert ring_time(chip, plan, 0.0, block_bytes) >= moved * (1 - 1e-9)
-        assert ring_time(chip, plan, 1e15, 0) >= 1e15 / chip.flops * (1 - 1e-9)
+    """No way computes faster than peak, or moves its bytes faster than the links do."""
+    for directions in ((1,), (1, -1)):
+        for whole in (False, True):
+            way = InTurns(ring(n), directions, Order(), whole)
+            turns = gather_turns(n, directions, whole_opposite=whole)
+            by_first = sum(
+                1.0 if leg.half is None else 0.5
+                for turn in turns
+                for leg in turn.blocks
+                if leg.direction == 1
+            )
+            assert by_first >= (n - 1) / len(directions)
+            moved = by_first * block_bytes / chip.link
+            assert time_in_turns(chip, way, problem(n, 0.0, block_bytes)) >= moved * (1 - 1e-9)
+            at_peak = 1e15 / chip.flops
+            assert time_in_turns(chip, way, problem(n, 1e15, 0)) >= at_peak * (1 - 1e-9)
 
 
 CALLS = {
@@ -278,11 +285,13 @@ def test_what_the_roofline_is_asked(monkeypatch):
     """All products of a shared gather count, bytes are those of one hop in the wire's dtype."""
     asked = []
 
-    def record(ring, mode, flops, block_bytes):
+    def record(asked_for, mode):
         assert mode == "auto"
-        asked.append((ring.size, flops, block_bytes))
+        assert asked_for.kind == "matmul"
+        asked.append((asked_for.ring.size, asked_for.flops, asked_for.block_bytes))
+        return Naive(asked_for.ring)
 
-    monkeypatch.setattr("jaxpar.matmul._einsum.choose_plan", record)
+    monkeypatch.setattr("jaxpar.matmul._einsum.choose_way", record)
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",), axis_types=(AxisType.Auto,))
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in [(8, 12), (12, 16)])
 

@@ -1,11 +1,9 @@
-"""The plans that are made for TPUs, run on CPU devices: values and gradients are the same.
+"""What is ordered for TPUs, run on CPU devices: values and gradients are the same.
 
 They send each sum in two pieces that take turns, group the matmuls of a step in a conditional, and
 slice operands inside it, or before it.
 """
 
-from dataclasses import replace
-from functools import partial
 from zlib import crc32
 
 import jax
@@ -24,7 +22,7 @@ from jaxpar import (
     ring_einsum,
     ring_reduce_scatter,
 )
-from jaxpar.collectives._plan import make_plan
+from jaxpar.collectives._order import TpuOrder
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 ROWS, COLS, NONE = P("x"), P(None, "x"), P()
@@ -180,28 +178,24 @@ every_op = pytest.mark.parametrize("op", [*GATHERS, *SCATTERS, *RINGS])
 both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
 
 
-def tpu_plan(size, mode, *, whole_opposite=False, sliced, whole):
-    plan = make_plan(size, mode, whole_opposite=whole or whole_opposite)
-    return replace(plan, pieces=2, grouped=True, sliced=sliced, delayed=sliced)
-
-
-def have_plans(monkeypatch, *, sliced, whole=False):
-    made = partial(tpu_plan, sliced=sliced, whole=whole)
-    monkeypatch.setattr("jaxpar.matmul._mode.make_plan", made)
-    monkeypatch.setattr("jaxpar.collectives._named.make_plan", made)
+def have_order(monkeypatch, *, sliced, whole=False):
+    order = TpuOrder(delays_transfers=sliced, cuts_first=sliced)
+    monkeypatch.setattr("jaxpar._choice.traced_order", lambda: order)
+    if whole:
+        monkeypatch.setattr("jaxpar._choice._opposite_is_covered", lambda _: True)
 
 
 @pytest.fixture
 def sliced(request, monkeypatch):
-    """Has every plan made as for a TPU: of one of two kinds, by the name of the test's case."""
+    """Has programs ordered as for a TPU: of one of two kinds, by the name of the test's case."""
     sliced = crc32(request.node.name.encode()) % 2 == 0
-    have_plans(monkeypatch, sliced=sliced)
+    have_order(monkeypatch, sliced=sliced)
     return sliced
 
 
 @pytest.fixture
 def loops(monkeypatch):
-    monkeypatch.setattr("jaxpar.collectives._fold.UNROLLED_STEPS", 1)
+    monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED", 1)
 
 
 def normal(shape, seed=0, dtype=np.float32):
@@ -265,7 +259,7 @@ def test_there_is_a_loop_with_conditionals(n, sliced, loops):
     form = gather_contracted(n, 2, mode="unidirectional")  # adds, which is always grouped
     text = str(jax.make_jaxpr(mapped(form, n))(*operands(form[2])))
     assert "cond[" in text
-    assert ("scan[" in text or "while[" in text) == (n > 2)
+    assert ("scan[" in text or "while[" in text) == (n > 3)
 
 
 @both_rings
@@ -278,7 +272,7 @@ def test_pieces_of_any_length(op, length, mode, sliced):
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("op", [*GATHERS, ring_gather, scatter_rows])
 def test_a_whole_opposite_block(op, n, sliced, monkeypatch):
-    have_plans(monkeypatch, sliced=sliced, whole=True)
+    have_order(monkeypatch, sliced=sliced, whole=True)
     check(op, n, 3, "bidirectional", check_vma=(n == 4) != sliced)
 
 
@@ -289,7 +283,7 @@ def test_a_whole_opposite_block(op, n, sliced, monkeypatch):
 def test_joined_arrivals(op, n, sliced, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "jaxpar.matmul._primitive.sums_cost_more_than_joining",
+        "jaxpar.matmul._primitive.joining_is_cheaper",
         lambda length: not asked.append(length),
     )
     check(op, n, 3, "bidirectional", check_vma=(n == 4) != sliced)

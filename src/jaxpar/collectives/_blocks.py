@@ -1,0 +1,225 @@
+"""Blocks of arrays gathered, and sums of arrays scattered: each the derivative of the other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar._derivatives import linear_pair, with_derivative
+from jaxpar._dtypes import addition_dtype
+from jaxpar._varying import checks_varying, vary_over
+from jaxpar.collectives._in_turns import place_block
+from jaxpar.collectives._ways import Arrivals, Way
+
+Leaves = list[Any]  # arrays
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that travel as one array, joined along a dimension other than the one they are cut in.
+
+    A transfer of each would wait for the same links, and a compiler that reckons with links of
+    their own would start them too late.
+    """
+
+    members: tuple[int, ...]
+    dim: int  # along which they are cut
+    joined: int = 0  # along which they are joined
+    lengths: tuple[int, ...] = (0,)  # of the members along it
+
+    def join(self, parts: list[Array]) -> Array:
+        """Returns one array of all members' parts."""
+        return lax.concatenate(parts, self.joined) if len(parts) > 1 else parts[0]
+
+    def split(self, x: Array) -> list[Array]:
+        """The inverse of `join`."""
+        return list(lax.split(x, self.lengths, self.joined)) if len(self.lengths) > 1 else [x]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How leaves are cut into blocks, one a device, and how those travel.
+
+    Attributes:
+      stages: the ways to gather, one after the other; the last one brings what are neighbours.
+      groups: the leaves that are cut. All others are whole, and stay as they are.
+      wire_dtype: in which sums travel; None: the dtype of sums.
+      transparent: JAX's derivatives and dtypes of sums are left as they are.
+    """
+
+    stages: tuple[Way, ...]
+    groups: tuple[Group, ...]
+    wire_dtype: Any
+    transparent: bool = False
+
+
+def _gather(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
+    """Returns the whole leaves; None stays None."""
+    whole = list(leaves)
+    for group in blocks.groups:
+        parts = [leaves[n] for n in group.members]
+        if parts[0] is None:
+            continue
+        for way in reversed(blocks.stages):
+            parts = _gather_group(group, parts, way)
+        for number, part in zip(group.members, parts, strict=True):
+            whole[number] = part
+    return whole
+
+
+def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
+    """Returns this device's blocks of the sums of whole leaves; None stays None."""
+    scattered = list(leaves)
+    for group in blocks.groups:
+        parts = [leaves[n] for n in group.members]
+        if parts[0] is None:
+            continue
+        dtype = parts[0].dtype
+        wide = dtype if blocks.transparent else addition_dtype(dtype)
+        between = wide if blocks.wire_dtype is None else dtype  # rounded once, in the last stage
+        for way in blocks.stages:
+            out = dtype if way is blocks.stages[-1] else between
+            parts = _scatter_group(group, parts, way, wide, blocks.wire_dtype, out)
+        for number, part in zip(group.members, parts, strict=True):
+            scattered[number] = part
+    return scattered
+
+
+gather_blocks, scatter_sums = linear_pair(_gather, _scatter)
+
+
+def _gather_group(group: Group, parts: list[Array], way: Way) -> list[Array]:
+    sizes = [part.shape[group.dim] * way.ring.size for part in parts]
+
+    def place(wholes: list[Any] | None, arrivals: Arrivals) -> list[Any]:
+        wholes = [None] * len(parts) if wholes is None else wholes
+        for block, start in arrivals:
+            wholes = [
+                place_block(whole, part, group.dim, start, size)
+                for whole, part, size in zip(wholes, group.split(block), sizes, strict=True)
+            ]
+        return wholes
+
+    return way.gather(group.join(parts), place, lambda start, _: start, dim=group.dim)
+
+
+def _scatter_group(
+    group: Group, parts: list[Array], way: Way, wide: Any, wire_dtype: Any, dtype: Any
+) -> list[Array]:
+    def take(start: Any, size: int) -> Array:
+        return group.join([cut(part, start, size, group.dim) for part in parts])
+
+    sums = way.scatter(
+        lambda block: block.astype(wide),
+        take,
+        dim=group.dim,
+        length=parts[0].shape[group.dim] // way.ring.size,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+    )
+    return group.split(sums)
+
+
+def cut(x: Array, start: Any, size: int, dim: int) -> Array:
+    """Returns `size` positions of `x` along `dim`, all of it where it has no more."""
+    return x if size == x.shape[dim] else lax.dynamic_slice_in_dim(x, start, size, dim)
+
+
+def gather_along(way: Way, x: Array, dim: int) -> Array:
+    """Returns the blocks of all devices along `dim`."""
+    return gather_blocks(_one(way, dim, None, way.transparent), None, [x])[0]
+
+
+def scatter_along(way: Way, x: Array, dim: int, wire_dtype: Any) -> Array:
+    """Returns this device's block, along `dim`, of the sum of all devices' arrays."""
+    return scatter_sums(_one(way, dim, wire_dtype, way.transparent), None, [x])[0]
+
+
+def all_reduce(way: Way, x: Array, wire_dtype: Any) -> Array:
+    """Returns the sum of `x` over the devices, typed as replicated."""
+
+    def in_blocks() -> Array:
+        for dim, size in enumerate(x.shape):
+            if size % way.ring.size == 0:
+                return scatter_and_gather(_one(way, dim, wire_dtype), x)
+        flat = jnp.pad(x.reshape(-1), (0, -x.size % way.ring.size))
+        whole = scatter_and_gather(_one(way, 0, wire_dtype), flat)
+        return whole[: x.size].reshape(x.shape)
+
+    def addend() -> Array:
+        return x.astype(wire_dtype or x.dtype)
+
+    return way.reduce(addend, in_blocks if x.size else None).astype(x.dtype)
+
+
+def scatter_and_gather(blocks: Blocks, x: Array) -> Array:
+    """Sums `x` over the devices of a ring, each a block, and gives every device the whole."""
+    if checks_varying(blocks.stages[0].ring.axis_name):
+        return _replicated_sum(blocks, x)
+    return gather_blocks(blocks, None, scatter_sums(blocks, None, [x]))[0]
+
+
+def gather_replicated(way: Way, block: Array, dim: int, wire_dtype: Any) -> Array:
+    """Gathers blocks of sums, typed as replicated under `check_vma=True`.
+
+    Only `lax.all_gather` can be typed so.
+    """
+    axes = way.ring.axis_name
+    if checks_varying(axes):
+        whole: Any = lax.all_gather(block, axes, axis=dim, tiled=True, to="invarying")
+        return whole
+    return gather_blocks(_one(way, dim, wire_dtype), None, [block])[0]
+
+
+def _one(way: Way, dim: int, wire_dtype: Any, transparent: bool = False) -> Blocks:
+    return Blocks((way,), (Group((0,), dim),), wire_dtype, transparent)
+
+
+def _sum(blocks: Blocks, x: Array) -> Array:
+    (block,), (way,), (group,) = scatter_sums(blocks, None, [x]), blocks.stages, blocks.groups
+    return gather_replicated(way, block, group.dim, blocks.wire_dtype)
+
+
+def _sum_fwd(blocks: Blocks, x: Array) -> tuple[Array, None]:
+    return _replicated_sum(blocks, x), None
+
+
+def _sum_bwd(blocks: Blocks, _: None, ct: Array) -> tuple[Array]:
+    # The cotangent is replicated: each device has the gradient of its own addend already.
+    return (vary_over(blocks.stages[0].ring.axis_name, ct),)
+
+
+_replicated_sum = with_derivative(_sum, _sum_fwd, _sum_bwd)
+
+
+def group_leaves(leaves: Leaves, dims: list[int | None], *, join: bool) -> tuple[Group, ...]:
+    """Returns the groups of the leaves that are cut along `dims`, None for those that are whole.
+
+    To `join`, leaves must be of one dtype and differ in one dimension, not the one they are cut in.
+    """
+    left = [n for n, dim in enumerate(dims) if dim is not None]
+    groups: list[Group] = []
+    while left:
+        first = left[0]
+        x, dim = leaves[first], dims[first]
+        assert dim is not None
+        fitting: list[tuple[int, list[int]]] = [(0, [first])]
+        for joined in range(x.ndim) if join else ():
+            same = [n for n in left if dims[n] == dim and _fits(leaves[n], x, joined)]
+            if joined != dim:
+                fitting.append((joined, same))
+        joined, members = max(fitting, key=lambda fit: len(fit[1]))
+        lengths = tuple(leaves[n].shape[joined] for n in members)
+        groups.append(Group(tuple(members), dim, joined, lengths))
+        left = [n for n in left if n not in members]
+    return tuple(groups)
+
+
+def _fits(x: Any, other: Any, joined: int) -> bool:
+    def rest(x: Any) -> tuple[Any, ...]:
+        varying = jax.typeof(x).manual_axis_type.varying
+        return x.dtype, x.ndim, x.shape[:joined], x.shape[joined + 1 :], varying
+
+    return rest(x) == rest(other)

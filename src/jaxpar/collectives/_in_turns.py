@@ -1,0 +1,320 @@
+"""The way round a ring in turns: every transfer beside the work on what came before it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jaxpar._compat import empty_like_blocks
+from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._order import Order, Work, spec_of
+from jaxpar.collectives._turns import (
+    Leg,
+    Turn,
+    circulate_turns,
+    gather_turns,
+    moved,
+    scatter_turns,
+    stretches,
+)
+from jaxpar.collectives._ways import Arrivals, Pick, Take, Visits, Way, as_it_is
+
+# How many turns that differ in distance alone are unrolled while tracing; more run in a loop.
+# benchmarks/README.md has compile time and program size on both sides of it.
+UNROLLED = 15
+UNROLLED_CIRCULATING = 6  # fewer: such a turn holds more matmuls than one
+
+
+@dataclass(frozen=True)
+class InTurns(Way):
+    """Blocks and sums go from neighbour to neighbour, one way or both ways round.
+
+    Attributes:
+      directions: of the transfers of a gather, (1,) or (1, -1); sums go the other way.
+      order: how a turn's transfers are kept beside its work.
+      whole_opposite: the last block of an even ring comes whole, as matmuls cover it.
+    """
+
+    directions: tuple[int, ...]
+    order: Order
+    whole_opposite: bool = False
+
+    def gather(
+        self,
+        block: Any,
+        consume: Callable[[Any, Arrivals], Any],
+        take: Take,
+        *,
+        dim: int | None = None,
+        sums: Pick | None = None,
+        finish: Pick = as_it_is,
+        like: Callable[[], Any] | None = None,
+    ) -> Any:
+        ring, length = self.ring, 1
+        if dim is not None:
+            length = jax.tree.leaves(block)[0].shape[dim]
+        turns = gather_turns(ring.size, self.directions, whole_opposite=self.whole_opposite)
+
+        def turn(state: Any, t: Turn) -> Any:
+            index, carry, blocks = state
+            if t.legs and t.legs[0].half is not None:  # two halves of one block have come
+                blocks = [jax.tree.map(lambda x, *xs: _join(xs, x), block, *blocks)]
+            done = finish if not t.blocks else as_it_is
+
+            def send(blocks: list[Any]) -> list[Any]:
+                # One block for each leg; at first the own one for all.
+                for_legs = blocks if len(blocks) > 1 else blocks * len(t.blocks)
+                return [self._moved(b, leg) for b, leg in zip(for_legs, t.blocks, strict=False)]
+
+            def take_all(index: Array) -> list[Any]:
+                owners = self._owners(index, t)[: len(blocks)]
+                return [take(owner * length, length) for owner in owners]
+
+            def compute(_: Array, blocks: list[Any], taken: list[Any]) -> Any:
+                return done(consume(carry, list(zip(blocks, taken, strict=True))))
+
+            alike = like if carry is None else partial(_like, done, carry)
+            work = Work(take_all, compute, sums, alike)
+            return self.order.beside(index, blocks, send, work)
+
+        _, carry, _ = run(turns, (ring.index(), None, [block]), turn)
+        return carry
+
+    def scatter(
+        self,
+        produce: Callable[[Any], Array],
+        take: Take,
+        *,
+        dim: int,
+        length: int,
+        dtype: DTypeLike,
+        wire_dtype: DTypeLike | None = None,
+    ) -> Array:
+        cuts = _cuts(length, self.order.pieces if self.ring.size > 1 else 1)
+
+        def wire(x: Array) -> Array:
+            return x if wire_dtype is None else x.astype(wire_dtype)
+
+        def turn(state: Any, t: Turn) -> Any:
+            index, leaving, arrived, written = state
+            start, size = cuts[t.piece]
+            result: Any = written
+            if written is None and not t.legs and len(cuts) > 1:
+                result = _empty_result(arrived[0].astype(dtype), dim, length)
+
+            def send(sums: list[Array]) -> list[Array]:
+                return [self._moved(wire(x), leg) for x, leg in zip(sums, t.sums, strict=True)]
+
+            def take_all(index: Array) -> list[Any]:
+                return [take(owner * length + start, size) for owner in self._owners(index, t, -1)]
+
+            def add(made: list[Array], arrived: list[Array]) -> list[Array]:
+                """Adds to each sum what came by its leg; to that for this device all."""
+                for leg, x in zip(t.adds, arrived, strict=True):
+                    made = [
+                        m + x.astype(m.dtype) if leg == to else m
+                        for m, to in zip(made, t.legs or [leg], strict=True)
+                    ]
+                return made
+
+            def make(_: Array, leaving: Any, taken: list[Any]) -> list[Array]:
+                return [produce(x) for x in taken]
+
+            def make_and_add(_: Array, leaving: Any, taken: list[Any]) -> Any:
+                sums = add([produce(x) for x in taken], arrived)
+                if t.legs:
+                    return [wire(x) for x in sums]
+                return lax.dynamic_update_slice_in_dim(result, sums[0].astype(dtype), start, dim)
+
+            def like() -> Any:
+                return (arrived * 2)[: len(t.legs)] if t.legs else result
+
+            if len(cuts) == 1:  # what was sent is still under way: it is added once it is here
+                work = Work(take_all, make)
+                index, made, arriving = self.order.beside(index, leaving, send, work)
+                return index, add(made, arriving), [], None
+            work = Work(take_all, make_and_add, as_it_is, like if t.adds else None)
+            if t.awaited:
+                index, made, arriving = self.order.beside(index, leaving, send, work)
+            else:
+                arriving = send(leaving)
+                index, made, _ = self.order.beside(index, (), as_it_is, work)
+            return (index, made, arriving, None) if t.legs else (index, [], arriving, made)
+
+        turns = scatter_turns(self.ring.size, self.directions, len(cuts))
+        start = self.ring.index(), [], [], None
+        _, last, _, result = run(turns, start, turn, period=len(cuts))
+        return last[0].astype(dtype) if len(cuts) == 1 else result
+
+    def circulate(
+        self,
+        block: Any,
+        carry: Any,
+        own: Any,
+        begin: Callable[[Any, Any], tuple[Any, Any]],
+        visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
+        end: Callable[[Any, Any], tuple[Any, Any]],
+        *,
+        split: Callable[[Any, int], list[Any]],
+        join: Callable[[list[Any]], Any],
+        wire_dtype: DTypeLike,
+    ) -> tuple[Any, Any]:
+        parts = split(block, len(self.directions))
+        first, *between, last = circulate_turns(self.ring.size, self.directions[: len(parts)])
+
+        def send(leaving: Any, t: Turn) -> Any:
+            blocks, sums = leaving
+            return (
+                [self._moved(x, leg) for x, leg in zip(blocks, t.blocks, strict=True)],
+                [self._moved(x, leg) for x, leg in zip(sums, t.sums, strict=True)],
+            )
+
+        def beside(state: Any, t: Turn, compute: Any, like: Callable[[], Any]) -> Any:
+            index, _, parts, sums = state
+            leaving = parts if t.blocks else [], _cast(sums, wire_dtype)
+            here = () if t.blocks else parts  # what is not sent on is used where it is
+
+            def on(index: Array, leaving: Any, _: Any) -> Any:
+                return compute(index, here or leaving[0])
+
+            work = Work(lambda _: (), on, as_it_is, like)
+            return self.order.beside(index, leaving, partial(send, t=t), work)
+
+        def at_home(state: Any, t: Turn, share: Any, own: Any) -> Any:
+            carry = state[1]
+            index, (carry, own), arrived = beside(
+                state, t, lambda *_: share(carry, own), lambda: (carry, own)
+            )
+            return (index, carry, *arrived), own
+
+        def turn(state: Any, t: Turn) -> Any:
+            _, carry, parts, _ = state
+
+            def compute(index: Array, parts: list[Any]) -> Any:
+                return visit(carry, list(zip(parts, self._owners(index, t), strict=True)))
+
+            def like() -> Any:
+                return carry, [_alike(part, own) for part in parts]
+
+            index, (carry, made), (parts, sums) = beside(state, t, compute, like)
+            if sums:  # added here, not before: a sum still under way would hold the matmuls up
+                made = jax.tree.map(lambda x, y: x + y.astype(x.dtype), made, sums)
+            return index, carry, parts, made
+
+        state, own = at_home((self.ring.index(), carry, parts, []), first, begin, own)
+        state = run(between, state, turn, unrolled=UNROLLED_CIRCULATING)
+        (_, carry, _, sums), own = at_home(state, last, end, own)
+        if sums:
+            own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, join(sums))
+        return carry, own
+
+    def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
+        return self.order.forward_first(out, residuals)
+
+    def _owners(self, index: Array, t: Turn, behind: int = 1) -> list[Array]:
+        """The logical indices of a turn's owners, int32[] each: behind the legs, or ahead (-1)."""
+        if not t.legs:
+            return [index]
+        places = [behind * leg.direction * t.distance for leg in t.legs]
+        return [(index - away) % self.ring.size for away in places]
+
+    def _moved(self, x: Any, leg: Leg) -> Any:
+        if leg.half is not None:
+            x = jax.tree.map(partial(_half, half=leg.half), x)
+        return self.ring.shift(x, leg.direction)
+
+
+def run(
+    turns: Sequence[Turn],
+    state: Any,
+    turn: Callable[[Any, Turn], Any],
+    *,
+    period: int = 1,
+    unrolled: int | None = None,
+) -> Any:
+    """Folds `turn(state, t)` over a program; many that differ in distance alone are a loop."""
+    unrolled = UNROLLED if unrolled is None else unrolled
+    for first, times, step in stretches(turns, period):
+        if times > unrolled:
+            state = _loop(first, times, step, state, turn)
+        else:
+            for number in range(times):
+                for t in moved(first, number * step):
+                    state = turn(state, t)
+    return state
+
+
+def _loop(first: list[Turn], times: int, step: int, state: Any, turn: Any) -> Any:
+    def trip(number: Array, state: Any) -> Any:
+        for t in moved(first, number.astype("int32") * step):
+            state = turn(state, t)
+        return state
+
+    # Two times a trip: with one, the compilers copy the carried block before each send.
+    return lax.fori_loop(0, times, trip, state, unroll=2)
+
+
+def place_block(whole: Array | None, block: Array, dim: int, start: Any, size: int) -> Array:
+    """Writes `block` at `start` of `dim`, which has `size`; None is a whole yet unwritten."""
+    if block.shape[dim] == size:
+        return block
+    if whole is None:
+        # Not zeros: filling what every turn overwrites would be one more pass over the result.
+        whole = empty_like_blocks(block, dim, size // block.shape[dim])
+    into: Array = vary_over(varying_axes(block), whole)
+    return lax.dynamic_update_slice_in_dim(into, block, start, dim)
+
+
+def _empty_result(piece: Array, dim: int, length: int) -> Array:
+    """Unwritten memory like two pieces, one of which may be shorter by one."""
+    whole = vary_over(varying_axes(piece), empty_like_blocks(piece, dim, 2))
+    return lax.slice_in_dim(whole, 0, length, axis=dim)
+
+
+def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
+    """Starts and sizes of the pieces of `length` that are not empty; one piece at least."""
+    middle = -(-length // 2)
+    halves = [(0, middle), (middle, length - middle)]
+    return halves if pieces == 2 and length > 1 else [(0, length)]
+
+
+def _cast(tree: Any, dtype: DTypeLike) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def _alike(part: Any, own: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), part, own)
+
+
+def _like(finish: Pick, carry: Any) -> Any:
+    """Returns arrays of the types of `finish(carry)`, of any values."""
+
+    def empty(x: Array, finished: Any) -> Array:
+        if x.dtype == finished.dtype or not x.ndim:
+            return x.astype(finished.dtype)
+        return vary_over(varying_axes(x), empty_like_blocks(x, 0, 1, finished.dtype))
+
+    return jax.tree.map(empty, carry, jax.eval_shape(finish, carry))
+
+
+def _halved_dim(x: Array) -> int:
+    spec = spec_of(x)
+    whole = [dim for dim, axes in enumerate(spec) if axes is None] or list(range(x.ndim))
+    even = [dim for dim in whole if x.shape[dim] % 2 == 0 and x.shape[dim]]
+    return even[0] if even else max(whole, key=lambda dim: x.shape[dim])
+
+
+def _half(block: Array, half: int) -> Array:
+    dim = _halved_dim(block)
+    size = block.shape[dim]
+    middle = -(-size // 2)
+    start, stop = ((0, middle), (middle, size))[half]
+    return lax.slice_in_dim(block, start, stop, axis=dim)
+
+
+def _join(halves: Sequence[Array], like: Array) -> Array:
+    return lax.concatenate(halves, _halved_dim(like))

@@ -1,0 +1,222 @@
+"""The flows over a ring, every way, and the loop that long rings run instead of unrolled turns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar.collectives._in_turns import InTurns
+from jaxpar.collectives._order import ClusterOrder, CpuOrder, Order, TpuOrder
+from jaxpar.collectives._ring import bind_ring
+from jaxpar.collectives._ways import Naive, as_it_is
+from jaxpar.testing import assert_matches_reference, count_collectives
+
+both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+
+
+@pytest.fixture(params=["unrolled", "loop"])
+def loops(request, monkeypatch):
+    """Whether rings of more than one step run a loop."""
+    if request.param == "loop":
+        monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED", 1)
+    return request.param == "loop"
+
+
+def on_a_ring(function, n, **options):
+    mesh = make_mesh({"x": n}, devices=jax.devices()[:n])
+    return jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), **options)
+
+
+ORDERS = (
+    *(Order(), CpuOrder(), ClusterOrder(), TpuOrder()),
+    *(TpuOrder(delays_transfers=True), TpuOrder(delays_transfers=True, cuts_first=True)),
+)
+
+
+def ways(mode):
+    """Every way of a mode, also those that are for other chips than a CPU."""
+    ring = bind_ring("test", "x")
+    if mode == "naive":
+        return [Naive(ring)]
+    directions = {"unidirectional": (1,), "bidirectional": (1, -1)}[mode]
+    in_turns = [InTurns(ring, directions, order) for order in ORDERS]
+    return [*in_turns, InTurns(ring, directions, Order(), whole_opposite=True)]
+
+
+every_way = pytest.mark.parametrize("mode", ["naive", "unidirectional", "bidirectional"])
+
+
+@every_way
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_a_gather_says_whose_block_it_brings(n, mode, loops):
+    def run(x):
+        def seen(way):
+            def consume(carry, arrivals):
+                if carry is None:
+                    assert len(arrivals) == 1
+                    carry = jnp.zeros((n, 2), jnp.int32) + 0 * x[0]
+                for block, owner in arrivals:
+                    assert jax.tree.structure(block) == jax.tree.structure({"a": 0, "b": [0]})
+                    # Adding would show a block that came twice.
+                    row = jnp.stack([block["a"][0], block["b"][0][0, 2]])
+                    carry = carry.at[owner].add(row)
+                return carry
+
+            block = {"a": x, "b": [jnp.full((1, 3), -1, jnp.int32) * x]}
+            return way.gather(block, consume, lambda owner, _: owner, sums=as_it_is)
+
+        return tuple(seen(way) for way in ways(mode))
+
+    each = np.arange(1, n + 1)
+    for found in jax.jit(on_a_ring(run, n))(np.arange(1, n + 1, dtype=np.int32)):
+        np.testing.assert_array_equal(found, np.tile(np.stack([each, -each], 1), (n, 1)))
+
+
+@every_way
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_a_gather_says_which_positions_it_brings(n, mode, loops):
+    """The product of a whole with what stays at home, as a dot product over all positions."""
+
+    def run(x):
+        home = jnp.arange(3 * n, dtype=jnp.int32) + 1
+
+        def dotted(way):
+            def consume(total, arrivals):
+                parts = [jnp.sum(block * weights) for block, weights in arrivals]
+                return sum(parts, start=0 * x[0] if total is None else total)
+
+            def take(start, size):
+                return lax.dynamic_slice_in_dim(home, start, size)
+
+            return way.gather(x, consume, take, dim=0, sums=as_it_is)[None]
+
+        return tuple(dotted(way) for way in ways(mode))
+
+    x = np.arange(3 * n, dtype=np.int32) - 4
+    for found in jax.jit(on_a_ring(run, n))(x):
+        np.testing.assert_array_equal(found, [x @ np.arange(1, 3 * n + 1)] * n)
+
+
+@every_way
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_a_scatter_adds_what_every_device_made_for_an_owner(n, length, mode, loops):
+    """Column `c` of device `i`'s addend is `100 i + c`: what it is and for whom is in its value."""
+
+    def run(x):
+        columns = jnp.arange(n * length, dtype=jnp.int32) + 100 * x[0]
+
+        def take(start, size):
+            return lax.dynamic_slice_in_dim(columns, start, size)
+
+        def produce(part):
+            return jnp.stack([part, -part])
+
+        return tuple(
+            way.scatter(produce, take, dim=1, length=length, dtype="int32", wire_dtype="int32")
+            for way in ways(mode)
+        )
+
+    total = 100 * n * (n - 1) // 2
+    wanted = np.stack([total + n * np.arange(n * length), -total - n * np.arange(n * length)])
+    scattered = jax.shard_map(
+        run,
+        mesh=make_mesh({"x": n}, devices=jax.devices()[:n]),
+        in_specs=P("x"),
+        out_specs=P(None, "x"),
+    )
+    for found in jax.jit(scattered)(np.arange(n, dtype=np.int32)):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@every_way
+@pytest.mark.parametrize("n", [1, 2, 5, 6])
+def test_sums_follow_a_block_home(n, mode, monkeypatch, loops):
+    """Device j adds `10^j` times what it sees, and keeps a count weighted by whose it was."""
+    if loops:
+        monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED_CIRCULATING", 1)
+
+    def run(x):
+        index = lax.axis_index("x")
+        place = 10 ** (index + 0 * x[0])
+
+        def once(way):
+            def begin(seen, own):
+                return seen, own + x * place
+
+            def end(seen, own):
+                return seen + jnp.sum(x) * (index + 1), own + 7
+
+            def visit(seen, visits):
+                for part, owner in visits:
+                    seen = seen + jnp.sum(part) * (owner + 1)
+                return seen, [part * place for part, _ in visits]
+
+            seen, sums = way.circulate(
+                *(x, 0 * x[0], 0 * x, begin, visit, end),
+                split=lambda x, parts: list(x.reshape(parts, -1)),
+                join=jnp.concatenate,
+                wire_dtype="int32",
+            )
+            return jnp.concatenate([seen[None], sums])[None]
+
+        return tuple(once(way) for way in ways(mode))
+
+    each = np.arange(1, n + 1, dtype=np.int32)
+    seen = 4 * np.sum(each * each)
+    sums = each * int("1" * n) + 7
+    for found in jax.jit(on_a_ring(run, n))(np.repeat(each, 4)):
+        wanted = [[seen, *[total] * 4] for total in sums]
+        np.testing.assert_array_equal(found, wanted)
+
+
+def all_three(mode):
+    def run(x):
+        return (
+            ring_all_gather(x, "x", tiled=True, mode=mode),
+            ring_reduce_scatter(x, "x", scatter_dimension=1, tiled=True, mode=mode),
+            ring_all_reduce(x, "x", mode=mode),
+        )
+
+    return run
+
+
+@both_rings
+@pytest.mark.parametrize("n", [5, 6, 7, 8])
+def test_a_loop_gives_the_same_values_and_gradients(n, mode, monkeypatch):
+    monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED", 1)
+    mesh = make_mesh({"x": n}, devices=jax.devices()[:n])
+    assert_matches_reference(
+        all_three(mode),
+        lambda x: (
+            np.concatenate([x] * n),
+            np.concatenate(np.split(x.reshape(n, 3, n).sum(0), n, 1)),
+            x.reshape(n, 3, n).sum(0),
+        ),
+        np.random.default_rng(n).standard_normal((3 * n, n)).astype(np.float32),
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=(P("x"), P("x"), P()),
+        check_vma=n in (5, 8),
+    )
+
+
+@both_rings
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("n", [7, 8])
+def test_a_loop_sends_what_unrolled_steps_send(n, check_vma, mode, monkeypatch):
+    def traced():
+        run = on_a_ring(all_three(mode), n, check_vma=check_vma)
+        x = jax.ShapeDtypeStruct((3 * n, n), np.float32)
+        return str(jax.make_jaxpr(run)(x)), count_collectives(run, x)
+
+    unrolled, wanted = traced()
+    assert "scan[" not in unrolled
+    assert "while[" not in unrolled
+    monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED", 1)
+    loop, found = traced()
+    assert "scan[" in loop or "while[" in loop
+    assert found == wanted
