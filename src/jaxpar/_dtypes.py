@@ -5,6 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxpar._calls import type_error
+
 
 def sum_dtype(dtype: DTypeLike) -> Any:
     """The dtype of a matmul's partial sums: float32 or int32 for what is narrower."""
@@ -38,26 +40,25 @@ def common_dtype(first: Any, second: Any) -> Any:
     return first if first.itemsize > second.itemsize else second
 
 
-def as_dtype(function: str, argument: str, dtype: DTypeLike | None) -> Any:
+def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
     """Returns the dtype that a user named, None for None."""
     if dtype is None:
         return None
     try:
         return jnp.dtype(dtype)
     except TypeError:
-        raise TypeError(
-            f"{function}: {argument}={dtype!r} is not a dtype; pass one such as jnp.float32 or "
-            "'bfloat16'"
+        raise type_error(
+            f"{argument}={dtype!r} is not a dtype; pass one such as jnp.float32 or 'bfloat16'"
         ) from None
 
 
-def check_wire(function: str, wire_dtype: Any, summed: Any) -> None:
+def check_wire(wire_dtype: Any, summed: Any) -> None:
     """Raises unless sums of dtype `summed` can travel as `wire_dtype`: both floats, or both not."""
     if wire_dtype is None:
         return
     if jnp.issubdtype(wire_dtype, jnp.inexact) != jnp.issubdtype(summed, jnp.inexact):
-        raise TypeError(
-            f"{function}: wire_dtype={wire_dtype} cannot carry sums of {summed}; choose a "
+        raise type_error(
+            f"wire_dtype={wire_dtype} cannot carry sums of {summed}; choose a "
             f"{'float' if jnp.issubdtype(summed, jnp.inexact) else 'integer'} dtype, or None"
         )
 

@@ -10,10 +10,12 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Int
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._slices import closed_dims, on_torus, slice_grid, slice_of
 from jaxpar._types import AxisName, MeshAxes
 
 
+@public
 def make_mesh(
     axes: MeshAxes,
     *,
@@ -59,13 +61,13 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     if not devices:
-        raise ValueError("make_mesh: devices is empty; pass at least one, or None for all")
+        raise value_error("devices is empty; pass at least one, or None for all")
     sizes = _fill_sizes(_parse_axes(axes), len(devices))
     if isinstance(axis_types, Mapping):
         unknown = sorted(set(axis_types) - set(sizes))
         if unknown:
-            raise ValueError(
-                f"make_mesh: axis_types names {unknown}, which are not among the axes {list(sizes)}"
+            raise value_error(
+                f"axis_types names {unknown}, which are not among the axes {list(sizes)}"
             )
         types = tuple(axis_types.get(name, AxisType.Auto) for name in sizes)
     else:
@@ -79,6 +81,7 @@ def make_mesh(
     return Mesh(grid, tuple(sizes), axis_types=types)
 
 
+@public
 def ring_order(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Int[np.ndarray, " size"]:
     """Returns the device order of the ring over `axis_name`: logical index to mesh position.
 
@@ -101,18 +104,15 @@ def ring_order(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Int[np.ndarray
       >>> ring_order(make_mesh("dp=2,tp=2", devices=jax.devices()[:4]), ("tp", "dp"))
       array([0, 2, 1, 3])
     """
-    return _ring_order("ring_order", mesh, axis_name)
+    return _ring_order(mesh, axis_name)
 
 
-def _ring_order(
-    function: str, mesh: Mesh | AbstractMesh, axis_name: AxisName
-) -> Int[np.ndarray, " size"]:
-    names = axis_names(function, axis_name)
+def _ring_order(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Int[np.ndarray, " size"]:
+    names = axis_names(axis_name)
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
-        raise ValueError(
-            f"{function}: axis_name {missing[0]!r} is not an axis of the mesh, "
-            f"which has {dict(mesh.shape)}"
+        raise value_error(
+            f"axis_name {missing[0]!r} is not an axis of the mesh, which has {dict(mesh.shape)}"
         )
     in_mesh_order = [name for name in mesh.axis_names if name in names]
     sizes = [mesh.shape[name] for name in in_mesh_order]
@@ -120,6 +120,7 @@ def _ring_order(
     return positions.transpose([in_mesh_order.index(name) for name in names]).reshape(-1)
 
 
+@public
 def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
     """Counts the physical links between each device of a ring and the next one.
 
@@ -147,8 +148,8 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
 
     Source: wrap-around rules from the public book "How to scale your model".
     """
-    order = _ring_order("ring_hops", mesh, axis_name)
-    names = axis_names("ring_hops", axis_name)
+    order = _ring_order(mesh, axis_name)
+    names = axis_names(axis_name)
     others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
     along = [i for i, name in enumerate(mesh.axis_names) if name in names]
     rings = mesh.devices.transpose(others + along).reshape(-1, len(order))[:, order]
@@ -158,8 +159,8 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
     slices = np.array([slice_of(device) for device in rings.flat]).reshape(rings.shape)
     joined = slices[(slices != slices[:, :1]).any(axis=1)]
     if joined.size:
-        raise ValueError(
-            f"ring_hops: axis_name {axis_name!r} joins the slices {sorted(set(joined[0].tolist()))}"
+        raise value_error(
+            f"axis_name {axis_name!r} joins the slices {sorted(set(joined[0].tolist()))}"
             ", between which there are no links to count; name axes that stay within a slice"
         )
     coords = np.array([device.coords for device in rings.flat]).reshape(*rings.shape, -1)
@@ -173,17 +174,15 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
     return apart.sum(-1)
 
 
-def axis_names(function: str, axis_name: AxisName) -> tuple[str, ...]:
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """Returns `axis_name` as a tuple of distinct names."""
     names: Any = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"{function}: axis_name must be a mesh axis name or a tuple of them, got {axis_name!r}"
+        raise type_error(
+            f"axis_name must be a mesh axis name or a tuple of them, got {axis_name!r}"
         )
     if len(set(names)) != len(names) or not names:
-        raise ValueError(
-            f"{function}: axis_name {axis_name!r} must name at least one axis, and each once"
-        )
+        raise value_error(f"axis_name {axis_name!r} must name at least one axis, and each once")
     return names
 
 
@@ -191,24 +190,23 @@ def _parse_axes(axes: MeshAxes) -> dict[str, int]:
     if not isinstance(axes, str):
         given: Any = axes
         if not isinstance(given, Mapping):
-            raise TypeError(
-                f"make_mesh: axes must be text such as 'dp=2,tp=4' or a mapping of names to sizes, "
+            raise type_error(
+                f"axes must be text such as 'dp=2,tp=4' or a mapping of names to sizes, "
                 f"got {given!r}"
             )
         wrong = {k: v for k, v in given.items() if not isinstance(k, str) or type(v) is not int}
         if wrong:
-            raise TypeError(f"make_mesh: axes must map names to whole numbers, got {wrong}")
+            raise type_error(f"axes must map names to whole numbers, got {wrong}")
         return dict(axes)
     sizes: dict[str, int] = {}
     for part in axes.split(","):
         name, _, size = (text.strip() for text in part.partition("="))
         if not name or not size.removeprefix("-").isdecimal():
-            raise ValueError(
-                f"make_mesh: axes {axes!r}: {part.strip()!r} is not of the form name=size, "
-                "as in 'dp=2,tp=4'"
+            raise value_error(
+                f"axes {axes!r}: {part.strip()!r} is not of the form name=size, as in 'dp=2,tp=4'"
             )
         if name in sizes:
-            raise ValueError(f"make_mesh: axes {axes!r} name {name!r} twice")
+            raise value_error(f"axes {axes!r} name {name!r} twice")
         sizes[name] = int(size)
     return sizes
 
@@ -217,17 +215,15 @@ def _fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
     text = " x ".join(f"{name}={size}" for name, size in sizes.items())
     bad = [f"{name}={size}" for name, size in sizes.items() if size < 1 and size != -1]
     if not sizes or bad:
-        raise ValueError(
-            f"make_mesh: axes need at least one size, all positive or -1, got {bad or sizes}"
-        )
+        raise value_error(f"axes need at least one size, all positive or -1, got {bad or sizes}")
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(f"make_mesh: {text}: only one size may be -1, got {len(free)}: {free}")
+        raise value_error(f"{text}: only one size may be -1, got {len(free)}: {free}")
     fixed = prod(size for size in sizes.values() if size != -1)
     if free:
         if devices % fixed:
-            raise ValueError(
-                f"make_mesh: {text}: the other axes take {fixed}, which does not divide {devices} "
+            raise value_error(
+                f"{text}: the other axes take {fixed}, which does not divide {devices} "
                 f"devices ({devices} = {devices // fixed} x {fixed} + {devices % fixed}); "
                 "choose sizes whose product divides it, or pass fewer devices"
             )
@@ -238,8 +234,7 @@ def _fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
             if fixed < devices
             else "choose smaller sizes"
         )
-        raise ValueError(
-            f"make_mesh: {text} = {fixed} devices, but there are {devices}; "
-            f"make one size -1, or {remedy}"
+        raise value_error(
+            f"{text} = {fixed} devices, but there are {devices}; make one size -1, or {remedy}"
         )
     return sizes

@@ -3,52 +3,48 @@
 import operator
 from typing import Any
 
+from jaxpar._calls import type_error, value_error
 from jaxpar._types import Mode
 from jaxpar.collectives._ring import Ring
 
 MODES = ("naive", "unidirectional", "bidirectional", "auto")
 
 
-def check_mode(function: str, mode: Mode) -> None:
+def check_mode(mode: Mode) -> None:
     """Raises unless `mode` is one of the four."""
     given: Any = mode
     if not isinstance(given, str) or given not in MODES:
-        raise ValueError(f"{function}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+        raise value_error(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
 
 
-def check_precision(function: str, precision: Any) -> None:
+def check_precision(precision: Any) -> None:
     """Raises unless `precision` is that of both operands of a matmul."""
     if isinstance(precision, (tuple, list)):
-        raise TypeError(
-            f"{function}: precision must be one value for both operands, got {precision!r}; "
+        raise type_error(
+            f"precision must be one value for both operands, got {precision!r}; "
             "operands change places in the derivatives"
         )
 
 
-def check_dim(
-    function: str, argument: str, dim: Any, shape: tuple[int, ...], *, stacked: bool = False
-) -> int:
+def check_dim(argument: str, dim: Any, shape: tuple[int, ...], *, stacked: bool = False) -> int:
     """Returns `dim` counted from the front, or raises if the local `shape` has no such dimension.
 
     With `stacked`, `dim` is a new dimension's place in the result.
     """
     if isinstance(dim, bool) or not hasattr(dim, "__index__"):
-        raise TypeError(
-            f"{function}: {argument} must be an integer, got {dim!r} of type {type(dim).__name__}"
-        )
+        raise type_error(f"{argument} must be an integer, got {dim!r} of type {type(dim).__name__}")
     dim, rank = operator.index(dim), len(shape) + stacked
     if not -rank <= dim < rank:
         result = f"a result of {rank} dimensions" if stacked else f"{rank} dimensions"
         remedy = f"choose from {-rank} to {rank - 1}" if rank else "reshape it to one"
-        raise ValueError(
-            f"{function}: {argument}={dim} is out of range for a local shape {shape}, which has "
+        raise value_error(
+            f"{argument}={dim} is out of range for a local shape {shape}, which has "
             f"{result}; {remedy}"
         )
     return dim % rank
 
 
 def check_divides(
-    function: str,
     argument: str,
     shape: tuple[int, ...],
     dim: int,
@@ -59,15 +55,15 @@ def check_divides(
     """Raises unless the ring's size divides (or, `exactly`, equals) dimension `dim` of `shape`."""
     size = shape[dim]
     if exactly and size != ring.size:
-        raise ValueError(
-            f"{function}: {argument} has local shape {shape}, whose dimension {dim} must have the "
+        raise value_error(
+            f"{argument} has local shape {shape}, whose dimension {dim} must have the "
             f"size of {ring} with tiled=False, but has {size}; "
             "pass tiled=True to cut it into blocks"
         )
     if size % ring.size:
         padded = size + -size % ring.size
-        raise ValueError(
-            f"{function}: {argument} has local shape {shape}, whose dimension {dim} {ring} "
+        raise value_error(
+            f"{argument} has local shape {shape}, whose dimension {dim} {ring} "
             f"does not divide: {size} = {size // ring.size} x {ring.size} + "
             f"{size % ring.size}; pad it to {padded}, or choose another dimension"
         )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public, type_error
 from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import as_dtype, check_wire
 from jaxpar._types import AxisName, Integer, Mode, Tree
@@ -15,6 +16,7 @@ from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.collectives._ways import Way
 
 
+@public
 def ring_all_gather(
     x: Tree, axis_name: AxisName, *, axis: Integer = 0, tiled: bool = False, mode: Mode = "auto"
 ) -> Tree:
@@ -48,18 +50,19 @@ def ring_all_gather(
     Source: the ring algorithm of Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations" (2009).
     """
-    ring = bind_ring("ring_all_gather", axis_name)
-    check_mode("ring_all_gather", mode)
+    ring = bind_ring(axis_name)
+    check_mode(mode)
     (x,) = vary_alike(ring.axis_name, x)
     way = _way(ring, mode)
 
     def gather(x: Array) -> Array:
-        dim = check_dim("ring_all_gather", "axis", axis, x.shape, stacked=not tiled)
+        dim = check_dim("axis", axis, x.shape, stacked=not tiled)
         return gather_along(way, x if tiled else jnp.expand_dims(x, dim), dim)
 
     return jax.tree.map(gather, x)
 
 
+@public
 def ring_reduce_scatter(
     x: Tree,
     axis_name: AxisName,
@@ -104,25 +107,25 @@ def ring_reduce_scatter(
 
     Source: as `ring_all_gather`, run backwards.
     """
-    name = "ring_reduce_scatter"
-    ring = bind_ring(name, axis_name)
-    check_mode(name, mode)
-    wire = as_dtype(name, "wire_dtype", wire_dtype)
+    ring = bind_ring(axis_name)
+    check_mode(mode)
+    wire = as_dtype("wire_dtype", wire_dtype)
     (x,) = vary_alike(ring.axis_name, x)
     way = _way(ring, mode)
 
     def scatter(x: Array) -> Array:
-        dim = check_dim(name, "scatter_dimension", scatter_dimension, x.shape)
-        check_divides(name, "x", x.shape, dim, ring, exactly=not tiled)
+        dim = check_dim("scatter_dimension", scatter_dimension, x.shape)
+        check_divides("x", x.shape, dim, ring, exactly=not tiled)
         if x.dtype == bool:
-            raise TypeError(f"{name}: x is bool{list(x.shape)}, which has no sum; cast it to int32")
-        check_wire(name, wire, x.dtype)
+            raise type_error(f"x is bool{list(x.shape)}, which has no sum; cast it to int32")
+        check_wire(wire, x.dtype)
         out = scatter_along(way, x, dim, wire)
         return out if tiled else lax.squeeze(out, [dim])
 
     return jax.tree.map(scatter, x)
 
 
+@public
 def ring_all_reduce(
     x: Tree, axis_name: AxisName, *, mode: Mode = "auto", wire_dtype: DTypeLike | None = None
 ) -> Tree:
@@ -158,16 +161,15 @@ def ring_all_reduce(
 
     Source: as `ring_all_gather`.
     """
-    name = "ring_all_reduce"
-    ring = bind_ring(name, axis_name)
-    check_mode(name, mode)
-    wire = as_dtype(name, "wire_dtype", wire_dtype)
+    ring = bind_ring(axis_name)
+    check_mode(mode)
+    wire = as_dtype("wire_dtype", wire_dtype)
     (x,) = vary_alike(ring.axis_name, x)
     way = _way(ring, mode)
 
     def reduce(x: Array) -> Array:
         x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
-        check_wire(name, wire, x.dtype)
+        check_wire(wire, x.dtype)
         return all_reduce(way, x, wire)
 
     return jax.tree.map(reduce, x)

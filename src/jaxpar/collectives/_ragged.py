@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._ragged_exchange import Slices, exchange_rows, swap
 from jaxpar.collectives._ring import Ring, bind_ring
 
-_NAME = "ragged_all_to_all"
 
-
+@public
 def ragged_all_to_all(
     operand: Array,
     output: Array,
@@ -78,7 +78,7 @@ def ragged_all_to_all(
     Source: `jax.lax.ragged_all_to_all`, whose derivative with respect to `output` is wrong where
     slices are empty, and which the compiler for CPU refuses.
     """
-    ring = bind_ring(_NAME, axis_name)
+    ring = bind_ring(axis_name)
     _check_axes(ring)
     operand, output = jnp.asarray(operand), jnp.asarray(output)
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
@@ -177,8 +177,8 @@ def _arrived(slices: Slices, ring: Ring, ct: Array) -> Array:
 def _check_axes(ring: Ring) -> None:
     mesh = jax.sharding.get_abstract_mesh()
     if not set(ring.axis_name) <= set(mesh.axis_names):
-        raise ValueError(
-            f"{_NAME}: {ring} is not an axis of the mesh, which has {dict(mesh.shape)}; rows are "
+        raise value_error(
+            f"{ring} is not an axis of the mesh, which has {dict(mesh.shape)}; rows are "
             "exchanged between devices, not along an axis of jax.vmap"
         )
 
@@ -186,20 +186,19 @@ def _check_axes(ring: Ring) -> None:
 def _check_slices(slices: Slices, ring: Ring) -> Slices:
     for argument, x in slices._asdict().items():
         if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(
-                f"{_NAME}: {argument} must be integers, got {x.dtype}{list(x.shape)}; cast them "
-                "to int32"
+            raise type_error(
+                f"{argument} must be integers, got {x.dtype}{list(x.shape)}; cast them to int32"
             )
         if x.ndim != 1 or not x.size or x.size % ring.size:
             found = f": {x.size} = {x.size // ring.size} x {ring.size} + {x.size % ring.size}"
-            raise ValueError(
-                f"{_NAME}: {argument} has local shape {x.shape}, but needs one dimension, whose "
+            raise value_error(
+                f"{argument} has local shape {x.shape}, but needs one dimension, whose "
                 f"size is that of {ring} or a multiple of it{found if x.ndim == 1 else ''}; give "
                 "each device as many entries as any other, with size 0 for what is not sent"
             )
         if x.size != slices.input_offsets.size:
-            raise ValueError(
-                f"{_NAME}: {argument} has local shape {x.shape}, and input_offsets "
+            raise value_error(
+                f"{argument} has local shape {x.shape}, and input_offsets "
                 f"{slices.input_offsets.shape}; all four describe the same slices, and need one "
                 "entry for each"
             )
@@ -209,17 +208,14 @@ def _check_slices(slices: Slices, ring: Ring) -> Slices:
 def _check_rows(operand: Array, output: Array) -> None:
     if not operand.ndim or not output.ndim:
         which, x = ("operand", operand) if not operand.ndim else ("output", output)
-        raise ValueError(
-            f"{_NAME}: {which} has local shape {x.shape}, but needs a dimension 0 of rows; "
-            "reshape it"
+        raise value_error(
+            f"{which} has local shape {x.shape}, but needs a dimension 0 of rows; reshape it"
         )
     if operand.shape[1:] != output.shape[1:]:
-        raise ValueError(
-            f"{_NAME}: operand has local shape {operand.shape} and output {output.shape}; rows "
+        raise value_error(
+            f"operand has local shape {operand.shape} and output {output.shape}; rows "
             f"are of shape {operand.shape[1:]} and {output.shape[1:]}, but must be alike: reshape "
             "one, or make output for the operand's rows"
         )
     if operand.dtype != output.dtype:
-        raise TypeError(
-            f"{_NAME}: operand is {operand.dtype} and output {output.dtype}; cast one of them"
-        )
+        raise type_error(f"operand is {operand.dtype} and output {output.dtype}; cast one of them")

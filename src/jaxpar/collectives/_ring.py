@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._types import AxisName, Integer, Tree
 from jaxpar._varying import vary_alike
 from jaxpar.mesh import axis_names, ring_order
@@ -44,9 +45,9 @@ class Ring:
         return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
 
 
-def bind_ring(function: str, axis_name: AxisName) -> Ring:
+def bind_ring(axis_name: AxisName) -> Ring:
     """Returns the ring over `axis_name`, or says why `function` cannot have it here."""
-    names = axis_names(function, axis_name)
+    names = axis_names(axis_name)
     sizes: dict[str, int] = {}
     for name in names:
         try:
@@ -55,19 +56,20 @@ def bind_ring(function: str, axis_name: AxisName) -> Ring:
             mesh = jax.sharding.get_abstract_mesh()
             bound = {axis: mesh.shape[axis] for axis in mesh.manual_axes}
             found = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
-            raise ValueError(
-                f"{function}: axis_name {name!r} is not bound: {found}. Call it inside "
+            raise value_error(
+                f"axis_name {name!r} is not bound: {found}. Call it inside "
                 f"jax.shard_map over a mesh with an axis {name!r}"
             ) from None
     mesh = jax.sharding.get_abstract_mesh()
     if len(names) > 1 and not set(names) <= set(mesh.axis_names):
-        raise ValueError(
-            f"{function}: axis_name {names!r} has axes that the mesh lacks, which has "
+        raise value_error(
+            f"axis_name {names!r} has axes that the mesh lacks, which has "
             f"{dict(mesh.shape)}; a ring over several axes needs mesh axes, whose order is known"
         )
     return Ring(names, prod(sizes.values()))
 
 
+@public
 def ring_shift(x: Tree, axis_name: AxisName, offset: Integer = 1) -> Tree:
     """Moves every array of a pytree `offset` devices along a ring.
 
@@ -94,13 +96,13 @@ def ring_shift(x: Tree, axis_name: AxisName, offset: Integer = 1) -> Tree:
       >>> shift(jnp.arange(8))
       Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
     """
-    ring = bind_ring("ring_shift", axis_name)
+    ring = bind_ring(axis_name)
     given: Any = None if isinstance(offset, bool) else offset
     try:
         places = operator.index(given)
     except TypeError:
-        raise TypeError(
-            f"ring_shift: offset must be an integer known while tracing, got {offset!r} of type "
+        raise type_error(
+            f"offset must be an integer known while tracing, got {offset!r} of type "
             f"{type(offset).__name__}; for a shift that depends on data, gather and index instead"
         ) from None
     return ring.shift(x, places)

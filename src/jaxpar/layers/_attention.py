@@ -9,12 +9,14 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public, value_error
 from jaxpar._types import AxisName, Integer, Mode
 from jaxpar._varying import vary_wide, varying_axes
 from jaxpar.layers._heads import HeadLayout, head_layout
 from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_axes
 
 
+@public
 def parallel_attention(
     x: Array,
     w_q: Array,
@@ -96,12 +98,11 @@ def parallel_attention(
 
     Source: Shoeybi et al., "Megatron-LM" (2019); Ainslie et al., "GQA" (2023), for shared heads.
     """
-    name = "parallel_attention"
     options = (mode, preferred_element_type, precision, wire_dtype)
-    layer = bind_projection(name, axis_name, sequence_axis, fsdp_axis_name, options)
-    into, out = fsdp_axes(name, fsdp_axis)
+    layer = bind_projection(axis_name, sequence_axis, fsdp_axis_name, options)
+    into, out = fsdp_axes(fsdp_axis)
     own = _OwnHeads(layer, *_layout(layer, heads, kv_heads, fsdp_first, (into, out)))
-    *b_qkv, b_o = as_biases(name, "biases", biases, ("w_q", "w_k", "w_v", "w_o"))
+    *b_qkv, b_o = as_biases("biases", biases, ("w_q", "w_k", "w_v", "w_o"))
     weights = {"w_q": w_q, "w_k": w_k, "w_v": w_v}
     for argument, w in weights.items():
         own.check(argument, w, into)
@@ -111,14 +112,14 @@ def parallel_attention(
         for y, count in zip(results, (own.count, own.kv_count, own.kv_count), strict=True)
     )
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"{name}: w_q has local shape {w_q.shape}, {q.shape[-1]} columns a head, and w_k "
+        raise value_error(
+            f"w_q has local shape {w_q.shape}, {q.shape[-1]} columns a head, and w_k "
             f"{w_k.shape}, {k.shape[-1]}; they must have as many"
         )
     attended: Any = attend(own.mask(q), k, v)
     if attended.shape[:-1] != q.shape[:-1]:
-        raise ValueError(
-            f"{name}: attend returned local shape {attended.shape} for q {q.shape}, k {k.shape} "
+        raise value_error(
+            f"attend returned local shape {attended.shape} for q {q.shape}, k {k.shape} "
             f"and v {v.shape}; it must be {q.shape[:-1]} and the size of a head"
         )
     o = own.mask(attended).astype(w_o.dtype)
@@ -173,8 +174,8 @@ class _OwnHeads:
             what = f"{layout.kv_heads} key and value heads {over}"
         columns = w.shape[-1] * (fsdp.size if fsdp is not None and along in (1, -1) else 1)
         if w.ndim == 2 and columns % heads:
-            raise ValueError(
-                f"{self.layer.function}: {name} has local shape {w.shape}, {columns} columns here, "
+            raise value_error(
+                f"{name} has local shape {w.shape}, {columns} columns here, "
                 f"which are no {heads} heads: {columns} = {columns // heads} x {heads} + "
                 f"{columns % heads}; head_layout({layout.heads}, {layout.kv_heads}, "
                 f"{layout.shards}) has {what}"
@@ -193,8 +194,8 @@ def _layout(
     if not fsdp_first:
         return head_layout(heads, kv_heads, layer.ring.size), 1
     if layer.fsdp is None or axes != (1, 0):
-        raise ValueError(
-            f"{layer.function}: fsdp_first=True means that heads are sharded over fsdp_axis_name "
+        raise value_error(
+            f"fsdp_first=True means that heads are sharded over fsdp_axis_name "
             f"and axis_name in this order, but fsdp_axis is {axes} and fsdp_axis_name "
             f"{None if layer.fsdp is None else layer.fsdp.axis_name}; give fsdp_axis=(1, 0) and "
             "the axis, or leave it out"

@@ -3,6 +3,7 @@
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxpar._calls import value_error
 from jaxpar._types import Mode
 from jaxpar._varying import vary_wide, varying_axes
 from jaxpar.collectives._ring import Ring
@@ -10,7 +11,6 @@ from jaxpar.layers._fsdp_gather import fsdp_gather
 
 
 def whole_bias(
-    function: str,
     weight: str,
     bias: Array,
     columns: int,
@@ -24,8 +24,8 @@ def whole_bias(
     size = 1 if fsdp is None else fsdp.size
     if fsdp is None or columns % size or bias.shape != (columns // size,):
         further = f", or {columns // size} over {fsdp}" if size > 1 else ""
-        raise ValueError(
-            f"{function}: the bias of {weight} has local shape {bias.shape}, but the result has "
+        raise value_error(
+            f"the bias of {weight} has local shape {bias.shape}, but the result has "
             f"{columns} columns here; the bias needs as many{further}"
         )
     return fsdp_gather(bias, fsdp.axis_name, mode=mode, wire_dtype=wire_dtype)

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxpar._calls import type_error, value_error
 from jaxpar._varying import checks_varying, varying_axes
 from jaxpar.collectives._checks import check_dim
 from jaxpar.collectives._ring import Ring
 
 
 def check_whole(
-    function: str,
     argument: str,
     given: Any,
     low: int | None = None,
@@ -22,71 +22,68 @@ def check_whole(
 ) -> int:
     """Returns a whole number from `low` to `high`, which is `what`."""
     if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise TypeError(
-            f"{function}: {argument} must be an integer, got {given!r} of type "
-            f"{type(given).__name__}"
+        raise type_error(
+            f"{argument} must be an integer, got {given!r} of type {type(given).__name__}"
         )
     given = operator.index(given)
     if (low is not None and given < low) or (high is not None and given > high):
         most = "" if high is None else f" and at most {high}, {what}"
-        raise ValueError(f"{function}: {argument}={given} must be at least {low}{most}")
+        raise value_error(f"{argument}={given} must be at least {low}{most}")
     return given
 
 
-def check_number(function: str, argument: str, given: Any, high: float | None = None) -> float:
+def check_number(argument: str, given: Any, high: float | None = None) -> float:
     """Returns a number from 0 to `high` that is known while tracing."""
     if isinstance(given, bool) or not isinstance(given, int | float | np.number):
-        raise TypeError(
-            f"{function}: {argument} must be a number known while tracing, got {given!r} of type "
+        raise type_error(
+            f"{argument} must be a number known while tracing, got {given!r} of type "
             f"{type(given).__name__}"
         )
     if not given >= 0 or (high is not None and given > high):
         most = "" if high is None else f" and at most {high}"
-        raise ValueError(f"{function}: {argument}={given} must be at least 0{most}")
+        raise value_error(f"{argument}={given} must be at least 0{most}")
     return float(given)
 
 
-def check_tokens(function: str, argument: str, tokens: Array) -> None:
+def check_tokens(argument: str, tokens: Array) -> None:
     """Raises unless `tokens` are integers."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"{function}: {argument} must be integers, got {tokens.dtype}; cast them")
+        raise type_error(f"{argument} must be integers, got {tokens.dtype}; cast them")
 
 
-def check_replicated(function: str, argument: str, tokens: Array, ring: Ring) -> None:
+def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
     """Raises if `tokens` are typed as varying over the ring."""
     varying = sorted(varying_axes(tokens) & set(ring.axis_name))
     if varying:
-        raise ValueError(
-            f"{function}: {argument} of local shape {tokens.shape} vary over {varying}, but "
+        raise value_error(
+            f"{argument} of local shape {tokens.shape} vary over {varying}, but "
             f"every device of {ring} needs the same; give them whole, from in_specs without that "
             "axis or through gather_region"
         )
 
 
-def check_sharded(function: str, argument: str, w: Array, what: str, ring: Ring) -> None:
+def check_sharded(argument: str, w: Array, what: str, ring: Ring) -> None:
     """Raises if `w` is typed as the same on devices that should each have their own `what`."""
     if not checks_varying(ring.axis_name):
         return
     shared = set(ring.axis_name) - varying_axes(w)
     copied = sorted(name for name in shared if lax.axis_size(name) > 1)
     if copied:
-        raise ValueError(
-            f"{function}: {argument} of local shape {w.shape} is replicated over {copied}, but "
+        raise value_error(
+            f"{argument} of local shape {w.shape} is replicated over {copied}, but "
             f"each device of {ring} needs {what} of its own; shard it in in_specs, or cut it with "
             "scatter_region"
         )
 
 
-def check_sequence_axis(
-    function: str, argument: str, sequence_axis: Any, shape: tuple[int, ...]
-) -> int | None:
+def check_sequence_axis(argument: str, sequence_axis: Any, shape: tuple[int, ...]) -> int | None:
     """Returns the dimension counted from the front, which must not be the last, or None."""
     if sequence_axis is None:
         return None
-    dim = check_dim(function, "sequence_axis", sequence_axis, shape)
+    dim = check_dim("sequence_axis", sequence_axis, shape)
     if dim == len(shape) - 1:
-        raise ValueError(
-            f"{function}: sequence_axis={sequence_axis} is the last dimension of {argument}, local "
+        raise value_error(
+            f"sequence_axis={sequence_axis} is the last dimension of {argument}, local "
             f"shape {shape}, which holds features; choose one before it, such as -2"
         )
     return dim

@@ -155,7 +155,7 @@ def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, No
     elif checks_varying(names):
         copied = tuple(name for name in names if name not in varying_axes(x))
         if copied:
-            way = loss.way(bind_ring("vocabulary_parallel_cross_entropy", copied))
+            way = loss.way(bind_ring(copied))
             dx = all_reduce(way, dx, loss.wire_dtype)
     return dx.astype(x.dtype), dw.astype(w.dtype), None
 

@@ -5,6 +5,7 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import as_dtype, check_wire, sum_dtype
 from jaxpar._types import AxisName, Integer, Mode, Number
 from jaxpar._varying import vary_over, varying_axes
@@ -22,6 +23,7 @@ from jaxpar.layers._checks import (
 from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
 
 
+@public
 def vocabulary_parallel_cross_entropy(
     x: Array,
     w: Array,
@@ -90,33 +92,30 @@ def vocabulary_parallel_cross_entropy(
     Source: logits by shards are those of Shoeybi et al., as in `vocabulary_parallel_embedding`; by
     chunks, of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024).
     """
-    name = "vocabulary_parallel_cross_entropy"
-    ring = bind_ring(name, axis_name)
+    ring = bind_ring(axis_name)
     x, w, labels = jnp.asarray(x), jnp.asarray(w), jnp.asarray(labels)
-    _check_operands(name, x, w, labels)
-    dim = check_sequence_axis(name, "x", sequence_axis, x.shape)
+    _check_operands(x, w, labels)
+    dim = check_sequence_axis("x", sequence_axis, x.shape)
     if dim is None:
-        check_replicated(name, "labels", labels, ring)
-    check_mode(name, mode)
-    wire = as_dtype(name, "wire_dtype", wire_dtype)
-    check_wire(name, wire, sum_dtype(x.dtype))
+        check_replicated("labels", labels, ring)
+    check_mode(mode)
+    wire = as_dtype("wire_dtype", wire_dtype)
+    check_wire(wire, sum_dtype(x.dtype))
     columns = w.shape[1] * ring.size
     tokens = columns if vocabulary is None else vocabulary
     loss = ChunkedLoss(
         ring=ring,
         dim=dim,
-        vocabulary=check_whole(
-            name, "vocabulary", tokens, 1, columns, "the columns of w on all devices"
-        ),
-        chunk=check_whole(name, "chunk", chunk, 1),
-        label_smoothing=check_number(name, "label_smoothing", label_smoothing, 1.0),
-        z_loss=check_number(name, "z_loss", z_loss),
-        ignore_label=check_whole(name, "ignore_label", ignore_label),
+        vocabulary=check_whole("vocabulary", tokens, 1, columns, "the columns of w on all devices"),
+        chunk=check_whole("chunk", chunk, 1),
+        label_smoothing=check_number("label_smoothing", label_smoothing, 1.0),
+        z_loss=check_number("z_loss", z_loss),
+        ignore_label=check_whole("ignore_label", ignore_label),
         mode=mode,
         precision=precision,
         wire_dtype=wire,
     )
-    check_sharded(name, "w", w, "columns", ring)
+    check_sharded("w", w, "columns", ring)
     labels = as_signed(labels)
     if not labels.size:
         return jnp.zeros(labels.shape, sum_dtype(x.dtype))
@@ -128,20 +127,20 @@ def vocabulary_parallel_cross_entropy(
     return chunked_losses(loss, x, w, labels)
 
 
-def _check_operands(function: str, x: Array, w: Array, labels: Array) -> None:
+def _check_operands(x: Array, w: Array, labels: Array) -> None:
     if not x.ndim or w.ndim != 2 or x.shape[-1] != w.shape[0]:
-        raise ValueError(
-            f"{function}: x has local shape {x.shape} and w {w.shape}, but they must be [..., d] "
+        raise value_error(
+            f"x has local shape {x.shape} and w {w.shape}, but they must be [..., d] "
             "and [d, v/n]; if w is sharded over another axis, gather it there first"
         )
     if labels.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{function}: labels have local shape {labels.shape} and x {x.shape}, but each token "
+        raise value_error(
+            f"labels have local shape {labels.shape} and x {x.shape}, but each token "
             f"needs one; give labels of shape {x.shape[:-1]}, sharded like x"
         )
     if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"{function}: x is {x.dtype}{list(x.shape)} and w is {w.dtype}{list(w.shape)}, but "
+        raise type_error(
+            f"x is {x.dtype}{list(x.shape)} and w is {w.dtype}{list(w.shape)}, but "
             "they must be floats of one dtype; cast one of them with .astype"
         )
-    check_tokens(function, "labels", labels)
+    check_tokens("labels", labels)

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public
 from jaxpar._types import AxisName, Mode, Tree, TreeAxis
 from jaxpar.layers._shards import bind_shards, broadcast_axis, gather_shards, vary_sharded
 
 
+@public
 def fsdp_gather(
     tree: Tree,
     axis_name: AxisName,
@@ -53,6 +55,6 @@ def fsdp_gather(
     Source: as `fsdp_linear`.
     """
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    dims = broadcast_axis("fsdp_gather", axis, tree)
-    shards = bind_shards("fsdp_gather", leaves, dims, axis_name, mode, wire_dtype)
+    dims = broadcast_axis(axis, tree)
+    shards = bind_shards(leaves, dims, axis_name, mode, wire_dtype)
     return treedef.unflatten(gather_shards(shards, vary_sharded(shards, leaves)))

@@ -7,6 +7,7 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public
 from jaxpar._types import AxisName, Integer, Mode
 from jaxpar.collectives._checks import check_dim
 from jaxpar.layers._bias import add_bias, whole_bias
@@ -14,6 +15,7 @@ from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels
 
 
+@public
 def fsdp_linear(
     x: Array,
     w: Array,
@@ -62,15 +64,12 @@ def fsdp_linear(
     Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
     models" (2020), stage 3; the overlap as in `all_gather_matmul`.
     """
-    name = "fsdp_linear"
     x, w = jnp.asarray(x), jnp.asarray(w)
-    labels = matmul_labels(name, x, w)
-    label = labels.rhs[check_dim(name, "axis", axis, w.shape)]
-    call = _einsum.make_call(
-        name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
-    )
+    labels = matmul_labels(x, w)
+    label = labels.rhs[check_dim("axis", axis, w.shape)]
+    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
     (y,) = _einsum.gather(replace(call, regather=True), "rhs", label, x, (w,))
     if bias is None:
         return y
     bias = jnp.asarray(bias)
-    return add_bias(y, whole_bias(name, "w", bias, y.shape[-1], call.ring, mode, wire_dtype))
+    return add_bias(y, whole_bias("w", bias, y.shape[-1], call.ring, mode, wire_dtype))

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.typing import DTypeLike
 
+from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Mode, Tree, TreeAxis
@@ -67,6 +68,7 @@ class Layer:
         return pullback(cts)
 
 
+@public
 def fsdp_scan(
     layer_fn: Callable[[Any, Any], Any],
     stacked_params: Tree,
@@ -118,17 +120,16 @@ def fsdp_scan(
     Source: as `fsdp_linear`; prefetching as in Zhao et al., "PyTorch FSDP: Experiences on scaling
     fully sharded data parallel" (2023).
     """
-    name = "fsdp_scan"
     stacked, params_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, stacked_params))
     state, state_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
-    count = _count_layers(name, stacked)
+    count = _count_layers(stacked)
     own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
-    dims = broadcast_axis(name, axis, stacked_params)
-    shards = bind_shards(name, own, dims, axis_name, mode, wire_dtype)
+    dims = broadcast_axis(axis, stacked_params)
+    shards = bind_shards(own, dims, axis_name, mode, wire_dtype)
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:
-        out = layer_fn(params_tree.unflatten(weights), state_tree.unflatten(state))
-        return _check_state(name, x, out)
+        out = of_user(layer_fn)(params_tree.unflatten(weights), state_tree.unflatten(state))
+        return _check_state(x, out)
 
     def gather_first(stacked: Arrays) -> Arrays:
         return gather_shards(shards, [x[0] for x in stacked])
@@ -217,25 +218,25 @@ def _add(total: Arrays, more: Arrays) -> Arrays:
     return [t + m.astype(t.dtype) for t, m in zip(total, more, strict=True)]
 
 
-def _count_layers(function: str, stacked: Arrays) -> int:
+def _count_layers(stacked: Arrays) -> int:
     lengths = {x.shape[:1] for x in stacked}
     if len(lengths) != 1 or () in lengths or (0,) in lengths:
-        raise ValueError(
-            f"{function}: stacked_params must be arrays [layers, ...] of one number of layers, at "
+        raise value_error(
+            f"stacked_params must be arrays [layers, ...] of one number of layers, at "
             f"least 1, got local shapes {[x.shape for x in stacked]}"
         )
     return lengths.pop()[0]
 
 
-def _check_state(function: str, given: Any, out: Any) -> Arrays:
+def _check_state(given: Any, out: Any) -> Arrays:
     """Returns the leaves of what a layer returns, or says how it differs from what it was given."""
 
     def types(tree: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}", tree)
 
     if types(given) != types(out):
-        raise TypeError(
-            f"{function}: layer_fn must return what the next layer is given: x is {types(given)}, "
+        raise type_error(
+            f"layer_fn must return what the next layer is given: x is {types(given)}, "
             f"and it returned {types(out)}; return the same structure, shapes and dtypes"
         )
     return [jnp.asarray(x) for x in jax.tree.leaves(out)]

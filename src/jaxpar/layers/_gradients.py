@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._types import AxisName, Integer
 from jaxpar._varying import checks_varying, vary_over, varying_axes
@@ -16,6 +17,7 @@ from jaxpar.layers._checks import check_whole
 from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
 
 
+@public
 def mean_loss(loss_sum: Any, weight: Any, axis_name: AxisName) -> Array:
     """Divides the sum of all devices' losses by the sum of their weights.
 
@@ -44,12 +46,13 @@ def mean_loss(loss_sum: Any, weight: Any, axis_name: AxisName) -> Array:
       >>> mean(jnp.arange(16.0))
       Array(7.5, dtype=float32)
     """
-    ring = bind_ring("mean_loss", axis_name)
-    loss, weight = _check_scalars("mean_loss", loss_sum, weight)
+    ring = bind_ring(axis_name)
+    loss, weight = _check_scalars(loss_sum, weight)
     total = lax.stop_gradient(_total(_widened(weight), ring))
     return _quotient(_total(_widened(loss), ring), total)
 
 
+@public
 def value_and_grad(
     loss_fn: Callable[..., Any],
     axis_name: AxisName,
@@ -110,20 +113,19 @@ def value_and_grad(
 
     Source: one reduction for all microbatches is that of Li et al., as in `reduce_gradients`.
     """
-    name = "value_and_grad"
-    parts = check_whole(name, "microbatches", microbatches, 1)
-    limit = check_bucket(name, bucket_bytes)
+    parts = check_whole("microbatches", microbatches, 1)
+    limit = check_bucket(bucket_bytes)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
-        ring = bind_ring(name, axis_name)
+        ring = bind_ring(axis_name)
         checked = checks_varying(ring.axis_name)
         params = jax.tree_util.tree_map_with_path(_check_parameter, params)
-        sharded = sharded_axes(name, params, specs)
+        sharded = sharded_axes(params, specs)
         # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
         # would sum the gradient over devices in every microbatch.
         copies = vary_over(ring.axis_name, params)
-        function = loss_fn if has_aux else _without_aux(loss_fn)
-        (loss, weight, aux), grads = _accumulate(name, function, ring, parts, copies, batch)
+        function = of_user(loss_fn if has_aux else _without_aux(loss_fn))
+        (loss, weight, aux), grads = _accumulate(function, ring, parts, copies, batch)
 
         total = _total(weight, ring)
         # Under check_vma=True JAX has summed over all other axes, and the loss counted once there.
@@ -137,7 +139,8 @@ def value_and_grad(
         mean = _quotient(_total(loss, ring), total)
         return ((mean, aux) if has_aux else mean), grads
 
-    return value_and_gradient
+    value_and_gradient.__qualname__ = "value_and_grad"  # which its errors bear
+    return public(value_and_gradient)
 
 
 def _without_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +148,6 @@ def _without_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _accumulate(
-    function: str,
     loss_fn: Callable[..., Any],
     ring: Ring,
     parts: int,
@@ -156,8 +158,8 @@ def _accumulate(
 
     def run(batch: Any) -> tuple[tuple[Array, Array, Any], Any]:
         def local(params: Any) -> tuple[Array, tuple[Array, Any]]:
-            result, aux = _pair(function, loss_fn(params, *batch))
-            loss, weight = _local_loss(function, result, ring)
+            result, aux = _pair(loss_fn(params, *batch))
+            loss, weight = _local_loss(result, ring)
             return loss, (weight, jax.tree.map(jnp.asarray, aux))
 
         (loss, (weight, aux)), grads = jax.value_and_grad(local, has_aux=True)(params)
@@ -175,7 +177,7 @@ def _accumulate(
         return jax.tree.map(jnp.add, sums, grads), found
 
     def split(path: Any, leaf: Any) -> Array:
-        return _split(function, parts, jax.tree_util.keystr(path), jnp.asarray(leaf))
+        return _split(parts, jax.tree_util.keystr(path), jnp.asarray(leaf))
 
     batches = jax.tree_util.tree_map_with_path(split, batch)
     grads, found = lax.scan(step, jax.tree.map(zero, params), batches, length=parts)
@@ -183,28 +185,27 @@ def _accumulate(
     return (jnp.sum(losses), jnp.sum(weights, dtype=weights.dtype), aux), grads
 
 
-def _pair(function: str, result: Any) -> tuple[Any, Any]:
+def _pair(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(
-            f"{function}: with has_aux loss_fn must return ((loss_sum, weight), aux), got "
-            f"{_kind(result)}"
+        raise type_error(
+            f"with has_aux loss_fn must return ((loss_sum, weight), aux), got {_kind(result)}"
         )
     return result
 
 
-def _local_loss(function: str, result: Any, ring: Ring) -> tuple[Array, Array]:
+def _local_loss(result: Any, ring: Ring) -> tuple[Array, Array]:
     """What `loss_fn` returned, checked, and typed as one share of each device."""
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(
-            f"{function}: loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
+        raise type_error(
+            f"loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
             "sum of the losses and their number"
         )
-    loss, weight = _check_scalars(function, *result)
+    loss, weight = _check_scalars(*result)
     for argument, x in (("loss_sum", loss), ("weight", weight)):
         others = sorted(varying_axes(x) - set(ring.axis_name))
         if others:
-            raise ValueError(
-                f"{function}: {argument} varies over {others}, which axis_name {ring.axis_name} "
+            raise value_error(
+                f"{argument} varies over {others}, which axis_name {ring.axis_name} "
                 "lacks; add them if devices have different shares of the loss there; otherwise sum "
                 "or gather before it with reduce_region or gather_region, typed as replicated"
             )
@@ -215,40 +216,39 @@ def _kind(result: Any) -> str:
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else "no tuple"
 
 
-def _check_scalars(function: str, loss_sum: Any, weight: Any) -> tuple[Array, Array]:
+def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Array, Array]:
     loss, weight = jnp.asarray(loss_sum), jnp.asarray(weight)
     for argument, x in (("loss_sum", loss), ("weight", weight)):
         if x.ndim:
-            raise ValueError(
-                f"{function}: {argument} must be a scalar, got local shape {x.shape}; "
-                "sum it with jnp.sum"
+            raise value_error(
+                f"{argument} must be a scalar, got local shape {x.shape}; sum it with jnp.sum"
             )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"{function}: loss_sum must be a float, got {loss.dtype}; cast it")
+        raise type_error(f"loss_sum must be a float, got {loss.dtype}; cast it")
     return loss, weight
 
 
 def _check_parameter(path: Any, leaf: Any) -> Array:
     leaf = jnp.asarray(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise TypeError(
-            f"value_and_grad: params{jax.tree_util.keystr(path)} is "
+        raise type_error(
+            f"params{jax.tree_util.keystr(path)} is "
             f"{leaf.dtype}{list(leaf.shape)}, which has no gradient; pass it to loss_fn apart "
             "from params"
         )
     return leaf
 
 
-def _split(function: str, parts: int, place: str, leaf: Array) -> Array:
+def _split(parts: int, place: str, leaf: Array) -> Array:
     if not leaf.ndim:
-        raise ValueError(
-            f"{function}: batch{place} is a scalar, which microbatches={parts} cannot cut; "
+        raise value_error(
+            f"batch{place} is a scalar, which microbatches={parts} cannot cut; "
             "broadcast it over the batch, or let loss_fn close over it"
         )
     size = leaf.shape[0]
     if size % parts:
-        raise ValueError(
-            f"{function}: batch{place} has local shape {leaf.shape}, whose dimension 0 "
+        raise value_error(
+            f"batch{place} has local shape {leaf.shape}, whose dimension 0 "
             f"microbatches={parts} does not divide: {size} = {size // parts} x {parts} + "
             f"{size % parts}; choose a divisor of {size}, or pad it to {size + -size % parts}"
         )

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxpar._calls import public, value_error
 from jaxpar._types import Integer
 from jaxpar.collectives._checks import check_dim
 from jaxpar.layers._checks import check_whole
@@ -76,42 +77,43 @@ class HeadLayout:
 
     def pad_query(self, w: Array, axis: Integer = -1) -> Array:
         """Pads `heads * e` columns of an unsharded query weight, or bias, to `padded_heads * e`."""
-        return self._pad("pad_query", w, axis)
+        return self._pad(w, axis)
 
     def pad_output(self, w: Array, axis: Integer = 0) -> Array:
         """Pads `heads * e` rows of an unsharded output weight to `padded_heads * e`."""
-        return self._pad("pad_output", w, axis)
+        return self._pad(w, axis)
 
     def unpad_query(self, w: Array, axis: Integer = -1) -> Array:
         """Returns what `pad_query` was given."""
-        return self._unpad("unpad_query", w, axis)
+        return self._unpad(w, axis)
 
     def unpad_output(self, w: Array, axis: Integer = 0) -> Array:
         """Returns what `pad_output` was given."""
-        return self._unpad("unpad_output", w, axis)
+        return self._unpad(w, axis)
 
-    def _pad(self, function: str, w: Array, axis: int) -> Array:
-        axis = check_dim(function, "axis", axis, w.shape)
-        size = self._head_size(function, w, axis, self.heads)
+    def _pad(self, w: Array, axis: int) -> Array:
+        axis = check_dim("axis", axis, w.shape)
+        size = self._head_size(w, axis, self.heads)
         widths = [(0, 0)] * w.ndim
         widths[axis] = (0, (self.padded_heads - self.heads) * size)
         return jnp.pad(w, widths)
 
-    def _unpad(self, function: str, w: Array, axis: int) -> Array:
-        axis = check_dim(function, "axis", axis, w.shape)
-        size = self._head_size(function, w, axis, self.padded_heads)
+    def _unpad(self, w: Array, axis: int) -> Array:
+        axis = check_dim("axis", axis, w.shape)
+        size = self._head_size(w, axis, self.padded_heads)
         return jnp.take(w, jnp.arange(self.heads * size), axis=axis)
 
-    def _head_size(self, function: str, w: Array, axis: int, heads: int) -> int:
+    def _head_size(self, w: Array, axis: int, heads: int) -> int:
         if w.shape[axis] % heads:
-            raise ValueError(
-                f"{function}: w has shape {w.shape}, whose dimension {axis} is not a whole number "
+            raise value_error(
+                f"w has shape {w.shape}, whose dimension {axis} is not a whole number "
                 f"of {heads} heads: {w.shape[axis]} = {w.shape[axis] // heads} x {heads} + "
                 f"{w.shape[axis] % heads}; pass the unsharded array, and the dimension of its heads"
             )
         return w.shape[axis] // heads
 
 
+@public
 def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayout:
     """Returns which heads each of `shards` devices has.
 
@@ -137,13 +139,12 @@ def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayou
       >>> layout.padded_heads, layout.pad_query(jnp.ones((3, 5 * 2))).shape
       (8, (3, 16))
     """
-    name = "head_layout"
-    heads = check_whole(name, "heads", heads, 1)
-    kv_heads = check_whole(name, "kv_heads", kv_heads, 1)
-    shards = check_whole(name, "shards", shards, 1)
+    heads = check_whole("heads", heads, 1)
+    kv_heads = check_whole("kv_heads", kv_heads, 1)
+    shards = check_whole("shards", shards, 1)
     if heads % kv_heads:
-        raise ValueError(
-            f"{name}: heads={heads} is not a multiple of kv_heads={kv_heads}: {heads} = "
+        raise value_error(
+            f"heads={heads} is not a multiple of kv_heads={kv_heads}: {heads} = "
             f"{heads // kv_heads} x {kv_heads} + {heads % kv_heads}; every key and value head "
             "serves as many query heads"
         )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Number
 from jaxpar._varying import vary_wide, varying_axes
@@ -17,6 +18,7 @@ from jaxpar.layers._checks import check_number
 _MOMENTS = "jaxpar_moments"
 
 
+@public
 def rms_norm(
     x: Array, scale: Array, *, eps: Number = 1e-6, axis_name: AxisName | None = None
 ) -> Array:
@@ -46,11 +48,12 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """
-    eps = check_number("rms_norm", "eps", eps)
-    features = _check("rms_norm", x, axis_name, scale=scale)
+    eps = check_number("eps", eps)
+    features = _check(x, axis_name, scale=scale)
     return _recomputed(partial(_rms_norm, features, eps))(x, scale)
 
 
+@public
 def layer_norm(
     x: Array,
     scale: Array,
@@ -85,9 +88,9 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer normalization" (2016).
     """
-    eps = check_number("layer_norm", "eps", eps)
+    eps = check_number("eps", eps)
     given = {"scale": scale} if bias is None else {"scale": scale, "bias": bias}
-    features = _check("layer_norm", x, axis_name, **given)
+    features = _check(x, axis_name, **given)
     return _recomputed(partial(_layer_norm, features, eps))(x, *given.values())
 
 
@@ -131,18 +134,18 @@ def _like(wide: Array, parameter: Array) -> Array:
     return vary_wide(varying_axes(wide), parameter.astype(wide.dtype))
 
 
-def _check(function: str, x: Array, axis_name: AxisName | None, **parameters: Array) -> _Features:
-    ring = None if axis_name is None else bind_ring(function, axis_name)
+def _check(x: Array, axis_name: AxisName | None, **parameters: Array) -> _Features:
+    ring = None if axis_name is None else bind_ring(axis_name)
     if x.ndim < 1:
-        raise ValueError(f"{function}: x must be [..., d], got an array without dimensions")
+        raise value_error("x must be [..., d], got an array without dimensions")
     for name, array in {"x": x, **parameters}.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{function}: {name} is {array.dtype}, not a float; cast it")
+            raise type_error(f"{name} is {array.dtype}, not a float; cast it")
     sharded = "" if ring is None else f", d/n over {ring}"
     for name, array in parameters.items():
         if array.shape != x.shape[-1:]:
-            raise ValueError(
-                f"{function}: {name} has local shape {array.shape}, but x {x.shape} has "
+            raise value_error(
+                f"{name} has local shape {array.shape}, but x {x.shape} has "
                 f"{x.shape[-1]} features here{sharded}; {name} must be ({x.shape[-1]},), and "
                 "axis_name must say over which axes both are sharded, None if whole"
             )

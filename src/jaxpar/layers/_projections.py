@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax import Array
 
+from jaxpar._calls import type_error, value_error
 from jaxpar._types import AxisName, Integer, Mode
 from jaxpar._varying import vary_over, vary_wide, varying_axes
 from jaxpar.collectives._checks import check_dim
@@ -28,7 +29,6 @@ Select = Callable[[str, Array], Array]
 class Projection:
     """How a layer multiplies: over which axes, and with which options."""
 
-    function: str
     ring: Ring
     sequence_axis: Any  # None: the sequence is whole, before and after
     fsdp: Ring | None  # over which weights are sharded, too
@@ -73,9 +73,9 @@ class Projection:
         return add_bias(y, self._whole_bias(name, w, bias, along))
 
     def _into_columns(self, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-        labels = matmul_labels(self.function, x, *weights)
+        labels = matmul_labels(x, *weights)
         call = self._call(labels)
-        dim = check_sequence_axis(self.function, "x", self.sequence_axis, x.shape)
+        dim = check_sequence_axis("x", self.sequence_axis, x.shape)
         if dim is not None:
             return _einsum.gather(call, "lhs", labels.lhs[dim], x, weights)
         product = Product(labels.lhs, labels.rhs, labels.out, call.result_dtype(x))
@@ -88,15 +88,15 @@ class Projection:
         )
 
     def _out_of_rows(self, x: Array, w: Array) -> Array:
-        labels = matmul_labels(self.function, x, w)
+        labels = matmul_labels(x, w)
         call = self._call(labels)
-        dim = check_sequence_axis(self.function, "x", self.sequence_axis, x.shape)
+        dim = check_sequence_axis("x", self.sequence_axis, x.shape)
         if dim is None:
             return _einsum.all_reduce(call, x, w)
         return _einsum.scatter(call, labels.out[dim], x, w)
 
     def _call(self, labels: Labels) -> _einsum.Call:
-        call = _einsum.make_call(self.function, labels, self.ring.axis_name, *self.options)
+        call = _einsum.make_call(labels, self.ring.axis_name, *self.options)
         return replace(call, recomputed=self.fsdp is not None)
 
     def _recomputed(self, product: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,35 +118,34 @@ class Projection:
         if self.fsdp is not None and along == 1:
             columns *= self.fsdp.size
         mode, _, _, wire_dtype = self.options
-        return whole_bias(self.function, name, bias, columns, self.fsdp, mode, wire_dtype)
+        return whole_bias(name, bias, columns, self.fsdp, mode, wire_dtype)
 
     def _check(self, x: Array, weights: Weights, fsdp_axis: Integer) -> int:
         """Returns the dimension along which weights are gathered, or raises unless they fit x."""
-        function = self.function
         if x.ndim < 1:
-            raise ValueError(f"{function}: x must be [..., k], got an array without dimensions")
+            raise value_error("x must be [..., k], got an array without dimensions")
         along = 0
         for name, w in weights.items():
             if w.ndim != 2:
-                raise ValueError(
-                    f"{function}: {name} must be [k, m], got local shape {w.shape} with {w.ndim} "
+                raise value_error(
+                    f"{name} must be [k, m], got local shape {w.shape} with {w.ndim} "
                     "dimensions; reshape it"
                 )
             if w.dtype != x.dtype:
-                raise TypeError(
-                    f"{function}: x is {x.dtype}{list(x.shape)} and {name} is "
+                raise type_error(
+                    f"x is {x.dtype}{list(x.shape)} and {name} is "
                     f"{w.dtype}{list(w.shape)}; cast one of them with .astype, and choose the "
                     "dtype of the result with preferred_element_type"
                 )
-            along = check_dim(function, "fsdp_axis", fsdp_axis, w.shape)
+            along = check_dim("fsdp_axis", fsdp_axis, w.shape)
             rows, text = w.shape[0], ""
             if self.fsdp is not None and along == 0:
                 rows *= self.fsdp.size
                 text = f" x {self.fsdp.size} = {rows} gathered over {self.fsdp}"
             if x.shape[-1] != rows:
                 other = f", or fsdp_axis={1 - along}" if self.fsdp is not None else ""
-                raise ValueError(
-                    f"{function}: x has local shape {x.shape} and {name} {w.shape}, but "
+                raise value_error(
+                    f"x has local shape {x.shape} and {name} {w.shape}, but "
                     f"{x.shape[-1]} columns of x cannot meet {w.shape[0]}{text} rows of {name}; "
                     f"they must be equal: check how both are sharded over {self.ring}{other}"
                 )
@@ -154,46 +153,43 @@ class Projection:
 
 
 def bind_projection(
-    function: str,
     axis_name: AxisName,
     sequence_axis: Integer | None,
     fsdp_axis_name: AxisName | None,
     options: Options,
 ) -> Projection:
     """Checks the axes of a layer."""
-    ring = bind_ring(function, axis_name)
-    fsdp = None if fsdp_axis_name is None else bind_ring(function, fsdp_axis_name)
+    ring = bind_ring(axis_name)
+    fsdp = None if fsdp_axis_name is None else bind_ring(fsdp_axis_name)
     shared = set(ring.axis_name) & set(fsdp.axis_name if fsdp else ())
     if shared:
-        raise ValueError(
-            f"{function}: fsdp_axis_name {fsdp_axis_name!r} and axis_name {axis_name!r} share "
+        raise value_error(
+            f"fsdp_axis_name {fsdp_axis_name!r} and axis_name {axis_name!r} share "
             f"{sorted(shared)}; weights are sharded over both, so name different axes"
         )
-    return Projection(function, ring, sequence_axis, fsdp, options)
+    return Projection(ring, sequence_axis, fsdp, options)
 
 
-def as_biases(
-    function: str, argument: str, biases: Any, weights: tuple[str, ...]
-) -> tuple[Array | None, ...]:
+def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Array | None, ...]:
     """Returns one bias, or None, for each weight."""
     if biases is None:
         return (None,) * len(weights)
     if not isinstance(biases, tuple) or len(biases) != len(weights):
         given = f"{len(biases)}" if isinstance(biases, tuple) else type(biases).__name__
-        raise ValueError(
-            f"{function}: {argument} must be a tuple of {len(weights)}, an array or None for each "
+        raise value_error(
+            f"{argument} must be a tuple of {len(weights)}, an array or None for each "
             f"of {', '.join(weights)}; got {given}"
         )
     return biases
 
 
-def fsdp_axes(function: str, fsdp_axis: Any) -> tuple[Any, Any]:
+def fsdp_axes(fsdp_axis: Any) -> tuple[Any, Any]:
     """Returns the dimension for weights cut by columns, and that for the one cut by rows."""
     if not isinstance(fsdp_axis, tuple):
         return fsdp_axis, fsdp_axis
     if len(fsdp_axis) != 2:
-        raise ValueError(
-            f"{function}: fsdp_axis must be an integer, or a pair of them for the weights that are "
+        raise value_error(
+            f"fsdp_axis must be an integer, or a pair of them for the weights that are "
             f"cut by columns and by rows over axis_name; got {fsdp_axis}"
         )
     return fsdp_axis

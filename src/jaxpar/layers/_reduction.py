@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from jaxpar._calls import called, public, type_error, value_error
 from jaxpar._dtypes import addition_dtype, common_dtype
 from jaxpar._types import AxisName, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
@@ -15,6 +16,7 @@ from jaxpar.collectives._ring import bind_ring
 from jaxpar.layers._checks import check_whole
 
 
+@public
 def reduce_gradients(
     grads: Tree, axis_name: AxisName, *, specs: Any = None, bucket_bytes: Any = None
 ) -> Tree:
@@ -55,17 +57,17 @@ def reduce_gradients(
     Source: buckets are those of Li et al., "PyTorch distributed: experiences on accelerating data
     parallel training" (VLDB 2020).
     """
-    name = "reduce_gradients"
-    ring = bind_ring(name, axis_name)
-    limit = check_bucket(name, bucket_bytes)
+    ring = bind_ring(axis_name)
+    limit = check_bucket(bucket_bytes)
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
-    sharded = spec_axes(name, grads, PartitionSpec() if specs is None else specs)
+    sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
     summed = [set(ring.axis_name) - axes for axes in sharded]
     if checks_varying(ring.axis_name):
         summed = [axes & varying_axes(leaf) for axes, leaf in zip(summed, leaves, strict=True)]
     return treedef.unflatten(sum_leaves(leaves, summed, limit))
 
 
+@public
 def global_norm(tree: Any, *, specs: Any = None) -> Array:
     """Computes the Euclidean norm of a pytree of shards, as if they were whole.
 
@@ -93,10 +95,9 @@ def global_norm(tree: Any, *, specs: Any = None) -> Array:
       >>> norm(jnp.ones(8), jnp.ones(1))
       Array(3., dtype=float32)
     """
-    name = "global_norm"
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     squares: dict[tuple[str, ...], Array] = {}
-    for leaf, axes in zip(leaves, sharded_axes(name, tree, specs), strict=True):
+    for leaf, axes in zip(leaves, sharded_axes(tree, specs), strict=True):
         wide = jnp.abs(leaf.astype(addition_dtype(leaf.dtype)))
         key, square = tuple(sorted(axes)), jnp.sum(wide * wide)
         squares[key] = _add(squares[key], square) if key in squares else square
@@ -149,9 +150,9 @@ def _psum_joined(parts: list[Array], names: tuple[str, ...]) -> list[Array]:
     ]
 
 
-def check_bucket(function: str, bucket_bytes: Any) -> int | None:
+def check_bucket(bucket_bytes: Any) -> int | None:
     """Returns the size of a bucket, or None for leaves that travel alone."""
-    return None if bucket_bytes is None else check_whole(function, "bucket_bytes", bucket_bytes, 1)
+    return None if bucket_bytes is None else check_whole("bucket_bytes", bucket_bytes, 1)
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -160,30 +161,30 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
 
 
-def sharded_axes(function: str, tree: Any, specs: Any) -> list[set[str]]:
+def sharded_axes(tree: Any, specs: Any) -> list[set[str]]:
     """The axes over which each leaf is sharded, by its type or by its spec."""
     axes = manual_axes()
     if not axes or not checks_varying(axes):
         if axes and specs is None:
-            raise ValueError(
-                f"{function}: under check_vma=False types do not say over which axes a leaf is "
+            raise value_error(
+                "under check_vma=False types do not say over which axes a leaf is "
                 "sharded; pass specs=, the in_specs of the tree"
             )
-        return spec_axes(function, tree, specs if axes else PartitionSpec())
+        return spec_axes(tree, specs if axes else PartitionSpec())
     typed = [set(varying_axes(leaf)) for leaf in jax.tree.leaves(tree)]
     if specs is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        for path, found, given in zip(paths, typed, spec_axes(function, tree, specs), strict=True):
+        for path, found, given in zip(paths, typed, spec_axes(tree, specs), strict=True):
             if found != given:
-                raise ValueError(
-                    f"{function}: leaf {_keystr(path)} varies over {sorted(found)}, but its spec "
+                raise value_error(
+                    f"leaf {_keystr(path)} varies over {sorted(found)}, but its spec "
                     f"shards it over {sorted(given)}; give the in_specs of the tree, or leave out "
                     "specs=, which check_vma=True does without"
                 )
     return typed
 
 
-def spec_axes(function: str, tree: Any, specs: Any) -> list[set[str]]:
+def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
     """The axes that `specs`, a prefix of `tree`, names for each leaf."""
 
     def is_spec(x: Any) -> bool:
@@ -195,11 +196,11 @@ def spec_axes(function: str, tree: Any, specs: Any) -> list[set[str]]:
     def add(spec: Any, part: Any) -> None:
         leaves = jax.tree.leaves(part)
         if leaves and not isinstance(spec, PartitionSpec):
-            raise TypeError(f"{function}: specs must hold PartitionSpecs, got {spec!r}")
+            raise type_error(f"specs must hold PartitionSpecs, got {spec!r}")
         axes = _named(spec) if leaves else set[str]()
         if not axes <= set(bound):
-            raise ValueError(
-                f"{function}: specs name {sorted(axes - set(bound))}, but the axes bound "
+            raise value_error(
+                f"specs name {sorted(axes - set(bound))}, but the axes bound "
                 f"here are {list(bound)}; give the specs that shard_map got"
             )
         found.extend(axes for _ in leaves)
@@ -207,11 +208,9 @@ def spec_axes(function: str, tree: Any, specs: Any) -> list[set[str]]:
     try:
         jax.tree.map(add, specs, tree, is_leaf=is_spec)
     except ValueError as error:
-        if str(error).startswith(function):
+        if str(error).startswith(called()):
             raise
-        raise ValueError(
-            f"{function}: specs are no pytree prefix of what they describe: {error}"
-        ) from None
+        raise value_error(f"specs are no pytree prefix of what they describe: {error}") from None
     return found
 
 

@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._calls import public
 from jaxpar._types import AxisName, Integer, Tree
 from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar.collectives._checks import check_dim, check_divides
 from jaxpar.collectives._ring import Ring, bind_ring
 
 
+@public
 def copy_region(x: Tree, axis_name: AxisName) -> Tree:
     """Hands a replicated value to devices that will each do a part of the work with it.
 
@@ -50,7 +52,7 @@ def copy_region(x: Tree, axis_name: AxisName) -> Tree:
     Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
     model parallelism" (2019), its operator f.
     """
-    names = bind_ring("copy_region", axis_name).axis_name
+    names = bind_ring(axis_name).axis_name
 
     def copy(x: Any) -> Array:
         x = jnp.asarray(x)
@@ -60,6 +62,7 @@ def copy_region(x: Tree, axis_name: AxisName) -> Tree:
     return jax.tree.map(copy, x)
 
 
+@public
 def reduce_region(x: Tree, axis_name: AxisName) -> Tree:
     """Sums the parts that the devices of an axis have computed.
 
@@ -87,7 +90,7 @@ def reduce_region(x: Tree, axis_name: AxisName) -> Tree:
 
     Source: as `copy_region`, its operator g.
     """
-    names = bind_ring("reduce_region", axis_name).axis_name
+    names = bind_ring(axis_name).axis_name
 
     def reduce(x: Any) -> Array:
         x = jnp.asarray(x)
@@ -96,6 +99,7 @@ def reduce_region(x: Tree, axis_name: AxisName) -> Tree:
     return jax.tree.map(reduce, x)
 
 
+@public
 def gather_region(x: Tree, axis_name: AxisName, *, axis: Integer = -1) -> Tree:
     """Joins the blocks of all devices, so that each goes on with the whole.
 
@@ -124,12 +128,12 @@ def gather_region(x: Tree, axis_name: AxisName, *, axis: Integer = -1) -> Tree:
 
     Source: as `copy_region`.
     """
-    ring = bind_ring("gather_region", axis_name)
+    ring = bind_ring(axis_name)
     names = ring.axis_name
 
     def gather(x: Any) -> Array:
         x = jnp.asarray(x)
-        dim = check_dim("gather_region", "axis", axis, x.shape)
+        dim = check_dim("axis", axis, x.shape)
         if not x.size:  # XLA does not gather nothing
             return jnp.zeros(
                 (*x.shape[:dim], x.shape[dim] * ring.size, *x.shape[dim + 1 :]), x.dtype
@@ -141,6 +145,7 @@ def gather_region(x: Tree, axis_name: AxisName, *, axis: Integer = -1) -> Tree:
     return jax.tree.map(gather, x)
 
 
+@public
 def scatter_region(x: Tree, axis_name: AxisName, *, axis: Integer = -1) -> Tree:
     """Cuts a replicated value into one block a device.
 
@@ -170,12 +175,12 @@ def scatter_region(x: Tree, axis_name: AxisName, *, axis: Integer = -1) -> Tree:
 
     Source: as `copy_region`.
     """
-    ring = bind_ring("scatter_region", axis_name)
+    ring = bind_ring(axis_name)
 
     def scatter(x: Any) -> Array:
         x = jnp.asarray(x)
-        dim = check_dim("scatter_region", "axis", axis, x.shape)
-        check_divides("scatter_region", "x", x.shape, dim, ring)
+        dim = check_dim("axis", axis, x.shape)
+        check_divides("x", x.shape, dim, ring)
         if not checks_varying(ring.axis_name):
             return _own_block(x, ring.axis_name, dim)
         if not varying_axes(x) & set(ring.axis_name):

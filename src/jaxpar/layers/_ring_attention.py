@@ -9,6 +9,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import as_dtype, check_wire, sum_dtype
 from jaxpar._types import AxisName, Integer, Mode, Number, Order
@@ -19,9 +20,8 @@ from jaxpar.layers._attention_block import Scores
 from jaxpar.layers._attention_ring import Method, attention
 from jaxpar.layers._checks import check_whole
 
-_NAME = "ring_attention"
 
-
+@public
 def ring_attention(
     q: Array,
     k: Array,
@@ -95,17 +95,17 @@ def ring_attention(
     context" (2023). Orders that balance causal work are from Brandon et al., "Striped attention"
     (2023); this one has two chunks a device in place of stripes.
     """
-    ring = bind_ring(_NAME, axis_name)
-    check_mode(_NAME, mode)
+    ring = bind_ring(axis_name)
+    check_mode(mode)
     given: Any = order
     if given not in ("zigzag", "contiguous"):
-        raise ValueError(f"{_NAME}: order must be 'zigzag' or 'contiguous', got {order!r}")
+        raise value_error(f"order must be 'zigzag' or 'contiguous', got {order!r}")
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
-    wire = as_dtype(_NAME, "wire_dtype", wire_dtype)
-    check_wire(_NAME, wire, sum_dtype(q.dtype))
-    check_precision(_NAME, precision)
+    wire = as_dtype("wire_dtype", wire_dtype)
+    check_wire(wire, sum_dtype(q.dtype))
+    check_precision(precision)
     zigzag = order == "zigzag" and ring.size > 1  # one device has all positions in either order
     if causal and zigzag:
         _check_even(q.shape, ring)
@@ -126,6 +126,7 @@ def ring_attention(
     return jnp.moveaxis(out, -2, -4).reshape(q.shape)
 
 
+@public
 def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
     """Returns which position of a sequence is held at each place, in zigzag order.
 
@@ -151,14 +152,13 @@ def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
 
     Source: as `ring_attention`.
     """
-    name = "zigzag_order"
-    length, size = check_whole(name, "length", length, 0), check_whole(name, "size", size, 1)
+    length, size = check_whole("length", length, 0), check_whole("size", size, 1)
     chunks = 2 * size
     if size == 1:
         return np.arange(length)
     if length % chunks:
-        raise ValueError(
-            f"{name}: length={length} must be a multiple of 2 x size = {chunks}, two chunks a "
+        raise value_error(
+            f"length={length} must be a multiple of 2 x size = {chunks}, two chunks a "
             f"device: {length} = {length // chunks} x {chunks} + {length % chunks}; pad it to "
             f"{length + -length % chunks}, or use the contiguous order"
         )
@@ -170,8 +170,8 @@ def _scale(given: Any, size: int) -> float:
     if given is None:
         return size**-0.5
     if isinstance(given, bool) or not isinstance(given, (int, float, np.number)):
-        raise TypeError(
-            f"{_NAME}: scale must be a number known while tracing, got {given!r} of type "
+        raise type_error(
+            f"scale must be a number known while tracing, got {given!r} of type "
             f"{type(given).__name__}; multiply q by one that depends on data, and pass scale=1.0"
         )
     return float(given)
@@ -181,41 +181,41 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
     """Raises unless the local shapes are those of queries, keys and values of one sequence."""
     shapes = f"q has local shape {q.shape}, k {k.shape} and v {v.shape}"
     if min(q.ndim, k.ndim, v.ndim) < 3:
-        raise ValueError(
-            f"{_NAME}: {shapes}; each needs 3 dimensions at least, [..., s, heads, e]; add one of "
+        raise value_error(
+            f"{shapes}; each needs 3 dimensions at least, [..., s, heads, e]; add one of "
             "size 1 for a single head"
         )
     if k.shape != v.shape:
-        raise ValueError(f"{_NAME}: {shapes}; k and v must have the same shape, [..., s, g, e]")
+        raise value_error(f"{shapes}; k and v must have the same shape, [..., s, g, e]")
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"{_NAME}: {shapes}; all dimensions but the heads (the last but one) must agree: q is "
+        raise value_error(
+            f"{shapes}; all dimensions but the heads (the last but one) must agree: q is "
             "[..., s, h, e], k and v are [..., s, g, e]. Broadcast batch dimensions first, and "
             "shard keys and queries alike"
         )
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"{_NAME}: {shapes}; the {kv_heads} kv heads do not divide the {heads} query heads; "
+        raise value_error(
+            f"{shapes}; the {kv_heads} kv heads do not divide the {heads} query heads; "
             "choose a number of kv heads that does"
         )
 
 
 def _check_dtypes(q: Array, k: Array, v: Array) -> None:
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"{_NAME}: q is {q.dtype}, k {k.dtype} and v {v.dtype}, but all must be of one dtype; "
+        raise type_error(
+            f"q is {q.dtype}, k {k.dtype} and v {v.dtype}, but all must be of one dtype; "
             "cast them first"
         )
     if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise TypeError(f"{_NAME}: q, k and v are {q.dtype}, but must be floats; cast them first")
+        raise type_error(f"q, k and v are {q.dtype}, but must be floats; cast them first")
 
 
 def _check_even(shape: tuple[int, ...], ring: Ring) -> None:
     length = shape[-3]
     if length % 2:
-        raise ValueError(
-            f"{_NAME}: q has local shape {shape}, whose local length {length} over {ring} is odd: "
+        raise value_error(
+            f"q has local shape {shape}, whose local length {length} over {ring} is odd: "
             f"zigzag order needs two chunks of one size a device, {length} = {length // 2} x 2 + "
             f"1; pad the whole sequence from {length * ring.size} to {(length + 1) * ring.size} "
             "before it is laid out, or pass order='contiguous'"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxpar._calls import value_error
 from jaxpar._choice import Problem, choose_stages
 from jaxpar._dtypes import as_dtype, check_wire
 from jaxpar._types import AxisName, Mode
@@ -44,7 +45,6 @@ def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
 
 
 def bind_shards(
-    function: str,
     leaves: list[Any],
     dims: list[Any],
     axis_name: AxisName,
@@ -52,14 +52,14 @@ def bind_shards(
     wire_dtype: DTypeLike | None,
 ) -> Shards:
     """Checks the arguments that describe how `leaves` are sharded; a dim counts within its leaf."""
-    check_mode(function, mode)
-    wire = as_dtype(function, "wire_dtype", wire_dtype)
-    whole = bind_ring(function, axis_name)
+    check_mode(mode)
+    wire = as_dtype("wire_dtype", wire_dtype)
+    whole = bind_ring(axis_name)
     counted: list[int | None] = []
     for x, dim in zip(leaves, dims, strict=True):
-        counted.append(None if dim is None else check_dim(function, "axis", dim, x.shape))
+        counted.append(None if dim is None else check_dim("axis", dim, x.shape))
         if dim is not None and jnp.issubdtype(x.dtype, jnp.inexact):
-            check_wire(function, wire, x.dtype)
+            check_wire(wire, x.dtype)
     stages = choose_stages(Problem("weights", whole), mode)
     groups = group_leaves(leaves, counted, join=all(way.joins for way in stages))
     return Shards(stages, groups, wire, dims=tuple(counted))
@@ -68,7 +68,7 @@ def bind_shards(
 _WHOLE = object()
 
 
-def broadcast_axis(function: str, axis: Any, tree: Any) -> list[Any]:
+def broadcast_axis(axis: Any, tree: Any) -> list[Any]:
     """Returns the entry for each leaf of `tree` in `axis`: an int, None, or a prefix of those."""
     # None is an entry of axis, but in the tree it is a place without a leaf.
     marked = jax.tree.map(
@@ -77,8 +77,8 @@ def broadcast_axis(function: str, axis: Any, tree: Any) -> list[Any]:
     try:
         dims = jax.tree.broadcast(marked, tree)
     except ValueError as reason:
-        raise ValueError(
-            f"{function}: axis={axis!r} is neither an integer, None nor a prefix of a pytree "
+        raise value_error(
+            f"axis={axis!r} is neither an integer, None nor a prefix of a pytree "
             f"{jax.tree.structure(tree)}: {reason}"
         ) from None
     return [None if dim is _WHOLE else dim for dim in jax.tree.leaves(dims)]

@@ -12,10 +12,12 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public, value_error
 from jaxpar._types import AxisName, Integer, Mode, Weights
 from jaxpar.layers._projections import as_biases, bind_projection, fsdp_axes
 
 
+@public
 def column_parallel_linear(
     x: Array,
     w: Weights,
@@ -78,20 +80,20 @@ def column_parallel_linear(
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
     recomputation in large transformer models" (2022), for the sharded sequence.
     """
-    name = "column_parallel_linear"
     options = (mode, preferred_element_type, precision, wire_dtype)
-    layer = bind_projection(name, axis_name, sequence_axis, fsdp_axis_name, options)
+    layer = bind_projection(axis_name, sequence_axis, fsdp_axis_name, options)
     if isinstance(w, tuple):
         weights = {f"w[{i}]": weight for i, weight in enumerate(w)}
-        biases = as_biases(name, "bias", bias, tuple(weights))
+        biases = as_biases("bias", bias, tuple(weights))
     else:
-        weights, biases = {"w": w}, as_biases(name, "bias", (bias,), ("w",))
+        weights, biases = {"w": w}, as_biases("bias", (bias,), ("w",))
     if not weights:
-        raise ValueError(f"{name}: w is an empty tuple; give at least one weight")
+        raise value_error("w is an empty tuple; give at least one weight")
     results: Any = layer.columns(x, weights, biases, fsdp_axis)
     return results if isinstance(w, tuple) else results[0]
 
 
+@public
 def row_parallel_linear(
     x: Array,
     w: Array,
@@ -147,11 +149,11 @@ def row_parallel_linear(
     Source: as `column_parallel_linear`.
     """
     options = (mode, preferred_element_type, precision, wire_dtype)
-    name = "row_parallel_linear"
-    layer = bind_projection(name, axis_name, sequence_axis, fsdp_axis_name, options)
+    layer = bind_projection(axis_name, sequence_axis, fsdp_axis_name, options)
     return layer.rows(x, {"w": w}, bias, fsdp_axis)
 
 
+@public
 def gated_mlp(
     x: Array,
     w_gate: Array,
@@ -216,15 +218,14 @@ def gated_mlp(
     Source: Shazeer, "GLU variants improve transformer" (2020); for the sharding, as
     `column_parallel_linear`.
     """
-    name = "gated_mlp"
     options = (mode, preferred_element_type, precision, wire_dtype)
-    layer = bind_projection(name, axis_name, sequence_axis, fsdp_axis_name, options)
-    into, out = fsdp_axes(name, fsdp_axis)
-    b_gate, b_up, b_down = as_biases(name, "biases", biases, ("w_gate", "w_up", "w_down"))
+    layer = bind_projection(axis_name, sequence_axis, fsdp_axis_name, options)
+    into, out = fsdp_axes(fsdp_axis)
+    b_gate, b_up, b_down = as_biases("biases", biases, ("w_gate", "w_up", "w_down"))
     gate, up = layer.columns(x, {"w_gate": w_gate, "w_up": w_up}, (b_gate, b_up), into)
     if gate.shape != up.shape:
-        raise ValueError(
-            f"{name}: w_gate has local shape {w_gate.shape} and w_up {w_up.shape}; both need as "
+        raise value_error(
+            f"w_gate has local shape {w_gate.shape} and w_up {w_up.shape}; both need as "
             "many columns"
         )
     # Kept for the backward pass are gate, up and what they make, but not what is between.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._calls import public, value_error
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisName, Integer
 from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
@@ -22,6 +23,7 @@ from jaxpar.layers._checks import (
 from jaxpar.layers._regions import reduce_region
 
 
+@public
 def vocabulary_parallel_embedding(
     tokens: Array, table: Array, axis_name: AxisName, *, sequence_axis: Integer | None = None
 ) -> Array:
@@ -61,18 +63,17 @@ def vocabulary_parallel_embedding(
     Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
     model parallelism" (2019).
     """
-    name = "vocabulary_parallel_embedding"
-    ring = bind_ring(name, axis_name)
+    ring = bind_ring(axis_name)
     tokens, table = jnp.asarray(tokens), jnp.asarray(table)
-    check_tokens(name, "tokens", tokens)
-    check_replicated(name, "tokens", tokens, ring)
+    check_tokens("tokens", tokens)
+    check_replicated("tokens", tokens, ring)
     if table.ndim != 2:
-        raise ValueError(f"{name}: table must be [v/n, d], got local shape {table.shape}")
+        raise value_error(f"table must be [v/n, d], got local shape {table.shape}")
     shape = (*tokens.shape, table.shape[1])
-    dim = check_sequence_axis(name, "the result", sequence_axis, shape)
+    dim = check_sequence_axis("the result", sequence_axis, shape)
     if dim is not None:
-        check_divides(name, "the result", shape, dim, ring)
-    check_sharded(name, "table", table, "rows", ring)
+        check_divides("the result", shape, dim, ring)
+    check_sharded("table", table, "rows", ring)
 
     tokens, table = vary_alike(ring.axis_name, tokens, table)
     first = ring.index() * table.shape[0]

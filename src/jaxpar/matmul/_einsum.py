@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxpar._calls import type_error, value_error
 from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import as_dtype, check_wire, result_dtype, sum_dtype
 from jaxpar._types import AxisName, Mode, Operand
@@ -21,9 +22,8 @@ from jaxpar.matmul._primitive import Arithmetic, Method, Product, gather_einsum,
 
 @dataclass(frozen=True)
 class Call:
-    """What a public function was asked to do, apart from its operands."""
+    """What was asked for, apart from the operands."""
 
-    function: str
     labels: Labels
     ring: Ring
     mode: Mode
@@ -44,8 +44,8 @@ class Call:
         if preferred is None:
             return result_dtype(lhs.dtype)
         if jnp.issubdtype(lhs.dtype, jnp.inexact) and not jnp.issubdtype(preferred, jnp.inexact):
-            raise TypeError(
-                f"{self.function}: preferred_element_type={preferred} cannot hold products of "
+            raise type_error(
+                f"preferred_element_type={preferred} cannot hold products of "
                 f"{lhs.dtype} operands; choose a float dtype, or None"
             )
         return preferred
@@ -54,12 +54,11 @@ class Call:
         """The dtype in which partial sums travel."""
         preferred = self.arithmetic.preferred_element_type
         summed = sum_dtype(lhs.dtype) if preferred is None else preferred
-        check_wire(self.function, self.arithmetic.wire_dtype, summed)
+        check_wire(self.arithmetic.wire_dtype, summed)
         return self.arithmetic.wire_dtype or summed
 
 
 def make_call(
-    function: str,
     labels: Labels,
     axis_name: AxisName,
     mode: Mode,
@@ -68,27 +67,27 @@ def make_call(
     wire_dtype: Any = None,
 ) -> Call:
     """Checks what can be checked without the operands."""
-    check_mode(function, mode)
-    preferred = as_dtype(function, "preferred_element_type", preferred_element_type)
-    wire = as_dtype(function, "wire_dtype", wire_dtype)
-    check_precision(function, precision)
-    ring = bind_ring(function, axis_name)
-    return Call(function, labels, ring, mode, Arithmetic(preferred, wire, precision))
+    check_mode(mode)
+    preferred = as_dtype("preferred_element_type", preferred_element_type)
+    wire = as_dtype("wire_dtype", wire_dtype)
+    check_precision(precision)
+    ring = bind_ring(axis_name)
+    return Call(labels, ring, mode, Arithmetic(preferred, wire, precision))
 
 
 def gathered_operand(call: Call, label: str, lhs: Array, rhs: Array) -> Operand:
     """Returns the operand sharded along `label`: the only one that has it, or the smaller one."""
     labels = call.labels
     if len(label) != 1 or label not in labels.lhs + labels.rhs:
-        raise ValueError(
-            f"{call.function}: gather={label!r} is not a label of an operand of '{labels}'; "
+        raise value_error(
+            f"gather={label!r} is not a label of an operand of '{labels}'; "
             f"choose one of {sorted(set(labels.lhs + labels.rhs))}"
         )
     if label not in labels.rhs:
         return "lhs"
     if label not in labels.lhs:
         return "rhs"
-    check_ranks(call.function, labels, lhs, rhs)
+    check_ranks(labels, lhs, rhs)
     left, right = lhs.shape[labels.lhs.index(label)], rhs.shape[labels.rhs.index(label)]
     return "lhs" if left <= right else "rhs"
 
@@ -98,10 +97,7 @@ def gather(
 ) -> tuple[Array, ...]:
     """Multiplies lhs by each of `rhs`, `operand` being gathered along `label` first."""
     ring, labels = call.ring, call.labels
-    sizes = [
-        local_sizes(call.function, labels, lhs, weight, ring, gathered=(operand, label))
-        for weight in rhs
-    ]
+    sizes = [local_sizes(labels, lhs, weight, ring, gathered=(operand, label)) for weight in rhs]
     dtype, _ = call.result_dtype(lhs), call.wire_dtype(lhs)
     lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
     if operand == "lhs":
@@ -124,9 +120,9 @@ def gather(
 def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:
     """Multiplies, sums over the ring, and keeps this device's block along `label`."""
     ring, labels = call.ring, call.labels
-    sizes = local_sizes(call.function, labels, lhs, rhs, ring)
+    sizes = local_sizes(labels, lhs, rhs, ring)
     dim, shape = labels.out.index(label), tuple(sizes[name] for name in labels.out)
-    check_divides(call.function, "the result", shape, dim, ring)
+    check_divides("the result", shape, dim, ring)
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
     lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
@@ -138,7 +134,7 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:
 def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
     """Multiplies, and sums over the ring."""
     ring, labels = call.ring, call.labels
-    sizes = local_sizes(call.function, labels, lhs, rhs, ring)
+    sizes = local_sizes(labels, lhs, rhs, ring)
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
     lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jax import Array
 
+from jaxpar._calls import type_error, value_error
 from jaxpar.collectives._ring import Ring
 
 
@@ -20,61 +21,60 @@ class Labels:
         return f"{self.lhs},{self.rhs}->{self.out}"
 
 
-def parse_labels(function: str, subscripts: str) -> Labels:
+def parse_labels(subscripts: str) -> Labels:
     """Returns the labels in `subscripts`, or says what a ring einsum cannot do with them."""
     text = subscripts.replace(" ", "")
     inputs, arrow, out = text.partition("->")
     operands = inputs.split(",")
     if not arrow or len(operands) != 2 or not all(s.isalpha() or not s for s in (*operands, out)):
-        raise ValueError(
-            f"{function}: subscripts {subscripts!r} must spell two operands and the result with "
+        raise value_error(
+            f"subscripts {subscripts!r} must spell two operands and the result with "
             "one letter a dimension, as in 'bmk,kn->bmn'; write out an ellipsis"
         )
     labels = Labels(operands[0], operands[1], out)
     for name, letters in (("lhs", labels.lhs), ("rhs", labels.rhs), ("the result", out)):
         repeated = [label for label, count in Counter(letters).items() if count > 1]
         if repeated:
-            raise ValueError(
-                f"{function}: subscripts {subscripts!r} repeat {repeated[0]!r} in {name}; "
+            raise value_error(
+                f"subscripts {subscripts!r} repeat {repeated[0]!r} in {name}; "
                 "take the diagonal before the call"
             )
     counts = Counter(labels.lhs + labels.rhs + out)
     single = [label for label, count in counts.items() if count == 1]
     if single:
-        raise ValueError(
-            f"{function}: subscripts {subscripts!r} have {single[0]!r} only once, but each label "
+        raise value_error(
+            f"subscripts {subscripts!r} have {single[0]!r} only once, but each label "
             "must be in two of lhs, rhs and the result; sum over it before the call, or broadcast "
             "after it"
         )
     return labels
 
 
-def matmul_labels(function: str, lhs: Array, *weights: Array) -> Labels:
+def matmul_labels(lhs: Array, *weights: Array) -> Labels:
     """Returns the labels of `lhs [..., k] @ rhs [k, n]`, or says which rank is wrong."""
     if lhs.ndim < 1:
-        raise ValueError(f"{function}: lhs must be [..., k], got a local array without dimensions")
+        raise value_error("lhs must be [..., k], got a local array without dimensions")
     for rhs in weights:
         if rhs.ndim != 2:
-            raise ValueError(
-                f"{function}: rhs must be [k, n], got local shape {rhs.shape} with {rhs.ndim} "
+            raise value_error(
+                f"rhs must be [k, n], got local shape {rhs.shape} with {rhs.ndim} "
                 "dimensions; reshape it, or use ring_einsum"
             )
     rows = "abcdefghijlmopqrstuvwxyz"[: lhs.ndim - 1]
     return Labels(rows + "k", "kn", rows + "n")
 
 
-def check_ranks(function: str, labels: Labels, lhs: Array, rhs: Array) -> None:
+def check_ranks(labels: Labels, lhs: Array, rhs: Array) -> None:
     """Raises unless each operand has a dimension for each of its labels."""
     for name, x, letters in (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs)):
         if x.ndim != len(letters):
-            raise ValueError(
-                f"{function}: {name} has local shape {x.shape}, {x.ndim} dimensions, but "
+            raise value_error(
+                f"{name} has local shape {x.shape}, {x.ndim} dimensions, but "
                 f"'{labels}' gives it {len(letters)}"
             )
 
 
 def local_sizes(
-    function: str,
     labels: Labels,
     lhs: Array,
     rhs: Array,
@@ -85,10 +85,10 @@ def local_sizes(
 
     Raises unless dtypes agree, ranks are those of the labels, and shared labels have one size.
     """
-    check_ranks(function, labels, lhs, rhs)
+    check_ranks(labels, lhs, rhs)
     if lhs.dtype != rhs.dtype:
-        raise TypeError(
-            f"{function}: lhs is {lhs.dtype}{list(lhs.shape)} and rhs is "
+        raise type_error(
+            f"lhs is {lhs.dtype}{list(lhs.shape)} and rhs is "
             f"{rhs.dtype}{list(rhs.shape)}; cast one of them with .astype, and choose the dtype of "
             "the result with preferred_element_type"
         )
@@ -97,12 +97,11 @@ def local_sizes(
         for dim, label in enumerate(letters):
             size = x.shape[dim] * (ring.size if (name, label) == gathered else 1)
             if sizes.setdefault(label, size) != size:
-                raise ValueError(_size_mismatch(function, labels, lhs, rhs, ring, label, gathered))
+                raise value_error(_size_mismatch(labels, lhs, rhs, ring, label, gathered))
     return sizes
 
 
 def _size_mismatch(
-    function: str,
     labels: Labels,
     lhs: Array,
     rhs: Array,
@@ -119,7 +118,7 @@ def _size_mismatch(
         texts[operand] += f" x {ring.size} = {whole} when gathered over {ring}"
         remedy = f"{operand} must be 1/{ring.size} of the other along it"
     return (
-        f"{function}: lhs has local shape {lhs.shape} and rhs {rhs.shape}, but label {label!r} of "
+        f"lhs has local shape {lhs.shape} and rhs {rhs.shape}, but label {label!r} of "
         f"'{labels}' is dimension {left} of lhs, {texts['lhs']}, and dimension {right} of rhs, "
         f"{texts['rhs']}; {remedy}"
     )

@@ -7,12 +7,14 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._types import AxisName, Integer, Label, Mode, Operand, Subscripts, Weights
 from jaxpar.collectives._checks import check_dim
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels, parse_labels
 
 
+@public
 def all_gather_matmul(
     lhs: Array,
     rhs: Weights,
@@ -71,22 +73,20 @@ def all_gather_matmul(
     Source: Wang et al., "Overlap communication with dependent computation via decomposition in
     large deep learning models" (ASPLOS 2023).
     """
-    name = "all_gather_matmul"
     if gather not in ("lhs", "rhs"):
-        raise ValueError(f"{name}: gather must be 'lhs' or 'rhs', got {gather!r}")
+        raise value_error(f"gather must be 'lhs' or 'rhs', got {gather!r}")
     if isinstance(rhs, tuple) and gather == "rhs":
-        raise ValueError(_no_shared_gather(name, "gather='rhs' gathers each weight"))
-    lhs, weights = jnp.asarray(lhs), _as_arrays(name, rhs)
-    labels = matmul_labels(name, lhs, *weights)
+        raise value_error(_no_shared_gather("gather='rhs' gathers each weight"))
+    lhs, weights = jnp.asarray(lhs), _as_arrays(rhs)
+    labels = matmul_labels(lhs, *weights)
     letters, operand = (labels.lhs, lhs) if gather == "lhs" else (labels.rhs, weights[0])
-    label = letters[check_dim(name, "axis", axis, operand.shape)]
-    call = _einsum.make_call(
-        name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
-    )
+    label = letters[check_dim("axis", axis, operand.shape)]
+    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
     results: Any = _einsum.gather(call, gather, label, lhs, weights)
     return results if isinstance(rhs, tuple) else results[0]
 
 
+@public
 def matmul_reduce_scatter(
     lhs: Array,
     rhs: Array,
@@ -136,17 +136,15 @@ def matmul_reduce_scatter(
 
     Source: as `all_gather_matmul`.
     """
-    name = "matmul_reduce_scatter"
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    labels = matmul_labels(name, lhs, rhs)
+    labels = matmul_labels(lhs, rhs)
     result_shape = (*lhs.shape[:-1], *rhs.shape[1:])
-    label = labels.out[check_dim(name, "axis", axis, result_shape)]
-    call = _einsum.make_call(
-        name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
-    )
+    label = labels.out[check_dim("axis", axis, result_shape)]
+    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
     return _einsum.scatter(call, label, lhs, rhs)
 
 
+@public
 def matmul_all_reduce(
     lhs: Array,
     rhs: Array,
@@ -193,15 +191,13 @@ def matmul_all_reduce(
 
     Source: as `all_gather_matmul`.
     """
-    name = "matmul_all_reduce"
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    labels = matmul_labels(name, lhs, rhs)
-    call = _einsum.make_call(
-        name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
-    )
+    labels = matmul_labels(lhs, rhs)
+    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
     return _einsum.all_reduce(call, lhs, rhs)
 
 
+@public
 def ring_einsum(
     subscripts: Subscripts,
     lhs: Array,
@@ -260,55 +256,50 @@ def ring_einsum(
 
     Source: as `all_gather_matmul`.
     """
-    name = "ring_einsum"
     for argument, given in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
-        _check_text(name, argument, given)
-    labels = parse_labels(name, subscripts)
-    call = _einsum.make_call(
-        name, labels, axis_name, mode, preferred_element_type, precision, wire_dtype
-    )
-    lhs, weights = jnp.asarray(lhs), _as_arrays(name, rhs)
+        _check_text(argument, given)
+    labels = parse_labels(subscripts)
+    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
+    lhs, weights = jnp.asarray(lhs), _as_arrays(rhs)
     if gather is not None and scatter is None:
         operand = _einsum.gathered_operand(call, gather, lhs, weights[0])
         if isinstance(rhs, tuple) and operand == "rhs":
-            raise ValueError(_no_shared_gather(name, f"gather={gather!r} gathers rhs"))
+            raise value_error(_no_shared_gather(f"gather={gather!r} gathers rhs"))
         results: Any = _einsum.gather(call, operand, gather, lhs, weights)
         return results if isinstance(rhs, tuple) else results[0]
     if scatter is not None and gather is None:
         if isinstance(rhs, tuple):
-            raise ValueError(_no_shared_gather(name, f"scatter={scatter!r} gathers nothing"))
+            raise value_error(_no_shared_gather(f"scatter={scatter!r} gathers nothing"))
         if len(scatter) != 1 or scatter not in labels.out:
-            raise ValueError(
-                f"{name}: scatter={scatter!r} is not a label of the result of '{labels}'; "
+            raise value_error(
+                f"scatter={scatter!r} is not a label of the result of '{labels}'; "
                 f"choose one of {list(labels.out)}"
             )
         result: Any = _einsum.scatter(call, scatter, lhs, weights[0])
         return result
-    raise ValueError(
-        f"{name}: give exactly one of gather= and scatter=, a label of '{labels}'; "
+    raise value_error(
+        f"give exactly one of gather= and scatter=, a label of '{labels}'; "
         f"got gather={gather!r} and scatter={scatter!r}"
     )
 
 
-def _as_arrays(function: str, rhs: Weights) -> tuple[Array, ...]:
+def _as_arrays(rhs: Weights) -> tuple[Array, ...]:
     given: Any = rhs
     if isinstance(given, list):
-        raise TypeError(f"{function}: rhs is a list; pass one array, or a tuple of weights")
+        raise type_error("rhs is a list; pass one array, or a tuple of weights")
     if isinstance(rhs, tuple) and not rhs:
-        raise ValueError(f"{function}: rhs is an empty tuple; give at least one weight")
+        raise value_error("rhs is an empty tuple; give at least one weight")
     return tuple(jnp.asarray(weight) for weight in (rhs if isinstance(rhs, tuple) else (rhs,)))
 
 
-def _no_shared_gather(function: str, why: str) -> str:
+def _no_shared_gather(why: str) -> str:
     return (
-        f"{function}: a tuple of weights as rhs shares one gather of lhs, but {why}; "
-        "call once for each weight"
+        f"a tuple of weights as rhs shares one gather of lhs, but {why}; call once for each weight"
     )
 
 
-def _check_text(function: str, argument: str, given: Any) -> None:
+def _check_text(argument: str, given: Any) -> None:
     if given is not None and not isinstance(given, str):
-        raise TypeError(
-            f"{function}: {argument} must be a string of labels, got {given!r} of type "
-            f"{type(given).__name__}"
+        raise type_error(
+            f"{argument} must be a string of labels, got {given!r} of type {type(given).__name__}"
         )

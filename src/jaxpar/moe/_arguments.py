@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxpar._calls import type_error, value_error
 from jaxpar._types import AxisName
 from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._checks import check_number, check_sharded, check_whole
@@ -42,7 +43,6 @@ class Axes:
 
 
 def bind_axes(
-    function: str,
     axis_name: AxisName,
     data_axis_name: AxisName,
     tp_axis_name: AxisName | None,
@@ -50,11 +50,11 @@ def bind_axes(
     fsdp_axis_name: AxisName | None,
 ) -> Axes:
     """Returns the rings, or raises where one cannot be had here or two share an axis."""
-    rings = {"axis_name": bind_ring(function, axis_name)}
+    rings = {"axis_name": bind_ring(axis_name)}
     for key, name in (("data_axis_name", data_axis_name), ("tp_axis_name", tp_axis_name)):
         if name is not None and name != ():
-            rings[key] = bind_ring(function, name)
-    fsdp = None if fsdp_axis_name is None else bind_ring(function, fsdp_axis_name)
+            rings[key] = bind_ring(name)
+    fsdp = None if fsdp_axis_name is None else bind_ring(fsdp_axis_name)
     # Tokens are often sharded over the axes of fsdp, which are data axes then.
     weights = {key: ring for key, ring in rings.items() if key != "data_axis_name"}
     for several in (rings, weights | ({"fsdp_axis_name": fsdp} if fsdp else {})):
@@ -62,13 +62,13 @@ def bind_axes(
         for key, ring in several.items():
             for axis in ring.axis_name:
                 if axis in seen:
-                    raise ValueError(
-                        f"{function}: {seen[axis]} and {key} both have the axis {axis!r}; each "
+                    raise value_error(
+                        f"{seen[axis]} and {key} both have the axis {axis!r}; each "
                         "divides something else, so name different axes"
                     )
                 seen[axis] = key
     if sequence_axis is not None:
-        check_whole(function, "sequence_axis", sequence_axis)
+        check_whole("sequence_axis", sequence_axis)
     data = rings.get("data_axis_name")
     return Axes(
         rings["axis_name"],
@@ -79,31 +79,30 @@ def bind_axes(
     )
 
 
-def check_tokens(function: str, tokens: Array, router: Array, mask: Array | None) -> None:
+def check_tokens(tokens: Array, router: Array, mask: Array | None) -> None:
     """Raises unless the router has a row for each feature, and the mask a bit for each token."""
     if tokens.ndim < 2:
-        raise ValueError(
-            f"{function}: tokens must be [..., d], got local shape {tokens.shape}; give a single "
+        raise value_error(
+            f"tokens must be [..., d], got local shape {tokens.shape}; give a single "
             "token as tokens[None]"
         )
     if not jnp.issubdtype(tokens.dtype, jnp.floating):
-        raise TypeError(f"{function}: tokens must be floats, got {tokens.dtype}; embed them first")
+        raise type_error(f"tokens must be floats, got {tokens.dtype}; embed them first")
     if router.ndim != 2 or router.shape[0] != tokens.shape[-1]:
-        raise ValueError(
-            f"{function}: router has local shape {router.shape}, but must be [d, E] = "
+        raise value_error(
+            f"router has local shape {router.shape}, but must be [d, E] = "
             f"[{tokens.shape[-1]}, E] for tokens of local shape {tokens.shape}: a row for each "
             "feature, a column for each expert of all devices"
         )
     if mask is not None and (mask.shape != tokens.shape[:-1] or mask.dtype != jnp.bool_):
-        raise ValueError(
-            f"{function}: mask is {mask.dtype}{list(mask.shape)}, but must be "
+        raise value_error(
+            f"mask is {mask.dtype}{list(mask.shape)}, but must be "
             f"bool{list(tokens.shape[:-1])}, one for each of the tokens of local shape "
             f"{tokens.shape}"
         )
 
 
 def check_experts(
-    function: str,
     tokens: Array,
     router: Array,
     experts: Experts,
@@ -118,37 +117,37 @@ def check_experts(
             continue
         rank = 2 if name.endswith("bias") else 3
         if w.ndim != rank or w.shape[0] != share:
-            raise ValueError(
-                f"{function}: experts.{name} has local shape {w.shape}, but needs {rank} "
+            raise value_error(
+                f"experts.{name} has local shape {w.shape}, but needs {rank} "
                 f"dimensions, the first of {share}: {count} experts (columns of router) over "
                 f"{ring} are ceil({count} / {ring.size}) = {share} a device; append missing ones "
                 f"with pad_experts(experts, {ring.size}), and shard along the first dimension"
             )
-        check_sharded(function, f"experts.{name}", w, "experts", ring)
+        check_sharded(f"experts.{name}", w, "experts", ring)
     of_shared = {} if shared is None else shared._asdict()
     for kind, tree in (("experts", experts._asdict()), ("shared", of_shared)):
         for name, w in tree.items():
             if w is not None and w.dtype != tokens.dtype:
-                raise TypeError(
-                    f"{function}: tokens are {tokens.dtype}{list(tokens.shape)} and {kind}.{name} "
+                raise type_error(
+                    f"tokens are {tokens.dtype}{list(tokens.shape)} and {kind}.{name} "
                     f"{w.dtype}{list(w.shape)}; cast one of them with .astype"
                 )
     for name, w in of_shared.items():
         rank = 1 if name.endswith("bias") else 2
         if w is not None and w.ndim != rank:
-            raise ValueError(
-                f"{function}: shared.{name} has local shape {w.shape}, but must have {rank} "
+            raise value_error(
+                f"shared.{name} has local shape {w.shape}, but must have {rank} "
                 "dimensions; shared experts are one wider expert: join them along their hidden "
                 "features"
             )
 
 
-def check_widths(function: str, width: int, experts: Experts, kind: str) -> None:
+def check_widths(width: int, experts: Experts, kind: str) -> None:
     """Raises unless whole (gathered) experts take and return rows of `width`."""
     up, down = experts.up.shape, experts.down.shape
     if up[-2] != width or down[-1] != width or up[-1] != down[-2]:
-        raise ValueError(
-            f"{function}: {kind}.up has local shape {up} and {kind}.down {down} (gathered over "
+        raise value_error(
+            f"{kind}.up has local shape {up} and {kind}.down {down} (gathered over "
             f"fsdp_axis_name), but must end in [d, f] and [f, d] with d = {width}, the width of "
             "the tokens"
         )
@@ -162,32 +161,28 @@ def check_widths(function: str, width: int, experts: Experts, kind: str) -> None
     for name, shape in wanted.items():
         w = getattr(experts, name)
         if w is not None and w.shape[-len(shape) :] != shape:
-            raise ValueError(
-                f"{function}: {kind}.{name} has local shape {w.shape}, but must end in {shape} to "
+            raise value_error(
+                f"{kind}.{name} has local shape {w.shape}, but must end in {shape} to "
                 f"fit {kind}.up of {up}"
             )
 
 
 def check_options(
-    function: str, tokens: int, dispatch: Any, chunks: Any, buffer_factor: Any
+    tokens: int, dispatch: Any, chunks: Any, buffer_factor: Any
 ) -> tuple[int, float | None]:
     """Returns the number of chunks and the factor, or raises."""
     if not isinstance(dispatch, str) or dispatch not in DISPATCHES:
-        raise ValueError(
-            f"{function}: dispatch must be one of {', '.join(DISPATCHES)}, got {dispatch!r}"
-        )
-    chunks = check_whole(
-        function, "chunks", chunks, 1, max(1, tokens), "the number of local tokens"
-    )
+        raise value_error(f"dispatch must be one of {', '.join(DISPATCHES)}, got {dispatch!r}")
+    chunks = check_whole("chunks", chunks, 1, max(1, tokens), "the number of local tokens")
     if buffer_factor is None:
         return chunks, None
-    return chunks, check_number(function, "buffer_factor", buffer_factor)
+    return chunks, check_number("buffer_factor", buffer_factor)
 
 
 def fsdp_dims(experts: Experts, axis: Any) -> Experts:
     """Returns the dimension along which each array is gathered: `axis` counts that of experts."""
     if axis not in (1, 2):
-        raise ValueError(f"moe_layer: fsdp_axis={axis!r} must be 1 or 2, of matrices [e, d, f]")
+        raise value_error(f"fsdp_axis={axis!r} must be 1 or 2, of matrices [e, d, f]")
     matrix = axis - 3
 
     def of(name: str, w: Array | None) -> int | None:

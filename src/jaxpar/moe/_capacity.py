@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._calls import public, value_error
 from jaxpar._types import Integer, Number, Policy
 from jaxpar._varying import zeros_alike
 from jaxpar.layers._checks import check_number, check_whole
@@ -16,6 +17,7 @@ from jaxpar.moe._routing import Routing
 POLICIES = ("probability", "position")
 
 
+@public
 def expert_capacity(tokens: Integer, top_k: Integer, experts: Integer, factor: Number) -> int:
     """Computes how many tokens each expert takes: `factor` times its even share, rounded up.
 
@@ -42,23 +44,23 @@ def expert_capacity(tokens: Integer, top_k: Integer, experts: Integer, factor: N
 
     Source: Lepikhin et al., "GShard" (2020).
     """
-    name = "expert_capacity"
-    tokens = check_whole(name, "tokens", tokens, 0)
-    top_k = check_whole(name, "top_k", top_k, 1)
-    experts = check_whole(name, "experts", experts, 1)
+    tokens = check_whole("tokens", tokens, 0)
+    top_k = check_whole("top_k", top_k, 1)
+    experts = check_whole("experts", experts, 1)
     given: Any = factor
     if not isinstance(given, Fraction):
-        if check_number(name, "factor", given) == float("inf"):
-            raise ValueError(
-                f"{name}: factor={factor} must be finite; an expert gets at most {tokens} tokens, "
+        if check_number("factor", given) == float("inf"):
+            raise value_error(
+                f"factor={factor} must be finite; an expert gets at most {tokens} tokens, "
                 "and a capacity of so many drops none"
             )
         given = Fraction(str(given))
     elif given < 0:
-        raise ValueError(f"{name}: factor={factor} must be at least 0")
+        raise value_error(f"factor={factor} must be at least 0")
     return ceil(given * tokens * top_k / experts)
 
 
+@public
 def limit_capacity(
     routing: Routing, capacity: Integer, *, policy: Policy = "probability"
 ) -> Routing:
@@ -93,11 +95,9 @@ def limit_capacity(
     Source: Lepikhin et al., "GShard" (2020), by position; Riquelme et al., "Scaling vision with
     sparse mixture of experts" (2021), by weight.
     """
-    most = check_whole("limit_capacity", "capacity", capacity, 0)
+    most = check_whole("capacity", capacity, 0)
     if policy not in POLICIES:
-        raise ValueError(
-            f"limit_capacity: policy must be one of {', '.join(POLICIES)}, got {policy!r}"
-        )
+        raise value_error(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     if most >= len(routing.experts):
         return routing
     if most == 0:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._types import AxisName, Integer, Leaf, Tree
 from jaxpar._varying import vary_alike, vary_over
 from jaxpar.collectives._ragged_exchange import Slices
@@ -59,6 +60,7 @@ class RaggedDispatcher:
     _shape: tuple[int, ...]  # of the ids that were given
 
     @classmethod
+    @public
     def from_target_device_ids(
         cls,
         target_device_ids: ArrayLike,
@@ -94,14 +96,13 @@ class RaggedDispatcher:
           >>> jax.jit(count)(jnp.array([0, 0, 0, 1, 1, 7, 8, -1]))
           Array([3, 2, 0, 0, 0, 0, 0, 1], dtype=int32)
         """
-        name = "RaggedDispatcher.from_target_device_ids"
-        ring = bind_ring(name, axis_name)
+        ring = bind_ring(axis_name)
         ids = jnp.asarray(target_device_ids)
-        _check_ids(name, ids)
+        _check_ids(ids)
         (ids,) = vary_alike(ring.axis_name, as_signed(ids))
         send_it = (ids >= 0) & (ids < ring.size)
         if mask is not None:
-            send_it = send_it & _check_mask(name, jnp.asarray(mask), ids)
+            send_it = send_it & _check_mask(jnp.asarray(mask), ids)
         devices = jnp.where(send_it, ids, ring.size).astype("int32")
         devices = _once_each(devices.reshape(ids.shape if ids.ndim == 2 else (*ids.shape, 1)), ring)
         rows, k = devices.shape
@@ -139,6 +140,7 @@ class RaggedDispatcher:
         """The capacity with which nothing can overflow: all rows of all devices."""
         return self._ring.size * self._devices.shape[0]
 
+    @public
     def overflow(self, capacity: Integer) -> Array:
         """Counts the rows that are meant for this device and do not fit.
 
@@ -154,9 +156,10 @@ class RaggedDispatcher:
 
         Cost: nothing is sent.
         """
-        rows = check_whole("RaggedDispatcher.overflow", "capacity", capacity, 0)
+        rows = check_whole("capacity", capacity, 0)
         return jnp.maximum(jnp.sum(self.recv_sizes, dtype="int32") - rows, 0)
 
+    @public
     def dispatch(self, data: Tree, capacity: Integer) -> tuple[Tree, Array]:
         """Sends rows to the devices that they are for.
 
@@ -179,16 +182,16 @@ class RaggedDispatcher:
         `t min(k, n)` copies that are sent at most, and the receive buffer. On a device
         alone nothing is sent.
         """
-        name = "RaggedDispatcher.dispatch"
-        capacity = check_whole(name, "capacity", capacity, 0)
+        capacity = check_whole("capacity", capacity, 0)
         leaves, treedef = jax.tree.flatten(data)
         rows = self._devices.shape[0]
         remedy = f"the ids that the plan was made from have {rows}; give one row for each of them"
-        leaves = [_check_leaf(name, leaf, rows, remedy) for leaf in leaves]
+        leaves = [_check_leaf(leaf, rows, remedy) for leaf in leaves]
         trip, _, arrived = self._trip(capacity)
         received = send(trip, leaves, self._ring, capacity)
         return treedef.unflatten(received), arrived
 
+    @public
     def combine(self, data: Tree, capacity: Integer) -> tuple[Tree, Array]:
         """Sends results back to where their rows came from, and sums those of each row.
 
@@ -208,11 +211,10 @@ class RaggedDispatcher:
 
         Cost: as `dispatch`, the other way.
         """
-        name = "RaggedDispatcher.combine"
-        capacity = check_whole(name, "capacity", capacity, 0)
+        capacity = check_whole("capacity", capacity, 0)
         leaves, treedef = jax.tree.flatten(data)
         remedy = f"capacity={capacity}; give what became of each row that dispatch returned"
-        leaves = [_check_leaf(name, leaf, capacity, remedy, summed=True) for leaf in leaves]
+        leaves = [_check_leaf(leaf, capacity, remedy, summed=True) for leaf in leaves]
         trip, fits, _ = self._trip(capacity)
         combined = bring_back(trip, leaves, self._ring)
         return treedef.unflatten(combined), fits.reshape(self._shape)
@@ -249,47 +251,44 @@ def _once_each(devices: Array, ring: Ring) -> Array:
     return jnp.where(again, ring.size, devices)
 
 
-def _check_ids(function: str, ids: Array) -> None:
+def _check_ids(ids: Array) -> None:
     argument = "target_device_ids"
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(
-            f"{function}: {argument} must be integers, got {ids.dtype}{list(ids.shape)}; cast them"
+        raise type_error(
+            f"{argument} must be integers, got {ids.dtype}{list(ids.shape)}; cast them"
         )
     if ids.ndim not in (1, 2):
-        raise ValueError(
-            f"{function}: {argument} has local shape {ids.shape}, but needs one dimension of rows, "
+        raise value_error(
+            f"{argument} has local shape {ids.shape}, but needs one dimension of rows, "
             "or a second one of the devices of each; reshape it"
         )
 
 
-def _check_mask(function: str, mask: Array, ids: Array) -> Array:
+def _check_mask(mask: Array, ids: Array) -> Array:
     if mask.dtype != jnp.bool_:
-        raise TypeError(
-            f"{function}: mask must be bool, got {mask.dtype}{list(mask.shape)}; compare it first"
-        )
+        raise type_error(f"mask must be bool, got {mask.dtype}{list(mask.shape)}; compare it first")
     if mask.shape != ids.shape:
-        raise ValueError(
-            f"{function}: mask has local shape {mask.shape}, and target_device_ids {ids.shape}; "
+        raise value_error(
+            f"mask has local shape {mask.shape}, and target_device_ids {ids.shape}; "
             "give one entry for each, such as by jnp.broadcast_to(mask[:, None], ...)"
         )
     return mask
 
 
-def _check_leaf(function: str, leaf: Any, rows: int, remedy: str, *, summed: bool = False) -> Array:
+def _check_leaf(leaf: Any, rows: int, remedy: str, *, summed: bool = False) -> Array:
     x = jnp.asarray(leaf)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        raise TypeError(
-            f"{function}: data has an array of {x.dtype}, which cannot travel; send what "
+        raise type_error(
+            f"data has an array of {x.dtype}, which cannot travel; send what "
             "jax.random.key_data makes of it"
         )
     if not x.ndim or x.shape[0] != rows:
-        raise ValueError(
-            f"{function}: data has an array of local shape {x.shape}, with "
+        raise value_error(
+            f"data has an array of local shape {x.shape}, with "
             f"{x.shape[0] if x.ndim else 'no'} rows, but {remedy}"
         )
     if summed and x.dtype == jnp.bool_:
-        raise TypeError(
-            f"{function}: data has an array of bool{list(x.shape)}, which has no sum; cast it to "
-            "int32"
+        raise type_error(
+            f"data has an array of bool{list(x.shape)}, which has no sum; cast it to int32"
         )
     return x

@@ -9,6 +9,7 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import as_dtype, result_dtype
 from jaxpar._types import Implementation, Integer
 from jaxpar._varying import vary_alike, zeros_alike
@@ -18,6 +19,7 @@ from jaxpar.moe._grouped import bind_method, check_sizes, fitting_sizes
 from jaxpar.moe._mlp import Experts, ExpertsLike, Mlp, Operands
 
 
+@public
 def apply_experts(
     x: Array,
     experts: ExpertsLike,
@@ -61,24 +63,23 @@ def apply_experts(
 
     Source: Shazeer, "GLU variants improve transformer" (2020), for the gate.
     """
-    name = "apply_experts"
     experts = as_experts(experts)
-    check_experts(name, x, experts, group_sizes)
+    check_experts(x, experts, group_sizes)
     if weights is not None:
-        check_weights(name, weights, x)
-    method = bind_method(name, implementation, precision)
-    preferred = as_dtype(name, "preferred_element_type", preferred_element_type)
+        check_weights(weights, x)
+    method = bind_method(implementation, precision)
+    preferred = as_dtype("preferred_element_type", preferred_element_type)
     dtype = result_dtype(x.dtype) if preferred is None else preferred
     sizes = fitting_sizes(group_sizes, len(x))
     operands, sizes = vary_alike((), Operands(x, experts, weights), sizes)
     mlp = Mlp(method, activation, preferred, dtype)
-    if closes_over_arrays(name, activation, experts.up, dtype):
+    if closes_over_arrays(activation, experts.up, dtype):
         return forward_whole(mlp, clear_rows(operands, sizes), sizes)[0]
     out: Any = expert_mlp(mlp, operands, sizes)
     return out[0]
 
 
-def closes_over_arrays(function: str, activation: Any, up: Array, dtype: Any) -> bool:
+def closes_over_arrays(activation: Any, up: Array, dtype: Any) -> bool:
     """Whether `activation` has arrays of its own, which gradients may be taken of.
 
     Raises unless it takes hidden rows to as many features.
@@ -86,13 +87,14 @@ def closes_over_arrays(function: str, activation: Any, up: Array, dtype: Any) ->
     rows = zeros_alike((1, up.shape[2]), dtype, up)
     out = jax.eval_shape(activation, rows)
     if getattr(out, "shape", None) != rows.shape:
-        raise ValueError(
-            f"{function}: activation must return as many features as it is given, {rows.shape}, "
+        raise value_error(
+            f"activation must return as many features as it is given, {rows.shape}, "
             f"but returned {getattr(out, 'shape', type(out).__name__)}"
         )
     return bool(jax.closure_convert(activation, rows)[1])
 
 
+@public
 def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
     """Appends experts of zeros, so that `shards` divides their number.
 
@@ -114,10 +116,9 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
       >>> pad_experts(experts, 4).up.shape
       (8, 4, 6)
     """
-    name = "pad_experts"
     experts = as_experts(experts)
-    check_shapes(name, experts)
-    shards = check_whole(name, "shards", shards, 1)
+    check_shapes(experts)
+    shards = check_whole("shards", shards, 1)
     missing = -len(experts.up) % shards
     if not missing:
         return experts
@@ -129,6 +130,7 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
     return padded
 
 
+@public
 def as_experts(given: ExpertsLike) -> Experts:
     """Returns `Experts` made of a mapping with their names as keys.
 
@@ -151,70 +153,67 @@ def as_experts(given: ExpertsLike) -> Experts:
         return given
     given_: Any = given
     if not isinstance(given_, Mapping):
-        raise TypeError(
-            f"as_experts: experts must be Experts or a mapping, got {type(given).__name__}"
-        )
+        raise type_error(f"experts must be Experts or a mapping, got {type(given).__name__}")
     known = ", ".join(Experts._fields)
     unknown = sorted(map(str, set(given) - set(Experts._fields)))
     if unknown:
-        raise TypeError(f"as_experts: experts have no {', '.join(unknown)}; the keys are {known}")
+        raise type_error(f"experts have no {', '.join(unknown)}; the keys are {known}")
     missing = [key for key in ("up", "down") if given.get(key) is None]
     if missing:
-        raise TypeError(f"as_experts: experts lack {' and '.join(missing)}; the keys are {known}")
+        raise type_error(f"experts lack {' and '.join(missing)}; the keys are {known}")
     return Experts(**given)
 
 
-def check_experts(function: str, x: Array, experts: Experts, group_sizes: Array) -> None:
+def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
     """Raises unless rows, experts and sizes of groups go together."""
     if x.ndim != 2:
-        raise ValueError(
-            f"{function}: x must be [a, d], got local shape {x.shape}; reshape it to two dimensions"
+        raise value_error(
+            f"x must be [a, d], got local shape {x.shape}; reshape it to two dimensions"
         )
-    check_shapes(function, experts)
+    check_shapes(experts)
     if x.shape[1] != experts.up.shape[1]:
-        raise ValueError(
-            f"{function}: x of local shape {x.shape} has {x.shape[1]} features, but "
+        raise value_error(
+            f"x of local shape {x.shape} has {x.shape[1]} features, but "
             f"experts.up of local shape {experts.up.shape} takes {experts.up.shape[1]}; they are "
             "multiplied and must be as many"
         )
-    check_sizes(function, group_sizes, "experts.up", experts.up.shape)
+    check_sizes(group_sizes, "experts.up", experts.up.shape)
     for field in ("up", "gate", "down"):
         w = getattr(experts, field)
         if w is not None and w.dtype != x.dtype:
-            raise TypeError(
-                f"{function}: x is {x.dtype} and experts.{field} {w.dtype}; cast one to the "
-                "other's dtype"
+            raise type_error(
+                f"x is {x.dtype} and experts.{field} {w.dtype}; cast one to the other's dtype"
             )
 
 
-def check_shapes(function: str, experts: Experts) -> None:
+def check_shapes(experts: Experts) -> None:
     """Raises unless the arrays are those of equally many experts of one shape."""
     if experts.up.ndim != 3:
-        raise ValueError(
-            f"{function}: experts.up must be [e, d, f], got local shape {experts.up.shape}; stack "
+        raise value_error(
+            f"experts.up must be [e, d, f], got local shape {experts.up.shape}; stack "
             "the experts' matrices"
         )
     if experts.gate_bias is not None and experts.gate is None:
-        raise ValueError(
-            f"{function}: experts.gate_bias of local shape {experts.gate_bias.shape} is given "
+        raise value_error(
+            f"experts.gate_bias of local shape {experts.gate_bias.shape} is given "
             "without experts.gate; give both or neither"
         )
     e, d, f = experts.up.shape
     shapes = (e, d, f), (e, f, d), (e, d, f), (e, f), (e, f), (e, d)
     for (field, w), wanted in zip(experts._asdict().items(), shapes, strict=True):
         if w is not None and w.shape != wanted:
-            raise ValueError(
-                f"{function}: experts.{field} has local shape {w.shape}, but with experts.up of "
+            raise value_error(
+                f"experts.{field} has local shape {w.shape}, but with experts.up of "
                 f"local shape {experts.up.shape} it must have {wanted}"
             )
 
 
-def check_weights(function: str, weights: Array, x: Array) -> None:
+def check_weights(weights: Array, x: Array) -> None:
     """Raises unless `weights` are a float for each row."""
     if weights.shape != x.shape[:1]:
-        raise ValueError(
-            f"{function}: weights have local shape {weights.shape}, but x of local shape {x.shape} "
+        raise value_error(
+            f"weights have local shape {weights.shape}, but x of local shape {x.shape} "
             f"has {len(x)} rows; give one weight for each"
         )
     if not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise TypeError(f"{function}: weights must be floats, got {weights.dtype}; cast them")
+        raise type_error(f"weights must be floats, got {weights.dtype}; cast them")

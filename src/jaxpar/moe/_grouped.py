@@ -16,6 +16,7 @@ from jax.custom_batching import sequential_vmap
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import as_dtype, common_dtype, result_dtype, sum_dtype
 from jaxpar._types import Implementation
 from jaxpar._varying import vary_alike
@@ -31,6 +32,7 @@ from jaxpar.moe._blocks import (
 IMPLEMENTATIONS = ("auto", "ragged_dot", "blocks")
 
 
+@public
 def grouped_matmul(
     lhs: Array,
     rhs: Array,
@@ -79,10 +81,9 @@ def grouped_matmul(
     Source: Gale et al., "MegaBlocks: Efficient sparse training with mixture-of-experts" (2022), for
     products of groups of any size in place of padded ones.
     """
-    name = "grouped_matmul"
-    check_grouped(name, lhs, rhs, group_sizes)
-    method = bind_method(name, implementation, precision)
-    preferred = as_dtype(name, "preferred_element_type", preferred_element_type)
+    check_grouped(lhs, rhs, group_sizes)
+    method = bind_method(implementation, precision)
+    preferred = as_dtype("preferred_element_type", preferred_element_type)
     dtype = result_dtype(lhs.dtype) if preferred is None else preferred
     lhs, rhs, sizes = vary_alike((), lhs, rhs, fitting_sizes(group_sizes, len(lhs)))
     return rows_product(Product(method, 1, preferred, dtype), lhs, rhs, sizes)
@@ -245,45 +246,40 @@ rows_product.defvjp(_rows_fwd, _rows_bwd)
 group_products.defvjp(_groups_fwd, _groups_bwd)
 
 
-def bind_method(function: str, implementation: Any, precision: Any) -> Method:
+def bind_method(implementation: Any, precision: Any) -> Method:
     """Returns the method, or raises for options that name none."""
     if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{function}: implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
-            f"got {implementation!r}"
+        raise value_error(
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
         )
-    check_precision(function, precision)
+    check_precision(precision)
     return Method(implementation, precision)
 
 
-def check_grouped(function: str, lhs: Array, rhs: Array, group_sizes: Array) -> None:
+def check_grouped(lhs: Array, rhs: Array, group_sizes: Array) -> None:
     """Raises unless rows, weights and sizes of groups go together."""
     if lhs.ndim != 2 or rhs.ndim != 3:
-        raise ValueError(
-            f"{function}: lhs must be [m, k] and rhs [g, k, n], got local shapes {lhs.shape} and "
+        raise value_error(
+            f"lhs must be [m, k] and rhs [g, k, n], got local shapes {lhs.shape} and "
             f"{rhs.shape}; reshape them"
         )
     if lhs.shape[1] != rhs.shape[1]:
-        raise ValueError(
-            f"{function}: lhs of local shape {lhs.shape} has {lhs.shape[1]} columns, but each "
+        raise value_error(
+            f"lhs of local shape {lhs.shape} has {lhs.shape[1]} columns, but each "
             f"weight of rhs, local shape {rhs.shape}, has {rhs.shape[1]} rows; they are "
             "multiplied and must be as many"
         )
-    check_sizes(function, group_sizes, "rhs", rhs.shape)
+    check_sizes(group_sizes, "rhs", rhs.shape)
     if lhs.dtype != rhs.dtype:
-        raise TypeError(
-            f"{function}: lhs is {lhs.dtype} and rhs {rhs.dtype}; cast one to the other's dtype"
-        )
+        raise type_error(f"lhs is {lhs.dtype} and rhs {rhs.dtype}; cast one to the other's dtype")
 
 
-def check_sizes(function: str, group_sizes: Array, argument: str, shape: tuple[int, ...]) -> None:
+def check_sizes(group_sizes: Array, argument: str, shape: tuple[int, ...]) -> None:
     """Raises unless `group_sizes` are as many integers as there are weights."""
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(
-            f"{function}: group_sizes must be integers, got {group_sizes.dtype}; cast them"
-        )
+        raise type_error(f"group_sizes must be integers, got {group_sizes.dtype}; cast them")
     if group_sizes.shape != shape[:1]:
-        raise ValueError(
-            f"{function}: group_sizes has local shape {group_sizes.shape}, but {argument} of local "
+        raise value_error(
+            f"group_sizes has local shape {group_sizes.shape}, but {argument} of local "
             f"shape {shape} has {shape[0]} groups; give one size for each"
         )

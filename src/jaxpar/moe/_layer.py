@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._calls import public
 from jaxpar._choice import Problem, applies_experts_in_stages, choose_dispatch
 from jaxpar._dtypes import addition_dtype, as_dtype, check_wire, common_dtype, sum_dtype
 from jaxpar._types import AxisName, Dispatch, Implementation, Integer, Mode, Number, Policy, Scoring
@@ -36,6 +37,7 @@ from jaxpar.moe._shared import apply_shared
 from jaxpar.moe._statistics import Statistics, routing_statistics
 
 
+@public
 def moe_layer(
     tokens: Array,
     router: Array,
@@ -146,18 +148,17 @@ def moe_layer(
     Source: Shazeer et al., "Outrageously large neural networks" (2017); Lepikhin et al., "GShard"
     (2020), for capacities; Gale et al., "MegaBlocks" (2022), for dropless experts.
     """
-    name = "moe_layer"
-    axes = bind_axes(name, axis_name, data_axis_name, tp_axis_name, sequence_axis, fsdp_axis_name)
+    axes = bind_axes(axis_name, data_axis_name, tp_axis_name, sequence_axis, fsdp_axis_name)
     routed, fused = as_experts(experts), None if shared is None else as_experts(shared)
-    check_tokens(name, tokens, router, mask)
-    check_experts(name, tokens, router, routed, fused, axes)
+    check_tokens(tokens, router, mask)
+    check_experts(tokens, router, routed, fused, axes)
     rows = tokens.reshape(-1, tokens.shape[-1])  # [t, d]
     counted = None if mask is None else mask.reshape(-1)
     if counted is not None:  # what they hold may be NaN, which no weight's gradient must see
         rows = jnp.where(counted[:, None], rows, jnp.zeros((), rows.dtype))
-    wire = as_dtype(name, "wire_dtype", wire_dtype)
-    check_wire(name, wire, tokens.dtype)
-    chunks, buffer_factor = check_options(name, len(rows), dispatch, chunks, buffer_factor)
+    wire = as_dtype("wire_dtype", wire_dtype)
+    check_wire(wire, tokens.dtype)
+    chunks, buffer_factor = check_options(len(rows), dispatch, chunks, buffer_factor)
 
     routing = route(
         _logits(rows, router, precision),
@@ -240,7 +241,7 @@ def _whole(
         # Named last, after the cast that its uses need: what comes after a name would be kept.
         experts = vary_over(varying_axes(rows, experts), experts)
         experts = jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), experts)
-    check_widths("moe_layer", rows.shape[1], experts, kind)
+    check_widths(rows.shape[1], experts, kind)
     return experts
 
 

@@ -80,6 +80,6 @@ class LocalExperts:
         return collect(copies, made, blank=True)
 
     def _mlp(self, rows: Array, sizes: Array) -> tuple[Mlp, WholeProducts]:
-        method = bind_method("moe_layer", self.implementation, self.precision)
+        method = bind_method(self.implementation, self.precision)
         mlp = Mlp(method, self.activation, None, rows.dtype)
         return mlp, WholeProducts(mlp, sizes, len(rows))

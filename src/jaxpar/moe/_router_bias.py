@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jax import Array
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._types import Number
 
 
+@public
 def update_router_bias(bias: Array, tokens_per_expert: Array, rate: Number | Array = 1e-3) -> Array:
     """Moves each expert's bias up if it got fewer tokens than the mean, and down if more.
 
@@ -33,16 +35,15 @@ def update_router_bias(bias: Array, tokens_per_expert: Array, rate: Number | Arr
     Source: Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts"
     (2024).
     """
-    name = "update_router_bias"
     if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise TypeError(f"{name}: bias must be floats, got {bias.dtype}; cast it")
+        raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
     if not jnp.issubdtype(tokens_per_expert.dtype, jnp.integer):
-        raise TypeError(
-            f"{name}: tokens_per_expert must be integers, got {tokens_per_expert.dtype}; cast them"
+        raise type_error(
+            f"tokens_per_expert must be integers, got {tokens_per_expert.dtype}; cast them"
         )
     if bias.ndim != 1 or bias.shape != tokens_per_expert.shape:
-        raise ValueError(
-            f"{name}: bias has local shape {bias.shape} and tokens_per_expert "
+        raise value_error(
+            f"bias has local shape {bias.shape} and tokens_per_expert "
             f"{tokens_per_expert.shape}; both need one entry for each of all experts"
         )
     # In integers: the mean, where it is no integer, is between `floor` and the next.

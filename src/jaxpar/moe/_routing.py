@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import Integer, Number, Scoring
 from jaxpar.layers._checks import check_number, check_whole
@@ -40,6 +41,7 @@ class Routing(NamedTuple):
     logits: Array
 
 
+@public
 def route(
     logits: Array,
     top_k: Integer,
@@ -97,11 +99,11 @@ def route(
     """
     k = _check_logits(logits, top_k)
     if scoring not in SCORINGS:
-        raise ValueError(f"route: scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
-    factor = check_number("route", "scale", scale)
+        raise value_error(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
+    factor = check_number("scale", scale)
     logits = logits.astype(sum_dtype(logits.dtype))
     if mask is not None:
-        check_mask("route", mask, len(logits))
+        check_mask(mask, len(logits))
         logits = jnp.where(mask[:, None], logits, 0)
     scores = jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
@@ -135,25 +137,25 @@ def route(
 def _in_best_groups(choice: Array, groups: Any, top_groups: Any, k: int, pairs: bool) -> Array:
     """`choice`, and -inf for experts outside of the best groups."""
     tokens, count = choice.shape
-    groups = check_whole("route", "groups", groups, 1)
+    groups = check_whole("groups", groups, 1)
     if count % groups:
-        raise ValueError(
-            f"route: logits has local shape {choice.shape}, whose {count} experts groups={groups} "
+        raise value_error(
+            f"logits has local shape {choice.shape}, whose {count} experts groups={groups} "
             f"does not divide: {count} = {count // groups} x {groups} + {count % groups}; choose a "
             f"divisor of {count}"
         )
     if top_groups is None:
         if groups == 1:
             return choice
-        raise ValueError(
-            f"route: groups={groups} without top_groups restricts nothing; say of how many groups "
+        raise value_error(
+            f"groups={groups} without top_groups restricts nothing; say of how many groups "
             "experts can be chosen"
         )
     size = count // groups
-    top = check_whole("route", "top_groups", top_groups, 1, groups, "the number of groups")
+    top = check_whole("top_groups", top_groups, 1, groups, "the number of groups")
     if k > top * size:
-        raise ValueError(
-            f"route: top_k={k} is more than the experts of top_groups={top} groups: {top} x {size} "
+        raise value_error(
+            f"top_k={k} is more than the experts of top_groups={top} groups: {top} x {size} "
             f"= {top * size}; choose at least {-(-k // size)} groups"
         )
     if top == groups:
@@ -178,31 +180,31 @@ def _second_best(x: Array) -> Array:
 
 def _check_logits(logits: Array, top_k: Any) -> int:
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"route: logits must be floats, got {logits.dtype}; cast them")
+        raise type_error(f"logits must be floats, got {logits.dtype}; cast them")
     if logits.ndim != 2 or not logits.shape[1]:
-        raise ValueError(
-            f"route: logits has local shape {logits.shape}, and must be [tokens, experts]; reshape "
+        raise value_error(
+            f"logits has local shape {logits.shape}, and must be [tokens, experts]; reshape "
             "it to two dimensions"
         )
-    return check_whole("route", "top_k", top_k, 1, logits.shape[1], "the number of experts")
+    return check_whole("top_k", top_k, 1, logits.shape[1], "the number of experts")
 
 
 def _check_bias(bias: Array, logits: Array) -> None:
     if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise TypeError(f"route: bias must be floats, got {bias.dtype}; cast it")
+        raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
     if bias.shape != logits.shape[1:]:
-        raise ValueError(
-            f"route: bias has local shape {bias.shape} and logits {logits.shape}; it needs one "
+        raise value_error(
+            f"bias has local shape {bias.shape} and logits {logits.shape}; it needs one "
             f"entry for each of the {logits.shape[1]} experts, on every device"
         )
 
 
-def check_mask(function: str, mask: Array, tokens: int) -> None:
+def check_mask(mask: Array, tokens: int) -> None:
     """Raises unless `mask` says of each token whether it counts."""
     if mask.dtype != bool:
-        raise TypeError(f"{function}: mask must be bool, got {mask.dtype}; compare it with 0")
+        raise type_error(f"mask must be bool, got {mask.dtype}; compare it with 0")
     if mask.shape != (tokens,):
-        raise ValueError(
-            f"{function}: mask has local shape {mask.shape}, and there are {tokens} tokens; it "
+        raise value_error(
+            f"mask has local shape {mask.shape}, and there are {tokens} tokens; it "
             f"must be [{tokens}]"
         )

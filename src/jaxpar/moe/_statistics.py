@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxpar._calls import public, value_error
 from jaxpar._types import AxisName, Integer
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._ring import bind_ring
@@ -43,6 +44,7 @@ class Statistics(NamedTuple):
     router_z_loss: Array
 
 
+@public
 def routing_statistics(
     routing: Routing,
     axis_name: AxisName = (),
@@ -82,13 +84,12 @@ def routing_statistics(
     Source: Fedus et al., "Switch transformers" (2021), and Zoph et al., "ST-MoE" (2022), for the
     losses.
     """
-    name = "routing_statistics"
-    axes = _axes(name, axis_name)
-    counted = _counted(name, routing, mask)
+    axes = _axes(axis_name)
+    counted = _counted(routing, mask)
     lost = jnp.asarray(overflow)
     if lost.ndim or not jnp.issubdtype(lost.dtype, jnp.integer):
-        raise ValueError(
-            f"{name}: overflow must be a scalar integer, got {lost.dtype}{list(lost.shape)}; it is "
+        raise value_error(
+            f"overflow must be a scalar integer, got {lost.dtype}{list(lost.shape)}; it is "
             "the number of rows that this device could not receive"
         )
     dropped = jnp.sum(_routed(routing, counted) & ~routing.kept, dtype="int32")
@@ -114,6 +115,7 @@ def routing_statistics(
     )
 
 
+@public
 def load_balance_loss(
     routing: Routing, axis_name: AxisName = (), *, mask: Array | None = None
 ) -> Array:
@@ -147,15 +149,15 @@ def load_balance_loss(
 
     Source: Fedus et al., "Switch transformers" (2021).
     """
-    name = "load_balance_loss"
-    axes = _axes(name, axis_name)
-    counted = _counted(name, routing, mask)
+    axes = _axes(axis_name)
+    counted = _counted(routing, mask)
     tokens, counts = _sums(axes, _count(counted), _tokens_per_expert(routing, counted))
     scores = _normalized(routing.scores, counted)
     (total,) = _sums(axes, jnp.sum(scores, axis=0))
     return _balance(counts, total, tokens)
 
 
+@public
 def router_z_loss(
     routing: Routing, axis_name: AxisName = (), *, mask: Array | None = None
 ) -> Array:
@@ -182,16 +184,15 @@ def router_z_loss(
 
     Source: Zoph et al., "ST-MoE" (2022).
     """
-    name = "router_z_loss"
-    axes = _axes(name, axis_name)
-    counted = _counted(name, routing, mask)
+    axes = _axes(axis_name)
+    counted = _counted(routing, mask)
     (tokens,) = _sums(axes, _count(counted))
     (total,) = _sums(axes, jnp.sum(_z_losses(routing, counted)))
     return _per(total, tokens)
 
 
-def _axes(function: str, axis_name: AxisName) -> tuple[str, ...]:
-    return () if axis_name == () else bind_ring(function, axis_name).axis_name
+def _axes(axis_name: AxisName) -> tuple[str, ...]:
+    return () if axis_name == () else bind_ring(axis_name).axis_name
 
 
 def _sums(axes: tuple[str, ...], *parts: Array) -> tuple[Array, ...]:
@@ -205,12 +206,12 @@ def _sums(axes: tuple[str, ...], *parts: Array) -> tuple[Array, ...]:
     return tuple(piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True))
 
 
-def _counted(function: str, routing: Routing, mask: Array | None) -> Array:
+def _counted(routing: Routing, mask: Array | None) -> Array:
     """Tells which tokens count, bool[t]: those that are masked nowhere."""
     counted = jnp.any(routing.experts >= 0, axis=1)
     if mask is None:
         return counted
-    check_mask(function, mask, len(counted))
+    check_mask(mask, len(counted))
     return counted & mask
 
 

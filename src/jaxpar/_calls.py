@@ -1,0 +1,79 @@
+"""Calls of public functions: the name that their errors bear, and the scope that profiles show."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+_called: ContextVar[str | None] = ContextVar("called", default=None)
+
+
+def called() -> str:
+    """Returns the name of the public function that the user called."""
+    return _called.get() or "jaxpar"
+
+
+def public(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Has errors inside name the function that was called, and profiles show it with its axis.
+
+    Of calls within calls the first one names the errors: the user knows that one.
+    """
+    parameters = list(signature(function).parameters)
+    place = parameters.index("axis") if "axis" in parameters else None
+
+    @wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        axis = kwargs.get("axis", args[place] if place is not None and place < len(args) else None)
+        with (
+            naming(_called.get() or function.__qualname__),
+            jax.named_scope(_scope(function, axis)),
+        ):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def value_error(text: str) -> ValueError:
+    """Returns an error that names the public function that the user called."""
+    return ValueError(f"{called()}: {text}")
+
+
+def type_error(text: str) -> TypeError:
+    """As `value_error`."""
+    return TypeError(f"{called()}: {text}")
+
+
+def of_user(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Has errors in a function that a user gave name what is called in there."""
+
+    @wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with naming(None):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def naming(name: str | None) -> Generator[None]:
+    """Has errors inside bear this name; None: that of what is called inside."""
+    token = _called.set(name)
+    try:
+        yield
+    finally:
+        _called.reset(token)
+
+
+def _scope(function: Any, axis: Any) -> str:
+    names = getattr(axis, "names", axis)  # of an Axis
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, tuple | list):  # no axis, or a wrong one, which the function refuses
+        return function.__qualname__
+    return f"{function.__qualname__}[{','.join(map(str, names))}]"
