@@ -274,11 +274,13 @@ OPERANDS = "%x, %over, %sizes"
         f"  %u = ((s8[10,2]), s8[40,2]) call-update(%s, {OPERANDS})\n",
         f"  %u = ((s8[10,2]), s8[40,2]) call-start({OPERANDS}), {THREAD}, to_apply=%exchange\n",
         f"  %u = ((s8[10,2]), s8[40,2]) async-start({OPERANDS}), {THREAD}, calls=%exchange\n",
+        f"  %s = ((s8[10,2]), s8[40,2]) async-start({OPERANDS}), {THREAD}, calls=%exchange\n"
+        "  %u = ((s8[10,2]), s8[40,2]) async-update(%s)\n",
         f"  %u = ((s8[10,2]), s8[40,2]) {RAGGED.format('x', 'over', 'sizes')}\n".replace(
             "to-all(", "to-all-start("
         ),
     ],
-    ids=["sparse core in two parts", "sparse core", "wrapped", "of its own"],
+    ids=["sparse core in two parts", "sparse core", "wrapped", "updated", "of its own"],
 )
 def test_an_asynchronous_ragged_all_to_all(begin):
     kind = next(

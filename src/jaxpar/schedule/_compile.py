@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.schedule._hlo import Module, parse
+from jaxpar.schedule._operations import Module, read
 from jaxpar.schedule._target import Target
 
 
@@ -34,8 +34,8 @@ class CompiledProgram:
 
     @cached_property
     def module(self) -> Module:
-        """The parsed text."""
-        return parse(self.text)
+        """What the operations of the program are, read from its text."""
+        return read(self.text)
 
 
 def compile_for(

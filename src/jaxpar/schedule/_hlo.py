@@ -5,20 +5,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, prod
 
-from jaxpar.schedule._groups import integers, replica_groups
+import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_WORD = re.compile(r"[\w.\-,]*")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<=]*)\]")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|called_computations|branch_computations|true_computation|"
     r"false_computation)=(\{[^}]*\}|%[\w.\-]+)"
 )
-COLLECTIVES = (
-    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
-    *("ragged-all-to-all", "reduce-scatter"),
-)
+_LISTED = re.compile(r"replica_groups=\{(\{[0-9,{}]*\})\}")
+_IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_MESH_IOTA = re.compile(r"\[([0-9,]+)\](?:T\(([0-9,]+))?")
+_AXIS = re.compile(r"'([^']*)'(?::\(([0-9]+)\)([0-9]+))?")
 
 
 @dataclass(frozen=True)
@@ -33,23 +36,30 @@ class Array:
         """What the array takes in memory, without padding."""
         return ceil(prod(self.shape) * _bits(self.dtype) / 8)
 
+    @property
+    def width(self) -> float:
+        """Bytes of one element."""
+        return self.bytes / max(prod(self.shape), 1)
 
-@dataclass
+
+@dataclass(eq=False)
 class Instruction:
-    """One line of a computation."""
+    """One line of a computation, joined to the lines it uses and to the computations it calls."""
 
     name: str
     opcode: str
-    type_text: str
-    operands: tuple[str, ...]
-    operand_text: str
-    attributes: str
-    is_root: bool
+    type_text: str = ""
+    operand_text: str = ""
+    attributes: str = ""
+    is_root: bool = False
+    operands: tuple["Instruction", ...] = field(default=(), repr=False)
+    called: tuple["Computation", ...] = field(default=(), repr=False)
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """What the instruction results in, flat."""
-        return arrays_of(self.type_text)
+        """What the instruction results in, flat where it is a tuple."""
+        found = _ARRAY.findall(self.type_text)
+        return tuple(Array(dtype, tuple(integers(shape))) for dtype, shape in found)
 
     @property
     def bytes(self) -> int:
@@ -57,9 +67,15 @@ class Instruction:
         return sum(array.bytes for array in self.arrays)
 
     @cached_property
-    def called(self) -> tuple[str, ...]:
-        """Names of the computations that the instruction refers to."""
-        return tuple(re.findall(r"%([\w.\-]+)", " ".join(_CALLED.findall(self.attributes))))
+    def inside(self) -> tuple["Instruction", ...]:
+        """All instructions of the computations that this one calls, nested ones too."""
+        found = (i for computation in self.called for i in computation.instructions)
+        return tuple(inner for i in found for inner in (i, *i.inside))
+
+    def called_as(self, role: str) -> "Computation":
+        """The computation that the instruction refers to as its `"body"` or `"condition"`."""
+        name = self.after(f"{role}=%")
+        return next(computation for computation in self.called if computation.name == name)
 
     @cached_property
     def cycles(self) -> int | None:
@@ -67,10 +83,16 @@ class Instruction:
         found = self.number("estimated_cycles")
         return None if found is None else int(found)
 
-    @cached_property
+    @property
     def op_name(self) -> str:
         """Where in the traced program the instruction comes from."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    @cached_property
+    def target(self) -> str:
+        """What a custom call calls; empty for anything else."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     @property
@@ -78,39 +100,36 @@ class Instruction:
         """Whether the GPU compiler made a start that its done follows at once."""
         return '"is_sync":true' in self.attributes
 
+    def after(self, key: str) -> str:
+        """The word that follows `key` in the attributes: a number, some with commas, or a name."""
+        _, _, rest = self.attributes.partition(key)
+        word = _WORD.match(rest)
+        return word.group().rstrip(",") if word else ""
+
     def number(self, key: str) -> str | None:
         """The number under `key` of the instruction's configuration."""
         found = re.search(rf'"{key}":"?(-?[0-9]+)', self.attributes)
         return found.group(1) if found else None
 
-    def names_of(self, key: str) -> list[int]:
-        """The integers of an attribute such as `dimensions={0,1}`."""
-        found = re.search(rf"\b{key}=\{{([0-9,]*)\}}", self.attributes)
-        return [int(number) for number in found.group(1).split(",") if number] if found else []
-
-    @cached_property
+    @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Source and target partitions of a permute."""
         found = re.search(r"source_target_pairs=\{([0-9,{}]*)\}", self.attributes)
-        numbers = [int(n) for n in re.findall(r"[0-9]+", found.group(1))] if found else []
+        numbers = integers(found.group(1)) if found else []
         return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
-    def groups(self, devices: int) -> list[list[int]]:
-        """Partitions that take part together in a collective; all of them where none are named."""
-        return replica_groups(self.attributes, devices)
+    @property
+    def groups(self) -> list[list[int]]:
+        """Partitions that take part together in a collective; empty where it names none."""
+        return replica_groups(self.attributes)
 
 
-@dataclass
+@dataclass(eq=False)
 class Computation:
     """Instructions in the order in which they run."""
 
     name: str
     instructions: list[Instruction] = field(default_factory=list[Instruction])
-
-    @cached_property
-    def by_name(self) -> dict[str, Instruction]:
-        """The instructions by name."""
-        return {instruction.name: instruction for instruction in self.instructions}
 
     @property
     def root(self) -> Instruction:
@@ -125,29 +144,16 @@ class Computation:
         return {int(i.operand_text): i for i in found}
 
 
-@dataclass
-class Module:
-    """A compiled program."""
+@dataclass(frozen=True)
+class Hlo:
+    """A parsed text."""
 
     computations: dict[str, Computation]
     entry: Computation
     is_scheduled: bool
-    _reached: dict[str, tuple[Instruction, ...]] = field(
-        default_factory=dict[str, tuple[Instruction, ...]], repr=False
-    )
-
-    def reached(self, instruction: Instruction) -> tuple[Instruction, ...]:
-        """All instructions of the computations that `instruction` calls, nested ones too."""
-        if instruction.name not in self._reached:
-            found: list[Instruction] = []
-            for name in instruction.called:
-                for inner in self.computations[name].instructions:
-                    found += [inner, *self.reached(inner)]
-            self._reached[instruction.name] = tuple(found)
-        return self._reached[instruction.name]
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> Hlo:
     """Parses the text of a scheduled module.
 
     Raises:
@@ -167,13 +173,9 @@ def parse(text: str) -> Module:
             current.instructions.append(_instruction(*found.groups()))
     if entry is None:
         raise ValueError("parse: the text has no ENTRY computation; pass compiled.as_text()")
-    return Module(computations, entry, "is_scheduled=true" in text.partition("\n")[0])
-
-
-def arrays_of(type_text: str) -> tuple[Array, ...]:
-    """The arrays of a type, flat where it is a tuple."""
-    found = _ARRAY.findall(type_text)
-    return tuple(Array(dtype, tuple(integers(shape))) for dtype, shape in found)
+    for computation in computations.values():
+        _join(computation, computations)
+    return Hlo(computations, entry, "is_scheduled=true" in text.partition("\n")[0])
 
 
 def _instruction(root: str | None, name: str, rest: str) -> Instruction:
@@ -183,13 +185,11 @@ def _instruction(root: str | None, name: str, rest: str) -> Instruction:
         raise ValueError(f"parse: no opcode in the instruction %{name} = {rest[:200]}")
     start = opcode.end()
     stop = _closing(rest, start - 1)
-    operands = rest[start:stop]
     return Instruction(
         name=name,
         opcode=opcode.group(1),
         type_text=rest[:end],
-        operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
-        operand_text=operands,
+        operand_text=rest[start:stop],
         attributes=rest[stop + 1 :],
         is_root=root is not None,
     )
@@ -205,8 +205,70 @@ def _closing(text: str, start: int = 0) -> int:
     return len(text)
 
 
+def _join(computation: Computation, computations: dict[str, Computation]) -> None:
+    """Puts instructions and computations in the place of the names that stand for them."""
+    by_name = {i.name: i for i in computation.instructions}
+    for i in computation.instructions:
+        # An operand that the text leaves out keeps its place: the others have their numbers.
+        i.operands = tuple(
+            by_name.get(name) or Instruction(name, "undefined")
+            for name in _NAME.findall(i.operand_text)
+        )
+        called = _NAME.findall(" ".join(_CALLED.findall(i.attributes)))
+        i.called = tuple(computations[name] for name in called if name in computations)
+
+
 def _bits(dtype: str) -> int:
     if dtype == "pred":
         return 8
     found = re.search(r"[0-9]+", dtype)  # token and opaque have no size
     return int(found.group()) if found else 0
+
+
+def integers(text: str) -> list[int]:
+    """The natural numbers in a text."""
+    return [int(number) for number in re.findall(r"[0-9]+", text)]
+
+
+def replica_groups(attributes: str) -> list[list[int]]:
+    """Partitions that take part together in a collective; empty where none are named.
+
+    The forms are lists, `{{0,1},{2,3}}`; an iota, `[2,2]<=[2,2]T(1,0)`; and mesh axes,
+    `mesh['dp'=2,'tp'=2] {'tp'}`, whose devices may have an order of their own,
+    `mesh['dp'=2,'tp'=2], device_ids=(0,2,1,3) {'tp'}`, and of an axis only a part may be meant,
+    `{'tp':(2)4}` being 4 of the parts of an axis that has 2 more major ones.
+    """
+    if found := _LISTED.search(attributes):
+        return [integers(group) for group in re.findall(r"\{([0-9,]+)\}", found.group(1))]
+    if found := _IOTA.search(attributes):
+        shape, sizes, order = found.groups()
+        return _iota(sizes, order).reshape(integers(shape)).tolist()
+    if found := _MESH.search(attributes):
+        return _mesh_groups(*found.groups())
+    return []
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    ids = np.arange(prod(integers(sizes))).reshape(integers(sizes))
+    return ids.transpose(integers(order)) if order else ids
+
+
+def _mesh_groups(axes: str, device_ids: str | None, names: str) -> list[list[int]]:
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=([0-9]+)", axes)}
+    if device_ids is None:
+        ids = np.arange(prod(sizes.values()))
+    elif found := _MESH_IOTA.match(device_ids):
+        ids = _iota(*found.groups())
+    else:
+        ids = np.array(integers(device_ids))
+    # Every axis in three parts, what is more major, meant and more minor: usually 1, all and 1.
+    shape = [part for size in sizes.values() for part in (1, size, 1)]
+    along: list[int] = []
+    for name, before, size in _AXIS.findall(names):
+        at = 3 * list(sizes).index(name)
+        if size:
+            shape[at : at + 3] = int(before), int(size), sizes[name] // (int(before) * int(size))
+        along.append(at + 1)
+    others = [part for part in range(len(shape)) if part not in along]
+    grid = ids.reshape(shape).transpose(others + along)
+    return grid.reshape(-1, prod(shape[part] for part in along)).tolist()

@@ -1,46 +1,80 @@
 """The links between described devices: which of them a transfer uses, and for how long."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float, Int
 
 from jaxpar._chips import Chip
 from jaxpar._slices import closed_dims
+from jaxpar.schedule._costs import Message
 
 Pairs = tuple[tuple[int, int], ...]
+Groups = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Route:
     """What one byte a device costs: seconds on each link, and hops that add latency."""
 
-    links: np.ndarray  # indices of the links in use
-    seconds: np.ndarray  # for one byte of the message, of each of them
+    links: Int[np.ndarray, "used"]  # indices of the links in use
+    seconds: Float[np.ndarray, "used"]  # of each of them
     hops: int
+
+    def of(self, size: float) -> "Route":
+        """The same for a message of this many bytes."""
+        return Route(self.links, self.seconds * size, self.hops)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message on its way."""
+
+    row: str  # where the timeline shows it
+    sent: float  # bytes that one device sends
+    route: Route
 
 
 class Links:
     """All links of a target; partitions are numbered in the order of the mesh."""
 
     def __init__(self, mesh: Mesh, chip: Chip) -> None:
-        self.chip = chip
+        self.mesh, self.chip = mesh, chip
         devices = list(mesh.devices.flat)
         self.devices = len(devices)
         if chip.torus:
             coords = np.array([device.coords for device in devices])  # [devices, dims]
-            self.origin = coords.min(axis=0)
-            self.coords = coords - self.origin
+            self.coords = coords - coords.min(axis=0)
             self.extent = self.coords.max(axis=0) + 1
             self.wraps = closed_dims(devices[0].device_kind, self.extent)
-            self.count = int(self.extent.prod()) * len(self.extent) * 2
+            self.count = int(self.extent.prod()) * len(self.extent) * 2  # both ways from each node
         else:
             self.host = np.array([device.process_index for device in devices])
             self.count = 4 * self.devices  # out and in, through the switch and through the network
         self.permute = lru_cache(maxsize=None)(self._permute)
+
+    def transfer(self, message: Message, share: float) -> Transfer:
+        """How a message travels, or this share of its payload."""
+        payload, kind = message.payload * share, message.kind
+        if kind == "collective-permute":
+            row = lane_of(self.mesh, message.pairs)
+            return Transfer(row, payload, self.permute(message.pairs).of(payload))
+        groups = message.groups or [range(self.devices)]
+        size = len(groups[0])
+        row = f"{lane_of_groups(self.mesh, groups)} {kind}"
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            sent = payload * (size - 1) / size
+            return Transfer(row, sent, self.all_to_all(groups).of(payload))
+        whole = payload * size if kind == "all-gather" else payload
+        passes = 2 if kind == "all-reduce" else 1  # as a reduce-scatter and an all-gather
+        # Both directions of one axis, and of more axes where the compiler speaks of more colours.
+        ways = max(2, message.colors) if self.chip.torus else 1
+        route = self.ring(groups, passes * (size - 1) / size / ways, passes / min(ways, 2))
+        return Transfer(row, passes * whole * (size - 1) / size, route.of(whole))
 
     def _permute(self, pairs: Pairs) -> Route:
         """Each source sends one message to its target, axis by axis of the torus."""
@@ -48,7 +82,7 @@ class Links:
         load, hops = self._load(source, target)
         return self._route(load, hops)
 
-    def ring(self, groups: list[list[int]], share: float, passes: float) -> Route:
+    def ring(self, groups: Groups, share: float, passes: float) -> Route:
         """A collective of XLA's own: each device sends `share` of a message, going `passes` round.
 
         It is laid on the links between the members of a group, in both directions, at one message
@@ -66,7 +100,7 @@ class Links:
             load += np.minimum(self._load(source.reshape(-1), target.reshape(-1))[0], 1.0)
         return self._route(np.minimum(load, 1.0) * share, ceil(rounds))
 
-    def _ports(self, members: np.ndarray) -> np.ndarray:
+    def _ports(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
         """Messages over each port in a collective that uses all of them, the network's too."""
         load = np.zeros((4, self.devices))  # out and in, through the switch and through the network
         load[:2, members.reshape(-1)] = 1.0
@@ -76,7 +110,7 @@ class Links:
                 load[2:, group] = 1.0 / counts[np.searchsorted(hosts, self.host[group])]
         return load.reshape(-1)
 
-    def all_to_all(self, groups: list[list[int]]) -> Route:
+    def all_to_all(self, groups: Groups) -> Route:
         """Each member of a group sends an equal part of its message to each member."""
         load, most = np.zeros(self.count), 0
         members = np.array(groups)
@@ -86,22 +120,26 @@ class Links:
             load, most = load + part / size, max(most, hops)
         return self._route(load, most)
 
-    def _route(self, load: np.ndarray, hops: int) -> Route:
+    def _route(self, load: Float[np.ndarray, "links"], hops: int) -> Route:
         used = np.flatnonzero(load)
         return Route(used, load[used] / self._bandwidth()[used], hops)
 
-    def _bandwidth(self) -> np.ndarray:
+    def _bandwidth(self) -> Float[np.ndarray, "links"]:
+        """Bytes per second of each link."""
         if self.chip.torus:
             return np.full(self.count, self.chip.link)
         return np.repeat([self.chip.link, self.chip.network or self.chip.link], 2 * self.devices)
 
-    def _load(self, source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, int]:
+    def _load(
+        self, source: Int[np.ndarray, "messages"], target: Int[np.ndarray, "messages"]
+    ) -> tuple[Float[np.ndarray, "links"], int]:
         """Messages over each link, and the most links that one message crosses."""
         load = np.zeros(self.count)
         if not self.chip.torus:
             across = self.host[source] != self.host[target]
             moves = source != target
             for shift, ends in ((0, source), (1, target)):
+                # The ports of all devices out of the switch, then in, out of the network, in.
                 port = (2 * across + shift) * self.devices + ends
                 np.add.at(load, port[moves], 1.0)
             return load, 1
@@ -114,7 +152,7 @@ class Links:
                 # Half way round both ways are as short: a message and its answer take one each.
                 apart = np.where((2 * apart == -extent) & (here[:, dim] % 2 == 1), -apart, apart)
             most += np.abs(apart)
-            for _ in range(int(np.abs(apart).max(initial=0))):
+            for _ in range(int(np.abs(apart).max(initial=0))):  # all messages go one link on
                 step = np.sign(apart)
                 moving = step != 0
                 node = np.ravel_multi_index(tuple(here[moving].T), tuple(self.extent))
@@ -125,7 +163,7 @@ class Links:
         return load, int(most.max(initial=0))
 
 
-def lane_of(mesh: Mesh, pairs: Any) -> str:
+def lane_of(mesh: Mesh, pairs: Pairs) -> str:
     """Names a permute by the mesh axes along which it moves, as in `"tp +1"`."""
     shape = tuple(mesh.shape.values())
     source, target = (
@@ -142,7 +180,7 @@ def lane_of(mesh: Mesh, pairs: Any) -> str:
     return ", ".join(parts) or "itself"
 
 
-def lane_of_groups(mesh: Mesh, groups: list[list[int]]) -> str:
+def lane_of_groups(mesh: Mesh, groups: Groups) -> str:
     """Names a collective by the mesh axes over which it runs."""
     shape = tuple(mesh.shape.values())
     members = np.array(np.unravel_index(np.array(groups[0]), shape))  # [axes, size]

@@ -4,12 +4,13 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from jaxpar.schedule._hlo import Computation, Instruction, Module
+from jaxpar.schedule._hlo import Instruction
 
 MOST_TRIPS = 1_000_000
 
-_COMPARE = {"LT": "lt", "LE": "le", "GT": "gt", "GE": "ge", "EQ": "eq", "NE": "ne"}
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
+Value = Any  # an integer or a truth value; of a tuple, a dict of those of its elements in question
+
+_ARITHMETIC: dict[str, Callable[..., Value]] = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
@@ -28,101 +29,81 @@ class _UnknownError(Exception):
     """A value that depends on data."""
 
 
-def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
+def trip_count(loop: Instruction) -> int | None:
     """Returns how often the body of a while loop runs, None if that depends on data.
 
     The compiler's own annotation is used where there is one. Otherwise the loop is run, but only
     the scalars that its condition needs: their initial values, their step in the body.
     """
-    if (known := _annotated(loop)) is not None:
-        return known
-    condition, body = _called(module, loop, "condition"), _called(module, loop, "body")
-    needed = _elements(condition)
+    if (known := loop.after('"known_trip_count":{"n":"')).isdecimal():
+        return int(known)
+    condition, body = loop.called_as("condition"), loop.called_as("body")
+    # The elements of the loop's state that its condition reads.
+    needed = {_index(i) for i in condition.instructions if i.opcode == "get-tuple-element"}
     try:
-        initial = _value(module, caller, loop.operands[0], None, wanted=needed)
+        initial = _value(loop.operands[0], None, wanted=needed)
         state = {n: initial[n] for n in needed}
         for trips in range(MOST_TRIPS):
-            arguments = [state].__getitem__
-            if not _value(module, condition, condition.root.name, arguments):
+            arguments = [state].__getitem__  # both have one parameter: the state
+            if not _value(condition.root, arguments):
                 return trips
-            state = _value(module, body, body.root.name, arguments, wanted=needed)
+            state = _value(body.root, arguments, wanted=needed)
     except (_UnknownError, KeyError, TypeError):
         return None
     return None
 
 
-def _annotated(loop: Instruction) -> int | None:
-    _, _, after = loop.attributes.partition('"known_trip_count":{"n":"')
-    number = after.partition('"')[0]
-    return int(number) if number.isdecimal() else None
-
-
-def _called(module: Module, loop: Instruction, role: str) -> Computation:
-    name = loop.attributes.partition(f"{role}=")[2].partition(",")[0].strip().removeprefix("%")
-    return module.computations[name]
-
-
-def _elements(condition: Computation) -> set[int]:
-    """The elements of the loop's state that its condition reads."""
-    reads = [i for i in condition.instructions if i.opcode == "get-tuple-element"]
-    return {_index(read) for read in reads}
-
-
 def _index(element: Instruction) -> int:
-    return int(element.attributes.partition("index=")[2].partition(",")[0])
+    return int(element.after("index="))
 
 
 def _value(
-    module: Module,
-    computation: Computation,
-    name: str,
-    arguments: Callable[[int], Any] | None,
+    instruction: Instruction,
+    arguments: Callable[[int], Value] | None,
     wanted: set[int] | None = None,
-) -> Any:
-    """The value of an instruction that results in an integer scalar, or in a tuple (a dict).
+) -> Value:
+    """The value of an instruction that results in an integer scalar, or in a tuple.
 
-    Of a tuple only the elements `wanted` are computed, all if None.
+    Of a tuple only the elements `wanted` are computed, all if None. `arguments` gives the values of
+    the parameters of the instruction's computation; None: those depend on data.
     """
-    instruction = computation.by_name[name]
+    operands = instruction.operands
 
-    def value(operand: str, wanted: set[int] | None = None) -> Any:
-        return _value(module, computation, operand, arguments, wanted)
+    def value(operand: Instruction, wanted: set[int] | None = None) -> Value:
+        return _value(operand, arguments, wanted)
 
     match instruction.opcode:
         case "constant":
-            return _constant(instruction)
+            return _constant(instruction.operand_text.strip())
         case "parameter":
             if arguments is None:
                 raise _UnknownError
             return arguments(int(instruction.operand_text))
         case "tuple":
-            chosen = range(len(instruction.operands)) if wanted is None else wanted
-            return {n: value(instruction.operands[n]) for n in chosen}
+            chosen = range(len(operands)) if wanted is None else wanted
+            return {n: value(operands[n]) for n in chosen}
         case "get-tuple-element":
             index = _index(instruction)
-            return value(instruction.operands[0], {index})[index]
+            return value(operands[0], {index})[index]
         case "copy-start":  # (destination, source, context)
-            return {0: value(instruction.operands[0])}
+            return {0: value(operands[0])}
         case "copy-done":
-            return value(instruction.operands[0], {0})[0]
+            return value(operands[0], {0})[0]
         case opcode if opcode in _SAME:
-            return value(instruction.operands[0], wanted)
+            return value(operands[0], wanted)
         case "compare":
-            direction = instruction.attributes.partition("direction=")[2][:2]
-            return getattr(operator, _COMPARE[direction])(*map(value, instruction.operands))
+            compare = getattr(operator, instruction.after("direction=").lower())  # such as LT
+            return compare(*map(value, operands))
         case opcode if opcode in _ARITHMETIC:
-            return _ARITHMETIC[opcode](*map(value, instruction.operands))
+            return _ARITHMETIC[opcode](*map(value, operands))
         case "fusion" | "call":
-            called = module.computations[instruction.called[0]]
             # Only what the result needs: other operands of a fusion may be arrays.
-            operands = instruction.operands
-            return _value(module, called, called.root.name, lambda n: value(operands[n]), wanted)
+            return _value(instruction.called[0].root, lambda n: value(operands[n]), wanted)
         case _:
             raise _UnknownError
 
 
-def _constant(instruction: Instruction) -> Any:
-    text = instruction.operand_text.strip()
+def _constant(text: str) -> int | bool:
     if text in ("true", "false"):
         return text == "true"
     try:

@@ -1,20 +1,57 @@
-"""Plays a schedule on a model of a chip: a clock for what computes, and one for every link."""
+"""Plays operations on a model of a chip: a clock for what computes, and one for every link."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal
 
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxpar._chips import Chip
-from jaxpar.schedule import _cost
-from jaxpar.schedule._assumed import Assumed
-from jaxpar.schedule._collective import Message, collective_in, has_call, message_of
-from jaxpar.schedule._hlo import Computation, Instruction, Module
-from jaxpar.schedule._links import Links
-from jaxpar.schedule._loops import trip_count
+from jaxpar.schedule._costs import Matmul, Work
+from jaxpar.schedule._links import Links, Transfer
+from jaxpar.schedule._operations import (
+    Call,
+    Collective,
+    Conditional,
+    Copy,
+    Done,
+    Free,
+    Loop,
+    Operation,
+    Schedule,
+)
 
 Kind = Literal["compute", "transfer", "copy", "wait"]
+Rows = int | float | None
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a timeline takes for granted where a program's shapes do not say it.
+
+    Attributes:
+      sent_rows: the most rows that a ragged all-to-all sends of its operand, those that stay on the
+        device included; None: all rows that the operand has.
+      grouped_rows: the most rows that a grouped matmul of the TPU compiler (`lax.ragged_dot`)
+        multiplies; None: all rows that the operand has.
+      trips: how often loops run whose length depends on data, by a part of the name of the
+        operation of the traced program that they come from (see `jax.named_scope`); the first
+        that fits. A loop that none fits runs once, and `Timeline.loops_of_unknown_length` names it.
+    """
+
+    sent_rows: Rows = None
+    grouped_rows: Rows = None
+    trips: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def trips_of(self, op: str) -> int | None:
+        """The trips of a loop whose length depends on data."""
+        return next((trips for part, trips in self.trips.items() if part in op), None)
+
+
+def _share(rows: int, most: Rows) -> float:
+    """The share of an operand's rows that are in use; 1 of an operand that has no rows."""
+    return 1.0 if most is None or not rows else min(1.0, most / rows)
 
 
 @dataclass(frozen=True)
@@ -42,204 +79,179 @@ class Event:
         return self.end - self.start
 
 
-@dataclass
-class _Transfer:
-    """A transfer or copy that was started and is not done; one without an event has arrived."""
+@dataclass(eq=False)
+class _Open:
+    """A collective or copy that was started and is not done."""
 
-    start: Instruction
-    event: dict[str, Any] | None
+    start: Collective | Copy
+    event: Event | None  # None: it has arrived
     covers: list[str] = field(default_factory=list[str])
 
 
 class Player:
     """The state of one device while its program is played."""
 
-    def __init__(self, module: Module, mesh: Mesh, chip: Chip, assumed: Assumed) -> None:
-        self.module, self.mesh, self.chip, self.assumed = module, mesh, chip, assumed
-        self.links = Links(mesh, chip)
+    def __init__(self, links: Links, assumed: Assumed) -> None:
+        self.links, self.chip, self.assumed = links, links.chip, assumed
         self.now = 0.0  # of the compute units
-        self.free = np.zeros(self.links.count)  # when each link has nothing left to send
-        self.busy = np.zeros(self.links.count)
+        self.free = np.zeros(links.count)  # when each link has nothing left to send
+        self.busy = np.zeros(links.count)
         self.stream = 0.0  # a GPU's transfers take turns on one stream
         self.memory = 0.0  # as do copies between memories
         self.events: list[Event] = []
-        # In the order of their starts, by the name by which the program knows them now. A loop can
-        # start one again before it waits for the one of the iteration before.
-        self.open: list[tuple[str, _Transfer]] = []
-        self.messages: dict[str, Message] = {}
-        self.unknown: dict[str, None] = {}
+        # In the order of their starts. A loop can start one again before it waits for the one of
+        # the trip before.
+        self.open: list[_Open] = []
+        self.unknown: dict[str, None] = {}  # names of loops, in order
+        self._length = cache(self._computing)
+        self._transfers: dict[Collective, Transfer] = {}
 
-    def run(self, computation: Computation) -> None:
-        for instruction in computation.instructions:
-            self._step(computation, instruction)
+    def run(self, schedule: Schedule) -> None:
+        for operation in schedule.operations:
+            self._step(operation)
 
-    def _step(self, computation: Computation, i: Instruction) -> None:
-        opcode = i.opcode
-        if opcode == "while":
-            self._loop(computation, i)
-        elif opcode == "conditional":
-            self._longest(i)
-        elif opcode == "call":
-            self.run(self.module.computations[i.called[0]])
-        elif opcode.endswith("-done") or has_call(self.module, i, "AsyncCollectiveDone"):
-            self._done(computation, i)
-        elif opcode == "async-update":
-            self._rename(i.operands[0], i.name)
-        elif opcode == "call-start" and not i.operands:
-            pass  # of a core of its own; what it works on comes with the update
-        elif (inner := self._starts(computation, i)) is not None:
-            self._start(computation, i, inner)
-        elif opcode in ("copy-start", "slice-start", "async-start"):
-            self._copy(i)
-        elif opcode == "call-update":
-            self._elsewhere(i)
-        elif not _cost.is_free(i):
-            self._compute(computation, i)
+    def _step(self, operation: Operation) -> None:
+        match operation:
+            case Free():
+                pass
+            case Loop():
+                self._loop(operation)
+            case Conditional():
+                self.run(self._branch(operation))
+            case Call():
+                self.run(operation.runs[0])
+            case Done():
+                self._done(operation)
+            case Copy():
+                self._copy(operation)
+            case Collective() if operation.is_fused and self._used(operation):
+                self._compute(operation)
+            case Collective():
+                self._send(operation)
+            case _:
+                self._compute(operation)
 
-    def _loop(self, computation: Computation, i: Instruction) -> None:
-        trips = trip_count(self.module, computation, i)
+    # -- control flow -------------------------------------------------------------------------
+
+    def _loop(self, loop: Loop) -> None:
+        trips = self.assumed.trips_of(loop.op) if loop.trips is None else loop.trips
         if trips is None:
-            trips = self.assumed.trips_of(i)
-        if trips is None:
-            self.unknown[i.name] = None
-        body = i.attributes.partition("body=")[2].partition(",")[0].strip().removeprefix("%")
+            self.unknown[loop.name] = None
+        _, body = loop.runs
         for _ in range(1 if trips is None else trips):
-            self.run(self.module.computations[body])
+            self.run(body)
 
-    def _longest(self, i: Instruction) -> None:
-        """Takes the branch of a conditional that computes the longest, as all devices may."""
+    def _branch(self, conditional: Conditional) -> Schedule:
+        """The branch that is taken: the one that computes the longest, as all devices may.
 
-        self.run(self.module.computations[max(i.called, key=self._work)])
+        Nothing else decides this.
+        """
+        return max(conditional.runs, key=self._length)
 
-    def _work(self, name: str) -> float:
-        """Seconds of what a computation computes; one trip of a loop tells branches apart."""
-        computation, total = self.module.computations[name], 0.0
-        for i in computation.instructions:
-            if i.opcode == "conditional":
-                total += max(map(self._work, i.called))
-            elif i.opcode in ("call", "while"):
-                total += sum(map(self._work, i.called), 0.0)
-            elif not _cost.is_free(i):
-                total += self._seconds(computation, i)
+    def _computing(self, schedule: Schedule) -> float:
+        """Seconds of what a schedule computes; one trip of a loop tells branches apart.
+
+        Starts and dones count as what they would compute, not as what they send.
+        """
+        total = 0.0
+        for operation in schedule.operations:
+            match operation:
+                case Conditional():
+                    total += self._length(self._branch(operation))
+                case Call() | Loop():
+                    total += sum(map(self._length, operation.runs), 0.0)
+                case _:
+                    total += self._seconds(operation.work)
         return total
 
-    def _seconds(self, computation: Computation, i: Instruction) -> float:
-        return _cost.seconds(self.module, computation, i, self.chip, self.assumed)
+    # -- what computes ------------------------------------------------------------------------
 
-    def _compute(self, computation: Computation, i: Instruction) -> None:
-        seconds = self._seconds(computation, i)
-        start, self.now = self.now, self.now + seconds
-        is_matmul = _cost.is_matmul(self.module, i)
-        self._add(i, "compute", "compute", start, self.now, is_matmul=is_matmul)
+    def _compute(self, operation: Operation) -> None:
+        start, self.now = self.now, self.now + self._seconds(operation.work)
+        is_matmul = operation.work.is_matmul
+        event = Event(operation.name, operation.op, "compute", "compute", start, self.now)
+        self.events.append(replace(event, is_matmul=is_matmul))
         if is_matmul:
-            for _, transfer in self.open:
-                transfer.covers.append(i.name)
+            for beside in self.open:
+                beside.covers.append(operation.name)
 
-    # -- transfers ----------------------------------------------------------------------------
+    def _seconds(self, work: Work) -> float:
+        """The compiler's cycles over the clock, where it gives them; otherwise a roofline.
 
-    def _starts(self, computation: Computation, i: Instruction) -> Instruction | None:
-        """The collective that an instruction is or starts, not one that it goes on with."""
-        if i.opcode == "call-update":
-            return collective_in(self.module, computation.by_name[i.operands[0]])
-        inner = collective_in(self.module, i)
-        if inner is None or inner is i or has_call(self.module, i, "AsyncCollectiveStart"):
-            return inner
-        # A fusion that computes while a collective is under way has that collective in it too.
-        goes_on = _cost.is_matmul(self.module, i) or self._source(computation, i) is not None
-        return None if goes_on else inner
+        That is the longer of FLOPs at peak and bytes read and written at the memory's speed.
+        """
+        if work.cycles is not None and self.chip.clock:
+            return work.cycles / self.chip.clock
+        multiplying = sum(map(self._multiplying, work.matmuls), 0.0)
+        return max(multiplying, work.moved / self.chip.hbm)
 
-    def _start(self, computation: Computation, i: Instruction, inner: Instruction) -> None:
-        if i.name not in self.messages:
-            self.messages[i.name] = message_of(
-                self.module, self.mesh, self.links, computation, i, inner, self.assumed
-            )
-        message = self.messages[i.name]
-        route = message.route
-        seconds = route.seconds * message.size
+    def _multiplying(self, matmul: Matmul) -> float:
+        flops = matmul.flops
+        if matmul.rows:
+            flops *= _share(matmul.rows, self.assumed.grouped_rows) + matmul.twice
+        return flops / (self.chip.flops * 2 / max(matmul.width, 1.0))
+
+    # -- transfers and copies -----------------------------------------------------------------
+
+    def _send(self, start: Collective) -> None:
+        if start not in self._transfers:
+            share = _share(start.message.rows, self.assumed.sent_rows)
+            self._transfers[start] = self.links.transfer(start.message, share)
+        transfer = self._transfers[start]
+        links, seconds = transfer.route.links, transfer.route.seconds
         begin = self.now if self.chip.torus else max(self.now, self.stream)
-        ends = np.maximum(self.free[route.links], begin) + seconds
+        ends = np.maximum(self.free[links], begin) + seconds  # a link sends one after the other
         first = float((ends - seconds).min()) if ends.size else begin
-        end = float(ends.max(initial=begin)) + route.hops * self.chip.latency
-        self.free[route.links] = ends
-        self.busy[route.links] += seconds
+        end = float(ends.max(initial=begin)) + transfer.route.hops * self.chip.latency
+        self.free[links] = ends
+        self.busy[links] += seconds
         self.stream = end
-        event: dict[str, Any] = {
-            "row": message.row,
-            "start": first,
-            "end": end,
-            "bytes": message.sent,
-        }
-        is_async = i.opcode.endswith(("-start", "call-update"))
-        is_async = is_async or has_call(self.module, i, "AsyncCollectiveStart")
-        if is_async and not i.is_synchronous:
-            self.open.append((i.name, _Transfer(i, event)))
-            return
-        self._add(i, "transfer", synchronous=True, **event)
-        self._wait(i, end)
-        if is_async:  # a done follows, which has nothing left to wait for
-            self.open.append((i.name, _Transfer(i, None)))
+        event = Event(start.name, start.op, "transfer", transfer.row, first, end, transfer.sent)
+        if start.is_synchronous:
+            self.events.append(replace(event, synchronous=True))
+            self._wait(start, end, "compute")
+        if start.has_done:  # that of a synchronous start has nothing left to wait for
+            self.open.append(_Open(start, None if start.is_synchronous else event))
 
-    def _done(self, computation: Computation, i: Instruction) -> None:
-        at = self._source(computation, i)
-        if at is None:  # carried by a loop: the oldest of its kind
-            kind = i.opcode.removesuffix("-done")
-            carried = (n for n, (_, t) in enumerate(self.open) if t.start.opcode.startswith(kind))
-            at = next(carried, None)
-        if at is None:
-            return
-        _, transfer = self.open.pop(at)
-        if transfer.event is not None:
-            kind = "copy" if transfer.event["row"] == "memory" else "transfer"
-            self._add(transfer.start, kind, covers=tuple(transfer.covers), **transfer.event)
-            self._wait(transfer.start, transfer.event["end"], is_copy=kind == "copy")
+    def _copy(self, start: Copy) -> None:
+        begin = max(self.now, self.memory)
+        self.memory = begin + start.bytes / self.chip.hbm
+        event = Event(start.name, start.op, "copy", "memory", begin, self.memory)
+        self.open.append(_Open(start, event))
 
-    def _source(self, computation: Computation, i: Instruction) -> int | None:
-        """Which of the open transfers an instruction uses: an operand, or what that is part of."""
-        seen: set[str] = set()
-        names = list(i.operands)
-        while names:
-            name = names.pop(0)
-            if name in seen or name not in computation.by_name:
+    def _done(self, done: Done) -> None:
+        # Without one that it uses, what a loop carries is meant: the oldest that such a done ends.
+        carried = (transfer for transfer in self.open if transfer.start.pair == done.pair)
+        transfer = self._used(done) or next(carried, None)
+        if transfer is None:
+            return
+        self.open.remove(transfer)
+        if (event := transfer.event) is not None:
+            self.events.append(replace(event, covers=tuple(transfer.covers)))
+            self._wait(transfer.start, event.end, "memory" if event.kind == "copy" else "compute")
+
+    def _used(self, operation: Operation) -> _Open | None:
+        """Of what is under way, what an operation uses: an operand, or what that is part of."""
+        seen: set[Operation] = set()
+        operands = deque(operation.operands)
+        while operands:
+            operand = operands.popleft()
+            if operand in seen:
                 continue
-            for at in reversed(range(len(self.open))):
-                if self.open[at][0] == name:
-                    return at
-            seen.add(name)
-            names += computation.by_name[name].operands
+            for transfer in reversed(self.open):
+                if transfer.start is operand:
+                    return transfer
+            seen.add(operand)
+            operands += operand.operands
         return None
 
-    def _rename(self, old: str, new: str) -> None:
-        self.open = [(new if name == old else name, transfer) for name, transfer in self.open]
-
-    def _copy(self, i: Instruction) -> None:
-        # Destination, source and a context; of a slice the source is the larger one.
-        size = min((array.bytes for array in i.arrays if array.shape), default=0)
-        start = max(self.now, self.memory)
-        self.memory = start + size / self.chip.hbm
-        event = {"row": "memory", "start": start, "end": self.memory, "bytes": 0.0}
-        self.open.append((i.name, _Transfer(i, event)))
-
-    def _elsewhere(self, i: Instruction) -> None:
-        """What a core of its own computes from memory to memory, such as a gather of rows."""
-        start = max(self.now, self.memory)
-        self.memory = start + i.bytes / self.chip.hbm  # its type is of operands and results
-        event = {"row": "memory", "start": start, "end": self.memory, "bytes": 0.0}
-        self.open.append((i.name, _Transfer(i, event)))
-
-    def _wait(self, i: Instruction, until: float, *, is_copy: bool = False) -> None:
+    def _wait(self, start: Operation, until: float, row: str) -> None:
         if until > self.now:
-            row = "memory" if is_copy else "compute"
-            self._add(i, "wait", row, self.now, until)
+            self.events.append(Event(start.name, start.op, "wait", row, self.now, until))
             self.now = until
-
-    def _add(
-        self, i: Instruction, kind: Kind, row: str, start: float, end: float, **more: Any
-    ) -> None:
-        self.events.append(Event(i.name, i.op_name, kind, row, start, end, **more))
 
     def finish(self) -> tuple[Event, ...]:
         """The events by time, with the transfers that nothing has waited for."""
-        for _, transfer in self.open:
-            if transfer.event is not None and transfer.event["row"] != "memory":
-                self._add(transfer.start, "transfer", **transfer.event)
+        pending = [transfer.event for transfer in self.open if transfer.event is not None]
+        self.events += [event for event in pending if event.kind == "transfer"]
         return tuple(sorted(self.events, key=lambda e: (e.start, e.end)))

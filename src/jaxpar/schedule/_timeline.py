@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar._chips import Chip
-from jaxpar.schedule._assumed import Assumed
 from jaxpar.schedule._compile import CompiledProgram
-from jaxpar.schedule._player import Event, Player
+from jaxpar.schedule._links import Links
+from jaxpar.schedule._player import Assumed, Event, Player
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def timeline(
             f"timeline: no figures are known of {kind!r} ({program.target.name}); pass "
             "chip=jaxpar.schedule.Chip(...)"
         )
-    player = Player(program.module, program.target.mesh, chip, assumed or Assumed())
+    player = Player(Links(program.target.mesh, chip), assumed or Assumed())
     player.run(program.module.entry)
     events = player.finish()
     transfers = [e for e in events if e.kind == "transfer"]

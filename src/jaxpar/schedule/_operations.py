@@ -1,0 +1,188 @@
+"""What the instructions of a program are: all that is known of them before there is a clock."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxpar.schedule._costs import Message, Work, collective_in, is_free, message_of, work_of
+from jaxpar.schedule._hlo import Computation, Instruction, parse
+from jaxpar.schedule._loops import trip_count
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An instruction. What it does is its class: one of those below."""
+
+    name: str  # of the HLO instruction
+    op: str  # the operation of the traced program it comes from
+    operands: tuple["Operation", ...] = field(repr=False)
+    work: Work  # of starts and dones, too; of what runs others, nothing of its own
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__:<11} {self.name}"
+
+
+class Free(Operation):
+    """Takes no time on the device."""
+
+
+class Compute(Operation):
+    """Keeps the compute units busy."""
+
+    def __str__(self) -> str:
+        work = self.work
+        parts = ["matmul"] if work.is_matmul else []
+        parts += [f"{matmul.flops:.3g} FLOPs" for matmul in work.matmuls]
+        parts += [f"{work.moved} bytes"]
+        parts += [f"{work.cycles} cycles"] if work.cycles is not None else []
+        return f"{super().__str__()}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Collective(Operation):
+    """Sends a message, or starts to."""
+
+    message: Message
+    pair: str  # what a start and its done have in common
+    has_done: bool  # which waits for it
+    is_synchronous: bool  # nothing runs beside it
+    # It is a fusion with a collective in it and no mark. Where a collective is under way that it
+    # descends from, it is none: it computes beside that one.
+    is_fused: bool
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: {self.message.kind} of {self.message.payload:.0f} bytes"
+
+
+@dataclass(frozen=True, eq=False)
+class Copy(Operation):
+    """Starts what is done from memory to memory: a copy, or on another core a gather of rows."""
+
+    bytes: int
+    pair: str
+
+
+@dataclass(frozen=True, eq=False)
+class Done(Operation):
+    """Waits for a collective or a copy."""
+
+    pair: str
+
+
+@dataclass(frozen=True, eq=False)
+class Control(Operation):
+    """Runs schedules."""
+
+    runs: tuple["Schedule", ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: {', '.join(schedule.name for schedule in self.runs)}"
+
+
+class Call(Control):
+    """Runs its one schedule."""
+
+
+class Conditional(Control):
+    """Runs one of its schedules."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loop(Control):
+    """Runs its condition and its body, in this order, again and again."""
+
+    trips: int | None  # None: data say how often
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, trips: {self.trips}"
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Operations in the order in which they run."""
+
+    name: str
+    operations: tuple[Operation, ...]
+
+    def __repr__(self) -> str:
+        return "\n  ".join([f"{self.name}:", *map(str, self.operations)])
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """A compiled program."""
+
+    entry: Schedule
+    schedules: tuple[Schedule, ...]  # the entry, after all that it runs
+    is_scheduled: bool
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.schedules))
+
+
+def read(text: str) -> Module:
+    """Reads what the operations of a compiled program are from its text.
+
+    Raises:
+      ValueError: text that is not HLO.
+    """
+    hlo = parse(text)
+    known: dict[Computation, Schedule] = {}
+
+    def schedule(computation: Computation) -> Schedule:
+        if computation not in known:
+            operations: dict[Instruction, Operation] = {}
+            for i in computation.instructions:
+                operands = [operations[operand] for operand in i.operands if operand in operations]
+                operations[i] = _operation(i, tuple(operands), schedule)
+            known[computation] = Schedule(computation.name, tuple(operations.values()))
+        return known[computation]
+
+    entry = schedule(hlo.entry)
+    return Module(entry, tuple(known.values()), hlo.is_scheduled)
+
+
+def _operation(
+    i: Instruction,
+    operands: tuple[Operation, ...],
+    schedule: Callable[[Computation], Schedule],
+) -> Operation:
+    """Decides what an instruction is: here, and nowhere else.
+
+    Args:
+      i: the instruction.
+      operands: what its operands are.
+      schedule: gives what a computation is that it runs.
+    """
+    work = work_of(i)
+    known = (i.name, i.op_name, operands, work)
+    if i.opcode == "while":
+        runs = (schedule(i.called_as("condition")), schedule(i.called_as("body")))
+        return Loop(*known, runs, trip_count(i))
+    if i.opcode == "conditional":
+        return Conditional(*known, tuple(map(schedule, i.called)))
+    if i.opcode == "call":
+        return Call(*known, (schedule(i.called[0]),))
+    pair = re.sub("-(start|update|done)$", "", i.opcode)
+    # A collective that runs beside matmuls is three kinds of fusion on TPU: its start and its done,
+    # which have a mark in them, and between them matmuls, which have the collective in them.
+    marks = {inner.target for inner in i.inside}
+    if i.opcode.endswith("-done") or "AsyncCollectiveDone" in marks:
+        return Done(*known, pair)
+    if i.opcode == "async-update":
+        return Free(*known)  # no more than another name of what its operand has started
+    if i.opcode == "call-start" and not i.operands:
+        return Free(*known)  # of another core; what it works on comes with the update
+    inner = collective_in(i.operands[0] if i.opcode == "call-update" else i)
+    is_start = i.opcode.endswith(("-start", "call-update")) or "AsyncCollectiveStart" in marks
+    is_fused = i.opcode == "fusion" and not is_start
+    if inner is not None and not (is_fused and work.is_matmul):
+        is_synchronous = i.is_synchronous or not is_start
+        return Collective(*known, message_of(i, inner), pair, is_start, is_synchronous, is_fused)
+    if i.opcode in ("copy-start", "slice-start", "async-start"):
+        # Destination, source and a context; of a slice the source is the larger one.
+        size = min((array.bytes for array in i.arrays if array.shape), default=0)
+        return Copy(*known, size, pair)
+    if i.opcode == "call-update":
+        return Copy(*known, i.bytes, pair)  # its type is of operands and results
+    return Free(*known) if is_free(i) else Compute(*known)
