@@ -75,18 +75,22 @@ class HeadLayout:
         heads = jnp.minimum(self.query_heads_of(shard)[:: self._run], self.heads - 1)
         return heads // (self.heads // self.kv_heads)
 
+    @public
     def pad_query(self, w: Array, axis: Integer = -1) -> Array:
         """Pads `heads * e` columns of an unsharded query weight, or bias, to `padded_heads * e`."""
         return self._pad(w, axis)
 
+    @public
     def pad_output(self, w: Array, axis: Integer = 0) -> Array:
         """Pads `heads * e` rows of an unsharded output weight to `padded_heads * e`."""
         return self._pad(w, axis)
 
+    @public
     def unpad_query(self, w: Array, axis: Integer = -1) -> Array:
         """Returns what `pad_query` was given."""
         return self._unpad(w, axis)
 
+    @public
     def unpad_output(self, w: Array, axis: Integer = 0) -> Array:
         """Returns what `pad_output` was given."""
         return self._unpad(w, axis)
