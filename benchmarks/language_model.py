@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxpar.bench._errors import UsageError
-from jaxpar.bench._start import start_jax
+from jaxpar.cli._console import UsageError
+from jaxpar.cli._processes import start_jax
 from lm.arguments import parse
 
 

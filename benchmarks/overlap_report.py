@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
-from jaxpar.bench._ops import OPS
+from jaxpar.cli._ops import OPS
 from overlap_worker import GPUS, MODES, Case
 from peers import PEERS
 from readme_tables import Table, print_table

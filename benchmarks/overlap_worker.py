@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 import peers
-from jaxpar.bench._ops import OPS, Op
+from jaxpar.cli._ops import OPS, Op
 from jaxpar.schedule import Target, compile_for, matmul_floor, timeline
 from jaxpar.schedule import target as describe
 

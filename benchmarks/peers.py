@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.bench._ops import OPS, Ring, Shape
+from jaxpar.cli._ops import OPS, Ring, Shape
 
 Local = Callable[[Array, Array, Ring], Array]
 
@@ -40,7 +40,7 @@ def build(peer: str, op: str, mesh: Mesh, ring: Ring, *, grad: bool) -> Callable
 
     Args:
       peer: one of `PEERS`, not the plain jit.
-      op: a name in `jaxpar.bench`'s `OPS` that has a form here.
+      op: a name in `OPS` that has a form here.
       mesh: the devices.
       ring: the axes of the mesh that form the ring.
       grad: forward and backward: of lhs, rhs and a cotangent, gives the result and both gradients.

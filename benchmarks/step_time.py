@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.bench._start import start_jax
+from jaxpar.cli._processes import start_jax
 from lm.config import Model, Training
 from lm.data import standard_library, training_batch
 from lm.parallel import build_mesh, place_batch

@@ -11,7 +11,7 @@ import overlap_report as report
 import overlap_worker as worker
 import peers
 from jaxpar import make_mesh
-from jaxpar.bench._ops import OPS
+from jaxpar.cli._ops import OPS
 
 SHAPE = (32, 48, 16)
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from lm.config import DTYPES, Model, Training
 from lm.data import VOCABULARY
 from lm.parallel import AXES, mesh_axes

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from lm.extras import require
 from lm.history import History
 from lm.train import State, Trainer

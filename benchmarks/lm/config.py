@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 
 DTYPES = ("float32", "bfloat16", "float64")
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from lm.extras import require
 from lm.run import Result
 from lm.train import Trainer

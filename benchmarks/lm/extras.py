@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 
 
 def require(module: str) -> Any:

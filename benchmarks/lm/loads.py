@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from lm.extras import require
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import make_mesh
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from jaxpar.layers import zigzag_order
 from lm.data import PADDING, Batch
 

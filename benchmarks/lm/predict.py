@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from lm.config import Model, Training
 
 _ENVIRONMENT = {

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from jaxpar.layers import head_layout
 from lm.config import Model
 from lm.parallel import Sizes

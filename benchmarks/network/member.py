@@ -21,8 +21,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpar import make_mesh
-from jaxpar.bench._ops import OPS, Shape
-from jaxpar.bench._problem import place, tolerance
+from jaxpar.cli._bench_times import place, tolerance
+from jaxpar.cli._ops import OPS, Shape
 from jaxpar.collectives import _fold, _order
 from jaxpar.collectives._plan import Plan
 

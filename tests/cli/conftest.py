@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.predict._results import Facts, Prediction, Report, Request
+from jaxpar.cli._predict_results import Facts, Prediction, Report, Request
 from jaxpar.schedule import Event, Floor, Memory, Timeline
 
 MS = 1e-3

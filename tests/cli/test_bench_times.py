@@ -8,9 +8,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.bench._measure import measure, quartiles, time_interleaved
-from jaxpar.bench._ops import MODES, OPS
-from jaxpar.bench._problem import error, make_problem, place, tolerance
+from jaxpar.cli._bench_times import (
+    error,
+    make_problem,
+    measure,
+    place,
+    quartiles,
+    time_interleaved,
+    tolerance,
+)
+from jaxpar.cli._ops import MODES, OPS
 
 M, K, N = 16, 32, 64
 

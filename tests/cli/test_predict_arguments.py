@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from jaxpar.__main__ import main
-from jaxpar.predict import _cli
-from jaxpar.predict._results import Report
+from jaxpar.cli import _predict
+from jaxpar.cli._predict_results import Report
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def requests(monkeypatch):
         served.extend(requests)
         return [Report(request.target) for request in requests]
 
-    monkeypatch.setattr(_cli, "run_all", run_all)
+    monkeypatch.setattr(_predict, "run_all", run_all)
     return served
 
 

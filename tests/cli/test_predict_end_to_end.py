@@ -7,10 +7,9 @@ import sys
 import pytest
 
 from jaxpar.__main__ import main
-from jaxpar.predict import _cli
-from jaxpar.predict._processes import _absorb
-from jaxpar.predict._results import Report
-from jaxpar.predict._worker import serve
+from jaxpar.cli import _predict
+from jaxpar.cli._predict_results import Report
+from jaxpar.cli._predict_worker import serve
 
 SMALL = ("predict", "--ops", "gather-lhs-rows", "--shapes", "1024x1024x4096")
 MODEL = """
@@ -61,7 +60,8 @@ def run_all_here(requests, jobs, tick):
     reports = []
     for request in requests:
         reports.append(Report(request.target))
-        serve(request, lambda kind, record: _absorb(reports[-1], kind, record, tick))
+        for record in serve(request):
+            reports[-1].take(record, tick)
     return reports
 
 
@@ -138,7 +138,7 @@ def test_a_process_that_dies_takes_only_its_target_with_it(model, capsys):
     ],
 )
 def test_what_only_a_target_can_refuse(args, status, text, model, monkeypatch, capsys):
-    monkeypatch.setattr(_cli, "run_all", run_all_here)
+    monkeypatch.setattr(_predict, "run_all", run_all_here)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "model", raising=False)
     assert main(["predict", "--targets", "v5e:2x2", *args.split()]) == status

@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxpar.predict._picture import write_picture
-from jaxpar.predict._record import write_json
-from jaxpar.predict._results import (
+from jaxpar.cli._predict_picture import write_picture
+from jaxpar.cli._predict_results import (
     Failure,
     Report,
     facts_from,
     prediction_from,
-    prediction_record,
     request_from,
+    write_json,
 )
-from jaxpar.predict._rows import rows_of, shares, without_overlap
-from jaxpar.predict._table import print_notes, print_report
-from jaxpar.predict._trace import write_trace
+from jaxpar.cli._predict_table import print_notes, print_report
+from jaxpar.cli._predict_trace import rows_of, shares, without_overlap, write_trace
 
 
 def printed(report, request):
@@ -67,7 +65,7 @@ def test_table_warns(report, request_made, change, text):
 
 def test_results_survive_json(report, request_made):
     for prediction in report.predictions:
-        sent = json.loads(json.dumps(prediction_record(prediction)))
+        sent = json.loads(json.dumps(asdict(prediction)))
         assert prediction_from(sent) == prediction
     assert facts_from(json.loads(json.dumps(asdict(report.facts)))) == report.facts
     assert request_from(json.loads(json.dumps(asdict(request_made)))) == request_made

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.bench._errors import UsageError
-from jaxpar.bench._ops import OPS
-from jaxpar.predict import _programs
-from jaxpar.predict._operands import operand
-from jaxpar.predict._results import Request
+from jaxpar.cli import _predict_programs as programs
+from jaxpar.cli._console import UsageError
+from jaxpar.cli._ops import OPS
+from jaxpar.cli._predict_programs import operand
+from jaxpar.cli._predict_results import Request
 from jaxpar.schedule import Floor, Target
 
 REQUEST = Request(
@@ -97,9 +97,9 @@ def test_floor_of_an_operation(name, wire, width, target, monkeypatch):
         asked.update(subscripts=subscripts, lhs=lhs, rhs=rhs, sent=sent, dtype=dtype, grad=grad)
         return Floor(1.0, 2.0)
 
-    monkeypatch.setattr(_programs, "matmul_floor", matmul_floor)
+    monkeypatch.setattr(programs, "matmul_floor", matmul_floor)
     request = replaced(wire_dtype=wire)
-    assert _programs.op_floor(target, OPS[name], (16, 32, 64), ("tp",), request).total == 2
+    assert programs.op_floor(target, OPS[name], (16, 32, 64), ("tp",), request).total == 2
     (rows, depth, cols), moved = FLOORS[name]
     assert asked == {
         "subscripts": "mk,kn->mn",
@@ -114,12 +114,12 @@ def test_floor_of_an_operation(name, wire, width, target, monkeypatch):
 def test_operations_that_do_not_fit_are_refused(target):
     request = replaced(ops=("scatter-rows",), shapes=("6x32x64",))
     with pytest.raises(UsageError, match="scatter-rows shards M = 6 of 6x32x64 over the ring tp"):
-        _programs.programs(request, target, ("tp",))
+        programs.programs(request, target, ("tp",))
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_operations_compute_what_the_bench_computes(grad, target):
-    found = _programs.programs(replaced(dtype="float32", grad=grad), target, ("tp",))
+    found = programs.programs(replaced(dtype="float32", grad=grad), target, ("tp",))
     assert [(p.case, p.mode) for p in found] == [
         ("gather-lhs-rows 16x32x64", "naive"),
         ("gather-lhs-rows 16x32x64", "unidirectional"),
@@ -133,7 +133,7 @@ def test_operations_compute_what_the_bench_computes(grad, target):
         ]
         got = jax.jit(program.function)(*values)
         lhs, rhs = values[:2]
-        wanted = (lhs @ rhs, (values[2] @ rhs.T, lhs.T @ values[2])) if grad else lhs @ rhs
+        wanted = (lhs @ rhs, values[2] @ rhs.T, lhs.T @ values[2]) if grad else lhs @ rhs
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, wanted)
 
 
@@ -147,7 +147,7 @@ def test_gradients_of_a_function_are_those_of_all_floats(target, monkeypatch, tm
     monkeypatch.setattr(sys, "path", [*sys.path])
     args = ("f32[8]@tp", "s32[8]")
     request = replaced(function="a_model:loss", args=args, grad=True)
-    [program] = _programs.programs(request, target, ())
+    [program] = programs.programs(request, target, ())
     params, labels = jnp.arange(8.0), jnp.arange(8)
     (value, _), (gradient,) = program.function(params, labels, [jnp.float32(2.0)])
     np.testing.assert_allclose(value, np.sum(np.arange(8.0) ** 3))

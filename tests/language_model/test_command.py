@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from lm import curves, loads
 from lm.arguments import parse
 from lm.config import Model, Training

@@ -6,7 +6,7 @@ import pytest
 from cases import ONE_DEVICE, check_float32, check_float64, draw_weights, model
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from lm.data import PADDING
 from lm.parallel import AXES, build_mesh, mesh_axes, pad_batch, padded_sizes
 from lm.weights import count, initialise, pad, unpad, weights

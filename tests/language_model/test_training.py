@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import draw_batch, draw_weights, model, pad, place, reference_curve
 
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 from lm.checkpoint import Checkpoints, logical_state, padded_state
 from lm.config import Training
 from lm.data import Text

@@ -1,71 +1,55 @@
-"""The arguments of `jaxpar bench`: what they mean, and what is refused before anything runs."""
+"""What the options of the commands have in common: their help, their meaning, their refusals."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxpar.bench._errors import UsageError
-from jaxpar.bench._ops import DEFAULT_OPS, OPS, Op, Shape
-from jaxpar.bench._report import require_extra
+from jax.sharding import Mesh
+
+from jaxpar.cli._console import UsageError, require_extra
+from jaxpar.cli._ops import DEFAULT_OPS, OPS, Op, Ring, Shape
 
 DTYPES = ("float32", "bfloat16", "float16")
-DEFAULT_SHAPES = "1024x4096x256,2048x2048x2048"
 
-DESCRIPTION = """\
-Times the overlapped matmuls on the devices present: the naive form (XLA's own collective beside one
-matmul) against the ring that sends one way and the ring that sends both ways.
-
-Each result is first checked against a float64 reference; a case with a wrong result is not timed
-and ends the command with status 1. The modes then take turns, round by round, forward and
-forward+backward, the gradients being those of both operands.
-"""
-EPILOG = """\
-reading the table:
-  ms         median time of a call, in milliseconds, of process 0
-  ratio      median over the rounds of the time divided by that of naive in the same round
-  quartiles  25% and 75% of those ratios
-  temp MiB   temporary memory a device needs (memory_analysis of the compiled program)
-  sent MiB   what a device sends in one call; XLA's collectives as rings of least traffic
-Along mesh axes outside the ring everything is replicated: each ring does the same work.
-
-examples:
-  python -m jaxpar bench
-  python -m jaxpar bench --ops scatter-rows,all-reduce --shapes 4096x4096x4096 --dtype bfloat16
-  python -m jaxpar bench --mesh dp=2,tp=4 --json bench.json --plot bench.png
-two processes, of four CPU devices each where there are no others:
-  python -m jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 0 &
-  python -m jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 1
-"""
+Add = Callable[..., Any]  # `add_argument` of a parser, or of a group of its arguments
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `bench` to its parser."""
-    add = parser.add_argument
-    add(
-        "--ops",
-        default=",".join(DEFAULT_OPS),
-        help=f"operations, or 'all': {', '.join(OPS)} (default: %(default)s)",
+def add_command(commands: Any, name: str, help: str, description: str, epilog: str) -> Any:
+    """Adds a subcommand, whose description and epilog are shown as they are."""
+    return commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add(
-        "--shapes",
-        default=DEFAULT_SHAPES,
-        help="global sizes MxKxN of lhs[M, K] @ rhs[K, N] (default: %(default)s)",
-    )
+
+
+def add_operations(add: Add, shapes: str) -> None:
+    """Adds which matmuls, and of what sizes; both are None where the default is to be taken."""
+    default = ",".join(DEFAULT_OPS)
+    add("--ops", help=f"operations, or 'all': {', '.join(OPS)} (default: {default})")
+    add("--shapes", help=f"global sizes MxKxN of lhs[M, K] @ rhs[K, N] (default: {shapes})")
+
+
+def add_dtype(add: Add, default: str) -> None:
+    """Adds the dtype of the operands; None where the default is to be taken."""
+    add("--dtype", help=f"{', '.join(DTYPES)} (default: {default})")
+
+
+def add_mesh(add: Add) -> None:
+    """Adds the mesh, and which of its axes are the ring."""
     add(
         "--mesh",
         default="tp=-1",
         help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
     )
     add("--axis", help="axis of the ring, or several as in dp,tp (default: the mesh's last axis)")
-    add("--dtype", default="float32", help=f"{', '.join(DTYPES)} (default: %(default)s)")
-    add(
-        "--repeats",
-        type=int,
-        default=20,
-        help="rounds of forward; forward+backward gets a third (default: %(default)s)",
-    )
-    add("--json", metavar="FILE", help="write everything that was measured, all times included")
-    add("--plot", metavar="FILE.png", help="draw the ratios")
+
+
+def add_processes(add: Add) -> None:
+    """Adds what several processes of one run must know of each other."""
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
     add("--process-id", type=int, metavar="I", help="0 to N-1; only process 0 reports")
     add("--num-processes", type=int, metavar="N", help="processes in all")
@@ -73,16 +57,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_ops(text: str) -> list[Op]:
     """Returns the operations named in a list with commas."""
-    names = list(OPS) if text == "all" else text.split(",")
+    if text == "all":
+        return list(OPS.values())
+    return [OPS[name] for name in parse_names("--ops", text, OPS, more="; or write all")]
+
+
+def parse_names(option: str, text: str, known: Collection[str], more: str = "") -> list[str]:
+    """Returns the names in a list with commas, each once; `more` ends the error's text."""
+    names = list(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in OPS:
-            raise UsageError(f"--ops {name!r} is not among {', '.join(OPS)}; or write all")
-    return [OPS[name] for name in dict.fromkeys(names)]
+        if name not in known:
+            raise UsageError(f"{option} {name!r} is not among {', '.join(known)}{more}")
+    return names
+
+
+def parse_dtype(name: str) -> str:
+    """Returns the name of a dtype that operands can have."""
+    if name not in DTYPES:
+        raise UsageError(f"--dtype {name!r} is not among {', '.join(DTYPES)}")
+    return name
 
 
 def parse_shapes(text: str) -> list[Shape]:
     """Returns M, K, N of each shape in a list with commas."""
     return [_parse_shape(shape) for shape in text.split(",")]
+
+
+def _parse_shape(text: str) -> Shape:
+    sizes = text.lower().split("x")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise UsageError(
+            f"--shapes {text!r} is not MxKxN, three positive integers such as 1024x4096x256"
+        )
+    return int(sizes[0]), int(sizes[1]), int(sizes[2])
+
+
+def parse_ring(axis: str | None, mesh: Mesh) -> Ring:
+    """Returns the axes of the ring, the mesh's last one where none is named."""
+    ring = tuple(axis.split(",")) if axis else (mesh.axis_names[-1],)
+    if len(set(ring)) != len(ring) or not set(ring) <= set(mesh.axis_names):
+        raise UsageError(
+            f"--axis {axis} must name distinct axes of the mesh, which has "
+            f"{', '.join(mesh.axis_names)}"
+        )
+    return ring
+
+
+def mesh_error(mesh: str, reason: Exception, left: str = "what the other axes leave") -> str:
+    """Says why `make_mesh` refuses the text of `--mesh`, and what a size of -1 takes."""
+    # What follows the semicolon is a remedy for who calls make_mesh, which is not who reads it.
+    said = str(reason).removeprefix("make_mesh: ").partition("; ")[0]
+    return f"--mesh {mesh}: {said}; a size of -1 takes {left}"
 
 
 def parse_processes(args: argparse.Namespace) -> tuple[int, int]:
@@ -107,21 +132,10 @@ def parse_processes(args: argparse.Namespace) -> tuple[int, int]:
     return args.process_id, args.num_processes
 
 
-def require_valid(args: argparse.Namespace) -> None:
-    """Raises `UsageError` for what needs no devices to be refused."""
-    if args.dtype not in DTYPES:
-        raise UsageError(f"--dtype {args.dtype!r} is not among {', '.join(DTYPES)}")
-    if args.repeats < 1:
-        raise UsageError(f"--repeats {args.repeats} is not positive")
-
-
-def require_reportable(args: argparse.Namespace, files: Sequence[str] = ("json", "plot")) -> None:
+def require_reportable(args: argparse.Namespace, files: Sequence[str]) -> None:
     """Raises `UsageError` where a report could not be written once everything is done."""
     require_extra("rich.console")
-    for option in files:
-        path = getattr(args, option)
-        if path and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"--{option} {path}: its directory does not exist")
+    require_folders(args, files)
     if args.plot:
         figures = require_extra("matplotlib.backend_bases").FigureCanvasBase
         kinds = figures.get_supported_filetypes()
@@ -129,10 +143,9 @@ def require_reportable(args: argparse.Namespace, files: Sequence[str] = ("json",
             raise UsageError(f"--plot {args.plot} does not end in one of .{', .'.join(kinds)}")
 
 
-def _parse_shape(text: str) -> Shape:
-    sizes = text.lower().split("x")
-    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise UsageError(
-            f"--shapes {text!r} is not MxKxN, three positive integers such as 1024x4096x256"
-        )
-    return int(sizes[0]), int(sizes[1]), int(sizes[2])
+def require_folders(args: argparse.Namespace, files: Sequence[str]) -> None:
+    """Raises `UsageError` where the folder of a file to be written does not exist."""
+    for option in files:
+        path = getattr(args, option.replace("-", "_"))
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"--{option} {path}: its directory does not exist")

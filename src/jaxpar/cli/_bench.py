@@ -1,67 +1,100 @@
-"""`jaxpar bench`: the run, from the arguments to the report."""
+"""`jaxpar bench`: the overlapped matmuls timed against the naive ones, in one run."""
 
 import argparse
-import os
-import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 import jaxpar
-from jaxpar.bench._arguments import (
-    DESCRIPTION,
-    EPILOG,
-    add_arguments,
+from jaxpar.cli._arguments import (
+    add_command,
+    add_dtype,
+    add_mesh,
+    add_operations,
+    add_processes,
+    mesh_error,
+    parse_dtype,
     parse_ops,
     parse_processes,
+    parse_ring,
     parse_shapes,
     require_reportable,
-    require_valid,
 )
-from jaxpar.bench._errors import UsageError
-from jaxpar.bench._measure import PHASES, Refusal, Row, measure
-from jaxpar.bench._ops import Op, Ring, Shape
-from jaxpar.bench._plot import write_plot
-from jaxpar.bench._problem import make_problem
-from jaxpar.bench._report import Run, print_header, print_table, require_extra, write_json
-from jaxpar.bench._start import start_jax
+from jaxpar.cli._bench_report import Run, print_header, print_table, write_json, write_plot
+from jaxpar.cli._bench_times import PHASES, Refusal, Row, make_problem, measure
+from jaxpar.cli._console import UsageError, open_console, print_error, progress, status_of
+from jaxpar.cli._ops import DEFAULT_OPS, Op, Ring, Shape
+from jaxpar.cli._processes import start_jax
+
+DEFAULT_SHAPES = "1024x4096x256,2048x2048x2048"
+
+DESCRIPTION = """\
+Times the overlapped matmuls on the devices present: the naive form (XLA's own collective beside one
+matmul) against the ring that sends one way and the ring that sends both ways.
+
+Each result is first checked against a float64 reference; a case with a wrong result is not timed
+and ends the command with status 1. The modes then take turns, round by round, forward and
+forward+backward, the gradients being those of both operands.
+"""
+EPILOG = """\
+reading the table:
+  ms         median time of a call, in milliseconds, of process 0
+  ratio      median over the rounds of the time divided by that of naive in the same round
+  quartiles  25% and 75% of those ratios
+  temp MiB   temporary memory a device needs (memory_analysis of the compiled program)
+  sent MiB   what a device sends in one call; XLA's collectives as rings of least traffic
+Along mesh axes outside the ring everything is replicated: each ring does the same work.
+
+examples:
+  python -m jaxpar bench
+  python -m jaxpar bench --ops scatter-rows,all-reduce --shapes 4096x4096x4096 --dtype bfloat16
+  python -m jaxpar bench --mesh dp=2,tp=4 --json bench.json --plot bench.png
+two processes, of four CPU devices each where there are no others:
+  python -m jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 0 &
+  python -m jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 1
+"""
 
 
 def add_parser(commands: Any) -> None:
     """Adds `bench` to the subcommands of `python -m jaxpar`."""
-    parser = commands.add_parser(
-        "bench",
-        help="time the overlapped matmuls against the naive ones",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    what = "time the overlapped matmuls against the naive ones"
+    parser = add_command(commands, "bench", what, DESCRIPTION, EPILOG)
+    add = parser.add_argument
+    add_operations(add, DEFAULT_SHAPES)
+    add_mesh(add)
+    add_dtype(add, "float32")
+    add(
+        "--repeats",
+        type=int,
+        default=20,
+        help="rounds of forward; forward+backward gets a third (default: %(default)s)",
     )
-    add_arguments(parser)
-    parser.set_defaults(run=run)
+    add("--json", metavar="FILE", help="write everything that was measured, all times included")
+    add("--plot", metavar="FILE.png", help="draw the ratios")
+    add_processes(add)
+    parser.set_defaults(run=run, ops=",".join(DEFAULT_OPS), shapes=DEFAULT_SHAPES, dtype="float32")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; returns the exit status."""
-    try:
-        return _run(args)
-    except UsageError as reason:
-        print(f"jaxpar bench: error: {reason}", file=sys.stderr)
-        return 2
+    return status_of("jaxpar bench", partial(_run, args))
 
 
 def _run(args: argparse.Namespace) -> int:
     # All that can be refused is refused before the minutes of measuring.
     ops, shapes = parse_ops(args.ops), parse_shapes(args.shapes)
-    require_valid(args)
+    dtype = parse_dtype(args.dtype)
+    if args.repeats < 1:
+        raise UsageError(f"--repeats {args.repeats} is not positive")
     process_id, num_processes = parse_processes(args)
     reports = process_id == 0
     if reports:
-        require_reportable(args)
+        require_reportable(args, ("json", "plot"))
     with start_jax(args.coordinator, process_id, num_processes):
-        mesh, ring = _make_mesh(args.mesh, args.axis)
+        mesh = _make_mesh(args.mesh)
+        ring = parse_ring(args.axis, mesh)
         for op in ops:
             for shape in shapes:
                 op.require_fit(shape, mesh, ring)
@@ -73,10 +106,10 @@ def _run(args: argparse.Namespace) -> int:
             processes=num_processes,
             mesh=dict(mesh.shape),
             ring=list(ring),
-            dtype=args.dtype,
+            dtype=dtype,
             repeats=dict(zip(PHASES, (args.repeats, (args.repeats + 2) // 3), strict=True)),
         )
-        console = _console() if reports else None
+        console = open_console() if reports else None
         if console:
             print_header(facts, console)
         rows, refusals = _measure_all(ops, shapes, mesh, ring, facts, reports)
@@ -87,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
     if reports and args.plot and rows:
         write_plot(args.plot, facts, rows)
     for refusal in refusals if reports else ():
-        print(f"jaxpar bench: error: {refusal}", file=sys.stderr)
+        print_error("jaxpar bench", refusal)
     return 1 if refusals else 0
 
 
@@ -97,7 +130,8 @@ def _measure_all(
     rows: list[Row] = []
     refusals: list[Refusal] = []
     rounds = sum(facts.repeats.values()) + len(PHASES)
-    with _progress(len(ops) * len(shapes) * rounds, reports) as advance:
+    total = len(ops) * len(shapes) * rounds
+    with progress("compiling and checking", total, shown=reports, still=True) as advance:
         for shape in shapes:
             problem = make_problem(shape, facts.dtype)
             for op in ops:
@@ -112,45 +146,9 @@ def _measure_all(
     return rows, refusals
 
 
-def _console(stderr: bool = False) -> Any:
-    console = require_extra("rich.console").Console(stderr=stderr)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 100  # a pipe has none of its own
-    return console
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Generator[Callable[[str], None], None, None]:
-    if not shown:
-        yield lambda label: None
-        return
-    console = _console(stderr=True)
-    progress = require_extra("rich.progress").Progress(
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        auto_refresh=False,  # its thread would draw while the clock runs
-    )
-    with progress:
-        task = progress.add_task("compiling and checking", total=total)
-        progress.refresh()
-        yield lambda label: progress.update(task, advance=1, description=label, refresh=True)
-
-
-def _make_mesh(axes: str, axis: str | None) -> tuple[Mesh, Ring]:
+def _make_mesh(axes: str) -> Mesh:
     try:
-        mesh = jaxpar.make_mesh(axes)
+        return jaxpar.make_mesh(axes)
     except ValueError as reason:
-        # What follows the semicolon is a remedy for who calls make_mesh, which is not who reads it.
-        text = str(reason).removeprefix("make_mesh: ").partition("; ")[0]
-        raise UsageError(
-            f"--mesh {axes}: {text}; a size of -1 takes the {jax.device_count()} devices that the "
-            "other axes leave"
-        ) from None
-    ring = tuple(axis.split(",")) if axis else (mesh.axis_names[-1],)
-    if len(set(ring)) != len(ring) or not set(ring) <= set(mesh.axis_names):
-        raise UsageError(
-            f"--axis {axis} must name distinct axes of the mesh, which has "
-            f"{', '.join(mesh.axis_names)}"
-        )
-    return mesh, ring
+        left = f"the {jax.device_count()} devices that the other axes leave"
+        raise UsageError(mesh_error(axes, reason, left)) from None

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpar
-from jaxpar.bench._errors import UsageError
+from jaxpar.cli._console import UsageError
 
 MODES = ("naive", "unidirectional", "bidirectional")
 
@@ -98,6 +98,16 @@ OPS = {
     )
 }
 DEFAULT_OPS = ("gather-lhs-rows", "gather-rhs-k", "scatter-rows")
+
+
+def with_gradients(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """The function of lhs, rhs and a cotangent that gives the result and both gradients."""
+
+    def forward_and_backward(lhs: Any, rhs: Any, cotangent: Any) -> Any:
+        out, pull_back = jax.vjp(function, lhs, rhs)
+        return (out, *pull_back(cotangent))  # with out, which a model would use
+
+    return forward_and_backward
 
 
 def ring_size(mesh: Mesh, ring: Sequence[str]) -> int:

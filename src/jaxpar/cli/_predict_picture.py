@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.bench._report import require_extra
-from jaxpar.predict._results import GPU_NOTE, NOTE, Prediction, Report, Request
-from jaxpar.predict._rows import rows_of, shares, without_overlap
-from jaxpar.predict._table import header
+from jaxpar.cli._console import require_extra
+from jaxpar.cli._predict_results import GPU_NOTE, NOTE, Prediction, Report, Request, header
+from jaxpar.cli._predict_trace import rows_of, shares, without_overlap
 from jaxpar.schedule import Event
 
 # Of the Okabe-Ito palette, which colour-blind readers tell apart.

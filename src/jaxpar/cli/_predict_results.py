@@ -1,9 +1,13 @@
-"""What a prediction consists of, and its way through JSON from the process that made it."""
+"""What a prediction consists of, in words, and its way through JSON."""
 
-from collections.abc import Mapping
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import jaxpar
 from jaxpar.schedule import Event, Floor, Memory, Timeline
 
 NOTE = (
@@ -14,6 +18,8 @@ GPU_NOTE = (
     "~ GPU times are rooflines: its compiler gives no times without a device. The order of "
     "transfers and matmuls is the compiler's own."
 )
+
+Tick = Callable[[str], None]  # called with the label of what was compiled
 
 
 @dataclass(frozen=True)
@@ -105,20 +111,106 @@ class Report:
     facts: Facts | None = None
     predictions: list[Prediction] = field(default_factory=list[Prediction])
     failures: list[Failure] = field(default_factory=list[Failure])
+    begun: str = ""  # the label of the program that its process compiles
 
     @property
     def approximate(self) -> bool:
         """Whether times are rooflines."""
         return self.facts is not None and self.facts.platform != "tpu"
 
+    def take(self, record: Mapping[str, Any], tick: Tick) -> None:
+        """Takes in what its process says."""
+        [(kind, found)] = record.items()
+        match kind:
+            case "facts":
+                self.facts = facts_from(found)
+            case "begin":
+                self.begun = found
+            case "prediction":
+                self.predictions.append(prediction_from(found))
+                tick(f"{self.target} {self.predictions[-1].label}")
+            case _:
+                self.failures.append(Failure(**found))
+                tick(f"{self.target} {self.failures[-1].label}")
 
-def prediction_record(prediction: Prediction) -> dict[str, Any]:
-    """A prediction as JSON holds it."""
-    return asdict(prediction)
+
+def header(report: Report, request: Request) -> str:
+    """The line above a target's results: for what they were compiled."""
+    parts = [report.target]
+    if facts := report.facts:
+        mesh = ",".join(f"{name}={size}" for name, size in facts.mesh.items())
+        ring = f", ring {','.join(facts.ring)}" if facts.ring else ""
+        parts += [f"{facts.devices} x {facts.device_kind}", f"mesh {mesh}{ring}"]
+    parts.append(phase(request) if request.function else f"{request.dtype} {phase(request)}")
+    return " | ".join(parts)
+
+
+def compiled_by(report: Report) -> str:
+    """The compiler that a target's results come from."""
+    facts = report.facts
+    found = {} if facts is None else facts.versions
+    return ", ".join(f"{name} {text}" for name, text in found.items())
+
+
+def phase(request: Request) -> str:
+    """Forward, or with the gradients."""
+    return "forward+backward" if request.grad else "forward"
+
+
+def notes(report: Report) -> list[str]:
+    """What a reader must know to judge a target's results."""
+    found: list[str] = []
+    facts = report.facts
+    if facts and facts.links_apart > 1:
+        found.append(
+            f"neighbours on the ring {','.join(facts.ring)} are up to {facts.links_apart} links "
+            "apart on this mesh, so that transfers share links"
+        )
+    if facts and report.predictions:
+        most = max(p.timeline.peak_bytes for p in report.predictions)
+        if most > facts.chip["capacity"]:
+            found.append(
+                f"{most / 2**30:.1f} GiB do not fit the {facts.chip['capacity'] / 2**30:.0f} GiB "
+                "of HBM of a device"
+            )
+    loops = {name for p in report.predictions for name in p.timeline.loops_of_unknown_length}
+    if loops:
+        found.append(f"loops of unknown length count as one trip: {', '.join(sorted(loops))}")
+    return found
+
+
+def write_json(path: str, reports: Sequence[Report], requests: Sequence[Request]) -> None:
+    """Writes one object, with an entry a target."""
+    record = {
+        "jaxpar": jaxpar.__version__,
+        "python": platform.python_version(),
+        "note": NOTE,
+        "targets": [_entry(*pair) for pair in zip(reports, requests, strict=True)],
+    }
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _entry(report: Report, request: Request) -> dict[str, Any]:
+    return {
+        "target": report.target,
+        "request": asdict(request),
+        "facts": None if report.facts is None else asdict(report.facts),
+        "notes": notes(report),
+        "predictions": [
+            {
+                "ratio": prediction.ratio,
+                "exposed_share": prediction.exposed_share,
+                "order": prediction.order,
+                **asdict(prediction),
+            }
+            for prediction in report.predictions
+        ],
+        "failures": [asdict(failure) for failure in report.failures],
+    }
 
 
 def prediction_from(record: Mapping[str, Any]) -> Prediction:
-    """The inverse of `prediction_record`."""
+    """The inverse of `dataclasses.asdict` of a prediction."""
     played = dict(record["timeline"])
     played["events"] = tuple(
         Event(**_with_tuples(event, "covers")) for event in played.pop("events")

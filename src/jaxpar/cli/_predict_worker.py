@@ -1,73 +1,53 @@
-"""The process of one target: reads a request, compiles, and writes results line by line.
+"""The process of one target: reads a request, compiles, and says what it finds as it goes."""
 
-TPU and GPU compilers cannot share a process, and one that dies takes only its own with it.
-"""
-
-import json
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
 import jaxpar
-from jaxpar.bench._errors import UsageError
-from jaxpar.bench._ops import Ring
-from jaxpar.predict._programs import Program, programs
-from jaxpar.predict._results import (
-    Facts,
-    Failure,
-    Prediction,
-    Request,
-    prediction_record,
-    request_from,
-)
+from jaxpar.cli._arguments import mesh_error, parse_ring
+from jaxpar.cli._console import UsageError
+from jaxpar.cli._ops import Ring
+from jaxpar.cli._predict_programs import Program, programs
+from jaxpar.cli._predict_results import Facts, Failure, Prediction, Request, request_from
+from jaxpar.cli._processes import answer, first_line, one_line, versions
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 
-Emit = Callable[[str, Any], None]
+Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
 _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
 
 
-def main() -> None:
-    """Serves the request on stdin; what a user's function prints goes to stderr."""
-    with os.fdopen(os.dup(1), "w", buffering=1) as lines:
-        os.dup2(2, 1)
-
-        def emit(kind: str, record: Any) -> None:
-            lines.write(json.dumps({kind: record}) + "\n")
-
-        serve(request_from(json.load(sys.stdin)), emit)
-        emit("end", None)
-
-
-def serve(request: Request, emit: Emit) -> None:
-    """Emits `facts`, then a `prediction` or a `failure` for each program."""
+def serve(request: Request) -> Iterator[Record]:
+    """Yields `facts`, then for each program `begin`, and a `prediction` or a `failure`."""
     try:
         target = _target(request)
-        ring = () if request.function else _ring(request, target)
+        ring = () if request.function else parse_ring(request.axis, target.mesh)
         chosen = programs(request, target, ring)
     except UsageError as reason:
-        emit("failure", asdict(Failure("", str(reason), usage=True)))
+        yield _failure("", str(reason), usage=True)
         return
     except Exception as reason:
-        emit("failure", asdict(Failure("", _one_line(reason))))
+        yield _failure("", _where(reason))
         return
-    emit("facts", asdict(_facts(target, ring)))
+    yield {"facts": asdict(_facts(target, ring))}
     texts: dict[tuple[str, str], str] = {}  # the mode that first compiled to a text
     for program in chosen:
         label = f"{program.case} {program.mode}".rstrip()
-        emit("begin", label)
+        yield {"begin": label}
         try:
             prediction = _predict(program, request, target, texts)
         except Exception as reason:
-            emit("failure", asdict(Failure(label, _one_line(reason))))
+            yield _failure(label, _where(reason))
         else:
-            emit("prediction", prediction_record(prediction))
+            yield {"prediction": asdict(prediction)}
+
+
+def _failure(label: str, reason: str, usage: bool = False) -> Record:
+    return {"failure": asdict(Failure(label, reason, usage))}
 
 
 def _predict(
@@ -94,12 +74,10 @@ def _target(request: Request) -> Target:
     except (ImportError, ValueError) as reason:
         text = str(reason)
         if text.startswith("make_mesh: "):
-            # What follows the semicolon is a remedy for who calls make_mesh.
-            text = text.removeprefix("make_mesh: ").partition("; ")[0]
-            text = f"--mesh {request.mesh}: {text}; a size of -1 takes what the other axes leave"
+            text = mesh_error(request.mesh, reason)
         for prefix in ("target: ", f"{request.target!r}: "):
             text = text.removeprefix(prefix)
-        raise UsageError(_first_line(text)) from None
+        raise UsageError(first_line(text)) from None
     if found.chip is None:
         kind = found.mesh.devices.flat[0].device_kind
         raise UsageError(
@@ -107,17 +85,6 @@ def _target(request: Request) -> Target:
             "or h100:8"
         )
     return found
-
-
-def _ring(request: Request, target: Target) -> Ring:
-    mesh = target.mesh
-    ring = tuple(request.axis.split(",")) if request.axis else (mesh.axis_names[-1],)
-    if len(set(ring)) != len(ring) or not set(ring) <= set(mesh.axis_names):
-        raise UsageError(
-            f"--axis {request.axis} must name distinct axes of the mesh, which has "
-            f"{', '.join(mesh.axis_names)}"
-        )
-    return ring
 
 
 def _facts(target: Target, ring: Ring) -> Facts:
@@ -131,29 +98,17 @@ def _facts(target: Target, ring: Ring) -> Facts:
         ring=ring,
         links_apart=int(jaxpar.ring_hops(target.mesh, ring).max()) if ring else 0,
         chip=asdict(target.chip) if target.chip else {},
-        versions={name: found for name in compilers if (found := _version(name))},
+        versions=versions(*compilers),
     )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _one_line(reason: BaseException) -> str:
+def _where(reason: BaseException) -> str:
+    """What went wrong, and in which line of a file of the user's."""
     frames = extract_tb(reason.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).parent == Path.cwd()]
     where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return f"{type(reason).__name__}: {_first_line(str(reason))}{where}"
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[
-        :400
-    ]
+    return f"{one_line(reason)}{where}"
 
 
 if __name__ == "__main__":
-    main()
+    answer(lambda record: serve(request_from(record)))
