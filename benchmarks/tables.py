@@ -1,6 +1,11 @@
-"""Tables of the benchmarks, for the terminal and between markers of README.md."""
+"""Tables of the benchmarks, for the terminal and between markers of a README.md."""
 
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from jaxpar.cli._console import open_console, require_extra
+from jaxpar.cli._processes import versions
 
 
 @dataclass(frozen=True)
@@ -15,22 +20,19 @@ class Table:
         rule = ["---", *["---:"] * (len(self.titles) - 1)]
         return "\n".join(f"| {' | '.join(row)} |" for row in (self.titles, rule, *self.rows))
 
-
-def print_table(table: Table, width: int = 100) -> None:
-    """Prints a table on at least `width` columns, unless it has no rows."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as Printed
-
-    if not table.rows:
-        return
-    printed = Printed(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for number, title in enumerate(table.titles):
-        printed.add_column(title, justify="right" if number else "left")
-    for row in table.rows:
-        printed.add_row(*(cell.replace("**", "") for cell in row))
-    console = Console(markup=False, highlight=False)
-    console.print(printed, width=max(console.width, width))
+    def print(self, width: int = 100) -> None:
+        """Prints it on at least `width` columns, unless it has no rows."""
+        if not self.rows:
+            return
+        rich, text = require_extra("rich.table"), require_extra("rich.text").Text
+        box = require_extra("rich.box").SIMPLE_HEAD
+        printed = rich.Table(box=box, pad_edge=False, padding=(0, 1))
+        for number, title in enumerate(self.titles):
+            printed.add_column(text(title), justify="right" if number else "left")
+        for row in self.rows:
+            printed.add_row(*(text(cell.replace("**", "")) for cell in row))
+        console = open_console()
+        console.print(printed, width=max(console.width, width))
 
 
 def markers(section: str) -> tuple[str, str]:
@@ -50,3 +52,14 @@ def rewrite(text: str, section: str, tables: str) -> str:
     if not begin or not end or first in rest or last in before or last in after:
         raise ValueError(f"the markers {first} and {last} must be there, once each and in order")
     return f"{before}{first}\n\n{tables}\n\n{last}{after}"
+
+
+def update(readme: Path, section: str, tables: str) -> None:
+    """Rewrites a section of a file."""
+    readme.write_text(rewrite(readme.read_text(), section, tables))
+
+
+def made_by(command: str, *packages: str) -> str:
+    """The line above tables: what made them, when, and with which versions."""
+    found = versions("jaxpar", "jax", *packages)
+    return f"`{command}`, {date.today()}: {', '.join(f'{k} {v}' for k, v in found.items())}."

@@ -1,6 +1,6 @@
 """Compile time and program size by ring size: every ring unrolled, and every ring as a loop.
 
-    python benchmarks/compile_time.py [--sizes 4,8,16,32,64] [--json F] [--plot F]
+    python benchmarks/compile_time [--sizes 4,8,16,32,64] [--json F] [--plot F]
 
 Compiles for CPU devices and runs nothing. Seconds are CPU time of the process, over all threads,
 which other load on the machine hardly changes. The figures are the evidence for `UNROLLED_STEPS`.

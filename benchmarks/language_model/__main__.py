@@ -1,39 +1,44 @@
-"""A language model that trains on any mesh: python benchmarks/language_model.py --help."""
+"""A language model that trains on any mesh: python benchmarks/language_model --help."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import jax
 
-from jaxpar.cli._console import UsageError
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
+
+from jaxpar.cli._console import status_of
 from jaxpar.cli._processes import start_jax
-from lm.arguments import parse
+from language_model.arguments import parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    try:
-        args = parse(argv)
-        if args.model.dtype == "float64":
-            jax.config.update("jax_enable_x64", True)
-        with start_jax(args.coordinator, args.process_id, args.num_processes):
-            _run(args)
-    except UsageError as reason:
-        print(f"language_model: error: {reason}", file=sys.stderr)
-        return 2
+    return status_of("language_model", partial(_main, argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    args = parse(argv)
+    if args.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    with start_jax(args.coordinator, args.process_id, args.num_processes):
+        _run(args)
     return 0
 
 
 def _run(args: argparse.Namespace) -> None:
-    from lm import curves, loads
-    from lm.data import standard_library
-    from lm.parallel import build_mesh
-    from lm.predict import predict, summary
-    from lm.progress import say
-    from lm.run import run
-    from lm.train import Trainer
-    from lm.weights import count
+    from language_model import curves, loads
+    from language_model.data import standard_library
+    from language_model.parallel import build_mesh
+    from language_model.predict import predict, summary
+    from language_model.progress import say
+    from language_model.run import run
+    from language_model.train import Trainer
+    from language_model.weights import count
 
     model, training = args.model, args.training
     how = {name: getattr(args, name) for name in ("microbatches", "mode", "dispatch")}

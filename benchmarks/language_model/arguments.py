@@ -2,12 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
+from jaxpar.cli._arguments import add_processes, parse_processes, require_folders
 from jaxpar.cli._console import UsageError
-from lm.config import DTYPES, Model, Training
-from lm.data import VOCABULARY
-from lm.parallel import AXES, mesh_axes
+from language_model.config import DTYPES, Model, Training
+from language_model.data import VOCABULARY
+from language_model.parallel import AXES, mesh_axes
 
 DISPATCHES = ("auto", "ragged", "ring", "all_gather")
 MODES = ("auto", "naive", "unidirectional", "bidirectional")
@@ -27,16 +27,16 @@ mesh axes:
 What does not divide (batch, sequence, heads, hidden, vocabulary, experts) is padded and masked.
 
 examples:
-  python benchmarks/language_model.py --mesh dp=2,fsdp=2,tp=2
-  python benchmarks/language_model.py --mesh fsdp=4,tp=2 --dtype bfloat16 --microbatches 2
-  python benchmarks/language_model.py --mesh dp=2,ep=4 --experts 16 --top-k 2
-  python benchmarks/language_model.py --mesh dp=1 --log one.json
-  python benchmarks/language_model.py --mesh cp=4,tp=2 --compare one.json --plot curves.png
-  python benchmarks/language_model.py --mesh dp=8 --checkpoint DIR --stop 100
-  python benchmarks/language_model.py --mesh tp=8 --checkpoint DIR
-  python benchmarks/language_model.py --mesh fsdp=16,tp=4 --target v5p:4x4x4 --steps 0
+  python benchmarks/language_model --mesh dp=2,fsdp=2,tp=2
+  python benchmarks/language_model --mesh fsdp=4,tp=2 --dtype bfloat16 --microbatches 2
+  python benchmarks/language_model --mesh dp=2,ep=4 --experts 16 --top-k 2
+  python benchmarks/language_model --mesh dp=1 --log one.json
+  python benchmarks/language_model --mesh cp=4,tp=2 --compare one.json --plot curves.png
+  python benchmarks/language_model --mesh dp=8 --checkpoint DIR --stop 100
+  python benchmarks/language_model --mesh tp=8 --checkpoint DIR
+  python benchmarks/language_model --mesh fsdp=16,tp=4 --target v5p:4x4x4 --steps 0
 two processes, of four CPU devices each where there are no others:
-  two="python benchmarks/language_model.py --coordinator localhost:9876 --num-processes 2"
+  two="python benchmarks/language_model --coordinator localhost:9876 --num-processes 2"
   $two --process-id 0 & $two --process-id 1
 """
 
@@ -100,20 +100,10 @@ def _check(args: argparse.Namespace) -> None:
     args.stop = args.steps if args.stop is None else args.stop
     if not 0 <= args.stop <= args.steps:
         raise UsageError(f"--stop must be within --steps {args.steps}, got {args.stop}")
-    several = (args.coordinator, args.process_id, args.num_processes)
-    if any(value is not None for value in several) and None in several:
-        raise UsageError("give --coordinator, --process-id and --num-processes together")
-    if args.coordinator is not None and not 0 <= args.process_id < args.num_processes:
-        raise UsageError(
-            f"--process-id {args.process_id} must be from 0 to {args.num_processes - 1}"
-        )
+    args.process_id, args.num_processes = parse_processes(args)
     if args.coordinator is not None and args.target:
         raise UsageError("--target needs one process; predict with --steps 0 in a run of its own")
-    args.process_id, args.num_processes = args.process_id or 0, args.num_processes or 1
-    for option in ("log", "plot", "plot-loads"):
-        path = getattr(args, option.replace("-", "_"))
-        if path and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"--{option} {path}: there is no folder {Path(path).parent}")
+    require_folders(args, ("log", "plot", "plot-loads"))
     if args.compare and not (args.plot or args.plot_loads):
         raise UsageError("--compare draws curves over each other; give --plot FILE.png as well")
     if args.plot_loads and not args.experts:
@@ -146,9 +136,7 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     add("--microbatches", type=int, default=1, metavar="N", help="gradients summed before a step")
     add("--mode", choices=MODES, default="auto", help="of the matmuls and gathers")
     add("--target", metavar="CHIP:LAYOUT", help="predict the step for it, as in v5p:4x4x4, first")
-    add("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
-    add("--process-id", type=int, metavar="I", help="0 to N-1; only process 0 reports")
-    add("--num-processes", type=int, metavar="N", help="processes in all")
+    add_processes(add)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 
-from jaxpar.cli._console import UsageError
-from lm.extras import require
-from lm.history import History
-from lm.train import State, Trainer
-from lm.weights import pad, unpad
+from jaxpar.cli._console import UsageError, require_extra
+from language_model.progress import History
+from language_model.train import State, Trainer
+from language_model.weights import pad, unpad
 
 
 class Checkpoints:
@@ -25,7 +24,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str, trainer: Trainer, text: str, keep: int = 2) -> None:
-        self._orbax = require("orbax.checkpoint")
+        self._orbax = require_extra("orbax.checkpoint", "train")
         logging.getLogger("absl").setLevel(logging.ERROR)  # it tells of every step it takes
         self._trainer, self._folder = trainer, Path(folder).absolute()
         self._run = {

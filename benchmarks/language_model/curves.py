@@ -9,10 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.cli._console import UsageError
-from lm.extras import require
-from lm.run import Result
-from lm.train import Trainer
+from jaxpar.cli._console import UsageError, require_extra
+from language_model.run import Result
+from language_model.train import Trainer
 
 # The Okabe-Ito palette, which colour-blind readers tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -57,7 +56,9 @@ def read(path: str) -> dict[str, Any]:
 
 def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
     """Draws the curves, and below them how far each is from the first."""
-    figure = require("matplotlib.figure").Figure(figsize=(8, 5.6), layout="constrained", dpi=120)
+    figure = require_extra("matplotlib.figure", "train").Figure(
+        figsize=(8, 5.6), layout="constrained", dpi=120
+    )
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     first = runs[0]["losses"]
     for number, run in enumerate(runs):

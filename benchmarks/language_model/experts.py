@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from jaxpar.moe import Experts, Statistics, moe_layer
-from lm.config import Model, Training
+from language_model.config import Model, Training
 
 
 def mixture(model: Model, w: Any, x: Array, is_token: Array, dispatch: str) -> Any:

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.cli._console import UsageError
-from lm.extras import require
+from jaxpar.cli._console import UsageError, require_extra
 
 
 def check(runs: Sequence[dict[str, Any]]) -> None:
@@ -18,7 +17,7 @@ def check(runs: Sequence[dict[str, Any]]) -> None:
 
 def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
     """Draws a column a run: each expert's share, and below it the largest load over the mean."""
-    figure = require("matplotlib.figure").Figure(
+    figure = require_extra("matplotlib.figure", "train").Figure(
         figsize=(1 + 3.6 * len(runs), 5.2), layout="constrained", dpi=120
     )
     panels = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
@@ -48,7 +47,7 @@ def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
 
 def _shades(count: int) -> list[Any]:
     """Returns colours from dark to light."""
-    shades = require("matplotlib").colormaps["plasma"]
+    shades = require_extra("matplotlib", "train").colormaps["plasma"]
     return [shades(0.85 * i / max(1, count - 1)) for i in range(count)]
 
 

@@ -20,11 +20,11 @@ from jaxpar.layers import (
     vocabulary_parallel_embedding,
 )
 from jaxpar.moe import Statistics
-from lm.config import Model, Training
-from lm.data import IGNORE, PADDING
-from lm.experts import append, mixture, no_statistics, router_loss
-from lm.parallel import AXES, sequence_order
-from lm.weights import Weight
+from language_model.config import Model, Training
+from language_model.data import IGNORE, PADDING
+from language_model.experts import append, mixture, no_statistics, router_loss
+from language_model.parallel import AXES, sequence_order
+from language_model.weights import Weight
 
 LossSum = Callable[[Any, Array, Array], tuple[tuple[Array, Array], Any]]
 
@@ -40,7 +40,7 @@ def loss_sum(
 
     Args:
       model: the sizes.
-      table: of the weights, from `lm.weights.weights`.
+      table: of the weights, from `weights`.
       mode: how the matmuls and gathers run.
       dispatch: how tokens reach their experts.
       training: for the losses of the experts' routers, which are left out without.

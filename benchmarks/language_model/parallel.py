@@ -9,9 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import make_mesh
+from jaxpar.cli._arguments import mesh_error
 from jaxpar.cli._console import UsageError
 from jaxpar.layers import zigzag_order
-from lm.data import PADDING, Batch
+from language_model.data import PADDING, Batch
 
 AXES = ("dp", "fsdp", "ep", "cp", "tp")
 BATCH_AXES, SEQUENCE_AXES = ("dp", "fsdp", "ep"), ("cp", "tp")
@@ -43,8 +44,7 @@ def build_mesh(text: str, devices: list[Any] | None = None) -> Mesh:
     try:
         return make_mesh(axes, devices=devices)
     except ValueError as reason:
-        said = str(reason).removeprefix("make_mesh: ").partition("; ")[0]
-        raise UsageError(f"--mesh {text}: {said}; a size of -1 takes what is left") from None
+        raise UsageError(mesh_error(text, reason)) from None
 
 
 def padded_sizes(batch: int, sequence: int, microbatches: int, sizes: Sizes) -> tuple[int, int]:

@@ -4,21 +4,14 @@ Run as a program, it compiles what standard input describes and writes what it f
 compiler and the devices of the run then do not share a process.
 """
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from jaxpar.cli._console import UsageError
-from lm.config import Model, Training
-
-_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # devices that are present are left to the run
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # compiling needs no driver and no cuDNN
-}
+from jaxpar.cli._processes import answer, first_line
+from language_model.config import Model, Training
+from workers import records_of
 
 
 def predict(
@@ -44,23 +37,10 @@ def predict(
         "mode": mode,
         "dispatch": dispatch,
     }
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "lm.predict"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
-    )
-    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not found:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        last = said[-1][:300] if said else "it said nothing"
-        raise UsageError(f"--target {target}: its process ended with {done.returncode}: {last}")
-    answer = json.loads(found[-1])
-    if "error" in answer:
-        raise UsageError(f"--target {target}: {answer['error']}")
-    return answer
+    (*_, found), _ = records_of("language_model.predict", request)
+    if "failure" in found:
+        raise UsageError(f"--target {target}: {found['failure']}")
+    return found
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -77,16 +57,12 @@ def summary(found: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    """Serves one request."""
-    request = json.load(sys.stdin)
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what compilers print is no answer
-        try:
-            answer = _compile(request)
-        except (ImportError, ValueError, UsageError) as reason:
-            answer = {"error": str(reason).partition("\n")[0].removeprefix("target: ")}
-        print(json.dumps(answer), file=answers)
+def serve(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields what was found, or why nothing was."""
+    try:
+        yield _compile(request)
+    except (ImportError, ValueError, UsageError) as reason:
+        yield {"failure": first_line(str(reason)).removeprefix("target: ")}
 
 
 def _compile(request: dict[str, Any]) -> dict[str, Any]:
@@ -96,9 +72,9 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
 
     from jaxpar.schedule import compile_for, timeline
     from jaxpar.schedule import target as describe
-    from lm.curves import mesh_text
-    from lm.parallel import LABELS, TOKENS, build_mesh, padded_sizes
-    from lm.train import Trainer
+    from language_model.curves import mesh_text
+    from language_model.parallel import LABELS, TOKENS, build_mesh, padded_sizes
+    from language_model.train import Trainer
 
     devices = list(describe(request["target"], "x=-1").mesh.devices.flat)
     mesh = build_mesh(request["mesh"], devices)
@@ -129,4 +105,4 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    answer(serve)

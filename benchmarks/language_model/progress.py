@@ -1,14 +1,29 @@
-"""What a run tells while it trains: a bar on a terminal, lines elsewhere."""
+"""What a run tells while it trains: a bar on a terminal, lines elsewhere; and its history."""
 
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from lm.extras import require
+from jaxpar.cli._console import require_extra
+from language_model.experts import record
+
+
+@dataclass
+class History:
+    """One entry a step, before its update; it goes on from one process to the next."""
+
+    losses: list[float] = field(default_factory=list)
+    experts: list[dict[str, Any]] = field(default_factory=list)  # none without experts
+
+    def append(self, found: dict[str, Any]) -> None:
+        """Adds what `Trainer.step` found."""
+        self.losses.append(float(found["loss"]))
+        if found["experts"] is not None:
+            self.experts.append(record(jax.device_get(found["experts"])))
 
 
 @dataclass
@@ -52,11 +67,11 @@ class Progress:
 @contextmanager
 def progress(total: int, tokens: int, every: int, done: int) -> Generator[Progress, None, None]:
     """Shows the progress of the steps up to `total`, of which some are done."""
-    console = require("rich.console").Console(stderr=True)
+    console = require_extra("rich.console", "train").Console(stderr=True)
     if not console.is_terminal or jax.process_index():
         yield Progress(total, tokens, every)
         return
-    bar = require("rich.progress")
+    bar = require_extra("rich.progress", "train")
     columns = (
         bar.BarColumn(),
         bar.MofNCompleteColumn(),

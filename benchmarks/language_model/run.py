@@ -3,13 +3,12 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lm.checkpoint import Checkpoints
-from lm.data import Text, training_batch, validation_batches
-from lm.experts import largest_load
-from lm.history import History
-from lm.parallel import place_batch
-from lm.progress import progress, say
-from lm.train import State, Trainer
+from language_model.checkpoint import Checkpoints
+from language_model.data import Text, training_batch, validation_batches
+from language_model.experts import largest_load
+from language_model.parallel import place_batch
+from language_model.progress import History, progress, say
+from language_model.train import State, Trainer
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import layers
-from lm.config import Model, Training
-from lm.extras import require
-from lm.model import loss_sum
-from lm.parallel import AXES, LABELS, TOKENS
-from lm.weights import initialise, shardings, specs, weights
+from jaxpar.cli._console import require_extra
+from language_model.config import Model, Training
+from language_model.model import loss_sum
+from language_model.parallel import AXES, LABELS, TOKENS
+from language_model.weights import initialise, shardings, specs, weights
 
 State = dict[str, Any]  # params, optimizer (its state), and step: int32[]
 
@@ -51,7 +51,7 @@ class Trainer:
         by which optax clips is so that of the whole gradient, on any mesh, and the same one
         everywhere. Inside, it would be that of one device's blocks.
         """
-        optax, run = require("optax"), self.training
+        optax, run = require_extra("optax", "train"), self.training
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=run.learning_rate / (run.warmup + 1),
             peak_value=run.learning_rate,
@@ -112,7 +112,7 @@ class Trainer:
         other: Callable[[Any], Any] = lambda x: x,
     ) -> State:
         """Maps over all that is shaped like the weights: they themselves, and their moments."""
-        optax = require("optax")
+        optax = require_extra("optax", "train")
         return {
             "params": jax.tree.map(function, state["params"], *trees),
             "optimizer": optax.tree.map_params(
@@ -151,7 +151,7 @@ class Trainer:
         """
 
         def step(state: State, tokens: Array, labels: Array) -> tuple[State, dict[str, Any]]:
-            optax = require("optax")
+            optax = require_extra("optax", "train")
             (loss, experts), grads = self.gradient(state["params"], tokens, labels)
             updates, moments = self.optimizer.update(grads, state["optimizer"], state["params"])
             params = optax.apply_updates(state["params"], updates)

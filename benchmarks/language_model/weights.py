@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.cli._console import UsageError
 from jaxpar.layers import head_layout
-from lm.config import Model
-from lm.parallel import Sizes
+from language_model.config import Model
+from language_model.parallel import Sizes
 
 
 @dataclass(frozen=True)

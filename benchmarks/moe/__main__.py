@@ -1,49 +1,40 @@
 """Layers of experts as both compilers schedule them, next to their peers, and on CPU by the clock.
 
-    python benchmarks/moe.py [--cases 0,3] [--forms "jaxpar ring;dense"] [--part compiled|cpu]
+    python benchmarks/moe [--cases 0,3] [--forms "jaxpar ring;dense"] [--part compiled|cpu]
         [--forward] [--jobs 2] [--rounds 5] [--json F]
 
 Compiles one layer of published models, forward and backward, for TPUs and GPUs that need not
-be there, in jaxpar's forms and in those of moe_peers.py (moe_worker.py says more); times the layer
-on 8 CPU devices against matmuls alone (moe_cpu.py); and rewrites the tables of
-benchmarks/README.md. With --cases or --forms, some are shown and nothing is rewritten.
+be there, in jaxpar's forms and in those of peers.py (worker.py says more); times the layer on 8 CPU
+devices against matmuls alone (cpu.py); and rewrites the tables of README.md. With --cases or
+--forms, some are shown and nothing is rewritten.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from readme_tables import Table, print_table, rewrite
-from worker_process import record_of
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
-FOLDER = Path(__file__).parent
+from moe.worker import CASES, FORMS
+from tables import Table, made_by, rewrite, update
+from workers import add_arguments, choose, records_of, require_positive, run_all, write_json
+
+README = Path(__file__).with_name("README.md")
 COMPILED, CPU = "experts compiled", "experts on CPU"
 Found = dict[tuple[str, str, str], dict[str, Any]]  # by case, form and pass
 
 
-def compile_all(
-    cases: Sequence[str], forms: Sequence[str], passes: Sequence[str], jobs: int
-) -> Found:
-    """Has a process of its own compile each form of each case, `jobs` at a time."""
-    tasks = list(product(cases, forms, passes))
-    with ThreadPoolExecutor(jobs) as pool:
-        return dict(zip(tasks, pool.map(compile_one, *zip(*tasks, strict=True)), strict=True))
-
-
-def compile_one(case: str, form: str, which: str) -> dict[str, Any]:
+def compile_one(task: tuple[str, str, str]) -> dict[str, Any]:
     """Returns the record of one form of one case, or why there is none."""
-    record, spent = record_of("moe_worker.py", case, form, which)
-    shown = " | ".join(_cells(record))
-    print(f"  {spent:5.0f} s  {case}, {form}, {which}: {shown}", flush=True)
-    return record
+    records, spent = records_of("moe.worker", task)
+    shown = " | ".join(_cells(records[-1]))
+    print(f"  {spent:5.0f} s  {', '.join(task)}: {shown}", flush=True)
+    return records[-1]
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
@@ -84,17 +75,16 @@ def compiled_tables(found: Found) -> dict[str, Table]:
 
 
 def time_on_cpu(rounds: int) -> list[dict[str, Any]]:
-    """Runs moe_cpu.py, which prints a line a case, and returns its records."""
-    command = [sys.executable, str(FOLDER / "moe_cpu.py"), str(rounds)]
+    """Has a process with 8 CPU devices time the layer; returns a record a case."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    records: list[dict[str, Any]] = []
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as worker:
-        for line in worker.stdout or ():
-            records.append(json.loads(line))
-            print(f"  {cpu_table(records[-1:]).rows[0]}", flush=True)
-    if worker.returncode:
-        raise RuntimeError(f"moe_cpu.py ended with {worker.returncode}")
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+    def tell(record: dict[str, Any]) -> None:
+        print(f"  {cpu_table([record]).rows[0]}", flush=True)
+
+    records, _ = records_of("moe.cpu", rounds, environment, tell)
+    if "failure" in records[-1]:
+        raise RuntimeError(records[-1]["failure"])
     return records
 
 
@@ -114,61 +104,49 @@ def cpu_table(records: Sequence[dict[str, Any]]) -> Table:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the arguments, or exits with what is wrong with them."""
-    from moe_worker import CASES, FORMS
-
     parser = argparse.ArgumentParser(prog="moe", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", help=f"numbers from 0 to {len(CASES) - 1} (default: all)")
-    parser.add_argument("--forms", help=f"some of: {'; '.join(FORMS)} (default: all)")
+    known = {str(number): case for number, case in enumerate(CASES)}
+    add_arguments(parser, list(known))
+    parser.add_argument("--forms", help=f"some of: {';'.join(FORMS)} (default: all)")
     parser.add_argument("--forward", action="store_true", help="compile the forward alone too")
     parser.add_argument("--part", choices=("compiled", "cpu"), help="only one (default: both)")
-    parser.add_argument(
-        "--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="compiling processes"
-    )
     parser.add_argument("--rounds", type=int, default=7, help="of timing on CPU")
-    parser.add_argument("--json", metavar="F", help="write all that was found to this file")
     args = parser.parse_args(argv)
     args.some = args.cases is not None or args.forms is not None
-    numbers = range(len(CASES)) if args.cases is None else args.cases.split(",")
-    names = {str(number): case for number, case in enumerate(CASES)}
-    if wrong := [number for number in map(str, numbers) if number not in names]:
-        parser.error(f"--cases has {wrong[0]!r}; choose from 0 to {len(CASES) - 1}")
-    args.names = [names[str(number)] for number in numbers]
-    args.forms = list(FORMS) if args.forms is None else args.forms.split(";")
-    if wrong := [form for form in args.forms if form not in FORMS]:
-        parser.error(f"--forms has {wrong[0]!r}; choose from {'; '.join(FORMS)}")
-    for name in ("jobs", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    args.names = choose(parser, "--cases", args.cases, known)
+    args.forms = choose(parser, "--forms", args.forms, {form: form for form in FORMS}, ";")
+    require_positive(parser, args, "jobs", "rounds")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     args = parse(argv)
-    readme = FOLDER / "README.md"
+    for section in (COMPILED, CPU):
+        rewrite(README.read_text(), section, "")  # before minutes of work: it has the markers
     everything: dict[str, Any] = {}
     if args.part != "cpu":
-        start = time.perf_counter()
         passes = ("forward", "gradients") if args.forward else ("gradients",)
-        found = compile_all(args.names, args.forms, passes, args.jobs)
-        print(f"{time.perf_counter() - start:.0f} s in all, {args.jobs} processes at a time")
+        tasks = list(product(args.names, args.forms, passes))
+        found: Found = run_all(compile_one, tasks, args.jobs)
         everything["compiled"] = [
             {"case": c, "form": f, "pass": p, **record} for (c, f, p), record in found.items()
         ]
         tables = compiled_tables(found)
         for case, table in tables.items():
             print(case)
-            print_table(table, width=140)
-        text = "\n\n".join(f"{case}:\n\n{table.markdown()}" for case, table in tables.items())
+            table.print(width=140)
         if not args.some:
-            readme.write_text(rewrite(readme.read_text(), COMPILED, text))
+            line = made_by("python benchmarks/moe", "libtpu", "jax-cuda13-pjrt")
+            parts = [f"{case}:\n\n{table.markdown()}" for case, table in tables.items()]
+            update(README, COMPILED, "\n\n".join([line, *parts]))
     if args.part != "compiled" and not args.some:
-        records = time_on_cpu(args.rounds)
-        everything["cpu"] = records
-        print_table(cpu_table(records), width=140)
-        readme.write_text(rewrite(readme.read_text(), CPU, cpu_table(records).markdown()))
-    if args.json:
-        Path(args.json).write_text(json.dumps(everything, indent=1) + "\n")
+        everything["cpu"] = time_on_cpu(args.rounds)
+        table = cpu_table(everything["cpu"])
+        table.print(width=140)
+        line = made_by(f"python benchmarks/moe --part cpu --rounds {args.rounds}")
+        update(README, CPU, f"{line}\n\n{table.markdown()}")
+    write_json(args.json, everything)
     return 0
 
 

@@ -1,6 +1,4 @@
-"""The timing process of benchmarks/moe.py: the layer on 8 CPU devices, a line of JSON a case.
-
-    python benchmarks/moe_cpu.py [ROUNDS]
+"""The timing process: the layer on 8 CPU devices, a record a case.
 
 Forward and gradients, float32, against the matmuls alone: on each device, for each of its experts,
 a gated MLP of that size over an equal share of as many rows as a device has pairs of a token and an
@@ -9,9 +7,8 @@ Dropless: nothing is lost, whatever the routing, with buffers of the worst case;
 the average.
 """
 
-import json
-import sys
 import time
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -21,8 +18,9 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-import moe_peers
+from jaxpar.cli._processes import answer
 from jaxpar.moe import Experts, moe_layer
+from moe import peers
 
 DEVICES, TOKENS, WIDTH, HIDDEN, TOP_K = 8, 1024, 512, 1024, 2  # tokens of a device
 EXPERTS = (8, 64)
@@ -37,8 +35,8 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(rounds: int) -> None:
-    """Writes a record of each case to standard output."""
+def serve(rounds: int) -> Iterator[dict[str, Any]]:
+    """Yields a record of each case."""
     mesh = jaxpar.make_mesh(f"ep={DEVICES}")
     for experts in EXPERTS:
         operands = _operands(mesh, experts)
@@ -52,8 +50,7 @@ def main(rounds: int) -> None:
             name: median(own / alone for own, alone in zip(found, base, strict=False))
             for name, found in seconds.items()
         }
-        record = {"case": f"{experts} experts", "matmuls": median(base), "ratios": ratios}
-        print(json.dumps(record), flush=True)
+        yield {"case": f"{experts} experts", "matmuls": median(base), "ratios": ratios}
 
 
 def _operands(mesh: Any, experts: int) -> tuple[Any, ...]:
@@ -100,9 +97,7 @@ def _layer(options: dict[str, Any]) -> Any:
 
 
 def _capacity_einsum(tokens: Array, router: Array, weights: Any) -> Array:
-    return moe_peers.capacity_einsum(
-        tokens, router, weights, axis_name="ep", top_k=TOP_K, factor=1.25
-    )
+    return peers.capacity_einsum(tokens, router, weights, axis_name="ep", top_k=TOP_K, factor=1.25)
 
 
 def _matmuls(tokens: Array, router: Array, weights: Any) -> Array:
@@ -132,4 +127,4 @@ def _interleaved(timed: dict[str, Any], operands: Any, rounds: int) -> dict[str,
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 7)
+    answer(serve)

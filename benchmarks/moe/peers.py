@@ -1,4 +1,4 @@
-"""Layers of experts as others write them, of plain lax: what benchmarks/moe.py compares with.
+"""Layers of experts as others write them, of plain lax.
 
 Each is a function of local blocks inside `jax.shard_map`: tokens [t, d], the router [d, E], and the
 weights of this device's e experts, up and gate [e, d, f], down [e, f, d]. Experts past the

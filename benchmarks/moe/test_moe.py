@@ -1,6 +1,4 @@
-"""The comparison of layers of experts: all forms compute the same, and its tables are right."""
-
-from pathlib import Path
+"""All forms of a layer of experts compute the same, and the tables are right."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import moe as command
-import moe_worker as worker
-import readme_tables as tables
+import moe.__main__ as command
+import tables
 from jaxpar import make_mesh
-
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+from moe import worker
 
 
 def test_all_forms_compute_the_same():
@@ -96,7 +92,7 @@ def test_the_table_of_times():
 
 @pytest.mark.parametrize("section", [command.COMPILED, command.CPU])
 def test_the_readme_has_the_markers(section):
-    assert tables.rewrite((FOLDER / "README.md").read_text(), section, "new").count("new") >= 1
+    assert tables.rewrite(command.README.read_text(), section, "new").count("new") >= 1
 
 
 @pytest.mark.parametrize("arguments", [["--cases", "9"], ["--forms", "sparse"]])

@@ -1,15 +1,15 @@
-"""The compiling process of benchmarks/moe.py: one case in one form, one line of JSON.
-
-    python benchmarks/moe_worker.py CASE FORM forward|gradients
+"""A compiling process: one case in one form, forward or with gradients, one record.
 
 One layer of experts with the dimensions of a published model, bfloat16, 4096 tokens a device, in
-jaxpar's forms and in those of moe_peers.py. Gradients are taken within `shard_map`, so that those
+jaxpar's forms and in those of peers.py. Gradients are taken within `shard_map`, so that those
 of the experts are not yet summed over dp: that is the same for all forms.
+
+MOE_HLO names a file for the compiled program; with MOE_EVENTS, long events go to standard error.
 """
 
-import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import ceil, comb
@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-import moe_peers
+from jaxpar.cli._processes import answer, one_line
 from jaxpar.moe import Experts, moe_layer
 from jaxpar.moe._blocks import GPU_LENGTHS
 from jaxpar.schedule import Assumed, compile_for, timeline
 from jaxpar.schedule import target as describe
+from moe import peers
 
 TOKENS = 4096  # of a device
 FACTOR = 1.25  # of the average load: receive buffers, or slots of an expert
@@ -114,7 +115,7 @@ OWN: dict[str, dict[str, Any]] = {
     "jaxpar ragged, 4 chunks": {"dispatch": "ragged", "chunks": 4},
     "jaxpar ring": {"dispatch": "ring"},
 }
-FORMS = (*OWN, *moe_peers.PEERS)
+FORMS = (*OWN, *peers.PEERS)
 PASSES = ("forward", "gradients")
 
 
@@ -130,9 +131,7 @@ def build(case: Case, form: str, which: str, platform: str) -> Any:
         return moe_layer(tokens, router, experts, **options)[0]
 
     layer = (
-        own
-        if form in OWN
-        else partial(moe_peers.peer(form, platform), factor=case.factor, **shared)
+        own if form in OWN else partial(peers.peer(form, platform), factor=case.factor, **shared)
     )
 
     def forward(tokens: Array, router: Array, weights: Any, cotangent: Array) -> Any:
@@ -224,11 +223,14 @@ def record(case: Case, form: str, which: str) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str]) -> None:
-    """Writes one record to standard output."""
-    name, form, which = arguments
-    print(json.dumps(record(CASES[name], form, which)), flush=True)
+def serve(task: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields the record of a case, form and pass, or why there is none."""
+    case, form, which = task
+    try:
+        yield record(CASES[case], form, which)
+    except Exception as reason:  # each compiler has its own
+        yield {"failure": one_line(reason)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer(serve)

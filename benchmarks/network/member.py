@@ -1,6 +1,6 @@
 """One process of the cluster: does what it reads from standard input, line by line, and replies.
 
-    python benchmarks/network/member.py ADDRESS PROCESS PROCESSES SHAPE
+    python -m network.member ADDRESS PROCESS PROCESSES SHAPE
 
 Process 0 replies with a line of JSON behind `REPLY`; the others do the same work and are silent.
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from intervals import cover, read_events
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -25,8 +24,9 @@ from jaxpar.cli._bench_times import place, tolerance
 from jaxpar.cli._ops import OPS, Shape
 from jaxpar.collectives import _fold, _order
 from jaxpar.collectives._plan import Plan
+from network.cluster import REPLY
+from network.intervals import cover, read_events
 
-REPLY = "reply: "
 RING = ("tp",)
 TRACED_CALLS = 3
 

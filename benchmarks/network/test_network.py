@@ -1,6 +1,5 @@
 """The benchmark on a slow network: arithmetic, refusals, and two processes without a limit."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,19 +9,9 @@ from pathlib import Path
 import pytest
 
 import jaxpar
+from network import intervals, report
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "network"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"network_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-intervals, report = load("intervals"), load("report")
+FOLDER = Path(__file__).parent
 
 
 def run(*args, **env):

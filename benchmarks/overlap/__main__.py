@@ -1,99 +1,59 @@
 """Time over floor of jaxpar's matmuls and of their peers, as the TPU compiler schedules them.
 
-    python benchmarks/overlap.py [--cases 0,3,gpu] [--jobs 2] [--json F]
+    python benchmarks/overlap [--cases 0,3,gpu] [--jobs 2] [--json F]
 
-Compiles the cases of overlap_cases.json for TPUs that need not be there, and every matmul for two
-GPU hosts, and rewrites the tables of benchmarks/README.md and the picture beside it. With --cases,
-some are shown and nothing is rewritten. Nothing runs: what is compared is the compiler's schedule
-under published figures of the chips.
+Compiles the cases of cases.json for TPUs that need not be there, and every matmul for two GPU
+hosts, and rewrites the tables of README.md and the picture beside it. With --cases, some are shown
+and nothing is rewritten. Nothing runs: what is compared is the compiler's schedule under published
+figures of the chips.
 """
 
 import argparse
 import importlib.util
-import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
+
+from jaxpar.cli._processes import compilers
+from overlap.worker import GPUS, load_cases
+from tables import rewrite, update
+from workers import add_arguments, choose, records_of, require_positive, run_all, write_json
+
 FOLDER = Path(__file__).parent
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # devices that are present are left to who uses them
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # compiling needs no driver and no cuDNN
-}
+SECTION = "overlap"
+
+Tasks = dict[str, dict[str, Any]]  # by label
 
 
-def serve(label: str, task: dict[str, Any]) -> dict[str, Any]:
-    """Has a process of its own compile a task; says so where it dies."""
-    start = time.perf_counter()
+def tasks() -> dict[str, Tasks]:
+    """What there is to compile, by the name that --cases has for it, in the order of the tables."""
+    found = {str(i): {case.name: {"case": asdict(case)}} for i, case in enumerate(load_cases())}
+    return {**found, "gpu": {chip: {"gpu": chip} for chip in GPUS}}
+
+
+def compile_all(chosen: Tasks, jobs: int) -> list[dict[str, Any]]:
+    """Has a process of its own serve each task, `jobs` at a time, those that take longest first."""
+    order = sorted(chosen, key=lambda label: -_weight(chosen[label]))
+    found = run_all(lambda label: compile_one(label, chosen[label]), order, jobs)
+    return [found[label] for label in chosen]
+
+
+def compile_one(label: str, task: dict[str, Any]) -> dict[str, Any]:
+    """Returns the task, and what its process found."""
     found: dict[str, Any] = {"label": label, **task, "records": [], "versions": {}}
-    ended = False
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        with subprocess.Popen(
-            [sys.executable, str(FOLDER / "overlap_worker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, **ENVIRONMENT},
-        ) as process:
-            try:
-                assert process.stdin is not None
-                assert process.stdout is not None
-                json.dump(task, process.stdin)
-                process.stdin.close()
-                for line in process.stdout:
-                    ended = _absorb(found, json.loads(line)) or ended
-            except BaseException:
-                process.kill()  # leaving the block waits for it
-                raise
-        if not ended:
-            log.seek(0)
-            said = [line.strip() for line in log if line.strip()]
-            last = said[-1][:300] if said else "it said nothing"
-            found["failure"] = f"its process ended with {process.returncode}: {last}"
-    found["seconds"] = time.perf_counter() - start
+    records, found["seconds"] = records_of("overlap.worker", task)
+    for record in records:
+        if "variant" in record:
+            found["records"].append(record)
+        else:
+            found |= record
     print(f"  {found['seconds']:5.0f} s  {label}", flush=True)
     return found
-
-
-def _absorb(found: dict[str, Any], line: dict[str, Any]) -> bool:
-    if "variant" in line:
-        found["records"].append(line)
-    else:
-        found |= line
-    return "end" in line
-
-
-def tasks(chosen: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """Returns what to compile, by its label, in the order of the tables.
-
-    Raises:
-      ValueError: a choice that is neither the number of a case nor gpu.
-    """
-    from overlap_worker import GPUS, load_cases
-
-    cases = [(str(i), case.name, {"case": asdict(case)}) for i, case in enumerate(load_cases())]
-    everything = [*cases, *(("gpu", chip, {"gpu": chip}) for chip in GPUS)]
-    known = {key for key, _, _ in everything}
-    if wrong := [key for key in chosen or () if key not in known]:
-        raise ValueError(f"{wrong[0]!r}; choose from 0 to {len(cases) - 1} and gpu")
-    return {name: task for key, name, task in everything if chosen is None or key in chosen}
-
-
-def run_all(chosen: dict[str, dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
-    """Serves the tasks, `jobs` at a time, those that take longest first."""
-    order = sorted(chosen, key=lambda label: -_weight(chosen[label]))
-    with ThreadPoolExecutor(jobs) as pool:
-        served = pool.map(lambda label: serve(label, chosen[label]), order)
-        found = dict(zip(order, served, strict=True))
-    return [found[label] for label in chosen]
 
 
 def _weight(task: dict[str, Any]) -> float:
@@ -107,55 +67,40 @@ def _weight(task: dict[str, Any]) -> float:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the arguments, or exits with what is wrong with them."""
     parser = argparse.ArgumentParser(prog="overlap", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", help="numbers of cases, gpu (default: all)")
-    parser.add_argument(
-        "--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="processes at a time"
-    )
-    parser.add_argument("--json", metavar="F", help="write all that was found to this file")
-    parser.add_argument(
-        "--readme", metavar="F", default=str(FOLDER / "README.md"), help="the file with the tables"
-    )
-    parser.add_argument("--plot", metavar="F", default=str(FOLDER / "overlap.png"))
+    known = tasks()
+    add_arguments(parser, list(known))
+    readme, plot = FOLDER / "README.md", FOLDER / "overlap.png"
+    parser.add_argument("--readme", metavar="F", type=Path, default=readme, help="with the tables")
+    parser.add_argument("--plot", metavar="F", default=str(plot), help="the picture")
     args = parser.parse_args(argv)
-    if args.jobs < 1:
-        parser.error(f"--jobs must be at least 1, got {args.jobs}")
-    try:
-        args.tasks = tasks(None if args.cases is None else args.cases.split(","))
-    except ValueError as reason:
-        parser.error(f"--cases has {reason}")
+    require_positive(parser, args, "jobs")
+    args.tasks = {}
+    for some in choose(parser, "--cases", args.cases, known):
+        args.tasks |= some
     if missing := _missing():
         parser.error(f"needs {', '.join(missing)}; pip install -e '.[bench,tpu,gpu]'")
     return args
 
 
 def _missing() -> list[str]:
-    from jaxpar.schedule._gpus import find_plugin
-
-    packages = ("libtpu", "rich", "matplotlib")
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return missing if find_plugin() else [*missing, "jax-cuda13-plugin"]
+    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
+    packages = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
+    return [*missing, *(packages[name] for name in packages if name not in compilers())]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     args = parse(argv)
-    from overlap_plot import write_plot
-    from overlap_report import print_tables, tables
-    from readme_tables import rewrite
+    from overlap.plot import write_plot
+    from overlap.report import print_tables, tables
 
     if args.cases is None:
-        rewrite(
-            Path(args.readme).read_text(), "overlap", ""
-        )  # before minutes of work: it has the markers
-    start = time.perf_counter()
-    found = run_all(args.tasks, args.jobs)
-    print(f"{time.perf_counter() - start:.0f} s in all, {args.jobs} processes at a time\n")
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        rewrite(args.readme.read_text(), SECTION, "")  # before minutes of work: it has the markers
+    found = compile_all(args.tasks, args.jobs)
+    write_json(args.json, found)
     print_tables(found)
     if args.cases is None:
-        readme = Path(args.readme)
-        readme.write_text(rewrite(readme.read_text(), "overlap", tables(found)))
+        update(args.readme, SECTION, tables(found))
         write_plot(args.plot, found)
     return 0
 

@@ -1,4 +1,4 @@
-"""The other ways to compute what jaxpar computes: the peers of benchmarks/overlap.py.
+"""The other ways to compute what jaxpar computes: the peers.
 
 `naive` is a collective and a matmul in `shard_map`; `XLA post_spmd` the same, which the TPU
 compiler is told to decompose; `XLA plain jit` a matmul of global arrays, left to the partitioner.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.cli._ops import OPS, Ring, Shape
+from jaxpar.cli._ops import OPS, Ring, Shape, with_gradients
 
 Local = Callable[[Array, Array, Ring], Array]
 
@@ -74,16 +74,6 @@ def plain_jit(
 def compiler_options(peer: str) -> dict[str, Any] | None:
     """The options that a peer is compiled with."""
     return dict(POST_SPMD) if peer == "XLA post_spmd" else None
-
-
-def with_gradients(function: Callable[[Array, Array], Array]) -> Callable[..., Any]:
-    """A function of the operands and a cotangent: the result, which a model uses, and gradients."""
-
-    def forward_and_backward(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, ...]:
-        out, pull_back = jax.vjp(function, lhs, rhs)
-        return out, *pull_back(cotangent)
-
-    return forward_and_backward
 
 
 def _matmul(shardings: list[Any], grad: bool) -> Callable[..., Any]:

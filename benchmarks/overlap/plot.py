@@ -1,4 +1,4 @@
-"""A picture of what benchmarks/overlap.py found."""
+"""What was found, as a picture."""
 
 from collections.abc import Sequence
 from math import inf
@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from overlap_report import results
+from overlap.report import results
 
 # The Okabe-Ito palette, which colour-blind readers tell apart, and a shape for each peer.
 MARKS = {

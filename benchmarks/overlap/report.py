@@ -1,4 +1,4 @@
-"""What benchmarks/overlap.py found, as tables for the terminal and for README.md."""
+"""What was found, as tables for the terminal and for README.md."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,10 @@ from math import exp, log
 from typing import Any
 
 from jaxpar.cli._ops import OPS
-from overlap_worker import GPUS, MODES, Case
-from peers import PEERS
-from readme_tables import Table, print_table
+from overlap.peers import PEERS
+from overlap.worker import GPUS, MODES, Case
+from tables import Table, made_by
 
-COMMAND = "python benchmarks/overlap.py"
 NAMES = {"naive": "naive", "unidirectional": "one way", "bidirectional": "both ways"}
 
 
@@ -127,9 +126,8 @@ def failures(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def tables(found: Sequence[dict[str, Any]]) -> str:
     """All that stands between the markers of README.md."""
-    versions = found[0]["versions"] if found else {}
     parts = [
-        f"`{COMMAND}`, {', '.join(f'{name} {number}' for name, number in versions.items())}.",
+        made_by("python benchmarks/overlap", "libtpu", "jax-cuda13-pjrt"),
         "Time over floor:\n\n" + main_table(results(found)).markdown(),
         "With the default wire, float32, against the same floor and peers (which send bfloat16):"
         "\n\n" + wire_table(results(found)).markdown(),
@@ -146,7 +144,7 @@ def print_tables(found: Sequence[dict[str, Any]]) -> None:
     """Prints the tables, and what failed."""
     cases = results(found)
     for table in (main_table(cases), wire_table(cases), gpu_table(found)):
-        print_table(table, width=180)
+        table.print(width=180)
     for line in failures(found):
         print(f"- {line}")
 

@@ -1,16 +1,9 @@
-"""The compiling process of benchmarks/overlap.py: one case, or one GPU, and a line a result.
-
-Reads a task from standard input and writes JSON, a line a record. TPU and GPU compilers cannot
-share a process, and one that dies takes only its own task with it.
-"""
+"""A compiling process: one case, or one GPU, and a record for each result."""
 
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import peers
-from jaxpar.cli._ops import OPS, Op
+from jaxpar.cli._ops import OPS, Op, with_gradients
+from jaxpar.cli._processes import answer, one_line, versions
 from jaxpar.schedule import Target, compile_for, matmul_floor, timeline
 from jaxpar.schedule import target as describe
+from overlap import peers
 
-CASES = Path(__file__).with_name("overlap_cases.json")
+CASES = Path(__file__).with_name("cases.json")
 FORMS = {
     "gather lhs rows": "gather-lhs-rows",
     "gather rhs k": "gather-rhs-k",
@@ -162,12 +156,6 @@ class Compiler:
             return function.trace(*self._operands).lower().as_text()
 
 
-def one_line(reason: BaseException) -> str:
-    """What went wrong, short enough for a line under a table."""
-    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
-    return f"{type(reason).__name__}: {lines[0] if lines else 'no reason given'}"[:300]
-
-
 def _floor(case: Case, described: Target) -> float:
     form, n = case.form, case.size
     # The dimension that is sharded still when the matmul is whole, which the ring does not move.
@@ -189,30 +177,14 @@ def _total(record: dict[str, Any]) -> float:
 
 
 def _jit(function: Any, grad: bool) -> Any:
-    return jax.jit(peers.with_gradients(function) if grad else function)
+    return jax.jit(with_gradients(function) if grad else function)
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("jax", "libtpu", "jax-cuda13-pjrt"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def main() -> None:
-    """Serves the task on standard input; whatever else is printed goes to standard error."""
-    with os.fdopen(os.dup(1), "w", buffering=1) as lines:
-        os.dup2(2, 1)
-        task = json.load(sys.stdin)
-        lines.write(json.dumps({"versions": _versions()}) + "\n")
-        records = serve_gpu(task["gpu"]) if "gpu" in task else serve_case(Case(**task["case"]))
-        for record in records:
-            lines.write(json.dumps(record) + "\n")
-        lines.write(json.dumps({"end": True}) + "\n")
+def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields all that there is to say of a task."""
+    yield {"versions": versions("jax", "libtpu", "jax-cuda13-pjrt")}
+    yield from serve_gpu(task["gpu"]) if "gpu" in task else serve_case(Case(**task["case"]))
 
 
 if __name__ == "__main__":
-    main()
+    answer(serve)

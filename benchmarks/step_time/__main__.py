@@ -1,6 +1,6 @@
 """The language model's step on CPU devices, overlapped forms against naive collectives.
 
-    python benchmarks/step_time.py [--rounds 11] [--meshes "fsdp=8;dp=2,fsdp=2,tp=2"]
+    python benchmarks/step_time [--rounds 11] [--meshes "fsdp=8;dp=2,fsdp=2,tp=2"]
 
 CPU devices share the cores of their host, so that nothing is hidden here: the ratios show what it
 costs to prefetch weights, to gather them again, and to cut matmuls into pieces. The forms take
@@ -8,6 +8,7 @@ turns within a round. The table of README.md is rewritten unless --meshes choose
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +17,19 @@ from typing import Any
 
 import jax
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
+
 from jaxpar.cli._processes import start_jax
-from lm.config import Model, Training
-from lm.data import standard_library, training_batch
-from lm.parallel import build_mesh, place_batch
-from lm.train import Trainer
-from readme_tables import Table, print_table, rewrite
+from language_model.config import Model, Training
+from language_model.data import standard_library, training_batch
+from language_model.parallel import build_mesh, place_batch
+from language_model.train import Trainer
+from tables import Table, made_by, update
+from workers import require_positive
 
 README = Path(__file__).with_name("README.md")
+SECTION = "step time"
 MESHES = ("fsdp=8", "tp=8", "fsdp=4,tp=2", "dp=2,fsdp=2,tp=2", "fsdp=2,cp=2,tp=2")
 MODES = ("naive", "auto", "bidirectional")
 MODEL = Model(257, width=256, layers=4, heads=8, kv_heads=8, head_size=32, hidden=768)
@@ -70,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=11, help="(default: %(default)s)")
     parser.add_argument("--meshes", help="separated by semicolons (default: all)")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    require_positive(parser, args, "rounds")
     meshes = args.meshes.split(";") if args.meshes else MESHES
-    with start_jax(None, 0, 1):
+    with start_jax():
         shown = table({mesh: measure(mesh, args.rounds) for mesh in meshes})
-    print_table(shown)
+    shown.print()
     if not args.meshes:
-        README.write_text(rewrite(README.read_text(), "step time", shown.markdown()))
+        line = made_by("python benchmarks/step_time")
+        update(README, SECTION, f"{line}\n\n{shown.markdown()}")
     return 0
 
 

@@ -1,19 +1,15 @@
-"""The comparison of training steps: all forms compute the same, and its table ends up in a text."""
-
-from pathlib import Path
+"""All forms of a training step compute the same, and the table ends up in a text."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import readme_tables as tables
-import training_step as command
-import training_step_worker as worker
+import tables
+import training_step.__main__ as command
 from jaxpar import make_mesh
 from jaxpar.schedule import Target
-
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+from training_step import worker
 
 
 def test_all_forms_compute_the_same():
@@ -53,23 +49,16 @@ def test_a_failure_is_shown():
     assert command.table(found).rows[0][3] == "failed"
 
 
-def test_rewrites_what_is_between_the_markers():
-    begin, end = tables.markers("layers")
-    text = f"before\n{begin}\nold\n{end}\nafter\n"
-    once = tables.rewrite(text, "layers", "new")
-    assert once == f"before\n{begin}\n\nnew\n\n{end}\nafter\n"
-    assert tables.rewrite(once, "layers", "new") == once
-    for wrong in ("", begin, f"{end}{begin}", text + text):
-        with pytest.raises(ValueError, match="must be there, once each and in order"):
-            tables.rewrite(wrong, "layers", "new")
+def test_the_readme_has_the_markers():
+    text = command.README.read_text()
+    assert tables.rewrite(text, command.SECTION, "new").count("new") >= 1
 
 
-@pytest.mark.parametrize("section", ["overlap", "training step"])
-def test_the_readme_has_the_markers(section):
-    assert tables.rewrite((FOLDER / "README.md").read_text(), section, "new").count("new") >= 1
+def test_an_error_is_a_record():
+    assert list(worker.serve(["nothing", "naive"])) == [{"failure": "KeyError: 'nothing'"}]
 
 
 def test_an_unknown_case(capsys):
     with pytest.raises(SystemExit):
         command.main(["--cases", "9"])
-    assert "choose from 0 to 3" in capsys.readouterr().err
+    assert "choose from 0,1,2,3" in capsys.readouterr().err

@@ -1,6 +1,4 @@
-"""The compiling process of benchmarks/training_step.py: one case in one form, one line of JSON.
-
-    python benchmarks/training_step_worker.py CASE FORM
+"""A compiling process: one case in one form, one record.
 
 Two decoder layers with the dimensions of a published model: loss and gradients for bfloat16
 weights that are sharded over fsdp and tp, the sequence of activations sharded over tp between the
@@ -10,11 +8,12 @@ matmuls. The same arithmetic in three forms:
 - `naive`: the same functions with mode="naive", each layer gathering its weights first, under
   `jax.checkpoint` and `lax.scan`;
 - `plain jit`: global arrays of the same shardings, left to XLA's partitioner, also checkpointed.
+
+TRAINING_STEP_HLO names a file for the compiled program.
 """
 
-import json
 import os
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.cli._processes import answer, one_line
 from jaxpar.layers import (
     fsdp_gather,
     fsdp_scan,
@@ -196,11 +196,14 @@ def record(case: Case, form: str) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str]) -> None:
-    """Writes one record to standard output."""
-    name, form = arguments
-    print(json.dumps(record(CASES[name], form)), flush=True)
+def serve(task: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields the record of a case and form, or why there is none."""
+    case, form = task
+    try:
+        yield record(CASES[case], form)
+    except Exception as reason:  # each compiler has its own
+        yield {"failure": one_line(reason)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer(serve)

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import reference
 
-from lm.config import Model, Training
-from lm.parallel import AXES, build_mesh, place_batch
-from lm.train import Trainer
-from lm.weights import shardings, weights
+from language_model.config import Model, Training
+from language_model.parallel import AXES, build_mesh, place_batch
+from language_model.tests import reference
+from language_model.train import Trainer
+from language_model.weights import shardings, weights
 
 ONE_DEVICE = dict.fromkeys(AXES, 1)
 

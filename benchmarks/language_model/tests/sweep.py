@@ -12,7 +12,10 @@ from random import Random
 import jax
 import numpy as np
 import pytest
-from cases import (
+
+from language_model.config import Training
+from language_model.parallel import AXES, build_mesh, place_batch
+from language_model.tests.cases import (
     check_float32,
     check_float64,
     draw_batch,
@@ -21,10 +24,7 @@ from cases import (
     place,
     reference_curve,
 )
-
-from lm.config import Training
-from lm.parallel import AXES, build_mesh, place_batch
-from lm.train import Trainer
+from language_model.train import Trainer
 
 MESHES = [
     ",".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))

@@ -1,45 +1,28 @@
 """The command: what it refuses, what it writes, and what it predicts."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxpar.cli._console import UsageError
-from lm import curves, loads
-from lm.arguments import parse
-from lm.config import Model, Training
-from lm.extras import require
-from lm.predict import predict, summary
+import language_model.__main__ as command
+from jaxpar.cli._console import UsageError, require_extra
+from language_model import curves, loads
+from language_model.arguments import parse
+from language_model.config import Model, Training
+from language_model.predict import predict, summary
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "language_model.py"
 SMALL = [
-    "--width",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--hidden",
-    "8",
-    "--batch",
-    "2",
-    "--sequence",
-    "8",
+    *("--width", "16", "--layers", "1", "--heads", "2", "--hidden", "8", "--batch", "2"),
+    *("--sequence", "8"),
 ]
 
 
 def main(*args):
-    name = "language_model_command"
-    spec = importlib.util.spec_from_file_location(name, SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     with jax.numpy_dtype_promotion("standard"):
-        return module.main([*SMALL, *args])
+        return command.main([*SMALL, *args])
 
 
 @pytest.fixture
@@ -114,18 +97,21 @@ def test_draws_one_curve(tmp_path):
         (["--clip", "0"], "clip must be positive"),
         (["--microbatches", "0"], "--microbatches must be at least 1"),
         (["--stop", "201"], "--stop must be within --steps 200, got 201"),
-        (["--coordinator", "h:1"], "--coordinator, --process-id and --num-processes together"),
+        (
+            ["--coordinator", "h:1"],
+            "--process-id and --num-processes missing; several",
+        ),
         (
             ["--target", "v5e:2x2", "--coordinator=h:1", "--process-id=0", "--num-processes=2"],
             "--target needs one process",
         ),
-        (["--log", "no/such/a.json"], "there is no folder no/such"),
+        (["--log", "no/such/a.json"], "its directory does not exist"),
         (["--experts", "-1"], "experts must not be negative, got -1"),
         (["--experts", "4", "--top-k", "5"], "top_k must be from 1 to the 4 experts, got 5"),
         (["--experts", "4", "--capacity-factor", "0"], "capacity_factor must be positive, got 0.0"),
         (["--balance-loss", "nan"], "balance_loss must not be negative, got nan"),
         (["--plot-loads", "a.png"], "give --experts as well"),
-        (["--plot-loads", "no/such/a.png", "--experts", "4"], "there is no folder no/such"),
+        (["--plot-loads", "no/such/a.png", "--experts", "4"], "its directory does not exist"),
         (["--compare", "a.json"], "give --plot FILE.png as well"),
         (["--plot", "a.png", "--compare", __file__], "is not what --log writes"),
         (["--target", "v5e:3x3x3", "--steps", "0"], "--target v5e:3x3x3: "),
@@ -145,7 +131,7 @@ def test_names_the_command_that_installs_what_is_missing(monkeypatch):
         with pytest.raises(
             UsageError, match=rf"^{package} is not .*; pip install 'jaxpar\[train\]'"
         ):
-            require(module)
+            require_extra(module, "train")
 
 
 def test_predicts_a_step():

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from lm.data import END, IGNORE, Text, standard_library, training_batch, validation_batches
+from language_model.data import (
+    END,
+    IGNORE,
+    Text,
+    standard_library,
+    training_batch,
+    validation_batches,
+)
 
 
 @pytest.fixture(scope="module")

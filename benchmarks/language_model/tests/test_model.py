@@ -3,13 +3,13 @@
 import jax
 import numpy as np
 import pytest
-from cases import ONE_DEVICE, check_float32, check_float64, draw_weights, model
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.cli._console import UsageError
-from lm.data import PADDING
-from lm.parallel import AXES, build_mesh, mesh_axes, pad_batch, padded_sizes
-from lm.weights import count, initialise, pad, unpad, weights
+from language_model.data import PADDING
+from language_model.parallel import AXES, build_mesh, mesh_axes, pad_batch, padded_sizes
+from language_model.tests.cases import ONE_DEVICE, check_float32, check_float64, draw_weights, model
+from language_model.weights import count, initialise, pad, unpad, weights
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ from threading import Timer
 
 import jax
 import numpy as np
-from cases import reference_curve
 
 import jaxpar
-from lm.arguments import parse
-from lm.data import standard_library, training_batch
-from lm.parallel import build_mesh
-from lm.train import Trainer
+from language_model.arguments import parse
+from language_model.data import standard_library, training_batch
+from language_model.parallel import build_mesh
+from language_model.tests.cases import reference_curve
+from language_model.train import Trainer
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "language_model.py"
+FOLDER = Path(__file__).parents[1]
 SIZES = [
     *("--width", "16", "--layers", "1", "--heads", "3", "--kv-heads", "1", "--head-size", "4"),
     *("--hidden", "13", "--batch", "5", "--sequence", "13", "--dtype", "float64", "--clip", "0.5"),
@@ -39,7 +39,7 @@ def processes(count, errors, *args):
     env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
     env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # they take longer than they save
-    command = [sys.executable, str(SCRIPT), *SIZES, *args, "--num-processes", str(count)]
+    command = [sys.executable, str(FOLDER), *SIZES, *args, "--num-processes", str(count)]
     command += ["--coordinator", f"localhost:{port}", "--process-id"]
     with errors.open("w") as log:
         started = [

@@ -5,15 +5,15 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from cases import draw_batch, draw_weights, model, pad, place, reference_curve
 
 from jaxpar.cli._console import UsageError
-from lm.checkpoint import Checkpoints, logical_state, padded_state
-from lm.config import Training
-from lm.data import Text
-from lm.parallel import build_mesh, place_batch
-from lm.run import run
-from lm.train import Trainer
+from language_model.checkpoint import Checkpoints, logical_state, padded_state
+from language_model.config import Training
+from language_model.data import Text
+from language_model.parallel import build_mesh, place_batch
+from language_model.run import run
+from language_model.tests.cases import draw_batch, draw_weights, model, pad, place, reference_curve
+from language_model.train import Trainer
 
 TRAINING = Training(steps=50, batch=5, sequence=13, warmup=5, clip=0.5, validation_batches=1)
 
