@@ -32,7 +32,8 @@ class Table:
         for row in self.rows:
             printed.add_row(*(text(cell.replace("**", "")) for cell in row))
         console = open_console()
-        console.print(printed, width=max(console.width, width))
+        console.width = max(console.width, width)
+        console.print(printed)
 
 
 def markers(section: str) -> tuple[str, str]:

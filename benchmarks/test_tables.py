@@ -37,5 +37,7 @@ def test_on_the_terminal_and_in_markdown(capsys):
     table.print()
     title, _, row = filter(str.strip, capsys.readouterr().out.splitlines())
     assert (title.split(), row.split()) == (["case", "ms"], ["a", "[b]", "1.5"])
+    tables.Table(["x" * 70, "y" * 70], [["1", "2"]]).print(width=150)
+    assert f" {'y' * 70}" in capsys.readouterr().out
     tables.Table(["case"], []).print()
     assert capsys.readouterr().out == ""
