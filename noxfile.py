@@ -42,14 +42,14 @@ def bench(session: nox.Session) -> None:
     """Times every matmul against its naive form, and compiles rings of 4 to 64 devices."""
     session.install("-e", ".[bench]")
     session.run("python", "-m", "jaxpar", "bench", *session.posargs)
-    session.run("python", "benchmarks/compile_time.py")
+    session.run("python", "benchmarks/compile_time")
 
 
 @nox.session
 def language_model_sweep(session: nox.Session) -> None:
     """Compares the language model with one device's on every mesh over 8 devices: minutes."""
     session.install("-e", ".[test]")
-    session.run(*PYTEST, "tests/language_model/sweep.py", *session.posargs)
+    session.run(*PYTEST, "benchmarks/language_model/tests/sweep.py", *session.posargs)
 
 
 @nox.session
@@ -63,25 +63,25 @@ def network(session: nox.Session) -> None:
 def overlap(session: nox.Session) -> None:
     """Compares time over floor with naive, XLA and the guide's rings, by the TPU compiler."""
     session.install("-e", ".[bench,tpu,gpu]")
-    session.run("python", "benchmarks/overlap.py", *session.posargs)
+    session.run("python", "benchmarks/overlap", *session.posargs)
 
 
 @nox.session(python=NEWEST_PYTHON)
 def training_step(session: nox.Session) -> None:
     """Compares a training step with FSDP and TP with naive and plain forms, by the TPU compiler."""
     session.install("-e", ".[bench,tpu]")
-    session.run("python", "benchmarks/training_step.py", *session.posargs)
+    session.run("python", "benchmarks/training_step", *session.posargs)
 
 
 @nox.session
 def step_time(session: nox.Session) -> None:
     """Times the language model's step on CPU devices against naive collectives."""
     session.install("-e", ".[train]")
-    session.run("python", "benchmarks/step_time.py", *session.posargs, env={"JAX_PLATFORMS": "cpu"})
+    session.run("python", "benchmarks/step_time", *session.posargs, env={"JAX_PLATFORMS": "cpu"})
 
 
 @nox.session(python=NEWEST_PYTHON)
 def moe(session: nox.Session) -> None:
     """Compares experts with other ways of dispatch, compiled for TPU and GPU, and with matmuls."""
     session.install("-e", ".[bench,tpu,gpu]")
-    session.run("python", "benchmarks/moe.py", *session.posargs)
+    session.run("python", "benchmarks/moe", *session.posargs)

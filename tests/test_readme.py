@@ -1,4 +1,4 @@
-"""The README's example runs as pasted, and is as short as it promises to be."""
+"""READMEs: the example runs as pasted and is short, and every benchmark has its line."""
 
 import os
 import re
@@ -21,3 +21,12 @@ def test_example_runs_as_pasted():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "(4, 16, 32)\n"
+
+
+def test_every_benchmark_has_a_line():
+    folder = ROOT / "benchmarks"
+    text = (folder / "README.md").read_text()
+    assert len(text.splitlines()) <= 80
+    listed = re.findall(r"^\| \[(\w+)\]\(\1/README\.md\): ", text, re.MULTILINE)
+    assert sorted(listed) == sorted(path.parent.name for path in folder.glob("*/README.md"))
+    assert {path.parent.name for path in folder.glob("*/__main__.py")} < set(listed)

@@ -15,9 +15,13 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 
-from cluster import INSIDE, Cluster, RefusalError, enter_namespace
-from report import Row, Run, print_table, write_json, write_plot
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
+
+from network.cluster import INSIDE, Cluster, RefusalError, enter_namespace
+from network.report import Row, Run, print_table, write_json, write_plot
 
 CASES = {
     "gather lhs": ("gather-lhs-rows", False),

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from workers import PATH
+
 REPLY = "reply: "
 INSIDE = "JAXPAR_NETWORK_NAMESPACE"  # set in the environment of the run within the namespace
 
@@ -25,13 +27,17 @@ class Cluster:
 
     def __init__(self, processes: int, shape: str, flags: str = ""):
         address = f"127.0.0.1:{_free_port()}"
-        script = str(Path(__file__).with_name("member.py"))
         kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (outlives this call)
         self._members = [
             subprocess.Popen(
-                [sys.executable, script, address, str(process), str(processes), shape],
-                env=kept | {"XLA_FLAGS": flags},
+                [
+                    sys.executable,
+                    "-m",
+                    "network.member",
+                    *(address, f"{process}", f"{processes}", shape),
+                ],
+                env=kept | {"XLA_FLAGS": flags, "PYTHONPATH": PATH},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if process == 0 else subprocess.DEVNULL,
                 stderr=self._log,

@@ -1,6 +1,6 @@
 """One process of the cluster: does what it reads from standard input, line by line, and replies.
 
-    python benchmarks/network/member.py ADDRESS PROCESS PROCESSES SHAPE
+    python -m network.member ADDRESS PROCESS PROCESSES SHAPE
 
 Process 0 replies with a line of JSON behind `REPLY`; the others do the same work and are silent.
 """
@@ -17,13 +17,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from intervals import cover, read_events
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpar import _choice, make_mesh
-from jaxpar.bench._ops import OPS, Shape
-from jaxpar.bench._problem import place, tolerance
+from jaxpar.cli._bench_times import place, tolerance
+from jaxpar.cli._ops import OPS, Shape
 from jaxpar.collectives._order import (
     Beside,
     Order,
@@ -32,8 +31,9 @@ from jaxpar.collectives._order import (
     unforeseen_zero,
     written_after,
 )
+from network.cluster import REPLY
+from network.intervals import cover, read_events
 
-REPLY = "reply: "
 RING = ("tp",)
 TRACED_CALLS = 3
 

@@ -5,9 +5,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxpar import bench, predict
+from jaxpar.cli import _bench, _predict
 
-_COMMANDS = (bench, predict)  # each adds its own parser, whose `run(args)` returns the exit status
+_COMMANDS = (
+    _bench,
+    _predict,
+)  # each adds its own parser, whose `run(args)` returns the exit status
 
 
 class _Parser(argparse.ArgumentParser):

@@ -110,11 +110,12 @@ def test_padding():
     with pytest.raises(ValueError, match=r"^") as caught:
         layout.pad_query(o)
     assert str(caught.value) == (
-        "HeadLayout.pad_query: w has shape (6, 5), whose dimension 1 is not a whole number of 3 heads: "
+        "HeadLayout.pad_query: w has shape (6, 5), whose dimension 1 is not a whole "
+        "number of 3 heads: "
         "5 = 1 x 3 + 2; pass the unsharded array, and the dimension of its heads"
     )
     with pytest.raises(
-        ValueError, match="HeadLayout.pad_output: axis=2 is out of range for a local shape"
+        ValueError, match=r"HeadLayout\.pad_output: axis=2 is out of range for a local shape"
     ):
         layout.pad_output(o, axis=2)
 
@@ -369,7 +370,8 @@ def error(*shapes, attend=attend, heads=4, kv_heads=2, **options):
 def test_errors():
     x, q, kv, o = (1, 2, 3), (3, 2), (3, 4), (2, 3)
     assert error(x, q, kv, kv, o, heads=3) == (
-        "parallel_attention: heads=3 is not a multiple of kv_heads=2: 3 = 1 x 2 + 1; every key and value "
+        "parallel_attention: heads=3 is not a multiple of kv_heads=2: 3 = 1 x 2 + 1; "
+        "every key and value "
         "head serves as many query heads"
     )
     assert error(x, q, kv, kv, o, kv_heads=0) == "parallel_attention: kv_heads=0 must be at least 1"

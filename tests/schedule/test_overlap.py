@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.bench._ops import OPS
+from jaxpar.cli._ops import OPS
 from jaxpar.layers import ring_attention
 from jaxpar.schedule import CompiledProgram, compile_for, target, timeline
 

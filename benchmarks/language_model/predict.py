@@ -1,0 +1,108 @@
+"""What the compiler of a chip makes of the training step, without the chip.
+
+Run as a program, it compiles what standard input describes and writes what it found: the TPU
+compiler and the devices of the run then do not share a process.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from jaxpar.cli._console import UsageError
+from jaxpar.cli._processes import answer, first_line
+from language_model.config import Model, Training
+from workers import records_of
+
+
+def predict(
+    target: str,
+    mesh: str,
+    model: Model,
+    training: Training,
+    microbatches: int = 1,
+    mode: str = "auto",
+    dispatch: str = "auto",
+) -> dict[str, Any]:
+    """Compiles the step for a target, and returns its times and its memory.
+
+    Raises:
+      UsageError: the target cannot be compiled for, with the reason.
+    """
+    request = {
+        "target": target,
+        "mesh": mesh,
+        "model": asdict(model),
+        "training": asdict(training),
+        "microbatches": microbatches,
+        "mode": mode,
+        "dispatch": dispatch,
+    }
+    (*_, found), _ = records_of("language_model.predict", request)
+    if "failure" in found:
+        raise UsageError(f"--target {target}: {found['failure']}")
+    return found
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Returns what was found, as a few lines."""
+    share = found["exposed"] / found["total"]
+    return (
+        f"predicted for {found['target']}, mesh {found['mesh']}, {found['devices']} devices: the "
+        f"compiler's schedule under published figures\n"
+        f"  step {1e3 * found['total']:.3f} ms, of it exposed communication "
+        f"{1e3 * found['exposed']:.3f} ms ({share:.1%}); {found['hidden']:.0%} of transfer time "
+        f"hidden\n"
+        f"  HBM at most {found['peak'] / 2**30:.3f} GiB a device; compiled in "
+        f"{found['seconds']:.0f} s"
+    )
+
+
+def serve(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields what was found, or why nothing was."""
+    try:
+        yield _compile(request)
+    except (ImportError, ValueError, UsageError) as reason:
+        yield {"failure": first_line(str(reason)).removeprefix("target: ")}
+
+
+def _compile(request: dict[str, Any]) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+
+    from jaxpar.schedule import compile_for, timeline
+    from jaxpar.schedule import target as describe
+    from language_model.curves import mesh_text
+    from language_model.parallel import LABELS, TOKENS, build_mesh, padded_sizes
+    from language_model.train import Trainer
+
+    devices = list(describe(request["target"], "x=-1").mesh.devices.flat)
+    mesh = build_mesh(request["mesh"], devices)
+    chosen = describe(request["target"], dict(mesh.shape))
+    training = Training(**request["training"])
+    options = {name: request[name] for name in ("microbatches", "mode", "dispatch")}
+    trainer = Trainer(Model(**request["model"]), training, chosen.mesh, **options)
+    shape = padded_sizes(
+        training.batch, training.sequence, trainer.microbatches, dict(chosen.mesh.shape)
+    )
+    batch = [
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(chosen.mesh, spec))
+        for spec in (TOKENS, LABELS)
+    ]
+    compiled = compile_for(trainer.step, chosen, trainer.describe(), *batch)
+    played = timeline(compiled)
+    return {
+        "target": request["target"],
+        "mesh": mesh_text(chosen.mesh),
+        "devices": chosen.mesh.size,
+        "total": played.total,
+        "exposed": played.exposed,
+        "hidden": played.hidden_share,
+        "peak": played.peak_bytes,
+        "seconds": compiled.seconds,
+        "loops_of_unknown_length": list(played.loops_of_unknown_length),
+    }
+
+
+if __name__ == "__main__":
+    answer(serve)

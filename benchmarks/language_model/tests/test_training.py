@@ -1,0 +1,111 @@
+"""Fifty steps have one curve on any mesh, and checkpoints carry it from one to another."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.cli._console import UsageError
+from language_model.checkpoint import Checkpoints, logical_state, padded_state
+from language_model.config import Training
+from language_model.data import Text
+from language_model.parallel import build_mesh, place_batch
+from language_model.run import run
+from language_model.tests.cases import draw_batch, draw_weights, model, pad, place, reference_curve
+from language_model.train import Trainer
+
+TRAINING = Training(steps=50, batch=5, sequence=13, warmup=5, clip=0.5, validation_batches=1)
+
+
+@pytest.fixture(autouse=True)
+def arithmetic():
+    """float64; and the usual promotion, as optax relies on it."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "microbatches"),
+    [
+        ("dp=2,fsdp=2,tp=2", {"layers": 1}, 2),
+        ("cp=2,tp=2", {"heads": 3, "kv_heads": 1, "tied": False, "layers": 1}, 1),
+    ],
+)
+def test_fifty_steps(mesh, sizes, microbatches):
+    chosen = model(**sizes)
+    trainer = Trainer(chosen, TRAINING, build_mesh(mesh), microbatches)
+    params = draw_weights(chosen)
+    batches = [draw_batch(chosen, seed=step) for step in range(50)]
+    losses, last = reference_curve(trainer, params, batches)
+
+    state = trainer.init() | {"params": place(trainer, params)}
+    norms = []
+    for batch, want in zip(batches, losses, strict=True):
+        state, found = trainer.step(state, *place_batch(batch, trainer.mesh, microbatches))
+        np.testing.assert_allclose(found["loss"], want, rtol=1e-10)
+        norms.append(float(found["gradient_norm"]))
+    assert min(norms[:10]) > TRAINING.clip  # so that clipping is among what agrees
+    assert int(state["step"]) == 50
+    for weight, got, want in zip(
+        *map(jax.tree.leaves, (trainer.table, state["params"], last)), strict=True
+    ):
+        np.testing.assert_allclose(got, pad(weight, want), atol=1e-8)
+
+
+@pytest.fixture
+def text():
+    tokens = np.random.default_rng(0).integers(0, 23, 400).astype(np.uint16)
+    return Text(tokens[:300], tokens[300:])
+
+
+@pytest.mark.parametrize(
+    ("meshes", "experts"),
+    [({"dp=2,fsdp=2": 2, "cp=2,tp=2": 1}, 0), ({"ep=4": 1, "fsdp=2,ep=2": 1}, 6)],
+)
+def test_saved_on_one_mesh_and_resumed_on_another(meshes, experts, tmp_path, text):
+    sizes = model(heads=3, kv_heads=1, layers=1, experts=experts)
+    # Held-out text takes programs of its own: once is enough.
+    training = replace(TRAINING, steps=12, validation_batches=0 if experts else 1)
+    one, two = (
+        Trainer(sizes, training, build_mesh(mesh), parts, dispatch="all_gather")
+        for mesh, parts in meshes.items()
+    )
+    whole = run(two, text, stop=12)
+    folder = str(tmp_path / "run")
+    first = run(one, text, stop=7, checkpoint=folder, save_every=3)
+    second = run(two, text, stop=12, checkpoint=folder)
+    assert (len(first.losses), len(second.losses)) == (7, 12)
+    assert second.losses[:7] == first.losses
+    np.testing.assert_allclose(second.losses, whole.losses, rtol=1e-10)
+    if not experts:
+        np.testing.assert_allclose(second.validation, whole.validation, rtol=1e-10)
+    assert len(second.experts) == (12 if experts else 0)
+    for resumed, never_stopped in zip(second.experts, whole.experts, strict=True):
+        assert resumed["loads"] == never_stopped["loads"]
+    assert sorted(int(path.name) for path in (tmp_path / "run").iterdir()) == [7, 12]
+
+    other = replace(one, training=replace(one.training, clip=2.0))
+    with pytest.raises(UsageError, match=r"is of another run: clip 0.5 there, 2.0 here; give what"):
+        Checkpoints(folder, other, text.digest).restore()
+
+
+def test_padding_goes_and_comes_back():
+    trainer = Trainer(model(heads=3, kv_heads=1), TRAINING, build_mesh("fsdp=2,tp=4"))
+    state = trainer.init()
+    logical = logical_state(trainer, state)
+    described = jax.tree.map(lambda x: (x.shape, x.dtype), trainer.describe(logical=True))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), logical) == described
+    moments = logical["optimizer"][1][0]
+    for tree in (logical["params"], moments.mu, moments.nu):
+        assert tree["layers"]["query"].shape == (2, 16, 12)
+    back = padded_state(trainer, logical)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+    for x, sharding in zip(*map(jax.tree.leaves, (back, trainer.shardings())), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def test_without_padding_nothing_is_copied():
+    trainer = Trainer(model(8, 8, 24, 16), TRAINING, build_mesh("fsdp=2,tp=4"))
+    state = trainer.describe()
+    assert logical_state(trainer, state) is state

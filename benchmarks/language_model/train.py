@@ -1,0 +1,182 @@
+"""One step of training: the gradient under `shard_map`, the optimizer on global arrays."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import layers
+from jaxpar.cli._console import require_extra
+from language_model.config import Model, Training
+from language_model.model import loss_sum
+from language_model.parallel import AXES, LABELS, TOKENS
+from language_model.weights import initialise, shardings, specs, weights
+
+State = dict[str, Any]  # params, optimizer (its state), and step: int32[]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A model, how it is trained, and the mesh: everything but the data and the state.
+
+    Attributes:
+      microbatches: pieces of a device's batch whose gradients are summed before they are reduced.
+      mode: how the matmuls and gathers run.
+      dispatch: how tokens reach their experts.
+    """
+
+    model: Model
+    training: Training
+    mesh: Mesh
+    microbatches: int = 1
+    mode: str = "auto"
+    dispatch: str = "auto"
+
+    @cached_property
+    def table(self) -> dict[str, Any]:
+        """The weights on this mesh."""
+        return weights(self.model, dict(self.mesh.shape))
+
+    @cached_property
+    def optimizer(self) -> Any:
+        """AdamW after clipping, with a cosine schedule after a linear warmup.
+
+        It sees global arrays, sharded as they are, under jit and outside of `shard_map`: the norm
+        by which optax clips is so that of the whole gradient, on any mesh, and the same one
+        everywhere. Inside, it would be that of one device's blocks.
+        """
+        optax, run = require_extra("optax", "train"), self.training
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=run.learning_rate / (run.warmup + 1),
+            peak_value=run.learning_rate,
+            warmup_steps=run.warmup,
+            decay_steps=max(run.steps, run.warmup + 1),
+            end_value=0.1 * run.learning_rate,
+        )
+        return optax.chain(
+            optax.clip_by_global_norm(run.clip),
+            optax.adamw(schedule, b2=0.95, weight_decay=run.weight_decay, mask=self._decayed),
+        )
+
+    def _decayed(self, params: Any) -> Any:
+        return jax.tree.map(lambda weight: weight.std is not None, self.table)
+
+    def init(self) -> State:
+        """Returns the state before the first step, each device having its shards only."""
+        params = initialise(self.model, self.mesh, self.training.seed)
+        start = jax.jit(self._start, out_shardings=self.shardings())
+        return start(params)
+
+    def _start(self, params: Any) -> State:
+        return {
+            "params": params,
+            "optimizer": self.optimizer.init(params),
+            "step": jnp.zeros((), jnp.int32),
+        }
+
+    def describe(self, *, logical: bool = False) -> State:
+        """Returns the shapes, dtypes and shardings of the state, or of its logical form."""
+        dtype = self.model.weight_dtype
+        params = jax.tree.map(
+            lambda w: jax.ShapeDtypeStruct(w.shape if logical else w.padded, dtype), self.table
+        )
+        state = jax.eval_shape(self._start, params)
+        placed = self.shardings(logical=logical)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            state,
+            placed,
+        )
+
+    def shardings(self, *, logical: bool = False) -> State:
+        """Returns the sharding of every leaf of the state: moments lie where their weights do."""
+        of_weights = shardings(self.table, self.mesh, logical=logical)
+        return self.map_weights(
+            jax.eval_shape(self._start, jax.tree.map(lambda w: jnp.zeros(()), self.table)),
+            lambda _, sharding: sharding,
+            of_weights,
+            other=lambda _: NamedSharding(self.mesh, P()),
+        )
+
+    def map_weights(
+        self,
+        state: State,
+        function: Callable[..., Any],
+        *trees: Any,
+        other: Callable[[Any], Any] = lambda x: x,
+    ) -> State:
+        """Maps over all that is shaped like the weights: they themselves, and their moments."""
+        optax = require_extra("optax", "train")
+        return {
+            "params": jax.tree.map(function, state["params"], *trees),
+            "optimizer": optax.tree.map_params(
+                self.optimizer,
+                function,
+                state["optimizer"],
+                *trees,
+                transform_non_params=other,
+            ),
+            "step": other(state["step"]),
+        }
+
+    @cached_property
+    def gradient(self) -> Callable[[Any, Array, Array], tuple[tuple[Array, Any], Any]]:
+        """Of global arrays: `(params, tokens, labels) -> ((loss, statistics), gradients)`.
+
+        Statistics of experts, or None, are `[microbatches, layers, ...]`.
+        """
+        return jax.shard_map(
+            layers.value_and_grad(
+                loss_sum(self.model, self.table, self.mode, self.dispatch, self.training),
+                AXES,
+                microbatches=self.microbatches,
+                has_aux=True,
+            ),
+            mesh=self.mesh,
+            in_specs=(specs(self.table), TOKENS, LABELS),
+            out_specs=(P(), specs(self.table)),
+        )
+
+    @cached_property
+    def step(self) -> Callable[[State, Array, Array], tuple[State, dict[str, Any]]]:
+        """The compiled step: `(state, tokens, labels) -> (state, what it found)`.
+
+        That is the loss, the norm of the gradient, and the statistics of experts.
+        """
+
+        def step(state: State, tokens: Array, labels: Array) -> tuple[State, dict[str, Any]]:
+            optax = require_extra("optax", "train")
+            (loss, experts), grads = self.gradient(state["params"], tokens, labels)
+            updates, moments = self.optimizer.update(grads, state["optimizer"], state["params"])
+            params = optax.apply_updates(state["params"], updates)
+            found = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "experts": experts}
+            return {"params": params, "optimizer": moments, "step": state["step"] + 1}, found
+
+        out = (self.shardings(), NamedSharding(self.mesh, P()))
+        return jax.jit(step, donate_argnums=0, out_shardings=out)
+
+    @cached_property
+    def evaluate(self) -> Callable[[Any, Array, Array], tuple[Array, Array]]:
+        """The compiled loss: `(params, tokens, labels) -> (sum of losses, labels that count)`.
+
+        It is that of the text alone, without the losses of routers.
+        """
+        function = loss_sum(self.model, self.table, self.mode, self.dispatch)
+
+        def sums(params: Any, tokens: Array, labels: Array) -> tuple[Array, Array]:
+            return jax.lax.psum(function(params, tokens, labels)[0], AXES)
+
+        return jax.jit(
+            jax.shard_map(
+                sums,
+                mesh=self.mesh,
+                in_specs=(specs(self.table), TOKENS, LABELS),
+                out_specs=P(),
+            )
+        )

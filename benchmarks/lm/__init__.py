@@ -1,1 +1,0 @@
-"""The parts of the language model that benchmarks/language_model.py trains."""

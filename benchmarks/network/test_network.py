@@ -1,0 +1,146 @@
+"""The benchmark on a slow network: arithmetic, refusals, and two processes without a limit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxpar
+from network import intervals, report
+
+FOLDER = Path(__file__).parent
+
+
+def run(*args, **env):
+    return subprocess.run(
+        [sys.executable, str(FOLDER), *args],
+        env=os.environ | {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])} | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_intervals():
+    merged = intervals.merge([(5, 7), (0, 2), (1, 3), (3, 4), (6, 6.5)])
+    assert merged == [(0, 4), (5, 7)]
+    assert intervals.merge([]) == []
+    assert intervals.intersect(merged, [(-1, 1), (2, 5.5), (9, 10)]) == [(0, 1), (2, 4), (5, 5.5)]
+    assert intervals.intersect(merged, []) == []
+    assert intervals.length(merged) == 6
+
+
+HLO = """HloModule jit_f, is_scheduled=true
+
+%fused_computation (p: f32[2,4], q: f32[4,2]) -> f32[2,2] {
+  %p = f32[2,4]{1,0} parameter(0)
+  %q = f32[4,2]{1,0} parameter(1)
+  ROOT %dot.1 = f32[2,2]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%fused_computation.1 (p.1: f32[2,2]) -> f32[2,2] {
+  %p.1 = f32[2,2]{1,0} parameter(0)
+  ROOT %add.3 = f32[2,2]{1,0} add(%p.1, %p.1)
+}
+
+ENTRY %main.2_spmd (x: f32[2,4], w: f32[4,2]) -> f32[2,2] {
+  %x = f32[2,4]{1,0} parameter(0)
+  %w = f32[4,2]{1,0} parameter(1)
+  %ppermute.9 = f32[2,4]{1,0} collective-permute(%x), channel_id=1, source_target_pairs={{0,1}}
+  %ynn_fusion = f32[2,2]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused_computation
+  %start = ((f32[2]{0}), f32[4]{0}) all-gather-start(%w), dimensions={0}
+  %dot.7 = f32[2,2]{1,0} dot(%ppermute.9, %w), lhs_contracting_dims={1}
+  ROOT %add_fusion = f32[2,2]{1,0} fusion(%dot.7), kind=kLoop, calls=%fused_computation.1
+}
+"""
+
+
+def test_instructions_that_transfer_and_that_multiply():
+    transfers, matmuls = intervals.instructions(HLO)
+    assert transfers == {"ppermute.9", "start"}
+    assert matmuls == {"dot.1", "ynn_fusion", "dot.7"}
+
+
+def test_cover_of_a_trace():
+    def event(name, start, duration):
+        return {"ph": "X", "name": name, "ts": start, "dur": duration}
+
+    events = [
+        event("dot.7", 130, 1),  # returns at once,
+        event("end: dot.7", 150, 0),  # and ends later
+        event("ppermute.9", 0, 100),
+        event("end: ppermute.9", 100, 0),
+        event("ynn_fusion", 20, 30),
+        event("add_fusion", 60, 40),
+        event("all-gather", 0, 1000),  # of another program
+        event("ppermute.9", 140, 60),
+        event("end: ppermute.9", 200, 0),
+    ]
+    assert intervals.cover(events, HLO) == intervals.Cover(transfer=160, matmul=50, both=40)
+
+
+ROWS = [
+    report.Row("scatter", "naive", [4.0, 6.0, 9.0], [4.0, 6.0, 9.0], 100, 200, 0),
+    report.Row("scatter", "unidirectional", [2.0, 4.0, 3.0], [4.0, 6.0, 9.0], 80, 200, 76),
+    report.Row("scatter", "serial", [4.0, 5.0, 9.0], [4.0, 6.0, 9.0], 80, 200, 0),
+]
+
+
+def test_report(tmp_path, capsys):
+    report.print_table(ROWS)
+    title, naive, ring, serial = capsys.readouterr().out.splitlines()
+    assert title.split() == [*("scatter", "ms", "x", "naive", "x", "serial"), *title.split()[-3:]]
+    assert naive.split() == ["naive", "6000", "1.00", "1.00", "0%", "100", "200"]
+    assert ring.split() == ["unidirectional", "3000", "2.00", "2.00", "95%", "80", "200"]
+    assert serial.split() == ["serial", "5000", "1.00", "1.00", "0%", "80", "200"]
+
+    run = report.Run("2gbit", "8x8x8", 4, 3)
+    report.write_json(str(tmp_path / "rows.json"), run, ROWS)
+    record = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["covered"] for row in record["rows"]] == [0, 0.95, 0]
+    assert [row["speedup"] for row in record["rows"]] == [1, 2, 1]
+    report.write_plot(str(tmp_path / "rows.png"), run, ROWS)
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_says_in_one_line_what_it_lacks(tmp_path):
+    done = run(PATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("network: no slow network could be made (it needs Linux with unshare")
+    assert "run `sudo nox -s network`" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rate", "fast"], "--rate must be like 500mbit or 6gbit, or none, got 'fast'"),
+        (["--rounds", "0"], "--rounds at least 1"),
+        (["--processes", "1"], "--processes must be at least 2"),
+        (["--shape", "8x8"], "--shape must be MxKxN, each a multiple of 4 processes, got '8x8'"),
+        (["--shape", "8x6x8"], "each a multiple of 4 processes, got '8x6x8'"),
+        (["--cases", "scatter;gather"], "--cases has 'gather'; choose from gather lhs;"),
+    ],
+)
+def test_refuses_arguments(args, message):
+    done = run(*args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_processes_without_a_limit(tmp_path):
+    data = tmp_path / "rows.json"
+    cases = "scatter;gather lhs, forward+backward"
+    shape = ["--processes", "2", "--shape", "64x128x192", "--rounds", "1"]
+    env = {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+    done = run("--rate", "none", *shape, "--cases", cases, "--json", str(data), **env)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(data.read_text())["rows"]
+    variants = ["naive", "unidirectional", "bidirectional", "serial", "memory scheduler"]
+    assert [row["variant"] for row in rows] == 2 * variants
+    assert all(row["seconds"][0] > 0 and row["transfer_ms"] > 0 for row in rows)
+    assert all(0 <= row["covered"] <= 1 for row in rows)

@@ -1,0 +1,1 @@
+"""The commands of `python -m jaxpar`, and what the benchmarks share with them."""

@@ -1,0 +1,114 @@
+"""The process of one target: reads a request, compiles, and says what it finds as it goes."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import jaxpar
+from jaxpar.cli._arguments import mesh_error, parse_ring
+from jaxpar.cli._console import UsageError
+from jaxpar.cli._ops import Ring
+from jaxpar.cli._predict_programs import Program, programs
+from jaxpar.cli._predict_results import Facts, Failure, Prediction, Request, request_from
+from jaxpar.cli._processes import answer, first_line, one_line, versions
+from jaxpar.schedule import Target, compile_for, timeline
+from jaxpar.schedule import target as describe
+
+Record = dict[str, Any]  # one entry: what it is, and the thing itself
+
+_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
+
+
+def serve(request: Request) -> Iterator[Record]:
+    """Yields `facts`, then for each program `begin`, and a `prediction` or a `failure`."""
+    try:
+        target = _target(request)
+        ring = () if request.function else parse_ring(request.axis, target.mesh)
+        chosen = programs(request, target, ring)
+    except UsageError as reason:
+        yield _failure("", str(reason), usage=True)
+        return
+    except Exception as reason:
+        yield _failure("", _where(reason))
+        return
+    yield {"facts": asdict(_facts(target, ring))}
+    texts: dict[tuple[str, str], str] = {}  # the mode that first compiled to a text
+    for program in chosen:
+        label = f"{program.case} {program.mode}".rstrip()
+        yield {"begin": label}
+        try:
+            prediction = _predict(program, request, target, texts)
+        except Exception as reason:
+            yield _failure(label, _where(reason))
+        else:
+            yield {"prediction": asdict(prediction)}
+
+
+def _failure(label: str, reason: str, usage: bool = False) -> Record:
+    return {"failure": asdict(Failure(label, reason, usage))}
+
+
+def _predict(
+    program: Program, request: Request, target: Target, texts: dict[tuple[str, str], str]
+) -> Prediction:
+    options = dict(request.compiler_options) or None
+    compiled = compile_for(program.function, target, *program.args, compiler_options=options)
+    played = timeline(compiled)
+    first = texts.setdefault((program.case, compiled.text), program.mode)
+    return Prediction(
+        case=program.case,
+        mode=program.mode,
+        timeline=played,
+        floor=program.floor(compiled, played),
+        memory=compiled.memory,
+        compile_seconds=compiled.seconds,
+        same_as=None if first == program.mode else first,
+    )
+
+
+def _target(request: Request) -> Target:
+    try:
+        found = describe(request.target, request.mesh)
+    except (ImportError, ValueError) as reason:
+        text = str(reason)
+        if text.startswith("make_mesh: "):
+            text = mesh_error(request.mesh, reason)
+        for prefix in ("target: ", f"{request.target!r}: "):
+            text = text.removeprefix(prefix)
+        raise UsageError(first_line(text)) from None
+    if found.chip is None:
+        kind = found.mesh.devices.flat[0].device_kind
+        raise UsageError(
+            f"jaxpar has no published figures of {kind!r}; use a chip that it has, such as v5e:2x4 "
+            "or h100:8"
+        )
+    return found
+
+
+def _facts(target: Target, ring: Ring) -> Facts:
+    first = target.mesh.devices.flat[0]
+    compilers = ("jax", *_COMPILERS["tpu" if target.platform == "tpu" else "gpu"])
+    return Facts(
+        platform=target.platform,
+        device_kind=first.device_kind,
+        devices=target.mesh.size,
+        mesh=dict(target.mesh.shape),
+        ring=ring,
+        links_apart=int(jaxpar.ring_hops(target.mesh, ring).max()) if ring else 0,
+        chip=asdict(target.chip) if target.chip else {},
+        versions=versions(*compilers),
+    )
+
+
+def _where(reason: BaseException) -> str:
+    """What went wrong, and in which line of a file of the user's."""
+    frames = extract_tb(reason.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent == Path.cwd()]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{one_line(reason)}{where}"
+
+
+if __name__ == "__main__":
+    answer(lambda record: serve(request_from(record)))

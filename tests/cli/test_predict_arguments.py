@@ -1,0 +1,126 @@
+"""What `predict` refuses before any compiler starts, and the text of every refusal."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from jaxpar.__main__ import main
+from jaxpar.cli import _predict
+from jaxpar.cli._predict_results import Report
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """The requests that a call would have served."""
+    served = []
+
+    def run_all(requests, jobs, tick):
+        served.extend(requests)
+        return [Report(request.target) for request in requests]
+
+    monkeypatch.setattr(_predict, "run_all", run_all)
+    return served
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ("--ops scatter", "--ops 'scatter' is not among gather-lhs-rows, gather-lhs-k, "),
+        ("--shapes 16x16", "--shapes '16x16' is not MxKxN, three positive integers such as"),
+        ("--modes naive,fast", "--modes 'fast' is not among naive, unidirectional, bidirectional"),
+        ("--dtype bf16", "--dtype 'bf16' is not among float32, bfloat16, float16"),
+        ("--wire-dtype half-float", "--wire-dtype 'half-float' is no dtype; write bfloat16"),
+        ("--jobs -1", "--jobs -1 is negative"),
+        ("--compiler-options fast", "--compiler-options 'fast' is not of the form key=value"),
+        ("--json /missing/a.json", "--json /missing/a.json: its directory does not exist"),
+        ("--trace /missing/a.json", "--trace /missing/a.json: its directory does not exist"),
+        ("--plot a.xyz", "--plot a.xyz does not end in one of ."),
+        ("model", "'model' is not module:function, as in model:layer for layer of model.py"),
+        (":layer", "':layer' is not module:function"),
+        ("--args f32[8]", "--args are of a module:function, which is missing"),
+        (
+            "model:layer --modes naive --wire-dtype bfloat16",
+            "--modes and --wire-dtype is of the operations; with model:layer write --args",
+        ),
+        ("m:f --args f32(8)", "--args 'f32(8)' is not dtype[shape]@axes, as in 'bf16[8192,8192]@"),
+        ("m:f --args f33[8]", "--args 'f33[8]': no dtype is called 'f33'; write bf16, f32, ..."),
+        (
+            "m:f --args f32[8]@tp,-",
+            "--args 'f32[8]@tp,-' names axes for 2 dimensions, but has 1; write one entry a",
+        ),
+        ("--nonsense", "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_status_2(args, text, requests, capsys):
+    try:
+        status = main(["predict", "--targets", "v5e:2x2", *args.split()])
+    except SystemExit as left:  # what argparse itself refuses
+        status = left.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.startswith("jaxpar predict: error: ")
+    assert error.count("\n") == 1
+    assert text in error
+    assert not requests
+
+
+def test_one_request_a_target_holds_all_that_was_asked(requests):
+    args = "--targets v5p:8x8x8,h100:8 --mesh dp=-1,tp=8 --axis tp --ops all-reduce --grad"
+    more = "--shapes 64x64x64,8x8x8 --modes naive --dtype float32 --wire-dtype bfloat16"
+    options = ["--compiler-options", "xla_a=true", "xla_b=3", "xla_c=0.5", "xla_d=text"]
+    assert main(["predict", *args.split(), *more.split(), *options]) == 0
+    assert [request.target for request in requests] == ["v5p:8x8x8", "h100:8"]
+    for request in requests:
+        assert (request.mesh, request.axis, request.function) == ("dp=-1,tp=8", "tp", None)
+        assert (request.ops, request.modes) == (("all-reduce",), ("naive",))
+        assert request.shapes == ("64x64x64", "8x8x8")
+        assert (request.dtype, request.wire_dtype, request.grad) == ("float32", "bfloat16", True)
+        wanted = {"xla_a": True, "xla_b": 3, "xla_c": 0.5, "xla_d": "text"}
+        assert dict(request.compiler_options) == wanted
+
+
+@pytest.mark.parametrize(
+    ("installed", "target"),
+    [
+        ({"libtpu", "jax_plugins.xla_cuda13"}, "v5e:2x4"),
+        ({"jax_plugins.xla_cuda13"}, "h100:8"),
+        ({"jax_plugins.xla_cuda12"}, "h100:8"),
+    ],
+)
+def test_without_targets_it_takes_the_compiler_that_is_there(
+    installed, target, requests, monkeypatch
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in installed or None)
+    assert main(["predict"]) == 0
+    assert [request.target for request in requests] == [target]
+    assert requests[0].ops == ("gather-lhs-rows", "gather-rhs-k", "scatter-rows")
+    assert requests[0].modes == ("naive", "unidirectional", "bidirectional", "auto")
+
+
+def test_without_a_compiler_it_names_the_install_command(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["predict"]) == 2
+    assert capsys.readouterr().err == (
+        "jaxpar predict: error: libtpu is not installed; pip install 'jaxpar[tpu]', or "
+        "'jaxpar[gpu]' for the GPU compiler\n"
+    )
+
+
+@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+def test_missing_extra_names_the_install_command(package, monkeypatch, tmp_path, capsys):
+    for module in [*sys.modules, package]:
+        if module.split(".")[0] == package:
+            monkeypatch.setitem(sys.modules, module, None)
+    assert main(["predict", "--targets", "v5e:2x2", "--plot", str(tmp_path / "a.png")]) == 2
+    assert capsys.readouterr().err == (
+        f"jaxpar predict: error: {package} is not installed; pip install 'jaxpar[bench]'\n"
+    )
+
+
+def test_help_says_what_it_is_and_has_examples(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["predict", "--help"])
+    text = capsys.readouterr().out
+    for expected in ("not a\nmeasurement", "milliseconds", "examples:", "ui.perfetto.dev"):
+        assert expected in text
