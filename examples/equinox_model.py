@@ -39,7 +39,7 @@ class Network(eqx.Module):
 
     def __call__(self, x):  # x and weights: the blocks of one device
         weights = self.gate.value, self.up.value, self.down.value
-        how = {"activation": self.activation, "fsdp_axis_name": "fsdp", "fsdp_axis": (0, 1)}
+        how = {"activation": self.activation, "fsdp_axis": "fsdp", "fsdp_dim": (0, 1)}
         x += gated_mlp(rms_norm(x, self.scale.value), *weights, "tp", **how)
         return fsdp_linear(x, self.head.value, "fsdp")
 

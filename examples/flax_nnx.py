@@ -21,7 +21,7 @@ class Network(nnx.Module):
 
     def __call__(self, x):  # x and weights: the blocks of one device
         weights = self.gate[...], self.up[...], self.down[...]
-        how = {"activation": nnx.silu, "fsdp_axis_name": "fsdp", "fsdp_axis": (0, 1)}
+        how = {"activation": nnx.silu, "fsdp_axis": "fsdp", "fsdp_dim": (0, 1)}
         x += gated_mlp(rms_norm(x, self.scale[...]), *weights, "tp", **how)
         return fsdp_linear(x, self.head[...], "fsdp")
 

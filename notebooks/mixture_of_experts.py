@@ -169,7 +169,7 @@ def sharded(fn, out_specs=P("ep")):  # noqa: B008
 def numbers_that_arrive(capacity):
     def plan(x, router, experts):
         chosen = route(x @ router, TOP_K).experts  # int32[t, k]
-        dispatcher = RaggedDispatcher.from_target_device_ids(chosen // LOCAL, axis_name="ep")
+        dispatcher = RaggedDispatcher.from_target_device_ids(chosen // LOCAL, axis="ep")
         number = lax.axis_index("ep") * TOKENS + jnp.arange(TOKENS, dtype="int32")
         arrived, valid = dispatcher.dispatch(number, capacity)  # [capacity] each
         lost = dispatcher.overflow(capacity)
@@ -283,7 +283,7 @@ for device in range(DEVICES):
 # %%
 def by_hand(x, router, experts):  # x: f32[t, d]; experts: two of them
     routing = route(x @ router, TOP_K)
-    dispatcher = RaggedDispatcher.from_target_device_ids(routing.experts // LOCAL, axis_name="ep")
+    dispatcher = RaggedDispatcher.from_target_device_ids(routing.experts // LOCAL, axis="ep")
     sent = x, routing.experts, routing.weights
     (rows, chosen, weights), valid = dispatcher.dispatch(sent, ROWS)  # [r, d], [r, k], [r, k]
 
@@ -311,7 +311,7 @@ assert_close(sharded(by_hand)(x, router, experts), expected)
 # %%
 def means(x, router, experts):
     chosen = route(x @ router, TOP_K).experts
-    dispatcher = RaggedDispatcher.from_target_device_ids(chosen // LOCAL, axis_name="ep")
+    dispatcher = RaggedDispatcher.from_target_device_ids(chosen // LOCAL, axis="ep")
     rows, valid = dispatcher.dispatch(x, ROWS)
     unmasked = jnp.sum(rows)
     multiplied = jnp.sum(rows * valid[:, None])  # NaN * 0 is NaN
@@ -338,7 +338,7 @@ with poisoned_rows():
 @cache  # compiled once for the same options
 def layer(**options):
     def apply(x, router, experts):
-        options_ = {"axis_name": "ep", "top_k": TOP_K} | options
+        options_ = {"axis": "ep", "top_k": TOP_K} | options
         return moe_layer(x, router, experts, **options_)
 
     return sharded(apply, out_specs=(P("ep"), P()))
@@ -512,7 +512,7 @@ assert mean > dropless.load_balance_loss
 
 # %%
 def objective(params, bias, factor, x, target):
-    options = {"axis_name": "ep", "top_k": TOP_K, "router_bias": bias}
+    options = {"axis": "ep", "top_k": TOP_K, "router_bias": bias}
     y, statistics = moe_layer(x, *params, **options)
     error = mean_loss(jnp.sum((y - target) ** 2), y.size, "ep")
     return error + factor * statistics.load_balance_loss, (error, statistics)
@@ -591,7 +591,7 @@ for chunks in (1, 2):
 #     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=spec)
 #
 # def layer(x, router, experts):
-#     options = {"axis_name": "ep", "top_k": 8, "buffer_factor": 1.25, "chunks": 4}
+#     options = {"axis": "ep", "top_k": 8, "buffer_factor": 1.25, "chunks": 4}
 #     return moe_layer(x, router, experts, dispatch="ragged", **options)[0]
 #
 # assert_overlapped(

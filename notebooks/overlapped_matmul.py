@@ -295,7 +295,7 @@ def qkv(x, w):  # x: f32[m/8, k], w: f32[k, n/8]
 
 
 def fsdp(x, w):  # x: f32[m/8, k], w: f32[k/8, n]; gather="rhs" along its axis 0
-    return jaxpar.all_gather_matmul(x, w, "tp", gather="rhs", axis=0, mode="unidirectional")
+    return jaxpar.all_gather_matmul(x, w, "tp", gather="rhs", dim=0, mode="unidirectional")
 
 
 order, sent = written(by_columns(qkv), x, w)
@@ -767,12 +767,12 @@ assert (jaxpar.ring_hops(grid, ("y", "x")) == 1).all()
 
 
 # %%
-def ring_cumsum(x, axis_name, direction=1):  # x: f32[m/n, k]
-    i, size = lax.axis_index(axis_name), lax.axis_size(axis_name)
+def ring_cumsum(x, axis, direction=1):  # x: f32[m/n, k]
+    i, size = lax.axis_index(axis), lax.axis_size(axis)
     sums = jnp.cumsum(x, axis=0)  # sums: f32[m/n, k]
     total = sums[-1]  # total: f32[k]
     for s in range(1, size):
-        total = jaxpar.ring_shift(total, axis_name, direction)  # now that of device i - s
+        total = jaxpar.ring_shift(total, axis, direction)  # now that of device i - s
         sums = sums + jnp.where(s <= i, total, 0)
     return sums
 
@@ -863,8 +863,8 @@ assert "mesh {'tp': 3}" in caught
 
 
 # %%
-def wrong_way(x, axis_name):
-    return ring_cumsum(x, axis_name, direction=-1)
+def wrong_way(x, axis):
+    return ring_cumsum(x, axis, direction=-1)
 
 
 try:

@@ -289,7 +289,7 @@ assert counts.backward_bytes == 2 * 7 / 8 * WEIGHTS
 BY_ROWS = {name: P(None, "fsdp") for name in SHAPES} | {"norm_1": P(), "norm_2": P()}
 FSDP = "fsdp=8", BY_ROWS, P("fsdp")  # the batch is sharded over the same axis
 
-fsdp_multiply = partial(fsdp_linear, axis_name="fsdp")  # x @ w, the rows of w sharded
+fsdp_multiply = partial(fsdp_linear, axis="fsdp")  # x @ w, the rows of w sharded
 
 
 def linear_loss(params, x, target):
@@ -315,7 +315,7 @@ AXIS = dict.fromkeys(SHAPES, 0) | {"norm_1": None, "norm_2": None}  # of one lay
 
 
 def scan_loss(params, x, target):
-    return squared_error(fsdp_scan(block, params, x, "fsdp", axis=AXIS), target)
+    return squared_error(fsdp_scan(block, params, x, "fsdp", dim=AXIS), target)
 
 
 counts = check("fsdp_scan", *FSDP, scan_loss)
@@ -330,7 +330,7 @@ assert counts.forward_bytes == 7 / 8 * MATRIX_BYTES + SCALARS
 # %%
 def gather_loss(params, x, target):
     def gathered(w, x):
-        return block(fsdp_gather(w, "fsdp", axis=AXIS), x)
+        return block(fsdp_gather(w, "fsdp", dim=AXIS), x)
 
     return squared_error(scan(gathered, params, x), target)
 
@@ -410,7 +410,7 @@ def both_loss(params, x, target):  # x, target: f32[b/2, s/4, d]
         return gated_mlp(y, w["gate"], w["up"], w["down"], "tp")
 
     sharded = AXIS | {"o": 1, "down": 1}  # the dimension that tp leaves
-    y = fsdp_scan(partial(tensor_block, mlp=mlp), params, x, "fsdp", axis=sharded)
+    y = fsdp_scan(partial(tensor_block, mlp=mlp), params, x, "fsdp", dim=sharded)
     return squared_error(y, target)
 
 
@@ -432,7 +432,7 @@ assert counts.forward_bytes == activations + weights + SCALARS
 # Weights and activations both travel, but less of each. Which form sends least depends on sizes:
 # FSDP sends weights, however large the batch; tensor parallelism sends activations, however
 # wide the hidden layer. Without a stack of layers to scan over, the layers can gather the weights
-# themselves: `gated_mlp(..., "tp", fsdp_axis_name="fsdp")`, and likewise the others.
+# themselves: `gated_mlp(..., "tp", fsdp_axis="fsdp")`, and likewise the others.
 #
 # This is where the rows and columns of one layer's `up` lie. The numbers are those of the devices
 # that hold a block.
@@ -497,7 +497,7 @@ PLACES = {"mesh": mesh, "in_specs": (specs, P(*AXES), P(*AXES))}
 
 def mlp_loss(w, x, target):
     weights = w["gate"], w["up"], w["down"]
-    over = {"fsdp_axis_name": "fsdp", "fsdp_axis": (0, 1)}
+    over = {"fsdp_axis": "fsdp", "fsdp_dim": (0, 1)}
     return squared_error(gated_mlp(rms_norm(x, w["norm_2"]), *weights, "tp", **over), target)
 
 

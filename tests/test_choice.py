@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpar._axis import Ring
 from jaxpar._chips import CHIPS
 from jaxpar._choice import (
     Problem,
@@ -21,7 +22,6 @@ from jaxpar._choice import (
 )
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import Order, TpuOrder, traced_order
-from jaxpar.collectives._ring import Ring
 from jaxpar.collectives._turns import gather_turns
 from jaxpar.collectives._ways import Naive
 from jaxpar.matmul import (
@@ -64,7 +64,7 @@ def traced(function, mesh):
 
 
 def ring(n):
-    return Ring(("x",), n)
+    return Ring(("x",), size=n)
 
 
 def problem(n, flops, block_bytes):

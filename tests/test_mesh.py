@@ -155,13 +155,13 @@ def test_ring_order_on_any_mesh(mesh, data):
 def axis_name_errors(function):
     mesh = make_mesh("x=2,y=4")
     for axes, error, message in [
-        ("z", ValueError, r"axis_name 'z' is not an axis of the mesh, which has {'x': 2, 'y': 4}"),
-        (("y", "z"), ValueError, "axis_name 'z' is not an axis of the mesh"),
-        (("x", "x"), ValueError, r"axis_name \('x', 'x'\) must name at least one axis, and each"),
-        ((), ValueError, r"axis_name \(\) must name at least one axis"),
-        (["x"], TypeError, r"axis_name must be a mesh axis name or a tuple of them, got \['x'\]"),
-        (0, TypeError, "axis_name must be a mesh axis name or a tuple of them, got 0"),
-        (("x", 1), TypeError, r"axis_name must be .* got \('x', 1\)"),
+        ("z", ValueError, r"axis 'z' is not an axis of the mesh, which has {'x': 2, 'y': 4}"),
+        (("y", "z"), ValueError, "axis 'z' is not an axis of the mesh"),
+        (("x", "x"), ValueError, r"axis \('x', 'x'\) must name at least one axis, and each"),
+        ((), ValueError, r"axis \(\) must name at least one axis"),
+        (["x"], TypeError, r"axis must be a mesh axis name or a tuple of them, got \['x'\]"),
+        (0, TypeError, "axis must be a mesh axis name or a tuple of them, got 0"),
+        (("x", 1), TypeError, r"axis must be .* got \('x', 1\)"),
     ]:
         with pytest.raises(error, match=message):
             function(mesh, axes)

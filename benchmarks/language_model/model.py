@@ -60,10 +60,10 @@ def loss_sum(
         if model.experts:  # a choice between experts does not bear rounding
             params["layers"]["router"] = routers
         embedding = gather(params, "embedding")  # [V/tp, d]
-        x = vocabulary_parallel_embedding(tokens, embedding, "tp", sequence_axis=-2)
+        x = vocabulary_parallel_embedding(tokens, embedding, "tp", sequence_dim=-2)
         # x: [b, s/(cp*tp), d], and so it stays from layer to layer
 
-        axes = {name: weight.fsdp_axis(1) for name, weight in table["layers"].items()}
+        axes = {name: weight.fsdp_dim(1) for name, weight in table["layers"].items()}
         scan = scan_naively if mode == "naive" else partial(fsdp_scan, mode=mode)
         layer = partial(apply_layer, labels != PADDING)
         state = (x, no_statistics(model))
@@ -76,7 +76,7 @@ def loss_sum(
             jnp.maximum(labels, IGNORE),
             "tp",
             vocabulary=model.vocabulary,
-            sequence_axis=-2,
+            sequence_dim=-2,
             ignore_label=IGNORE,
             mode=mode,
         )
@@ -88,7 +88,7 @@ def loss_sum(
 
     def gather(params: Any, name: str) -> Array:
         weight: Weight = table[name]
-        return fsdp_gather(params[name], "fsdp", axis=weight.fsdp_axis(0), mode=mode)
+        return fsdp_gather(params[name], "fsdp", dim=weight.fsdp_dim(0), mode=mode)
 
     def apply_layer(is_token: Array, w: Any, state: Any) -> Any:
         x, found = state
@@ -119,12 +119,12 @@ def loss_sum(
     return function
 
 
-def scan_naively(layer: Any, stacked: Any, state: Any, axis_name: str, *, axis: Any) -> Any:
+def scan_naively(layer: Any, stacked: Any, state: Any, axis: Any, *, dim: Any) -> Any:
     """What `fsdp_scan` is measured against: each layer gathers its weights, and then computes."""
 
     @jax.checkpoint
     def apply(state: Any, shards: Any) -> Any:
-        return layer(fsdp_gather(shards, axis_name, axis=axis, mode="naive"), state)
+        return layer(fsdp_gather(shards, axis, dim=axis, mode="naive"), state)
 
     # What a layer hands on varies over all that its weights vary over.
     x, found = state

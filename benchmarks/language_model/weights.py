@@ -36,7 +36,7 @@ class Weight:
         sizes = zip(self.spec, self.shape, self.padded, strict=True)
         return P(*(name if size == padded else None for name, size, padded in sizes))
 
-    def fsdp_axis(self, stacked: int) -> int | None:
+    def fsdp_dim(self, stacked: int) -> int | None:
         """The axis that fsdp shards, counted behind the axis of layers; None where it does not."""
         return self.spec.index("fsdp") - stacked if "fsdp" in self.spec else None
 

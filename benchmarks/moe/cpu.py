@@ -89,14 +89,14 @@ def _layer(options: dict[str, Any]) -> Any:
     def layer(tokens: Array, router: Array, weights: Any) -> Array:
         up, gate, down = weights
         experts = Experts(up=up, gate=gate, down=down)
-        shared = {"axis_name": "ep", "top_k": TOP_K, "normalize": True}
+        shared = {"axis": "ep", "top_k": TOP_K, "normalize": True}
         return moe_layer(tokens, router, experts, **shared, **options)[0]
 
     return layer
 
 
 def _capacity_einsum(tokens: Array, router: Array, weights: Any) -> Array:
-    return peers.capacity_einsum(tokens, router, weights, axis_name="ep", top_k=TOP_K, factor=1.25)
+    return peers.capacity_einsum(tokens, router, weights, axis="ep", top_k=TOP_K, factor=1.25)
 
 
 def _matmuls(tokens: Array, router: Array, weights: Any) -> Array:

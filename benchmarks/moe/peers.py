@@ -24,7 +24,7 @@ def all_gather_dispatch(
     router: Array,
     weights: Weights,
     *,
-    axis_name: str,
+    axis: str,
     top_k: int,
     factor: float,
     batched: bool = False,
@@ -35,9 +35,9 @@ def all_gather_dispatch(
     for each expert, where ragged_dot multiplies every row with every expert (GPU).
     """
     ids, shares = _route(tokens, router, top_k)
-    x, ids, shares = (lax.all_gather(y, axis_name, tiled=True) for y in (tokens, ids, shares))
+    x, ids, shares = (lax.all_gather(y, axis, tiled=True) for y in (tokens, ids, shares))
     count = weights[0].shape[0]
-    local = ids.reshape(-1) - lax.axis_index(axis_name) * count
+    local = ids.reshape(-1) - lax.axis_index(axis) * count
     local = jnp.where((local >= 0) & (local < count), local, count)
     order = jnp.argsort(local, stable=True)  # [T * k]: the local ones first, by expert
     sizes = jnp.bincount(local, length=count + 1)[:count].astype(jnp.int32)
@@ -60,18 +60,18 @@ def all_gather_dispatch(
     share = jnp.where(used, shares.reshape(-1)[chosen], 0).astype(y.dtype)
     y = jnp.where(used[..., None], y, 0) * share[..., None]
     out = jnp.zeros_like(x).at[chosen // top_k].add(y)
-    return lax.psum_scatter(out, axis_name, tiled=True)
+    return lax.psum_scatter(out, axis, tiled=True)
 
 
 def dense_dispatch(
-    tokens: Array, router: Array, weights: Weights, *, axis_name: str, top_k: int, factor: float
+    tokens: Array, router: Array, weights: Weights, *, axis: str, top_k: int, factor: float
 ) -> Array:
     """Gathers all tokens and multiplies each with every local expert, one after the other."""
     del factor  # nothing is dropped
     ids, shares = _route(tokens, router, top_k)
-    x, ids, shares = (lax.all_gather(y, axis_name, tiled=True) for y in (tokens, ids, shares))
+    x, ids, shares = (lax.all_gather(y, axis, tiled=True) for y in (tokens, ids, shares))
     count = weights[0].shape[0]
-    experts = lax.axis_index(axis_name) * count + jnp.arange(count)
+    experts = lax.axis_index(axis) * count + jnp.arange(count)
     mask = jnp.sum(jnp.where(ids[..., None] == experts, shares[..., None], 0), axis=1)  # [T, e]
 
     def step(total: Array, expert: Any) -> tuple[Array, None]:
@@ -80,17 +80,17 @@ def dense_dispatch(
         return total + y * share[:, None].astype(y.dtype), None
 
     total = lax.scan(step, jnp.zeros_like(x), (weights, mask.T))[0]
-    return lax.psum_scatter(total, axis_name, tiled=True)
+    return lax.psum_scatter(total, axis, tiled=True)
 
 
 def capacity_einsum(
-    tokens: Array, router: Array, weights: Weights, *, axis_name: str, top_k: int, factor: float
+    tokens: Array, router: Array, weights: Weights, *, axis: str, top_k: int, factor: float
 ) -> Array:
     """Slots for each expert, filled and emptied by einsums with one-hot tensors, as in GShard."""
     ids, shares = _route(tokens, router, top_k)
     t, d = tokens.shape
     size = min(GROUP, t)
-    shards = lax.axis_size(axis_name)
+    shards = lax.axis_size(axis)
     experts = weights[0].shape[0] * shards
     slots = ceil(factor * size * top_k / router.shape[1])
     ids, shares = (y.reshape(t // size, size * top_k) for y in (ids, shares))
@@ -105,8 +105,8 @@ def capacity_einsum(
     combine = jnp.einsum("gske,gskc->gsec", expert * shares[..., None], slot)
     x = jnp.einsum("gsd,gsec->egcd", tokens.reshape(-1, size, d), dispatch)
     x = x.reshape(experts, -1, d)  # [E, g * c, d]
-    x = lax.all_to_all(x, axis_name, 0, 1, tiled=True)  # [e, n * g * c, d]
-    y = lax.all_to_all(_batched(x, weights), axis_name, 1, 0, tiled=True)
+    x = lax.all_to_all(x, axis, 0, 1, tiled=True)  # [e, n * g * c, d]
+    y = lax.all_to_all(_batched(x, weights), axis, 1, 0, tiled=True)
     y = y.reshape(experts, t // size, slots, d)
     return jnp.einsum("egcd,gsec->gsd", y, combine).reshape(t, d)
 

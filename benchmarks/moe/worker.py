@@ -121,7 +121,7 @@ PASSES = ("forward", "gradients")
 def build(case: Case, form: str, which: str, platform: str) -> Any:
     """Returns the function of tokens, router, experts and a cotangent, of local blocks."""
     model = case.model
-    shared = {"axis_name": "ep", "top_k": model.top_k}
+    shared = {"axis": "ep", "top_k": model.top_k}
 
     def own(tokens: Array, router: Array, weights: Any) -> Array:
         up, gate, down = weights

@@ -126,12 +126,12 @@ class Step:
 
     def overlapped(self, weights: Any, x: Array) -> Array:
         layer = partial(self.layer, mode="auto")
-        return self.loss(fsdp_scan(layer, weights, x, FSDP, axis=self.axis, **WIRE))
+        return self.loss(fsdp_scan(layer, weights, x, FSDP, dim=self.axis, **WIRE))
 
     def naive(self, weights: Any, x: Array) -> Array:
         @jax.checkpoint
         def layer(x: Array, shards: Any) -> Array:
-            whole = fsdp_gather(shards, FSDP, axis=self.axis, mode="naive", **WIRE)
+            whole = fsdp_gather(shards, FSDP, dim=self.axis, mode="naive", **WIRE)
             return self.layer(whole, x, mode="naive")
 
         return self.loss(lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0])

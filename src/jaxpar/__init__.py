@@ -2,7 +2,8 @@
 
 from jaxpar import layers as layers
 from jaxpar import moe as moe
-from jaxpar._types import AxisName as AxisName
+from jaxpar._axis import Axis
+from jaxpar._types import AxisLike as AxisLike
 from jaxpar._types import Mode as Mode
 from jaxpar.collectives import (
     ragged_all_to_all,
@@ -15,6 +16,7 @@ from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_sc
 from jaxpar.mesh import make_mesh, ring_hops, ring_order
 
 __all__ = [
+    "Axis",
     "all_gather_matmul",
     "make_mesh",
     "matmul_all_reduce",

@@ -1,7 +1,7 @@
 """What `auto` means: every choice that the package makes, and all that it may depend on.
 
-A `Problem` says what is to be done; `choose_way` returns the way over the ring, for a mode that is
-named or for `"auto"`. The rules of `auto` are the functions of `RULES`, one for each kind of work,
+A `Problem` says what is to be done; `choose_way` returns the way over the ring, of the mode
+that the ring has. The rules of `auto` are the functions of `RULES`, one for each kind of work,
 and can be replaced here without touching anything else.
 """
 
@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
-from jax import lax
 
+from jaxpar._axis import Ring
 from jaxpar._chips import Chip, traced_chip
 from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._in_turns import UNROLLED, InTurns
 from jaxpar.collectives._order import traced_order
-from jaxpar.collectives._ring import Ring
 from jaxpar.collectives._ways import Naive, Way
 
 # What a matmul costs beyond its FLOPs when it is cut into one more piece, in seconds. A ring must
@@ -60,11 +59,10 @@ class Problem:
     devices: int = field(default_factory=_traced_devices)
 
 
-def choose_way(problem: Problem, mode: Mode) -> Way:
-    """Returns the way of a mode, or that which the rule of `auto` predicts to be the fastest."""
-    if mode == "auto":
-        return RULES[problem.kind](problem)
-    return way_of(problem, mode)
+def choose_way(problem: Problem) -> Way:
+    """Returns the way of the ring's mode, of `auto` that which is predicted to be the fastest."""
+    mode = problem.ring.mode
+    return RULES[problem.kind](problem) if mode == "auto" else way_of(problem, mode)
 
 
 def way_of(problem: Problem, mode: Mode) -> Way:
@@ -75,20 +73,19 @@ def way_of(problem: Problem, mode: Mode) -> Way:
     return InTurns(problem.ring, directions, traced_order(), _opposite_is_covered(problem))
 
 
-def choose_stages(problem: Problem, mode: Mode) -> tuple[Way, ...]:
+def choose_stages(problem: Problem) -> tuple[Way, ...]:
     """Returns the ways of weights over a ring of several axes, one after the other.
 
     A collective takes all axes at once; in turns, blocks of the last axis, which are neighbours, go
     round before those of the others. Axes of one device have no stage.
     """
-    axes = [Ring((name,), lax.axis_size(name)) for name in problem.ring.axis_name]
-    rings = [ring for ring in axes if ring.size > 1]
+    rings = problem.ring.stages()
     if not rings:
         return ()
     longest = max(rings, key=lambda ring: ring.size)
-    if isinstance(choose_way(replace(problem, ring=longest), mode), Naive):
+    if isinstance(choose_way(replace(problem, ring=longest)), Naive):
         return (Naive(problem.ring),)
-    return tuple(choose_way(replace(problem, ring=ring), mode) for ring in rings)
+    return tuple(choose_way(replace(problem, ring=ring)) for ring in rings)
 
 
 def by_roofline(problem: Problem) -> Way:

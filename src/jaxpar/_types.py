@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from jax import Array
 
 if TYPE_CHECKING:
-    AxisName = str | tuple[str, ...]
+    from jaxpar._axis import Axis
+
+    AxisLike = str | tuple[str, ...] | list[str] | Axis
     Mode = Literal["naive", "unidirectional", "bidirectional", "auto"]
     Operand = Literal["lhs", "rhs"]
     Order = Literal["zigzag", "contiguous"]
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
     Tree = TypeVar("Tree")  # a pytree of arrays
     Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
-    TreeAxis = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
+    TreeDim = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
 else:
-    AxisName = Mode = Operand = Order = Integer = Number = MeshAxes = Subscripts = Label = (
+    AxisLike = Mode = Operand = Order = Integer = Number = MeshAxes = Subscripts = Label = (
         Weights
-    ) = Tree = TreeAxis = Policy = Dispatch = Scoring = Leaf = Implementation = Any
+    ) = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Any

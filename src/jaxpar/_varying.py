@@ -21,9 +21,9 @@ def varying_axes(*trees: Any) -> frozenset[str]:
     return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 
 
-def checks_varying(axis_name: tuple[str, ...]) -> bool:
+def checks_varying(axis: tuple[str, ...]) -> bool:
     """Tells whether the enclosing `jax.shard_map` has `check_vma=True`."""
-    return bool(varying_axes(lax.axis_index(axis_name)))
+    return bool(varying_axes(lax.axis_index(axis)))
 
 
 def vary_over(axes: Iterable[str], tree: Any) -> Any:
@@ -50,9 +50,9 @@ def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
     return vary_over(axes, x.astype(addition_dtype(x.dtype)))
 
 
-def vary_alike(axis_name: tuple[str, ...], *trees: Any) -> Any:
-    """Types all leaves as varying over `axis_name` and over whatever any of them varies over."""
-    return vary_over(varying_axes(*trees) | set(axis_name), trees)
+def vary_alike(axis: tuple[str, ...], *trees: Any) -> Any:
+    """Types all leaves as varying over `axis` and over whatever any of them varies over."""
+    return vary_over(varying_axes(*trees) | set(axis), trees)
 
 
 def zeros_alike(shape: tuple[int, ...], dtype: DTypeLike, *like: Any) -> jax.Array:

@@ -10,9 +10,10 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Int
 
+from jaxpar._axis import axis_names, ring_positions
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._slices import closed_dims, on_torus, slice_grid, slice_of
-from jaxpar._types import AxisName, MeshAxes
+from jaxpar._types import AxisLike, MeshAxes
 
 
 @public
@@ -82,8 +83,8 @@ def make_mesh(
 
 
 @public
-def ring_order(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Int[np.ndarray, " size"]:
-    """Returns the device order of the ring over `axis_name`: logical index to mesh position.
+def ring_order(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, " size"]:
+    """Returns the device order of the ring over `axis`: logical index to mesh position.
 
     The logical index of a device on a tuple of axes counts in the order of the *tuple*, as in
     `lax.axis_index`; collectives that take index pairs count in the order of the *mesh*. Everything
@@ -91,7 +92,7 @@ def ring_order(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Int[np.ndarray
 
     Args:
       mesh: a concrete or an abstract mesh.
-      axis_name: one axis name, or a tuple of distinct ones in any order.
+      axis: one axis name, or a tuple of distinct ones in any order.
 
     Returns:
       `order[p]`: the position, counted over the ring's axes in mesh order, of the device whose
@@ -104,31 +105,18 @@ def ring_order(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Int[np.ndarray
       >>> ring_order(make_mesh("dp=2,tp=2", devices=jax.devices()[:4]), ("tp", "dp"))
       array([0, 2, 1, 3])
     """
-    return _ring_order(mesh, axis_name)
-
-
-def _ring_order(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> Int[np.ndarray, " size"]:
-    names = axis_names(axis_name)
-    missing = [name for name in names if name not in mesh.axis_names]
-    if missing:
-        raise value_error(
-            f"axis_name {missing[0]!r} is not an axis of the mesh, which has {dict(mesh.shape)}"
-        )
-    in_mesh_order = [name for name in mesh.axis_names if name in names]
-    sizes = [mesh.shape[name] for name in in_mesh_order]
-    positions = np.arange(prod(sizes)).reshape(sizes)
-    return positions.transpose([in_mesh_order.index(name) for name in names]).reshape(-1)
+    return ring_positions(mesh, axis_names(axis))
 
 
 @public
-def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
+def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
     """Counts the physical links between each device of a ring and the next one.
 
     A ring is fast when every entry is 1: each transfer then has a link to itself.
 
     Args:
       mesh: a mesh of real or described devices.
-      axis_name: one axis name, or a tuple of distinct ones in any order.
+      axis: one axis name, or a tuple of distinct ones in any order.
 
     Returns:
       `hops[r, p]`: the links from logical index `p` to `p + 1` (the last one back to 0) on ring
@@ -148,8 +136,8 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
 
     Source: wrap-around rules from the public book "How to scale your model".
     """
-    order = _ring_order(mesh, axis_name)
-    names = axis_names(axis_name)
+    order = ring_positions(mesh, axis_names(axis))
+    names = axis_names(axis)
     others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
     along = [i for i, name in enumerate(mesh.axis_names) if name in names]
     rings = mesh.devices.transpose(others + along).reshape(-1, len(order))[:, order]
@@ -160,7 +148,7 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
     joined = slices[(slices != slices[:, :1]).any(axis=1)]
     if joined.size:
         raise value_error(
-            f"axis_name {axis_name!r} joins the slices {sorted(set(joined[0].tolist()))}"
+            f"axis {axis!r} joins the slices {sorted(set(joined[0].tolist()))}"
             ", between which there are no links to count; name axes that stay within a slice"
         )
     coords = np.array([device.coords for device in rings.flat]).reshape(*rings.shape, -1)
@@ -172,18 +160,6 @@ def ring_hops(mesh: Mesh, axis_name: AxisName) -> Int[np.ndarray, "rings size"]:
         around = np.minimum(apart[inside], extent - apart[inside])
         apart[inside] = np.where(closed, around, apart[inside])
     return apart.sum(-1)
-
-
-def axis_names(axis_name: AxisName) -> tuple[str, ...]:
-    """Returns `axis_name` as a tuple of distinct names."""
-    names: Any = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise type_error(
-            f"axis_name must be a mesh axis name or a tuple of them, got {axis_name!r}"
-        )
-    if len(set(names)) != len(names) or not names:
-        raise value_error(f"axis_name {axis_name!r} must name at least one axis, and each once")
-    return names
 
 
 def _parse_axes(axes: MeshAxes) -> dict[str, int]:

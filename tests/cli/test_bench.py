@@ -137,8 +137,8 @@ def test_missing_extra_names_the_install_command(package, monkeypatch, tmp_path,
 def test_wrong_result_is_refused_and_never_timed(monkeypatch, tmp_path, capsys):
     right, data = jaxpar.all_gather_matmul, tmp_path / "bench.json"
 
-    def wrong(lhs, rhs, axis_name, *, mode, **options):
-        out = right(lhs, rhs, axis_name, mode=mode, **options)
+    def wrong(lhs, rhs, axis, *, mode, **options):
+        out = right(lhs, rhs, axis, mode=mode, **options)
         return out * 1.001 if mode == "bidirectional" else out
 
     monkeypatch.setattr(jaxpar, "all_gather_matmul", wrong)
@@ -162,8 +162,8 @@ def test_wrong_result_is_refused_and_never_timed(monkeypatch, tmp_path, capsys):
 def test_wrong_gradient_is_refused(monkeypatch, capsys):
     right = jaxpar.all_gather_matmul
 
-    def wrong(lhs, rhs, axis_name, **options):
-        return right(lhs, jax.lax.stop_gradient(rhs), axis_name, **options)
+    def wrong(lhs, rhs, axis, **options):
+        return right(lhs, jax.lax.stop_gradient(rhs), axis, **options)
 
     monkeypatch.setattr(jaxpar, "all_gather_matmul", wrong)
     assert main(list(SMALL)) == 1

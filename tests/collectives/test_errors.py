@@ -25,9 +25,9 @@ def trace(function, *shape, **options):
 @every_function
 def test_an_unknown_axis_is_told_the_bound_ones(function):
     bound = r"the axes bound here are {'x': 2, 'y': 4}\. Call it inside jax\.shard_map over a mesh"
-    with pytest.raises(ValueError, match=f"{function.__name__}: axis_name 'tp' is not .*{bound}"):
+    with pytest.raises(ValueError, match=f"{function.__name__}: axis 'tp' is not .*{bound}"):
         trace(lambda x: function(x, "tp"), 8)
-    with pytest.raises(ValueError, match="axis_name 'tp' is not bound"):
+    with pytest.raises(ValueError, match="axis 'tp' is not bound"):
         trace(lambda x: function(x, ("y", "tp")), 8)
 
 
@@ -40,7 +40,7 @@ def test_only_the_manual_axes_of_a_mesh_are_bound(function):
 @every_function
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit])
 def test_outside_shard_map(function, around):
-    message = f"{function.__name__}: axis_name 'x' is not bound: no mesh axis is bound here"
+    message = f"{function.__name__}: axis 'x' is not bound: no mesh axis is bound here"
     with pytest.raises(ValueError, match=message):
         around(lambda x: function(x, "x"))(jnp.ones(8))
 
@@ -52,9 +52,9 @@ def test_outside_shard_map(function, around):
         (
             ("x", "x"),
             ValueError,
-            r"axis_name \('x', 'x'\) must name at least one axis, and each on",
+            r"axis \('x', 'x'\) must name at least one axis, and each on",
         ),
-        ((), ValueError, r"axis_name \(\) must name at least one axis"),
+        ((), ValueError, r"axis \(\) must name at least one axis"),
         (["x"], TypeError, r"must be a mesh axis name or a tuple of them, got \['x'\]"),
         (None, TypeError, "must be a mesh axis name or a tuple of them, got None"),
     ],
@@ -102,7 +102,7 @@ def test_an_unknown_mode(function):
 )
 def test_gathering_along_an_axis_that_is_not_there(mode, shape, axis, tiled, message):
     with pytest.raises(ValueError, match=f"ring_all_gather: {message}"):
-        trace(lambda x: ring_all_gather(x, "y", axis=axis, tiled=tiled, mode=mode), *shape)
+        trace(lambda x: ring_all_gather(x, "y", dim=axis, tiled=tiled, mode=mode), *shape)
 
 
 @every_mode

@@ -83,7 +83,7 @@ def test_all_gather(ring, data):
     shape = data.draw(st.tuples(*[st.integers(1, 5)] * rank))
     mode, dtype = data.draw(st.sampled_from(MODES)), data.draw(dtypes(["float", "int"]))
     assert_matches_reference(
-        every_device(lambda x: ring_all_gather(x, axes, axis=axis, tiled=tiled, mode=mode)),
+        every_device(lambda x: ring_all_gather(x, axes, dim=axis, tiled=tiled, mode=mode)),
         lambda x: gather(x, axis, tiled),
         normal((n, mesh.size // n, *shape), dtype),
         mesh=mesh,
@@ -101,9 +101,7 @@ def test_reduce_scatter(ring, data):
     shape = data.draw(even_shapes(n, rank=rank, dim=dim, max_size=5 * n if tiled else n))
     mode, dtype = data.draw(st.sampled_from(MODES)), data.draw(dtypes(["float", "int"]))
     assert_matches_reference(
-        every_device(
-            lambda x: ring_reduce_scatter(x, axes, scatter_dimension=dim, tiled=tiled, mode=mode)
-        ),
+        every_device(lambda x: ring_reduce_scatter(x, axes, dim=dim, tiled=tiled, mode=mode)),
         lambda x: scatter(x, dim, tiled),
         normal((n, mesh.size // n, *shape), dtype),
         mesh=mesh,
@@ -158,7 +156,7 @@ def test_under_vmap_and_scan(mode):
     def all_three(x):
         return (
             ring_all_gather(x, "x", mode=mode),
-            ring_reduce_scatter(x, "x", scatter_dimension=1, tiled=True, mode=mode),
+            ring_reduce_scatter(x, "x", dim=1, tiled=True, mode=mode),
             ring_all_reduce(x, "x", mode=mode),
         )
 
@@ -199,7 +197,7 @@ def test_second_derivatives_in_reverse(mode, check_vma):
 
         return (
             gradient(lambda x: ring_all_gather(x, "x", mode=mode)),
-            gradient(lambda x: ring_reduce_scatter(x, "x", scatter_dimension=1, mode=mode)),
+            gradient(lambda x: ring_reduce_scatter(x, "x", dim=1, mode=mode)),
             gradient(lambda x: ring_all_reduce(x, "x", mode=mode)),
         )
 

@@ -143,7 +143,7 @@ def test_every_form_of_all_gather(n, mode):
 def test_every_form_of_reduce_scatter(n, mode, negative):
     def ours(x, scatter_dimension=0, **form):
         dim = scatter_dimension - x.ndim * negative
-        return ring_reduce_scatter(x, "x", scatter_dimension=dim, **form, mode=mode)
+        return ring_reduce_scatter(x, "x", dim=dim, **form, mode=mode)
 
     def laxs(x, **form):  # which takes no negative dimension
         return lax.psum_scatter(x, "x", **form)

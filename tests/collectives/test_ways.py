@@ -8,9 +8,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar._axis import bind
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import ClusterOrder, CpuOrder, Order, TpuOrder
-from jaxpar.collectives._ring import bind_ring
 from jaxpar.collectives._ways import Naive, as_it_is
 from jaxpar.testing import assert_matches_reference, count_collectives
 
@@ -38,7 +38,7 @@ ORDERS = (
 
 def ways(mode):
     """Every way of a mode, also those that are for other chips than a CPU."""
-    ring = bind_ring("test", "x")
+    ring = bind("test", "x")
     if mode == "naive":
         return [Naive(ring)]
     directions = {"unidirectional": (1,), "bidirectional": (1, -1)}[mode]
@@ -177,7 +177,7 @@ def all_three(mode):
     def run(x):
         return (
             ring_all_gather(x, "x", tiled=True, mode=mode),
-            ring_reduce_scatter(x, "x", scatter_dimension=1, tiled=True, mode=mode),
+            ring_reduce_scatter(x, "x", dim=1, tiled=True, mode=mode),
             ring_all_reduce(x, "x", mode=mode),
         )
 

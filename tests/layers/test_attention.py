@@ -106,7 +106,7 @@ def test_padding():
     np.testing.assert_array_equal(layout.unpad_query(padded), w)
     np.testing.assert_array_equal(layout.pad_output(o), np.pad(o, ((0, 2), (0, 0))))
     np.testing.assert_array_equal(layout.unpad_output(layout.pad_output(o)), o)
-    np.testing.assert_array_equal(layout.pad_query(o[None], axis=1)[0], layout.pad_output(o))
+    np.testing.assert_array_equal(layout.pad_query(o[None], dim=1)[0], layout.pad_output(o))
     with pytest.raises(ValueError, match=r"^") as caught:
         layout.pad_query(o)
     assert str(caught.value) == (
@@ -117,7 +117,7 @@ def test_padding():
     with pytest.raises(
         ValueError, match=r"HeadLayout\.pad_output: axis=2 is out of range for a local shape"
     ):
-        layout.pad_output(o, axis=2)
+        layout.pad_output(o, dim=2)
 
 
 def test_numbers_of_heads_are_integers():
@@ -148,7 +148,7 @@ def test_any_number_of_heads(heads, kv_heads, n, dim, mode, check_vma):
     in_specs, tokens = specs(layout, dim, biases=True)
 
     def layer(*args):
-        options = {"heads": heads, "kv_heads": kv_heads, "sequence_axis": dim, "mode": mode}
+        options = {"heads": heads, "kv_heads": kv_heads, "sequence_dim": dim, "mode": mode}
         return parallel_attention(*args[:5], "tp", attend, biases=args[5:], **options)
 
     assert_matches_reference(
@@ -220,9 +220,9 @@ def test_weights_over_two_axes(heads, kv_heads, mesh_axes, w_q, w_o, axes, first
             heads=heads,
             kv_heads=kv_heads,
             biases=(args[5], None, None, None),
-            sequence_axis=dim,
-            fsdp_axis_name="fsdp",
-            fsdp_axis=axes,
+            sequence_dim=dim,
+            fsdp_axis="fsdp",
+            fsdp_dim=axes,
             fsdp_first=first,
             mode="naive",
         )
@@ -320,7 +320,7 @@ def test_gathered_weights_are_not_kept(check_vma):
 
     mapped = jax.shard_map(
         lambda *args: parallel_attention(
-            *args, "tp", take_queries, heads=4, kv_heads=2, fsdp_axis_name="fsdp"
+            *args, "tp", take_queries, heads=4, kv_heads=2, fsdp_axis="fsdp"
         ),
         mesh=mesh,
         in_specs=(P("fsdp", "tp"), P("fsdp", "tp"), P("fsdp"), P("fsdp"), P(BOTH[0])),
@@ -396,9 +396,9 @@ def test_errors():
         "k (1, 8, 1, 2) and v (1, 8, 1, 2); it must be (1, 8, 1) and the size of a head"
     )
     assert error(x, q, kv, kv, o, fsdp_first=True) == (
-        "parallel_attention: fsdp_first=True means that heads are sharded over fsdp_axis_name and "
-        "axis_name in this order, but fsdp_axis is (0, 0) and fsdp_axis_name None; give "
-        "fsdp_axis=(1, 0) and the axis, or leave it out"
+        "parallel_attention: fsdp_first=True means that heads are sharded over fsdp_axis and "
+        "axis in this order, but fsdp_dim is (0, 0) and fsdp_axis None; give "
+        "fsdp_dim=(1, 0) and the axis, or leave it out"
     )
     assert error(x, q, kv, kv, (3, 3)) == (
         "parallel_attention: x has local shape (1, 8, 2) and w_o (3, 3), but 2 columns of x cannot "

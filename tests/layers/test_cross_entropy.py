@@ -57,16 +57,16 @@ ALL = {"vocabulary": 13, "label_smoothing": 0.2, "z_loss": 0.05}
     ("mesh", "names", "options", "check_vma"),
     [
         ("dp=2,tp=4", "tp", {**ALL, "chunk": 4, "mode": "unidirectional"}, (True, False)),
-        ("dp=2,tp=4", "tp", {**ALL, "chunk": 5, "sequence_axis": -2, "mode": "bidirectional"},
+        ("dp=2,tp=4", "tp", {**ALL, "chunk": 5, "sequence_dim": -2, "mode": "bidirectional"},
          True),
-        ("a=2,dp=1,b=4", ("b", "a"), {**ALL, "chunk": 7, "sequence_axis": 1}, False),
+        ("a=2,dp=1,b=4", ("b", "a"), {**ALL, "chunk": 7, "sequence_dim": 1}, False),
         ("a=2,dp=1,b=4", ("b", "a"), {"ignore_label": 3, "label_smoothing": 1.0}, True),
-        ("tp=1,dp=2", "tp", {"sequence_axis": 0, "vocabulary": 15, "chunk": 1}, False),
+        ("tp=1,dp=2", "tp", {"sequence_dim": 0, "vocabulary": 15, "chunk": 1}, False),
     ],
 )  # fmt: skip
 def test_losses_and_gradients(mesh, names, options, check_vma):
     """In two cases a device has padding only. Tokens that are ignored may be anything."""
-    dim = options.get("sequence_axis")
+    dim = options.get("sequence_dim")
     labels = labels_below(
         options.get("vocabulary", 16), 2, 8, ignore=options.get("ignore_label", -1)
     )
@@ -84,16 +84,16 @@ def test_losses_and_gradients(mesh, names, options, check_vma):
     )
 
 
-@pytest.mark.parametrize("sequence_axis", [None, -2])
-def test_logits_of_16_bit_operands_are_float32(sequence_axis):
+@pytest.mark.parametrize("sequence_dim", [None, -2])
+def test_logits_of_16_bit_operands_are_float32(sequence_dim):
     """So are the losses: precise to float32, where gradients are as precise as their dtype."""
     x, w = (jnp.asarray(a, "bfloat16") for a in (normal(8, 16), normal(16, 24)))
-    spec = P() if sequence_axis is None else P("tp")
+    spec = P() if sequence_dim is None else P("tp")
 
     def test(**options):
         assert_matches_reference(
             lambda *args: vocabulary_parallel_cross_entropy(
-                *args, "tp", sequence_axis=sequence_axis, wire_dtype="bfloat16"
+                *args, "tp", sequence_dim=sequence_dim, wire_dtype="bfloat16"
             ),
             reference(),
             *(x, w, labels_below(24, 8)),
@@ -153,24 +153,24 @@ def test_labels_out_of_range_are_nan(check_vma):
 
 
 @pytest.mark.parametrize(
-    ("sequence_axis", "dtype", "check_vma"),
+    ("sequence_dim", "dtype", "check_vma"),
     [(None, "float32", False), (-2, "float64", True)],
 )
-def test_tied_weights_inside_under_checkpoint_and_scan(sequence_axis, dtype, check_vma):
+def test_tied_weights_inside_under_checkpoint_and_scan(sequence_dim, dtype, check_vma):
     """A language model without layers: what is looked up is compared with the same table."""
     tokens, labels = labels_below(16, 4, 2, 4, ignore=16), labels_below(13, 4, 2, 4)
-    axes = ("dp",) if sequence_axis is None else ("tp", "dp")
+    axes = ("dp",) if sequence_dim is None else ("tp", "dp")
 
     def local(table, tokens, labels):
         def step(total, batch):
             tokens, labels = batch
-            x = vocabulary_parallel_embedding(tokens, table, "tp", sequence_axis=sequence_axis)
-            if sequence_axis is not None:
-                labels = scatter_region(labels, "tp", axis=1)
+            x = vocabulary_parallel_embedding(tokens, table, "tp", sequence_dim=sequence_dim)
+            if sequence_dim is not None:
+                labels = scatter_region(labels, "tp", dim=1)
             losses = vocabulary_parallel_cross_entropy(
                 *(jnp.sin(x), table.T, labels, "tp"),
                 vocabulary=13,
-                sequence_axis=sequence_axis,
+                sequence_dim=sequence_dim,
                 chunk=3,
             )
             return total + jnp.sum(losses), jnp.sum(labels >= 0)
@@ -233,11 +233,11 @@ def shapes_in(jaxpr):
             yield from shapes_in(sub)
 
 
-@pytest.mark.parametrize("sequence_axis", [None, -2])
-def test_only_logits_of_a_chunk_ever_exist(sequence_axis):
+@pytest.mark.parametrize("sequence_dim", [None, -2])
+def test_only_logits_of_a_chunk_ever_exist(sequence_dim):
     tokens, features, columns, chunk = 64, 5, 24, 10
     losses = losses_on(
-        "tp=4", P() if sequence_axis is None else P("tp"), chunk=chunk, sequence_axis=sequence_axis
+        "tp=4", P() if sequence_dim is None else P("tp"), chunk=chunk, sequence_dim=sequence_dim
     )
     args = normal(tokens, features), normal(features, columns * 4), labels_below(96, tokens)
 
@@ -252,7 +252,7 @@ def test_only_logits_of_a_chunk_ever_exist(sequence_axis):
     counts = count_collectives(losses, *args)
     statistics = {"pmax": 1, "psum": 1}
     kept = features * columns + 2 * tokens
-    if sequence_axis is None:
+    if sequence_dim is None:
         assert counts.forward == statistics
         assert counts.backward == {"psum": 1}
         assert counts.residual_bytes == 4 * (kept + tokens * features)
@@ -321,8 +321,8 @@ def test_options_out_of_range():
     assert error(TypeError, z_loss="0") == (
         "z_loss must be a number known while tracing, got '0' of type str"
     )
-    assert error(ValueError, sequence_axis=1) == (
-        "sequence_axis=1 is the last dimension of x, local shape (6, 3), which holds features; "
+    assert error(ValueError, sequence_dim=1) == (
+        "sequence_dim=1 is the last dimension of x, local shape (6, 3), which holds features; "
         "choose one before it, such as -2"
     )
     assert error(ValueError, mode="ring").startswith("mode must be one of naive")

@@ -37,7 +37,7 @@ def mesh_of(text):
 def test_linear(mode, axis, sharded_bias, check_vma):
     spec = P("f") if axis == 0 else P(None, "f")
     assert_matches_reference(
-        lambda x, w, b: fsdp_linear(x, w, "f", bias=b, axis=axis, mode=mode),
+        lambda x, w, b: fsdp_linear(x, w, "f", bias=b, dim=axis, mode=mode),
         lambda x, w, b: x @ w + b,
         normal(4, 2, 8),
         normal(8, 12),
@@ -114,7 +114,7 @@ def test_gather(mesh, axes, mode, check_vma):
     size = mesh_of(mesh).size
     assert_matches_reference(
         lambda tree: jax.tree.map(
-            lambda x: x[None], fsdp_gather(tree, axes, axis={"w": -1, "b": None}, mode=mode)
+            lambda x: x[None], fsdp_gather(tree, axes, dim={"w": -1, "b": None}, mode=mode)
         ),
         lambda tree: {"w": np.stack([tree["w"]] * size), "b": np.stack([tree["b"]] * size)},
         {"w": normal(3, 2, 24), "b": normal(5)},
@@ -155,7 +155,7 @@ def stack_of(layers, k=6, hidden=4):
 )
 def test_scan(mode, layers, check_vma):
     assert_matches_reference(
-        lambda stack, x: fsdp_scan(layer, stack, x, "f", axis=SHARDED, mode=mode),
+        lambda stack, x: fsdp_scan(layer, stack, x, "f", dim=SHARDED, mode=mode),
         network_in_numpy,
         stack_of(layers),
         normal(4, 6),
@@ -177,7 +177,7 @@ def test_scan(mode, layers, check_vma):
 )
 def test_scan_over_several_axes(mesh, axes, data, mode, check_vma):
     assert_matches_reference(
-        lambda stack, x: fsdp_scan(layer, stack, x, axes, axis=SHARDED, mode=mode),
+        lambda stack, x: fsdp_scan(layer, stack, x, axes, dim=SHARDED, mode=mode),
         network_in_numpy,
         stack_of(3, k=12),
         normal(24, 12),
@@ -230,7 +230,7 @@ def test_scan_hands_on_a_pytree_with_integers():
     stack = {"w": normal(3, 4, 4), "use": np.array([1, 0, 1], "int32")}
 
     def fn(stack, x):
-        return fsdp_scan(counted, stack, (x, jnp.int32(0)), "f", axis={"w": 0, "use": None})
+        return fsdp_scan(counted, stack, (x, jnp.int32(0)), "f", dim={"w": 0, "use": None})
 
     def reference(stack, x):
         for w, use in zip(stack["w"], stack["use"], strict=True):
@@ -307,7 +307,7 @@ def test_scan_sends_no_gradients_of_integers():
 
     specs = {"w": P(None, "f"), "use": P(None, "f")}
     run = jax.shard_map(
-        partial(fsdp_scan, layer, axis_name="f", mode="naive", wire_dtype="float32"),
+        partial(fsdp_scan, layer, axis="f", mode="naive", wire_dtype="float32"),
         mesh=mesh_of("f=4"),
         in_specs=(specs, P("f")),
         out_specs=P("f"),
@@ -323,7 +323,7 @@ def test_scan_sends_no_gradients_of_integers():
 def test_scan_keeps_inputs_and_shards_only():
     stack, x = stack_of(4, k=24, hidden=10), normal(8, 24)
     shapes = saved_by(
-        lambda stack, x: fsdp_scan(layer, stack, x, "f", axis=SHARDED),
+        lambda stack, x: fsdp_scan(layer, stack, x, "f", dim=SHARDED),
         mesh_of("f=4"),
         stack,
         x,
@@ -336,7 +336,7 @@ def test_scan_keeps_inputs_and_shards_only():
 def test_scan_gathers_each_layer_once_forward_and_once_backward():
     mesh, layers = mesh_of("f=4"), 5
     run = jax.shard_map(
-        partial(fsdp_scan, lambda w, x: jnp.tanh(x @ w), axis_name="f", mode="naive"),
+        partial(fsdp_scan, lambda w, x: jnp.tanh(x @ w), axis="f", mode="naive"),
         mesh=mesh,
         in_specs=(P(None, "f"), P("f")),
         out_specs=P("f"),

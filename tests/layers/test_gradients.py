@@ -418,12 +418,12 @@ def test_specs_that_are_none():
 
 def test_a_loss_that_varies_over_another_axis():
     assert error(value_and_grad(lambda w, x: (jnp.sum(w) * jnp.sum(x), 1), "dp")) == (
-        "loss_sum varies over ['tp'], which axis_name ('dp',) lacks; add them if devices have "
+        "loss_sum varies over ['tp'], which axis ('dp',) lacks; add them if devices have "
         "different shares of the loss there; otherwise sum or gather before it with reduce_region "
         "or gather_region, typed as replicated"
     )
     text = error(value_and_grad(lambda w, x: (jnp.sum(x), jnp.sum(w)), "dp"))
-    assert text.startswith("weight varies over ['tp'], which axis_name ('dp',) lacks")
+    assert text.startswith("weight varies over ['tp'], which axis ('dp',) lacks")
 
 
 def test_results_of_the_wrong_kind():
@@ -495,7 +495,7 @@ def test_gathered_results_may_be_returned_as_replicated():
     """`gather_region` and `reduce_region` make what a loss over other axes needs."""
 
     def loss(w, x):
-        return jnp.sum(jnp.sin(x @ gather_region(w, "tp", axis=0).T)), len(x)
+        return jnp.sum(jnp.sin(x @ gather_region(w, "tp", dim=0).T)), len(x)
 
     step = jax.shard_map(
         value_and_grad(loss, "dp"),

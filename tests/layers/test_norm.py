@@ -31,7 +31,7 @@ def normal(*shape, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("fn", "axis_name", "dtype", "check_vma"),
+    ("fn", "axis", "dtype", "check_vma"),
     [
         (rms_and_bias, None, "float32", True),
         (rms_and_bias, ("tp", "dp"), "bfloat16", False),
@@ -41,16 +41,16 @@ def normal(*shape, seed=0):
         (layer_norm, "tp", "bfloat16", True),
     ],
 )
-def test_values_and_gradients(fn, axis_name, dtype, check_vma):
+def test_values_and_gradients(fn, axis, dtype, check_vma):
     """Tokens over what features leave; a mean far from 0 for the variance not to cancel."""
     x = normal(2, 8, 8) + (5 if fn is layer_norm else 0)
     tokens, features = {
         None: (P("dp", "tp"), P()),
         "tp": (P("dp", None, "tp"), P("tp")),
         ("tp", "dp"): (P(None, None, ("tp", "dp")), P(("tp", "dp"))),
-    }[axis_name]
+    }[axis]
     assert_matches_reference(
-        lambda *args: fn(*args, eps=1e-3, axis_name=axis_name),
+        lambda *args: fn(*args, eps=1e-3, axis=axis),
         layer if fn is layer_norm else rms,
         *(jnp.asarray(a, dtype) for a in (x, normal(8), normal(8, seed=1))),
         mesh=make_mesh(MESH),
@@ -61,10 +61,10 @@ def test_values_and_gradients(fn, axis_name, dtype, check_vma):
     )
 
 
-def count(fn, axis_name, check_vma=True):
-    tokens, features = (P("dp", "tp"), P()) if axis_name is None else (P("dp", None, "tp"), P("tp"))
+def count(fn, axis, check_vma=True):
+    tokens, features = (P("dp", "tp"), P()) if axis is None else (P("dp", None, "tp"), P("tp"))
     mapped = jax.shard_map(
-        lambda *args: fn(*args, axis_name=axis_name),
+        lambda *args: fn(*args, axis=axis),
         mesh=make_mesh(MESH),
         in_specs=(tokens, features),
         out_specs=tokens,
@@ -75,19 +75,19 @@ def count(fn, axis_name, check_vma=True):
         jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16),
         jax.ShapeDtypeStruct((64,), jnp.bfloat16),
     )
-    return found, (2 * 64, 64) if axis_name is None else (8 * 16, 16)
+    return found, (2 * 64, 64) if axis is None else (8 * 16, 16)
 
 
 @pytest.mark.parametrize(("fn", "moments"), [(rms_norm, 1), (layer_norm, 2)])
-@pytest.mark.parametrize("axis_name", [None, "tp"])
+@pytest.mark.parametrize("axis", [None, "tp"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_what_is_sent_and_kept(fn, moments, axis_name, check_vma):
+def test_what_is_sent_and_kept(fn, moments, axis, check_vma):
     """x as it came in, the scale, and the moments; sums of moments, and the scale's gradient."""
-    found, (x, scale) = count(fn, axis_name, check_vma)
-    sums = moments * (axis_name is not None)
+    found, (x, scale) = count(fn, axis, check_vma)
+    sums = moments * (axis is not None)
     assert found.forward == ({"psum": sums} if sums else {})
     assert found.backward == {"psum": sums + 1}
-    assert found.residual_bytes == 2 * x + 2 * scale + 4 * moments * (2 if axis_name is None else 8)
+    assert found.residual_bytes == 2 * x + 2 * scale + 4 * moments * (2 if axis is None else 8)
 
 
 def test_float64():
@@ -120,7 +120,7 @@ def test_errors():
     )
     assert message(ValueError, ones((2, 3)), ones(3), ones(6)) == (
         "layer_norm: bias has local shape (6,), but x (2, 3) has 3 features here; bias must be "
-        "(3,), and axis_name must say over which axes both are sharded, None if whole"
+        "(3,), and axis must say over which axes both are sharded, None if whole"
     )
     assert message(ValueError, ones((2, 3)), ones(3), eps=-1.0) == (
         "layer_norm: eps=-1.0 must be at least 0"
@@ -128,7 +128,7 @@ def test_errors():
     assert message(TypeError, ones((2, 3)), ones(3), eps="1e-5") == (
         "layer_norm: eps must be a number known while tracing, got '1e-5' of type str"
     )
-    assert message(ValueError, ones((2, 3)), ones(3), axis_name="tp") == (
-        "layer_norm: axis_name 'tp' is not bound: no mesh axis is bound here. Call it inside "
+    assert message(ValueError, ones((2, 3)), ones(3), axis="tp") == (
+        "layer_norm: axis 'tp' is not bound: no mesh axis is bound here. Call it inside "
         "jax.shard_map over a mesh with an axis 'tp'"
     )

@@ -67,8 +67,8 @@ def test_gather_and_scatter(sizes, names, axis, check_vma):
     spec = P(names) if axis == 0 else P(None, names)
 
     def fn(x):
-        whole = gather_region({"x": x}, names, axis=axis)["x"]
-        return scatter_region(jnp.sin(whole) * jnp.sum(whole), names, axis=axis), whole
+        whole = gather_region({"x": x}, names, dim=axis)["x"]
+        return scatter_region(jnp.sin(whole) * jnp.sum(whole), names, dim=axis), whole
 
     assert_matches_reference(
         fn,
@@ -127,7 +127,7 @@ def test_gradients_inside_of_replicated_values():
 
     def body(x, w):
         def loss(x):
-            return reduce_region(jnp.vdot(scatter_region(jnp.sin(x), "x", axis=0), w), "x")
+            return reduce_region(jnp.vdot(scatter_region(jnp.sin(x), "x", dim=0), w), "x")
 
         return jax.grad(loss)(x), jax.grad(lambda x: jnp.vdot(copy_region(x, "x")[:2], w))(x)
 
@@ -151,10 +151,10 @@ def test_sums_of_16_bit_floats_travel_in_32():
 @check
 def test_twice_in_reverse(check_vma):
     def fn(x, w):
-        whole = gather_region(x, "x", axis=0)
+        whole = gather_region(x, "x", dim=0)
         part = copy_region(jnp.sin(whole), "x") @ w
         total = reduce_region(part**2, "x")
-        return scatter_region(total, "x", axis=0)
+        return scatter_region(total, "x", dim=0)
 
     fn = mapped(fn, (P("x"), P(None, "x")), P("x"), check_vma)
 
@@ -177,7 +177,7 @@ def test_integers_empty_arrays_and_vmap():
     np.testing.assert_array_equal(jax.jit(ints)(jnp.arange(4)), 4 * np.arange(4))
     none = mapped(lambda x: gather_region(x, "x"), P(None, "x"), P())
     assert jax.jit(none)(jnp.zeros((0, 8))).shape == (0, 8)
-    each = mapped(jax.vmap(lambda x: scatter_region(x, "x", axis=0)), P(), P(None, "x"))
+    each = mapped(jax.vmap(lambda x: scatter_region(x, "x", dim=0)), P(), P(None, "x"))
     np.testing.assert_array_equal(jax.jit(each)(normal(3, 8)), normal(3, 8))
 
 
@@ -217,7 +217,7 @@ def test_a_dimension_that_is_not_there(fn):
 )
 def test_an_axis_that_is_not_bound(fn):
     assert error(lambda x: fn(x, "tp")) == (
-        f"{fn.__name__}: axis_name 'tp' is not bound: the axes bound here are {{'x': 4, 'y': 2}}. "
+        f"{fn.__name__}: axis 'tp' is not bound: the axes bound here are {{'x': 4, 'y': 2}}. "
         "Call it inside jax.shard_map over a mesh with an axis 'tp'"
     )
     with pytest.raises(ValueError, match="no mesh axis is bound here"):

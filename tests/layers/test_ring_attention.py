@@ -75,10 +75,10 @@ def places_of(order, length, size):
     return zigzag_order(length, size) if order == "zigzag" else np.arange(length)
 
 
-def check(mesh, axis_name, shape, kv_heads, *, order="zigzag", causal=True, dtype="float64", **how):
+def check(mesh, axis, shape, kv_heads, *, order="zigzag", causal=True, dtype="float64", **how):
     """Compares values and gradients; `shape` is [batch, local length, heads, size]."""
     batch, length, heads, size = shape
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    names = (axis,) if isinstance(axis, str) else axis
     devices = int(np.prod([mesh.shape[name] for name in names]))
     check_vma = how.pop("check_vma")
     length *= devices
@@ -90,10 +90,10 @@ def check(mesh, axis_name, shape, kv_heads, *, order="zigzag", causal=True, dtyp
         expected = [full(*wide), *full.vjp(wide, np.asarray(ct, "float64"))]
         for vma in (check_vma,) if isinstance(check_vma, bool) else check_vma:
             fn = jax.shard_map(
-                lambda *args: ring_attention(*args, axis_name, causal=causal, order=order, **how),
+                lambda *args: ring_attention(*args, axis, causal=causal, order=order, **how),
                 mesh=mesh,
-                in_specs=P(None, axis_name),
-                out_specs=P(None, axis_name),
+                in_specs=P(None, axis),
+                out_specs=P(None, axis),
                 check_vma=vma,
             )
             compare(jax.jit(vjp, static_argnums=0)(fn, ct, q, k, v), expected)
@@ -419,11 +419,11 @@ Q = (4, 2, 8)
         ((Q,) * 3, {"wire_dtype": "int32"}, TypeError, "wire_dtype=int32 cannot carry sums of "
          "float32"),
         ((Q,) * 3, {"precision": ("high", "high")}, TypeError, "precision must be one value"),
-        ((Q,) * 3, {"axis_name": "y"}, ValueError, "axis_name 'y' is not bound"),
+        ((Q,) * 3, {"axis": "y"}, ValueError, "axis 'y' is not bound"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(shapes, options, error, text):
-    options = {"axis_name": "x", **options}
+    options = {"axis": "x", **options}
     fn = jax.shard_map(
         lambda *args: ring_attention(*args, **options), mesh=line(2), in_specs=P(), out_specs=P()
     )

@@ -49,7 +49,7 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("axes", "axis_name", "mode", "dim", "check_vma"),
+    ("axes", "axis", "mode", "dim", "check_vma"),
     [
         ("tp=1", "tp", "unidirectional", -2, True),
         ("tp=3", "tp", "unidirectional", 0, False),
@@ -58,22 +58,22 @@ def close(found, expected):
         ("tp=8", "tp", "auto", None, True),
     ],
 )
-def test_two_columns_and_a_row(axes, axis_name, mode, dim, check_vma):
+def test_two_columns_and_a_row(axes, axis, mode, dim, check_vma):
     """Biases are added once; the sequence may be any dimension but the last."""
     mesh = mesh_of(axes)
     n = mesh.size
-    tokens = P() if dim is None else P(axis_name) if dim == 0 else P(None, axis_name)
+    tokens = P() if dim is None else P(axis) if dim == 0 else P(None, axis)
 
     def layers(x, w, b, v, c, u, d):
-        options = {"sequence_axis": dim, "mode": mode}
-        y, z = column_parallel_linear(x, (w, v), axis_name, bias=(b, None), **options)
-        once = column_parallel_linear(x, w, axis_name, bias=b, **options)
-        return row_parallel_linear(y, u, axis_name, bias=d, **options), z, once + c[0]
+        options = {"sequence_dim": dim, "mode": mode}
+        y, z = column_parallel_linear(x, (w, v), axis, bias=(b, None), **options)
+        once = column_parallel_linear(x, w, axis, bias=b, **options)
+        return row_parallel_linear(y, u, axis, bias=d, **options), z, once + c[0]
 
     def reference(x, w, b, v, c, u, d):
         return (x @ w + b) @ u + d, x @ v, x @ w + b + c[0]
 
-    columns, parts = P(None, axis_name), P(axis_name)
+    columns, parts = P(None, axis), P(axis)
     assert_matches_reference(
         layers,
         reference,
@@ -82,7 +82,7 @@ def test_two_columns_and_a_row(axes, axis_name, mode, dim, check_vma):
         *(normal(2 * n, 5), normal(5)),
         mesh=mesh,
         in_specs=(tokens, columns, parts, columns, P(), parts, P()),
-        out_specs=(tokens, P(None, None, axis_name), P(None, None, axis_name)),
+        out_specs=(tokens, P(None, None, axis), P(None, None, axis)),
         check_vma=check_vma,
         max_directions=2,
     )
@@ -98,7 +98,7 @@ def test_gradients_inside(whole, check_vma):
 
     def local(*args):
         def loss(*args):
-            total = jnp.sum(jnp.sin(gated_mlp(*args, "tp", sequence_axis=dim)))
+            total = jnp.sum(jnp.sin(gated_mlp(*args, "tp", sequence_dim=dim)))
             if check_vma:
                 return total if whole else lax.psum(total, "tp")
             return total / lax.axis_size("tp") if whole else total
@@ -148,7 +148,7 @@ def test_bfloat16(whole, check_vma):
     )
     columns, parts = P(None, "tp"), P("tp")
     assert_matches_reference(
-        lambda *args: gated_mlp(*args[:4], "tp", biases=args[4:], sequence_axis=dim),
+        lambda *args: gated_mlp(*args[:4], "tp", biases=args[4:], sequence_dim=dim),
         mlp,
         *(jnp.asarray(a, "bfloat16") for a in args),
         mesh=mesh_of("tp=8"),
@@ -162,7 +162,7 @@ def test_bfloat16(whole, check_vma):
 # -- weights over a second axis -----------------------------------------------------------------
 
 
-# Specs of gate and up, and of down; fsdp_axis; specs of the biases of gate and up.
+# Specs of gate and up, and of down; fsdp_dim; specs of the biases of gate and up.
 WEIGHTS = {
     "tp, fsdp": (P(None, BOTH[0]), P(BOTH[0]), (1, 0), P("tp")),
     "fsdp, tp": (P(None, BOTH[1]), P(BOTH[1]), (1, 0), P(BOTH[1])),  # hidden columns permuted
@@ -194,9 +194,9 @@ def test_weights_over_two_axes(weights, mesh_axes, mode, dim, check_vma):
         return gated_mlp(
             *(x, gate, up, down, "tp"),
             biases=biases,
-            sequence_axis=dim,
-            fsdp_axis_name="fsdp",
-            fsdp_axis=axes,
+            sequence_dim=dim,
+            fsdp_axis="fsdp",
+            fsdp_dim=axes,
             mode=mode,
         )
 
@@ -231,7 +231,7 @@ def test_gathered_weights_are_not_kept(mode, check_vma, pieces, monkeypatch):
     )
     columns, tokens = P("fsdp", "tp"), P("fsdp", "tp")
     mapped = jax.shard_map(
-        lambda *args: gated_mlp(*args, "tp", fsdp_axis_name="fsdp", mode=mode),
+        lambda *args: gated_mlp(*args, "tp", fsdp_axis="fsdp", mode=mode),
         mesh=mesh_of("fsdp=2,tp=4"),
         in_specs=(tokens, columns, columns, P(BOTH[0])),
         out_specs=tokens,
@@ -252,7 +252,7 @@ def test_gathered_weights_are_not_kept(mode, check_vma, pieces, monkeypatch):
 def test_matmuls_are_not_repeated(check_vma):
     """Backward: two for each of the three weights."""
     mapped = jax.shard_map(
-        lambda *args: gated_mlp(*args, "tp", fsdp_axis_name="fsdp", mode="naive"),
+        lambda *args: gated_mlp(*args, "tp", fsdp_axis="fsdp", mode="naive"),
         mesh=mesh_of("fsdp=2,tp=4"),
         in_specs=(P("fsdp", "tp"), P("fsdp", "tp"), P("fsdp", "tp"), P(BOTH[0])),
         out_specs=P("fsdp", "tp"),
@@ -301,7 +301,7 @@ def test_replicated_tokens_are_summed_once_each_way(check_vma):
 def count_mlp(dim, mode, check_vma):
     tokens = P() if dim is None else P(None, "tp")
     mapped = jax.shard_map(
-        lambda *args: gated_mlp(*args, "tp", sequence_axis=dim, mode=mode),
+        lambda *args: gated_mlp(*args, "tp", sequence_dim=dim, mode=mode),
         mesh=mesh_of("tp=4"),
         in_specs=(tokens, P(None, "tp"), P(None, "tp"), P("tp")),
         out_specs=tokens,
@@ -356,13 +356,13 @@ def test_errors():
         "x has local shape (2, 6) and w[1] (3, 4), but 6 columns of x cannot meet 3 rows of w[1]; "
         "they must be equal: check how both are sharded over axis 'tp' (4)"
     )
-    assert error(ValueError, row, f32(4, 3), f32(3, 4), "tp", fsdp_axis_name="fsdp") == (
+    assert error(ValueError, row, f32(4, 3), f32(3, 4), "tp", fsdp_axis="fsdp") == (
         "x has local shape (4, 3) and w (3, 4), but 3 columns of x cannot meet 3 x 2 = 6 gathered "
         "over axis 'fsdp' (2) rows of w; they must be equal: check how both are sharded over axis "
-        "'tp' (4), or fsdp_axis=1"
+        "'tp' (4), or fsdp_dim=1"
     )
-    assert error(ValueError, row, f32(4, 3), f32(3, 4), "tp", sequence_axis=1) == (
-        "sequence_axis=1 is the last dimension of x, local shape (4, 3), which holds features; "
+    assert error(ValueError, row, f32(4, 3), f32(3, 4), "tp", sequence_dim=1) == (
+        "sequence_dim=1 is the last dimension of x, local shape (4, 3), which holds features; "
         "choose one before it, such as -2"
     )
     assert error(ValueError, row, f32(6, 3), f32(3, 4), "tp") == (
@@ -373,24 +373,22 @@ def test_errors():
         "the bias of w has local shape (2,), but the result has 4 columns here; the bias needs as "
         "many"
     )
-    assert error(
-        ValueError, row, f32(4, 6), f32(3, 4), "tp", bias=f32(3), fsdp_axis_name="fsdp"
-    ) == (
+    assert error(ValueError, row, f32(4, 6), f32(3, 4), "tp", bias=f32(3), fsdp_axis="fsdp") == (
         "the bias of w has local shape (3,), but the result has 4 columns here; the bias needs as "
         "many, or 2 over axis 'fsdp' (2)"
     )
     assert error(ValueError, column, f32(2, 3), (f32(3, 4),), "tp", bias=f32(4)) == (
         "bias must be a tuple of 1, an array or None for each of w[0]; got ArrayImpl"
     )
-    assert error(ValueError, column, f32(2, 3), f32(3, 4), "tp", fsdp_axis_name="tp") == (
-        "fsdp_axis_name 'tp' and axis_name 'tp' share ['tp']; weights are sharded over both, so "
+    assert error(ValueError, column, f32(2, 3), f32(3, 4), "tp", fsdp_axis="tp") == (
+        "fsdp_axis 'tp' and axis 'tp' share ['tp']; weights are sharded over both, so "
         "name different axes"
     )
     assert error(
-        ValueError, gated_mlp, f32(2, 3), f32(3, 4), f32(3, 4), f32(4, 3), "tp", fsdp_axis=(0,)
+        ValueError, gated_mlp, f32(2, 3), f32(3, 4), f32(3, 4), f32(4, 3), "tp", fsdp_dim=(0,)
     ) == (
-        "fsdp_axis must be an integer, or a pair of them for the weights that are cut by columns "
-        "and by rows over axis_name; got (0,)"
+        "fsdp_dim must be an integer, or a pair of them for the weights that are cut by columns "
+        "and by rows over axis; got (0,)"
     )
     assert error(
         ValueError, gated_mlp, f32(2, 3), f32(3, 4), f32(3, 8), f32(4, 3), "tp", biases=(None,)

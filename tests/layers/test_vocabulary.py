@@ -28,7 +28,7 @@ def mesh_of(text):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "names", "sequence_axis", "dtype", "check_vma"),
+    ("mesh", "names", "sequence_dim", "dtype", "check_vma"),
     [
         ("dp=2,tp=3", "tp", None, "float32", (True, False)),
         ("dp=2,tp=3", "tp", -2, "bfloat16", True),
@@ -36,13 +36,13 @@ def mesh_of(text):
         ("tp=1,dp=2", "tp", 0, "float32", True),
     ],
 )
-def test_embedding(mesh, names, sequence_axis, dtype, check_vma):
+def test_embedding(mesh, names, sequence_dim, dtype, check_vma):
     """The table is replicated over dp, whose devices have tokens of their own."""
     tokens = np.random.default_rng(0).integers(-2, 16, (4, 12)).astype("int32")
     table = jnp.asarray(normal(12, 5), dtype)
-    out_specs = {None: P("dp"), 0: P(("dp", "tp"))}.get(sequence_axis, P("dp", names))
+    out_specs = {None: P("dp"), 0: P(("dp", "tp"))}.get(sequence_dim, P("dp", names))
     assert_matches_reference(
-        lambda t, w: vocabulary_parallel_embedding(t, w, names, sequence_axis=sequence_axis),
+        lambda t, w: vocabulary_parallel_embedding(t, w, names, sequence_dim=sequence_dim),
         reference,
         *(tokens, table),
         mesh=mesh_of(mesh),
@@ -80,7 +80,7 @@ def test_what_is_sent():
         )
         return count_collectives(embed, np.zeros(16, "int32"), jnp.ones((16, 4), "bfloat16"))
 
-    whole, blocks = sent(P()), sent(P("tp"), sequence_axis=-2)
+    whole, blocks = sent(P()), sent(P("tp"), sequence_dim=-2)
     assert (dict(whole.forward), dict(whole.backward)) == ({"psum": 1}, {})
     assert blocks.forward == {"psum_scatter": 1}
     assert blocks.backward == {"all_gather": 1}
@@ -113,7 +113,7 @@ def test_errors():
         "tokens of local shape (2, 1) vary over ['tp'], but every device of axis 'tp' (4) "
         "needs the same; give them whole, from in_specs without that axis or through gather_region"
     )
-    assert error(ValueError, tokens, table, sequence_axis=-2) == (
+    assert error(ValueError, tokens, table, sequence_dim=-2) == (
         "the result has local shape (2, 6, 4), whose dimension 1 axis 'tp' (4) does not divide: "
         "6 = 1 x 4 + 2; pad it to 8, or choose another dimension"
     )
@@ -121,7 +121,7 @@ def test_errors():
         "table of local shape (3, 4) is replicated over ['tp'], but each device of axis 'tp' (4) "
         "needs rows of its own; shard it in in_specs, or cut it with scatter_region"
     )
-    assert error(ValueError, tokens, table, sequence_axis=2) == (
-        "sequence_axis=2 is the last dimension of the result, local shape (2, 6, 4), which holds "
+    assert error(ValueError, tokens, table, sequence_dim=2) == (
+        "sequence_dim=2 is the last dimension of the result, local shape (2, 6, 4), which holds "
         "features; choose one before it, such as -2"
     )

@@ -119,11 +119,11 @@ def test_explicit_axes_that_are_not_of_the_ring(mode):
             np.testing.assert_array_equal(jax.jit(mapped)(*placed), x @ w)
 
     run(
-        lambda x, w: all_gather_matmul(x, w, "tp", axis=1, mode=mode),
+        lambda x, w: all_gather_matmul(x, w, "tp", dim=1, mode=mode),
         *(P("dp", "tp"), P(None, "tp"), P(None, "tp"), P(None, None, "tp")),
     )
     run(
-        lambda x, w: matmul_reduce_scatter(x, w, "tp", axis=1, mode=mode),
+        lambda x, w: matmul_reduce_scatter(x, w, "tp", dim=1, mode=mode),
         *(P("dp", None, "tp"), P("tp"), P(None, None, "tp"), P(None, "tp")),
     )
 

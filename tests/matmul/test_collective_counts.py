@@ -39,7 +39,7 @@ GATHERS = {
         ((M, K), (K, N)),
     ),
     "k of lhs": (
-        lambda x, w, mode: all_gather_matmul(x, w, "x", axis=1, mode=mode),
+        lambda x, w, mode: all_gather_matmul(x, w, "x", dim=1, mode=mode),
         (P(None, "x"), P(None, "x"), P(None, "x")),
         ((M, K), (K, N)),
     ),
@@ -49,7 +49,7 @@ GATHERS = {
         ((M, K), (K, N)),
     ),
     "columns": (
-        lambda x, w, mode: all_gather_matmul(x, w, "x", gather="rhs", axis=1, mode=mode),
+        lambda x, w, mode: all_gather_matmul(x, w, "x", gather="rhs", dim=1, mode=mode),
         (P("x"), P(None, "x"), P("x")),
         ((M, K), (K, N)),
     ),
@@ -71,7 +71,7 @@ SCATTERS = {
         ((M, K), (K, N)),
     ),
     "columns": (
-        lambda x, w, mode: matmul_reduce_scatter(x, w, "x", axis=-1, mode=mode),
+        lambda x, w, mode: matmul_reduce_scatter(x, w, "x", dim=-1, mode=mode),
         (P(None, "x"), P("x"), P(None, "x")),
         ((M, K), (K, N)),
     ),

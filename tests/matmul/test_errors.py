@@ -84,7 +84,7 @@ def test_unknown_mode(fn):
 @named
 def test_unknown_axis(fn):
     assert error(ValueError, fn, f32(4, 2), f32(2, 8), "tp") == (
-        "axis_name 'tp' is not bound: the axes bound here are {'d': 2, 't': 4}. Call it inside "
+        "axis 'tp' is not bound: the axes bound here are {'d': 2, 't': 4}. Call it inside "
         "jax.shard_map over a mesh with an axis 'tp'"
     )
 
@@ -93,14 +93,14 @@ def test_unknown_axis(fn):
 @pytest.mark.parametrize("axes", [(), ("t", "t")])
 def test_axes_named_never_or_twice(fn, axes):
     assert error(ValueError, fn, f32(4, 2), f32(2, 8), axes) == (
-        f"axis_name {axes!r} must name at least one axis, and each once"
+        f"axis {axes!r} must name at least one axis, and each once"
     )
 
 
 @named
 def test_axis_name_of_another_type(fn):
     assert error(TypeError, fn, f32(4, 2), f32(2, 8), ["t"]) == (
-        "axis_name must be a mesh axis name or a tuple of them, got ['t']"
+        "axis must be a mesh axis name or a tuple of them, got ['t']"
     )
 
 
@@ -111,7 +111,7 @@ def test_outside_shard_map(fn, wrap):
     with pytest.raises(ValueError, match="is not bound") as caught:
         wrap(lambda x, w: fn(x, w, *args))(f32(4, 2), f32(2, 8))
     assert str(caught.value) == (
-        f"{name}: axis_name 't' is not bound: no mesh axis is bound here. Call it inside "
+        f"{name}: axis 't' is not bound: no mesh axis is bound here. Call it inside "
         "jax.shard_map over a mesh with an axis 't'"
     )
 

@@ -22,7 +22,7 @@ FORMS = {
         (P("x"), P(None, "x"), P(None, "x")),
     ),
     "gather k of lhs": (
-        lambda x, w, mode: all_gather_matmul(x, w, "x", axis=-1, mode=mode),
+        lambda x, w, mode: all_gather_matmul(x, w, "x", dim=-1, mode=mode),
         (P(None, "x"), P(None, "x"), P(None, "x")),
     ),
     "gather k of rhs": (
@@ -30,7 +30,7 @@ FORMS = {
         (P("x"), P("x"), P("x")),
     ),
     "gather columns": (
-        lambda x, w, mode: all_gather_matmul(x, w, "x", gather="rhs", axis=1, mode=mode),
+        lambda x, w, mode: all_gather_matmul(x, w, "x", gather="rhs", dim=1, mode=mode),
         (P("x"), P(None, "x"), P("x")),
     ),
     "scatter rows": (

@@ -43,7 +43,7 @@ def gather_rows(n, length, **how):
 
 def gather_contracted(n, length, **how):
     return (
-        lambda x, w: all_gather_matmul(x, w, "x", axis=-1, **how),
+        lambda x, w: all_gather_matmul(x, w, "x", dim=-1, **how),
         np.matmul,
         ((3, length * n), (length * n, 2 * n)),
         ((COLS, COLS), COLS),
@@ -61,7 +61,7 @@ def gather_contracted_of_rhs(n, length, **how):
 
 def gather_columns_of_rhs(n, length, **how):
     return (
-        lambda x, w: all_gather_matmul(x, w, "x", gather="rhs", axis=1, **how),
+        lambda x, w: all_gather_matmul(x, w, "x", gather="rhs", dim=1, **how),
         np.matmul,
         ((2 * n, 4), (4, length * n)),
         ((ROWS, COLS), ROWS),
@@ -79,7 +79,7 @@ def gather_rows_for_two(n, length, **how):
 
 def gather_contracted_for_two(n, length, **how):
     return (
-        lambda x, w, v: all_gather_matmul(x, (w, v), "x", axis=1, **how),
+        lambda x, w, v: all_gather_matmul(x, (w, v), "x", dim=1, **how),
         lambda x, w, v: (x @ w, x @ v),
         ((3, length * n), (length * n, 2 * n), (length * n, n)),
         ((COLS, COLS, COLS), COLS),
@@ -106,7 +106,7 @@ def scatter_rows(n, length, **how):
 
 def scatter_columns(n, length, **how):
     return (
-        lambda x, w: matmul_reduce_scatter(x, w, "x", axis=1, **how),
+        lambda x, w: matmul_reduce_scatter(x, w, "x", dim=1, **how),
         np.matmul,
         ((4, 2 * n), (2 * n, length * n)),
         ((COLS, ROWS), COLS),

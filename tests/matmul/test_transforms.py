@@ -81,7 +81,7 @@ def test_checkpoint_around_shard_map(mode):
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)], ids=["lhs", "rhs", "both"])
 def test_vmap_inside(in_axes, mode):
     def calls(x, w):
-        h = all_gather_matmul(x, w, "x", gather="rhs", axis=0, mode=mode)
+        h = all_gather_matmul(x, w, "x", gather="rhs", dim=0, mode=mode)
         return matmul_reduce_scatter(x.T, h, "x", mode=mode)
 
     left, right = ([2] if dim == 0 else [] for dim in in_axes)
@@ -103,7 +103,7 @@ def test_vmap_over_something_else(mode):
 
     def calls(x, w, scale):
         scattered = matmul_reduce_scatter(x.T, x, "x", mode=mode)
-        contracted = all_gather_matmul(x.T, w, "x", axis=1, mode=mode)
+        contracted = all_gather_matmul(x.T, w, "x", dim=1, mode=mode)
         return scale * scattered, scale * contracted
 
     def reference(x, w, scale):

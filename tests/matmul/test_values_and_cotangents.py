@@ -25,11 +25,11 @@ class RingOnMesh:
     """A mesh, an axis name argument on it, and the axes that the argument leaves over."""
 
     mesh: Mesh
-    axis_name: str | tuple[str, ...]
+    axis: str | tuple[str, ...]
 
     @property
     def names(self):
-        return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
+        return (self.names,) if isinstance(self.names, str) else self.names
 
     @property
     def others(self):
@@ -44,9 +44,7 @@ class RingOnMesh:
         return self.mesh.size // self.size
 
 
-rings = meshes().flatmap(
-    lambda mesh: axis_orders(mesh).map(lambda axis_name: RingOnMesh(mesh, axis_name))
-)
+rings = meshes().flatmap(lambda mesh: axis_orders(mesh).map(lambda axis: RingOnMesh(mesh, axis)))
 
 
 def normal(shape, dtype="float32", seed=0):
@@ -78,7 +76,7 @@ def test_all_gather_matmul_gathers_lhs(data, ring, mode, dtype, check_vma, rank,
     out_spec = P(*rows_spec(rank - 1, {}, others), last) if rank > 1 else P(last)
     weights = tuple(normal((shape[-1], width * ring.size), dtype, width) for width in widths)
     assert_matches_reference(
-        lambda x, ws: all_gather_matmul(x, ws, ring.axis_name, axis=axis, mode=mode),
+        lambda x, ws: all_gather_matmul(x, ws, ring.names, dim=axis, mode=mode),
         lambda x, ws: tuple(x @ w for w in ws) if count else x @ ws,
         normal(shape, dtype),
         weights if count else weights[0],  # an array, or a tuple of one or two
@@ -109,9 +107,9 @@ def test_all_gather_matmul_gathers_rhs(ring, mode, dtype, check_vma, sizes, rank
 
     def fn(x, w):
         if rank == 1:
-            y = all_gather_matmul(x[0], w, ring.axis_name, gather="rhs", axis=axis, mode=mode)
+            y = all_gather_matmul(x[0], w, ring.names, gather="rhs", dim=axis, mode=mode)
             return y[None]
-        return all_gather_matmul(x, w, ring.axis_name, gather="rhs", axis=axis, mode=mode)
+        return all_gather_matmul(x, w, ring.names, gather="rhs", dim=axis, mode=mode)
 
     assert_matches_reference(
         fn,
@@ -137,7 +135,7 @@ def test_matmul_reduce_scatter(data, ring, mode, dtype, check_vma, rank, n):
     columns = ring.others if rank == 1 else ()
     lhs_spec = rows_spec(rank, {rank - 1: ring.names}, ring.others if rank > 1 else ())
     assert_matches_reference(
-        lambda x, w: matmul_reduce_scatter(x, w, ring.axis_name, axis=axis, mode=mode),
+        lambda x, w: matmul_reduce_scatter(x, w, ring.names, dim=axis, mode=mode),
         np.matmul,
         lhs,
         normal((lhs.shape[-1], result[-1]), dtype),
@@ -169,7 +167,7 @@ def test_matmul_all_reduce_of_sizes_that_need_not_divide(ring, mode, dtype, chec
         n *= ring.replicas
         lhs_spec, columns, out_spec = P(ring.names), ring.others, P(ring.others)
     assert_matches_reference(
-        lambda x, w: matmul_all_reduce(x, w, ring.axis_name, mode=mode),
+        lambda x, w: matmul_all_reduce(x, w, ring.names, mode=mode),
         np.matmul,
         normal(shape, dtype),
         normal((shape[-1], n), dtype),
@@ -238,7 +236,7 @@ def test_ring_einsum_gathers(data, ring, mode, dtype, check_vma, labels, blocks)
     }
     subscripts = f"{lhs},{rhs}->{out}"
     assert_matches_reference(
-        lambda x, w: ring_einsum(subscripts, x, w, ring.axis_name, gather=label, mode=mode),
+        lambda x, w: ring_einsum(subscripts, x, w, ring.names, gather=label, mode=mode),
         lambda x, w: np.einsum(subscripts, x, w),
         normal([sizes[name] for name in lhs], dtype),
         normal([sizes[name] for name in rhs], dtype),
@@ -261,7 +259,7 @@ def test_ring_einsum_scatters(data, ring, mode, dtype, check_vma, labels, blocks
     }
     subscripts = f"{lhs},{rhs}->{out}"
     assert_matches_reference(
-        lambda x, w: ring_einsum(subscripts, x, w, ring.axis_name, scatter=label, mode=mode),
+        lambda x, w: ring_einsum(subscripts, x, w, ring.names, scatter=label, mode=mode),
         lambda x, w: np.einsum(subscripts, x, w),
         normal([sizes[name] for name in lhs], dtype),
         normal([sizes[name] for name in rhs], dtype),
@@ -379,7 +377,7 @@ def test_long_rings_run_a_loop(mode, n, monkeypatch):
         return (
             matmul_reduce_scatter(y, v, "x", mode=mode),
             ring_einsum("mk,nk->nm", z, v.T, "x", scatter="m", mode=mode).T,
-            all_gather_matmul(x, v.T, "x", gather="rhs", axis=1, mode=mode),
+            all_gather_matmul(x, v.T, "x", gather="rhs", dim=1, mode=mode),
         )
 
     def reference(x, w, v):

@@ -59,7 +59,7 @@ def expected(x, weights, scale, ids, capacity):
 
 def there_and_back(axes, capacity):
     def run(x, weights, scale, ids):
-        plan = from_ids(ids, axis_name=axes)
+        plan = from_ids(ids, axis=axes)
         tags = 100 * lax.axis_index(axes) + jnp.arange(len(x), dtype="int32")
         sent = {"x": x, "weights": weights, "tag": tags}
         received, valid = plan.dispatch(sent, capacity)
@@ -134,7 +134,7 @@ def test_mask():
     x = np.random.default_rng(3).standard_normal((n, groups, 5, 2)).astype("float32")
 
     def run(x, ids, mask):
-        plan = from_ids(ids, axis_name="x", mask=mask)
+        plan = from_ids(ids, axis="x", mask=mask)
         received, _ = plan.dispatch(x, 6)
         return plan.combine(received, 6)
 
@@ -164,7 +164,7 @@ def test_second_derivatives(check_vma):
 
     def gradient(x, ids):
         def cubes(x):
-            plan = from_ids(ids, axis_name="x")
+            plan = from_ids(ids, axis="x")
             received, valid = plan.dispatch(x, 4)
             return plan.combine(jnp.where(valid[:, None], received, 0) ** 3, 4)[0]
 
@@ -217,7 +217,7 @@ def test_replicated_rows():
     ids = np.array([[0, 3], [1, 1]], "int32")
 
     def run(x):
-        plan = from_ids(ids, axis_name=("x",))
+        plan = from_ids(ids, axis=("x",))
         received, _ = plan.dispatch(x, plan.dropless_capacity)
         return plan.combine(received, plan.dropless_capacity)[0]
 
@@ -236,7 +236,7 @@ def test_integers_are_summed():
     ids = np.array([[[[0, 1]]], [[[1, 1]]]], "int32")
 
     def run(ids):
-        plan = from_ids(ids, axis_name="x")
+        plan = from_ids(ids, axis="x")
         received, valid = plan.dispatch({"n": jnp.array([7]), "yes": jnp.array([True])}, 3)
         assert received["yes"].dtype == bool
         return plan.combine(received["n"], 3)[0], jnp.sum(received["yes"] & valid), plan
@@ -254,7 +254,7 @@ def test_exchanges():
     mesh = make_mesh("ep=8")
 
     def loss(x, weights, ids):
-        plan = from_ids(ids, axis_name="ep")
+        plan = from_ids(ids, axis="ep")
         (x, weights, ids), valid = plan.dispatch((x, weights, ids), 32)
         result = jnp.where(valid[:, None], x * jnp.sum(weights, -1, keepdims=True), 0)
         return lax.psum(jnp.sum(plan.combine(result, 32)[0] ** 2), "ep")
@@ -281,57 +281,57 @@ X, IDS = np.ones((3, 2), "float32"), np.zeros((3, 2), "int32")
 FROM = "RaggedDispatcher.from_target_device_ids: "
 ERRORS = [
     (
-        lambda: from_ids(X, axis_name="x"),
+        lambda: from_ids(X, axis="x"),
         TypeError,
         FROM + "target_device_ids must be integers, got float32[3, 2]; cast them",
     ),
     (
-        lambda: from_ids(IDS[None], axis_name="x"),
+        lambda: from_ids(IDS[None], axis="x"),
         ValueError,
         FROM + "target_device_ids has local shape (1, 3, 2), but needs one dimension of rows, or a "
         "second one of the devices of each; reshape it",
     ),
     (
-        lambda: from_ids(IDS, axis_name="x", mask=IDS),
+        lambda: from_ids(IDS, axis="x", mask=IDS),
         TypeError,
         FROM + "mask must be bool, got int32[3, 2]; compare it first",
     ),
     (
-        lambda: from_ids(IDS, axis_name="x", mask=IDS[:, 0] == 0),
+        lambda: from_ids(IDS, axis="x", mask=IDS[:, 0] == 0),
         ValueError,
         FROM + "mask has local shape (3,), and target_device_ids (3, 2); give one entry for each, "
         "such as by jnp.broadcast_to(mask[:, None], ...)",
     ),
     (
-        lambda: from_ids(IDS, axis_name="x").dispatch(X, 2.0),
+        lambda: from_ids(IDS, axis="x").dispatch(X, 2.0),
         TypeError,
         "RaggedDispatcher.dispatch: capacity must be an integer, got 2.0 of type float",
     ),
     (
-        lambda: from_ids(IDS, axis_name="x").overflow(-1),
+        lambda: from_ids(IDS, axis="x").overflow(-1),
         ValueError,
         "RaggedDispatcher.overflow: capacity=-1 must be at least 0",
     ),
     (
-        lambda: from_ids(IDS, axis_name="x").dispatch({"a": X, "b": X[:2]}, 4),
+        lambda: from_ids(IDS, axis="x").dispatch({"a": X, "b": X[:2]}, 4),
         ValueError,
         "RaggedDispatcher.dispatch: data has an array of local shape (2, 2), with 2 rows, but the "
         "ids that the plan was made from have 3; give one row for each of them",
     ),
     (
-        lambda: from_ids(IDS, axis_name="x").dispatch(jax.random.split(jax.random.key(0), 3), 4),
+        lambda: from_ids(IDS, axis="x").dispatch(jax.random.split(jax.random.key(0), 3), 4),
         TypeError,
         "RaggedDispatcher.dispatch: data has an array of key<fry>, which cannot travel; send what "
         "jax.random.key_data makes of it",
     ),
     (
-        lambda: from_ids(IDS, axis_name="x").combine(X, 4),
+        lambda: from_ids(IDS, axis="x").combine(X, 4),
         ValueError,
         "RaggedDispatcher.combine: data has an array of local shape (3, 2), with 3 rows, but "
         "capacity=4; give what became of each row that dispatch returned",
     ),
     (
-        lambda: from_ids(IDS, axis_name="x").combine(X > 0, 3),
+        lambda: from_ids(IDS, axis="x").combine(X > 0, 3),
         TypeError,
         "RaggedDispatcher.combine: data has an array of bool[3, 2], which has no sum; cast it to "
         "int32",

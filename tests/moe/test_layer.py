@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from layer_reference import choose, moe
 
 from jaxpar import make_mesh
+from jaxpar._axis import Ring
 from jaxpar._chips import chip_of
 from jaxpar._choice import Problem, choose_dispatch
-from jaxpar.collectives._ring import Ring
 from jaxpar.moe import moe_layer, pad_experts
 from jaxpar.moe._bounds import Bounds
 
@@ -45,7 +45,7 @@ def run(params, mesh, *, ep="ep", data=(), tp=None, fsdp=None, vma=True, mask=No
     ep_axes = (ep,) if isinstance(ep, str) else ep
     data_axes = (data,) if isinstance(data, str) else data
     size = int(np.prod([mesh.shape[name] for name in ep_axes]))
-    replicated = tp is not None and how.get("sequence_axis", -2) is None
+    replicated = tp is not None and how.get("sequence_dim", -2) is None
     rows = P((*data_axes, *ep_axes, *(() if tp is None or replicated else (tp,))))
 
     def spec(name, lead):
@@ -55,7 +55,7 @@ def run(params, mesh, *, ep="ep", data=(), tp=None, fsdp=None, vma=True, mask=No
         if tp is not None and hidden:
             axes[hidden] = tp
         if fsdp is not None:
-            along = 1 if rank == 2 else how.get("fsdp_axis", 1)
+            along = 1 if rank == 2 else how.get("fsdp_dim", 1)
             axes[along] = (*filter(None, [axes[along]]), fsdp)
         return P(*axes[1 - lead :])
 
@@ -76,10 +76,10 @@ def run(params, mesh, *, ep="ep", data=(), tp=None, fsdp=None, vma=True, mask=No
             params["tokens"],
             params["router"],
             params["experts"],
-            axis_name=ep,
-            data_axis_name=data,
-            tp_axis_name=tp,
-            fsdp_axis_name=fsdp,
+            axis=ep,
+            data_axis=data,
+            tp_axis=tp,
+            fsdp_axis=fsdp,
             mask=mask,
             **more,
             **how,
@@ -184,14 +184,14 @@ def test_hidden_features_over_another_axis(dispatch, vma):
 @pytest.mark.parametrize("vma", [True, False])
 def test_tokens_replicated_over_the_axis_of_features(vma):
     params = parameters(16, 6, biased=True, shared=True, gated=False)
-    how = {"tp": "tp", "sequence_axis": None, "capacity_factor": 0.7}
+    how = {"tp": "tp", "sequence_dim": None, "capacity_factor": 0.7}
     check(params, "tp=2,ep=4", top_k=2, devices=4, vma=vma, activation=jax.nn.gelu, **how)
 
 
 @pytest.mark.parametrize("axis", [1, 2])
 def test_weights_over_fsdp(axis):
     params = parameters(16, 4, biased=True, shared=True)
-    how = {"fsdp": "fsdp", "data": "fsdp", "fsdp_axis": axis, "dispatch": "ragged"}
+    how = {"fsdp": "fsdp", "data": "fsdp", "fsdp_dim": axis, "dispatch": "ragged"}
     check(params, "fsdp=2,ep=4", top_k=2, devices=8, vma=axis == 1, **how)
 
 
@@ -278,7 +278,7 @@ def test_masked_tokens_may_hold_anything():
 
 def test_auto():
     def choice(*sizes, kind=""):
-        needed, ring = Bounds(*sizes, None, None).needed, Ring(("x",), sizes[0])
+        needed, ring = Bounds(*sizes, None, None).needed, Ring(("x",), size=sizes[0])
         return choose_dispatch(Problem("experts", ring, needed=needed, chip=chip_of(kind)))
 
     deepseek, mixtral = (16, 256, 16, 8), (16, 8, 1, 2)
@@ -294,10 +294,10 @@ ERRORS = {
     "dispatch must be one of ragged, all_gather, auto, got 'dense'": {"dispatch": "dense"},
     "buffer_factor=-1 must be at least 0": {"buffer_factor": -1},
     "top_k": {"top_k": 9},
-    "axis_name and tp_axis_name both have the axis 'ep'": {"tp": "ep"},
+    "axis and tp_axis both have the axis 'ep'": {"tp": "ep"},
     "wire_dtype=int32 cannot carry": {"wire_dtype": "int32"},
-    "fsdp_axis=0 must be 1 or 2": {"fsdp": "dp", "fsdp_axis": 0},
-    r"axis_name 'x' is not bound: the axes bound here are": {"tp": "x"},
+    "fsdp_dim=0 must be 1 or 2": {"fsdp": "dp", "fsdp_dim": 0},
+    r"axis 'x' is not bound: the axes bound here are": {"tp": "x"},
 }
 
 
@@ -312,8 +312,8 @@ def call(params, *, top_k, tp=None, fsdp=None, data="dp", **how):
     """Traces the layer alone, with weights that are whole but for experts."""
 
     def layer(tokens, router, experts):
-        names = {"axis_name": "ep", "tp_axis_name": tp, "fsdp_axis_name": fsdp}
-        return moe_layer(tokens, router, experts, top_k=top_k, data_axis_name=data, **names, **how)
+        names = {"axis": "ep", "tp_axis": tp, "fsdp_axis": fsdp}
+        return moe_layer(tokens, router, experts, top_k=top_k, data_axis=data, **names, **how)
 
     specs = P(("dp", "ep")), P(), P("ep")
     mesh, out_specs = make_mesh("dp=2,ep=4"), (specs[0], P())

@@ -269,9 +269,9 @@ def test_what_is_sent():
          lambda r: routing_statistics(r, overflow=jnp.float32(0))),
         (ValueError, r"overflow must be a scalar integer, got int32\[2\]",
          lambda r: routing_statistics(r, overflow=jnp.zeros(2, "int32"))),
-        (ValueError, "load_balance_loss: axis_name 'ep' is not bound",
+        (ValueError, "load_balance_loss: axis 'ep' is not bound",
          lambda r: load_balance_loss(r, "ep")),
-        (TypeError, "routing_statistics: axis_name must be a mesh axis name or a tuple",
+        (TypeError, "routing_statistics: axis must be a mesh axis name or a tuple",
          lambda r: routing_statistics(r, ["ep"])),
         (ValueError, r"update_router_bias: bias has local shape \(4,\) and tokens_per_expert "
          r"\(3,\)", lambda _: update_router_bias(jnp.ones(4), jnp.ones(3, "int32"))),

@@ -68,7 +68,7 @@ class Op:
 def _gather(operand: Any, axis: int) -> Callable[..., Any]:
     def local(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
         return jaxpar.all_gather_matmul(
-            lhs, rhs, ring, gather=operand, axis=axis, mode=mode, **options
+            lhs, rhs, ring, gather=operand, dim=axis, mode=mode, **options
         )
 
     return local
@@ -76,7 +76,7 @@ def _gather(operand: Any, axis: int) -> Callable[..., Any]:
 
 def _scatter(axis: int) -> Callable[..., Any]:
     def local(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
-        return jaxpar.matmul_reduce_scatter(lhs, rhs, ring, axis=axis, mode=mode, **options)
+        return jaxpar.matmul_reduce_scatter(lhs, rhs, ring, dim=axis, mode=mode, **options)
 
     return local
 

@@ -45,13 +45,11 @@ class Blocks:
     Attributes:
       stages: the ways to gather, one after the other; the last one brings what are neighbours.
       groups: the leaves that are cut. All others are whole, and stay as they are.
-      wire_dtype: in which sums travel; None: the dtype of sums.
       transparent: JAX's derivatives and dtypes of sums are left as they are.
     """
 
     stages: tuple[Way, ...]
     groups: tuple[Group, ...]
-    wire_dtype: Any
     transparent: bool = False
 
 
@@ -78,10 +76,11 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
             continue
         dtype = parts[0].dtype
         wide = dtype if blocks.transparent else addition_dtype(dtype)
-        between = wide if blocks.wire_dtype is None else dtype  # rounded once, in the last stage
+        wire = blocks.stages[0].ring.wire_dtype if blocks.stages else None
+        between = wide if wire is None else dtype  # rounded once, in the last stage
         for way in blocks.stages:
             out = dtype if way is blocks.stages[-1] else between
-            parts = _scatter_group(group, parts, way, wide, blocks.wire_dtype, out)
+            parts = _scatter_group(group, parts, way, wide, out)
         for number, part in zip(group.members, parts, strict=True):
             scattered[number] = part
     return scattered
@@ -106,7 +105,7 @@ def _gather_group(group: Group, parts: list[Array], way: Way) -> list[Array]:
 
 
 def _scatter_group(
-    group: Group, parts: list[Array], way: Way, wide: Any, wire_dtype: Any, dtype: Any
+    group: Group, parts: list[Array], way: Way, wide: Any, dtype: Any
 ) -> list[Array]:
     def take(start: Any, size: int) -> Array:
         return group.join([cut(part, start, size, group.dim) for part in parts])
@@ -117,7 +116,6 @@ def _scatter_group(
         dim=group.dim,
         length=parts[0].shape[group.dim] // way.ring.size,
         dtype=dtype,
-        wire_dtype=wire_dtype,
     )
     return group.split(sums)
 
@@ -129,57 +127,57 @@ def cut(x: Array, start: Any, size: int, dim: int) -> Array:
 
 def gather_along(way: Way, x: Array, dim: int) -> Array:
     """Returns the blocks of all devices along `dim`."""
-    return gather_blocks(_one(way, dim, None, way.transparent), None, [x])[0]
+    return gather_blocks(_one(way, dim, way.transparent), None, [x])[0]
 
 
-def scatter_along(way: Way, x: Array, dim: int, wire_dtype: Any) -> Array:
+def scatter_along(way: Way, x: Array, dim: int) -> Array:
     """Returns this device's block, along `dim`, of the sum of all devices' arrays."""
-    return scatter_sums(_one(way, dim, wire_dtype, way.transparent), None, [x])[0]
+    return scatter_sums(_one(way, dim, way.transparent), None, [x])[0]
 
 
-def all_reduce(way: Way, x: Array, wire_dtype: Any) -> Array:
+def all_reduce(way: Way, x: Array) -> Array:
     """Returns the sum of `x` over the devices, typed as replicated."""
 
     def in_blocks() -> Array:
         for dim, size in enumerate(x.shape):
             if size % way.ring.size == 0:
-                return scatter_and_gather(_one(way, dim, wire_dtype), x)
+                return scatter_and_gather(_one(way, dim), x)
         flat = jnp.pad(x.reshape(-1), (0, -x.size % way.ring.size))
-        whole = scatter_and_gather(_one(way, 0, wire_dtype), flat)
+        whole = scatter_and_gather(_one(way, 0), flat)
         return whole[: x.size].reshape(x.shape)
 
     def addend() -> Array:
-        return x.astype(wire_dtype or x.dtype)
+        return x.astype(way.ring.wire_dtype or x.dtype)
 
     return way.reduce(addend, in_blocks if x.size else None).astype(x.dtype)
 
 
 def scatter_and_gather(blocks: Blocks, x: Array) -> Array:
     """Sums `x` over the devices of a ring, each a block, and gives every device the whole."""
-    if checks_varying(blocks.stages[0].ring.axis_name):
+    if checks_varying(blocks.stages[0].ring.names):
         return _replicated_sum(blocks, x)
     return gather_blocks(blocks, None, scatter_sums(blocks, None, [x]))[0]
 
 
-def gather_replicated(way: Way, block: Array, dim: int, wire_dtype: Any) -> Array:
+def gather_replicated(way: Way, block: Array, dim: int) -> Array:
     """Gathers blocks of sums, typed as replicated under `check_vma=True`.
 
     Only `lax.all_gather` can be typed so.
     """
-    axes = way.ring.axis_name
+    axes = way.ring.names
     if checks_varying(axes):
         whole: Any = lax.all_gather(block, axes, axis=dim, tiled=True, to="invarying")
         return whole
-    return gather_blocks(_one(way, dim, wire_dtype), None, [block])[0]
+    return gather_blocks(_one(way, dim), None, [block])[0]
 
 
-def _one(way: Way, dim: int, wire_dtype: Any, transparent: bool = False) -> Blocks:
-    return Blocks((way,), (Group((0,), dim),), wire_dtype, transparent)
+def _one(way: Way, dim: int, transparent: bool = False) -> Blocks:
+    return Blocks((way,), (Group((0,), dim),), transparent)
 
 
 def _sum(blocks: Blocks, x: Array) -> Array:
     (block,), (way,), (group,) = scatter_sums(blocks, None, [x]), blocks.stages, blocks.groups
-    return gather_replicated(way, block, group.dim, blocks.wire_dtype)
+    return gather_replicated(way, block, group.dim)
 
 
 def _sum_fwd(blocks: Blocks, x: Array) -> tuple[Array, None]:
@@ -188,7 +186,7 @@ def _sum_fwd(blocks: Blocks, x: Array) -> tuple[Array, None]:
 
 def _sum_bwd(blocks: Blocks, _: None, ct: Array) -> tuple[Array]:
     # The cotangent is replicated: each device has the gradient of its own addend already.
-    return (vary_over(blocks.stages[0].ring.axis_name, ct),)
+    return (vary_over(blocks.stages[0].ring.names, ct),)
 
 
 _replicated_sum = with_derivative(_sum, _sum_fwd, _sum_bwd)

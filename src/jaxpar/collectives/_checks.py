@@ -3,18 +3,8 @@
 import operator
 from typing import Any
 
+from jaxpar._axis import Ring
 from jaxpar._calls import type_error, value_error
-from jaxpar._types import Mode
-from jaxpar.collectives._ring import Ring
-
-MODES = ("naive", "unidirectional", "bidirectional", "auto")
-
-
-def check_mode(mode: Mode) -> None:
-    """Raises unless `mode` is one of the four."""
-    given: Any = mode
-    if not isinstance(given, str) or given not in MODES:
-        raise value_error(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
 
 
 def check_precision(precision: Any) -> None:

@@ -92,12 +92,8 @@ class InTurns(Way):
         dim: int,
         length: int,
         dtype: DTypeLike,
-        wire_dtype: DTypeLike | None = None,
     ) -> Array:
         cuts = _cuts(length, self.order.pieces if self.ring.size > 1 else 1)
-
-        def wire(x: Array) -> Array:
-            return x if wire_dtype is None else x.astype(wire_dtype)
 
         def turn(state: Any, t: Turn) -> Any:
             index, leaving, arrived, written = state
@@ -107,7 +103,9 @@ class InTurns(Way):
                 result = _empty_result(arrived[0].astype(dtype), dim, length)
 
             def send(sums: list[Array]) -> list[Array]:
-                return [self._moved(wire(x), leg) for x, leg in zip(sums, t.sums, strict=True)]
+                return [
+                    self._moved(self._wire(x), leg) for x, leg in zip(sums, t.sums, strict=True)
+                ]
 
             def take_all(index: Array) -> list[Any]:
                 return [take(owner * length + start, size) for owner in self._owners(index, t, -1)]
@@ -127,7 +125,7 @@ class InTurns(Way):
             def make_and_add(_: Array, leaving: Any, taken: list[Any]) -> Any:
                 sums = add([produce(x) for x in taken], arrived)
                 if t.legs:
-                    return [wire(x) for x in sums]
+                    return [self._wire(x) for x in sums]
                 return lax.dynamic_update_slice_in_dim(result, sums[0].astype(dtype), start, dim)
 
             def like() -> Any:
@@ -161,7 +159,6 @@ class InTurns(Way):
         *,
         split: Callable[[Any, int], list[Any]],
         join: Callable[[list[Any]], Any],
-        wire_dtype: DTypeLike,
     ) -> tuple[Any, Any]:
         parts = split(block, len(self.directions))
         first, *between, last = circulate_turns(self.ring.size, self.directions[: len(parts)])
@@ -175,7 +172,7 @@ class InTurns(Way):
 
         def beside(state: Any, t: Turn, compute: Any, like: Callable[[], Any]) -> Any:
             index, _, parts, sums = state
-            leaving = parts if t.blocks else [], _cast(sums, wire_dtype)
+            leaving = parts if t.blocks else [], jax.tree.map(self._wire, sums)
             here = () if t.blocks else parts  # what is not sent on is used where it is
 
             def on(index: Array, leaving: Any, _: Any) -> Any:
@@ -280,10 +277,6 @@ def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
     middle = -(-length // 2)
     halves = [(0, middle), (middle, length - middle)]
     return halves if pieces == 2 and length > 1 else [(0, length)]
-
-
-def _cast(tree: Any, dtype: DTypeLike) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def _alike(part: Any, own: Any) -> Any:

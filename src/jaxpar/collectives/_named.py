@@ -5,33 +5,72 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from jaxpar._axis import bind
 from jaxpar._calls import public, type_error
 from jaxpar._choice import Problem, choose_way
-from jaxpar._dtypes import as_dtype, check_wire
-from jaxpar._types import AxisName, Integer, Mode, Tree
+from jaxpar._dtypes import check_wire
+from jaxpar._types import AxisLike, Integer, Mode, Tree
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
-from jaxpar.collectives._checks import check_dim, check_divides, check_mode
-from jaxpar.collectives._ring import Ring, bind_ring
-from jaxpar.collectives._ways import Way
+from jaxpar.collectives._checks import check_dim, check_divides
+
+
+@public
+def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
+    """Moves every array of a pytree `offset` devices along a ring.
+
+    Args:
+      x: pytree of local arrays of any shape and dtype.
+      axis: one mesh axis, or a tuple of them in any order; the logical index counts in the
+        order of the tuple, as in `lax.axis_index`.
+      offset: any integer, known while tracing. Device `i` receives what device `i - offset` held.
+
+    Returns:
+      A pytree like `x`, varying over `axis`.
+
+    Raises:
+      TypeError: `offset` is no integer.
+      ValueError: an unknown axis name, or a call outside `jax.shard_map`.
+
+    Cost: one ppermute a leaf; a device sends each leaf once, and nothing if the ring's size divides
+    `offset`. The derivative is the shift by `-offset`.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> shift = jax.jit(jax.shard_map(lambda x: ring_shift(x, "tp"), mesh=mesh,
+      ...     in_specs=P("tp"), out_specs=P("tp")))
+      >>> shift(jnp.arange(8))
+      Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
+    """
+    ring = bind(axis)
+    given: Any = None if isinstance(offset, bool) else offset
+    try:
+        places = operator.index(given)
+    except TypeError:
+        raise type_error(
+            f"offset must be an integer known while tracing, got {offset!r} of type "
+            f"{type(offset).__name__}; for a shift that depends on data, gather and index instead"
+        ) from None
+    return ring.shift(x, places)
 
 
 @public
 def ring_all_gather(
-    x: Tree, axis_name: AxisName, *, axis: Integer = 0, tiled: bool = False, mode: Mode = "auto"
+    x: Tree, axis: AxisLike, *, dim: Integer = 0, tiled: bool = False, mode: Mode | None = None
 ) -> Tree:
     """All-gathers every array of a pytree by passing blocks around a ring.
 
     Args:
       x: pytree of local arrays of any shape and dtype; each device's block.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      axis: the dimension along which blocks are laid, in logical order.
-      tiled: concatenate along `axis` if True, stack along a new dimension there if False.
-      mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.all_gather`), or `"auto"`:
-        the ring that suits the links, both ways on a torus, one way behind a switch or on CPU.
+      axis: one mesh axis, or a tuple of them in any order.
+      dim: the dimension along which blocks are laid, in logical order.
+      tiled: concatenate along `dim` if True, stack along a new dimension there if False.
+      mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
+        `"naive"` (`lax.all_gather`), or `"auto"`: the ring that suits the links, both ways on a
+        torus, one way behind a switch or on CPU.
 
     Returns:
-      What `lax.all_gather(x, axis_name, axis=axis, tiled=tiled)` returns, varying over `axis_name`.
+      What `lax.all_gather(x, axis, axis=dim, tiled=tiled)` returns, varying over `axis`.
 
     Raises:
       TypeError: an option of the wrong type.
@@ -50,14 +89,13 @@ def ring_all_gather(
     Source: the ring algorithm of Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations" (2009).
     """
-    ring = bind_ring(axis_name)
-    check_mode(mode)
-    (x,) = vary_alike(ring.axis_name, x)
-    way = _way(ring, mode)
+    ring = bind(axis, mode=mode)
+    (x,) = vary_alike(ring.names, x)
+    way = choose_way(Problem("collective", ring))
 
     def gather(x: Array) -> Array:
-        dim = check_dim("axis", axis, x.shape, stacked=not tiled)
-        return gather_along(way, x if tiled else jnp.expand_dims(x, dim), dim)
+        along = check_dim("dim", dim, x.shape, stacked=not tiled)
+        return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 
     return jax.tree.map(gather, x)
 
@@ -65,28 +103,30 @@ def ring_all_gather(
 @public
 def ring_reduce_scatter(
     x: Tree,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
-    scatter_dimension: Integer = 0,
+    dim: Integer = 0,
     tiled: bool = False,
-    mode: Mode = "auto",
+    mode: Mode | None = None,
     wire_dtype: DTypeLike | None = None,
 ) -> Tree:
     """Reduce-scatters every array of a pytree by passing partial sums around a ring.
 
     Args:
       x: pytree of local arrays; each is this device's addend of the whole.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      scatter_dimension: the dimension that is cut into one block a device, in logical order.
+      axis: one mesh axis, or a tuple of them in any order.
+      dim: the dimension that is cut into one block a device, in logical order.
       tiled: keep that dimension, divided by n, if True; its size is n and it goes if False.
-      mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.psum_scatter`), or `"auto"`:
-        the ring that suits the links, both ways on a torus, one way behind a switch or on CPU.
-      wire_dtype: the dtype in which partial sums travel. None: float32 for narrower floats, in
-        which rings keep their sums (`"naive"` leaves it to JAX), and otherwise that of `x`.
+      mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
+        `"naive"` (`lax.psum_scatter`), or `"auto"`: the ring that suits the links, both ways on a
+        torus, one way behind a switch or on CPU.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or float32 for
+        narrower floats, in which rings keep their sums (`"naive"` leaves it to JAX), and otherwise
+        that of `x`.
 
     Returns:
-      What `lax.psum_scatter(x, axis_name, scatter_dimension=..., tiled=tiled)` returns, with dtypes
-      of `x`, varying over `axis_name`.
+      What `lax.psum_scatter(x, axis, scatter_dimension=..., tiled=tiled)` returns, with dtypes
+      of `x`, varying over `axis`.
 
     Raises:
       TypeError: booleans, which have no sum; an option of the wrong type.
@@ -107,41 +147,41 @@ def ring_reduce_scatter(
 
     Source: as `ring_all_gather`, run backwards.
     """
-    ring = bind_ring(axis_name)
-    check_mode(mode)
-    wire = as_dtype("wire_dtype", wire_dtype)
-    (x,) = vary_alike(ring.axis_name, x)
-    way = _way(ring, mode)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    (x,) = vary_alike(ring.names, x)
+    way = choose_way(Problem("collective", ring))
 
     def scatter(x: Array) -> Array:
-        dim = check_dim("scatter_dimension", scatter_dimension, x.shape)
-        check_divides("x", x.shape, dim, ring, exactly=not tiled)
+        along = check_dim("dim", dim, x.shape)
+        check_divides("x", x.shape, along, ring, exactly=not tiled)
         if x.dtype == bool:
             raise type_error(f"x is bool{list(x.shape)}, which has no sum; cast it to int32")
-        check_wire(wire, x.dtype)
-        out = scatter_along(way, x, dim, wire)
-        return out if tiled else lax.squeeze(out, [dim])
+        check_wire(ring.wire_dtype, x.dtype)
+        out = scatter_along(way, x, along)
+        return out if tiled else lax.squeeze(out, [along])
 
     return jax.tree.map(scatter, x)
 
 
 @public
 def ring_all_reduce(
-    x: Tree, axis_name: AxisName, *, mode: Mode = "auto", wire_dtype: DTypeLike | None = None
+    x: Tree, axis: AxisLike, *, mode: Mode | None = None, wire_dtype: DTypeLike | None = None
 ) -> Tree:
     """Sums every array of a pytree over a ring: a reduce-scatter, then an all-gather.
 
     Args:
       x: pytree of local arrays of any shape; each is this device's addend.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      mode: `"unidirectional"`, `"bidirectional"`, `"naive"` (`lax.psum`), or `"auto"`: the ring
-        that suits the links, both ways on a torus, one way behind a switch or on CPU.
-      wire_dtype: the dtype in which partial sums travel. None: float32 for narrower floats, in
-        which rings keep their sums (`"naive"` leaves it to JAX), and otherwise that of `x`.
+      axis: one mesh axis, or a tuple of them in any order.
+      mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
+        `"naive"` (`lax.psum`), or `"auto"`: the ring that suits the links, both ways on a torus,
+        one way behind a switch or on CPU.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or float32 for
+        narrower floats, in which rings keep their sums (`"naive"` leaves it to JAX), and otherwise
+        that of `x`.
 
     Returns:
-      What `lax.psum(x, axis_name)` returns. Under `check_vma=True` it is typed as replicated over
-      `axis_name`, so that `out_specs=P()` holds.
+      What `lax.psum(x, axis)` returns. Under `check_vma=True` it is typed as replicated over
+      `axis`, so that `out_specs=P()` holds.
 
     Raises:
       TypeError: an option of the wrong type.
@@ -161,19 +201,13 @@ def ring_all_reduce(
 
     Source: as `ring_all_gather`.
     """
-    ring = bind_ring(axis_name)
-    check_mode(mode)
-    wire = as_dtype("wire_dtype", wire_dtype)
-    (x,) = vary_alike(ring.axis_name, x)
-    way = _way(ring, mode)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    (x,) = vary_alike(ring.names, x)
+    way = choose_way(Problem("collective", ring))
 
     def reduce(x: Array) -> Array:
         x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
-        check_wire(wire, x.dtype)
-        return all_reduce(way, x, wire)
+        check_wire(ring.wire_dtype, x.dtype)
+        return all_reduce(way, x)
 
     return jax.tree.map(reduce, x)
-
-
-def _way(ring: Ring, mode: Mode) -> Way:
-    return choose_way(Problem("collective", ring), mode)

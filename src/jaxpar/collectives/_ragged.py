@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import addition_dtype
-from jaxpar._types import AxisName
+from jaxpar._types import AxisLike
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._ragged_exchange import Slices, exchange_rows, swap
-from jaxpar.collectives._ring import Ring, bind_ring
 
 
 @public
@@ -24,7 +24,7 @@ def ragged_all_to_all(
     send_sizes: ArrayLike,
     output_offsets: ArrayLike,
     recv_sizes: ArrayLike,
-    axis_name: AxisName,
+    axis: AxisLike,
 ) -> Array:
     """Sends each device of an axis slices of rows, of any sizes, and writes those that arrive.
 
@@ -34,7 +34,7 @@ def ragged_all_to_all(
     that the native one is meant: `DisabledSafetyCheck.custom_call("ragged_all_to_all")`).
 
     With m slices for each pair of devices, slice `i` of the `n m` goes to device `i // m` of the
-    axis, in the order of the tuple if `axis_name` is one, as in `lax.axis_index`.
+    axis, in the order of the tuple if `axis` is one, as in `lax.axis_index`.
 
     Args:
       operand: local `[rows, ...]`, in which slices to be sent are.
@@ -45,14 +45,14 @@ def ragged_all_to_all(
         or output is not defined.
       output_offsets: integers `[n m]`, the first row in the output *of the device that receives*.
       recv_sizes: integers `[n m]`, the rows that arrive, slice by slice: the `send_sizes` of the
-        devices that send, `lax.all_to_all(send_sizes, axis_name, 0, 0, tiled=True)`.
-      axis_name: one mesh axis, or a tuple of them in any order.
+        devices that send, `lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)`.
+      axis: one mesh axis, or a tuple of them in any order.
 
     Slices that are sent may overlap: the gradient of a row is the sum over those that it is in.
     Slices that arrive must not.
 
     Returns:
-      `[out_rows, ...]`, varying over `axis_name` and over all that arguments vary over.
+      `[out_rows, ...]`, varying over `axis` and over all that arguments vary over.
 
     Raises:
       TypeError: offsets or sizes that are no integers; operand and output of different dtypes.
@@ -78,13 +78,13 @@ def ragged_all_to_all(
     Source: `jax.lax.ragged_all_to_all`, whose derivative with respect to `output` is wrong where
     slices are empty, and which the compiler for CPU refuses.
     """
-    ring = bind_ring(axis_name)
+    ring = bind(axis)
     _check_axes(ring)
     operand, output = jnp.asarray(operand), jnp.asarray(output)
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
     slices = _check_slices(Slices(*(jnp.asarray(x) for x in given)), ring)
     _check_rows(operand, output)
-    operand, output, slices = vary_alike(ring.axis_name, operand, output, slices)
+    operand, output, slices = vary_alike(ring.names, operand, output, slices)
     if not jnp.issubdtype(operand.dtype, jnp.inexact):
         return exchange_rows(operand, output, slices, ring)
     return _exchange(operand, output, slices, ring, operand.shape[0])
@@ -107,7 +107,7 @@ def _exchange_back(ct: Array, slices: Slices, ring: Ring, rows: int) -> Array:
         recv_sizes=slices.send_sizes,
     )
     # Slices that overlap come back one by one: in a step each device gets one from one device.
-    apart = lax.pmax(_overlap(slices), ring.axis_name)
+    apart = lax.pmax(_overlap(slices), ring.names)
     device = jnp.arange(count, dtype="int32") // slices_per_pair
     number = jnp.arange(count, dtype="int32") % slices_per_pair
 
@@ -123,7 +123,7 @@ def _exchange_back(ct: Array, slices: Slices, ring: Ring, rows: int) -> Array:
         return total + exchange_rows(ct, jnp.zeros_like(zeros), some, ring).astype(total.dtype)
 
     zeros = jnp.zeros((rows, *ct.shape[1:]), ct.dtype)
-    start, zeros = vary_alike(ring.axis_name, jnp.int32(0), zeros, ct, slices)[:2]
+    start, zeros = vary_alike(ring.names, jnp.int32(0), zeros, ct, slices)[:2]
     total = zeros.astype(addition_dtype(ct.dtype))
     _, total = lax.while_loop(
         lambda carry: carry[0] < jnp.where(apart, count, 1),
@@ -176,7 +176,7 @@ def _arrived(slices: Slices, ring: Ring, ct: Array) -> Array:
 
 def _check_axes(ring: Ring) -> None:
     mesh = jax.sharding.get_abstract_mesh()
-    if not set(ring.axis_name) <= set(mesh.axis_names):
+    if not set(ring.names) <= set(mesh.axis_names):
         raise value_error(
             f"{ring} is not an axis of the mesh, which has {dict(mesh.shape)}; rows are "
             "exchanged between devices, not along an axis of jax.vmap"

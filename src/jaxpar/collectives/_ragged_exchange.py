@@ -9,9 +9,8 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
+from jaxpar._axis import Ring, ring_positions
 from jaxpar._varying import vary_alike
-from jaxpar.collectives._ring import Ring
-from jaxpar.mesh import ring_order
 
 
 class Slices(NamedTuple):
@@ -29,7 +28,7 @@ class Slices(NamedTuple):
 
 def swap(x: Array, ring: Ring) -> Array:
     """Gives device d block d of dimension 0, and returns what all devices gave this one."""
-    return lax.all_to_all(x, ring.axis_name, 0, 0, tiled=True)
+    return lax.all_to_all(x, ring.names, 0, 0, tiled=True)
 
 
 def exchange_rows(operand: Array, output: Array, slices: Slices, ring: Ring) -> Array:
@@ -73,7 +72,7 @@ def exchange_rows(operand: Array, output: Array, slices: Slices, ring: Ring) -> 
         together = Slices(
             *(x.reshape(size, ring.size, -1).swapaxes(0, 1).reshape(-1) for x in slices)
         )
-        operand, output_rows, together = vary_alike(ring.axis_name, *flat, together)
+        operand, output_rows, together = vary_alike(ring.names, *flat, together)
         return exchange_rows(operand, output_rows, together, ring).reshape(output.shape), True
 
     return exchange(operand, output, slices)
@@ -81,14 +80,14 @@ def exchange_rows(operand: Array, output: Array, slices: Slices, ring: Ring) -> 
 
 def _native(ring: Ring) -> Any:
     """JAX's own collective, its axes in mesh order: there is only one reading of that order."""
-    names, at = ring.axis_name, np.arange(ring.size)
+    names, at = ring.names, np.arange(ring.size)
     if len(names) > 1:
         mesh = jax.sharding.get_abstract_mesh()
-        names = tuple(name for name in mesh.axis_names if name in ring.axis_name)
-        at = np.argsort(ring_order(mesh, ring.axis_name))
+        names = tuple(name for name in mesh.axis_names if name in ring.names)
+        at = np.argsort(ring_positions(mesh, ring.names))
 
     def native(operand: Array, output: Array, slices: Slices) -> Array:
-        if names != ring.axis_name:
+        if names != ring.names:
             slices = Slices(*(x[at].reshape(-1) for x in slices.per_device(ring)))
         return lax.ragged_all_to_all(operand, output, *slices, axis_name=names)
 
@@ -121,7 +120,7 @@ def _emulated(ring: Ring) -> Any:
         grouped = slices.per_device(ring)
         places = swap(grouped.output_offsets, ring)
         # Over the whole axis, so that its devices take the same steps; others may take fewer.
-        longest = lax.pmax(jnp.max(grouped.send_sizes, axis=0), ring.axis_name)
+        longest = lax.pmax(jnp.max(grouped.send_sizes, axis=0), ring.names)
         steps = (longest + jnp.int32(length - 1)) // jnp.int32(length)  # [m]
         ends = jnp.cumsum(steps, dtype="int32")
 

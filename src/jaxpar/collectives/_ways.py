@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from jaxpar._axis import Ring
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._ring import Ring
 
 # (block, what `take` gave for its positions)
 Arrivals = list[tuple[Any, Any]]
@@ -78,7 +78,6 @@ class Way:
         dim: int,
         length: int,
         dtype: DTypeLike,
-        wire_dtype: DTypeLike | None = None,
     ) -> Array:
         """Sums for each device what all devices produce for it.
 
@@ -88,7 +87,6 @@ class Way:
           dim: the dimension of what is produced that is dealt out to the devices.
           length: how many positions each device owns.
           dtype: of the result.
-          wire_dtype: in which partial sums travel; None: in which they are produced.
 
         Returns:
           The sum of all devices' addends for this device's positions.
@@ -113,7 +111,6 @@ class Way:
         *,
         split: Callable[[Any, int], list[Any]],
         join: Callable[[list[Any]], Any],
-        wire_dtype: DTypeLike,
     ) -> tuple[Any, Any]:
         """Takes every device's block past all others, and sums for its owner what each makes of it.
 
@@ -127,7 +124,6 @@ class Way:
           end: like `begin`: the other share, for the last turn.
           split: deals a block out to at most so many parts, which may go different ways.
           join: the inverse of `split`.
-          wire_dtype: in which sums travel.
 
         Returns:
           The carry, and the sums of all devices for this device's block.
@@ -138,8 +134,12 @@ class Way:
         """Returns both, in an order that keeps a backward pass behind its forward pass."""
         return out, residuals
 
+    def _wire(self, x: Array) -> Array:
+        """Returns sums in the dtype in which they travel."""
+        return x if self.ring.wire_dtype is None else x.astype(self.ring.wire_dtype)
+
     def _psum(self, x: Array) -> Array:
-        return lax.psum(x, self.ring.axis_name)
+        return lax.psum(x, self.ring.names)
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,12 @@ class Naive(Way):
         dim: int,
         length: int,
         dtype: DTypeLike,
-        wire_dtype: DTypeLike | None = None,
     ) -> Array:
         sums = produce(take(0, length * self.ring.size))
-        sums = sums if wire_dtype is None else sums.astype(wire_dtype)
+        sums = self._wire(sums)
         if not sums.size:  # XLA does not scatter nothing
             return lax.slice_in_dim(sums, 0, length, axis=dim).astype(dtype)
-        axes = self.ring.axis_name
+        axes = self.ring.names
         return lax.psum_scatter(sums, axes, scatter_dimension=dim, tiled=True).astype(dtype)
 
     def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
@@ -198,7 +197,6 @@ class Naive(Way):
         *,
         split: Callable[[Any, int], list[Any]],
         join: Callable[[list[Any]], Any],
-        wire_dtype: DTypeLike,
     ) -> tuple[Any, Any]:
         carry, own = end(*begin(carry, own))
         if self.ring.size == 1:
@@ -218,19 +216,19 @@ class Naive(Way):
         sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(self.ring.size, *x.shape)), own)
         sums = put(vary_over(varying_axes(own), sums), own, self.ring.index())
         carry, sums = self._visit(block, consume, lambda owner, _: owner, (carry, sums))
-        axes = self.ring.axis_name
-        return carry, jax.tree.map(lambda x: lax.psum_scatter(x.astype(wire_dtype), axes), sums)
+        axes = self.ring.names
+        return carry, jax.tree.map(lambda x: lax.psum_scatter(self._wire(x), axes), sums)
 
     def _gathered(self, x: Array, dim: int) -> Array:
         if not x.size:  # nor gather it
             return lax.concatenate([x] * self.ring.size, dim)
-        return lax.all_gather(x, self.ring.axis_name, axis=dim, tiled=True)
+        return lax.all_gather(x, self.ring.names, axis=dim, tiled=True)
 
     def _visit(self, block: Any, consume: Any, take: Take, state: Any) -> Any:
         """Gathers the blocks of all devices, then consumes those of others one by one."""
         if self.ring.size == 1:
             return state
-        index, axes = self.ring.index(), self.ring.axis_name
+        index, axes = self.ring.index(), self.ring.names
         blocks = jax.tree.map(lambda x: lax.all_gather(x, axes), block)  # [n, ...]
 
         def step(distance: Array, state: Any) -> Any:

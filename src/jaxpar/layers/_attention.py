@@ -10,10 +10,10 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxpar._calls import public, value_error
-from jaxpar._types import AxisName, Integer, Mode
+from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_wide, varying_axes
 from jaxpar.layers._heads import HeadLayout, head_layout
-from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_axes
+from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_pair
 
 
 @public
@@ -23,20 +23,18 @@ def parallel_attention(
     w_k: Array,
     w_v: Array,
     w_o: Array,
-    axis_name: AxisName,
+    axis: AxisLike,
     attend: Callable[[Array, Array, Array], Array],
     *,
     heads: Integer,
     kv_heads: Integer,
     biases: tuple[Array | None, ...] | None = None,
-    sequence_axis: Integer | None = -2,
-    fsdp_axis_name: AxisName | None = None,
-    fsdp_axis: Integer | tuple[Integer, Integer] = 0,
+    sequence_dim: Integer | None = -2,
+    fsdp_axis: AxisLike | None = None,
+    fsdp_dim: Integer | tuple[Integer, Integer] = 0,
     fsdp_first: bool = False,
-    mode: Mode = "auto",
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
 ) -> Array:
     """Projects to queries, keys and values, attends head by head, and projects back.
 
@@ -44,36 +42,34 @@ def parallel_attention(
     number of heads works on any number of devices.
 
     Args:
-      x: local `[..., s/n, k]`, or `[..., s, k]` with `sequence_axis=None`, replicated.
+      x: local `[..., s/n, k]`, or `[..., s, k]` with `sequence_dim=None`, replicated.
       w_q: local `[k, padded_heads * e / n]`, of what `layout.pad_query` returns.
       w_k: local `[k, kv_heads * e / n]` if `layout.kv_sharded`, and else whole,
-        `[k, kv_heads * e]`, replicated over `axis_name`.
+        `[k, kv_heads * e]`, replicated over `axis`.
       w_v: as `w_k`; its e may differ.
       w_o: local `[padded_heads * e / n, m]`, of what `layout.pad_output` returns.
-      axis_name: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, or a tuple of them in any order.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`;
         g divides h, and query head j uses key and value head `j // (h // g)`. Masks, positions and
         further axes over which the sequence is sharded are its own affair.
       heads: query heads in all, without padding.
       kv_heads: key and value heads in all.
       biases: of q, k, v and o, each an array or None, sharded as the columns of the weight are.
-      sequence_axis: the dimension of x and of the result that is sharded, or None.
-      fsdp_axis_name: as in `column_parallel_linear`.
-      fsdp_axis: the dimension along which weights are sharded further; or a pair, of `w_q`, `w_k`
+      sequence_dim: the dimension of x and of the result that is sharded, or None.
+      fsdp_axis: as in `column_parallel_linear`.
+      fsdp_dim: the dimension along which weights are sharded further; or a pair, of `w_q`, `w_k`
         and `w_v`, and of `w_o`.
-      fsdp_first: whether heads are cut by `fsdp_axis_name` first: `P(None, ("fsdp", "tp"))` for
+      fsdp_first: whether heads are cut by `fsdp_axis` first: `P(None, ("fsdp", "tp"))` for
         w_q, `P(("fsdp", "tp"))` for w_o. The layout is then that of all n f devices,
-        `head_layout(heads, kv_heads, n * f)`, and `fsdp_axis` is `(1, 0)`.
-      mode: as in `all_gather_matmul`.
+        `head_layout(heads, kv_heads, n * f)`, and `fsdp_dim` is `(1, 0)`.
       preferred_element_type: as in `all_gather_matmul`; what `attend` returns is cast to the dtype
         of `w_o`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None: their own.
 
     Heads that are padding are zeros before and after `attend`: their weights get zero gradients.
 
     Returns:
-      `[..., s/n, m]`; with `sequence_axis=None` `[..., s, m]`, typed as replicated.
+      `[..., s/n, m]`; with `sequence_dim=None` `[..., s, m]`, typed as replicated.
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
@@ -98,9 +94,9 @@ def parallel_attention(
 
     Source: Shoeybi et al., "Megatron-LM" (2019); Ainslie et al., "GQA" (2023), for shared heads.
     """
-    options = (mode, preferred_element_type, precision, wire_dtype)
-    layer = bind_projection(axis_name, sequence_axis, fsdp_axis_name, options)
-    into, out = fsdp_axes(fsdp_axis)
+    options = (preferred_element_type, precision)
+    layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
+    into, out = fsdp_pair(fsdp_dim)
     own = _OwnHeads(layer, *_layout(layer, heads, kv_heads, fsdp_first, (into, out)))
     *b_qkv, b_o = as_biases("biases", biases, ("w_q", "w_k", "w_v", "w_o"))
     weights = {"w_q": w_q, "w_k": w_k, "w_v": w_v}
@@ -195,9 +191,9 @@ def _layout(
         return head_layout(heads, kv_heads, layer.ring.size), 1
     if layer.fsdp is None or axes != (1, 0):
         raise value_error(
-            f"fsdp_first=True means that heads are sharded over fsdp_axis_name "
-            f"and axis_name in this order, but fsdp_axis is {axes} and fsdp_axis_name "
-            f"{None if layer.fsdp is None else layer.fsdp.axis_name}; give fsdp_axis=(1, 0) and "
+            f"fsdp_first=True means that heads are sharded over fsdp_axis "
+            f"and axis in this order, but fsdp_dim is {axes} and fsdp_axis "
+            f"{None if layer.fsdp is None else layer.fsdp.names}; give fsdp_dim=(1, 0) and "
             "the axis, or leave it out"
         )
     blocks = layer.fsdp.size

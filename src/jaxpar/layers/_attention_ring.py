@@ -33,7 +33,6 @@ class Method:
     causal: bool
     zigzag: bool
     scores: Scores
-    wire_dtype: Any
 
     @property
     def balanced(self) -> bool:
@@ -167,7 +166,6 @@ def _bwd(method: Method, residuals: Any, ct: Array) -> Sums:
         return add_tiles(second, dq, own, k, v)
 
     dq, own = _zeros(q, dtype), (_zeros(k, dtype), _zeros(v, dtype))
-    wire = dtype if method.wire_dtype is None else method.wire_dtype
     chunks = 2 if method.balanced else 1
     dq, sums = method.way.circulate(
         *((k, v), dq, own, begin, visit, end),
@@ -175,7 +173,6 @@ def _bwd(method: Method, residuals: Any, ct: Array) -> Sums:
             block, parts if length % (parts * chunks) == 0 else 1, chunks
         ),
         join=lambda parts: _join(parts, chunks),
-        wire_dtype=wire,
     )
     return dq.astype(q.dtype), sums[0].astype(k.dtype), sums[1].astype(v.dtype)
 

@@ -1,12 +1,10 @@
 """Biases: whole or sharded further, and added so that their gradients are summed wide."""
 
 from jax import Array
-from jax.typing import DTypeLike
 
+from jaxpar._axis import Ring
 from jaxpar._calls import value_error
-from jaxpar._types import Mode
 from jaxpar._varying import vary_wide, varying_axes
-from jaxpar.collectives._ring import Ring
 from jaxpar.layers._fsdp_gather import fsdp_gather
 
 
@@ -15,8 +13,6 @@ def whole_bias(
     bias: Array,
     columns: int,
     fsdp: Ring | None,
-    mode: Mode,
-    wire_dtype: DTypeLike | None,
 ) -> Array:
     """Returns the bias `[columns]` of a weight, gathered over `fsdp` if it is sharded over it."""
     if bias.shape == (columns,):
@@ -28,7 +24,7 @@ def whole_bias(
             f"the bias of {weight} has local shape {bias.shape}, but the result has "
             f"{columns} columns here; the bias needs as many{further}"
         )
-    return fsdp_gather(bias, fsdp.axis_name, mode=mode, wire_dtype=wire_dtype)
+    return fsdp_gather(bias, fsdp)
 
 
 def add_bias(y: Array, bias: Array) -> Array:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxpar._axis import Ring
 from jaxpar._calls import type_error, value_error
 from jaxpar._varying import checks_varying, varying_axes
 from jaxpar.collectives._checks import check_dim
-from jaxpar.collectives._ring import Ring
 
 
 def check_whole(
@@ -53,7 +53,7 @@ def check_tokens(argument: str, tokens: Array) -> None:
 
 def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
     """Raises if `tokens` are typed as varying over the ring."""
-    varying = sorted(varying_axes(tokens) & set(ring.axis_name))
+    varying = sorted(varying_axes(tokens) & set(ring.names))
     if varying:
         raise value_error(
             f"{argument} of local shape {tokens.shape} vary over {varying}, but "
@@ -64,9 +64,9 @@ def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
 
 def check_sharded(argument: str, w: Array, what: str, ring: Ring) -> None:
     """Raises if `w` is typed as the same on devices that should each have their own `what`."""
-    if not checks_varying(ring.axis_name):
+    if not checks_varying(ring.names):
         return
-    shared = set(ring.axis_name) - varying_axes(w)
+    shared = set(ring.names) - varying_axes(w)
     copied = sorted(name for name in shared if lax.axis_size(name) > 1)
     if copied:
         raise value_error(
@@ -76,14 +76,14 @@ def check_sharded(argument: str, w: Array, what: str, ring: Ring) -> None:
         )
 
 
-def check_sequence_axis(argument: str, sequence_axis: Any, shape: tuple[int, ...]) -> int | None:
+def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:
     """Returns the dimension counted from the front, which must not be the last, or None."""
-    if sequence_axis is None:
+    if sequence_dim is None:
         return None
-    dim = check_dim("sequence_axis", sequence_axis, shape)
+    dim = check_dim("sequence_dim", sequence_dim, shape)
     if dim == len(shape) - 1:
         raise value_error(
-            f"sequence_axis={sequence_axis} is the last dimension of {argument}, local "
+            f"sequence_dim={sequence_dim} is the last dimension of {argument}, local "
             f"shape {shape}, which holds features; choose one before it, such as -2"
         )
     return dim

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._axis import Ring
 from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import sum_dtype
-from jaxpar._types import Mode
 from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
 from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
-from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.collectives._ways import Way
 
 
@@ -33,19 +32,17 @@ class ChunkedLoss:
     label_smoothing: float
     z_loss: float
     ignore_label: int
-    mode: Mode
     precision: Any
-    wire_dtype: Any
 
     def way(self, ring: Ring) -> Way:
         """How tokens and their gradients travel over a ring."""
-        return choose_way(Problem("loss", ring), self.mode)
+        return choose_way(Problem("loss", ring))
 
     def whole(self, x: Array) -> Array:
         """The tokens of all devices, where they are sharded."""
         if self.dim is None:
             return x
-        (x,) = vary_alike(self.ring.axis_name, x)
+        (x,) = vary_alike(self.ring.names, x)
         return gather_along(self.way(self.ring), x, self.dim)
 
     def chunks(self, x: Array, fill: int = 0, features: int = 0) -> Array:
@@ -55,7 +52,7 @@ class ChunkedLoss:
         length = -(-len(x) // count)
         widths = [(0, count * length - len(x)), *[(0, 0)] * features]
         x = jnp.pad(x, widths, constant_values=fill).reshape(count, length, *x.shape[1:])
-        return vary_over(self.ring.axis_name, x)
+        return vary_over(self.ring.names, x)
 
     def logits(self, rows: Array, w: Array, labels: Array) -> tuple[Array, Array, Array]:
         """The rows that count, their logits (-inf in padded columns), and their columns."""
@@ -89,7 +86,7 @@ def chunked_losses(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> Arra
 
 
 def _fwd(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
-    names = loss.ring.axis_name
+    names = loss.ring.names
 
     def measure(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array, Array]]:
         _rows, logits, columns = loss.logits(chunk[0], w, chunk[1])  # [tokens, v/n]
@@ -123,7 +120,7 @@ def _fwd(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> tuple[Array, A
 
 def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, None]:
     x, w, labels, logsumexp = residuals
-    names = loss.ring.axis_name
+    names = loss.ring.names
     whole = loss.whole(x)
     if loss.dim is not None:
         ct = lax.all_gather(ct, names, axis=loss.dim, tiled=True)
@@ -151,12 +148,11 @@ def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, No
     dw, dx = lax.scan(step, zeros, chunks)
     dx = dx.reshape(-1, dx.shape[-1])[: labels.size].reshape(whole.shape)
     if loss.dim is not None:
-        dx = scatter_along(loss.way(loss.ring), dx, loss.dim, loss.wire_dtype)
+        dx = scatter_along(loss.way(loss.ring), dx, loss.dim)
     elif checks_varying(names):
         copied = tuple(name for name in names if name not in varying_axes(x))
         if copied:
-            way = loss.way(bind_ring(copied))
-            dx = all_reduce(way, dx, loss.wire_dtype)
+            dx = all_reduce(loss.way(loss.ring.over(copied)), dx)
     return dx.astype(x.dtype), dw.astype(w.dtype), None
 
 

@@ -3,19 +3,17 @@
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
-from jax.typing import DTypeLike
 
+from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._dtypes import as_dtype, check_wire, sum_dtype
-from jaxpar._types import AxisName, Integer, Mode, Number
+from jaxpar._dtypes import check_wire, sum_dtype
+from jaxpar._types import AxisLike, Integer, Number
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._checks import check_mode
-from jaxpar.collectives._ring import bind_ring
 from jaxpar.layers._checks import (
     as_signed,
     check_number,
     check_replicated,
-    check_sequence_axis,
+    check_sequence_dim,
     check_sharded,
     check_tokens,
     check_whole,
@@ -28,56 +26,50 @@ def vocabulary_parallel_cross_entropy(
     x: Array,
     w: Array,
     labels: Array,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
     vocabulary: Integer | None = None,
-    sequence_axis: Integer | None = None,
+    sequence_dim: Integer | None = None,
     chunk: Integer = 1024,
     label_smoothing: Number = 0.0,
     z_loss: Number = 0.0,
     ignore_label: Integer = -1,
-    mode: Mode = "auto",
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
 ) -> Array:
     """Computes each token's cross-entropy from logits `x @ w` that never exist as a whole.
 
     Args:
-      x: local `[..., s, d]`, replicated over `axis_name`; with a `sequence_axis` `[..., s/n, d]`,
+      x: local `[..., s, d]`, replicated over `axis`; with a `sequence_dim` `[..., s/n, d]`,
         sharded over it.
       w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for weights tied to
         those of `vocabulary_parallel_embedding`.
       labels: local integers of the shape of `x` without its last dimension, sharded like it.
-      axis_name: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, or a tuple of them in any order.
       vocabulary: the number of tokens, if columns pad `w` to a multiple of n: those from there on
         count for nothing and have zero gradients. None: all are tokens.
-      sequence_axis: the dimension of `x` along which it is sharded, such as -2; None if it is not.
+      sequence_dim: the dimension of `x` along which it is sharded, such as -2; None if it is not.
       chunk: the most tokens whose logits a device holds at a time.
       label_smoothing: the part of the target that is spread evenly over the vocabulary.
       z_loss: what the square of the log of the softmax's denominator is weighted with and added.
       ignore_label: the label of tokens that have a loss of 0, are not read and have zero gradients.
-      mode: how x travels, and its gradient: as in `ring_all_gather`, but `"auto"` is `"naive"`, as
-        nothing is computed meanwhile.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums of the gradient of `x` travel. None: that in which
-        they were added, float32 for 16-bit floats.
 
     Returns:
       Losses in the shape of `labels`, in float32, or float64 for float64. For logits `l`, label `y`
       and `z = logsumexp(l)`: `z - (1 - label_smoothing) l[y] - label_smoothing mean(l) + z_loss
-      z^2`. Replicated over `axis_name` without a `sequence_axis`, and varying with it. Any other
+      z^2`. Replicated over `axis` without a `sequence_dim`, and varying with it. Any other
       label outside `[0, vocabulary)` is an error that shows as NaN, in the loss and in gradients.
 
     Raises:
       TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
         option of the wrong type.
       ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
-        over `axis_name` without a `sequence_axis`, or `w` that is typed as replicated over it; an
+        over `axis` without a `sequence_dim`, or `w` that is typed as replicated over it; an
         unknown mode or axis name, a call outside shard_map.
 
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
     sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is
-    summed; or, with a `sequence_axis`, (n-1)/n of `x` forward, the same backward, and of its
+    summed; or, with a `sequence_dim`, (n-1)/n of `x` forward, the same backward, and of its
     gradient. It keeps its operands, all labels and one number for each token.
 
     Example:
@@ -92,15 +84,13 @@ def vocabulary_parallel_cross_entropy(
     Source: logits by shards are those of Shoeybi et al., as in `vocabulary_parallel_embedding`; by
     chunks, of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024).
     """
-    ring = bind_ring(axis_name)
+    ring = bind(axis)
     x, w, labels = jnp.asarray(x), jnp.asarray(w), jnp.asarray(labels)
     _check_operands(x, w, labels)
-    dim = check_sequence_axis("x", sequence_axis, x.shape)
+    dim = check_sequence_dim("x", sequence_dim, x.shape)
     if dim is None:
         check_replicated("labels", labels, ring)
-    check_mode(mode)
-    wire = as_dtype("wire_dtype", wire_dtype)
-    check_wire(wire, sum_dtype(x.dtype))
+    check_wire(ring.wire_dtype, sum_dtype(x.dtype))
     columns = w.shape[1] * ring.size
     tokens = columns if vocabulary is None else vocabulary
     loss = ChunkedLoss(
@@ -111,19 +101,17 @@ def vocabulary_parallel_cross_entropy(
         label_smoothing=check_number("label_smoothing", label_smoothing, 1.0),
         z_loss=check_number("z_loss", z_loss),
         ignore_label=check_whole("ignore_label", ignore_label),
-        mode=mode,
         precision=precision,
-        wire_dtype=wire,
     )
     check_sharded("w", w, "columns", ring)
     labels = as_signed(labels)
     if not labels.size:
         return jnp.zeros(labels.shape, sum_dtype(x.dtype))
-    axes = varying_axes(x, w, labels) | set(ring.axis_name)
+    axes = varying_axes(x, w, labels) | set(ring.names)
     w = vary_over(axes, w)
-    x, labels = vary_over(axes - set(ring.axis_name) if dim is None else axes, (x, labels))
+    x, labels = vary_over(axes - set(ring.names) if dim is None else axes, (x, labels))
     if dim is not None:
-        labels = lax.all_gather(labels, ring.axis_name, axis=dim, tiled=True)
+        labels = lax.all_gather(labels, ring.names, axis=dim, tiled=True)
     return chunked_losses(loss, x, w, labels)
 
 

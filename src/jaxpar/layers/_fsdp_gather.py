@@ -2,43 +2,36 @@
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
+from jaxpar._axis import bind
 from jaxpar._calls import public
-from jaxpar._types import AxisName, Mode, Tree, TreeAxis
-from jaxpar.layers._shards import bind_shards, broadcast_axis, gather_shards, vary_sharded
+from jaxpar._types import AxisLike, Tree, TreeDim
+from jaxpar.layers._shards import bind_shards, broadcast_dim, gather_shards, vary_sharded
 
 
 @public
 def fsdp_gather(
     tree: Tree,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
-    axis: TreeAxis = 0,
-    mode: Mode = "auto",
-    wire_dtype: DTypeLike | None = None,
+    dim: TreeDim = 0,
 ) -> Tree:
     """All-gathers sharded parameters; the derivative reduce-scatters their gradients.
 
     Args:
       tree: pytree of local shards.
-      axis_name: the mesh axis, or a tuple of them in any order, over which they are sharded.
-      axis: the dimension along which a leaf is sharded, None for a leaf that is whole; one for all
+      axis: the mesh axis, or a tuple of them in any order, over which they are sharded.
+      dim: the dimension along which a leaf is sharded, None for a leaf that is whole; one for all
         leaves, or a pytree of them that is a prefix of `tree`.
-      mode: `"naive"` (`lax.all_gather`), `"unidirectional"` or `"bidirectional"` (rings, over one
-        mesh axis of a tuple after the other), or `"auto"`: rings on TPU, whose compiler runs a
-        chain of permutes beside other work but waits for an all-gather, as long as they are short
-        enough to be unrolled; naive elsewhere.
-      wire_dtype: the dtype in which sums of gradients travel. None: float32 for narrower floats.
 
     Returns:
-      The whole parameters, varying over `axis_name` where they were gathered. Autodiff keeps them
+      The whole parameters, varying over `axis` where they were gathered. Autodiff keeps them
       for the backward pass: gather and use them within `jax.checkpoint`, or use `fsdp_linear` or
       `fsdp_scan`, which gather again.
 
     Raises:
       TypeError: an option of the wrong type.
-      ValueError: an axis out of range or no prefix, an unknown mode or axis name, a call outside
+      ValueError: an axis out of range or no prefix, an unknown axis name, a call outside
         shard_map.
 
     Cost: a device sends (n-1)/n of each whole leaf forward, and as much of its gradient, in the
@@ -46,8 +39,8 @@ def fsdp_gather(
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
-      >>> axis, specs = {"w": 0, "b": None}, {"w": P("fsdp"), "b": P()}
-      >>> gather = jax.jit(jax.shard_map(lambda tree: fsdp_gather(tree, "fsdp", axis=axis),
+      >>> dim, specs = {"w": 0, "b": None}, {"w": P("fsdp"), "b": P()}
+      >>> gather = jax.jit(jax.shard_map(lambda tree: fsdp_gather(tree, "fsdp", dim=dim),
       ...     mesh=mesh, in_specs=(specs,), out_specs=specs))
       >>> gather({"w": jnp.ones((16, 4)), "b": jnp.ones(4)})["w"].shape  # 8 wholes
       (128, 4)
@@ -55,6 +48,6 @@ def fsdp_gather(
     Source: as `fsdp_linear`.
     """
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    dims = broadcast_axis(axis, tree)
-    shards = bind_shards(leaves, dims, axis_name, mode, wire_dtype)
+    dims = broadcast_dim(dim, tree)
+    shards = bind_shards(leaves, dims, bind(axis))
     return treedef.unflatten(gather_shards(shards, vary_sharded(shards, leaves)))

@@ -7,8 +7,9 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._axis import bind
 from jaxpar._calls import public
-from jaxpar._types import AxisName, Integer, Mode
+from jaxpar._types import AxisLike, Integer
 from jaxpar.collectives._checks import check_dim
 from jaxpar.layers._bias import add_bias, whole_bias
 from jaxpar.matmul import _einsum
@@ -19,35 +20,31 @@ from jaxpar.matmul._labels import matmul_labels
 def fsdp_linear(
     x: Array,
     w: Array,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
     bias: Array | None = None,
-    axis: Integer = 0,
-    mode: Mode = "auto",
+    dim: Integer = 0,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
 ) -> Array:
     """Computes `x @ all_gather(w) + bias`, the weight's blocks arriving while it multiplies.
 
     Args:
       x: local `[..., k]`, this device's share of the batch.
-      w: local `[k/n, m]` (`axis=0`) or `[k, m/n]` (`axis=1`).
-      axis_name: the mesh axis, or a tuple of them in any order, over which weights are sharded.
-      bias: local `[m]`, replicated over `axis_name`, or `[m/n]`, sharded over it; its shape says
+      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`).
+      axis: the mesh axis, or a tuple of them in any order, over which weights are sharded.
+      bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it; its shape says
         which.
-      axis: the dimension along which `w` is sharded.
-      mode: as in `all_gather_matmul`; of a sharded bias as in `fsdp_gather`.
+      dim: the dimension along which `w` is sharded.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which the sums of the weight's gradient travel. None: their own.
 
     Returns:
-      Local `[..., m]`, varying over `axis_name` and over all that the operands vary over.
+      Local `[..., m]`, varying over `axis` and over all that the operands vary over.
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
+      ValueError: wrong ranks or sizes, an unknown axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the whole weight forward, and again backward, where it is
     gathered once more rather than kept; the gradient of the weight is reduce-scattered, (n-1)/n of
@@ -66,10 +63,10 @@ def fsdp_linear(
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     labels = matmul_labels(x, w)
-    label = labels.rhs[check_dim("axis", axis, w.shape)]
-    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
+    label = labels.rhs[check_dim("dim", dim, w.shape)]
+    call = _einsum.make_call(labels, bind(axis), preferred_element_type, precision)
     (y,) = _einsum.gather(replace(call, regather=True), "rhs", label, x, (w,))
     if bias is None:
         return y
     bias = jnp.asarray(bias)
-    return add_bias(y, whole_bias("w", bias, y.shape[-1], call.ring, mode, wire_dtype))
+    return add_bias(y, whole_bias("w", bias, y.shape[-1], call.ring))

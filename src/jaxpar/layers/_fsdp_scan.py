@@ -9,18 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.typing import DTypeLike
 
 from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
-from jaxpar._types import AxisName, Mode, Tree, TreeAxis
+from jaxpar._types import AxisLike, Tree, TreeDim
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.layers._float_leaves import Arrays, all_gradients, floats_of, is_float, with_floats
 from jaxpar.layers._shards import (
     Shards,
     bind_shards,
-    broadcast_axis,
+    broadcast_dim,
     gather_shards,
     scatter_gradients,
     vary_sharded,
@@ -73,11 +72,9 @@ def fsdp_scan(
     layer_fn: Callable[[Any, Any], Any],
     stacked_params: Tree,
     x: Tree,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
-    axis: TreeAxis = 0,
-    mode: Mode = "auto",
-    wire_dtype: DTypeLike | None = None,
+    dim: TreeDim = 0,
 ) -> Tree:
     """Applies layer after layer, the weights of the next one travelling while one computes.
 
@@ -86,12 +83,10 @@ def fsdp_scan(
         arrays, which get their gradients too, and use collectives over any axis.
       stacked_params: pytree of local shards `[layers, ...]`: the layers' parameters, stacked.
       x: pytree of local arrays, what the layers hand on; shapes and dtypes stay the same.
-      axis_name: the mesh axis, or a tuple of them in any order, over which weights are sharded.
-      axis: the dimension of a layer's own parameter, without the stack's, along which it is
+      axis: the mesh axis, or a tuple of them in any order, over which weights are sharded.
+      dim: the dimension of a layer's own parameter, without the stack's, along which it is
         sharded, None for one that is whole. One for all, or a pytree of them, a prefix of the
         parameters.
-      mode: how weights are gathered, as in `fsdp_gather`.
-      wire_dtype: the dtype in which sums of gradients travel. None: float32 for narrower floats.
 
     Returns:
       What the last layer returns. It varies over what `x` and what the layer returns vary over.
@@ -124,8 +119,8 @@ def fsdp_scan(
     state, state_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     count = _count_layers(stacked)
     own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
-    dims = broadcast_axis(axis, stacked_params)
-    shards = bind_shards(own, dims, axis_name, mode, wire_dtype)
+    dims = broadcast_dim(dim, stacked_params)
+    shards = bind_shards(own, dims, bind(axis))
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:
         out = of_user(layer_fn)(params_tree.unflatten(weights), state_tree.unflatten(state))

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._dtypes import addition_dtype, sum_dtype
-from jaxpar._types import AxisName, Integer
+from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import checks_varying, vary_over, varying_axes
-from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._checks import check_whole
 from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
 
 
 @public
-def mean_loss(loss_sum: Any, weight: Any, axis_name: AxisName) -> Array:
+def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
     """Divides the sum of all devices' losses by the sum of their weights.
 
     The mean over all tokens, say, also where devices have different numbers of them: a mean of
@@ -27,10 +27,10 @@ def mean_loss(loss_sum: Any, weight: Any, axis_name: AxisName) -> Array:
     Args:
       loss_sum: a local float scalar, the sum of this device's losses.
       weight: a local scalar, their number or total weight; not differentiated.
-      axis_name: one mesh axis, or a tuple of them in any order: those that losses are shared over.
+      axis: one mesh axis, or a tuple of them in any order: those that losses are shared over.
 
     Returns:
-      `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis_name`; 0, and with
+      `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`; 0, and with
       zero gradients, where the total weight is 0.
 
     Raises:
@@ -46,7 +46,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis_name: AxisName) -> Array:
       >>> mean(jnp.arange(16.0))
       Array(7.5, dtype=float32)
     """
-    ring = bind_ring(axis_name)
+    ring = bind(axis)
     loss, weight = _check_scalars(loss_sum, weight)
     total = lax.stop_gradient(_total(_widened(weight), ring))
     return _quotient(_total(_widened(loss), ring), total)
@@ -55,7 +55,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis_name: AxisName) -> Array:
 @public
 def value_and_grad(
     loss_fn: Callable[..., Any],
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
     specs: Any = None,
     microbatches: Integer = 1,
@@ -70,9 +70,9 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars: the sum of this
         device's losses and their number or total weight, which is not differentiated. Both are
-        shares of the whole over `axis_name` (each device has its own), and replicated over
+        shares of the whole over `axis` (each device has its own), and replicated over
         all other axes of the shard_map.
-      axis_name: one mesh axis, or a tuple of them in any order: all that losses are shared over,
+      axis: one mesh axis, or a tuple of them in any order: all that losses are shared over,
         such as those that shard the batch or the sequence.
       specs: pytree prefix of `PartitionSpec`s for params, those of `in_specs`. Needed under
         `check_vma=False`; under `check_vma=True` types say as much, and specs are checked.
@@ -84,7 +84,7 @@ def value_and_grad(
 
     Returns:
       `fn(params, *batch) -> (loss, grads)`, or with `has_aux` `((loss, aux), grads)`. `loss` is the
-      total loss over the total weight, float32 or wider, replicated over `axis_name`. `grads` are
+      total loss over the total weight, float32 or wider, replicated over `axis`. `grads` are
       like params, in dtype and sharding: the gradient of that loss with respect to the global
       parameters. Both are 0 where the total weight is 0. `aux` is what this device's `loss_fn`
       returned, each leaf stacked over microbatches, [microbatches, ...].
@@ -92,11 +92,11 @@ def value_and_grad(
     Raises:
       TypeError: an option, a parameter or a result of `loss_fn` of the wrong type.
       ValueError: `microbatches` that do not divide a batch leaf; results of `loss_fn` that are no
-        scalars, or are typed as varying over an axis not in `axis_name`; no specs under
+        scalars, or are typed as varying over an axis not in `axis`; no specs under
         `check_vma=False`, or wrong ones; an unknown axis name; a call outside shard_map.
 
     Cost: gradients are summed where the parameter is replicated, 2 (n-1)/n of their bytes in
-    float32 or wider: over `axis_name` once. Over other axes JAX sums them under `check_vma=True`,
+    float32 or wider: over `axis` once. Over other axes JAX sums them under `check_vma=True`,
     in the backward of each microbatch; under `check_vma=False` all is summed at once, at the end.
     More than one microbatch keeps gradients of all parameters in float32 or wider.
 
@@ -117,21 +117,21 @@ def value_and_grad(
     limit = check_bucket(bucket_bytes)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
-        ring = bind_ring(axis_name)
-        checked = checks_varying(ring.axis_name)
+        ring = bind(axis)
+        checked = checks_varying(ring.names)
         params = jax.tree_util.tree_map_with_path(_check_parameter, params)
         sharded = sharded_axes(params, specs)
         # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
         # would sum the gradient over devices in every microbatch.
-        copies = vary_over(ring.axis_name, params)
+        copies = vary_over(ring.names, params)
         function = of_user(loss_fn if has_aux else _without_aux(loss_fn))
         (loss, weight, aux), grads = _accumulate(function, ring, parts, copies, batch)
 
         total = _total(weight, ring)
         # Under check_vma=True JAX has summed over all other axes, and the loss counted once there.
         # Otherwise each device's loss has counted, and no gradient is summed yet.
-        axes = ring.axis_name if checked else manual_axes()
-        count = 1 if checked else prod(lax.axis_size(a) for a in axes if a not in ring.axis_name)
+        axes = ring.names if checked else manual_axes()
+        count = 1 if checked else prod(lax.axis_size(a) for a in axes if a not in ring.names)
         leaves, treedef = jax.tree.flatten(grads)
         leaves = sum_leaves(leaves, [set(axes) - names for names in sharded], limit)
         grads = treedef.unflatten([_quotient(leaf, total, count) for leaf in leaves])
@@ -202,14 +202,14 @@ def _local_loss(result: Any, ring: Ring) -> tuple[Array, Array]:
         )
     loss, weight = _check_scalars(*result)
     for argument, x in (("loss_sum", loss), ("weight", weight)):
-        others = sorted(varying_axes(x) - set(ring.axis_name))
+        others = sorted(varying_axes(x) - set(ring.names))
         if others:
             raise value_error(
-                f"{argument} varies over {others}, which axis_name {ring.axis_name} "
+                f"{argument} varies over {others}, which axis {ring.names} "
                 "lacks; add them if devices have different shares of the loss there; otherwise sum "
                 "or gather before it with reduce_region or gather_region, typed as replicated"
             )
-    return vary_over(ring.axis_name, (_widened(loss), _widened(weight)))
+    return vary_over(ring.names, (_widened(loss), _widened(weight)))
 
 
 def _kind(result: Any) -> str:
@@ -260,7 +260,7 @@ def _widened(x: Array) -> Array:
 
 
 def _total(x: Array, ring: Ring) -> Array:
-    return lax.psum(vary_over(ring.axis_name, x), ring.axis_name)
+    return lax.psum(vary_over(ring.names, x), ring.names)
 
 
 def _quotient(x: Array, weight: Array, count: int = 1) -> Array:

@@ -76,45 +76,45 @@ class HeadLayout:
         return heads // (self.heads // self.kv_heads)
 
     @public
-    def pad_query(self, w: Array, axis: Integer = -1) -> Array:
+    def pad_query(self, w: Array, dim: Integer = -1) -> Array:
         """Pads `heads * e` columns of an unsharded query weight, or bias, to `padded_heads * e`."""
-        return self._pad(w, axis)
+        return self._pad(w, dim)
 
     @public
-    def pad_output(self, w: Array, axis: Integer = 0) -> Array:
+    def pad_output(self, w: Array, dim: Integer = 0) -> Array:
         """Pads `heads * e` rows of an unsharded output weight to `padded_heads * e`."""
-        return self._pad(w, axis)
+        return self._pad(w, dim)
 
     @public
-    def unpad_query(self, w: Array, axis: Integer = -1) -> Array:
+    def unpad_query(self, w: Array, dim: Integer = -1) -> Array:
         """Returns what `pad_query` was given."""
-        return self._unpad(w, axis)
+        return self._unpad(w, dim)
 
     @public
-    def unpad_output(self, w: Array, axis: Integer = 0) -> Array:
+    def unpad_output(self, w: Array, dim: Integer = 0) -> Array:
         """Returns what `pad_output` was given."""
-        return self._unpad(w, axis)
+        return self._unpad(w, dim)
 
-    def _pad(self, w: Array, axis: int) -> Array:
-        axis = check_dim("axis", axis, w.shape)
-        size = self._head_size(w, axis, self.heads)
+    def _pad(self, w: Array, dim: int) -> Array:
+        dim = check_dim("dim", dim, w.shape)
+        size = self._head_size(w, dim, self.heads)
         widths = [(0, 0)] * w.ndim
-        widths[axis] = (0, (self.padded_heads - self.heads) * size)
+        widths[dim] = (0, (self.padded_heads - self.heads) * size)
         return jnp.pad(w, widths)
 
-    def _unpad(self, w: Array, axis: int) -> Array:
-        axis = check_dim("axis", axis, w.shape)
-        size = self._head_size(w, axis, self.padded_heads)
-        return jnp.take(w, jnp.arange(self.heads * size), axis=axis)
+    def _unpad(self, w: Array, dim: int) -> Array:
+        dim = check_dim("dim", dim, w.shape)
+        size = self._head_size(w, dim, self.padded_heads)
+        return jnp.take(w, jnp.arange(self.heads * size), axis=dim)
 
-    def _head_size(self, w: Array, axis: int, heads: int) -> int:
-        if w.shape[axis] % heads:
+    def _head_size(self, w: Array, dim: int, heads: int) -> int:
+        if w.shape[dim] % heads:
             raise value_error(
-                f"w has shape {w.shape}, whose dimension {axis} is not a whole number "
-                f"of {heads} heads: {w.shape[axis]} = {w.shape[axis] // heads} x {heads} + "
-                f"{w.shape[axis] % heads}; pass the unsharded array, and the dimension of its heads"
+                f"w has shape {w.shape}, whose dimension {dim} is not a whole number "
+                f"of {heads} heads: {w.shape[dim]} = {w.shape[dim] // heads} x {heads} + "
+                f"{w.shape[dim] % heads}; pass the unsharded array, and the dimension of its heads"
             )
-        return w.shape[axis] // heads
+        return w.shape[dim] // heads
 
 
 @public

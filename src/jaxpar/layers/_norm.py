@@ -8,27 +8,25 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import addition_dtype
-from jaxpar._types import AxisName, Number
+from jaxpar._types import AxisLike, Number
 from jaxpar._varying import vary_wide, varying_axes
-from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._checks import check_number
 
 _MOMENTS = "jaxpar_moments"
 
 
 @public
-def rms_norm(
-    x: Array, scale: Array, *, eps: Number = 1e-6, axis_name: AxisName | None = None
-) -> Array:
+def rms_norm(x: Array, scale: Array, *, eps: Number = 1e-6, axis: AxisLike | None = None) -> Array:
     """Divides each token by the root mean square of its features, and scales them.
 
     Args:
       x: local `[..., d]` of floats; other dimensions may be sharded in any way.
       scale: `[d]`, of any float dtype; replicated over the axes over which tokens are sharded.
       eps: added to the mean square.
-      axis_name: the mesh axes over which features are sharded, x `[..., d/n]` and scale `[d/n]`;
+      axis: the mesh axes over which features are sharded, x `[..., d/n]` and scale `[d/n]`;
         None where they are whole.
 
     Returns:
@@ -38,7 +36,7 @@ def rms_norm(
       TypeError: x or scale is not of floats, eps is no number known while tracing.
       ValueError: a scale of another size, a negative eps, an unknown axis name.
 
-    Cost: without `axis_name` nothing is sent. With it one float32 a token is summed over the axis,
+    Cost: without `axis` nothing is sent. With it one float32 a token is summed over the axis,
     forward and backward. Everything is computed in float32 for 16-bit floats; the backward pass
     keeps x as it came in and one float32 a token.
 
@@ -49,7 +47,7 @@ def rms_norm(
     Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """
     eps = check_number("eps", eps)
-    features = _check(x, axis_name, scale=scale)
+    features = _check(x, axis, scale=scale)
     return _recomputed(partial(_rms_norm, features, eps))(x, scale)
 
 
@@ -60,7 +58,7 @@ def layer_norm(
     bias: Array | None = None,
     *,
     eps: Number = 1e-5,
-    axis_name: AxisName | None = None,
+    axis: AxisLike | None = None,
 ) -> Array:
     """Shifts and divides each token to mean 0 and variance 1, and scales and shifts its features.
 
@@ -69,7 +67,7 @@ def layer_norm(
       scale: `[d]`, of any float dtype; replicated over the axes over which tokens are sharded.
       bias: `[d]`, or None.
       eps: added to the variance.
-      axis_name: the mesh axes over which features are sharded, x `[..., d/n]`, scale and bias
+      axis: the mesh axes over which features are sharded, x `[..., d/n]`, scale and bias
         `[d/n]`; None where they are whole.
 
     Returns:
@@ -90,7 +88,7 @@ def layer_norm(
     """
     eps = check_number("eps", eps)
     given = {"scale": scale} if bias is None else {"scale": scale, "bias": bias}
-    features = _check(x, axis_name, **given)
+    features = _check(x, axis, **given)
     return _recomputed(partial(_layer_norm, features, eps))(x, *given.values())
 
 
@@ -104,7 +102,7 @@ class _Features:
     def mean(self, x: Array) -> Array:
         """The mean over all features, of every token: `[..., 1]`."""
         total = jnp.sum(x, axis=-1, keepdims=True)
-        total = total if self.ring is None else lax.psum(total, self.ring.axis_name)
+        total = total if self.ring is None else lax.psum(total, self.ring.names)
         return checkpoint_name(total / self.size, _MOMENTS)
 
 
@@ -134,8 +132,8 @@ def _like(wide: Array, parameter: Array) -> Array:
     return vary_wide(varying_axes(wide), parameter.astype(wide.dtype))
 
 
-def _check(x: Array, axis_name: AxisName | None, **parameters: Array) -> _Features:
-    ring = None if axis_name is None else bind_ring(axis_name)
+def _check(x: Array, axis: AxisLike | None, **parameters: Array) -> _Features:
+    ring = None if axis is None else bind(axis)
     if x.ndim < 1:
         raise value_error("x must be [..., d], got an array without dimensions")
     for name, array in {"x": x, **parameters}.items():
@@ -147,6 +145,6 @@ def _check(x: Array, axis_name: AxisName | None, **parameters: Array) -> _Featur
             raise value_error(
                 f"{name} has local shape {array.shape}, but x {x.shape} has "
                 f"{x.shape[-1]} features here{sharded}; {name} must be ({x.shape[-1]},), and "
-                "axis_name must say over which axes both are sharded, None if whole"
+                "axis must say over which axes both are sharded, None if whole"
             )
     return _Features(ring, x.shape[-1] * (ring.size if ring else 1))

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 from jax import Array
 
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import type_error, value_error
-from jaxpar._types import AxisName, Integer, Mode
+from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_over, vary_wide, varying_axes
 from jaxpar.collectives._checks import check_dim
-from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._bias import add_bias, whole_bias
-from jaxpar.layers._checks import check_sequence_axis
+from jaxpar.layers._checks import check_sequence_dim
 from jaxpar.layers._fsdp_gather import fsdp_gather
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
@@ -21,7 +21,7 @@ from jaxpar.matmul._primitive import Product, multiply
 
 Weights = Mapping[str, Array]  # by the names that errors use
 Biases = tuple[Array | None, ...]
-Options = tuple[Mode, Any, Any, Any]  # mode, preferred_element_type, precision, wire_dtype
+Options = tuple[Any, Any]  # preferred_element_type, precision
 Select = Callable[[str, Array], Array]
 
 
@@ -30,7 +30,7 @@ class Projection:
     """How a layer multiplies: over which axes, and with which options."""
 
     ring: Ring
-    sequence_axis: Any  # None: the sequence is whole, before and after
+    sequence_dim: Any  # None: the sequence is whole, before and after
     fsdp: Ring | None  # over which weights are sharded, too
     options: Options
 
@@ -39,14 +39,14 @@ class Projection:
         x: Array,
         weights: Weights,
         biases: Biases,
-        fsdp_axis: Integer,
+        fsdp_dim: Integer,
         select: Select = lambda _, whole: whole,
     ) -> tuple[Array, ...]:
         """Multiplies x, its sequence whole, by each weight; all share one gather of x.
 
         `select(name, whole)` takes of a weight, or of its bias, the columns that are used here.
         """
-        along = self._check(x, weights, fsdp_axis)
+        along = self._check(x, weights, fsdp_dim)
 
         def product(x: Array, shards: tuple[Array, ...]) -> tuple[Array, ...]:
             whole = self._gather(shards, along)
@@ -58,9 +58,9 @@ class Projection:
             for y, (name, w), bias in zip(results, weights.items(), biases, strict=True)
         )
 
-    def rows(self, x: Array, weights: Weights, bias: Array | None, fsdp_axis: Integer) -> Array:
+    def rows(self, x: Array, weights: Weights, bias: Array | None, fsdp_dim: Integer) -> Array:
         """Multiplies x by the one weight, sums over the axis, and adds the bias once."""
-        along = self._check(x, weights, fsdp_axis)
+        along = self._check(x, weights, fsdp_dim)
 
         def product(x: Array, shards: tuple[Array, ...]) -> Array:
             (whole,) = self._gather(shards, along)
@@ -75,7 +75,7 @@ class Projection:
     def _into_columns(self, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         labels = matmul_labels(x, *weights)
         call = self._call(labels)
-        dim = check_sequence_axis("x", self.sequence_axis, x.shape)
+        dim = check_sequence_dim("x", self.sequence_dim, x.shape)
         if dim is not None:
             return _einsum.gather(call, "lhs", labels.lhs[dim], x, weights)
         product = Product(labels.lhs, labels.rhs, labels.out, call.result_dtype(x))
@@ -90,13 +90,13 @@ class Projection:
     def _out_of_rows(self, x: Array, w: Array) -> Array:
         labels = matmul_labels(x, w)
         call = self._call(labels)
-        dim = check_sequence_axis("x", self.sequence_axis, x.shape)
+        dim = check_sequence_dim("x", self.sequence_dim, x.shape)
         if dim is None:
             return _einsum.all_reduce(call, x, w)
         return _einsum.scatter(call, labels.out[dim], x, w)
 
     def _call(self, labels: Labels) -> _einsum.Call:
-        call = _einsum.make_call(labels, self.ring.axis_name, *self.options)
+        call = _einsum.make_call(labels, self.ring, *self.options)
         return replace(call, recomputed=self.fsdp is not None)
 
     def _recomputed(self, product: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,18 +109,15 @@ class Projection:
     def _gather(self, shards: tuple[Array, ...], along: int) -> tuple[Array, ...]:
         if self.fsdp is None:
             return shards
-        mode, _, _, wire_dtype = self.options
-        name = self.fsdp.axis_name
-        return fsdp_gather(shards, name, axis=along, mode=mode, wire_dtype=wire_dtype)
+        return fsdp_gather(shards, self.fsdp, dim=along)
 
     def _whole_bias(self, name: str, w: Array, bias: Array, along: int) -> Array:
         columns = w.shape[1]
         if self.fsdp is not None and along == 1:
             columns *= self.fsdp.size
-        mode, _, _, wire_dtype = self.options
-        return whole_bias(name, bias, columns, self.fsdp, mode, wire_dtype)
+        return whole_bias(name, bias, columns, self.fsdp)
 
-    def _check(self, x: Array, weights: Weights, fsdp_axis: Integer) -> int:
+    def _check(self, x: Array, weights: Weights, fsdp_dim: Integer) -> int:
         """Returns the dimension along which weights are gathered, or raises unless they fit x."""
         if x.ndim < 1:
             raise value_error("x must be [..., k], got an array without dimensions")
@@ -137,13 +134,13 @@ class Projection:
                     f"{w.dtype}{list(w.shape)}; cast one of them with .astype, and choose the "
                     "dtype of the result with preferred_element_type"
                 )
-            along = check_dim("fsdp_axis", fsdp_axis, w.shape)
+            along = check_dim("fsdp_dim", fsdp_dim, w.shape)
             rows, text = w.shape[0], ""
             if self.fsdp is not None and along == 0:
                 rows *= self.fsdp.size
                 text = f" x {self.fsdp.size} = {rows} gathered over {self.fsdp}"
             if x.shape[-1] != rows:
-                other = f", or fsdp_axis={1 - along}" if self.fsdp is not None else ""
+                other = f", or fsdp_dim={1 - along}" if self.fsdp is not None else ""
                 raise value_error(
                     f"x has local shape {x.shape} and {name} {w.shape}, but "
                     f"{x.shape[-1]} columns of x cannot meet {w.shape[0]}{text} rows of {name}; "
@@ -153,21 +150,21 @@ class Projection:
 
 
 def bind_projection(
-    axis_name: AxisName,
-    sequence_axis: Integer | None,
-    fsdp_axis_name: AxisName | None,
+    axis: AxisLike,
+    sequence_dim: Integer | None,
+    fsdp_axis: AxisLike | None,
     options: Options,
 ) -> Projection:
     """Checks the axes of a layer."""
-    ring = bind_ring(axis_name)
-    fsdp = None if fsdp_axis_name is None else bind_ring(fsdp_axis_name)
-    shared = set(ring.axis_name) & set(fsdp.axis_name if fsdp else ())
+    ring = bind(axis)
+    fsdp = None if fsdp_axis is None else bind(fsdp_axis)
+    shared = set(ring.names) & set(fsdp.names if fsdp else ())
     if shared:
         raise value_error(
-            f"fsdp_axis_name {fsdp_axis_name!r} and axis_name {axis_name!r} share "
+            f"fsdp_axis {fsdp_axis!r} and axis {axis!r} share "
             f"{sorted(shared)}; weights are sharded over both, so name different axes"
         )
-    return Projection(ring, sequence_axis, fsdp, options)
+    return Projection(ring, sequence_dim, fsdp, options)
 
 
 def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Array | None, ...]:
@@ -183,13 +180,13 @@ def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Arr
     return biases
 
 
-def fsdp_axes(fsdp_axis: Any) -> tuple[Any, Any]:
+def fsdp_pair(fsdp_dim: Any) -> tuple[Any, Any]:
     """Returns the dimension for weights cut by columns, and that for the one cut by rows."""
-    if not isinstance(fsdp_axis, tuple):
-        return fsdp_axis, fsdp_axis
-    if len(fsdp_axis) != 2:
+    if not isinstance(fsdp_dim, tuple):
+        return fsdp_dim, fsdp_dim
+    if len(fsdp_dim) != 2:
         raise value_error(
-            f"fsdp_axis must be an integer, or a pair of them for the weights that are "
-            f"cut by columns and by rows over axis_name; got {fsdp_axis}"
+            f"fsdp_dim must be an integer, or a pair of them for the weights that are "
+            f"cut by columns and by rows over axis; got {fsdp_dim}"
         )
-    return fsdp_axis
+    return fsdp_dim

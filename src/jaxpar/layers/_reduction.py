@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from jaxpar._axis import bind
 from jaxpar._calls import called, public, type_error, value_error
 from jaxpar._dtypes import addition_dtype, common_dtype
-from jaxpar._types import AxisName, Tree
+from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
-from jaxpar.collectives._ring import bind_ring
 from jaxpar.layers._checks import check_whole
 
 
 @public
 def reduce_gradients(
-    grads: Tree, axis_name: AxisName, *, specs: Any = None, bucket_bytes: Any = None
+    grads: Tree, axis: AxisLike, *, specs: Any = None, bucket_bytes: Any = None
 ) -> Tree:
     """Sums gradients over devices, each on its own or joined into buckets.
 
@@ -27,9 +27,9 @@ def reduce_gradients(
     Args:
       grads: pytree of local arrays; each is this device's addend, the gradient of its own share of
         the loss.
-      axis_name: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, or a tuple of them in any order.
       specs: pytree prefix of `PartitionSpec`s, as `in_specs`: a leaf is not summed over the axes
-        that it is sharded over. None: leaves are summed over all of `axis_name`.
+        that it is sharded over. None: leaves are summed over all of `axis`.
       bucket_bytes: None for one psum a leaf. Otherwise leaves that are of one dtype, and are summed
         over the same axes, travel concatenated in buckets of at most so many bytes; a larger leaf
         travels alone.
@@ -57,12 +57,12 @@ def reduce_gradients(
     Source: buckets are those of Li et al., "PyTorch distributed: experiences on accelerating data
     parallel training" (VLDB 2020).
     """
-    ring = bind_ring(axis_name)
+    ring = bind(axis)
     limit = check_bucket(bucket_bytes)
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
     sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
-    summed = [set(ring.axis_name) - axes for axes in sharded]
-    if checks_varying(ring.axis_name):
+    summed = [set(ring.names) - axes for axes in sharded]
+    if checks_varying(ring.names):
         summed = [axes & varying_axes(leaf) for axes, leaf in zip(summed, leaves, strict=True)]
     return treedef.unflatten(sum_leaves(leaves, summed, limit))
 

@@ -15,23 +15,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
-from jaxpar._types import AxisName, Integer, Tree
+from jaxpar._types import AxisLike, Integer, Tree
 from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar.collectives._checks import check_dim, check_divides
-from jaxpar.collectives._ring import Ring, bind_ring
 
 
 @public
-def copy_region(x: Tree, axis_name: AxisName) -> Tree:
+def copy_region(x: Tree, axis: AxisLike) -> Tree:
     """Hands a replicated value to devices that will each do a part of the work with it.
 
     Args:
-      x: pytree of local arrays of any shape, replicated over `axis_name`.
-      axis_name: one mesh axis, or a tuple of them in any order.
+      x: pytree of local arrays of any shape, replicated over `axis`.
+      axis: one mesh axis, or a tuple of them in any order.
 
     Returns:
-      `x`, typed as varying over `axis_name`. The derivative sums over it, in float32 for 16-bit
+      `x`, typed as varying over `axis`. The derivative sums over it, in float32 for 16-bit
       floats: each device's part has used the value. Over an axis over which `x` varies already
       there is nothing to sum.
 
@@ -52,7 +52,7 @@ def copy_region(x: Tree, axis_name: AxisName) -> Tree:
     Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
     model parallelism" (2019), its operator f.
     """
-    names = bind_ring(axis_name).axis_name
+    names = bind(axis).names
 
     def copy(x: Any) -> Array:
         x = jnp.asarray(x)
@@ -63,15 +63,15 @@ def copy_region(x: Tree, axis_name: AxisName) -> Tree:
 
 
 @public
-def reduce_region(x: Tree, axis_name: AxisName) -> Tree:
+def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     """Sums the parts that the devices of an axis have computed.
 
     Args:
       x: pytree of local arrays of any shape; each is this device's addend.
-      axis_name: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, or a tuple of them in any order.
 
     Returns:
-      The sum over `axis_name`, in the dtype of `x`, added in float32 for 16-bit floats; typed as
+      The sum over `axis`, in the dtype of `x`, added in float32 for 16-bit floats; typed as
       replicated under `check_vma=True`, so that `out_specs=P()` holds. The derivative hands each
       device the cotangent as it is.
 
@@ -90,7 +90,7 @@ def reduce_region(x: Tree, axis_name: AxisName) -> Tree:
 
     Source: as `copy_region`, its operator g.
     """
-    names = bind_ring(axis_name).axis_name
+    names = bind(axis).names
 
     def reduce(x: Any) -> Array:
         x = jnp.asarray(x)
@@ -100,16 +100,16 @@ def reduce_region(x: Tree, axis_name: AxisName) -> Tree:
 
 
 @public
-def gather_region(x: Tree, axis_name: AxisName, *, axis: Integer = -1) -> Tree:
+def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
     """Joins the blocks of all devices, so that each goes on with the whole.
 
     Args:
       x: pytree of local arrays; each device's block.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      axis: the dimension along which the blocks are laid, in logical order.
+      axis: one mesh axis, or a tuple of them in any order.
+      dim: the dimension along which the blocks are laid, in logical order.
 
     Returns:
-      The whole, typed as replicated over `axis_name` under `check_vma=True`. The derivative keeps
+      The whole, typed as replicated over `axis` under `check_vma=True`. The derivative keeps
       each device's own block of the cotangent.
 
     Raises:
@@ -128,34 +128,34 @@ def gather_region(x: Tree, axis_name: AxisName, *, axis: Integer = -1) -> Tree:
 
     Source: as `copy_region`.
     """
-    ring = bind_ring(axis_name)
-    names = ring.axis_name
+    ring = bind(axis)
+    names = ring.names
 
     def gather(x: Any) -> Array:
         x = jnp.asarray(x)
-        dim = check_dim("axis", axis, x.shape)
+        along = check_dim("dim", dim, x.shape)
         if not x.size:  # XLA does not gather nothing
             return jnp.zeros(
-                (*x.shape[:dim], x.shape[dim] * ring.size, *x.shape[dim + 1 :]), x.dtype
+                (*x.shape[:along], x.shape[along] * ring.size, *x.shape[along + 1 :]), x.dtype
             )
         if not checks_varying(names):
-            return lax.all_gather(x, names, axis=dim, tiled=True)
-        return lax.all_gather(vary_over(names, x), names, axis=dim, tiled=True, to="invarying")
+            return lax.all_gather(x, names, axis=along, tiled=True)
+        return lax.all_gather(vary_over(names, x), names, axis=along, tiled=True, to="invarying")
 
     return jax.tree.map(gather, x)
 
 
 @public
-def scatter_region(x: Tree, axis_name: AxisName, *, axis: Integer = -1) -> Tree:
+def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
     """Cuts a replicated value into one block a device.
 
     Args:
-      x: pytree of local arrays, replicated over `axis_name`.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      axis: the dimension to cut, in logical order.
+      x: pytree of local arrays, replicated over `axis`.
+      axis: one mesh axis, or a tuple of them in any order.
+      dim: the dimension to cut, in logical order.
 
     Returns:
-      This device's block, varying over `axis_name`. The derivative gathers the blocks of the
+      This device's block, varying over `axis`. The derivative gathers the blocks of the
       cotangent; over an axis over which `x` varies already it is this device's block in zeros.
 
     Raises:
@@ -175,19 +175,19 @@ def scatter_region(x: Tree, axis_name: AxisName, *, axis: Integer = -1) -> Tree:
 
     Source: as `copy_region`.
     """
-    ring = bind_ring(axis_name)
+    ring = bind(axis)
 
     def scatter(x: Any) -> Array:
         x = jnp.asarray(x)
-        dim = check_dim("axis", axis, x.shape)
-        check_divides("x", x.shape, dim, ring)
-        if not checks_varying(ring.axis_name):
-            return _own_block(x, ring.axis_name, dim)
-        if not varying_axes(x) & set(ring.axis_name):
-            return _cut(ring.axis_name, dim, x)
-        for name in ring.axis_name:  # the major axis first: blocks of blocks are in logical order
+        along = check_dim("dim", dim, x.shape)
+        check_divides("x", x.shape, along, ring)
+        if not checks_varying(ring.names):
+            return _own_block(x, ring.names, along)
+        if not varying_axes(x) & set(ring.names):
+            return _cut(ring.names, along, x)
+        for name in ring.names:  # the major axis first: blocks of blocks are in logical order
             varies = name in varying_axes(x)
-            x = _own_block(x, (name,), dim) if varies else _cut((name,), dim, x)
+            x = _own_block(x, (name,), along) if varies else _cut((name,), along, x)
         return x
 
     return jax.tree.map(scatter, x)
@@ -204,13 +204,13 @@ def _cut_fwd(names: tuple[str, ...], dim: int, x: Array) -> tuple[Array, None]:
 
 def _cut_bwd(names: tuple[str, ...], dim: int, _: None, ct: Array) -> tuple[Array]:
     # Without this rule JAX would sum arrays of the whole size that are zero but for one block.
-    return (gather_region(ct, names, axis=dim),)
+    return (gather_region(ct, names, dim=dim),)
 
 
 _cut.defvjp(_cut_fwd, _cut_bwd)
 
 
 def _own_block(x: Array, names: tuple[str, ...], dim: int) -> Array:
-    ring = Ring(names, lax.axis_size(names))
+    ring = Ring(names, size=lax.axis_size(names))
     length = x.shape[dim] // ring.size
     return lax.dynamic_slice_in_dim(x, ring.index() * length, length, dim)

@@ -6,16 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.lax import PrecisionLike
-from jax.typing import DTypeLike
 from jaxtyping import Int
 
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._choice import Problem, choose_way
-from jaxpar._dtypes import as_dtype, check_wire, sum_dtype
-from jaxpar._types import AxisName, Integer, Mode, Number, Order
+from jaxpar._dtypes import check_wire, sum_dtype
+from jaxpar._types import AxisLike, Integer, Number, Order
 from jaxpar._varying import vary_alike
-from jaxpar.collectives._checks import check_mode, check_precision
-from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.collectives._checks import check_precision
 from jaxpar.layers._attention_block import Scores
 from jaxpar.layers._attention_ring import Method, attention
 from jaxpar.layers._checks import check_whole
@@ -26,14 +25,12 @@ def ring_attention(
     q: Array,
     k: Array,
     v: Array,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
     causal: bool = True,
     order: Order = "zigzag",
     scale: Number | None = None,
-    mode: Mode = "auto",
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
 ) -> Array:
     """Computes attention to keys and values of all devices, block by block as they come past.
 
@@ -42,32 +39,27 @@ def ring_attention(
       k: local `[..., s/n, g, e]` of the dtype of q, where g divides h: query head `j` uses kv head
         `j // (h // g)`.
       v: like k.
-      axis_name: one mesh axis, or a tuple of them in any order, over which the sequence is sharded.
+      axis: one mesh axis, or a tuple of them in any order, over which the sequence is sharded.
       causal: a query sees keys up to its own position; all keys if False.
       order: which positions a device holds, ascending either way; without `causal` no matter.
         `"zigzag"`: device `i` chunks `i` and `2n-1-i` of 2n, so that all devices have as much to do
         in every step (lay the sequence out by `zigzag_order` first). `"contiguous"`: block `i` of
         n; the last device then works in every step, while others skip.
       scale: what scores are multiplied by, a number; `1/sqrt(e)` if None.
-      mode: `"naive"` (`lax.all_gather` of k and v, then attention block by block),
-        `"unidirectional"`, `"bidirectional"`, or `"auto"`: what a roofline of the forward predicts
-        to be fastest, as in `all_gather_matmul`.
       precision: of all matmuls, as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which sums of the gradients of k and v travel. None: their own,
-        float32 for 16-bit floats.
 
     Operands may vary over any axes; one that is replicated over an axis over which another varies
     gets its gradient summed there.
 
     Returns:
-      What full attention gives this device's queries: like q, varying over `axis_name` and over all
+      What full attention gives this device's queries: like q, varying over `axis` and over all
       that q, k and v vary over. Scores and sums are float32 for 16-bit floats; weights are rounded
       to the dtype of v before they multiply it.
 
     Raises:
       TypeError: operands of different dtypes or no floats, an option of the wrong type.
       ValueError: ranks or sizes that do not fit, an odd local length in zigzag order, an unknown
-        mode, order or axis name, a call outside shard_map.
+        order or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of all keys and values, n-1 blocks one way or n/2 each way, each
     beside the attention of the block before. A step computes two matmuls of `(s/n)^2 h e`
@@ -95,30 +87,28 @@ def ring_attention(
     context" (2023). Orders that balance causal work are from Brandon et al., "Striped attention"
     (2023); this one has two chunks a device in place of stripes.
     """
-    ring = bind_ring(axis_name)
-    check_mode(mode)
+    ring = bind(axis)
     given: Any = order
     if given not in ("zigzag", "contiguous"):
         raise value_error(f"order must be 'zigzag' or 'contiguous', got {order!r}")
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
-    wire = as_dtype("wire_dtype", wire_dtype)
-    check_wire(wire, sum_dtype(q.dtype))
+    check_wire(ring.wire_dtype, sum_dtype(q.dtype))
     check_precision(precision)
     zigzag = order == "zigzag" and ring.size > 1  # one device has all positions in either order
     if causal and zigzag:
         _check_even(q.shape, ring)
-    q, k, v = vary_alike(ring.axis_name, q, k, v)
+    q, k, v = vary_alike(ring.names, q, k, v)
     if not q.size or not k.size:
         return q
     *batch, length, heads, size = q.shape
     kv_heads = k.shape[-2]
     flops = 4.0 * q.size * length * ring.size * (0.5 if causal else 1.0)
     shapes, block_bytes = (q.shape, k.shape, v.shape), 2 * k.size * k.dtype.itemsize
-    way = choose_way(Problem("attention", ring, shapes, flops, block_bytes), mode)
+    way = choose_way(Problem("attention", ring, shapes, flops, block_bytes))
     scores = Scores(_scale(scale, size), precision)
-    method = Method(way, causal, zigzag, scores, wire)
+    method = Method(way, causal, zigzag, scores)
     grouped = q.reshape(*batch, length, kv_heads, heads // kv_heads, size)
     out: Any = attention(
         method, jnp.moveaxis(grouped, -4, -2), jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2)

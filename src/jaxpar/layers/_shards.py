@@ -6,16 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
+from jaxpar._axis import Ring
 from jaxpar._calls import value_error
 from jaxpar._choice import Problem, choose_stages
-from jaxpar._dtypes import as_dtype, check_wire
-from jaxpar._types import AxisName, Mode
+from jaxpar._dtypes import check_wire
 from jaxpar._varying import vary_over
 from jaxpar.collectives._blocks import Blocks, gather_blocks, group_leaves, scatter_sums
-from jaxpar.collectives._checks import check_dim, check_mode
-from jaxpar.collectives._ring import bind_ring
+from jaxpar.collectives._checks import check_dim
 
 Leaves = list[Any]  # arrays
 
@@ -47,46 +45,41 @@ def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
 def bind_shards(
     leaves: list[Any],
     dims: list[Any],
-    axis_name: AxisName,
-    mode: Mode,
-    wire_dtype: DTypeLike | None,
+    ring: Ring,
 ) -> Shards:
     """Checks the arguments that describe how `leaves` are sharded; a dim counts within its leaf."""
-    check_mode(mode)
-    wire = as_dtype("wire_dtype", wire_dtype)
-    whole = bind_ring(axis_name)
     counted: list[int | None] = []
     for x, dim in zip(leaves, dims, strict=True):
-        counted.append(None if dim is None else check_dim("axis", dim, x.shape))
+        counted.append(None if dim is None else check_dim("dim", dim, x.shape))
         if dim is not None and jnp.issubdtype(x.dtype, jnp.inexact):
-            check_wire(wire, x.dtype)
-    stages = choose_stages(Problem("weights", whole), mode)
+            check_wire(ring.wire_dtype, x.dtype)
+    stages = choose_stages(Problem("weights", ring))
     groups = group_leaves(leaves, counted, join=all(way.joins for way in stages))
-    return Shards(stages, groups, wire, dims=tuple(counted))
+    return Shards(stages, groups, dims=tuple(counted))
 
 
 _WHOLE = object()
 
 
-def broadcast_axis(axis: Any, tree: Any) -> list[Any]:
-    """Returns the entry for each leaf of `tree` in `axis`: an int, None, or a prefix of those."""
+def broadcast_dim(dim: Any, tree: Any) -> list[Any]:
+    """Returns the entry for each leaf of `tree` in `dim`: an int, None, or a prefix of those."""
     # None is an entry of axis, but in the tree it is a place without a leaf.
     marked = jax.tree.map(
-        lambda entry: _WHOLE if entry is None else entry, axis, is_leaf=lambda entry: entry is None
+        lambda entry: _WHOLE if entry is None else entry, dim, is_leaf=lambda entry: entry is None
     )
     try:
         dims = jax.tree.broadcast(marked, tree)
     except ValueError as reason:
         raise value_error(
-            f"axis={axis!r} is neither an integer, None nor a prefix of a pytree "
+            f"dim={dim!r} is neither an integer, None nor a prefix of a pytree "
             f"{jax.tree.structure(tree)}: {reason}"
         ) from None
-    return [None if dim is _WHOLE else dim for dim in jax.tree.leaves(dims)]
+    return [None if entry is _WHOLE else entry for entry in jax.tree.leaves(dims)]
 
 
 def vary_sharded(shards: Shards, leaves: list[Array]) -> list[Array]:
     """Types the leaves that are cut as varying over the axes that they are cut over."""
-    axes = [name for way in shards.stages for name in way.ring.axis_name]
+    axes = [name for way in shards.stages for name in way.ring.names]
     return [
         x if dim is None else vary_over(axes, x) for x, dim in zip(leaves, shards.dims, strict=True)
     ]

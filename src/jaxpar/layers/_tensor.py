@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers: weights cut by columns, weights cut by rows, and the two in turn.
 
 Activations between layers are sharded along the sequence over the same axis as the weights
-(sequence parallelism), or, with `sequence_axis=None`, replicated over it.
+(sequence parallelism), or, with `sequence_dim=None`, replicated over it.
 """
 
 from collections.abc import Callable
@@ -13,44 +13,39 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxpar._calls import public, value_error
-from jaxpar._types import AxisName, Integer, Mode, Weights
-from jaxpar.layers._projections import as_biases, bind_projection, fsdp_axes
+from jaxpar._types import AxisLike, Integer, Weights
+from jaxpar.layers._projections import as_biases, bind_projection, fsdp_pair
 
 
 @public
 def column_parallel_linear(
     x: Array,
     w: Weights,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
     bias: Array | tuple[Array | None, ...] | None = None,
-    sequence_axis: Integer | None = -2,
-    fsdp_axis_name: AxisName | None = None,
-    fsdp_axis: Integer = 0,
-    mode: Mode = "auto",
+    sequence_dim: Integer | None = -2,
+    fsdp_axis: AxisLike | None = None,
+    fsdp_dim: Integer = 0,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
 ) -> Weights:
     """Multiplies activations, their sequence gathered on the way, by weights cut by columns.
 
     Args:
-      x: local `[..., s/n, k]`, sharded over `axis_name` along `sequence_axis`; or, with
-        `sequence_axis=None`, `[..., s, k]`, replicated over `axis_name`.
+      x: local `[..., s/n, k]`, sharded over `axis` along `sequence_dim`; or, with
+        `sequence_dim=None`, `[..., s, k]`, replicated over `axis`.
       w: local `[k, m/n]`, in the dtype of x, or a tuple of such weights (their `m` may differ) that
-        share the one gather. With `fsdp_axis_name`, of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      bias: local `[m/n]`, sharded as the columns of `w` are; with `fsdp_axis_name` also
+        share the one gather. With `fsdp_axis`, of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
+      axis: one mesh axis, or a tuple of them in any order.
+      bias: local `[m/n]`, sharded as the columns of `w` are; with `fsdp_axis` also
         `[m/(n f)]`, which is gathered. For a tuple of weights a tuple of these, or of None.
-      sequence_axis: the dimension of x that is sharded, any but the last, or None.
-      fsdp_axis_name: further mesh axes over which weights are sharded, as in fully sharded data
+      sequence_dim: the dimension of x that is sharded, any but the last, or None.
+      fsdp_axis: further mesh axes over which weights are sharded, as in fully sharded data
         parallelism: they are gathered before the product, and again for the backward pass.
-      fsdp_axis: the dimension of weights along which they are, 0 or 1.
-      mode: as in `all_gather_matmul`, for both gathers.
+      fsdp_dim: the dimension of weights along which they are, 0 or 1.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which the sums of the backward reduce-scatters travel. None: that of
-        partial sums.
 
     One dimension of `w` may be sharded over both axes in either order. With
     `P(None, ("fsdp", "tp"))` a device has, once gathered, f blocks of columns that are not
@@ -58,16 +53,16 @@ def column_parallel_linear(
     order, and a bias must have it too. With `P(None, ("tp", "fsdp"))` it has neighbours.
 
     Returns:
-      `[..., s, m/n]`, or a tuple of them, varying over `axis_name` and all that x and w vary over.
+      `[..., s, m/n]`, or a tuple of them, varying over `axis` and all that x and w vary over.
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: wrong ranks or sizes, an unknown mode or axis name, axes that are in both names,
+      ValueError: wrong ranks or sizes, an unknown axis name, axes that are in both names,
         a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the gathered x, overlapped with the product, as
-    `all_gather_matmul` does; with `sequence_axis=None` nothing forward, and the gradient of x is
-    summed over the axis. With `fsdp_axis_name` it also sends (f-1)/f of what weights gather to,
+    `all_gather_matmul` does; with `sequence_dim=None` nothing forward, and the gradient of x is
+    summed over the axis. With `fsdp_axis` it also sends (f-1)/f of what weights gather to,
     forward and backward, and reduce-scatters their gradient; of weights the shards alone are kept.
 
     Example:
@@ -80,8 +75,8 @@ def column_parallel_linear(
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
     recomputation in large transformer models" (2022), for the sharded sequence.
     """
-    options = (mode, preferred_element_type, precision, wire_dtype)
-    layer = bind_projection(axis_name, sequence_axis, fsdp_axis_name, options)
+    options = (preferred_element_type, precision)
+    layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
     if isinstance(w, tuple):
         weights = {f"w[{i}]": weight for i, weight in enumerate(w)}
         biases = as_biases("bias", bias, tuple(weights))
@@ -89,7 +84,7 @@ def column_parallel_linear(
         weights, biases = {"w": w}, as_biases("bias", (bias,), ("w",))
     if not weights:
         raise value_error("w is an empty tuple; give at least one weight")
-    results: Any = layer.columns(x, weights, biases, fsdp_axis)
+    results: Any = layer.columns(x, weights, biases, fsdp_dim)
     return results if isinstance(w, tuple) else results[0]
 
 
@@ -97,46 +92,42 @@ def column_parallel_linear(
 def row_parallel_linear(
     x: Array,
     w: Array,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
     bias: Array | None = None,
-    sequence_axis: Integer | None = -2,
-    fsdp_axis_name: AxisName | None = None,
-    fsdp_axis: Integer = 0,
-    mode: Mode = "auto",
+    sequence_dim: Integer | None = -2,
+    fsdp_axis: AxisLike | None = None,
+    fsdp_dim: Integer = 0,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
 ) -> Array:
     """Multiplies activations by a weight cut by rows, and sums over the axis.
 
     Args:
       x: local `[..., s, k/n]`, as `column_parallel_linear` returns it.
-      w: local `[k/n, m]`, in the dtype of x. With `fsdp_axis_name`, of size f, `[k/(n f), m]` or
+      w: local `[k/n, m]`, in the dtype of x. With `fsdp_axis`, of size f, `[k/(n f), m]` or
         `[k/n, m/f]`.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      bias: `[m]`, replicated over `axis_name`, and added once, after the sum; with
-        `fsdp_axis_name` also `[m/f]`, which is gathered.
-      sequence_axis: the dimension of the result that is scattered, any but the last, or None.
-      fsdp_axis_name: as in `column_parallel_linear`.
-      fsdp_axis: the dimension of the weight along which it is sharded further, 0 or 1.
-      mode: as in `matmul_reduce_scatter`, for the gather of the weight too.
+      axis: one mesh axis, or a tuple of them in any order.
+      bias: `[m]`, replicated over `axis`, and added once, after the sum; with
+        `fsdp_axis` also `[m/f]`, which is gathered.
+      sequence_dim: the dimension of the result that is scattered, any but the last, or None.
+      fsdp_axis: as in `column_parallel_linear`.
+      fsdp_dim: the dimension of the weight along which it is sharded further, 0 or 1.
       preferred_element_type: as in `matmul_reduce_scatter`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None: their own.
 
     Returns:
-      `[..., s/n, m]`, varying over `axis_name`; or, with `sequence_axis=None`, `[..., s, m]`, which
+      `[..., s/n, m]`, varying over `axis`; or, with `sequence_dim=None`, `[..., s, m]`, which
       under `check_vma=True` is typed as replicated over it.
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: a sequence that the axis does not divide, wrong ranks or sizes, an unknown mode or
+      ValueError: a sequence that the axis does not divide, wrong ranks or sizes, an unknown
         axis name, axes that are in both names, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the whole result, overlapped with the product, as
     `matmul_reduce_scatter` does, or twice that for the whole of it, as `matmul_all_reduce`. The
-    derivative gathers the cotangent once, or sends nothing. `fsdp_axis_name` costs what it does in
+    derivative gathers the cotangent once, or sends nothing. `fsdp_axis` costs what it does in
     `column_parallel_linear`.
 
     Example:
@@ -148,9 +139,9 @@ def row_parallel_linear(
 
     Source: as `column_parallel_linear`.
     """
-    options = (mode, preferred_element_type, precision, wire_dtype)
-    layer = bind_projection(axis_name, sequence_axis, fsdp_axis_name, options)
-    return layer.rows(x, {"w": w}, bias, fsdp_axis)
+    options = (preferred_element_type, precision)
+    layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
+    return layer.rows(x, {"w": w}, bias, fsdp_dim)
 
 
 @public
@@ -159,44 +150,40 @@ def gated_mlp(
     w_gate: Array,
     w_up: Array,
     w_down: Array,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
     activation: Callable[[Array], Array] = jax.nn.silu,
     biases: tuple[Array | None, ...] | None = None,
-    sequence_axis: Integer | None = -2,
-    fsdp_axis_name: AxisName | None = None,
-    fsdp_axis: Integer | tuple[Integer, Integer] = 0,
-    mode: Mode = "auto",
+    sequence_dim: Integer | None = -2,
+    fsdp_axis: AxisLike | None = None,
+    fsdp_dim: Integer | tuple[Integer, Integer] = 0,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
 ) -> Array:
     """Computes `(activation(x @ w_gate) * (x @ w_up)) @ w_down`, hidden columns over the axis.
 
     Args:
-      x: local `[..., s/n, k]`, or `[..., s, k]` with `sequence_axis=None`, replicated.
+      x: local `[..., s/n, k]`, or `[..., s, k]` with `sequence_dim=None`, replicated.
       w_gate: local `[k, h/n]`.
       w_up: local `[k, h/n]`.
       w_down: local `[h/n, m]`.
-      axis_name: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, or a tuple of them in any order.
       activation: an elementwise function.
       biases: of gate, up and down, each an array or None, as in `column_parallel_linear` and
         `row_parallel_linear`.
-      sequence_axis: the dimension of x and of the result that is sharded, or None.
-      fsdp_axis_name: as in `column_parallel_linear`.
-      fsdp_axis: the dimension along which weights are sharded further; or a pair, of `w_gate` and
+      sequence_dim: the dimension of x and of the result that is sharded, or None.
+      fsdp_axis: as in `column_parallel_linear`.
+      fsdp_dim: the dimension along which weights are sharded further; or a pair, of `w_gate` and
         `w_up`, and of `w_down`.
-      mode: as in `all_gather_matmul`.
       preferred_element_type: as in `all_gather_matmul`; the hidden activations are cast to the
         dtype of `w_down` again.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None: their own.
 
     The hidden dimension may be sharded over both axes in either order, the same one for all three:
     `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`, and with biases `P(("fsdp", "tp"))`.
 
     Returns:
-      `[..., s/n, m]`; with `sequence_axis=None` `[..., s, m]`, typed as replicated.
+      `[..., s/n, m]`; with `sequence_dim=None` `[..., s, m]`, typed as replicated.
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
@@ -218,9 +205,9 @@ def gated_mlp(
     Source: Shazeer, "GLU variants improve transformer" (2020); for the sharding, as
     `column_parallel_linear`.
     """
-    options = (mode, preferred_element_type, precision, wire_dtype)
-    layer = bind_projection(axis_name, sequence_axis, fsdp_axis_name, options)
-    into, out = fsdp_axes(fsdp_axis)
+    options = (preferred_element_type, precision)
+    layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
+    into, out = fsdp_pair(fsdp_dim)
     b_gate, b_up, b_down = as_biases("biases", biases, ("w_gate", "w_up", "w_down"))
     gate, up = layer.columns(x, {"w_gate": w_gate, "w_up": w_up}, (b_gate, b_up), into)
     if gate.shape != up.shape:

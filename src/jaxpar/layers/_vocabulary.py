@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._axis import bind
 from jaxpar._calls import public, value_error
 from jaxpar._dtypes import addition_dtype
-from jaxpar._types import AxisName, Integer
+from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
 from jaxpar.collectives._checks import check_divides
-from jaxpar.collectives._ring import bind_ring
 from jaxpar.layers._checks import (
     as_signed,
     check_replicated,
-    check_sequence_axis,
+    check_sequence_dim,
     check_sharded,
     check_tokens,
 )
@@ -25,26 +25,26 @@ from jaxpar.layers._regions import reduce_region
 
 @public
 def vocabulary_parallel_embedding(
-    tokens: Array, table: Array, axis_name: AxisName, *, sequence_axis: Integer | None = None
+    tokens: Array, table: Array, axis: AxisLike, *, sequence_dim: Integer | None = None
 ) -> Array:
     """Looks tokens up in a table whose rows, one for each token, are sharded.
 
     Args:
-      tokens: local integers `[..., s]`, replicated over `axis_name`.
+      tokens: local integers `[..., s]`, replicated over `axis`.
       table: local `[v/n, d]`, this device's rows, in logical order. Rows that pad the table to a
         multiple of n are never read and have zero gradients.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      sequence_axis: None for a whole result on each device. Otherwise the dimension of the result
+      axis: one mesh axis, or a tuple of them in any order.
+      sequence_dim: None for a whole result on each device. Otherwise the dimension of the result
         along which it is scattered, such as -2: each device keeps one block.
 
     Returns:
-      `[..., s, d]`, typed as replicated over `axis_name` under `check_vma=True`; or this device's
+      `[..., s, d]`, typed as replicated over `axis` under `check_vma=True`; or this device's
       block of it, `[..., s/n, d]`. A token outside `[0, v)`, such as -1 for padding, gives zeros
       and no gradient.
 
     Raises:
-      TypeError: tokens that are no integers, a `sequence_axis` that is none.
-      ValueError: a table of another rank, tokens that are typed as varying over `axis_name`, or a
+      TypeError: tokens that are no integers, a `sequence_dim` that is none.
+      ValueError: a table of another rank, tokens that are typed as varying over `axis`, or a
         table that is not; a sequence that the axis does not divide, an unknown axis name, a call
         outside shard_map.
 
@@ -63,27 +63,27 @@ def vocabulary_parallel_embedding(
     Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
     model parallelism" (2019).
     """
-    ring = bind_ring(axis_name)
+    ring = bind(axis)
     tokens, table = jnp.asarray(tokens), jnp.asarray(table)
     check_tokens("tokens", tokens)
     check_replicated("tokens", tokens, ring)
     if table.ndim != 2:
         raise value_error(f"table must be [v/n, d], got local shape {table.shape}")
     shape = (*tokens.shape, table.shape[1])
-    dim = check_sequence_axis("the result", sequence_axis, shape)
+    dim = check_sequence_dim("the result", sequence_dim, shape)
     if dim is not None:
         check_divides("the result", shape, dim, ring)
     check_sharded("table", table, "rows", ring)
 
-    tokens, table = vary_alike(ring.axis_name, tokens, table)
+    tokens, table = vary_alike(ring.names, tokens, table)
     first = ring.index() * table.shape[0]
     places = as_signed(tokens) - first.astype(as_signed(tokens).dtype)
     rows: Any = _lookup(table.shape[0], table.dtype, places, table)
     if dim is None:
-        return _sum_of_one(ring.axis_name, rows)
+        return _sum_of_one(ring.names, rows)
     if not rows.size:  # XLA does not scatter nothing
         return lax.slice_in_dim(rows, 0, shape[dim] // ring.size, axis=dim)
-    return lax.psum_scatter(rows, ring.axis_name, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(rows, ring.names, scatter_dimension=dim, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

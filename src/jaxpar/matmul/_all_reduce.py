@@ -22,7 +22,7 @@ from jaxpar.matmul._primitive import Method, Product, multiply, scatter_einsum
 
 def all_reduce_einsum(method: Method, product: Product, left: Array, right: Array) -> Array:
     """Sums the product over all devices and gives every device the whole."""
-    wire = method.arithmetic.wire_dtype
+    wire = method.way.ring.wire_dtype
 
     def addend() -> Array:
         sums = multiply(method.arithmetic, product, left, right)
@@ -30,7 +30,7 @@ def all_reduce_einsum(method: Method, product: Product, left: Array, right: Arra
 
     def in_blocks() -> Array:
         # Under check_vma=False nothing says what is replicated.
-        checked = checks_varying(method.way.ring.axis_name)
+        checked = checks_varying(method.way.ring.names)
         return (_replicated_sum if checked else _sum)(method, product, left, right)
 
     empty = not all(_shape(product, left, right))
@@ -44,7 +44,7 @@ def _shape(product: Product, left: Array, right: Array) -> list[int]:
 
 def _multiply_replicated(method: Method, product: Product, left: Array, right: Array) -> Array:
     """Computes the product of a `left` that is the same on all devices of the ring with `right`."""
-    left = vary_over(method.way.ring.axis_name, left)
+    left = vary_over(method.way.ring.names, left)
     return multiply(method.arithmetic, product, left, right).astype(product.dtype)
 
 
@@ -58,7 +58,7 @@ def _sum(method: Method, product: Product, left: Array, right: Array) -> Array:
         right = _pad(right, product.right, product.out[dim], -shape[dim] % size)
     method = replace(method, label=product.out[dim])
     block = scatter_einsum(method, (product,), ((left, right),))
-    whole = gather_replicated(method.way, block, dim, method.arithmetic.wire_dtype)
+    whole = gather_replicated(method.way, block, dim)
     return lax.slice_in_dim(whole, 0, shape[dim], axis=dim)
 
 

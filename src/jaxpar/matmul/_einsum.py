@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxpar._axis import Ring
 from jaxpar._calls import type_error, value_error
 from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import as_dtype, check_wire, result_dtype, sum_dtype
-from jaxpar._types import AxisName, Mode, Operand
+from jaxpar._types import Operand
 from jaxpar._varying import vary_alike
-from jaxpar.collectives._checks import check_divides, check_mode, check_precision
-from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar.collectives._checks import check_divides, check_precision
 from jaxpar.matmul._all_reduce import all_reduce_einsum
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import Arithmetic, Method, Product, gather_einsum, scatter_einsum
@@ -26,7 +26,6 @@ class Call:
 
     labels: Labels
     ring: Ring
-    mode: Mode
     arithmetic: Arithmetic
     # The naive form gathers again in the backward pass, as rings do, instead of keeping the whole.
     regather: bool = False
@@ -36,7 +35,7 @@ class Call:
         """Returns how to run over the ring."""
         shapes = tuple(x.shape for x in operands)
         problem = Problem("matmul", self.ring, shapes, flops, block_bytes)
-        return Method(choose_way(problem, self.mode), label, self.arithmetic, self.recomputed)
+        return Method(choose_way(problem), label, self.arithmetic, self.recomputed)
 
     def result_dtype(self, lhs: Array) -> Any:
         """The dtype of the result."""
@@ -54,25 +53,20 @@ class Call:
         """The dtype in which partial sums travel."""
         preferred = self.arithmetic.preferred_element_type
         summed = sum_dtype(lhs.dtype) if preferred is None else preferred
-        check_wire(self.arithmetic.wire_dtype, summed)
-        return self.arithmetic.wire_dtype or summed
+        check_wire(self.ring.wire_dtype, summed)
+        return self.ring.wire_dtype or summed
 
 
 def make_call(
     labels: Labels,
-    axis_name: AxisName,
-    mode: Mode,
+    ring: Ring,
     preferred_element_type: Any,
     precision: Any,
-    wire_dtype: Any = None,
 ) -> Call:
     """Checks what can be checked without the operands."""
-    check_mode(mode)
     preferred = as_dtype("preferred_element_type", preferred_element_type)
-    wire = as_dtype("wire_dtype", wire_dtype)
     check_precision(precision)
-    ring = bind_ring(axis_name)
-    return Call(labels, ring, mode, Arithmetic(preferred, wire, precision))
+    return Call(labels, ring, Arithmetic(preferred, precision))
 
 
 def gathered_operand(call: Call, label: str, lhs: Array, rhs: Array) -> Operand:
@@ -99,7 +93,7 @@ def gather(
     ring, labels = call.ring, call.labels
     sizes = [local_sizes(labels, lhs, weight, ring, gathered=(operand, label)) for weight in rhs]
     dtype, _ = call.result_dtype(lhs), call.wire_dtype(lhs)
-    lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
+    lhs, rhs = vary_alike(ring.names, lhs, rhs)
     if operand == "lhs":
         left, rights, product = lhs, rhs, Product(labels.lhs, labels.rhs, labels.out, dtype)
     else:
@@ -124,7 +118,7 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:
     dim, shape = labels.out.index(label), tuple(sizes[name] for name in labels.out)
     check_divides("the result", shape, dim, ring)
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
-    lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
+    lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     block_bytes = prod(shape) // ring.size * wire.itemsize
     method = call.method(label, 2.0 * prod(sizes.values()), block_bytes, lhs, rhs)
@@ -136,7 +130,7 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
-    lhs, rhs = vary_alike(ring.axis_name, lhs, rhs)
+    lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     block_bytes = prod(sizes[name] for name in labels.out) // ring.size * wire.itemsize
     method = call.method(labels.out[0], 2.0 * prod(sizes.values()), block_bytes, lhs, rhs)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from jax import Array
 
+from jaxpar._axis import Ring
 from jaxpar._calls import type_error, value_error
-from jaxpar.collectives._ring import Ring
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
+from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._types import AxisName, Integer, Label, Mode, Operand, Subscripts, Weights
+from jaxpar._types import AxisLike, Integer, Label, Mode, Operand, Subscripts, Weights
 from jaxpar.collectives._checks import check_dim
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels, parse_labels
@@ -18,11 +19,11 @@ from jaxpar.matmul._labels import matmul_labels, parse_labels
 def all_gather_matmul(
     lhs: Array,
     rhs: Weights,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
     gather: Operand = "lhs",
-    axis: Integer = 0,
-    mode: Mode = "auto",
+    dim: Integer = 0,
+    mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
     wire_dtype: DTypeLike | None = None,
@@ -33,24 +34,25 @@ def all_gather_matmul(
       lhs: local `[..., k]`.
       rhs: local `[k, n]`, or a tuple of such weights (their `n` may differ) that share one gather
         of lhs.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      gather: the operand that is sharded over `axis_name`, `"lhs"` or `"rhs"`.
-      axis: the dimension of that operand along which it is sharded: rows or batch of lhs, columns
+      axis: one mesh axis, or a tuple of them in any order.
+      gather: the operand that is sharded over `axis`, `"lhs"` or `"rhs"`.
+      dim: the dimension of that operand along which it is sharded: rows or batch of lhs, columns
         of rhs, or the contracting dimension of either.
-      mode: `"naive"` (`lax.all_gather`, then one matmul), `"unidirectional"`, `"bidirectional"`, or
-        `"auto"`: what a roofline over the static shapes, the ring's size and the chip predicts to
-        be fastest; naive on CPU devices, on unknown chips and on rings of 1 or 2.
+      mode: None: that of `axis`, `"auto"` for a name. `"naive"` (`lax.all_gather`, then one
+        matmul), `"unidirectional"`, `"bidirectional"`, or `"auto"`: what a roofline over the static
+        shapes, the ring's size and the chip predicts to be fastest; naive on CPU devices, on
+        unknown chips and on rings of 1 or 2.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
       wire_dtype: the dtype in which the partial sums of the backward reduce-scatter travel. None:
-        that of partial sums.
+        that of `axis`, or that of partial sums.
 
     Operands may vary over any axes; one that is replicated over an axis over which another varies
     gets its gradient summed there.
 
     Returns:
-      The local product with the gathered dimension whole (all rows, say), varying over `axis_name`
+      The local product with the gathered dimension whole (all rows, say), varying over `axis`
       and over all that lhs and rhs vary over; a tuple of products for a tuple of weights.
 
     Raises:
@@ -80,8 +82,9 @@ def all_gather_matmul(
     lhs, weights = jnp.asarray(lhs), _as_arrays(rhs)
     labels = matmul_labels(lhs, *weights)
     letters, operand = (labels.lhs, lhs) if gather == "lhs" else (labels.rhs, weights[0])
-    label = letters[check_dim("axis", axis, operand.shape)]
-    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
+    label = letters[check_dim("dim", dim, operand.shape)]
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     results: Any = _einsum.gather(call, gather, label, lhs, weights)
     return results if isinstance(rhs, tuple) else results[0]
 
@@ -90,10 +93,10 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     lhs: Array,
     rhs: Array,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
-    axis: Integer = 0,
-    mode: Mode = "auto",
+    dim: Integer = 0,
+    mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
     wire_dtype: DTypeLike | None = None,
@@ -103,19 +106,20 @@ def matmul_reduce_scatter(
     Args:
       lhs: local `[..., k]`, this device's part of the contracting dimension.
       rhs: local `[k, n]`.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      axis: the dimension of the result that is scattered, in logical order.
-      mode: `"naive"` (one matmul, then `lax.psum_scatter`), `"unidirectional"`, `"bidirectional"`,
-        or `"auto"`, as in `all_gather_matmul`.
+      axis: one mesh axis, or a tuple of them in any order.
+      dim: the dimension of the result that is scattered, in logical order.
+      mode: None: that of `axis`, `"auto"` for a name. `"naive"` (one matmul, then
+        `lax.psum_scatter`), `"unidirectional"`, `"bidirectional"`, or `"auto"`, as in
+        `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None: that of partial sums. A 16-bit wire
-        halves the bytes and rounds once a hop.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of partial
+        sums. A 16-bit wire halves the bytes and rounds once a hop.
 
     Returns:
-      This device's block, along `axis`, of the sum over the ring of `lhs @ rhs`, varying over
-      `axis_name` and over all that lhs and rhs vary over.
+      This device's block, along `dim`, of the sum over the ring of `lhs @ rhs`, varying over
+      `axis` and over all that lhs and rhs vary over.
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
@@ -139,8 +143,9 @@ def matmul_reduce_scatter(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     labels = matmul_labels(lhs, rhs)
     result_shape = (*lhs.shape[:-1], *rhs.shape[1:])
-    label = labels.out[check_dim("axis", axis, result_shape)]
-    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
+    label = labels.out[check_dim("dim", dim, result_shape)]
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     return _einsum.scatter(call, label, lhs, rhs)
 
 
@@ -148,9 +153,9 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(
     lhs: Array,
     rhs: Array,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
-    mode: Mode = "auto",
+    mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
     wire_dtype: DTypeLike | None = None,
@@ -160,17 +165,18 @@ def matmul_all_reduce(
     Args:
       lhs: local `[..., k]`, this device's part of the contracting dimension.
       rhs: local `[k, n]`.
-      axis_name: one mesh axis, or a tuple of them in any order.
-      mode: `"naive"` (one matmul, then `lax.psum`), `"unidirectional"`, `"bidirectional"`, or
-        `"auto"`, as in `all_gather_matmul`.
+      axis: one mesh axis, or a tuple of them in any order.
+      mode: None: that of `axis`, `"auto"` for a name. `"naive"` (one matmul, then `lax.psum`),
+        `"unidirectional"`, `"bidirectional"`, or `"auto"`, as in `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None: that of partial sums.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of partial
+        sums.
 
     Returns:
       The sum over the ring of `lhs @ rhs`. Under `check_vma=True` it is typed as replicated over
-      `axis_name`, so that `out_specs=P()` holds. Sizes need not divide: a result without a
+      `axis`, so that `out_specs=P()` holds. Sizes need not divide: a result without a
       dimension that the ring divides is padded on the way.
 
     Raises:
@@ -193,7 +199,8 @@ def matmul_all_reduce(
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     labels = matmul_labels(lhs, rhs)
-    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     return _einsum.all_reduce(call, lhs, rhs)
 
 
@@ -202,11 +209,11 @@ def ring_einsum(
     subscripts: Subscripts,
     lhs: Array,
     rhs: Weights,
-    axis_name: AxisName,
+    axis: AxisLike,
     *,
     gather: Label = None,
     scatter: Label = None,
-    mode: Mode = "auto",
+    mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
     wire_dtype: DTypeLike | None = None,
@@ -220,20 +227,22 @@ def ring_einsum(
         result, none twice in one of them.
       lhs: local operand.
       rhs: local operand, or a tuple of operands of the same labels that share one gather of lhs.
-      axis_name: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, or a tuple of them in any order.
       gather: the label along which an operand is sharded. If both operands have it, the sharded one
         is the one whose local size is 1/n of the other's.
       scatter: the label along which the result is scattered, after a sum over the ring. Exactly one
         of `gather` and `scatter` is given.
-      mode: `"naive"`, `"unidirectional"`, `"bidirectional"` or `"auto"`, as in `all_gather_matmul`.
+      mode: None: that of `axis`, `"auto"` for a name. `"naive"`, `"unidirectional"`,
+        `"bidirectional"` or `"auto"`, as in `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result, as in
         `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel, forward or backward. None: their own.
+      wire_dtype: the dtype in which partial sums travel, forward or backward. None: that of `axis`,
+        or their own.
 
     Returns:
       The local result: with the gathered label whole, or this device's block along the scattered
-      one; a tuple of results for a tuple of operands. It varies over `axis_name` and over all that
+      one; a tuple of results for a tuple of operands. It varies over `axis` and over all that
       the operands vary over.
 
     Raises:
@@ -259,7 +268,8 @@ def ring_einsum(
     for argument, given in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
         _check_text(argument, given)
     labels = parse_labels(subscripts)
-    call = _einsum.make_call(labels, axis_name, mode, preferred_element_type, precision, wire_dtype)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     lhs, weights = jnp.asarray(lhs), _as_arrays(rhs)
     if gather is not None and scatter is None:
         operand = _einsum.gathered_operand(call, gather, lhs, weights[0])

@@ -27,7 +27,6 @@ class Arithmetic:
     """The numerical options of a matmul, the same in the forward pass and in every derivative."""
 
     preferred_element_type: Any  # dtype of partial sums and result; None: the package's contract
-    wire_dtype: Any  # dtype of partial sums that travel; None: that of partial sums
     precision: Any
 
 
@@ -134,7 +133,6 @@ def _scatter(
         dim=first.out.index(method.label),
         length=sizes[method.label] // method.way.ring.size,
         dtype=first.dtype,
-        wire_dtype=method.arithmetic.wire_dtype,
     )
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import type_error, value_error
-from jaxpar._types import AxisName
-from jaxpar.collectives._ring import Ring, bind_ring
+from jaxpar._types import AxisLike
 from jaxpar.layers._checks import check_number, check_sharded, check_whole
 from jaxpar.moe._mlp import Experts
 
@@ -39,42 +39,42 @@ class Axes:
     def counted(self) -> tuple[str, ...]:
         """All axes over which tokens are sharded."""
         tensor = self.gathered_tensor
-        return self.expert.axis_name + self.data + (tensor.axis_name if tensor else ())
+        return self.expert.names + self.data + (tensor.names if tensor else ())
 
 
 def bind_axes(
-    axis_name: AxisName,
-    data_axis_name: AxisName,
-    tp_axis_name: AxisName | None,
-    sequence_axis: Any,
-    fsdp_axis_name: AxisName | None,
+    axis: AxisLike,
+    data_axis: AxisLike,
+    tp_axis: AxisLike | None,
+    sequence_dim: Any,
+    fsdp_axis: AxisLike | None,
 ) -> Axes:
     """Returns the rings, or raises where one cannot be had here or two share an axis."""
-    rings = {"axis_name": bind_ring(axis_name)}
-    for key, name in (("data_axis_name", data_axis_name), ("tp_axis_name", tp_axis_name)):
+    rings = {"axis": bind(axis)}
+    for key, name in (("data_axis", data_axis), ("tp_axis", tp_axis)):
         if name is not None and name != ():
-            rings[key] = bind_ring(name)
-    fsdp = None if fsdp_axis_name is None else bind_ring(fsdp_axis_name)
+            rings[key] = bind(name)
+    fsdp = None if fsdp_axis is None else bind(fsdp_axis)
     # Tokens are often sharded over the axes of fsdp, which are data axes then.
-    weights = {key: ring for key, ring in rings.items() if key != "data_axis_name"}
-    for several in (rings, weights | ({"fsdp_axis_name": fsdp} if fsdp else {})):
+    weights = {key: ring for key, ring in rings.items() if key != "data_axis"}
+    for several in (rings, weights | ({"fsdp_axis": fsdp} if fsdp else {})):
         seen: dict[str, str] = {}
         for key, ring in several.items():
-            for axis in ring.axis_name:
-                if axis in seen:
+            for name in ring.names:
+                if name in seen:
                     raise value_error(
-                        f"{seen[axis]} and {key} both have the axis {axis!r}; each "
+                        f"{seen[name]} and {key} both have the axis {name!r}; each "
                         "divides something else, so name different axes"
                     )
-                seen[axis] = key
-    if sequence_axis is not None:
-        check_whole("sequence_axis", sequence_axis)
-    data = rings.get("data_axis_name")
+                seen[name] = key
+    if sequence_dim is not None:
+        check_whole("sequence_dim", sequence_dim)
+    data = rings.get("data_axis")
     return Axes(
-        rings["axis_name"],
-        data.axis_name if data else (),
-        rings.get("tp_axis_name"),
-        sequence_axis is not None,
+        rings["axis"],
+        data.names if data else (),
+        rings.get("tp_axis"),
+        sequence_dim is not None,
         fsdp,
     )
 
@@ -148,7 +148,7 @@ def check_widths(width: int, experts: Experts, kind: str) -> None:
     if up[-2] != width or down[-1] != width or up[-1] != down[-2]:
         raise value_error(
             f"{kind}.up has local shape {up} and {kind}.down {down} (gathered over "
-            f"fsdp_axis_name), but must end in [d, f] and [f, d] with d = {width}, the width of "
+            f"fsdp_axis), but must end in [d, f] and [f, d] with d = {width}, the width of "
             "the tokens"
         )
     hidden = up[-1]
@@ -179,11 +179,11 @@ def check_options(
     return chunks, check_number("buffer_factor", buffer_factor)
 
 
-def fsdp_dims(experts: Experts, axis: Any) -> Experts:
-    """Returns the dimension along which each array is gathered: `axis` counts that of experts."""
-    if axis not in (1, 2):
-        raise value_error(f"fsdp_axis={axis!r} must be 1 or 2, of matrices [e, d, f]")
-    matrix = axis - 3
+def fsdp_dims(experts: Experts, dim: Any) -> Experts:
+    """Returns the dimension along which each array is gathered: `dim` counts that of experts."""
+    if dim not in (1, 2):
+        raise value_error(f"fsdp_dim={dim!r} must be 1 or 2, of matrices [e, d, f]")
+    matrix = dim - 3
 
     def of(name: str, w: Array | None) -> int | None:
         return None if w is None else w.ndim - 1 if name.endswith("bias") else w.ndim + matrix

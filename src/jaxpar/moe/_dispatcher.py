@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._types import AxisName, Integer, Leaf, Tree
+from jaxpar._types import AxisLike, Integer, Leaf, Tree
 from jaxpar._varying import vary_alike, vary_over
 from jaxpar.collectives._ragged_exchange import Slices
-from jaxpar.collectives._ring import Ring, bind_ring
 from jaxpar.layers._checks import as_signed, check_whole
 from jaxpar.moe._copies import Copies, copies_by_key
 from jaxpar.moe._trip import Trip, bring_back, send
@@ -40,7 +40,7 @@ class RaggedDispatcher:
     Example:
       >>> mesh = make_mesh("ep=8")
       >>> def double_elsewhere(x, to):
-      ...     dispatcher = RaggedDispatcher.from_target_device_ids(to, axis_name="ep")
+      ...     dispatcher = RaggedDispatcher.from_target_device_ids(to, axis="ep")
       ...     received, valid = dispatcher.dispatch(x, capacity=16)
       ...     combined, made_it = dispatcher.combine(2 * received, capacity=16)
       ...     return combined
@@ -65,16 +65,16 @@ class RaggedDispatcher:
         cls,
         target_device_ids: ArrayLike,
         *,
-        axis_name: AxisName,
+        axis: AxisLike,
         mask: ArrayLike | None = None,
     ) -> "RaggedDispatcher":
         """Plans the way of each row.
 
         Args:
           target_device_ids: integers, local `[t]` or `[t, k]`: the devices that each row goes to,
-            as `lax.axis_index(axis_name)` counts them. An entry outside of 0 to n-1 sends nothing,
+            as `lax.axis_index(axis)` counts them. An entry outside of 0 to n-1 sends nothing,
             and a device that a row names again gets it once.
-          axis_name: one mesh axis, or a tuple of them in any order.
+          axis: one mesh axis, or a tuple of them in any order.
           mask: bool, like `target_device_ids`: False for entries that send nothing.
 
         Returns:
@@ -90,16 +90,16 @@ class RaggedDispatcher:
         Example:
           >>> mesh = make_mesh("ep=8")
           >>> def received(to):
-          ...     dispatcher = RaggedDispatcher.from_target_device_ids(to, axis_name="ep")
+          ...     dispatcher = RaggedDispatcher.from_target_device_ids(to, axis="ep")
           ...     return jnp.sum(dispatcher.recv_sizes)[None]
           >>> count = jax.shard_map(received, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
           >>> jax.jit(count)(jnp.array([0, 0, 0, 1, 1, 7, 8, -1]))
           Array([3, 2, 0, 0, 0, 0, 0, 1], dtype=int32)
         """
-        ring = bind_ring(axis_name)
+        ring = bind(axis)
         ids = jnp.asarray(target_device_ids)
         _check_ids(ids)
-        (ids,) = vary_alike(ring.axis_name, as_signed(ids))
+        (ids,) = vary_alike(ring.names, as_signed(ids))
         send_it = (ids >= 0) & (ids < ring.size)
         if mask is not None:
             send_it = send_it & _check_mask(jnp.asarray(mask), ids)
@@ -107,13 +107,13 @@ class RaggedDispatcher:
         devices = _once_each(devices.reshape(ids.shape if ids.ndim == 2 else (*ids.shape, 1)), ring)
         rows, k = devices.shape
         copies, sizes = copies_by_key(devices, ring.size, rows * min(k, ring.size))
-        sizes = lax.all_gather(vary_over(ring.axis_name, sizes), ring.axis_name)
+        sizes = lax.all_gather(vary_over(ring.names, sizes), ring.names)
         return cls(copies, devices, sizes, ring, ids.shape)
 
     @property
-    def axis_name(self) -> tuple[str, ...]:
+    def axis(self) -> tuple[str, ...]:
         """The mesh axes over which rows travel."""
-        return self._ring.axis_name
+        return self._ring.names
 
     @property
     def send_sizes(self) -> Array:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar._axis import Ring
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
-from jaxpar.collectives._ring import Ring
 from jaxpar.moe._bounds import Bounds
 from jaxpar.moe._dispatcher import RaggedDispatcher
 from jaxpar.moe._local import LocalExperts, Pairs, Tokens
@@ -29,7 +29,6 @@ class Exchange:
     bounds: Bounds
     local: LocalExperts
     tensor: Ring | None
-    wire_dtype: Any
 
     def begin(self, tokens: Tokens, experts: Experts, sent: int, sources: int) -> Pairs:
         """Takes tokens into the hidden features of this device's experts.
@@ -50,7 +49,7 @@ class Exchange:
             return out, computed
         # Every device of the ring has computed these pairs, each a share of their features.
         computed = jnp.where(self.tensor.index() == 0, computed, 0)
-        return scatter(self.tensor, out, self.wire_dtype), computed
+        return scatter(self.tensor, out), computed
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Ragged(Exchange):
         """Tells all devices how many tokens will come from where."""
         _, chosen, _ = tokens
         devices = jnp.where(chosen < 0, -1, chosen // self.bounds.local)
-        return RaggedDispatcher.from_target_device_ids(devices, axis_name=self.ring.axis_name)
+        return RaggedDispatcher.from_target_device_ids(devices, axis=self.ring.names)
 
     def send(self, tokens: Tokens, plan: Any) -> Tokens:
         """Returns the tokens that have arrived here."""
@@ -87,7 +86,7 @@ class Gathered(Exchange):
 
     def home(self, made: Array, plan: Any) -> Array:
         """Sums what all devices made of each token."""
-        return scatter(self.ring, made, self.wire_dtype)
+        return scatter(self.ring, made)
 
 
 def exchange_in_chunks(
@@ -134,12 +133,12 @@ def gather(ring: Ring, tree: Any) -> Any:
     """The rows of all devices of the ring."""
     if ring.size == 1 or not len(jax.tree.leaves(tree)[0]):
         return tree
-    return jax.tree.map(lambda x: lax.all_gather(x, ring.axis_name, tiled=True), tree)
+    return jax.tree.map(lambda x: lax.all_gather(x, ring.names, tiled=True), tree)
 
 
-def scatter(ring: Ring, x: Array, wire_dtype: Any) -> Array:
+def scatter(ring: Ring, x: Array) -> Array:
     """The sums over the ring of this device's own rows."""
     if ring.size == 1 or not len(x):
         return x
-    wide = x.astype(addition_dtype(x.dtype) if wire_dtype is None else wire_dtype)
-    return lax.psum_scatter(wide, ring.axis_name, tiled=True).astype(x.dtype)
+    wide = x.astype(ring.wire_dtype or addition_dtype(x.dtype))
+    return lax.psum_scatter(wide, ring.names, tiled=True).astype(x.dtype)

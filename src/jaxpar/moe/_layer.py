@@ -1,21 +1,19 @@
 """The mixture-of-experts layer: route, dispatch, compute, combine."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
-from jax.typing import DTypeLike
 
+from jaxpar._axis import Ring
 from jaxpar._calls import public
 from jaxpar._choice import Problem, applies_experts_in_stages, choose_dispatch
-from jaxpar._dtypes import addition_dtype, as_dtype, check_wire, common_dtype, sum_dtype
-from jaxpar._types import AxisName, Dispatch, Implementation, Integer, Mode, Number, Policy, Scoring
+from jaxpar._dtypes import addition_dtype, check_wire, common_dtype, sum_dtype
+from jaxpar._types import AxisLike, Dispatch, Implementation, Integer, Number, Policy, Scoring
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._ring import Ring
 from jaxpar.layers import fsdp_gather
 from jaxpar.moe._arguments import (
     Axes,
@@ -43,7 +41,7 @@ def moe_layer(
     router: Array,
     experts: ExpertsLike,
     *,
-    axis_name: AxisName,
+    axis: AxisLike,
     top_k: Integer,
     capacity_factor: Number | None = None,
     capacity_policy: Policy = "probability",
@@ -59,26 +57,24 @@ def moe_layer(
     shared: ExpertsLike | None = None,
     activation: Callable[[Array], Array] = jax.nn.silu,
     mask: Array | None = None,
-    data_axis_name: AxisName = (),
-    tp_axis_name: AxisName | None = None,
-    sequence_axis: Integer | None = -2,
-    fsdp_axis_name: AxisName | None = None,
-    fsdp_axis: Integer = 1,
-    mode: Mode = "auto",
+    data_axis: AxisLike = (),
+    tp_axis: AxisLike | None = None,
+    sequence_dim: Integer | None = -2,
+    fsdp_axis: AxisLike | None = None,
+    fsdp_dim: Integer = 1,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Array, Statistics]:
     """Sends each token to the experts that the router chooses, and sums what they make of it.
 
     Args:
-      tokens: local `[..., d]`, sharded over `axis_name`: each device has its own.
+      tokens: local `[..., d]`, sharded over `axis`: each device has its own.
       router: `[d, E]`, replicated: a column for each of the E experts.
       experts: local `Experts`, or a mapping with their names: `up` and, for gated ones, `gate`
         `[e, d, f]`, `down` `[e, f, d]`, and biases, in the dtype of `tokens`. A device has
         e = ceil(E / n) experts, device 0 the first e; where n does not divide E, `pad_experts`
         appends the ones that are missing.
-      axis_name: the mesh axis, or a tuple of them in any order, over which experts are sharded.
+      axis: the mesh axis, or a tuple of them in any order, over which experts are sharded.
       top_k: how many experts each token has.
       capacity_factor: an expert takes at most ceil(factor x t x top_k / E) of the t tokens of each
         device, and the others lose that expert's share. None: nothing is dropped.
@@ -100,28 +96,24 @@ def moe_layer(
       normalize: as in `route`.
       scale: as in `route`.
       shared: experts that every token has, as one: `up` and `gate` `[d, f]`, `down` `[f, d]`,
-        biases `[f]` and `[d]`; replicated over `axis_name`.
+        biases `[f]` and `[d]`; replicated over `axis`.
       activation: an elementwise function.
       mask: bool `[...]`: tokens that count. The others, which may hold NaN, reach no expert and no
         statistics; shared experts get 0 in their place.
-      data_axis_name: further axes over which tokens are sharded; the statistics are over these too.
-      tp_axis_name: axes over which the hidden features f of each expert, shared ones too, are
+      data_axis: further axes over which tokens are sharded; the statistics are over these too.
+      tp_axis: axes over which the hidden features f of each expert, shared ones too, are
         sharded.
-      sequence_axis: with `tp_axis_name`, whether tokens are sharded over it, as the other layers
+      sequence_dim: with `tp_axis`, whether tokens are sharded over it, as the other layers
         return them: any integer; or replicated over it: None.
-      fsdp_axis_name: axes over which all experts' weights are sharded further. They are gathered
+      fsdp_axis: axes over which all experts' weights are sharded further. They are gathered
         here, and again for the backward pass.
-      fsdp_axis: the dimension of matrices `[e, d, f]` and `[e, f, d]` along which they are, 1 or 2;
+      fsdp_dim: the dimension of matrices `[e, d, f]` and `[e, f, d]` along which they are, 1 or 2;
         of shared experts, which lack the first, one less. Biases are sharded along their last.
-      mode: of the gathers over `fsdp_axis_name`, and of the shared experts' matmuls over
-        `tp_axis_name`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which sums of rows travel, with `"all_gather"` and
-        `tp_axis_name`. None: float32 for narrower floats.
       implementation: as in `grouped_matmul`.
 
     Returns:
-      The results, like `tokens`, and `Statistics` over `axis_name` and `data_axis_name`. What is
+      The results, like `tokens`, and `Statistics` over `axis` and `data_axis`. What is
       lost, by capacity, buffers or mask, adds nothing to a token's result.
 
     Raises:
@@ -139,7 +131,7 @@ def moe_layer(
       >>> w = jnp.ones((16, 4, 32)) / 4
       >>> experts = Experts(up=w, gate=w, down=w.swapaxes(1, 2))
       >>> layer = jax.jit(jax.shard_map(
-      ...     lambda x, r, w: moe_layer(x, r, w, axis_name="ep", top_k=2), mesh=mesh,
+      ...     lambda x, r, w: moe_layer(x, r, w, axis="ep", top_k=2), mesh=mesh,
       ...     in_specs=(P("ep"), P(), P("ep")), out_specs=(P("ep"), P())))
       >>> y, statistics = layer(jnp.ones((64, 4)), jnp.eye(4, 16), experts)
       >>> y.shape, int(statistics.tokens_per_expert.sum()), int(statistics.dropped)
@@ -148,7 +140,7 @@ def moe_layer(
     Source: Shazeer et al., "Outrageously large neural networks" (2017); Lepikhin et al., "GShard"
     (2020), for capacities; Gale et al., "MegaBlocks" (2022), for dropless experts.
     """
-    axes = bind_axes(axis_name, data_axis_name, tp_axis_name, sequence_axis, fsdp_axis_name)
+    axes = bind_axes(axis, data_axis, tp_axis, sequence_dim, fsdp_axis)
     routed, fused = as_experts(experts), None if shared is None else as_experts(shared)
     check_tokens(tokens, router, mask)
     check_experts(tokens, router, routed, fused, axes)
@@ -156,8 +148,9 @@ def moe_layer(
     counted = None if mask is None else mask.reshape(-1)
     if counted is not None:  # what they hold may be NaN, which no weight's gradient must see
         rows = jnp.where(counted[:, None], rows, jnp.zeros((), rows.dtype))
-    wire = as_dtype("wire_dtype", wire_dtype)
-    check_wire(wire, tokens.dtype)
+    for ring in (axes.expert, axes.tensor, axes.fsdp):
+        if ring is not None:
+            check_wire(ring.wire_dtype, tokens.dtype)
     chunks, buffer_factor = check_options(len(rows), dispatch, chunks, buffer_factor)
 
     routing = route(
@@ -187,7 +180,6 @@ def moe_layer(
         bounds,
         LocalExperts(activation, precision, implementation, staged),
         axes.gathered_tensor,
-        wire,
     )
     chosen = jnp.where(routing.kept, routing.experts, -1)
     replicated = axes.summed_tensor
@@ -195,20 +187,20 @@ def moe_layer(
     def compute(
         rows: Array, weights: Array, routed: Experts, fused: Experts | None
     ) -> tuple[Array, Array]:
-        routed = _whole(axes, rows, routed, "experts", fsdp_axis, mode, wire_dtype)
+        routed = _whole(axes, rows, routed, "experts", fsdp_dim)
         if fused is not None:
-            fused = _whole(axes, rows, fused, "shared", fsdp_axis, mode, wire_dtype)
+            fused = _whole(axes, rows, fused, "shared", fsdp_dim)
         if axes.tensor is not None:
             routed = _bias_once(axes.tensor, routed)
-        summed = replicated.axis_name if replicated else ()
+        summed = replicated.names if replicated else ()
         sent, given = vary_over(summed, (rows, weights))  # once here, not where they have arrived
         out, pairs = exchange_in_chunks(exchange, (sent, chosen, given), routed, chunks)
         if replicated is not None:
-            wide = addition_dtype(out.dtype) if wire_dtype is None else exchange.wire_dtype
+            wide = replicated.wire_dtype or addition_dtype(out.dtype)
             out = lax.psum(out.astype(wide), summed).astype(out.dtype)
             pairs = lax.psum(jnp.where(replicated.index() == 0, pairs, 0), summed)
         if fused is not None:
-            out = out + apply_shared(axes, rows, fused, activation, mode, precision)
+            out = out + apply_shared(axes, rows, fused, activation, precision)
         return out, pairs
 
     if axes.fsdp is not None:
@@ -230,14 +222,11 @@ def _logits(rows: Array, router: Array, precision: PrecisionLike) -> Array:
     return lax.dot(rows.astype(wide), w, precision=precision)
 
 
-def _whole(
-    axes: Axes, rows: Array, experts: Experts, kind: str, axis: int, mode: Mode, wire_dtype: Any
-) -> Experts:
+def _whole(axes: Axes, rows: Array, experts: Experts, kind: str, dim: int) -> Experts:
     """Gathers what is sharded over fsdp, and checks that it fits the rows."""
     if axes.fsdp is not None:
-        dims = fsdp_dims(experts, axis)
-        name = axes.fsdp.axis_name
-        experts = fsdp_gather(experts, name, axis=dims, mode=mode, wire_dtype=wire_dtype)
+        dims = fsdp_dims(experts, dim)
+        experts = fsdp_gather(experts, axes.fsdp, dim=dims)
         # Named last, after the cast that its uses need: what comes after a name would be kept.
         experts = vary_over(varying_axes(rows, experts), experts)
         experts = jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), experts)
@@ -249,6 +238,6 @@ def _bias_once(ring: Ring, experts: Experts) -> Experts:
     """Leaves the last bias to one device of those whose results are summed."""
     if experts.down_bias is None:
         return experts
-    (bias,) = vary_over(ring.axis_name, (experts.down_bias,))
+    (bias,) = vary_over(ring.names, (experts.down_bias,))
     once = jnp.where(ring.index() == 0, bias, jnp.zeros_like(bias))
     return experts._replace(down_bias=once)

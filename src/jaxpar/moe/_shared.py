@@ -6,10 +6,9 @@ from typing import Any
 from jax import Array, lax
 from jax.lax import PrecisionLike
 
+from jaxpar._axis import Ring
 from jaxpar._dtypes import sum_dtype
-from jaxpar._types import Mode
 from jaxpar._varying import vary_wide, varying_axes
-from jaxpar.collectives._ring import Ring
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.moe._arguments import Axes
 from jaxpar.moe._mlp import Experts
@@ -22,14 +21,13 @@ def apply_shared(
     rows: Array,
     experts: Experts,
     activation: Activation,
-    mode: Mode,
     precision: PrecisionLike,
 ) -> Array:
     """Applies experts to all rows, by the layers of tensor parallelism where that is an axis."""
     if axes.tensor is None:
         return _apply_whole(rows, experts, activation, precision)
-    sequence_axis = 0 if axes.sharded else None
-    options = {"sequence_axis": sequence_axis, "mode": mode, "precision": precision}
+    sequence_dim = 0 if axes.sharded else None
+    options = {"sequence_dim": sequence_dim, "precision": precision}
     return _apply_sharded(axes.tensor, rows, experts, activation, options)
 
 
@@ -59,10 +57,10 @@ def _apply_sharded(
     activation: Activation,
     options: dict[str, Any],
 ) -> Array:
-    name, up, down = ring.axis_name, experts.up, experts.down
+    up, down = experts.up, experts.down
     if experts.gate is not None:
         biases = experts.gate_bias, experts.up_bias, experts.down_bias
         weights = experts.gate, up, down
-        return gated_mlp(rows, *weights, name, activation=activation, biases=biases, **options)
-    hidden = column_parallel_linear(rows, up, name, bias=experts.up_bias, **options)
-    return row_parallel_linear(activation(hidden), down, name, bias=experts.down_bias, **options)
+        return gated_mlp(rows, *weights, ring, activation=activation, biases=biases, **options)
+    hidden = column_parallel_linear(rows, up, ring, bias=experts.up_bias, **options)
+    return row_parallel_linear(activation(hidden), down, ring, bias=experts.down_bias, **options)

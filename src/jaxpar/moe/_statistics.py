@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxpar._axis import bind
 from jaxpar._calls import public, value_error
-from jaxpar._types import AxisName, Integer
+from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_alike
-from jaxpar.collectives._ring import bind_ring
 from jaxpar.moe._chosen import of_experts
 from jaxpar.moe._routing import Routing, check_mask
 
@@ -47,7 +47,7 @@ class Statistics(NamedTuple):
 @public
 def routing_statistics(
     routing: Routing,
-    axis_name: AxisName = (),
+    axis: AxisLike = (),
     *,
     mask: Array | None = None,
     overflow: Array | Integer = 0,
@@ -56,13 +56,13 @@ def routing_statistics(
 
     Args:
       routing: of this device's tokens, as `route` or `limit_capacity` returns it.
-      axis_name: one mesh axis, or a tuple of them in any order: all over which tokens are sharded.
+      axis: one mesh axis, or a tuple of them in any order: all over which tokens are sharded.
         Empty: the statistics of this device's tokens.
       mask: bool `[t]`, False for tokens that do not count. Those that `route` masked never do.
       overflow: a scalar integer, the rows that this device could not receive.
 
     Returns:
-      `Statistics`, replicated over `axis_name`; all 0 where no token counts. The entropy and the
+      `Statistics`, replicated over `axis`; all 0 where no token counts. The entropy and the
       losses are differentiable, with respect to scores and logits. To train with a loss inside
       `layers.value_and_grad`, add it to `loss_sum`, times the device's own `weight`.
 
@@ -84,7 +84,7 @@ def routing_statistics(
     Source: Fedus et al., "Switch transformers" (2021), and Zoph et al., "ST-MoE" (2022), for the
     losses.
     """
-    axes = _axes(axis_name)
+    axes = _axes(axis)
     counted = _counted(routing, mask)
     lost = jnp.asarray(overflow)
     if lost.ndim or not jnp.issubdtype(lost.dtype, jnp.integer):
@@ -116,9 +116,7 @@ def routing_statistics(
 
 
 @public
-def load_balance_loss(
-    routing: Routing, axis_name: AxisName = (), *, mask: Array | None = None
-) -> Array:
+def load_balance_loss(routing: Routing, axis: AxisLike = (), *, mask: Array | None = None) -> Array:
     """Computes the loss that is smallest where all experts get equally many tokens.
 
     `E * sum_e share_e * score_e`, where `share_e` is the share of expert e in all choices, before
@@ -127,11 +125,11 @@ def load_balance_loss(
 
     Args:
       routing: of this device's tokens.
-      axis_name: as in `routing_statistics`.
+      axis: as in `routing_statistics`.
       mask: as in `routing_statistics`.
 
     Returns:
-      A scalar in the dtype of scores, replicated over `axis_name`: 1 at balance, at most E. Shares
+      A scalar in the dtype of scores, replicated over `axis`: 1 at balance, at most E. Shares
       are not differentiated. 0, and with zero gradients, where no token counts.
 
     Raises:
@@ -149,7 +147,7 @@ def load_balance_loss(
 
     Source: Fedus et al., "Switch transformers" (2021).
     """
-    axes = _axes(axis_name)
+    axes = _axes(axis)
     counted = _counted(routing, mask)
     tokens, counts = _sums(axes, _count(counted), _tokens_per_expert(routing, counted))
     scores = _normalized(routing.scores, counted)
@@ -158,18 +156,16 @@ def load_balance_loss(
 
 
 @public
-def router_z_loss(
-    routing: Routing, axis_name: AxisName = (), *, mask: Array | None = None
-) -> Array:
+def router_z_loss(routing: Routing, axis: AxisLike = (), *, mask: Array | None = None) -> Array:
     """Computes the loss that keeps logits small: the mean over tokens of `logsumexp(logits)**2`.
 
     Args:
       routing: of this device's tokens.
-      axis_name: as in `routing_statistics`.
+      axis: as in `routing_statistics`.
       mask: as in `routing_statistics`.
 
     Returns:
-      A scalar in the dtype of logits, replicated over `axis_name`; 0, and with zero gradients,
+      A scalar in the dtype of logits, replicated over `axis`; 0, and with zero gradients,
       where no token counts.
 
     Raises:
@@ -184,15 +180,15 @@ def router_z_loss(
 
     Source: Zoph et al., "ST-MoE" (2022).
     """
-    axes = _axes(axis_name)
+    axes = _axes(axis)
     counted = _counted(routing, mask)
     (tokens,) = _sums(axes, _count(counted))
     (total,) = _sums(axes, jnp.sum(_z_losses(routing, counted)))
     return _per(total, tokens)
 
 
-def _axes(axis_name: AxisName) -> tuple[str, ...]:
-    return () if axis_name == () else bind_ring(axis_name).axis_name
+def _axes(axis: AxisLike) -> tuple[str, ...]:
+    return () if axis == () else bind(axis).names
 
 
 def _sums(axes: tuple[str, ...], *parts: Array) -> tuple[Array, ...]:

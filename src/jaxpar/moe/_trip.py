@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxpar._axis import Ring
 from jaxpar._unwritten import unwritten
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._ragged_exchange import Slices, exchange_rows
-from jaxpar.collectives._ring import Ring
 from jaxpar.moe._copies import Copies, collect, spread
 from jaxpar.moe._packing import pack, plan_packing, unpack
 
@@ -31,13 +31,13 @@ class Trip(NamedTuple):
 
 def send(trip: Trip, leaves: list[Array], ring: Ring, capacity: int) -> list[Array]:
     """Returns `[capacity, ...]` of each leaf, `[t, ...]`: what arrives, then rows of anything."""
-    trip, leaves = vary_alike(ring.axis_name, trip, leaves)
+    trip, leaves = vary_alike(ring.names, trip, leaves)
     return _apart(leaves, lambda *parts: _send(*parts, trip, ring, capacity, False))
 
 
 def bring_back(trip: Trip, leaves: list[Array], ring: Ring) -> list[Array]:
     """Returns `[t, ...]` of each leaf, `[capacity, ...]`: the sums of what comes back."""
-    trip, leaves = vary_alike(ring.axis_name, trip, leaves)
+    trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
     return _apart(leaves, lambda *parts: _bring_back(*parts, trip, ring, capacity))
 

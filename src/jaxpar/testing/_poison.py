@@ -27,7 +27,7 @@ def poisoned_rows() -> Generator[None]:
     Example:
       >>> mesh = make_mesh("ep=8")
       >>> def send(x, to):
-      ...     dispatcher = RaggedDispatcher.from_target_device_ids(to, axis_name="ep")
+      ...     dispatcher = RaggedDispatcher.from_target_device_ids(to, axis="ep")
       ...     rows, valid = dispatcher.dispatch(x, 2)
       ...     return rows, jnp.where(valid, rows, 0)
       >>> with poisoned_rows():

@@ -1,0 +1,159 @@
+"""Mesh axes: as a user names them, and bound to the program that is being traced, a ring."""
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Int
+
+from jaxpar._calls import naming, type_error, value_error
+from jaxpar._dtypes import as_dtype
+from jaxpar._types import AxisLike, Mode
+from jaxpar._varying import vary_alike
+
+MODES = ("naive", "unidirectional", "bidirectional", "auto")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Mesh axes, and how data travel over them.
+
+    Wherever a mesh axis is named, a string, a tuple, a list or an `Axis` will do.
+
+    Args:
+      names: one mesh axis, or a tuple or list of them in any order. The logical index of a device
+        counts in the order of the names, as in `jax.lax.axis_index`.
+      mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"unidirectional"`
+        or `"bidirectional"` (around a ring), or `"auto"`: what is predicted to be the fastest.
+      wire_dtype: the dtype in which partial sums travel. None: that in which they are added,
+        float32 for 16-bit floats.
+
+    Raises:
+      TypeError: names that are no strings, or what is no dtype.
+      ValueError: no name, or one twice; an unknown mode.
+
+    Example:
+      >>> Axis("tp", mode="bidirectional", wire_dtype="bfloat16")
+      Axis(names=('tp',), mode='bidirectional', wire_dtype=dtype(bfloat16))
+    """
+
+    names: Any
+    mode: Mode = "auto"
+    wire_dtype: DTypeLike | None = None
+
+    def __post_init__(self) -> None:
+        with naming("Axis"):
+            object.__setattr__(self, "names", axis_names(self.names))
+            check_mode(self.mode)
+            object.__setattr__(self, "wire_dtype", as_dtype("wire_dtype", self.wire_dtype))
+
+
+@dataclass(frozen=True)
+class Ring(Axis):
+    """Mesh axes bound to the program that is traced: `size` devices, in logical order."""
+
+    size: int = field(kw_only=True)
+
+    def __str__(self) -> str:
+        name = self.names[0] if len(self.names) == 1 else self.names
+        return f"axis {name!r} ({self.size})"
+
+    def index(self) -> jax.Array:
+        """The logical index of the device that runs the program."""
+        return lax.axis_index(self.names)
+
+    def stages(self) -> list["Ring"]:
+        """The rings over one axis each, those of one device left out."""
+        rings = [replace(self, names=(name,), size=lax.axis_size(name)) for name in self.names]
+        return [ring for ring in rings if ring.size > 1]
+
+    def over(self, names: tuple[str, ...]) -> "Ring":
+        """The ring over some of the axes, or others."""
+        return replace(self, names=names, size=prod(lax.axis_size(name) for name in names))
+
+    def shift(self, tree: Any, offset: int) -> Any:
+        """Moves every leaf `offset` devices on: device `i` receives what `i - offset` held."""
+        (tree,) = vary_alike(self.names, tree)
+        if offset % self.size == 0:
+            return tree
+        axes, order = self.names, range(self.size)
+        if len(axes) > 1:
+            # Given a tuple, ppermute has counted its indices in mesh order, not in the order of the
+            # tuple (silently up to jax 0.11.0): naming the axes in mesh order leaves one reading.
+            mesh = jax.sharding.get_abstract_mesh()
+            axes = tuple(name for name in mesh.axis_names if name in self.names)
+            order = ring_positions(mesh, self.names).tolist()
+        pairs = [(order[p], order[(p + offset) % self.size]) for p in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
+
+
+def bind(axis: AxisLike, *, mode: Any = None, wire_dtype: Any = None) -> Ring:
+    """Returns the ring over `axis`, or says why it cannot be had here.
+
+    A mode and a wire's dtype that are given go before those of an `Axis`.
+    """
+    if isinstance(axis, Ring):  # bound already
+        return axis
+    given = axis if isinstance(axis, Axis) else Axis(axis_names(axis))
+    if mode is not None:
+        check_mode(mode)
+    mode = given.mode if mode is None else mode
+    wire = given.wire_dtype if wire_dtype is None else as_dtype("wire_dtype", wire_dtype)
+    names: tuple[str, ...] = given.names
+    sizes: dict[str, int] = {}
+    mesh = jax.sharding.get_abstract_mesh()
+    for name in names:
+        try:
+            sizes[name] = lax.axis_size(name)
+        except NameError:
+            bound = {axis: mesh.shape[axis] for axis in mesh.manual_axes}
+            found = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
+            raise value_error(
+                f"axis {name!r} is not bound: {found}. Call it inside jax.shard_map over a mesh "
+                f"with an axis {name!r}"
+            ) from None
+    if len(names) > 1 and not set(names) <= set(mesh.axis_names):
+        raise value_error(
+            f"axis {names!r} has axes that the mesh lacks, which has {dict(mesh.shape)}; a ring "
+            "over several axes needs mesh axes, whose order is known"
+        )
+    return Ring(names, mode, wire, size=prod(sizes.values()))
+
+
+def axis_names(axis: Any) -> tuple[str, ...]:
+    """Returns the distinct names of mesh axes in what names them."""
+    names = axis.names if isinstance(axis, Axis) else axis
+    names = (
+        (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list) else names
+    )
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise type_error(
+            f"axis must be a mesh axis name, a tuple or list of them, or an Axis, got {axis!r}"
+        )
+    if len(set(names)) != len(names) or not names:
+        raise value_error(f"axis {axis!r} must name at least one mesh axis, and each once")
+    return names
+
+
+def ring_positions(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> Int[np.ndarray, " size"]:
+    """Returns, for each logical index, the position counted over the axes in mesh order."""
+    missing = [name for name in names if name not in mesh.axis_names]
+    if missing:
+        raise value_error(
+            f"axis {missing[0]!r} is not an axis of the mesh, which has {dict(mesh.shape)}"
+        )
+    in_mesh_order = [name for name in mesh.axis_names if name in names]
+    sizes = [mesh.shape[name] for name in in_mesh_order]
+    positions = np.arange(prod(sizes)).reshape(sizes)
+    return positions.transpose([in_mesh_order.index(name) for name in names]).reshape(-1)
+
+
+def check_mode(mode: Any) -> None:
+    """Raises unless `mode` is one of the four."""
+    if not isinstance(mode, str) or mode not in MODES:
+        raise value_error(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
