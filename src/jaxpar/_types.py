@@ -5,10 +5,11 @@ type checker in front of it would replace an error that names the axis and the r
 does not. A static checker sees the exact types.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jax import Array
+from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
     from jaxpar._axis import Axis
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     Scoring = Literal["softmax", "selected_softmax", "sigmoid"]
     Implementation = Literal["auto", "ragged_dot", "blocks"]
     Integer = int
+    Flag = bool
+    Integers = ArrayLike | Sequence[Any]  # an array of them, or nested lists
     Number = float
     MeshAxes = str | Mapping[str, int]
     Subscripts = str
@@ -31,6 +34,6 @@ if TYPE_CHECKING:
     Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
     TreeDim = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
 else:
-    AxisLike = Mode = Operand = Order = Integer = Number = MeshAxes = Subscripts = Label = (
-        Weights
-    ) = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Any
+    AxisLike = Mode = Operand = Order = Integer = Flag = Integers = Number = MeshAxes = (
+        Subscripts
+    ) = Label = Weights = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Any

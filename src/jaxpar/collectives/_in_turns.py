@@ -159,6 +159,7 @@ class InTurns(Way):
         *,
         split: Callable[[Any, int], list[Any]],
         join: Callable[[list[Any]], Any],
+        summed: Pick = as_it_is,
     ) -> tuple[Any, Any]:
         parts = split(block, len(self.directions))
         first, *between, last = circulate_turns(self.ring.size, self.directions[: len(parts)])
@@ -195,7 +196,7 @@ class InTurns(Way):
                 return visit(carry, list(zip(parts, self._owners(index, t), strict=True)))
 
             def like() -> Any:
-                return carry, [_alike(part, own) for part in parts]
+                return carry, [_alike(summed(part), own) for part in parts]
 
             index, (carry, made), (parts, sums) = beside(state, t, compute, like)
             if sums:  # added here, not before: a sum still under way would hold the matmuls up

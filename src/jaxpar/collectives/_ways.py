@@ -111,19 +111,21 @@ class Way:
         *,
         split: Callable[[Any, int], list[Any]],
         join: Callable[[list[Any]], Any],
+        summed: Pick = as_it_is,
     ) -> tuple[Any, Any]:
         """Takes every device's block past all others, and sums for its owner what each makes of it.
 
         Args:
           block: pytree of arrays, this device's block.
           carry: what stays here and is folded over all blocks.
-          own: arrays like `block`, zeros: this device's share of the sums for its own block.
+          own: zeros like what is `summed` of the block: this device's share of its own sums.
           begin: `(carry, own)` to both: a share of the work on the own block, for the first turn.
           visit: `(carry, visits)` to the carry and, for each visiting part, what this device adds
             to the sums of its owner, in the dtypes of `own`.
           end: like `begin`: the other share, for the last turn.
           split: deals a block out to at most so many parts, which may go different ways.
-          join: the inverse of `split`.
+          join: the inverse of `split`, for sums.
+          summed: picks of a block what has sums.
 
         Returns:
           The carry, and the sums of all devices for this device's block.
@@ -197,6 +199,7 @@ class Naive(Way):
         *,
         split: Callable[[Any, int], list[Any]],
         join: Callable[[list[Any]], Any],
+        summed: Pick = as_it_is,
     ) -> tuple[Any, Any]:
         carry, own = end(*begin(carry, own))
         if self.ring.size == 1:

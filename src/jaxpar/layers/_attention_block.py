@@ -1,18 +1,36 @@
 """Attention between some queries and some keys: partial softmax, its merge, its gradients.
 
 Arrays are grouped by kv head, positions next to last: queries [..., g, r, s, e] for r query heads
-to each of g kv heads, keys and values [..., g, s, e], logsumexp [..., g, r, s].
+to each of g kv heads, keys and values [..., g, s, e], segments [..., 1, s, 1].
+
+A softmax is kept as the highest score and the sum of exponentials below it, apart: their one
+float32 logarithm has lost, where scores are around -300, the digits by which weights sum to 1 and
+gradients to 0.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar._dtypes import sum_dtype
 
-State = tuple[Array, Array]  # what queries got so far, over the sum of weights, and its logarithm
+
+class State(NamedTuple):
+    """What queries got from the keys that they have seen."""
+
+    out: Array  # [..., g, r, s, e], the mean of values
+    top: Array  # [..., g, r, s], the highest score, -inf before any
+    total: Array  # [..., g, r, s], the sum of exp(score - top)
+
+
+class Keys(NamedTuple):
+    """Keys with what belongs to them, which travels with them."""
+
+    k: Array  # [..., g, s, e]
+    v: Array
+    segments: Array | None = None  # int32[..., 1, s, 1]; queries see none that is negative
 
 
 @dataclass(frozen=True)
@@ -32,14 +50,20 @@ class Scores:
             preferred_element_type=sum_dtype(left.dtype),
         )
 
-    def __call__(self, q: Array, k: Array, causal: bool) -> Array:
-        """Returns the scaled scores, [..., g, r, queries, keys]."""
-        scores = self.product("...grqe,...gke->...grqk", q, k)
+    def __call__(self, q: Array, keys: Keys, causal: bool, segments: Array | None) -> Array:
+        """Returns scaled scores [..., g, r, queries, keys], -inf where a query does not see."""
+        scores = self.product("...grqe,...gke->...grqk", q, keys.k)
         scores = scores * jnp.asarray(self.scale, scores.dtype)
-        if not causal:
-            return scores
-        rows, columns = (lax.broadcasted_iota("int32", scores.shape[-2:], dim) for dim in (0, 1))
-        return jnp.where(rows >= columns, scores, -jnp.inf)
+        if causal:
+            shape = scores.shape[-2:]
+            rows, columns = (lax.broadcasted_iota("int32", shape, dim) for dim in (0, 1))
+            scores = jnp.where(rows >= columns, scores, -jnp.inf)
+        if keys.segments is not None and segments is not None:
+            of_queries = segments[..., None, :, :]  # [..., 1, 1, queries, 1]
+            of_keys = jnp.swapaxes(keys.segments, -1, -2)[..., None, :, :]  # [..., 1, 1, 1, keys]
+            seen = (of_queries == of_keys) & (of_keys >= 0)
+            scores = jnp.where(seen, scores, -jnp.inf)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -61,39 +85,57 @@ class Backward:
 
     q: Array
     ct: Array  # cotangent of the result, of the shape of q
-    logsumexp: Array
+    state: State
     inner: Array  # product of result and cotangent, [..., g, r, s]
+    segments: Array | None
 
 
-def attend(scores: Scores, tile: Tile, q: Array, k: Array, v: Array) -> State:
+def attend(
+    scores: Scores, tile: Tile, q: Array, keys: Keys, segments: Array | None = None
+) -> State:
     """Returns what a tile's queries get from its keys alone."""
-    q, k, v = cut(q, tile.queries), cut(k, tile.keys), cut(v, tile.keys)
-    logits = scores(q, k, tile.causal)
-    top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    weights = jnp.exp(logits - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = scores.product("...grqk,...gke->...grqe", weights.astype(v.dtype), v)
-    return out / total, (top + jnp.log(total))[..., 0]
+    q, segments = cut(q, tile.queries), _cut_segments(segments, tile.queries)
+    keys = _cut_keys(keys, tile.keys)
+    logits = scores(q, keys, tile.causal, segments)
+    top = lax.stop_gradient(jnp.max(logits, axis=-1))
+    weights = jnp.exp(logits - _finite(top)[..., None])
+    total = jnp.sum(weights, axis=-1)
+    out = scores.product("...grqk,...gke->...grqe", weights.astype(keys.v.dtype), keys.v)
+    return State(out * _inverse(total)[..., None], top, total)
 
 
 def merge(state: State, tile: Tile, part: State) -> State:
     """Adds to the state of all queries what a tile's queries got from keys not yet seen."""
-    (out, before), (new, after) = state, part
-    out_rows, before_rows = cut(out, tile.queries), cut(before, tile.queries, -1)
-    both = jnp.logaddexp(before_rows, after)
-    rows = out_rows * jnp.exp(before_rows - both)[..., None]
-    rows += new * jnp.exp(after - both)[..., None]
-    return put(out, rows, tile.queries), put(before, both, tile.queries, -1)
+    before = State(
+        cut(state.out, tile.queries),
+        cut(state.top, tile.queries, -1),
+        cut(state.total, tile.queries, -1),
+    )
+    top = jnp.maximum(before.top, part.top)
+    old = before.total * jnp.exp(before.top - _finite(top))
+    new = part.total * jnp.exp(part.top - _finite(top))
+    inverse = _inverse(old + new)
+    out = before.out * (old * inverse)[..., None] + part.out * (new * inverse)[..., None]
+    return State(
+        put(state.out, out, tile.queries),
+        put(state.top, top, tile.queries, -1),
+        put(state.total, old + new, tile.queries, -1),
+    )
 
 
 def add_gradients(
-    scores: Scores, tile: Tile, at: Backward, k: Array, v: Array, sums: tuple[Array, Array, Array]
+    scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: tuple[Array, Array, Array]
 ) -> tuple[Array, Array, Array]:
     """Adds a tile's gradients to those of all queries, of the keys and of the values."""
-    (dq, dk, dv), queries, keys = sums, tile.queries, tile.keys
-    q, ct, k, v = cut(at.q, queries), cut(at.ct, queries), cut(k, keys), cut(v, keys)
-    logsumexp, inner = cut(at.logsumexp, queries, -1), cut(at.inner, queries, -1)
-    weights = jnp.exp(scores(q, k, tile.causal) - logsumexp[..., None])
+    (dq, dk, dv), queries = sums, tile.queries
+    q, ct = cut(at.q, queries), cut(at.ct, queries)
+    (k, v, _) = cut_keys = _cut_keys(keys, tile.keys)
+    top, total = cut(at.state.top, queries, -1), cut(at.state.total, queries, -1)
+    inner, segments = cut(at.inner, queries, -1), _cut_segments(at.segments, queries)
+    logits = scores(q, cut_keys, tile.causal, segments)
+    # The difference first, which is exact where it matters.
+    weights = jnp.exp(logits - _finite(top)[..., None]) * _inverse(total)[..., None]
+    keys_span = tile.keys
     by_weight = scores.product("...grqe,...gke->...grqk", ct, v)
     by_logit = weights * (by_weight - inner[..., None]) * jnp.asarray(scores.scale, inner.dtype)
     weights, by_logit = weights.astype(ct.dtype), by_logit.astype(q.dtype)
@@ -102,9 +144,27 @@ def add_gradients(
     new_v = scores.product("...grqk,...grqe->...gke", weights, ct)
     return (
         put(dq, cut(dq, queries) + new_q, queries),
-        put(dk, cut(dk, keys) + new_k, keys),
-        put(dv, cut(dv, keys) + new_v, keys),
+        put(dk, cut(dk, keys_span) + new_k, keys_span),
+        put(dv, cut(dv, keys_span) + new_v, keys_span),
     )
+
+
+def _finite(top: Array) -> Array:
+    """The highest score; 0 where no key is seen, as -inf - -inf is NaN."""
+    return jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
+
+
+def _inverse(total: Array) -> Array:
+    """1 / total; 0 where no key is seen."""
+    return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+
+
+def _cut_keys(keys: Keys, span: tuple[Any, int]) -> Keys:
+    return Keys(cut(keys.k, span), cut(keys.v, span), _cut_segments(keys.segments, span))
+
+
+def _cut_segments(segments: Array | None, span: tuple[Any, int]) -> Array | None:
+    return None if segments is None else cut(segments, span)
 
 
 def cut(x: Array, span: tuple[Any, int], dim: int = -2) -> Array:

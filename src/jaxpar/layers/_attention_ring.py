@@ -14,6 +14,7 @@ from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._ways import Arrivals, Visits, Way, as_it_is
 from jaxpar.layers._attention_block import (
     Backward,
+    Keys,
     Scores,
     State,
     Tile,
@@ -72,109 +73,114 @@ class Method:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(method: Method, q: Array, k: Array, v: Array) -> Array:
-    """Attention of q [..., g, r, s, e] to the k and v [..., g, s, e] of all devices.
+def attention(method: Method, q: Array, keys: Keys) -> Array:
+    """Attention of q [..., g, r, s, e] to the keys and values [..., g, s, e] of all devices.
 
-    All vary over the same axes, the ring's among them.
+    All vary over the same axes, the ring's among them. Queries are of the segments of their keys.
     """
-    return _forward(method, q, k, v)[0]
+    return _forward(method, q, keys).out
 
 
-def _forward(method: Method, q: Array, k: Array, v: Array) -> State:
-    length = q.shape[-2]
+def _forward(method: Method, q: Array, keys: Keys) -> State:
+    length, segments = q.shape[-2], keys.segments
 
     def consume(state: State | None, arrivals: Arrivals) -> State:
         if state is None:
-            [((k, v), _)] = arrivals
-            return own(q, k, v)
-        for (k, v), source in arrivals:
-            state = add(state, k, v, source)
+            [(keys, _)] = arrivals
+            return own(keys)
+        for keys, source in arrivals:
+            state = add(state, keys, source)
         return state
 
     def like() -> State:
         wide = q.astype(sum_dtype(q.dtype))
-        return wide, wide[..., 0]
+        return State(wide, wide[..., 0], wide[..., 0])
 
-    def own(q: Array, k: Array, v: Array) -> State:
+    def own(keys: Keys) -> State:
         each, rest = method.own_tiles(length)
-        outs, sums = zip(*[attend(method.scores, t, q, k, v) for t in each], strict=True)
-        state = lax.concatenate(outs, q.ndim - 2), lax.concatenate(sums, q.ndim - 2)
+        parts = [attend(method.scores, tile, q, keys, segments) for tile in each]
+        outs, tops, totals = zip(*parts, strict=True)
+        along = q.ndim - 2  # positions, the last dimension of all but the results
+        state = State(*(lax.concatenate(x, along) for x in (outs, tops, totals)))
         for tile in rest:
-            state = merge(state, tile, attend(method.scores, tile, q, k, v))
+            state = merge(state, tile, attend(method.scores, tile, q, keys, segments))
         return state
 
-    def add(state: State, k: Array, v: Array, source: Array) -> State:
+    def add(state: State, keys: Keys, source: Array) -> State:
         def compute(state: State) -> State:
-            for tile in method.tiles(length, k.shape[-2], source):
+            for tile in method.tiles(length, keys.k.shape[-2], source):
                 # One tile after the other: their scores are most of the memory.
-                state, keys = lax.optimization_barrier((state, k))
-                state = merge(state, tile, attend(method.scores, tile, q, keys, v))
+                state, k = lax.optimization_barrier((state, keys.k))
+                part = attend(method.scores, tile, q, keys._replace(k=k), segments)
+                state = merge(state, tile, part)
             return state
 
         return method.if_seen(source, compute, state)
 
     def finish(state: State) -> State:
-        return state[0].astype(q.dtype), state[1]
+        return state._replace(out=state.out.astype(q.dtype))
 
     return method.way.gather(
-        (k, v), consume, lambda owner, _: owner, sums=as_it_is, finish=finish, like=like
+        keys, consume, lambda owner, _: owner, sums=as_it_is, finish=finish, like=like
     )
 
 
-def _fwd(method: Method, q: Array, k: Array, v: Array) -> Any:
-    out, logsumexp = _forward(method, q, k, v)
-    residuals = q, k, v, out, logsumexp
-    return method.way.forward_first(out, residuals)
+def _fwd(method: Method, q: Array, keys: Keys) -> Any:
+    state = _forward(method, q, keys)
+    return method.way.forward_first(state.out, (q, keys, state))
 
 
-def _bwd(method: Method, residuals: Any, ct: Array) -> Sums:
-    q, k, v, out, logsumexp = residuals
+def _bwd(method: Method, residuals: tuple[Array, Keys, State], ct: Array) -> tuple[Array, Keys]:
+    q, keys, state = residuals
     dtype = sum_dtype(q.dtype)
-    inner = jnp.sum(out.astype(dtype) * ct.astype(dtype), axis=-1)
-    at, length = Backward(q, ct, logsumexp, inner), q.shape[-2]
+    inner = jnp.sum(state.out.astype(dtype) * ct.astype(dtype), axis=-1)
+    at, length = Backward(q, ct, state, inner, keys.segments), q.shape[-2]
     each, rest = method.own_tiles(length)
     # The first transfer, of keys and values, is shorter than the last, of their gradients.
     first, second = (rest, each) if rest else (each[:-1], each[-1:])
 
-    def add_tiles(tiles: list[Tile], dq: Array, own: Any, k: Array, v: Array) -> tuple[Array, Any]:
+    def add_tiles(tiles: list[Tile], dq: Array, own: Any, keys: Keys) -> tuple[Array, Any]:
         sums: Sums = (dq, *own)
         for number, tile in enumerate(tiles):
             if number:  # as in the forward pass
-                sums, k = lax.optimization_barrier((sums, k))
-            sums = add_gradients(method.scores, tile, at, k, v, sums)
+                sums, k = lax.optimization_barrier((sums, keys.k))
+                keys = keys._replace(k=k)
+            sums = add_gradients(method.scores, tile, at, keys, sums)
         return sums[0], sums[1:]
 
     def visit(dq: Array, visits: Visits) -> tuple[Array, list[Any]]:
         made: list[Any] = []
-        for (k, v), source in visits:
+        for keys, source in visits:
 
-            def compute(state: Any, k: Array = k, v: Array = v, source: Array = source) -> Any:
+            def compute(state: Any, keys: Keys = keys, source: Array = source) -> Any:
                 if made:
-                    state, k = lax.optimization_barrier((state, k))
+                    state, k = lax.optimization_barrier((state, keys.k))
+                    keys = keys._replace(k=k)
                 dq, new = state
-                return add_tiles(method.tiles(length, k.shape[-2], source), dq, new, k, v)
+                return add_tiles(method.tiles(length, keys.k.shape[-2], source), dq, new, keys)
 
-            state = dq, (_zeros(k, dtype), _zeros(v, dtype))
+            state = dq, (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
             dq, new = method.if_seen(source, compute, state)
             made.append(new)
         return dq, made
 
     def begin(dq: Array, own: Any) -> tuple[Array, Any]:
-        return add_tiles(first, dq, own, k, v)
+        return add_tiles(first, dq, own, keys)
 
     def end(dq: Array, own: Any) -> tuple[Array, Any]:
-        return add_tiles(second, dq, own, k, v)
+        return add_tiles(second, dq, own, keys)
 
-    dq, own = _zeros(q, dtype), (_zeros(k, dtype), _zeros(v, dtype))
+    dq, own = _zeros(q, dtype), (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
     chunks = 2 if method.balanced else 1
-    dq, sums = method.way.circulate(
-        *((k, v), dq, own, begin, visit, end),
+    dq, (dk, dv) = method.way.circulate(
+        *(keys, dq, own, begin, visit, end),
         split=lambda block, parts: _split(
             block, parts if length % (parts * chunks) == 0 else 1, chunks
         ),
         join=lambda parts: _join(parts, chunks),
+        summed=lambda keys: (keys.k, keys.v),
     )
-    return dq.astype(q.dtype), sums[0].astype(k.dtype), sums[1].astype(v.dtype)
+    return dq.astype(q.dtype), Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype))
 
 
 attention.defvjp(_fwd, _bwd)

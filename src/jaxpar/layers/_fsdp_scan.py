@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from jaxpar._axis import bind
 from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype

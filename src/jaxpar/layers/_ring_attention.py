@@ -12,10 +12,10 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import check_wire, sum_dtype
-from jaxpar._types import AxisLike, Integer, Number, Order
+from jaxpar._types import AxisLike, Flag, Integer, Integers, Number, Order
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_precision
-from jaxpar.layers._attention_block import Scores
+from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_ring import Method, attention
 from jaxpar.layers._checks import check_whole
 
@@ -27,7 +27,9 @@ def ring_attention(
     v: Array,
     axis: AxisLike,
     *,
-    causal: bool = True,
+    segments: Integers | None = None,
+    lengths: Integers | None = None,
+    causal: Flag = True,
     order: Order = "zigzag",
     scale: Number | None = None,
     precision: PrecisionLike = None,
@@ -40,6 +42,10 @@ def ring_attention(
         `j // (h // g)`.
       v: like k.
       axis: one mesh axis, or a tuple of them in any order, over which the sequence is sharded.
+      segments: local integers `[..., s/n]`, laid out like the positions: packed documents. A query
+        sees keys of its own segment only, and none that is negative.
+      lengths: integers `[...]`, the same on all devices of the ring: of each whole sequence only so
+        many positions count; keys behind them are not seen, and results there are 0.
       causal: a query sees keys up to its own position; all keys if False.
       order: which positions a device holds, ascending either way; without `causal` no matter.
         `"zigzag"`: device `i` chunks `i` and `2n-1-i` of 2n, so that all devices have as much to do
@@ -88,6 +94,9 @@ def ring_attention(
     (2023); this one has two chunks a device in place of stripes.
     """
     ring = bind(axis)
+    flag: Any = causal
+    if not isinstance(flag, bool):
+        raise type_error(f"causal must be True or False, got {causal!r}")
     given: Any = order
     if given not in ("zigzag", "contiguous"):
         raise value_error(f"order must be 'zigzag' or 'contiguous', got {order!r}")
@@ -97,9 +106,10 @@ def ring_attention(
     check_wire(ring.wire_dtype, sum_dtype(q.dtype))
     check_precision(precision)
     zigzag = order == "zigzag" and ring.size > 1  # one device has all positions in either order
-    if causal and zigzag:
+    if zigzag and (causal or lengths is not None):
         _check_even(q.shape, ring)
-    q, k, v = vary_alike(ring.names, q, k, v)
+    ids = _segments(segments, lengths, k, ring, zigzag)
+    q, k, v, ids = vary_alike(ring.names, q, k, v, ids)
     if not q.size or not k.size:
         return q
     *batch, length, heads, size = q.shape
@@ -110,9 +120,8 @@ def ring_attention(
     scores = Scores(_scale(scale, size), precision)
     method = Method(way, causal, zigzag, scores)
     grouped = q.reshape(*batch, length, kv_heads, heads // kv_heads, size)
-    out: Any = attention(
-        method, jnp.moveaxis(grouped, -4, -2), jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2)
-    )
+    keys = Keys(jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2), ids)
+    out: Any = attention(method, jnp.moveaxis(grouped, -4, -2), keys)
     return jnp.moveaxis(out, -2, -4).reshape(q.shape)
 
 
@@ -154,6 +163,38 @@ def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
         )
     early = np.arange(length).reshape(chunks, -1)
     return np.stack([early[:size], early[: size - 1 : -1]], axis=1).reshape(-1)
+
+
+def _segments(segments: Any, lengths: Any, k: Array, ring: Ring, zigzag: bool) -> Array | None:
+    """The segment of each local position, int32[..., 1, s, 1], negative where it does not count."""
+    *batch, length, _, _ = k.shape
+    ids: Array | None = None
+    if segments is not None:
+        ids = _check_integers("segments", segments, (*batch, length), "one for each local position")
+    if lengths is not None:
+        counts = _check_integers("lengths", lengths, tuple(batch), "one for each sequence")
+        counted = _positions(length, ring, zigzag) < counts[..., None]  # [..., s]
+        ids = jnp.where(counted, 0 if ids is None else ids, -1)
+    return None if ids is None else ids[..., None, :, None]
+
+
+def _positions(length: int, ring: Ring, zigzag: bool) -> Array:
+    """The positions of the whole sequence that this device holds, int32[length], ascending."""
+    index, places = ring.index().astype("int32"), jnp.arange(length, dtype="int32")
+    if not zigzag:
+        return index * length + places
+    half = length // 2
+    late = (2 * ring.size - 1 - index) * half - half  # what the second half's places start from
+    return jnp.where(places < half, index * half + places, late + places)
+
+
+def _check_integers(argument: str, given: Any, shape: tuple[int, ...], what: str) -> Array:
+    x = jnp.asarray(given)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
+    if x.shape != shape:
+        raise value_error(f"{argument} has local shape {x.shape}, but must be {shape}, {what} of k")
+    return x.astype("int32")
 
 
 def _scale(given: Any, size: int) -> float:
