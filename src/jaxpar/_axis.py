@@ -59,6 +59,9 @@ class Ring(Axis):
 
     size: int = field(kw_only=True)
 
+    def __post_init__(self) -> None:
+        """What an `Axis` checks was checked; the ring over no axes is one device."""
+
     def __str__(self) -> str:
         name = self.names[0] if len(self.names) == 1 else self.names
         return f"axis {name!r} ({self.size})"

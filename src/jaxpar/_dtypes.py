@@ -53,14 +53,28 @@ def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
 
 
 def check_wire(wire_dtype: Any, summed: Any) -> None:
-    """Raises unless sums of dtype `summed` can travel as `wire_dtype`: both floats, or both not."""
-    if wire_dtype is None:
-        return
-    if jnp.issubdtype(wire_dtype, jnp.inexact) != jnp.issubdtype(summed, jnp.inexact):
+    """Raises unless sums of dtype `summed` can travel as `wire_dtype`: both of one kind."""
+    if wire_dtype is not None and _kind(wire_dtype) != _kind(summed):
         raise type_error(
-            f"wire_dtype={wire_dtype} cannot carry sums of {summed}; choose a "
-            f"{'float' if jnp.issubdtype(summed, jnp.inexact) else 'integer'} dtype, or None"
+            f"wire_dtype={wire_dtype} cannot carry sums of {summed}; choose {_kind(summed)} "
+            "dtype, or None"
         )
+
+
+def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
+    """Raises if `dtype` would lose the fractions or imaginary parts of what is `given`."""
+    order = ["an integer", "a float", "a complex"]
+    if order.index(_kind(dtype)) < order.index(_kind(given)):
+        raise type_error(
+            f"{argument}={dtype} cannot hold {what} of {given} operands; choose {_kind(given)} "
+            "dtype, or None"
+        )
+
+
+def _kind(dtype: Any) -> str:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return "a complex"
+    return "a float" if jnp.issubdtype(dtype, jnp.inexact) else "an integer"
 
 
 def _is_narrow_float(dtype: Any) -> bool:

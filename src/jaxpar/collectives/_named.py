@@ -1,5 +1,8 @@
 """Ring forms of all-gather, reduce-scatter and all-reduce, with the results of `jax.lax`'s own."""
 
+import operator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax

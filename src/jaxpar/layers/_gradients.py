@@ -73,7 +73,7 @@ def value_and_grad(
         shares of the whole over `axis` (each device has its own), and replicated over
         all other axes of the shard_map.
       axis: one mesh axis, or a tuple of them in any order: all that losses are shared over,
-        such as those that shard the batch or the sequence.
+        such as those that shard the batch or the sequence; `()` where every device has all of it.
       specs: pytree prefix of `PartitionSpec`s for params, those of `in_specs`. Needed under
         `check_vma=False`; under `check_vma=True` types say as much, and specs are checked.
       microbatches: the number of parts into which dimension 0 of every batch leaf is cut. They run
@@ -117,8 +117,8 @@ def value_and_grad(
     limit = check_bucket(bucket_bytes)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
-        ring = bind(axis)
-        checked = checks_varying(ring.names)
+        ring = bind(axis) if axis != () else Ring((), size=1)
+        checked = checks_varying(manual_axes())
         params = jax.tree_util.tree_map_with_path(_check_parameter, params)
         sharded = sharded_axes(params, specs)
         # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
@@ -186,7 +186,7 @@ def _accumulate(
 
 
 def _pair(result: Any) -> tuple[Any, Any]:
-    if not isinstance(result, tuple) or len(result) != 2:
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], tuple):
         raise type_error(
             f"with has_aux loss_fn must return ((loss_sum, weight), aux), got {_kind(result)}"
         )
@@ -199,6 +199,11 @@ def _local_loss(result: Any, ring: Ring) -> tuple[Array, Array]:
         raise type_error(
             f"loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
             "sum of the losses and their number"
+        )
+    if isinstance(result[0], tuple):
+        raise type_error(
+            "loss_fn returned ((loss_sum, weight), aux); pass has_aux=True, or return "
+            "(loss_sum, weight) alone"
         )
     loss, weight = _check_scalars(*result)
     for argument, x in (("loss_sum", loss), ("weight", weight)):
@@ -213,7 +218,10 @@ def _local_loss(result: Any, ring: Ring) -> tuple[Array, Array]:
 
 
 def _kind(result: Any) -> str:
-    return f"a tuple of {len(result)}" if isinstance(result, tuple) else "no tuple"
+    if not isinstance(result, tuple):
+        return "no tuple"
+    inside = ", ".join("a tuple" if isinstance(x, tuple) else "no tuple" for x in result)
+    return f"a tuple of {len(result)} ({inside})"
 
 
 def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Array, Array]:
@@ -225,6 +233,8 @@ def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Array, Array]:
             )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise type_error(f"loss_sum must be a float, got {loss.dtype}; cast it")
+    if jnp.iscomplexobj(weight):
+        raise type_error(f"weight must be a real number, got {weight.dtype}; take its real part")
     return loss, weight
 
 
@@ -260,7 +270,7 @@ def _widened(x: Array) -> Array:
 
 
 def _total(x: Array, ring: Ring) -> Array:
-    return lax.psum(vary_over(ring.names, x), ring.names)
+    return lax.psum(vary_over(ring.names, x), ring.names) if ring.names else x
 
 
 def _quotient(x: Array, weight: Array, count: int = 1) -> Array:

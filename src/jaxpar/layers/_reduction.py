@@ -72,7 +72,7 @@ def global_norm(tree: Any, *, specs: Any = None) -> Array:
     """Computes the Euclidean norm of a pytree of shards, as if they were whole.
 
     Args:
-      tree: pytree of local float arrays, each replicated over the mesh axes that it is not sharded
+      tree: pytree of local arrays, each replicated over the mesh axes that it is not sharded
         over, such as the gradients of `value_and_grad`.
       specs: pytree prefix of `PartitionSpec`s, as `in_specs`. Needed under `check_vma=False`; under
         `check_vma=True` types say over which axes a leaf is sharded, and specs are checked.
@@ -98,7 +98,8 @@ def global_norm(tree: Any, *, specs: Any = None) -> Array:
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     squares: dict[tuple[str, ...], Array] = {}
     for leaf, axes in zip(leaves, sharded_axes(tree, specs), strict=True):
-        wide = jnp.abs(leaf.astype(addition_dtype(leaf.dtype)))
+        exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # its squares would overflow
+        wide = jnp.abs(leaf.astype("float32" if exact else addition_dtype(leaf.dtype)))
         key, square = tuple(sorted(axes)), jnp.sum(wide * wide)
         squares[key] = _add(squares[key], square) if key in squares else square
     total = jnp.zeros((), "float32")

@@ -215,7 +215,17 @@ def gated_mlp(
             f"w_gate has local shape {w_gate.shape} and w_up {w_up.shape}; both need as "
             "many columns"
         )
+
     # Kept for the backward pass are gate, up and what they make, but not what is between.
-    join = jax.checkpoint(lambda gate, up: (activation(gate) * up).astype(w_down.dtype))
+    @jax.checkpoint
+    def join(gate: Array, up: Array) -> Array:
+        active = activation(gate)
+        if active.shape != gate.shape:
+            raise value_error(
+                f"activation returned local shape {active.shape} for {gate.shape}; it must be "
+                "elementwise"
+            )
+        return (active * up).astype(w_down.dtype)
+
     hidden: Any = join(gate, up)
     return layer.rows(hidden, {"w_down": w_down}, b_down, out)

@@ -5,13 +5,12 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jaxpar._axis import Ring
-from jaxpar._calls import type_error, value_error
+from jaxpar._calls import value_error
 from jaxpar._choice import Problem, choose_way
-from jaxpar._dtypes import as_dtype, check_wire, result_dtype, sum_dtype
+from jaxpar._dtypes import as_dtype, check_holds, check_wire, result_dtype, sum_dtype
 from jaxpar._types import Operand
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_divides, check_precision
@@ -42,11 +41,7 @@ class Call:
         preferred = self.arithmetic.preferred_element_type
         if preferred is None:
             return result_dtype(lhs.dtype)
-        if jnp.issubdtype(lhs.dtype, jnp.inexact) and not jnp.issubdtype(preferred, jnp.inexact):
-            raise type_error(
-                f"preferred_element_type={preferred} cannot hold products of "
-                f"{lhs.dtype} operands; choose a float dtype, or None"
-            )
+        check_holds("preferred_element_type", preferred, lhs.dtype, "products")
         return preferred
 
     def wire_dtype(self, lhs: Array) -> Any:

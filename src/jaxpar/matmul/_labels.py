@@ -92,6 +92,11 @@ def local_sizes(
             f"{rhs.dtype}{list(rhs.shape)}; cast one of them with .astype, and choose the dtype of "
             "the result with preferred_element_type"
         )
+    if lhs.dtype == bool:
+        raise type_error(
+            f"lhs and rhs are bool{list(lhs.shape)} and bool{list(rhs.shape)}, which have no sums; "
+            "cast them to int8 to count, with .astype"
+        )
     sizes: dict[str, int] = {}
     for name, x, letters in (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs)):
         for dim, label in enumerate(letters):
