@@ -104,22 +104,21 @@ def _fwd(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> tuple[Array, A
     top = lax.pmax(highest, names)
     total, aimed = lax.psum(jnp.stack([total * jnp.exp(highest - top), aimed]), names)
     log_total = jnp.log(total)
-    logsumexp = (top + log_total).reshape(labels.shape)
     # The difference of the large numbers first: it is exact where they are close.
     losses = (log_total + (top - aimed)).reshape(labels.shape)
     if loss.z_loss:
-        losses = losses + loss.z_loss * logsumexp**2
+        losses = losses + loss.z_loss * (top + log_total).reshape(labels.shape) ** 2
     losses = jnp.where((labels >= 0) & (labels < loss.vocabulary), losses, jnp.nan)
     losses = jnp.where(labels == loss.ignore_label, 0, losses)
     if loss.dim is not None:
         length = labels.shape[loss.dim] // loss.ring.size
         start = loss.ring.index() * length
         losses = lax.dynamic_slice_in_dim(losses, start, length, loss.dim)
-    return losses, (x, w, labels, logsumexp)
+    return losses, (x, w, labels, top, log_total)
 
 
 def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, None]:
-    x, w, labels, logsumexp = residuals
+    x, w, labels, top, log_total = residuals
     names = loss.ring.names
     whole = loss.whole(x)
     if loss.dim is not None:
@@ -130,11 +129,13 @@ def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, No
     ct = jnp.where(labels == loss.ignore_label, 0, ct)
 
     def step(dw: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        rows, labels, logsumexp, ct = chunk
+        rows, labels, top, log_total, ct = chunk
         rows, logits, columns = loss.logits(rows, w, labels)
         target = loss.target(columns, labels, logits.dtype)
-        softmax = jnp.exp(logits - logsumexp[:, None])
-        slope = softmax * (1 + 2 * loss.z_loss * logsumexp)[:, None] - target
+        # Not less their sum, the logarithm of all: in float32 it has lost, where logits are large,
+        # the digits by which the softmax sums to 1, and the gradient of all logits to 0.
+        softmax = jnp.exp((logits - top[:, None]) - log_total[:, None])
+        slope = softmax * (1 + 2 * loss.z_loss * (top + log_total))[:, None] - target
         # In the dtype of the operands, as a matmul's cotangent has it.
         slope = jnp.where(columns < loss.vocabulary, slope * ct[:, None], 0).astype(w.dtype)
         multiply = partial(
@@ -143,7 +144,7 @@ def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, No
         return dw + multiply("td,tv->dv", rows, slope), multiply("tv,dv->td", slope, w)
 
     zeros = vary_over(varying_axes(w), jnp.zeros(w.shape, sum_dtype(w.dtype)))
-    numbers = (loss.chunks(part) for part in (logsumexp, ct))
+    numbers = (loss.chunks(part) for part in (top, log_total, ct))
     chunks = loss.chunks(whole, features=1), loss.chunks(labels, loss.ignore_label), *numbers
     dw, dx = lax.scan(step, zeros, chunks)
     dx = dx.reshape(-1, dx.shape[-1])[: labels.size].reshape(whole.shape)

@@ -70,7 +70,7 @@ def vocabulary_parallel_cross_entropy(
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
     sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is
     summed; or, with a `sequence_dim`, (n-1)/n of `x` forward, the same backward, and of its
-    gradient. It keeps its operands, all labels and one number for each token.
+    gradient. It keeps its operands, all labels and two numbers for each token.
 
     Example:
       >>> mesh = make_mesh("tp=8")

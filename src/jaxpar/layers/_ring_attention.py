@@ -70,7 +70,7 @@ def ring_attention(
     Cost: a device sends (n-1)/n of all keys and values, n-1 blocks one way or n/2 each way, each
     beside the attention of the block before. A step computes two matmuls of `(s/n)^2 h e`
     multiplications, half of that where causal and zigzag. Kept for the backward pass are q, k, v,
-    the result and one float32 a query and head. That pass sends keys and values once more, and one
+    the result and two float32 a query and head. That pass sends keys and values once more, and one
     step behind each block its gradients, in the wire's dtype, all the way round: n-1 steps, in
     which both ways each direction carries half of the keys (one way if s/n is not divisible by 2,
     in causal zigzag order by 4). A step computes five matmuls. Scores are never kept; at one time
