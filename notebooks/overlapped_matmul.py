@@ -294,7 +294,7 @@ def qkv(x, w):  # x: f32[m/8, k], w: f32[k, n/8]
     return jaxpar.all_gather_matmul(x, (w, w, w), "tp", mode="unidirectional")
 
 
-def fsdp(x, w):  # x: f32[m/8, k], w: f32[k/8, n]; gather="rhs" along its axis 0
+def fsdp(x, w):  # x: f32[m/8, k], w: f32[k/8, n]; gather="rhs" along its dimension 0
     return jaxpar.all_gather_matmul(x, w, "tp", gather="rhs", dim=0, mode="unidirectional")
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxpar import Axis
 from jaxpar.layers import (
     fsdp_gather,
     fsdp_scan,
@@ -51,6 +52,8 @@ def loss_sum(
       stacked, or None. tokens are int32[b, s/cp], labels int32[b, s/(cp*tp)].
     """
 
+    tp, fsdp = (Axis(name, mode=mode) for name in ("tp", "fsdp"))
+
     def function(
         params: Any, tokens: Array, labels: Array
     ) -> tuple[tuple[Array, Array], Statistics | None]:
@@ -60,25 +63,24 @@ def loss_sum(
         if model.experts:  # a choice between experts does not bear rounding
             params["layers"]["router"] = routers
         embedding = gather(params, "embedding")  # [V/tp, d]
-        x = vocabulary_parallel_embedding(tokens, embedding, "tp", sequence_dim=-2)
+        x = vocabulary_parallel_embedding(tokens, embedding, tp, sequence_dim=-2)
         # x: [b, s/(cp*tp), d], and so it stays from layer to layer
 
-        axes = {name: weight.fsdp_dim(1) for name, weight in table["layers"].items()}
-        scan = scan_naively if mode == "naive" else partial(fsdp_scan, mode=mode)
+        dims = {name: weight.fsdp_dim(1) for name, weight in table["layers"].items()}
+        scan = scan_naively if mode == "naive" else fsdp_scan
         layer = partial(apply_layer, labels != PADDING)
         state = (x, no_statistics(model))
-        x, found = scan(layer, params["layers"], state, "fsdp", axis=axes)
+        x, found = scan(layer, params["layers"], state, fsdp, dim=dims)
         x = rms_norm(x, params["final_norm"])
         logits = embedding.T if model.tied else gather(params, "logits")  # [d, V/tp]
         losses = vocabulary_parallel_cross_entropy(
             x,
             logits,
             jnp.maximum(labels, IGNORE),
-            "tp",
+            tp,
             vocabulary=model.vocabulary,
             sequence_dim=-2,
             ignore_label=IGNORE,
-            mode=mode,
         )
         loss, weight = losses.sum(), (labels >= 0).sum().astype(losses.dtype)
         if training is not None and found is not None:
@@ -88,7 +90,7 @@ def loss_sum(
 
     def gather(params: Any, name: str) -> Array:
         weight: Weight = table[name]
-        return fsdp_gather(params[name], "fsdp", dim=weight.fsdp_dim(0), mode=mode)
+        return fsdp_gather(params[name], fsdp, dim=weight.fsdp_dim(0))
 
     def apply_layer(is_token: Array, w: Any, state: Any) -> Any:
         x, found = state
@@ -99,15 +101,14 @@ def loss_sum(
             w["key"],
             w["value"],
             w["output"],
-            "tp",
+            tp,
             attend,
             heads=model.heads,
             kv_heads=model.kv_heads,
-            mode=mode,
         )
         normed = rms_norm(x, w["mlp_norm"])
         if not model.experts:
-            return x + gated_mlp(normed, w["gate"], w["up"], w["down"], "tp", mode=mode), found
+            return x + gated_mlp(normed, w["gate"], w["up"], w["down"], tp), found
         made, new = mixture(model, w, normed, is_token, dispatch)
         return x + made, append(found, new)
 
@@ -119,12 +120,12 @@ def loss_sum(
     return function
 
 
-def scan_naively(layer: Any, stacked: Any, state: Any, axis: Any, *, dim: Any) -> Any:
+def scan_naively(layer: Any, stacked: Any, state: Any, axis: Axis, *, dim: Any) -> Any:
     """What `fsdp_scan` is measured against: each layer gathers its weights, and then computes."""
 
     @jax.checkpoint
     def apply(state: Any, shards: Any) -> Any:
-        return layer(fsdp_gather(shards, axis, dim=axis, mode="naive"), state)
+        return layer(fsdp_gather(shards, axis, dim=dim), state)
 
     # What a layer hands on varies over all that its weights vary over.
     x, found = state

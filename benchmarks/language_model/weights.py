@@ -26,18 +26,18 @@ class Weight:
     """One weight: a leaf of the tables below."""
 
     shape: tuple[int, ...]  # logical
-    padded: tuple[int, ...]  # what the mesh divides; padding is zeros at the end of an axis
+    padded: tuple[int, ...]  # what the mesh divides; padding is zeros at the end of a dimension
     spec: P
     std: float | None  # of the uniform distribution that it starts from; None: ones
 
     @cached_property
     def logical_spec(self) -> P:
-        """The shards of the logical array: whole along an axis that has padding."""
+        """The shards of the logical array: whole along a dimension that has padding."""
         sizes = zip(self.spec, self.shape, self.padded, strict=True)
         return P(*(name if size == padded else None for name, size, padded in sizes))
 
     def fsdp_dim(self, stacked: int) -> int | None:
-        """The axis that fsdp shards, counted behind the axis of layers; None where it does not."""
+        """The dimension that fsdp shards, counted behind that of layers; None where it does not."""
         return self.spec.index("fsdp") - stacked if "fsdp" in self.spec else None
 
 

@@ -24,6 +24,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar import Axis
 from jaxpar.cli._processes import answer, one_line
 from jaxpar.layers import (
     fsdp_gather,
@@ -37,7 +38,6 @@ from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 
 LAYERS = 2
-WIRE = {"wire_dtype": "bfloat16"}  # as the other forms send
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Step:
         matrices = self.model.weights()
         sharded = {0: P(None, "tp", FSDP), 1: P(None, FSDP, "tp")}
         self.specs = {name: sharded[along] for name, (_, along) in matrices.items()}
-        self.axis: dict[str, int | None] = {n: 1 - along for n, (_, along) in matrices.items()}
+        self.dims: dict[str, int | None] = {n: 1 - along for n, (_, along) in matrices.items()}
         self.shapes: dict[str, tuple[int, ...]] = {n: shape for n, (shape, _) in matrices.items()}
         for norm in ("attention_norm", "mlp_norm"):
-            self.specs[norm], self.axis[norm] = P(), None
+            self.specs[norm], self.dims[norm] = P(), None
             self.shapes[norm] = (self.model.width,)
         self.states = P(FSDP, ("cp", "tp"))
 
@@ -126,12 +126,12 @@ class Step:
 
     def overlapped(self, weights: Any, x: Array) -> Array:
         layer = partial(self.layer, mode="auto")
-        return self.loss(fsdp_scan(layer, weights, x, FSDP, dim=self.axis, **WIRE))
+        return self.loss(fsdp_scan(layer, weights, x, over(FSDP, "auto"), dim=self.dims))
 
     def naive(self, weights: Any, x: Array) -> Array:
         @jax.checkpoint
         def layer(x: Array, shards: Any) -> Array:
-            whole = fsdp_gather(shards, FSDP, dim=self.axis, mode="naive", **WIRE)
+            whole = fsdp_gather(shards, over(FSDP, "naive"), dim=self.dims)
             return self.layer(whole, x, mode="naive")
 
         return self.loss(lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0])
@@ -143,9 +143,10 @@ class Step:
         normed = rms_norm(x, w["attention_norm"])
         weights = (w[name] for name in ("query", "key", "value", "output"))
         heads = {"heads": self.model.heads, "kv_heads": self.model.kv_heads}
-        x = x + parallel_attention(normed, *weights, "tp", attend, **heads, mode=mode, **WIRE)
+        tp = over("tp", mode)
+        x = x + parallel_attention(normed, *weights, tp, attend, **heads)
         normed = rms_norm(x, w["mlp_norm"])
-        return x + gated_mlp(normed, w["gate"], w["up"], w["down"], "tp", mode=mode, **WIRE)
+        return x + gated_mlp(normed, w["gate"], w["up"], w["down"], tp)
 
     def plain(self, weights: Any, x: Array) -> Array:
         """The same on global arrays; attention in a shard_map of its own, as kernels are."""
@@ -169,6 +170,11 @@ class Step:
 
         y = lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0]
         return jnp.mean(y.astype(jnp.float32) ** 2)
+
+
+def over(names: str | tuple[str, ...], mode: Any) -> Axis:
+    """The axes in a mode; sums travel in bfloat16, as the other forms send them."""
+    return Axis(names, mode=mode, wire_dtype="bfloat16")
 
 
 def attend(q: Array, k: Array, v: Array) -> Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh
+from jaxpar import Axis, make_mesh
 from jaxpar.layers import head_layout, parallel_attention
 from jaxpar.testing import assert_matches_reference, count_collectives
 
@@ -115,7 +115,7 @@ def test_padding():
         "5 = 1 x 3 + 2; pass the unsharded array, and the dimension of its heads"
     )
     with pytest.raises(
-        ValueError, match=r"HeadLayout\.pad_output: axis=2 is out of range for a local shape"
+        ValueError, match=r"HeadLayout\.pad_output: dim=2 is out of range for a local shape"
     ):
         layout.pad_output(o, dim=2)
 
@@ -148,8 +148,9 @@ def test_any_number_of_heads(heads, kv_heads, n, dim, mode, check_vma):
     in_specs, tokens = specs(layout, dim, biases=True)
 
     def layer(*args):
-        options = {"heads": heads, "kv_heads": kv_heads, "sequence_dim": dim, "mode": mode}
-        return parallel_attention(*args[:5], "tp", attend, biases=args[5:], **options)
+        options = {"heads": heads, "kv_heads": kv_heads, "sequence_dim": dim}
+        axis = Axis("tp", mode=mode)
+        return parallel_attention(*args[:5], axis, attend, biases=args[5:], **options)
 
     assert_matches_reference(
         layer,
@@ -215,16 +216,15 @@ def test_weights_over_two_axes(heads, kv_heads, mesh_axes, w_q, w_o, axes, first
     def layer(*args):
         return parallel_attention(
             *args[:5],
-            "tp",
+            Axis("tp", mode="naive"),
             attend,
             heads=heads,
             kv_heads=kv_heads,
             biases=(args[5], None, None, None),
             sequence_dim=dim,
-            fsdp_axis="fsdp",
+            fsdp_axis=Axis("fsdp", mode="naive"),
             fsdp_dim=axes,
             fsdp_first=first,
-            mode="naive",
         )
 
     assert_matches_reference(
@@ -297,7 +297,7 @@ def test_projections_share_one_gather(kv_heads, mode, forward, backward, check_v
     in_specs, tokens = specs(layout, -2)
     mapped = jax.shard_map(
         lambda *args: parallel_attention(
-            *args, "tp", attend, heads=4, kv_heads=kv_heads, mode=mode
+            *args, Axis("tp", mode=mode), attend, heads=4, kv_heads=kv_heads
         ),
         mesh=line(4),
         in_specs=in_specs,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh
+from jaxpar import Axis, make_mesh
 from jaxpar._jaxprs import subjaxprs
 from jaxpar.layers import (
     scatter_region,
@@ -54,26 +54,26 @@ ALL = {"vocabulary": 13, "label_smoothing": 0.2, "z_loss": 0.05}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "names", "options", "check_vma"),
+    ("mesh", "axis", "options", "check_vma"),
     [
-        ("dp=2,tp=4", "tp", {**ALL, "chunk": 4, "mode": "unidirectional"}, (True, False)),
-        ("dp=2,tp=4", "tp", {**ALL, "chunk": 5, "sequence_dim": -2, "mode": "bidirectional"},
+        ("dp=2,tp=4", Axis("tp", mode="unidirectional"), {**ALL, "chunk": 4}, (True, False)),
+        ("dp=2,tp=4", Axis("tp", mode="bidirectional"), {**ALL, "chunk": 5, "sequence_dim": -2},
          True),
         ("a=2,dp=1,b=4", ("b", "a"), {**ALL, "chunk": 7, "sequence_dim": 1}, False),
         ("a=2,dp=1,b=4", ("b", "a"), {"ignore_label": 3, "label_smoothing": 1.0}, True),
         ("tp=1,dp=2", "tp", {"sequence_dim": 0, "vocabulary": 15, "chunk": 1}, False),
     ],
 )  # fmt: skip
-def test_losses_and_gradients(mesh, names, options, check_vma):
+def test_losses_and_gradients(mesh, axis, options, check_vma):
     """In two cases a device has padding only. Tokens that are ignored may be anything."""
-    dim = options.get("sequence_dim")
+    dim, names = options.get("sequence_dim"), axis.names if isinstance(axis, Axis) else axis
     labels = labels_below(
         options.get("vocabulary", 16), 2, 8, ignore=options.get("ignore_label", -1)
     )
     x = np.where((labels == -1)[..., None], np.float32(np.nan), normal(2, 8, 3))
     spec = {None: P("dp"), 0: P(("dp", "tp"))}.get(dim, P("dp", names))
     assert_matches_reference(
-        lambda *args: vocabulary_parallel_cross_entropy(*args, names, **options),
+        lambda *args: vocabulary_parallel_cross_entropy(*args, axis, **options),
         reference(**options),
         *(x, normal(3, 16), labels),
         mesh=mesh_of(mesh),
@@ -93,7 +93,7 @@ def test_logits_of_16_bit_operands_are_float32(sequence_dim):
     def test(**options):
         assert_matches_reference(
             lambda *args: vocabulary_parallel_cross_entropy(
-                *args, "tp", sequence_dim=sequence_dim, wire_dtype="bfloat16"
+                *args, Axis("tp", wire_dtype="bfloat16"), sequence_dim=sequence_dim
             ),
             reference(),
             *(x, w, labels_below(24, 8)),
@@ -265,12 +265,12 @@ def test_only_logits_of_a_chunk_ever_exist(sequence_dim):
 # -- errors -------------------------------------------------------------------------------------
 
 
-def error(kind, x=(6, 3), w=(3, 4), labels=(6,), spec=REPLICATED, **options):
+def error(kind, x=(6, 3), w=(3, 4), labels=(6,), spec=REPLICATED, axis="tp", **options):
     x, w = (a if hasattr(a, "dtype") else jnp.ones(a) for a in (x, w))
     labels = labels if hasattr(labels, "dtype") else jnp.zeros(labels, "int32")
 
     def body(labels):
-        vocabulary_parallel_cross_entropy(x, w, labels, "tp", **options)
+        vocabulary_parallel_cross_entropy(x, w, labels, axis, **options)
         return 0
 
     mapped = jax.shard_map(body, mesh=make_mesh("dp=2,tp=4"), in_specs=spec, out_specs=P())
@@ -325,5 +325,7 @@ def test_options_out_of_range():
         "sequence_dim=1 is the last dimension of x, local shape (6, 3), which holds features; "
         "choose one before it, such as -2"
     )
-    assert error(ValueError, mode="ring").startswith("mode must be one of naive")
-    assert error(TypeError, wire_dtype="int8").startswith("wire_dtype=int8 cannot carry sums of")
+    narrow = Axis("tp", wire_dtype="int8")
+    assert error(TypeError, axis=narrow).startswith("wire_dtype=int8 cannot carry sums of")
+    with pytest.raises(ValueError, match=r"^Axis: mode must be one of naive"):
+        Axis("tp", mode="ring")

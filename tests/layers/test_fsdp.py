@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh
+from jaxpar import Axis, make_mesh
 from jaxpar.layers import fsdp_gather, fsdp_linear, fsdp_scan
 from jaxpar.testing import assert_matches_reference, count_collectives
 
@@ -26,7 +26,7 @@ def mesh_of(text):
 
 
 @pytest.mark.parametrize(
-    ("mode", "axis", "sharded_bias", "check_vma"),
+    ("mode", "dim", "sharded_bias", "check_vma"),
     [
         ("naive", 0, True, True),
         ("unidirectional", 1, False, True),
@@ -34,10 +34,10 @@ def mesh_of(text):
         ("auto", 1, True, False),
     ],
 )
-def test_linear(mode, axis, sharded_bias, check_vma):
-    spec = P("f") if axis == 0 else P(None, "f")
+def test_linear(mode, dim, sharded_bias, check_vma):
+    spec = P("f") if dim == 0 else P(None, "f")
     assert_matches_reference(
-        lambda x, w, b: fsdp_linear(x, w, "f", bias=b, dim=axis, mode=mode),
+        lambda x, w, b: fsdp_linear(x, w, Axis("f", mode=mode), bias=b, dim=dim),
         lambda x, w, b: x @ w + b,
         normal(4, 2, 8),
         normal(8, 12),
@@ -60,7 +60,7 @@ def test_linear(mode, axis, sharded_bias, check_vma):
 )
 def test_linear_over_several_axes(mesh, axes, mode, check_vma):
     assert_matches_reference(
-        lambda x, w: fsdp_linear(x, w, axes, mode=mode),
+        lambda x, w: fsdp_linear(x, w, Axis(axes, mode=mode)),
         lambda x, w: x @ w,
         normal(12, 2, 12),
         normal(12, 4),
@@ -92,7 +92,7 @@ def saved_by(function, mesh, *args, in_specs):
 @pytest.mark.parametrize("mode", MODES)
 def test_linear_keeps_the_shards(mode):
     shapes = saved_by(
-        lambda x, w: fsdp_linear(x, w, "f", mode=mode),
+        lambda x, w: fsdp_linear(x, w, Axis("f", mode=mode)),
         mesh_of("f=4"),
         normal(4, 24),
         normal(24, 12),
@@ -114,7 +114,7 @@ def test_gather(mesh, axes, mode, check_vma):
     size = mesh_of(mesh).size
     assert_matches_reference(
         lambda tree: jax.tree.map(
-            lambda x: x[None], fsdp_gather(tree, axes, dim={"w": -1, "b": None}, mode=mode)
+            lambda x: x[None], fsdp_gather(tree, Axis(axes, mode=mode), dim={"w": -1, "b": None})
         ),
         lambda tree: {"w": np.stack([tree["w"]] * size), "b": np.stack([tree["b"]] * size)},
         {"w": normal(3, 2, 24), "b": normal(5)},
@@ -155,7 +155,7 @@ def stack_of(layers, k=6, hidden=4):
 )
 def test_scan(mode, layers, check_vma):
     assert_matches_reference(
-        lambda stack, x: fsdp_scan(layer, stack, x, "f", dim=SHARDED, mode=mode),
+        lambda stack, x: fsdp_scan(layer, stack, x, Axis("f", mode=mode), dim=SHARDED),
         network_in_numpy,
         stack_of(layers),
         normal(4, 6),
@@ -177,7 +177,7 @@ def test_scan(mode, layers, check_vma):
 )
 def test_scan_over_several_axes(mesh, axes, data, mode, check_vma):
     assert_matches_reference(
-        lambda stack, x: fsdp_scan(layer, stack, x, axes, dim=SHARDED, mode=mode),
+        lambda stack, x: fsdp_scan(layer, stack, x, Axis(axes, mode=mode), dim=SHARDED),
         network_in_numpy,
         stack_of(3, k=12),
         normal(24, 12),
@@ -287,7 +287,8 @@ def test_gradients_beside_integers():
         return x @ (tree["w"] * tree["use"].astype(x.dtype))
 
     def fn(tree, x):  # what no gradient travels for, wire_dtype says nothing about
-        return apply(fsdp_gather(tree, "f", mode="bidirectional", wire_dtype="float32"), x)
+        axis = Axis("f", mode="bidirectional", wire_dtype="float32")
+        return apply(fsdp_gather(tree, axis), x)
 
     specs = {"w": P("f"), "use": P("f")}
     assert_matches_reference(
@@ -307,7 +308,7 @@ def test_scan_sends_no_gradients_of_integers():
 
     specs = {"w": P(None, "f"), "use": P(None, "f")}
     run = jax.shard_map(
-        partial(fsdp_scan, layer, axis="f", mode="naive", wire_dtype="float32"),
+        partial(fsdp_scan, layer, axis=Axis("f", mode="naive", wire_dtype="float32")),
         mesh=mesh_of("f=4"),
         in_specs=(specs, P("f")),
         out_specs=P("f"),
@@ -336,7 +337,7 @@ def test_scan_keeps_inputs_and_shards_only():
 def test_scan_gathers_each_layer_once_forward_and_once_backward():
     mesh, layers = mesh_of("f=4"), 5
     run = jax.shard_map(
-        partial(fsdp_scan, lambda w, x: jnp.tanh(x @ w), axis="f", mode="naive"),
+        partial(fsdp_scan, lambda w, x: jnp.tanh(x @ w), axis=Axis("f", mode="naive")),
         mesh=mesh,
         in_specs=(P(None, "f"), P("f")),
         out_specs=P("f"),
@@ -361,9 +362,12 @@ def test_bf16_gradients_are_summed_in_float32():
     )
 
 
-def run_scan(layer_fn, stack, x, **options):
+NARROW = Axis("f", wire_dtype="int8")
+
+
+def run_scan(layer_fn, stack, x, axis="f", **options):
     return jax.shard_map(
-        lambda stack, x: fsdp_scan(layer_fn, stack, x, "f", **options),
+        lambda stack, x: fsdp_scan(layer_fn, stack, x, axis, **options),
         mesh=mesh_of("f=4"),
         in_specs=P(),
         out_specs=P(),
@@ -380,14 +384,25 @@ def keep(w, x):
     [
         (TypeError, r"float32\[4\], and it returned float32\[2\]", lambda w, x: x[:2], (2, 4), {}),
         (ValueError, r"at least 1, got local shapes \[\(0, 4\)\]", keep, (0, 4), {}),
-        (ValueError, r"axis=1 is out of range for a local shape \(4,\)", keep, (2, 4), {"axis": 1}),
-        (ValueError, r"neither an integer, None nor a prefix", keep, (2, 4), {"axis": (0, 1)}),
-        (ValueError, r"mode must be one of", keep, (2, 4), {"mode": "fast"}),
+        (ValueError, r"dim=1 is out of range for a local shape \(4,\)", keep, (2, 4), {"dim": 1}),
+        (
+            ValueError,
+            r"dim=\(0, 1\) is neither an integer, None nor a prefix",
+            keep,
+            (2, 4),
+            {"dim": (0, 1)},
+        ),
+        (TypeError, r"wire_dtype=int8 cannot carry", keep, (2, 4), {"axis": NARROW}),
     ],
 )
 def test_errors_of_scan(error, text, layer_fn, shapes, options):
     with pytest.raises(error, match=f"fsdp_scan: .*{text}"):
         run_scan(layer_fn, normal(*shapes), normal(4), **options)
+
+
+def test_an_unknown_mode():
+    with pytest.raises(ValueError, match=r"^Axis: mode must be one of"):
+        run_scan(keep, normal(2, 4), normal(4), axis=Axis("f", mode="fast"))
 
 
 def test_stacks_of_different_lengths():

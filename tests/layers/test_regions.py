@@ -50,7 +50,7 @@ def test_copy_and_reduce(sizes, names, check_vma):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "names", "axis", "check_vma"),
+    ("sizes", "names", "dim", "check_vma"),
     [
         ((3,), "x", 0, False),
         ((2, 3), ("y", "x"), -1, True),
@@ -59,16 +59,16 @@ def test_copy_and_reduce(sizes, names, check_vma):
     ],
     ids=str,
 )
-def test_gather_and_scatter(sizes, names, axis, check_vma):
+def test_gather_and_scatter(sizes, names, dim, check_vma):
     """A block of a square of the whole; each goes into a sum, so that cotangents differ."""
     mesh = mesh_of(sizes)
     n = size_of(mesh, names)
     x = normal(2 * n, 3 * n)
-    spec = P(names) if axis == 0 else P(None, names)
+    spec = P(names) if dim == 0 else P(None, names)
 
     def fn(x):
-        whole = gather_region({"x": x}, names, dim=axis)["x"]
-        return scatter_region(jnp.sin(whole) * jnp.sum(whole), names, dim=axis), whole
+        whole = gather_region({"x": x}, names, dim=dim)["x"]
+        return scatter_region(jnp.sin(whole) * jnp.sum(whole), names, dim=dim), whole
 
     assert_matches_reference(
         fn,
@@ -206,8 +206,8 @@ def test_a_dimension_that_the_axis_does_not_divide():
 
 @pytest.mark.parametrize("fn", [gather_region, scatter_region], ids=lambda fn: fn.__name__)
 def test_a_dimension_that_is_not_there(fn):
-    assert error(lambda x: fn(x, "x", axis=2)) == (
-        f"{fn.__name__}: axis=2 is out of range for a local shape (4, 6), which has 2 dimensions; "
+    assert error(lambda x: fn(x, "x", dim=2)) == (
+        f"{fn.__name__}: dim=2 is out of range for a local shape (4, 6), which has 2 dimensions; "
         "choose from -2 to 1"
     )
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpar import Axis
 from jaxpar.collectives import _in_turns
 from jaxpar.layers import ring_attention, zigzag_order
 from jaxpar.testing import assert_matches_reference, count_collectives, tolerance
@@ -78,7 +79,7 @@ def places_of(order, length, size):
 def check(mesh, axis, shape, kv_heads, *, order="zigzag", causal=True, dtype="float64", **how):
     """Compares values and gradients; `shape` is [batch, local length, heads, size]."""
     batch, length, heads, size = shape
-    names = (axis,) if isinstance(axis, str) else axis
+    names = axis.names
     devices = int(np.prod([mesh.shape[name] for name in names]))
     check_vma = how.pop("check_vma")
     length *= devices
@@ -92,8 +93,8 @@ def check(mesh, axis, shape, kv_heads, *, order="zigzag", causal=True, dtype="fl
             fn = jax.shard_map(
                 lambda *args: ring_attention(*args, axis, causal=causal, order=order, **how),
                 mesh=mesh,
-                in_specs=P(None, axis),
-                out_specs=P(None, axis),
+                in_specs=P(None, names),
+                out_specs=P(None, names),
                 check_vma=vma,
             )
             compare(jax.jit(vjp, static_argnums=0)(fn, ct, q, k, v), expected)
@@ -125,7 +126,8 @@ def compare(found, expected):
     ],
 )
 def test_causal(size, length, order, mode, check_vma):
-    check(line(size), "x", (2, length, 4, 3), 2, order=order, mode=mode, check_vma=check_vma)
+    axis = Axis("x", mode=mode)
+    check(line(size), axis, (2, length, 4, 3), 2, order=order, check_vma=check_vma)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_causal(size, length, order, mode, check_vma):
 def test_not_causal(size, length, mode):
     """The order does not matter, nor an odd length; scale is what is given."""
     how = {"scale": 0.3, "check_vma": size == 4}
-    check(line(size), "x", (1, length, 2, 3), 1, causal=False, mode=mode, **how)
+    check(line(size), Axis("x", mode=mode), (1, length, 2, 3), 1, causal=False, **how)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +147,16 @@ def test_not_causal(size, length, mode):
 def test_several_axes_in_any_order(sizes, mode):
     """Over shuffled devices, too."""
     mesh = make(sizes, step=-1)
-    check(mesh, ("y", "x"), (1, 4, 2, 2), 1, mode=mode, check_vma=mode == "bidirectional")
+    axis = Axis(("y", "x"), mode=mode)
+    check(mesh, axis, (1, 4, 2, 2), 1, check_vma=mode == "bidirectional")
 
 
 @pytest.mark.parametrize("mode", RINGS)
 def test_long_rings_run_loops(mode, monkeypatch):
     monkeypatch.setattr(_in_turns, "UNROLLED", 1)
     monkeypatch.setattr(_in_turns, "UNROLLED_CIRCULATING", 1)
-    check(line(7), "x", (1, 4, 2, 2), 1, mode=mode, check_vma=mode == "unidirectional")
+    axis = Axis("x", mode=mode)
+    check(line(7), axis, (1, 4, 2, 2), 1, check_vma=mode == "unidirectional")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +168,8 @@ def test_long_rings_run_loops(mode, monkeypatch):
     ],
 )
 def test_16_bits(dtype, mode, wire):
-    how = {"wire_dtype": wire, "check_vma": wire is None}
-    check(line(3), "x", (1, 4, 2, 8), 1, mode=mode, dtype=dtype, **how)
+    axis = Axis("x", mode=mode, wire_dtype=wire)
+    check(line(3), axis, (1, 4, 2, 8), 1, dtype=dtype, check_vma=wire is None)
 
 
 @pytest.mark.parametrize("mode", ["naive", "unidirectional"])
@@ -175,7 +179,7 @@ def test_scores_and_sums_are_float32(mode):
     v = jnp.ones((32, 1, 4), "bfloat16") * jnp.bfloat16(1 / 3)
 
     def local(q, k, v):
-        return ring_attention(q, k, v, "x", causal=False, mode=mode)
+        return ring_attention(q, k, v, Axis("x", mode=mode), causal=False)
 
     fn = jax.shard_map(local, mesh=line(4), in_specs=P("x"), out_specs=P("x"))
     out, *grads = jax.jit(vjp, static_argnums=0)(fn, jnp.ones_like(v), q, k, v)
@@ -197,7 +201,7 @@ def test_operands_that_vary_over_different_axes():
         return np.stack(q), sum(k), sum(v)
 
     def local(q, k, v):
-        return ring_attention(q[0], k, v, "x", mode="unidirectional")[None]
+        return ring_attention(q[0], k, v, Axis("x", mode="unidirectional"))[None]
 
     kv = normal(2, 8, 1, 3)
     assert_matches_reference(
@@ -226,7 +230,7 @@ def test_scan_checkpoint_and_vmap(mode, order):
         @jax.checkpoint
         def layer(x, scale):
             attend = jax.vmap(
-                lambda q, k, v: ring_attention(q, k, v, "x", order=order, mode=mode),
+                lambda q, k, v: ring_attention(q, k, v, Axis("x", mode=mode), order=order),
                 in_axes=(1, None, 1),
                 out_axes=1,
             )
@@ -258,7 +262,7 @@ def test_second_derivatives():
     places = zigzag_order(4, 2)
     seen = jnp.asarray(places[:, None] >= places)
     fn = jax.shard_map(
-        lambda *args: ring_attention(*args, "x", mode="unidirectional", scale=1.0),
+        lambda *args: ring_attention(*args, Axis("x", mode="unidirectional"), scale=1.0),
         mesh=line(2),
         in_specs=P("x"),
         out_specs=P("x"),
@@ -290,7 +294,7 @@ def test_what_is_sent_and_kept(mode, length, permutes):
     q = jnp.ones((n * length, heads, size), "bfloat16")
     k = jnp.ones((n * length, 1, size), "bfloat16")
     fn = jax.shard_map(
-        lambda *args: ring_attention(*args, "x", mode=mode),
+        lambda *args: ring_attention(*args, Axis("x", mode=mode)),
         mesh=line(n),
         in_specs=P("x"),
         out_specs=P("x"),
@@ -329,7 +333,7 @@ def test_no_array_is_larger_than_one_block_of_scores(mode, order):
     n, length, heads = 4, 64, 2
     q = jax.ShapeDtypeStruct((n * length, heads, 1), jnp.float32)
     fn = jax.shard_map(
-        lambda *args: ring_attention(*args, "x", order=order, mode=mode),
+        lambda *args: ring_attention(*args, Axis("x", mode=mode), order=order),
         mesh=line(n),
         in_specs=P("x"),
         out_specs=P("x"),
@@ -413,11 +417,10 @@ Q = (4, 2, 8)
          "pad the whole sequence from 10 to 12 before it is laid out, or pass order='contiguous'"),
         ((Q,) * 3, {"order": "striped"}, ValueError, "order must be 'zigzag' or 'contiguous', got "
          "'striped'"),
-        ((Q,) * 3, {"mode": "ring"}, ValueError, "mode must be one of naive, unidirectional"),
         ((Q,) * 3, {"scale": "1"}, TypeError, "scale must be a number known while tracing, got '1' "
          "of type str; multiply q by one that depends on data, and pass scale=1.0"),
-        ((Q,) * 3, {"wire_dtype": "int32"}, TypeError, "wire_dtype=int32 cannot carry sums of "
-         "float32"),
+        ((Q,) * 3, {"axis": Axis("x", wire_dtype="int32")}, TypeError, "wire_dtype=int32 cannot "
+         "carry sums of float32"),
         ((Q,) * 3, {"precision": ("high", "high")}, TypeError, "precision must be one value"),
         ((Q,) * 3, {"axis": "y"}, ValueError, "axis 'y' is not bound"),
     ],
@@ -430,6 +433,11 @@ def test_what_is_wrong_is_said(shapes, options, error, text):
     with pytest.raises(error, match=re.escape(text)) as caught:
         jax.eval_shape(fn, *map(jnp.ones, shapes))
     assert str(caught.value).startswith("ring_attention: ")
+
+
+def test_an_unknown_mode():
+    with pytest.raises(ValueError, match=r"^Axis: mode must be one of naive, unidirectional"):
+        Axis("x", mode="ring")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh
+from jaxpar import Axis, make_mesh
 from jaxpar._choice import choose_way
 from jaxpar._jaxprs import subjaxprs
 from jaxpar.collectives._order import Order, TpuOrder
@@ -65,10 +65,10 @@ def test_two_columns_and_a_row(axes, axis, mode, dim, check_vma):
     tokens = P() if dim is None else P(axis) if dim == 0 else P(None, axis)
 
     def layers(x, w, b, v, c, u, d):
-        options = {"sequence_dim": dim, "mode": mode}
-        y, z = column_parallel_linear(x, (w, v), axis, bias=(b, None), **options)
-        once = column_parallel_linear(x, w, axis, bias=b, **options)
-        return row_parallel_linear(y, u, axis, bias=d, **options), z, once + c[0]
+        over = Axis(axis, mode=mode)
+        y, z = column_parallel_linear(x, (w, v), over, bias=(b, None), sequence_dim=dim)
+        once = column_parallel_linear(x, w, over, bias=b, sequence_dim=dim)
+        return row_parallel_linear(y, u, over, bias=d, sequence_dim=dim), z, once + c[0]
 
     def reference(x, w, b, v, c, u, d):
         return (x @ w + b) @ u + d, x @ v, x @ w + b + c[0]
@@ -192,12 +192,11 @@ def test_weights_over_two_axes(weights, mesh_axes, mode, dim, check_vma):
 
     def layer(x, gate, up, down, *biases):
         return gated_mlp(
-            *(x, gate, up, down, "tp"),
+            *(x, gate, up, down, Axis("tp", mode=mode)),
             biases=biases,
             sequence_dim=dim,
-            fsdp_axis="fsdp",
+            fsdp_axis=Axis("fsdp", mode=mode),
             fsdp_dim=axes,
-            mode=mode,
         )
 
     k, h, m = 2 * f, 2 * f * n, 3 * f
@@ -231,7 +230,7 @@ def test_gathered_weights_are_not_kept(mode, check_vma, pieces, monkeypatch):
     )
     columns, tokens = P("fsdp", "tp"), P("fsdp", "tp")
     mapped = jax.shard_map(
-        lambda *args: gated_mlp(*args, "tp", fsdp_axis="fsdp", mode=mode),
+        lambda *args: gated_mlp(*args, Axis("tp", mode=mode), fsdp_axis=Axis("fsdp", mode=mode)),
         mesh=mesh_of("fsdp=2,tp=4"),
         in_specs=(tokens, columns, columns, P(BOTH[0])),
         out_specs=tokens,
@@ -252,7 +251,9 @@ def test_gathered_weights_are_not_kept(mode, check_vma, pieces, monkeypatch):
 def test_matmuls_are_not_repeated(check_vma):
     """Backward: two for each of the three weights."""
     mapped = jax.shard_map(
-        lambda *args: gated_mlp(*args, "tp", fsdp_axis="fsdp", mode="naive"),
+        lambda *args: gated_mlp(
+            *args, Axis("tp", mode="naive"), fsdp_axis=Axis("fsdp", mode="naive")
+        ),
         mesh=mesh_of("fsdp=2,tp=4"),
         in_specs=(P("fsdp", "tp"), P("fsdp", "tp"), P("fsdp", "tp"), P(BOTH[0])),
         out_specs=P("fsdp", "tp"),
@@ -301,7 +302,7 @@ def test_replicated_tokens_are_summed_once_each_way(check_vma):
 def count_mlp(dim, mode, check_vma):
     tokens = P() if dim is None else P(None, "tp")
     mapped = jax.shard_map(
-        lambda *args: gated_mlp(*args, "tp", sequence_dim=dim, mode=mode),
+        lambda *args: gated_mlp(*args, Axis("tp", mode=mode), sequence_dim=dim),
         mesh=mesh_of("tp=4"),
         in_specs=(tokens, P(None, "tp"), P(None, "tp"), P("tp")),
         out_specs=tokens,

@@ -48,7 +48,8 @@ def parallel_attention(
         `[k, kv_heads * e]`, replicated over `axis`.
       w_v: as `w_k`; its e may differ.
       w_o: local `[padded_heads * e / n, m]`, of what `layout.pad_output` returns.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel, as in `column_parallel_linear` and `row_parallel_linear`.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`;
         g divides h, and query head j uses key and value head `j // (h // g)`. Masks, positions and
         further axes over which the sequence is sharded are its own affair.
@@ -72,7 +73,7 @@ def parallel_attention(
       `[..., s/n, m]`; with `sequence_dim=None` `[..., s, m]`, typed as replicated.
 
     Raises:
-      TypeError: operands of different dtypes, or an option of the wrong type.
+      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
       ValueError: numbers of heads or columns that do not fit, `attend` returning another shape,
         and as `column_parallel_linear` and `row_parallel_linear`.
 
@@ -184,15 +185,15 @@ class _OwnHeads:
 
 
 def _layout(
-    layer: Projection, heads: int, kv_heads: int, fsdp_first: bool, axes: tuple[int, int]
+    layer: Projection, heads: int, kv_heads: int, fsdp_first: bool, dims: tuple[int, int]
 ) -> tuple[HeadLayout, int]:
     """Returns the layout of heads, and how many of its shards a device has."""
     if not fsdp_first:
         return head_layout(heads, kv_heads, layer.ring.size), 1
-    if layer.fsdp is None or axes != (1, 0):
+    if layer.fsdp is None or dims != (1, 0):
         raise value_error(
-            f"fsdp_first=True means that heads are sharded over fsdp_axis "
-            f"and axis in this order, but fsdp_dim is {axes} and fsdp_axis "
+            "fsdp_first=True means that heads are sharded over fsdp_axis and axis in this order, "
+            f"but fsdp_dim is {dims} and fsdp_axis "
             f"{None if layer.fsdp is None else layer.fsdp.names}; give fsdp_dim=(1, 0) and "
             "the axis, or leave it out"
         )

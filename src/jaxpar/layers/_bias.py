@@ -9,12 +9,7 @@ from jaxpar._varying import checks_varying, vary_wide, varying_axes
 from jaxpar.layers._fsdp_gather import fsdp_gather
 
 
-def whole_bias(
-    weight: str,
-    bias: Array,
-    columns: int,
-    fsdp: Ring | None,
-) -> Array:
+def whole_bias(weight: str, bias: Array, columns: int, fsdp: Ring | None) -> Array:
     """Returns the bias `[columns]` of a weight, gathered over `fsdp` if it is sharded over it."""
     if bias.shape == (columns,):
         return bias

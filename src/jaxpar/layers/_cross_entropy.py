@@ -44,7 +44,11 @@ def vocabulary_parallel_cross_entropy(
       w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for weights tied to
         those of `vocabulary_parallel_embedding`.
       labels: local integers of the shape of `x` without its last dimension, sharded like it.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: x, and its gradient. Its mode is as in `ring_all_gather`, but `"auto"` is
+        `"naive"`, as nothing is computed meanwhile. Its `wire_dtype` is that in which partial sums
+        of the gradient of `x` travel; None: that in which they were added, float32 for 16-bit
+        floats.
       vocabulary: the number of tokens, if columns pad `w` to a multiple of n: those from there on
         count for nothing and have zero gradients. None: all are tokens.
       sequence_dim: the dimension of `x` along which it is sharded, such as -2; None if it is not.
@@ -62,10 +66,10 @@ def vocabulary_parallel_cross_entropy(
 
     Raises:
       TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
-        option of the wrong type.
+        option or wire dtype of the wrong type.
       ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
         over `axis` without a `sequence_dim`, or `w` that is typed as replicated over it; an
-        unknown mode or axis name, a call outside shard_map.
+        unknown axis name, a call outside shard_map.
 
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
     sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is

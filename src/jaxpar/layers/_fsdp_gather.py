@@ -10,29 +10,29 @@ from jaxpar.layers._shards import bind_shards, broadcast_dim, gather_shards, var
 
 
 @public
-def fsdp_gather(
-    tree: Tree,
-    axis: AxisLike,
-    *,
-    dim: TreeDim = 0,
-) -> Tree:
+def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     """All-gathers sharded parameters; the derivative reduce-scatters their gradients.
 
     Args:
       tree: pytree of local shards.
-      axis: the mesh axis, or a tuple of them in any order, over which they are sharded.
+      axis: mesh axes, over which they are sharded: a name, a tuple or list of them in any order, or
+        an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather`),
+        `"unidirectional"` or `"bidirectional"` (rings, over one mesh axis of several after the
+        other), or `"auto"`: rings on TPU, whose compiler runs a chain of permutes beside other work
+        but waits for an all-gather, as long as they are short enough to be unrolled; naive
+        elsewhere. Its `wire_dtype` is that in which sums of gradients travel; None: float32 for
+        narrower floats.
       dim: the dimension along which a leaf is sharded, None for a leaf that is whole; one for all
         leaves, or a pytree of them that is a prefix of `tree`.
 
     Returns:
-      The whole parameters, varying over `axis` where they were gathered. Autodiff keeps them
-      for the backward pass: gather and use them within `jax.checkpoint`, or use `fsdp_linear` or
+      The whole parameters, varying over `axis` where they were gathered. Autodiff keeps them for
+      the backward pass: gather and use them within `jax.checkpoint`, or use `fsdp_linear` or
       `fsdp_scan`, which gather again.
 
     Raises:
-      TypeError: an option of the wrong type.
-      ValueError: an axis out of range or no prefix, an unknown axis name, a call outside
-        shard_map.
+      TypeError: an option or wire dtype of the wrong type.
+      ValueError: a dim out of range or no prefix, an unknown axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of each whole leaf forward, and as much of its gradient, in the
     wire's dtype, backward.

@@ -32,9 +32,11 @@ def fsdp_linear(
     Args:
       x: local `[..., k]`, this device's share of the batch.
       w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`).
-      axis: the mesh axis, or a tuple of them in any order, over which weights are sharded.
-      bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it; its shape says
-        which.
+      axis: mesh axes, over which weights are sharded: a name, a tuple or list of them in any order,
+        or an `Axis`, which says how data travel: its mode as in `all_gather_matmul`, and of a
+        sharded bias as in `fsdp_gather`; its `wire_dtype` for the sums of the weight's gradient;
+        None: their own.
+      bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it; its shape says which.
       dim: the dimension along which `w` is sharded.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
@@ -43,7 +45,7 @@ def fsdp_linear(
       Local `[..., m]`, varying over `axis` and over all that the operands vary over.
 
     Raises:
-      TypeError: operands of different dtypes, or an option of the wrong type.
+      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
       ValueError: wrong ranks or sizes, an unknown axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the whole weight forward, and again backward, where it is

@@ -84,7 +84,8 @@ def fsdp_scan(
         arrays, which get their gradients too, and use collectives over any axis.
       stacked_params: pytree of local shards `[layers, ...]`: the layers' parameters, stacked.
       x: pytree of local arrays, what the layers hand on; shapes and dtypes stay the same.
-      axis: the mesh axis, or a tuple of them in any order, over which weights are sharded.
+      axis: mesh axes, over which weights are sharded: a name, a tuple or list of them in any order,
+        or an `Axis`, which says how data travel, as in `fsdp_gather`.
       dim: the dimension of a layer's own parameter, without the stack's, along which it is
         sharded, None for one that is whole. One for all, or a pytree of them, a prefix of the
         parameters.
@@ -94,9 +95,9 @@ def fsdp_scan(
 
     Raises:
       TypeError: a layer that returns other shapes, dtypes or another structure than its `x`; an
-        option of the wrong type.
-      ValueError: no layers, stacks of different lengths, an axis out of range or no prefix, an
-        unknown mode or axis name, a call outside shard_map.
+        option or wire dtype of the wrong type.
+      ValueError: no layers, stacks of different lengths, a dim out of range or no prefix, an
+        unknown axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
     their gradients, in the wire's dtype, backward. Kept for the backward pass are the layers'

@@ -27,7 +27,8 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
     Args:
       loss_sum: a local float scalar, the sum of this device's losses.
       weight: a local scalar, their number or total weight; not differentiated.
-      axis: one mesh axis, or a tuple of them in any order: those that losses are shared over.
+      axis: mesh axes that losses are shared over: a name, a tuple or list of them in any order, or
+        an `Axis`, which says how data travel: here always by `lax.psum`.
 
     Returns:
       `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`; 0, and with
@@ -70,10 +71,11 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars: the sum of this
         device's losses and their number or total weight, which is not differentiated. Both are
-        shares of the whole over `axis` (each device has its own), and replicated over
-        all other axes of the shard_map.
-      axis: one mesh axis, or a tuple of them in any order: all that losses are shared over,
-        such as those that shard the batch or the sequence; `()` where every device has all of it.
+        shares of the whole over `axis` (each device has its own), and replicated over all other
+        axes of the shard_map.
+      axis: mesh axes, all that losses are shared over, such as those that shard the batch or the
+        sequence: a name, a tuple or list of them in any order, or an `Axis`, which says how data
+        travel: here always by `lax.psum`. `()` where every device has all of the loss.
       specs: pytree prefix of `PartitionSpec`s for params, those of `in_specs`. Needed under
         `check_vma=False`; under `check_vma=True` types say as much, and specs are checked.
       microbatches: the number of parts into which dimension 0 of every batch leaf is cut. They run

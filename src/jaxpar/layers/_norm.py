@@ -26,8 +26,9 @@ def rms_norm(x: Array, scale: Array, *, eps: Number = 1e-6, axis: AxisLike | Non
       x: local `[..., d]` of floats; other dimensions may be sharded in any way.
       scale: `[d]`, of any float dtype; replicated over the axes over which tokens are sharded.
       eps: added to the mean square.
-      axis: the mesh axes over which features are sharded, x `[..., d/n]` and scale `[d/n]`;
-        None where they are whole.
+      axis: mesh axes, over which features are sharded, x `[..., d/n]` and scale `[d/n]`; None where
+        they are whole. A name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: here always by `lax.psum`.
 
     Returns:
       `x / sqrt(mean(x**2) + eps) * scale`, in the dtype of x.
@@ -67,7 +68,7 @@ def layer_norm(
       scale: `[d]`, of any float dtype; replicated over the axes over which tokens are sharded.
       bias: `[d]`, or None.
       eps: added to the variance.
-      axis: the mesh axes over which features are sharded, x `[..., d/n]`, scale and bias
+      axis: as in `rms_norm`: those over which features are sharded, x `[..., d/n]`, scale and bias
         `[d/n]`; None where they are whole.
 
     Returns:

@@ -27,7 +27,8 @@ def reduce_gradients(
     Args:
       grads: pytree of local arrays; each is this device's addend, the gradient of its own share of
         the loss.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: here always by `lax.psum`.
       specs: pytree prefix of `PartitionSpec`s, as `in_specs`: a leaf is not summed over the axes
         that it is sharded over. None: leaves are summed over all of `axis`.
       bucket_bytes: None for one psum a leaf. Otherwise leaves that are of one dtype, and are summed

@@ -28,7 +28,8 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
 
     Args:
       x: pytree of local arrays of any shape, replicated over `axis`.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: here always by `lax.psum`, in the derivative.
 
     Returns:
       `x`, typed as varying over `axis`. The derivative sums over it, in float32 for 16-bit
@@ -36,7 +37,7 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
       there is nothing to sum.
 
     Raises:
-      TypeError: an axis name that is no text.
+      TypeError: an axis whose names are no strings.
       ValueError: an unknown axis name, a call outside shard_map.
 
     Cost: nothing forward; backward one psum a leaf. Under `check_vma=False` nothing either way,
@@ -68,7 +69,8 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
 
     Args:
       x: pytree of local arrays of any shape; each is this device's addend.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: here always by `lax.psum`.
 
     Returns:
       The sum over `axis`, in the dtype of `x`, added in float32 for 16-bit floats; typed as
@@ -76,7 +78,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
       device the cotangent as it is.
 
     Raises:
-      TypeError: an axis name that is no text.
+      TypeError: an axis whose names are no strings.
       ValueError: an unknown axis name, a call outside shard_map.
 
     Cost: one psum a leaf forward; nothing backward, but a psum under `check_vma=False`.
@@ -105,7 +107,8 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Args:
       x: pytree of local arrays; each device's block.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: here always by `lax.all_gather`.
       dim: the dimension along which the blocks are laid, in logical order.
 
     Returns:
@@ -113,8 +116,8 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       each device's own block of the cotangent.
 
     Raises:
-      TypeError: an axis that is no integer.
-      ValueError: an axis out of range, an unknown axis name, a call outside shard_map.
+      TypeError: a dim that is no integer.
+      ValueError: a dim out of range, an unknown axis name, a call outside shard_map.
 
     Cost: one all-gather a leaf forward, (n-1)/n of the whole; nothing backward, but a
     reduce-scatter under `check_vma=False`.
@@ -151,7 +154,8 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Args:
       x: pytree of local arrays, replicated over `axis`.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: here always by `lax.all_gather`, in the derivative.
       dim: the dimension to cut, in logical order.
 
     Returns:
@@ -159,7 +163,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       cotangent; over an axis over which `x` varies already it is this device's block in zeros.
 
     Raises:
-      TypeError: an axis that is no integer.
+      TypeError: a dim that is no integer.
       ValueError: a dimension that the axis does not divide, or is out of range; an unknown axis
         name; a call outside shard_map.
 

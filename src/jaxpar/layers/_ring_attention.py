@@ -41,7 +41,12 @@ def ring_attention(
       k: local `[..., s/n, g, e]` of the dtype of q, where g divides h: query head `j` uses kv head
         `j // (h // g)`.
       v: like k.
-      axis: one mesh axis, or a tuple of them in any order, over which the sequence is sharded.
+      axis: mesh axes, over which the sequence is sharded: a name, a tuple or list of them in any
+        order, or an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather` of
+        k and v, then attention block by block), `"unidirectional"`, `"bidirectional"`, or
+        `"auto"`: what a roofline of the forward predicts to be fastest, as in `all_gather_matmul`.
+        Its `wire_dtype` is that in which sums of the gradients of k and v travel; None: their own,
+        float32 for 16-bit floats.
       segments: local integers `[..., s/n]`, laid out like the positions: packed documents. A query
         sees keys of its own segment only, and none that is negative.
       lengths: integers `[...]`, the same on all devices of the ring: of each whole sequence only so
@@ -58,12 +63,13 @@ def ring_attention(
     gets its gradient summed there.
 
     Returns:
-      What full attention gives this device's queries: like q, varying over `axis` and over all
-      that q, k and v vary over. Scores and sums are float32 for 16-bit floats; weights are rounded
+      What full attention gives this device's queries: like q, varying over `axis` and over all that
+      q, k and v vary over. Scores and sums are float32 for 16-bit floats; weights are rounded
       to the dtype of v before they multiply it.
 
     Raises:
-      TypeError: operands of different dtypes or no floats, an option of the wrong type.
+      TypeError: operands of different dtypes or no floats, an option or wire dtype of the wrong
+        type.
       ValueError: ranks or sizes that do not fit, an odd local length in zigzag order, an unknown
         order or axis name, a call outside shard_map.
 

@@ -42,11 +42,7 @@ def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
     return scatter_sums(shards, None, gradients)
 
 
-def bind_shards(
-    leaves: list[Any],
-    dims: list[Any],
-    ring: Ring,
-) -> Shards:
+def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring) -> Shards:
     """Checks the arguments that describe how `leaves` are sharded; a dim counts within its leaf."""
     counted: list[int | None] = []
     for x, dim in zip(leaves, dims, strict=True):
@@ -63,7 +59,7 @@ _WHOLE = object()
 
 def broadcast_dim(dim: Any, tree: Any) -> list[Any]:
     """Returns the entry for each leaf of `tree` in `dim`: an int, None, or a prefix of those."""
-    # None is an entry of axis, but in the tree it is a place without a leaf.
+    # None is an entry of dim, but in the tree it is a place without a leaf.
     marked = jax.tree.map(
         lambda entry: _WHOLE if entry is None else entry, dim, is_leaf=lambda entry: entry is None
     )

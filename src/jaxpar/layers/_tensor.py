@@ -37,12 +37,16 @@ def column_parallel_linear(
         `sequence_dim=None`, `[..., s, k]`, replicated over `axis`.
       w: local `[k, m/n]`, in the dtype of x, or a tuple of such weights (their `m` may differ) that
         share the one gather. With `fsdp_axis`, of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: its mode as in `all_gather_matmul`, its `wire_dtype` for the sums of the
+        backward reduce-scatter; None: that of partial sums.
       bias: local `[m/n]`, sharded as the columns of `w` are; with `fsdp_axis` also
         `[m/(n f)]`, which is gathered. For a tuple of weights a tuple of these, or of None.
       sequence_dim: the dimension of x that is sharded, any but the last, or None.
-      fsdp_axis: further mesh axes over which weights are sharded, as in fully sharded data
-        parallelism: they are gathered before the product, and again for the backward pass.
+      fsdp_axis: further mesh axes, named in the same ways, over which weights are sharded, as in
+        fully sharded data parallelism: they are gathered before the product, and again for the
+        backward pass. An `Axis` says how they travel, as in `fsdp_gather`; nothing is taken from
+        `axis`.
       fsdp_dim: the dimension of weights along which they are, 0 or 1.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
@@ -56,9 +60,9 @@ def column_parallel_linear(
       `[..., s, m/n]`, or a tuple of them, varying over `axis` and all that x and w vary over.
 
     Raises:
-      TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: wrong ranks or sizes, an unknown axis name, axes that are in both names,
-        a call outside shard_map.
+      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
+      ValueError: wrong ranks or sizes, an unknown axis name, mesh axes that are in both `axis` and
+        `fsdp_axis`, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the gathered x, overlapped with the product, as
     `all_gather_matmul` does; with `sequence_dim=None` nothing forward, and the gradient of x is
@@ -107,9 +111,11 @@ def row_parallel_linear(
       x: local `[..., s, k/n]`, as `column_parallel_linear` returns it.
       w: local `[k/n, m]`, in the dtype of x. With `fsdp_axis`, of size f, `[k/(n f), m]` or
         `[k/n, m/f]`.
-      axis: one mesh axis, or a tuple of them in any order.
-      bias: `[m]`, replicated over `axis`, and added once, after the sum; with
-        `fsdp_axis` also `[m/f]`, which is gathered.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: its mode as in `matmul_reduce_scatter`, its `wire_dtype` for partial sums;
+        None: their own.
+      bias: `[m]`, replicated over `axis`, and added once, after the sum; with `fsdp_axis` also
+        `[m/f]`, which is gathered.
       sequence_dim: the dimension of the result that is scattered, any but the last, or None.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: the dimension of the weight along which it is sharded further, 0 or 1.
@@ -121,9 +127,9 @@ def row_parallel_linear(
       under `check_vma=True` is typed as replicated over it.
 
     Raises:
-      TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: a sequence that the axis does not divide, wrong ranks or sizes, an unknown
-        axis name, axes that are in both names, a call outside shard_map.
+      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
+      ValueError: a sequence that the axis does not divide, wrong ranks or sizes, an unknown axis
+        name, mesh axes that are in both `axis` and `fsdp_axis`, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the whole result, overlapped with the product, as
     `matmul_reduce_scatter` does, or twice that for the whole of it, as `matmul_all_reduce`. The
@@ -167,7 +173,8 @@ def gated_mlp(
       w_gate: local `[k, h/n]`.
       w_up: local `[k, h/n]`.
       w_down: local `[h/n, m]`.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel, as in `column_parallel_linear` and `row_parallel_linear`.
       activation: an elementwise function.
       biases: of gate, up and down, each an array or None, as in `column_parallel_linear` and
         `row_parallel_linear`.
@@ -186,7 +193,7 @@ def gated_mlp(
       `[..., s/n, m]`; with `sequence_dim=None` `[..., s, m]`, typed as replicated.
 
     Raises:
-      TypeError: operands of different dtypes, or an option of the wrong type.
+      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
       ValueError: as `column_parallel_linear` and `row_parallel_linear`.
 
     Cost: one gather of x, which both products share, and one reduce-scatter of the result; three

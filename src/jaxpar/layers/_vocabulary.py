@@ -33,14 +33,15 @@ def vocabulary_parallel_embedding(
       tokens: local integers `[..., s]`, replicated over `axis`.
       table: local `[v/n, d]`, this device's rows, in logical order. Rows that pad the table to a
         multiple of n are never read and have zero gradients.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: here always by `lax.psum` or `lax.psum_scatter`.
       sequence_dim: None for a whole result on each device. Otherwise the dimension of the result
         along which it is scattered, such as -2: each device keeps one block.
 
     Returns:
-      `[..., s, d]`, typed as replicated over `axis` under `check_vma=True`; or this device's
-      block of it, `[..., s/n, d]`. A token outside `[0, v)`, such as -1 for padding, gives zeros
-      and no gradient.
+      `[..., s, d]`, typed as replicated over `axis` under `check_vma=True`; or this device's block
+      of it, `[..., s/n, d]`. A token outside `[0, v)`, such as -1 for padding, gives zeros and no
+      gradient.
 
     Raises:
       TypeError: tokens that are no integers, a `sequence_dim` that is none.
