@@ -251,7 +251,7 @@ def test_only_logits_of_a_chunk_ever_exist(sequence_dim):
 
     counts = count_collectives(losses, *args)
     statistics = {"pmax": 1, "psum": 1}
-    kept = features * columns + 2 * tokens
+    kept = features * columns + 3 * tokens
     if sequence_dim is None:
         assert counts.forward == statistics
         assert counts.backward == {"psum": 1}

@@ -438,6 +438,16 @@ def test_results_of_the_wrong_kind():
     assert error(value_and_grad(lambda w, x: 0.0, "dp", has_aux=True), kind=TypeError) == (
         "with has_aux loss_fn must return ((loss_sum, weight), aux), got no tuple"
     )
+    forgotten = value_and_grad(lambda w, x: good(w, x), "dp", has_aux=True)
+    assert error(forgotten, kind=TypeError) == (
+        "with has_aux loss_fn must return ((loss_sum, weight), aux), got a tuple of 2 (no tuple, "
+        "no tuple)"
+    )
+    unasked = value_and_grad(lambda w, x: (good(w, x), x), "dp")
+    assert error(unasked, kind=TypeError) == (
+        "loss_fn returned ((loss_sum, weight), aux); pass has_aux=True, or return (loss_sum, "
+        "weight) alone"
+    )
     assert error(value_and_grad(lambda w, x: (x, 1), "dp")) == (
         "loss_sum must be a scalar, got local shape (6, 3); sum it with jnp.sum"
     )

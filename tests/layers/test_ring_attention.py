@@ -308,7 +308,7 @@ def test_what_is_sent_and_kept(mode, length, permutes):
     assert found.forward_bytes == (n - 1) * block * 2
     assert found.backward_bytes == (n - 1) * block * (2 + 4)
     # q and the result, k and v, and the logarithm of each query's sum
-    assert found.residual_bytes == length * (2 * heads * size * 2 + 2 * size * 2 + heads * 4)
+    assert found.residual_bytes == length * (2 * heads * size * 2 + 2 * size * 2 + 2 * heads * 4)
 
 
 def test_naive_gathers_and_scatters_once():
@@ -324,7 +324,7 @@ def test_naive_gathers_and_scatters_once():
         found = count_collectives(fn, q, k, k)
         assert dict(found.forward) == ({"all_gather": 2} if n > 1 else {})
         assert dict(found.backward) == ({"all_gather": 2, "psum_scatter": 2} if n > 1 else {})
-        assert found.residual_bytes == 16 // n * (2 * 4 * 8 * 2 + 2 * 8 * 2 + 4 * 4)
+        assert found.residual_bytes == 16 // n * (2 * 4 * 8 * 2 + 2 * 8 * 2 + 2 * 4 * 4)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -454,3 +454,141 @@ def test_wrong_dtypes_are_said(dtypes, text):
     )
     with pytest.raises(TypeError, match=re.escape(f"ring_attention: {text}")):
         jax.eval_shape(fn, *(jax.ShapeDtypeStruct(Q, dtype) for dtype in dtypes))
+
+
+def packed(q, k, v, segments, *, causal):
+    """Attention within segments, one device in float64; 0 where a query is of none."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    h, g = q.shape[-2], k.shape[-2]
+    k, v = (np.repeat(x, h // g, axis=-2) for x in (k, v))
+    scores = np.einsum("bqhe,bkhe->bhqk", q, k) / np.sqrt(q.shape[-1])
+    seen = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
+    if causal:
+        seen &= np.tril(np.ones(scores.shape[-2:], bool))
+    weights = np.where(seen[:, None], np.exp(scores), 0)
+    total = weights.sum(axis=-1, keepdims=True)
+    return np.einsum("bhqk,bkhe->bqhe", weights / np.where(total > 0, total, 1), v)
+
+
+@pytest.mark.parametrize(
+    ("mode", "order", "causal", "n", "check_vma"),
+    [
+        ("naive", "zigzag", True, 4, True),
+        ("unidirectional", "contiguous", True, 3, True),
+        ("bidirectional", "zigzag", True, 4, False),
+        ("bidirectional", "contiguous", False, 5, True),
+        ("unidirectional", "zigzag", False, 1, True),
+    ],
+)
+def test_packed_documents_and_lengths(mode, order, causal, n, check_vma):
+    """Gradients too, with queries that see nothing and documents that end within a device."""
+    s, rng = 8 * n, np.random.default_rng(n)
+    q = rng.standard_normal((2, s, 4, 6)).astype(np.float32)
+    k, v = (rng.standard_normal((2, s, 2, 6)).astype(np.float32) for _ in range(2))
+    starts = rng.random((2, s)) < 0.3
+    segments = np.cumsum(starts, axis=1).astype(np.int32)
+    segments[0, 3:5] = -1
+    lengths = np.array([s - 3, 5], np.int32)
+    counted = np.where(np.arange(s) < lengths[:, None], segments, -1)
+    places = zigzag_order(s, n) if order == "zigzag" else np.arange(s)
+    back = np.argsort(places)
+
+    def ours(q, k, v):
+        axis = Axis("x", mode=mode)
+        attend = jax.shard_map(
+            lambda q, k, v, ids: ring_attention(
+                *(q, k, v, axis), segments=ids, lengths=lengths, causal=causal, order=order
+            ),
+            mesh=line(n),
+            in_specs=P(None, "x"),
+            out_specs=P(None, "x"),
+            check_vma=check_vma,
+        )
+        return attend(q[:, places], k[:, places], v[:, places], segments[:, places])[:, back]
+
+    found, pull = jax.vjp(jax.jit(ours), q, k, v)
+    np.testing.assert_allclose(found, packed(q, k, v, counted, causal=causal), atol=2e-6)
+    ct = rng.standard_normal(found.shape).astype(np.float32)
+    grads = pull(jnp.asarray(ct))
+    assert all(np.all(np.isfinite(g)) for g in grads)
+    for at, (x, grad) in enumerate(zip((q, k, v), grads, strict=True)):
+        direction = rng.standard_normal(x.shape)
+        step = 1e-6
+
+        def along(t, at=at, direction=direction):
+            moved = [np.asarray(y, np.float64) for y in (q, k, v)]
+            moved[at] = moved[at] + t * direction
+            return np.sum(packed(*moved, counted, causal=causal) * ct)
+
+        slope = (along(step) - along(-step)) / (2 * step)
+        np.testing.assert_allclose(np.sum(grad * direction), slope, rtol=2e-4, atol=2e-4)
+
+
+def test_lengths_alone_are_one_document():
+    q, k = jnp.ones((2, 8, 2, 4)), jnp.ones((2, 8, 2, 4))
+    v = jnp.arange(8.0)[None, :, None, None] * jnp.ones_like(k)
+    out = ring_on_one(q, k, v, lengths=[8, 3], causal=False)
+    np.testing.assert_allclose(out[0], 3.5, rtol=1e-6)
+    np.testing.assert_allclose(out[1, :3], 1.0, rtol=1e-6)
+    np.testing.assert_array_equal(out[1, 3:], 0)
+
+
+def ring_on_one(q, k, v, **how):
+    attend = jax.shard_map(
+        lambda *args: ring_attention(*args, "x", **how),
+        mesh=line(1),
+        in_specs=P(),
+        out_specs=P("x"),
+    )
+    return jax.jit(attend)(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ({"segments": np.zeros((2, 8))}, TypeError, "segments must be integers, got float32; cast"),
+        (
+            {"segments": np.zeros((2, 7), np.int32)},
+            ValueError,
+            r"segments has local shape \(2, 7\), but must be \(2, 8\), one for each local position",
+        ),
+        ({"lengths": [1, 2, 3]}, ValueError, r"lengths has local shape \(3,\), but must be \(2,\)"),
+        ({"causal": "no"}, TypeError, "causal must be True or False, got 'no'"),
+    ],
+)
+def test_segments_lengths_and_flags_that_cannot_be(how, kind, message):
+    x = jnp.ones((2, 8, 2, 4))
+    with pytest.raises(kind, match=f"^ring_attention: {message}"):
+        ring_on_one(x, x, x, **how)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_gradients_sum_to_0_where_scores_are_far_from_it(n):
+    """Scores around -300, whose float32 logarithm has lost the digits by which weights sum to 1."""
+    rng = np.random.default_rng(0)
+    s, e = 8 * n, 16
+    q, k, v, ct = (rng.standard_normal((s, 1, e)) for _ in range(4))
+    q[..., 0], k[..., 0] = 17.3 * 4, -17.3
+
+    def plain(q, k, v):
+        scores = jnp.einsum("qhe,khe->hqk", q, k) / np.sqrt(e)
+        scores = jnp.where(np.tril(np.ones((s, s), bool)), scores, -jnp.inf)
+        return jnp.einsum("hqk,khe->qhe", jax.nn.softmax(scores, axis=-1), v)
+
+    def gradients(f, dtype):
+        args = [jnp.asarray(x, dtype) for x in (q, k, v)]
+        return jax.vjp(f, *args)[1](jnp.asarray(ct, dtype))
+
+    with jax.enable_x64(True):
+        wanted = [np.asarray(x) for x in gradients(plain, "float64")]
+    mapped = jax.shard_map(
+        lambda *args: ring_attention(*args, "x", order="contiguous"),
+        mesh=line(n),
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    found, naive = gradients(jax.jit(mapped), "float32"), gradients(plain, "float32")
+    for got, other, want in zip(found, naive, wanted, strict=True):
+        scale = np.max(np.abs(want))
+        error, theirs = (np.max(np.abs(x - want)) / scale for x in (got, other))
+        assert error < 2 * theirs + 1e-6

@@ -126,8 +126,8 @@ def value_and_grad(
         # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
         # would sum the gradient over devices in every microbatch.
         copies = vary_over(ring.names, params)
-        function = of_user(loss_fn if has_aux else _without_aux(loss_fn))
-        (loss, weight, aux), grads = _accumulate(function, ring, parts, copies, batch)
+        found = _accumulate(of_user(loss_fn), has_aux, ring, parts, copies, batch)
+        (loss, weight, aux), grads = found
 
         total = _total(weight, ring)
         # Under check_vma=True JAX has summed over all other axes, and the loss counted once there.
@@ -145,12 +145,9 @@ def value_and_grad(
     return public(value_and_gradient)
 
 
-def _without_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: (loss_fn(*args), None)
-
-
 def _accumulate(
     loss_fn: Callable[..., Any],
+    has_aux: bool,
     ring: Ring,
     parts: int,
     params: Any,
@@ -160,7 +157,8 @@ def _accumulate(
 
     def run(batch: Any) -> tuple[tuple[Array, Array, Any], Any]:
         def local(params: Any) -> tuple[Array, tuple[Array, Any]]:
-            result, aux = _pair(loss_fn(params, *batch))
+            result = loss_fn(params, *batch)
+            result, aux = _pair(result) if has_aux else (result, None)
             loss, weight = _local_loss(result, ring)
             return loss, (weight, jax.tree.map(jnp.asarray, aux))
 
@@ -202,7 +200,7 @@ def _local_loss(result: Any, ring: Ring) -> tuple[Array, Array]:
             f"loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
             "sum of the losses and their number"
         )
-    if isinstance(result[0], tuple):
+    if isinstance(result[0], tuple):  # with has_aux it is a pair of pairs
         raise type_error(
             "loss_fn returned ((loss_sum, weight), aux); pass has_aux=True, or return "
             "(loss_sum, weight) alone"
