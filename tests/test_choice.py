@@ -1,6 +1,7 @@
 """mode="auto": a roofline over static shapes, the ring's size and the chip."""
 
 import inspect
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -63,16 +64,16 @@ def traced(function, mesh):
     return found[-1]
 
 
-def ring(n):
-    return Ring(("x",), size=n)
+def ring(n, mode="auto"):
+    return Ring(("x",), mode, size=n)
 
 
-def problem(n, flops, block_bytes):
-    return Problem("matmul", ring(n), (), flops, block_bytes)
+def problem(n, flops, block_bytes, mode="auto"):
+    return Problem("matmul", ring(n, mode), (), flops, block_bytes)
 
 
 def chosen(mesh, n, work, mode="auto"):
-    return traced(lambda: choose_way(problem(n, *work), mode), mesh)
+    return traced(lambda: choose_way(problem(n, *work, mode)), mesh)
 
 
 def named(way):
@@ -117,8 +118,9 @@ def test_a_mode_that_is_asked_for_is_taken(n, work, kind):
 
 
 def test_without_a_mesh_auto_is_naive_and_rings_are_plain():
-    assert choose_way(problem(8, *LARGE), "auto") == Naive(ring(8))
-    assert choose_way(problem(8, *LARGE), "bidirectional") == InTurns(ring(8), (1, -1), Order())
+    assert choose_way(problem(8, *LARGE)) == Naive(ring(8))
+    both = "bidirectional"
+    assert choose_way(problem(8, *LARGE, both)) == InTurns(ring(8, both), (1, -1), Order())
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,8 @@ def test_auto_takes_the_way_that_it_timed():
     mesh = described("TPU v5")
     for scale in (1.0, 2.0, 8.0):
         work = LARGE[0] * scale, LARGE[1]
-        assert chosen(mesh, 8, work) == chosen(mesh, 8, work, "bidirectional")
+        auto, asked_for = chosen(mesh, 8, work), chosen(mesh, 8, work, "bidirectional")
+        assert auto == replace(asked_for, ring=ring(8))
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
@@ -285,8 +288,8 @@ def test_what_the_roofline_is_asked(monkeypatch):
     """All products of a shared gather count, bytes are those of one hop in the wire's dtype."""
     asked = []
 
-    def record(asked_for, mode):
-        assert mode == "auto"
+    def record(asked_for):
+        assert asked_for.ring.mode == "auto"
         assert asked_for.kind == "matmul"
         asked.append((asked_for.ring.size, asked_for.flops, asked_for.block_bytes))
         return Naive(asked_for.ring)

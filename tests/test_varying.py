@@ -52,7 +52,7 @@ def test_vary_over_adds_what_is_missing_to_each_leaf():
 def test_vary_over_does_nothing_where_types_say_nothing():
     assert seen(lambda x, y, r: vary_over(["z"], x) is x, check_vma=False)
     x = jnp.ones(2)
-    jax.vmap(lambda y: vary_over(["x"], y), axis="x")(x)
+    jax.vmap(lambda y: vary_over(["x"], y), axis_name="x")(x)
     assert vary_over([], x) is x
 
 

@@ -52,11 +52,16 @@ def test_outside_shard_map(function, around):
         (
             ("x", "x"),
             ValueError,
-            r"axis \('x', 'x'\) must name at least one axis, and each on",
+            r"axis \('x', 'x'\) must name at least one mesh axis, and each on",
         ),
-        ((), ValueError, r"axis \(\) must name at least one axis"),
-        (["x"], TypeError, r"must be a mesh axis name or a tuple of them, got \['x'\]"),
-        (None, TypeError, "must be a mesh axis name or a tuple of them, got None"),
+        ((), ValueError, r"axis \(\) must name at least one mesh axis"),
+        (["x", 1], TypeError, r"axis must be a mesh axis name, .*, or an Axis, got \['x', 1\]"),
+        ({"x"}, TypeError, r"axis must be a mesh axis name, .*, or an Axis, got {'x'}"),
+        (
+            None,
+            TypeError,
+            "axis must be a mesh axis name, a tuple or list of them, or an Axis, got N",
+        ),
     ],
 )
 def test_malformed_axis_names(function, axes, error, message):
@@ -90,32 +95,32 @@ def test_an_unknown_mode(function):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("shape", "axis", "tiled", "message"),
+    ("shape", "dim", "tiled", "message"),
     [
-        ((4, 3), 3, False, r"axis=3 is out of range for a local shape \(4, 3\).*from -3 to 2"),
-        ((4, 3), -4, False, r"axis=-4 is out of range .* which has a result of 3 dimensions"),
-        ((4, 3), 2, True, r"axis=2 is out of range .* which has 2 dimensions; choose from -2 to 1"),
-        ((4, 3), -3, True, "axis=-3 is out of range .* choose from -2 to 1"),
-        ((), 1, False, r"axis=1 is out of range for a local shape \(\).* choose from -1 to 0"),
-        ((), 0, True, r"axis=0 is out of range for a local shape \(\)"),
+        ((4, 3), 3, False, r"dim=3 is out of range for a local shape \(4, 3\).*from -3 to 2"),
+        ((4, 3), -4, False, r"dim=-4 is out of range .* which has a result of 3 dimensions"),
+        ((4, 3), 2, True, r"dim=2 is out of range .* which has 2 dimensions; choose from -2 to 1"),
+        ((4, 3), -3, True, "dim=-3 is out of range .* choose from -2 to 1"),
+        ((), 1, False, r"dim=1 is out of range for a local shape \(\).* choose from -1 to 0"),
+        ((), 0, True, r"dim=0 is out of range for a local shape \(\)"),
     ],
 )
-def test_gathering_along_an_axis_that_is_not_there(mode, shape, axis, tiled, message):
+def test_gathering_along_a_dimension_that_is_not_there(mode, shape, dim, tiled, message):
     with pytest.raises(ValueError, match=f"ring_all_gather: {message}"):
-        trace(lambda x: ring_all_gather(x, "y", dim=axis, tiled=tiled, mode=mode), *shape)
+        trace(lambda x: ring_all_gather(x, "y", dim=dim, tiled=tiled, mode=mode), *shape)
 
 
 @every_mode
 @pytest.mark.parametrize(
     ("shape", "axes", "options", "message"),
     [
-        ((4, 3), "y", {"scatter_dimension": 2}, "scatter_dimension=2 .* choose from -2 to 1"),
-        ((4, 3), "y", {"scatter_dimension": -3}, "scatter_dimension=-3 .* choose from -2 to 1"),
-        ((), "y", {"tiled": True}, r"scatter_dimension=0 is out of range for a local shape \(\)"),
+        ((4, 3), "y", {"dim": 2}, "dim=2 .* choose from -2 to 1"),
+        ((4, 3), "y", {"dim": -3}, "dim=-3 .* choose from -2 to 1"),
+        ((), "y", {"tiled": True}, r"dim=0 is out of range for a local shape \(\)"),
         (
             (4, 6),
             "y",
-            {"scatter_dimension": 1, "tiled": True},
+            {"dim": 1, "tiled": True},
             r"x has local shape \(4, 6\), whose dimension 1 axis 'y' \(4\) does not divide: "
             r"6 = 1 x 4 \+ 2; pad it to 8",
         ),
@@ -130,7 +135,7 @@ def test_gathering_along_an_axis_that_is_not_there(mode, shape, axis, tiled, mes
         (
             (3, 8),
             "y",
-            {"scatter_dimension": -1},
+            {"dim": -1},
             r"x has local shape \(3, 8\), whose dimension 1 must have the size of axis 'y' \(4\) "
             "with tiled=False, but has 8; pass tiled=True to cut it into blocks",
         ),

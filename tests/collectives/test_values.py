@@ -108,20 +108,20 @@ def test_every_mode_over_a_tuple_on_a_shuffled_mesh(mode, check_vma):
 # Dimensions that are even, odd and 1: a block is halved in the middle, unevenly, or not at all.
 GATHERS = [
     ((), {}),
-    ((), {"axis": -1}),
+    ((), {"dim": -1}),
     ((1,), {"tiled": True}),
-    ((2, 3), {"axis": -1, "tiled": True}),
-    ((3, 5), {"axis": -1}),
-    ((1, 1), {"axis": -3}),
-    ((5, 2, 1), {"axis": -2, "tiled": True}),
+    ((2, 3), {"dim": -1, "tiled": True}),
+    ((3, 5), {"dim": -1}),
+    ((1, 1), {"dim": -3}),
+    ((5, 2, 1), {"dim": -2, "tiled": True}),
 ]
 SCATTERS = [
     ((1,), {}),
     ((3,), {"tiled": True}),
-    ((3, 2), {"scatter_dimension": 1, "tiled": True}),
-    ((1, 1, 3), {"scatter_dimension": 1}),
-    ((1, 1), {"scatter_dimension": 0, "tiled": True}),
-    ((5, 1, 3), {"scatter_dimension": 2, "tiled": True}),
+    ((3, 2), {"dim": 1, "tiled": True}),
+    ((1, 1, 3), {"dim": 1}),
+    ((1, 1), {"dim": 0, "tiled": True}),
+    ((5, 1, 3), {"dim": 2, "tiled": True}),
 ]  # the shape is that of the result, with 1 where the dimension goes
 both_rings = pytest.mark.parametrize(("n", "mode"), [(4, "bidirectional"), (3, "unidirectional")])
 
@@ -134,19 +134,22 @@ def test_every_form_of_all_gather(n, mode):
         ]
 
     x = [integers((n, *shape), seed=seed) for seed, (shape, _) in enumerate(GATHERS)]
-    functions = every(ring_all_gather, mode=mode), every(lax.all_gather)
+
+    def laxs(x, axes, dim=0, **form):
+        return lax.all_gather(x, axes, axis=dim, **form)
+
+    functions = every(ring_all_gather, mode=mode), every(laxs)
     assert_same(functions, x, mesh=line(n))
 
 
 @both_rings
 @pytest.mark.parametrize("negative", [False, True])
 def test_every_form_of_reduce_scatter(n, mode, negative):
-    def ours(x, scatter_dimension=0, **form):
-        dim = scatter_dimension - x.ndim * negative
-        return ring_reduce_scatter(x, "x", dim=dim, **form, mode=mode)
+    def ours(x, dim=0, **form):
+        return ring_reduce_scatter(x, "x", dim=dim - x.ndim * negative, **form, mode=mode)
 
-    def laxs(x, **form):  # which takes no negative dimension
-        return lax.psum_scatter(x, "x", **form)
+    def laxs(x, dim=0, **form):  # which takes no negative dimension
+        return lax.psum_scatter(x, "x", scatter_dimension=dim, **form)
 
     def every(scatter):
         return lambda x: [scatter(leaf, **f) for leaf, (_, f) in zip(x, SCATTERS, strict=True)]
@@ -154,7 +157,7 @@ def test_every_form_of_reduce_scatter(n, mode, negative):
     x = []
     for seed, (shape, form) in enumerate(SCATTERS):
         whole = list(shape)
-        whole[form.get("scatter_dimension", 0)] *= n
+        whole[form.get("dim", 0)] *= n
         x.append(integers((n, *whole), seed=seed))
     assert_same((every(ours), every(laxs)), x, mesh=line(n))
 

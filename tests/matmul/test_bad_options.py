@@ -35,8 +35,8 @@ def trace(function, *shapes, dtype=np.float32, check_vma=False):
         ({"preferred_element_type": "int32"}, "int32 cannot hold products of float32 operands"),
         ({"preferred_element_type": "f"}, None),
         ({"precision": ("highest", "default")}, "precision must be one value for both operands"),
-        ({"axis": 1.0}, "axis must be an integer, got 1.0 of type float"),
-        ({"axis": True}, "axis must be an integer, got True of type bool"),
+        ({"dim": 1.0}, "dim must be an integer, got 1.0 of type float"),
+        ({"dim": True}, "dim must be an integer, got True of type bool"),
     ],
 )
 @pytest.mark.parametrize("mode", MODES)

@@ -52,7 +52,7 @@ def value_and_pullback(fn, x, w, ct):
 
 
 CALLS = {
-    "gather k": (all_gather_matmul, GATHER_K, {"axis": 1}),
+    "gather k": (all_gather_matmul, GATHER_K, {"dim": 1}),
     "scatter": (matmul_reduce_scatter, SCATTER, {}),
     "all-reduce": (matmul_all_reduce, REDUCE, {}),
 }

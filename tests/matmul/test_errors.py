@@ -93,14 +93,14 @@ def test_unknown_axis(fn):
 @pytest.mark.parametrize("axes", [(), ("t", "t")])
 def test_axes_named_never_or_twice(fn, axes):
     assert error(ValueError, fn, f32(4, 2), f32(2, 8), axes) == (
-        f"axis {axes!r} must name at least one axis, and each once"
+        f"axis {axes!r} must name at least one mesh axis, and each once"
     )
 
 
 @named
-def test_axis_name_of_another_type(fn):
-    assert error(TypeError, fn, f32(4, 2), f32(2, 8), ["t"]) == (
-        "axis must be a mesh axis name or a tuple of them, got ['t']"
+def test_axis_of_another_type(fn):
+    assert error(TypeError, fn, f32(4, 2), f32(2, 8), {"t"}) == (
+        "axis must be a mesh axis name, a tuple or list of them, or an Axis, got {'t'}"
     )
 
 
@@ -128,14 +128,14 @@ def test_gather_of_neither_operand():
 @pytest.mark.parametrize(
     ("options", "shape", "allowed"),
     [
-        ({"axis": 2}, (4, 2), "-2 to 1"),
-        ({"axis": -3}, (4, 2), "-2 to 1"),
-        ({"axis": 2, "gather": "rhs"}, (2, 5), "-2 to 1"),
+        ({"dim": 2}, (4, 2), "-2 to 1"),
+        ({"dim": -3}, (4, 2), "-2 to 1"),
+        ({"dim": 2, "gather": "rhs"}, (2, 5), "-2 to 1"),
     ],
 )
 def test_gather_along_a_dimension_that_is_not_there(options, shape, allowed):
     assert error(ValueError, all_gather_matmul, f32(4, 2), f32(2, 5), "t", **options) == (
-        f"axis={options['axis']} is out of range for a local shape {shape}, which has 2 "
+        f"dim={options['dim']} is out of range for a local shape {shape}, which has 2 "
         f"dimensions; choose from {allowed}"
     )
 
@@ -157,7 +157,7 @@ def test_no_weights_at_all():
 @pytest.mark.parametrize(
     ("axes", "options", "lhs", "rhs"),
     [
-        ("t", {"axis": 1}, "2 x 4 = 8 when gathered over axis 't' (4)", "2"),
+        ("t", {"dim": 1}, "2 x 4 = 8 when gathered over axis 't' (4)", "2"),
         ("t", {"gather": "rhs"}, "2", "2 x 4 = 8 when gathered over axis 't' (4)"),
         (("t", "d"), {"gather": "rhs"}, "2", "2 x 8 = 16 when gathered over axis ('t', 'd') (8)"),
     ],
@@ -176,7 +176,7 @@ def test_gathered_size_that_differs(axes, options, lhs, rhs):
 
 
 @pytest.mark.parametrize(
-    ("axes", "axis", "dim", "size", "sum_", "padded"),
+    ("axes", "dim", "counted", "size", "sum_", "padded"),
     [
         ("t", 1, 1, 4, "5 = 1 x 4 + 1", 8),
         ("t", -1, 1, 4, "5 = 1 x 4 + 1", 8),
@@ -184,20 +184,18 @@ def test_gathered_size_that_differs(axes, options, lhs, rhs):
     ],
 )
 @pytest.mark.parametrize("mode", ["naive", "bidirectional"])
-def test_scattered_size_that_does_not_divide(axes, axis, dim, size, sum_, padded, mode):
-    found = error(
-        ValueError, matmul_reduce_scatter, f32(4, 2), f32(2, 5), axes, axis=axis, mode=mode
-    )
+def test_scattered_size_that_does_not_divide(axes, dim, counted, size, sum_, padded, mode):
+    found = error(ValueError, matmul_reduce_scatter, f32(4, 2), f32(2, 5), axes, dim=dim, mode=mode)
     assert found == (
-        f"the result has local shape (4, 5), whose dimension {dim} axis {axes!r} ({size}) does "
+        f"the result has local shape (4, 5), whose dimension {counted} axis {axes!r} ({size}) does "
         f"not divide: {sum_}; pad it to {padded}, or choose another dimension"
     )
 
 
-@pytest.mark.parametrize("axis", [2, -3])
-def test_scatter_along_a_dimension_that_is_not_there(axis):
-    assert error(ValueError, matmul_reduce_scatter, f32(4, 2), f32(2, 5), "t", axis=axis) == (
-        f"axis={axis} is out of range for a local shape (4, 5), which has 2 dimensions; choose "
+@pytest.mark.parametrize("dim", [2, -3])
+def test_scatter_along_a_dimension_that_is_not_there(dim):
+    assert error(ValueError, matmul_reduce_scatter, f32(4, 2), f32(2, 5), "t", dim=dim) == (
+        f"dim={dim} is out of range for a local shape (4, 5), which has 2 dimensions; choose "
         "from -2 to 1"
     )
 

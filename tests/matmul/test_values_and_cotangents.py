@@ -22,14 +22,14 @@ few = settings(max_examples=8, deadline=None, database=None)
 
 @dataclass(frozen=True)
 class RingOnMesh:
-    """A mesh, an axis name argument on it, and the axes that the argument leaves over."""
+    """A mesh, an `axis` argument on it, and the axes that the argument leaves over."""
 
     mesh: Mesh
     axis: str | tuple[str, ...]
 
     @property
     def names(self):
-        return (self.names,) if isinstance(self.names, str) else self.names
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
 
     @property
     def others(self):
@@ -61,9 +61,9 @@ def rows_spec(rank, sharded, others):
 @few
 @given(st.data(), rings, modes, dtypes(), st.booleans(), st.integers(1, 4), st.integers(0, 2))
 def test_all_gather_matmul_gathers_lhs(data, ring, mode, dtype, check_vma, rank, count):
-    axis = data.draw(st.integers(-rank, rank - 1))
+    dim = data.draw(st.integers(-rank, rank - 1))
     shape = [data.draw(blocks) for _ in range(rank)]
-    shape[axis] *= ring.size
+    shape[dim] *= ring.size
     widths = [data.draw(blocks) for _ in range(max(count, 1))]
     last = ring.names
     if rank == 1:  # no rows that the other axes could split: there they split the columns
@@ -72,11 +72,11 @@ def test_all_gather_matmul_gathers_lhs(data, ring, mode, dtype, check_vma, rank,
     else:
         shape[0] *= ring.replicas
     others = ring.others if rank > 1 else ()
-    lhs_spec = rows_spec(rank, {axis % rank: ring.names}, others)
+    lhs_spec = rows_spec(rank, {dim % rank: ring.names}, others)
     out_spec = P(*rows_spec(rank - 1, {}, others), last) if rank > 1 else P(last)
     weights = tuple(normal((shape[-1], width * ring.size), dtype, width) for width in widths)
     assert_matches_reference(
-        lambda x, ws: all_gather_matmul(x, ws, ring.names, dim=axis, mode=mode),
+        lambda x, ws: all_gather_matmul(x, ws, ring.axis, dim=dim, mode=mode),
         lambda x, ws: tuple(x @ w for w in ws) if count else x @ ws,
         normal(shape, dtype),
         weights if count else weights[0],  # an array, or a tuple of one or two
@@ -97,19 +97,19 @@ def test_all_gather_matmul_gathers_lhs(data, ring, mode, dtype, check_vma, rank,
     st.integers(1, 4),
     st.integers(-2, 1),
 )
-def test_all_gather_matmul_gathers_rhs(ring, mode, dtype, check_vma, sizes, rank, axis):
+def test_all_gather_matmul_gathers_rhs(ring, mode, dtype, check_vma, sizes, rank, dim):
     """The weight is replicated over the axes beside the ring: its gradient is summed there."""
     *rows, k, n = sizes[5 - max(rank, 2) - 1 :]
     weight = [k, n]
-    weight[axis] *= ring.size
+    weight[dim] *= ring.size
     split = (*ring.others, *ring.names)
     shape = (ring.mesh.size, *rows[1:], weight[0])
 
     def fn(x, w):
         if rank == 1:
-            y = all_gather_matmul(x[0], w, ring.names, gather="rhs", dim=axis, mode=mode)
+            y = all_gather_matmul(x[0], w, ring.axis, gather="rhs", dim=dim, mode=mode)
             return y[None]
-        return all_gather_matmul(x, w, ring.names, gather="rhs", dim=axis, mode=mode)
+        return all_gather_matmul(x, w, ring.axis, gather="rhs", dim=dim, mode=mode)
 
     assert_matches_reference(
         fn,
@@ -118,7 +118,7 @@ def test_all_gather_matmul_gathers_rhs(ring, mode, dtype, check_vma, sizes, rank
         normal(weight, dtype),
         mesh=ring.mesh,
         check_vma=check_vma,
-        in_specs=(P(split), rows_spec(2, {axis % 2: ring.names}, ())),
+        in_specs=(P(split), rows_spec(2, {dim % 2: ring.names}, ())),
         out_specs=P(split),
     )
 
@@ -126,23 +126,23 @@ def test_all_gather_matmul_gathers_rhs(ring, mode, dtype, check_vma, sizes, rank
 @few
 @given(st.data(), rings, modes, dtypes(), st.booleans(), st.integers(1, 4), blocks)
 def test_matmul_reduce_scatter(data, ring, mode, dtype, check_vma, rank, n):
-    axis = data.draw(st.integers(-rank, rank - 1))
+    dim = data.draw(st.integers(-rank, rank - 1))
     shape = [data.draw(blocks) for _ in range(rank)]
     result = [*shape[:-1], n]
-    result[axis] *= ring.size
+    result[dim] *= ring.size
     result[0] *= ring.replicas
     lhs = normal((*result[:-1], shape[-1] * ring.size), dtype)
     columns = ring.others if rank == 1 else ()
     lhs_spec = rows_spec(rank, {rank - 1: ring.names}, ring.others if rank > 1 else ())
     assert_matches_reference(
-        lambda x, w: matmul_reduce_scatter(x, w, ring.names, dim=axis, mode=mode),
+        lambda x, w: matmul_reduce_scatter(x, w, ring.axis, dim=dim, mode=mode),
         np.matmul,
         lhs,
         normal((lhs.shape[-1], result[-1]), dtype),
         mesh=ring.mesh,
         check_vma=check_vma,
         in_specs=(lhs_spec, P(ring.names, columns)),
-        out_specs=rows_spec(rank, {axis % rank: ring.names}, ring.others),
+        out_specs=rows_spec(rank, {dim % rank: ring.names}, ring.others),
     )
 
 
@@ -167,7 +167,7 @@ def test_matmul_all_reduce_of_sizes_that_need_not_divide(ring, mode, dtype, chec
         n *= ring.replicas
         lhs_spec, columns, out_spec = P(ring.names), ring.others, P(ring.others)
     assert_matches_reference(
-        lambda x, w: matmul_all_reduce(x, w, ring.names, mode=mode),
+        lambda x, w: matmul_all_reduce(x, w, ring.axis, mode=mode),
         np.matmul,
         normal(shape, dtype),
         normal((shape[-1], n), dtype),
@@ -236,7 +236,7 @@ def test_ring_einsum_gathers(data, ring, mode, dtype, check_vma, labels, blocks)
     }
     subscripts = f"{lhs},{rhs}->{out}"
     assert_matches_reference(
-        lambda x, w: ring_einsum(subscripts, x, w, ring.names, gather=label, mode=mode),
+        lambda x, w: ring_einsum(subscripts, x, w, ring.axis, gather=label, mode=mode),
         lambda x, w: np.einsum(subscripts, x, w),
         normal([sizes[name] for name in lhs], dtype),
         normal([sizes[name] for name in rhs], dtype),
@@ -259,7 +259,7 @@ def test_ring_einsum_scatters(data, ring, mode, dtype, check_vma, labels, blocks
     }
     subscripts = f"{lhs},{rhs}->{out}"
     assert_matches_reference(
-        lambda x, w: ring_einsum(subscripts, x, w, ring.names, scatter=label, mode=mode),
+        lambda x, w: ring_einsum(subscripts, x, w, ring.axis, scatter=label, mode=mode),
         lambda x, w: np.einsum(subscripts, x, w),
         normal([sizes[name] for name in lhs], dtype),
         normal([sizes[name] for name in rhs], dtype),

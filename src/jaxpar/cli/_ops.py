@@ -65,18 +65,18 @@ class Op:
                 )
 
 
-def _gather(operand: Any, axis: int) -> Callable[..., Any]:
+def _gather(operand: Any, dim: int) -> Callable[..., Any]:
     def local(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
         return jaxpar.all_gather_matmul(
-            lhs, rhs, ring, gather=operand, dim=axis, mode=mode, **options
+            lhs, rhs, ring, gather=operand, dim=dim, mode=mode, **options
         )
 
     return local
 
 
-def _scatter(axis: int) -> Callable[..., Any]:
+def _scatter(dim: int) -> Callable[..., Any]:
     def local(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
-        return jaxpar.matmul_reduce_scatter(lhs, rhs, ring, dim=axis, mode=mode, **options)
+        return jaxpar.matmul_reduce_scatter(lhs, rhs, ring, dim=dim, mode=mode, **options)
 
     return local
 

@@ -77,7 +77,7 @@ def ring_all_gather(
 
     Raises:
       TypeError: an option of the wrong type.
-      ValueError: an axis out of range, an unknown mode or axis name, a call outside shard_map.
+      ValueError: a dimension out of range, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the result, in n-1 steps one way, or half of that over each link
     in n/2 steps both ways. The derivative is `ring_reduce_scatter`, its sums in float32.
