@@ -330,13 +330,13 @@ ERRORS = [
     (
         {"experts": {**WHOLE._asdict(), "w3": 0}},
         TypeError,
-        "as_experts: experts have no w3; the keys are up, down, gate, up_bias, gate_bias, "
+        "apply_experts: experts have no w3; the keys are up, down, gate, up_bias, gate_bias, "
         "down_bias",
     ),
     (
         {"experts": {"up": WHOLE.up}},
         TypeError,
-        "as_experts: experts lack down; the keys are up, down, gate, up_bias, gate_bias, down_bias",
+        "apply_experts: experts lack down; the keys are up, down, gate, up_bias, gate_bias, down_bias",
     ),
     (
         {"activation": lambda h: h[:, :2]},

@@ -271,8 +271,8 @@ def test_what_is_sent():
          lambda r: routing_statistics(r, overflow=jnp.zeros(2, "int32"))),
         (ValueError, "load_balance_loss: axis 'ep' is not bound",
          lambda r: load_balance_loss(r, "ep")),
-        (TypeError, "routing_statistics: axis must be a mesh axis name or a tuple",
-         lambda r: routing_statistics(r, ["ep"])),
+        (TypeError, "routing_statistics: axis must be a mesh axis name, a tuple or list of them, "
+         "or an Axis, got 3", lambda r: routing_statistics(r, 3)),
         (ValueError, r"update_router_bias: bias has local shape \(4,\) and tokens_per_expert "
          r"\(3,\)", lambda _: update_router_bias(jnp.ones(4), jnp.ones(3, "int32"))),
         (TypeError, "update_router_bias: bias must be floats, got int32",
