@@ -5,10 +5,11 @@ type checker in front of it would replace an error that names the axis and the r
 does not. A static checker sees the exact types.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jax import Array
+from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
     from jaxpar._axis import Axis
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     Implementation = Literal["auto", "ragged_dot", "blocks"]
     Integer = int
     Number = float
+    Values = ArrayLike | Sequence[Any]  # an array, or what jnp.asarray makes one of
     MeshAxes = str | Mapping[str, int]
     Subscripts = str
     Label = str | None
@@ -33,4 +35,4 @@ if TYPE_CHECKING:
 else:
     AxisLike = Mode = Operand = Order = Integer = Number = MeshAxes = Subscripts = Label = (
         Weights
-    ) = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Any
+    ) = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Values = Any
