@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     Implementation = Literal["auto", "ragged_dot", "blocks"]
     Integer = int
     Flag = bool
-    Integers = ArrayLike | Sequence[Any]  # an array of them, or nested lists
     Number = float
+    Values = ArrayLike | Sequence[Any]  # an array, or what jnp.asarray makes one of
     MeshAxes = str | Mapping[str, int]
     Subscripts = str
     Label = str | None
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
     TreeDim = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
 else:
-    AxisLike = Mode = Operand = Order = Integer = Flag = Integers = Number = MeshAxes = (
-        Subscripts
-    ) = Label = Weights = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Any
+    AxisLike = Mode = Operand = Order = Integer = Flag = Number = MeshAxes = Subscripts = Label = (
+        Weights
+    ) = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Any
+    Values = Any

@@ -273,6 +273,13 @@ def test_mapping_and_padding():
     assert pad_experts(experts._replace(gate=None, gate_bias=None), 2).gate is None
 
 
+def test_sizes_and_weights_may_be_lists():
+    x, experts, sizes, _ = make([2, 1, 3], 8)
+    found = apply_experts(x, experts, [2, 1, 3], weights=[0.5] * 8, implementation="blocks")
+    wanted = reference(x, experts, sizes, np.full(8, 0.5))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 WHOLE = make([3, 4], 8)[1]
 
 ERRORS = [
@@ -310,6 +317,31 @@ ERRORS = [
         "apply_experts: weights must be floats, got int32; cast them",
     ),
     (
+        {"weights": jnp.zeros(8, jnp.complex64)},
+        TypeError,
+        "apply_experts: weights must be floats, got complex64; cast them",
+    ),
+    (
+        {"experts": WHOLE._replace(up_bias=WHOLE.up_bias.astype(jnp.complex64))},
+        TypeError,
+        "apply_experts: x is float32 and experts.up_bias complex64, which it cannot hold; cast "
+        "one of them",
+    ),
+    (
+        {
+            "x": jnp.zeros((8, 4), bool),
+            "experts": jax.tree.map(lambda w: w.astype(bool), WHOLE),
+        },
+        TypeError,
+        "apply_experts: x and experts are bool, which has no products; cast them to floats",
+    ),
+    (
+        {"preferred_element_type": "int32"},
+        TypeError,
+        "apply_experts: preferred_element_type=int32 cannot hold products of float32 operands; "
+        "choose a float dtype, or None",
+    ),
+    (
         {"experts": WHOLE._replace(up=WHOLE.up[0])},
         ValueError,
         "apply_experts: experts.up must be [e, d, f], got local shape (4, 5); stack the experts' "
@@ -330,13 +362,14 @@ ERRORS = [
     (
         {"experts": {**WHOLE._asdict(), "w3": 0}},
         TypeError,
-        "as_experts: experts have no w3; the keys are up, down, gate, up_bias, gate_bias, "
+        "apply_experts: experts have no w3; the keys are up, down, gate, up_bias, gate_bias, "
         "down_bias",
     ),
     (
         {"experts": {"up": WHOLE.up}},
         TypeError,
-        "as_experts: experts lack down; the keys are up, down, gate, up_bias, gate_bias, down_bias",
+        "apply_experts: experts lack down; the keys are up, down, gate, up_bias, gate_bias, "
+        "down_bias",
     ),
     (
         {"activation": lambda h: h[:, :2]},

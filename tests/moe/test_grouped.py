@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import make_mesh
 from jaxpar.moe import grouped_matmul
 from jaxpar.moe._blocks import CPU_LENGTHS, blocks_rows_product
+from jaxpar.moe._grouped import fitting_sizes
 from jaxpar.testing import assert_matches_reference
 
 IMPLEMENTATIONS = ["blocks", "ragged_dot"]
@@ -226,6 +227,30 @@ def test_preferred_element_type_and_integers(implementation):
     assert whole.dtype == jnp.int32
 
 
+def test_sizes_whose_sum_passes_what_integers_hold():
+    """Whatever their dtype, each is cut to the rows before they are summed."""
+    most = 2**31 - 1
+    lhs, rhs, _ = operands([8, 0, 0], 8)
+    wanted = reference(lhs, rhs, [2, 8, 8])
+    for dtype in ("int32", "uint32", "int64", "uint64"):
+        with jax.enable_x64(dtype.endswith("64")):
+            largest = np.iinfo(dtype).max if dtype.startswith("u") else most
+            sizes = jnp.asarray(np.array([2, most, largest], dtype))
+            assert sizes.dtype == dtype
+            found = grouped_matmul(lhs, rhs, sizes, implementation="blocks")
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(fitting_sizes(jnp.array([200, 200], "uint8"), 300), [200, 100])
+    rows = 2**30 + 5  # whose triple is more than an int32 holds
+    sizes = jnp.array([rows - 7, 3, most, most, 1], "int32")
+    np.testing.assert_array_equal(fitting_sizes(sizes, rows), [rows - 7, 3, 4, 0, 0])
+
+
+def test_sizes_may_be_a_list():
+    lhs, rhs, sizes = operands([3, 0, 4], 8)
+    found = grouped_matmul(lhs, rhs, [3, 0, 4], implementation="blocks")
+    np.testing.assert_allclose(found, reference(lhs, rhs, sizes), rtol=1e-5, atol=1e-5)
+
+
 def test_work_follows_the_rows_and_not_the_buffer():
     """The loops run as often as the groups have blocks."""
     calls = []
@@ -302,6 +327,27 @@ ERRORS = [
         TypeError,
         "grouped_matmul: preferred_element_type='float31' is not a dtype; pass one such as "
         "jnp.float32 or 'bfloat16'",
+    ),
+    (
+        {"preferred_element_type": "int32"},
+        TypeError,
+        "grouped_matmul: preferred_element_type=int32 cannot hold products of float32 operands; "
+        "choose a float dtype, or None",
+    ),
+    (
+        {
+            "lhs": jnp.zeros((8, 4), jnp.complex64),
+            "rhs": jnp.zeros((2, 4, 3), jnp.complex64),
+            "preferred_element_type": "float32",
+        },
+        TypeError,
+        "grouped_matmul: preferred_element_type=float32 cannot hold products of complex64 "
+        "operands; choose a complex dtype, or None",
+    ),
+    (
+        {"lhs": jnp.zeros((8, 4), bool), "rhs": jnp.zeros((2, 4, 3), bool)},
+        TypeError,
+        "grouped_matmul: lhs and rhs are bool, which has no products; cast them to int8",
     ),
 ]
 

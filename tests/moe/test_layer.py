@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from layer_reference import choose, moe
 
-from jaxpar import make_mesh
+from jaxpar import Axis, make_mesh
 from jaxpar._axis import Ring
 from jaxpar._chips import chip_of
 from jaxpar._choice import Problem, choose_dispatch
@@ -295,7 +295,7 @@ ERRORS = {
     "buffer_factor=-1 must be at least 0": {"buffer_factor": -1},
     "top_k": {"top_k": 9},
     "axis and tp_axis both have the axis 'ep'": {"tp": "ep"},
-    "wire_dtype=int32 cannot carry": {"wire_dtype": "int32"},
+    "wire_dtype=int32 cannot carry": {"ep": Axis("ep", wire_dtype="int32")},
     "fsdp_dim=0 must be 1 or 2": {"fsdp": "dp", "fsdp_dim": 0},
     r"axis 'x' is not bound: the axes bound here are": {"tp": "x"},
 }
@@ -308,11 +308,11 @@ def test_options_that_cannot_be(message):
         call(parameters(16, 8), **how)
 
 
-def call(params, *, top_k, tp=None, fsdp=None, data="dp", **how):
+def call(params, *, top_k, ep="ep", tp=None, fsdp=None, data="dp", **how):
     """Traces the layer alone, with weights that are whole but for experts."""
 
     def layer(tokens, router, experts):
-        names = {"axis": "ep", "tp_axis": tp, "fsdp_axis": fsdp}
+        names = {"axis": ep, "tp_axis": tp, "fsdp_axis": fsdp}
         return moe_layer(tokens, router, experts, top_k=top_k, data_axis=data, **names, **how)
 
     specs = P(("dp", "ep")), P(), P("ep")

@@ -199,6 +199,15 @@ def test_keeps_nothing_of_choices_times_experts():
     assert max(leaf.size for leaf in jax.tree.leaves(pull)) <= 6 * 8
 
 
+def test_mask_and_bias_may_be_lists():
+    logits, mask, bias = jnp.asarray(normal(3, 4)), [True, False, True], [0.0, 9.0, 0.0, 0.0]
+    found = route(logits, 2, mask=mask, bias=bias)
+    wanted = route(logits, 2, mask=jnp.array(mask), bias=jnp.array(bias))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert found.experts[0, 0] == 1
+    assert found.experts[1, 0] == -1
+
+
 def test_no_tokens():
     routing = jitted(jnp.zeros((0, 4)), 2, groups=2, top_groups=1, bias=jnp.zeros(4))
     assert [x.shape for x in routing] == [(0, 2), (0, 2), (0, 2), (0, 4), (0, 4)]

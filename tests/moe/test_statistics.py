@@ -207,6 +207,14 @@ def test_a_router_of_ones_own():
     np.testing.assert_allclose(stats.load_balance_loss, 3 * (0.25 / 3 + 0.75 * 2 / 3), rtol=1e-6)
 
 
+def test_masks_and_loads_may_be_lists():
+    routing, mask = route(jnp.asarray(normal(3, 4)), 2), [True, False, True]
+    for function in (routing_statistics, load_balance_loss, router_z_loss):
+        found, wanted = (function(routing, mask=given) for given in (mask, jnp.array(mask)))
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    np.testing.assert_array_equal(update_router_bias([0.0, 0.0], [3, 1], 0.5), [-0.5, 0.5])
+
+
 def test_update_router_bias():
     rng = np.random.default_rng(0)
     update = jax.jit(update_router_bias)
@@ -271,8 +279,8 @@ def test_what_is_sent():
          lambda r: routing_statistics(r, overflow=jnp.zeros(2, "int32"))),
         (ValueError, "load_balance_loss: axis 'ep' is not bound",
          lambda r: load_balance_loss(r, "ep")),
-        (TypeError, "routing_statistics: axis must be a mesh axis name or a tuple",
-         lambda r: routing_statistics(r, ["ep"])),
+        (TypeError, "routing_statistics: axis must be a mesh axis name, a tuple or list of them, "
+         "or an Axis, got 3", lambda r: routing_statistics(r, 3)),
         (ValueError, r"update_router_bias: bias has local shape \(4,\) and tokens_per_expert "
          r"\(3,\)", lambda _: update_router_bias(jnp.ones(4), jnp.ones(3, "int32"))),
         (TypeError, "update_router_bias: bias must be floats, got int32",

@@ -12,7 +12,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import check_wire, sum_dtype
-from jaxpar._types import AxisLike, Flag, Integer, Integers, Number, Order
+from jaxpar._types import AxisLike, Flag, Integer, Number, Order, Values
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_precision
 from jaxpar.layers._attention_block import Keys, Scores
@@ -27,8 +27,8 @@ def ring_attention(
     v: Array,
     axis: AxisLike,
     *,
-    segments: Integers | None = None,
-    lengths: Integers | None = None,
+    segments: Values | None = None,
+    lengths: Values | None = None,
     causal: Flag = True,
     order: Order = "zigzag",
     scale: Number | None = None,

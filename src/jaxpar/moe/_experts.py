@@ -10,12 +10,12 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._dtypes import as_dtype, result_dtype
-from jaxpar._types import Implementation, Integer
+from jaxpar._dtypes import result_dtype
+from jaxpar._types import Implementation, Integer, Values
 from jaxpar._varying import vary_alike, zeros_alike
 from jaxpar.layers._checks import check_whole
 from jaxpar.moe._expert_mlp import clear_rows, expert_mlp, forward_whole
-from jaxpar.moe._grouped import bind_method, check_sizes, fitting_sizes
+from jaxpar.moe._grouped import bind_method, bind_preferred, check_sizes, fitting_sizes
 from jaxpar.moe._mlp import Experts, ExpertsLike, Mlp, Operands
 
 
@@ -23,10 +23,10 @@ from jaxpar.moe._mlp import Experts, ExpertsLike, Mlp, Operands
 def apply_experts(
     x: Array,
     experts: ExpertsLike,
-    group_sizes: Array,
+    group_sizes: Values,
     *,
     activation: Callable[[Array], Array] = jax.nn.silu,
-    weights: Array | None = None,
+    weights: Values | None = None,
     implementation: Implementation = "auto",
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -50,7 +50,8 @@ def apply_experts(
       `group_sizes`, as are the gradients of such rows and weights.
 
     Raises:
-      TypeError: operands of different dtypes, unknown keys, an option of the wrong type.
+      TypeError: operands of different dtypes, or bools; biases that x cannot hold; unknown keys; an
+        option of the wrong type.
       ValueError: wrong ranks or sizes, a gate_bias without a gate, an unknown implementation.
 
     Cost: nothing is sent. 4 d f FLOPs (with a gate 6 d f) for each row that has an expert, in
@@ -64,14 +65,16 @@ def apply_experts(
     Source: Shazeer, "GLU variants improve transformer" (2020), for the gate.
     """
     experts = as_experts(experts)
-    check_experts(x, experts, group_sizes)
-    if weights is not None:
-        check_weights(weights, x)
+    sizes = jnp.asarray(group_sizes)
+    check_experts(x, experts, sizes)
+    factors = None if weights is None else jnp.asarray(weights)
+    if factors is not None:
+        check_weights(factors, x)
     method = bind_method(implementation, precision)
-    preferred = as_dtype("preferred_element_type", preferred_element_type)
+    preferred = bind_preferred(preferred_element_type, x.dtype)
     dtype = result_dtype(x.dtype) if preferred is None else preferred
-    sizes = fitting_sizes(group_sizes, len(x))
-    operands, sizes = vary_alike((), Operands(x, experts, weights), sizes)
+    sizes = fitting_sizes(sizes, len(x))
+    operands, sizes = vary_alike((), Operands(x, experts, factors), sizes)
     mlp = Mlp(method, activation, preferred, dtype)
     if closes_over_arrays(activation, experts.up, dtype):
         return forward_whole(mlp, clear_rows(operands, sizes), sizes)[0]
@@ -184,6 +187,22 @@ def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
             raise type_error(
                 f"x is {x.dtype} and experts.{field} {w.dtype}; cast one to the other's dtype"
             )
+    if x.dtype == jnp.bool_:
+        raise type_error("x and experts are bool, which has no products; cast them to floats")
+    for field in ("up_bias", "gate_bias", "down_bias"):
+        w = getattr(experts, field)
+        if w is not None and not _can_hold(x.dtype, w.dtype):
+            raise type_error(
+                f"x is {x.dtype} and experts.{field} {w.dtype}, which it cannot hold; cast one of "
+                "them"
+            )
+
+
+def _can_hold(dtype: Any, added: Any) -> bool:
+    """Whether numbers of dtype `added` keep all their parts in sums of `dtype`."""
+    if jnp.issubdtype(added, jnp.complexfloating):
+        return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+    return added != jnp.bool_
 
 
 def check_shapes(experts: Experts) -> None:

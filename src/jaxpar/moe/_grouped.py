@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import as_dtype, common_dtype, result_dtype, sum_dtype
-from jaxpar._types import Implementation
+from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._checks import check_precision
 from jaxpar.moe._blocks import (
@@ -36,7 +36,7 @@ IMPLEMENTATIONS = ("auto", "ragged_dot", "blocks")
 def grouped_matmul(
     lhs: Array,
     rhs: Array,
-    group_sizes: Array,
+    group_sizes: Values,
     *,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
@@ -64,8 +64,8 @@ def grouped_matmul(
       groups, whatever the cotangent holds there.
 
     Raises:
-      TypeError: operands of different dtypes, sizes that are not integers, an option of the wrong
-        type.
+      TypeError: operands of different dtypes, or bools; sizes that are not integers; a preferred
+        dtype that cannot hold the products; an option of the wrong type.
       ValueError: wrong ranks or sizes, an unknown implementation.
 
     Cost: nothing is sent. 2 k n FLOPs for each row that has a group, and as much again for each
@@ -81,11 +81,12 @@ def grouped_matmul(
     Source: Gale et al., "MegaBlocks: Efficient sparse training with mixture-of-experts" (2022), for
     products of groups of any size in place of padded ones.
     """
-    check_grouped(lhs, rhs, group_sizes)
+    sizes = jnp.asarray(group_sizes)
+    check_grouped(lhs, rhs, sizes)
     method = bind_method(implementation, precision)
-    preferred = as_dtype("preferred_element_type", preferred_element_type)
+    preferred = bind_preferred(preferred_element_type, lhs.dtype)
     dtype = result_dtype(lhs.dtype) if preferred is None else preferred
-    lhs, rhs, sizes = vary_alike((), lhs, rhs, fitting_sizes(group_sizes, len(lhs)))
+    lhs, rhs, sizes = vary_alike((), lhs, rhs, fitting_sizes(sizes, len(lhs)))
     return rows_product(Product(method, 1, preferred, dtype), lhs, rhs, sizes)
 
 
@@ -210,8 +211,18 @@ def group_products(product: Product, lhs: Array, rhs: Array, group_sizes: Array)
 
 
 def fitting_sizes(group_sizes: Array, rows: int) -> Array:
-    """The sizes as `int32[g]`, cut to what `rows` hold: more would lead a kernel out of bounds."""
-    ends = jnp.minimum(jnp.cumsum(group_sizes.astype("int32"), dtype="int32"), rows)
+    """The sizes as `int32[g]`, cut to what `rows` hold: more would lead a kernel out of bounds.
+
+    Each is cut first, so that their sum does not wrap around.
+    """
+    if group_sizes.dtype.itemsize < 4:
+        group_sizes = group_sizes.astype("int32")  # in which rows can be counted
+    sizes = jnp.minimum(group_sizes, rows).astype("int32")
+    if len(sizes) * rows < 2**31:
+        ends = jnp.minimum(jnp.cumsum(sizes, dtype="int32"), rows)
+    else:  # a sum of two stays below 2**32
+        wide = sizes.astype("uint32")
+        ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), wide).astype("int32")
     return jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
 
 
@@ -256,6 +267,21 @@ def bind_method(implementation: Any, precision: Any) -> Method:
     return Method(implementation, precision)
 
 
+def bind_preferred(given: Any, operands: Any) -> Any:
+    """Returns the dtype that a user prefers, or raises where it cannot hold the products."""
+    preferred = as_dtype("preferred_element_type", given)
+    for kind in (jnp.complexfloating, jnp.inexact):
+        if preferred is None or not jnp.issubdtype(operands, kind):
+            continue
+        if not jnp.issubdtype(preferred, kind):
+            wanted = "complex" if kind is jnp.complexfloating else "float"
+            raise type_error(
+                f"preferred_element_type={preferred} cannot hold products of {operands} "
+                f"operands; choose a {wanted} dtype, or None"
+            )
+    return preferred
+
+
 def check_grouped(lhs: Array, rhs: Array, group_sizes: Array) -> None:
     """Raises unless rows, weights and sizes of groups go together."""
     if lhs.ndim != 2 or rhs.ndim != 3:
@@ -272,6 +298,8 @@ def check_grouped(lhs: Array, rhs: Array, group_sizes: Array) -> None:
     check_sizes(group_sizes, "rhs", rhs.shape)
     if lhs.dtype != rhs.dtype:
         raise type_error(f"lhs is {lhs.dtype} and rhs {rhs.dtype}; cast one to the other's dtype")
+    if lhs.dtype == jnp.bool_:
+        raise type_error("lhs and rhs are bool, which has no products; cast them to int8")
 
 
 def check_sizes(group_sizes: Array, argument: str, shape: tuple[int, ...]) -> None:

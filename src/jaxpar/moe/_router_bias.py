@@ -4,11 +4,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._types import Number
+from jaxpar._types import Number, Values
 
 
 @public
-def update_router_bias(bias: Array, tokens_per_expert: Array, rate: Number | Array = 1e-3) -> Array:
+def update_router_bias(
+    bias: Values, tokens_per_expert: Values, rate: Number | Array = 1e-3
+) -> Array:
     """Moves each expert's bias up if it got fewer tokens than the mean, and down if more.
 
     For balance without a loss: after each training step, on the bias that `route` takes.
@@ -35,6 +37,7 @@ def update_router_bias(bias: Array, tokens_per_expert: Array, rate: Number | Arr
     Source: Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts"
     (2024).
     """
+    bias, tokens_per_expert = jnp.asarray(bias), jnp.asarray(tokens_per_expert)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
     if not jnp.issubdtype(tokens_per_expert.dtype, jnp.integer):

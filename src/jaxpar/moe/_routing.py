@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import sum_dtype
-from jaxpar._types import Integer, Number, Scoring
+from jaxpar._types import Integer, Number, Scoring, Values
 from jaxpar.layers._checks import check_number, check_whole
 from jaxpar.moe._chosen import of_chosen
 
@@ -47,12 +47,12 @@ def route(
     top_k: Integer,
     *,
     scoring: Scoring = "softmax",
-    bias: Array | None = None,
+    bias: Values | None = None,
     groups: Integer = 1,
     top_groups: Integer | None = None,
     normalize: bool = False,
     scale: Number = 1.0,
-    mask: Array | None = None,
+    mask: Values | None = None,
 ) -> Routing:
     """Chooses the `top_k` best experts of each token, and weighs them.
 
@@ -102,16 +102,15 @@ def route(
         raise value_error(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
     factor = check_number("scale", scale)
     logits = logits.astype(sum_dtype(logits.dtype))
-    if mask is not None:
-        check_mask(mask, len(logits))
-        logits = jnp.where(mask[:, None], logits, 0)
+    real = None if mask is None else as_mask(mask, len(logits))
+    if real is not None:
+        logits = jnp.where(real[:, None], logits, 0)
     scores = jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
     choice = lax.stop_gradient(logits)  # in the order of scores, which round and underflow
     if bias is not None:
-        _check_bias(bias, logits)
         choice = lax.stop_gradient(logits if scoring == "selected_softmax" else scores)
-        choice = choice + lax.stop_gradient(bias).astype(choice.dtype)
+        choice = choice + lax.stop_gradient(_as_bias(bias, logits)).astype(choice.dtype)
     choice = _in_best_groups(choice, groups, top_groups, k, pairs=bias is not None)
     experts = lax.top_k(choice, k)[1].astype("int32")  # [t, k]
 
@@ -126,11 +125,11 @@ def route(
         weights = weights * factor
 
     kept = jnp.ones_like(experts, bool)
-    if mask is not None:
-        kept = kept & mask[:, None]
+    if real is not None:
+        kept = kept & real[:, None]
         experts = jnp.where(kept, experts, -1)
         weights = jnp.where(kept, weights, 0)
-        scores = jnp.where(mask[:, None], scores, 0)
+        scores = jnp.where(real[:, None], scores, 0)
     return Routing(experts, weights, kept, scores, logits)
 
 
@@ -189,7 +188,8 @@ def _check_logits(logits: Array, top_k: Any) -> int:
     return check_whole("top_k", top_k, 1, logits.shape[1], "the number of experts")
 
 
-def _check_bias(bias: Array, logits: Array) -> None:
+def _as_bias(given: Values, logits: Array) -> Array:
+    bias = jnp.asarray(given)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
     if bias.shape != logits.shape[1:]:
@@ -197,10 +197,12 @@ def _check_bias(bias: Array, logits: Array) -> None:
             f"bias has local shape {bias.shape} and logits {logits.shape}; it needs one "
             f"entry for each of the {logits.shape[1]} experts, on every device"
         )
+    return bias
 
 
-def check_mask(mask: Array, tokens: int) -> None:
-    """Raises unless `mask` says of each token whether it counts."""
+def as_mask(given: Values, tokens: int) -> Array:
+    """Returns the mask, or raises unless it says of each token whether it counts."""
+    mask = jnp.asarray(given)
     if mask.dtype != bool:
         raise type_error(f"mask must be bool, got {mask.dtype}; compare it with 0")
     if mask.shape != (tokens,):
@@ -208,3 +210,4 @@ def check_mask(mask: Array, tokens: int) -> None:
             f"mask has local shape {mask.shape}, and there are {tokens} tokens; it "
             f"must be [{tokens}]"
         )
+    return mask

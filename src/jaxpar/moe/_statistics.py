@@ -9,10 +9,10 @@ from jax import Array, lax
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, value_error
-from jaxpar._types import AxisLike, Integer
+from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_alike
 from jaxpar.moe._chosen import of_experts
-from jaxpar.moe._routing import Routing, check_mask
+from jaxpar.moe._routing import Routing, as_mask
 
 
 class Statistics(NamedTuple):
@@ -49,7 +49,7 @@ def routing_statistics(
     routing: Routing,
     axis: AxisLike = (),
     *,
-    mask: Array | None = None,
+    mask: Values | None = None,
     overflow: Array | Integer = 0,
 ) -> Statistics:
     """Computes the statistics of a routing, with the losses that balance it, over all devices.
@@ -116,7 +116,9 @@ def routing_statistics(
 
 
 @public
-def load_balance_loss(routing: Routing, axis: AxisLike = (), *, mask: Array | None = None) -> Array:
+def load_balance_loss(
+    routing: Routing, axis: AxisLike = (), *, mask: Values | None = None
+) -> Array:
     """Computes the loss that is smallest where all experts get equally many tokens.
 
     `E * sum_e share_e * score_e`, where `share_e` is the share of expert e in all choices, before
@@ -156,7 +158,7 @@ def load_balance_loss(routing: Routing, axis: AxisLike = (), *, mask: Array | No
 
 
 @public
-def router_z_loss(routing: Routing, axis: AxisLike = (), *, mask: Array | None = None) -> Array:
+def router_z_loss(routing: Routing, axis: AxisLike = (), *, mask: Values | None = None) -> Array:
     """Computes the loss that keeps logits small: the mean over tokens of `logsumexp(logits)**2`.
 
     Args:
@@ -202,13 +204,12 @@ def _sums(axes: tuple[str, ...], *parts: Array) -> tuple[Array, ...]:
     return tuple(piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True))
 
 
-def _counted(routing: Routing, mask: Array | None) -> Array:
+def _counted(routing: Routing, mask: Values | None) -> Array:
     """Tells which tokens count, bool[t]: those that are masked nowhere."""
     counted = jnp.any(routing.experts >= 0, axis=1)
     if mask is None:
         return counted
-    check_mask(mask, len(counted))
-    return counted & mask
+    return counted & as_mask(mask, len(counted))
 
 
 def _count(counted: Array) -> Array:
