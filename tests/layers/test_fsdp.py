@@ -420,3 +420,51 @@ def test_errors_of_linear():
     text = r"bias of w has local shape \(5,\), but the result has 12 columns .* or 3 over axis 'f'"
     with pytest.raises(ValueError, match=f"fsdp_linear: the {text}"):
         jax.eval_shape(run, normal(4, 8), normal(8, 12), normal(5))
+
+
+@pytest.mark.parametrize("over", ["a", "b", ("a", "b"), None])
+def test_a_bias_over_fewer_axes_than_its_weight(over):
+    """Types say over which it is sharded."""
+    x, w, b = normal(8, 6), normal(6, 8), normal(8)
+    mapped = jax.shard_map(
+        lambda x, w, b: fsdp_linear(x, w, ("a", "b"), bias=b, dim=1),
+        mesh=mesh_of("a=2,b=2"),
+        in_specs=(P(("a", "b")), P(None, ("a", "b")), P(over)),
+        out_specs=P(("a", "b")),
+    )
+    np.testing.assert_allclose(jax.jit(mapped)(x, w, b), x @ w + b, rtol=1e-5, atol=1e-5)
+    grad = jax.jit(jax.grad(lambda b: jnp.sum(jnp.sin(mapped(x, w, b)))))(b)
+    np.testing.assert_allclose(grad, np.cos(x @ w + b).sum(0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_a_counter_stays_replicated(mode, dtype):
+    """What is handed on beside what varies keeps its own type, forward and in a gradient."""
+
+    def run(w, x):
+        def layer(w, state):
+            h, count = state
+            return jnp.tanh(h @ w), count + jnp.ones((), dtype)
+
+        return fsdp_scan(layer, w, (x, jnp.zeros((), dtype)), Axis("f", mode=mode))
+
+    mapped = jax.shard_map(
+        run, mesh=mesh_of("f=4"), in_specs=(P(None, "f"), P("f")), out_specs=(P("f"), P())
+    )
+    w, x = normal(3, 4, 4), normal(8, 4)
+    assert jax.jit(mapped)(w, x)[1] == 3
+    grad = jax.jit(jax.grad(lambda w: jnp.sum(mapped(w, x)[0])))(w)
+    assert np.all(np.isfinite(grad))
+
+
+def test_a_complex_bias_of_a_real_result():
+    x, w, b = normal(8, 4), normal(4, 4), np.ones(4, np.complex64)
+    mapped = jax.shard_map(
+        lambda x, w, b: fsdp_linear(x, w, "f", bias=b),
+        mesh=mesh_of("f=4"),
+        in_specs=(P("f"), P("f"), P()),
+        out_specs=P("f"),
+    )
+    with pytest.raises(TypeError, match=r"^fsdp_linear: the bias is complex64, but the result"):
+        jax.eval_shape(mapped, x, w, b)

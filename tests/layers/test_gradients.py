@@ -516,3 +516,36 @@ def test_gathered_results_may_be_returned_as_replicated():
     args = normal(8, 3), normal(24, 3)
     expected = jax.value_and_grad(lambda w, x: jnp.sum(jnp.sin(x @ w.T)) / len(x))
     close(jax.jit(step)(*args), jax.jit(expected)(*args))
+
+
+@check
+def test_a_loss_that_every_device_has_whole(check_vma):
+    """Nothing divides it: no axis is summed over."""
+    w, x = normal(3), normal(4, 3)
+    step = jax.shard_map(
+        value_and_grad(lambda w, x: (jnp.sum(jnp.sin(x @ w)), len(x)), (), specs=P()),
+        mesh=make_mesh("dp=4,tp=2"),
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    loss, grad = jax.jit(step)(w, x)
+    np.testing.assert_allclose(loss, np.mean(np.sin(x @ w)), rtol=1e-6)
+    np.testing.assert_allclose(grad, x.T @ np.cos(x @ w) / 4, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_of_integers_does_not_overflow():
+    norm = jax.shard_map(
+        lambda x: global_norm({"x": x, "yes": x > 0}),
+        mesh=make_mesh("dp=4,tp=2"),
+        in_specs=P("tp"),
+        out_specs=P(),
+    )
+    x = np.array([3 * 10**5, 4 * 10**5], np.int32)
+    np.testing.assert_allclose(jax.jit(norm)(x), 5e5, rtol=1e-6)
+
+
+def test_a_weight_that_is_no_real_number():
+    assert error(lambda w, x: mean_loss(1.0, jnp.complex64(1), "dp"), kind=TypeError) == (
+        "weight must be a real number, got complex64; take its real part"
+    )

@@ -397,3 +397,11 @@ def test_errors():
     assert error(ValueError, gated_mlp, f32(2, 3), f32(3, 4), f32(3, 8), f32(4, 3), "tp") == (
         "w_gate has local shape (3, 4) and w_up (3, 8); both need as many columns"
     )
+
+
+def test_an_activation_that_is_not_elementwise():
+    x, w = jnp.zeros((1, 4, 2)), jnp.zeros((2, 3))
+    wrong = {"activation": lambda x: jnp.sum(x, axis=-1, keepdims=True), "sequence_dim": None}
+    assert error(ValueError, gated_mlp, x, w, w, w.T, "tp", **wrong) == (
+        "activation returned local shape (1, 4, 1) for (1, 4, 3); it must be elementwise"
+    )

@@ -292,3 +292,25 @@ def test_tuple_without_a_gather_of_lhs(options, why):
     assert error(ValueError, einsum("mk,kn->mn", **options), f32(4, 2), weights) == (
         f"a tuple of weights as rhs shares one gather of lhs, but {why}; call once for each weight"
     )
+
+
+@named
+@pytest.mark.parametrize("mode", ["naive", "unidirectional", "bidirectional", "auto"])
+def test_bools_have_no_sums_in_any_mode(fn, mode):
+    x, w = jnp.zeros((4, 2), bool), jnp.zeros((2, 8), bool)
+    assert error(TypeError, fn, x, w, "t", mode=mode) == (
+        "lhs and rhs are bool[4, 2] and bool[2, 8], which have no sums; cast them to int8 to "
+        "count, with .astype"
+    )
+
+
+@named
+def test_complex_sums_need_a_complex_wire_and_result(fn):
+    x, w = jnp.zeros((4, 2), jnp.complex64), jnp.zeros((2, 8), jnp.complex64)
+    assert error(TypeError, fn, x, w, "t", wire_dtype="float32") == (
+        "wire_dtype=float32 cannot carry sums of complex64; choose a complex dtype, or None"
+    )
+    assert error(TypeError, fn, x, w, "t", preferred_element_type="float32") == (
+        "preferred_element_type=float32 cannot hold products of complex64 operands; choose a "
+        "complex dtype, or None"
+    )
