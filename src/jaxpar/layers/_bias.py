@@ -15,7 +15,9 @@ def whole_bias(weight: str, bias: Array, columns: int, fsdp: Ring | None) -> Arr
         return bias
     if fsdp is not None and checks_varying(fsdp.names):
         # It may be sharded over fewer axes than its weight is: types say which.
-        fsdp = fsdp.over(tuple(name for name in fsdp.names if name in varying_axes(bias)))
+        over = tuple(name for name in fsdp.names if name in varying_axes(bias))
+        if over and bias.shape == (columns // fsdp.over(over).size,):
+            fsdp = fsdp.over(over)
     size = 1 if fsdp is None else fsdp.size
     if fsdp is None or columns % size or bias.shape != (columns // size,):
         further = f", or {columns // size} over {fsdp}" if size > 1 else ""

@@ -221,7 +221,7 @@ def _kind(result: Any) -> str:
     if not isinstance(result, tuple):
         return "no tuple"
     inside = ", ".join("a tuple" if isinstance(x, tuple) else "no tuple" for x in result)
-    return f"a tuple of {len(result)} ({inside})"
+    return f"a tuple of {len(result)}" + (f" ({inside})" if result else "")
 
 
 def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Array, Array]:
