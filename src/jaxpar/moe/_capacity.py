@@ -96,8 +96,7 @@ def limit_capacity(
     sparse mixture of experts" (2021), by weight.
     """
     most = check_whole("capacity", capacity, 0)
-    if policy not in POLICIES:
-        raise value_error(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    check_policy("policy", policy)
     if most >= len(routing.experts):
         return routing
     if most == 0:
@@ -110,6 +109,12 @@ def limit_capacity(
     else:
         kept = _largest(of_experts(_sort_keys(routing.weights), experts, count), most)
     return routing._replace(kept=routing.kept & (of_chosen(kept.astype("int32"), experts) > 0))
+
+
+def check_policy(argument: str, policy: Any) -> None:
+    """Raises unless `policy` names one."""
+    if policy not in POLICIES:
+        raise value_error(f"{argument} must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
 def _sort_keys(weights: Array) -> Array:

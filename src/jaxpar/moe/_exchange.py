@@ -1,5 +1,6 @@
 """How tokens reach the experts of other devices, and how what those make of them gets home."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,8 +19,8 @@ from jaxpar.moe._mlp import Experts
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What the ways have in common: where the experts are, and how a device computes its own.
+class Exchange(ABC):
+    """What the ways have in common: chunks, and how a device computes its own experts.
 
     `tensor` is the ring over which the hidden features of each expert are sharded, if tokens are
     sharded over it too: those that have arrived are gathered over it.
@@ -29,6 +30,56 @@ class Exchange:
     bounds: Bounds
     local: LocalExperts
     tensor: Ring | None
+
+    def apply(self, tokens: Tokens, experts: Experts, chunks: int) -> tuple[Array, Array]:
+        """Sends tokens in chunks, each while the experts compute the one before.
+
+        Returns the results, [t, d], and the number of pairs that this device computed.
+
+        Where experts are applied in two stages, the next chunk comes during the first, and what
+        was made of the chunk before goes home during the second; else both do during the one. What
+        is not yet sent passes through the barriers too, or a compiler would start it before its
+        stage.
+        """
+        ends = [len(tokens[0]) * i // chunks for i in range(chunks + 1)]
+        left = [jax.tree.map(lambda x: x[i:j], tokens) for i, j in pairwise(ends)]  # noqa: B023
+        # All plans first: what they send would wait behind the tokens.
+        plans = [self.plan(piece) for piece in left]
+        if chunks > 1:
+            left, plans = optimization_barrier((left, plans))
+        results: list[Array] = []
+        computed: Any = 0
+        following: Any = self.send(left.pop(0), plans[0])
+        made: Any = None
+        for number, size in enumerate(j - i for i, j in pairwise(ends)):
+            arrived, following = following, None
+            if left:
+                following = self.send(left.pop(0), plans[number + 1])
+            pairs = self.begin(arrived, experts, size, self.ring.size)
+            if self.local.staged:
+                pinned = pairs, following, made, left
+                pairs, following, made, left = optimization_barrier(pinned)
+            back = None if made is None else self.home(made, plans[number - 1])
+            made, count = self.finish(pairs, experts)
+            if chunks > 1:
+                pinned = made, back, following, left
+                made, back, following, left = optimization_barrier(pinned)
+            results += [] if back is None else [back]
+            computed = computed + count
+        results.append(self.home(made, plans[-1]))
+        return jnp.concatenate(results), computed
+
+    @abstractmethod
+    def plan(self, tokens: Tokens) -> Any:
+        """Tells all devices what `send` will send."""
+
+    @abstractmethod
+    def send(self, tokens: Tokens, plan: Any) -> Tokens:
+        """Returns the tokens that have arrived here."""
+
+    @abstractmethod
+    def home(self, made: Array, plan: Any) -> Array:
+        """Sends what was made of tokens back, and sums it for each token."""
 
     def begin(self, tokens: Tokens, experts: Experts, sent: int, sources: int) -> Pairs:
         """Takes tokens into the hidden features of this device's experts.
@@ -87,46 +138,6 @@ class Gathered(Exchange):
     def home(self, made: Array, plan: Any) -> Array:
         """Sums what all devices made of each token."""
         return scatter(self.ring, made)
-
-
-def exchange_in_chunks(
-    way: Ragged | Gathered, tokens: Tokens, experts: Experts, chunks: int
-) -> tuple[Array, Array]:
-    """Sends tokens in chunks, each while the experts compute the one before.
-
-    Returns the results, [t, d], and the number of pairs that this device computed.
-
-    Where experts are applied in two stages, the next chunk comes during the first, and what was
-    made of the chunk before goes home during the second; else both do during the one. What is not
-    yet sent passes through the barriers too, or a compiler would start it before its stage.
-    """
-    ends = [len(tokens[0]) * i // chunks for i in range(chunks + 1)]
-    left = [jax.tree.map(lambda x: x[i:j], tokens) for i, j in pairwise(ends)]  # noqa: B023
-    # All plans first: what they send would wait behind the tokens.
-    plans = [way.plan(piece) for piece in left]
-    if chunks > 1:
-        left, plans = optimization_barrier((left, plans))
-    results: list[Array] = []
-    computed: Any = 0
-    following: Any = way.send(left.pop(0), plans[0])
-    made: Any = None
-    for number, size in enumerate(j - i for i, j in pairwise(ends)):
-        arrived, following = following, None
-        if left:
-            following = way.send(left.pop(0), plans[number + 1])
-        pairs = way.begin(arrived, experts, size, way.ring.size)
-        if way.local.staged:
-            pinned = pairs, following, made, left
-            pairs, following, made, left = optimization_barrier(pinned)
-        back = None if made is None else way.home(made, plans[number - 1])
-        made, count = way.finish(pairs, experts)
-        if chunks > 1:
-            pinned = made, back, following, left
-            made, back, following, left = optimization_barrier(pinned)
-        results += [] if back is None else [back]
-        computed = computed + count
-    results.append(way.home(made, plans[-1]))
-    return jnp.concatenate(results), computed
 
 
 def gather(ring: Ring, tree: Any) -> Any:

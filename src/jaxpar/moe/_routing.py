@@ -1,6 +1,6 @@
 """Which experts each token goes to, and with which weights."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,15 @@ class Routing(NamedTuple):
     """Where tokens go: `top_k` experts for each, as `route` chooses them.
 
     Any other router can make one, for `moe_layer` and for statistics. The experts of a token must
-    be distinct.
+    be distinct, or -1 where it has fewer than k.
 
     Attributes:
-      experts: int32 `[t, k]`, the best first; -1 for tokens that are masked.
+      experts: int32 `[t, k]`, as `route` makes it the best first; -1 for none.
       weights: float32 (or float64) `[t, k]`, by which the experts' results are multiplied.
       kept: bool `[t, k]`; False for masked tokens, and for what `limit_capacity` dropped.
       scores: `[t, E]`, in the dtype of the weights: softmax or sigmoid of the logits, without bias.
       logits: `[t, E]`, in that dtype.
+      mask: bool `[t]`, False for tokens that are padding, which may hold anything; or None.
 
     Example:
       >>> routing = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), 2)
@@ -39,6 +40,14 @@ class Routing(NamedTuple):
     kept: Array
     scores: Array
     logits: Array
+    mask: Array | None = None
+
+
+# Open at run time: `moe_layer` has an error that names what makes one.
+if TYPE_CHECKING:
+    RoutingLike = Routing
+else:
+    RoutingLike = Any
 
 
 @public
@@ -130,7 +139,7 @@ def route(
         experts = jnp.where(kept, experts, -1)
         weights = jnp.where(kept, weights, 0)
         scores = jnp.where(real[:, None], scores, 0)
-    return Routing(experts, weights, kept, scores, logits)
+    return Routing(experts, weights, kept, scores, logits, real)
 
 
 def _in_best_groups(choice: Array, groups: Any, top_groups: Any, k: int, pairs: bool) -> Array:
