@@ -23,7 +23,7 @@ from jaxpar.moe import (
     route,
     routed_moe_layer,
 )
-from jaxpar.moe._bounds import Bounds
+from jaxpar.moe._capacity import Bounds
 
 D, F = 6, 10
 

@@ -146,7 +146,7 @@ def test_is_float32_for_16_bit_logits():
     options = {"scoring": "sigmoid", "bias": jnp.asarray(normal(8), "bfloat16"), "normalize": True}
     routing = jitted(logits, 3, **options)
     same(routing, jitted(logits.astype("float32"), 3, **options))
-    assert {x.dtype.name for x in routing} == {"int32", "float32", "bool"}
+    assert {x.dtype.name for x in routing[:5]} == {"int32", "float32", "bool"}
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(route(x, 3).weights[:, 0])))
     assert gradient(logits).dtype == "bfloat16"
 

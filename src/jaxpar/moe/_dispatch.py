@@ -1,21 +1,99 @@
-"""How tokens reach the experts of other devices, and how what those make of them gets home."""
+"""How tokens reach the experts of other devices, what these make of them, and how it gets home."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.lax import PrecisionLike
 
 from jaxpar._axis import Ring
 from jaxpar._compat import optimization_barrier
-from jaxpar._dtypes import addition_dtype
-from jaxpar.moe._bounds import Bounds
+from jaxpar._dtypes import addition_dtype, sum_dtype
+from jaxpar._varying import vary_alike, vary_wide, varying_axes
+from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
+from jaxpar.moe._arguments import Axes
+from jaxpar.moe._capacity import Bounds
+from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
 from jaxpar.moe._dispatcher import RaggedDispatcher
-from jaxpar.moe._local import LocalExperts, Pairs, Tokens
-from jaxpar.moe._mlp import Experts
+from jaxpar.moe._experts import apply_experts
+from jaxpar.moe._grouped import bind_method, fitting_sizes
+from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
+
+Tokens = tuple[Array, Array, Array]  # rows [r, d], the experts that they chose [r, k], weights
+
+
+class Pairs(NamedTuple):
+    """Pairs of a row and an expert of this device, sorted by expert, on their way through it."""
+
+    rows: Array  # [p, d], or where experts are applied in two stages their hidden rows, [p, f]
+    weights: Array  # [p]
+    sizes: Array  # int32[e], how many pairs each expert has
+    copies: Copies  # where each row's pairs are
+
+
+_BLANK = 16  # rows behind the pairs, a TPU's tile, whose results are 0
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts of a device, applied at once or in two stages."""
+
+    activation: Callable[[Array], Array]
+    precision: Any
+    implementation: Any
+    staged: bool
+
+    def begin(self, tokens: Tokens, experts: Experts, first: Array, pairs: int) -> Pairs:
+        """Sorts at most `pairs` pairs by expert; of two stages it is the one up to hidden features.
+
+        `first` is the number of the device's first expert. Rows may hold anything where they chose
+        none of its experts.
+        """
+        rows, chosen, weights = tokens
+        # Each choice has a copy, or none, and so has its row.
+        keys = (chosen - first).reshape(-1, 1)
+        choices, sizes = copies_by_key(keys, len(experts.up), pairs, _BLANK)
+        source = choices.source // max(chosen.shape[1], 1)
+        copies = Copies(source, choices.places.reshape(chosen.shape))
+        sizes = fitting_sizes(sizes, pairs)  # the last are dropped
+        # [r, d] to [p, d]; the gradients of both stages together are 0 where there is no pair
+        sorted_rows = spread(copies, rows, fill=False, blank=not self.staged)
+        sorted_weights = spread(choices, weights.reshape(-1))
+        if self.staged:
+            operands = sorted_rows, experts, sorted_weights, sizes
+            sorted_rows, experts, sorted_weights, sizes = vary_alike((), *operands)
+            mlp, on = self._mlp(sorted_rows, sizes)
+            sorted_rows, _ = mlp.begin(on, sorted_rows, experts, sorted_weights)
+        return Pairs(sorted_rows, sorted_weights, sizes, copies)
+
+    def finish(self, pairs: Pairs, experts: Experts) -> Array:
+        """Returns, for each row, the weighted sum of what its experts made of it."""
+        rows, weights, sizes, copies = pairs
+        if self.staged:
+            rows, experts, weights, sizes = vary_alike((), rows, experts, weights, sizes)
+            mlp, on = self._mlp(rows, sizes)
+            made = mlp.finish(on, rows, experts, weights)
+        else:
+            made = apply_experts(
+                rows,
+                experts,
+                sizes,
+                activation=self.activation,
+                weights=weights,
+                implementation=self.implementation,
+                precision=self.precision,
+            )
+        return collect(copies, made, blank=True)
+
+    def _mlp(self, rows: Array, sizes: Array) -> tuple[Mlp, WholeProducts]:
+        method = bind_method(self.implementation, self.precision)
+        mlp = Mlp(method, self.activation, None, rows.dtype)
+        return mlp, WholeProducts(mlp, sizes, len(rows))
 
 
 @dataclass(frozen=True)
@@ -153,3 +231,56 @@ def scatter(ring: Ring, x: Array) -> Array:
         return x
     wide = x.astype(ring.wire_dtype or addition_dtype(x.dtype))
     return lax.psum_scatter(wide, ring.names, tiled=True).astype(x.dtype)
+
+
+Activation = Callable[[Array], Array]
+
+
+def apply_shared(
+    axes: Axes,
+    rows: Array,
+    experts: Experts,
+    activation: Activation,
+    precision: PrecisionLike,
+) -> Array:
+    """Applies experts to all rows, by the layers of tensor parallelism where that is an axis."""
+    if axes.tensor is None:
+        return _apply_whole(rows, experts, activation, precision)
+    sequence_dim = 0 if axes.sharded else None
+    options = {"sequence_dim": sequence_dim, "precision": precision}
+    return _apply_sharded(axes.tensor, rows, experts, activation, options)
+
+
+def _apply_whole(
+    rows: Array, experts: Experts, activation: Activation, precision: PrecisionLike
+) -> Array:
+    axes = varying_axes(rows, experts)
+
+    def linear(x: Array, w: Array, bias: Array | None) -> Array:
+        w = vary_wide(axes, w).astype(w.dtype)  # its gradient is summed over devices in float32
+        wide = sum_dtype(x.dtype)
+        y = lax.dot(x, w, precision=precision, preferred_element_type=wide)
+        return (y if bias is None else y + vary_wide(axes, bias).astype(wide)).astype(x.dtype)
+
+    hidden = linear(rows, experts.up, experts.up_bias)
+    if experts.gate is None:
+        hidden = activation(hidden)
+    else:
+        hidden = activation(linear(rows, experts.gate, experts.gate_bias)) * hidden
+    return linear(hidden, experts.down, experts.down_bias)
+
+
+def _apply_sharded(
+    ring: Ring,
+    rows: Array,
+    experts: Experts,
+    activation: Activation,
+    options: dict[str, Any],
+) -> Array:
+    up, down = experts.up, experts.down
+    if experts.gate is not None:
+        biases = experts.gate_bias, experts.up_bias, experts.down_bias
+        weights = experts.gate, up, down
+        return gated_mlp(rows, *weights, ring, activation=activation, biases=biases, **options)
+    hidden = column_parallel_linear(rows, up, ring, bias=experts.up_bias, **options)
+    return row_parallel_linear(activation(hidden), down, ring, bias=experts.down_bias, **options)

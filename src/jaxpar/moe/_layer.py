@@ -38,14 +38,10 @@ from jaxpar.moe._arguments import (
     check_widths,
     fsdp_dims,
 )
-from jaxpar.moe._bounds import Bounds
-from jaxpar.moe._capacity import check_policy, expert_capacity, limit_capacity
-from jaxpar.moe._exchange import Gathered, Ragged
-from jaxpar.moe._experts import as_experts
-from jaxpar.moe._local import LocalExperts
-from jaxpar.moe._mlp import Experts, ExpertsLike
+from jaxpar.moe._capacity import Bounds, check_policy, expert_capacity, limit_capacity
+from jaxpar.moe._dispatch import Gathered, LocalExperts, Ragged, apply_shared
+from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
 from jaxpar.moe._routing import RoutingLike, route
-from jaxpar.moe._shared import apply_shared
 from jaxpar.moe._statistics import Statistics, routing_statistics
 
 Given = ParamSpec("Given")

@@ -11,8 +11,7 @@ from jaxpar._axis import bind
 from jaxpar._calls import public, value_error
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_alike
-from jaxpar.moe._chosen import of_experts
-from jaxpar.moe._routing import Routing, as_mask
+from jaxpar.moe._routing import Routing, as_mask, of_experts
 
 
 class Statistics(NamedTuple):
