@@ -2,11 +2,12 @@
 
 from jaxpar.moe._capacity import expert_capacity, limit_capacity
 from jaxpar.moe._dispatcher import RaggedDispatcher
-from jaxpar.moe._experts import apply_experts, pad_experts
+from jaxpar.moe._experts import apply_experts
 from jaxpar.moe._grouped import grouped_matmul
 from jaxpar.moe._layer import moe_layer, routed_moe_layer
 from jaxpar.moe._mlp import Experts, as_experts
 from jaxpar.moe._routing import Routing, route, update_router_bias
+from jaxpar.moe._sharding import pad_experts
 from jaxpar.moe._statistics import Statistics, load_balance_loss, router_z_loss, routing_statistics
 
 __all__ = [

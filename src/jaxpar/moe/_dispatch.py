@@ -16,13 +16,13 @@ from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._varying import vary_alike, vary_wide, varying_axes
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
-from jaxpar.moe._arguments import Axes
 from jaxpar.moe._capacity import Bounds
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
 from jaxpar.moe._dispatcher import RaggedDispatcher
 from jaxpar.moe._experts import apply_experts
 from jaxpar.moe._grouped import bind_method, fitting_sizes
 from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
+from jaxpar.moe._sharding import Axes
 
 Tokens = tuple[Array, Array, Array]  # rows [r, d], the experts that they chose [r, k], weights
 

@@ -17,9 +17,8 @@ from jax.typing import DTypeLike
 
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import result_dtype
-from jaxpar._types import Implementation, Integer, Values
+from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike, zeros_alike
-from jaxpar.layers._checks import check_whole
 from jaxpar.moe._blocks import Block, Totals, fold_groups
 from jaxpar.moe._grouped import (
     bind_method,
@@ -115,42 +114,6 @@ def closes_over_arrays(activation: Any, up: Array, dtype: Any) -> bool:
             f"but returned {getattr(out, 'shape', type(out).__name__)}"
         )
     return bool(jax.closure_convert(activation, rows)[1])
-
-
-@public
-def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
-    """Appends experts of zeros, so that `shards` divides their number.
-
-    Args:
-      experts: `Experts` of global arrays, or a mapping with such keys.
-      shards: over how many devices experts will be sharded.
-
-    Returns:
-      `Experts`, as given if `shards` divides their number already.
-
-    Raises:
-      TypeError: unknown keys, or shards that is no integer.
-      ValueError: arrays that do not go together, or shards below 1.
-
-    Cost: a copy of all arrays where they are padded.
-
-    Example:
-      >>> experts = Experts(up=jnp.ones((6, 4, 6)), down=jnp.ones((6, 6, 4)))
-      >>> pad_experts(experts, 4).up.shape
-      (8, 4, 6)
-    """
-    experts = as_experts(experts)
-    check_shapes(experts)
-    shards = check_whole("shards", shards, 1)
-    missing = -len(experts.up) % shards
-    if not missing:
-        return experts
-
-    def pad(w: Any) -> Array:
-        return jnp.pad(w, [(0, missing)] + [(0, 0)] * (w.ndim - 1))
-
-    padded: Experts = jax.tree.map(pad, experts)
-    return padded
 
 
 def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:

@@ -7,10 +7,8 @@ from typing import ParamSpec, TypedDict, TypeVar, Unpack
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
 
-from jaxpar._axis import Ring
 from jaxpar._calls import public
 from jaxpar._choice import Problem, applies_experts_in_stages, choose_dispatch
 from jaxpar._dtypes import addition_dtype, check_wire, common_dtype, sum_dtype
@@ -25,23 +23,22 @@ from jaxpar._types import (
     Values,
 )
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.layers import fsdp_gather
-from jaxpar.moe._arguments import (
-    Axes,
+from jaxpar.moe._capacity import Bounds, check_policy, expert_capacity, limit_capacity
+from jaxpar.moe._dispatch import Gathered, LocalExperts, Ragged, apply_shared
+from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
+from jaxpar.moe._routing import RoutingLike, route
+from jaxpar.moe._sharding import (
+    GATHERED,
     as_token_mask,
+    bias_once,
     bind_axes,
     check_experts,
     check_options,
     check_router,
     check_routing,
     check_tokens,
-    check_widths,
-    fsdp_dims,
+    gather_whole,
 )
-from jaxpar.moe._capacity import Bounds, check_policy, expert_capacity, limit_capacity
-from jaxpar.moe._dispatch import Gathered, LocalExperts, Ragged, apply_shared
-from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
-from jaxpar.moe._routing import RoutingLike, route
 from jaxpar.moe._statistics import Statistics, routing_statistics
 
 Given = ParamSpec("Given")
@@ -169,11 +166,11 @@ def moe_layer(
     def compute(
         rows: Array, weights: Array, routed: Experts, fused: Experts | None
     ) -> tuple[Array, Array]:
-        routed = _whole(axes, rows, routed, "experts", fsdp_dim)
+        routed = gather_whole(axes, rows, routed, "experts", fsdp_dim)
         if fused is not None:
-            fused = _whole(axes, rows, fused, "shared", fsdp_dim)
+            fused = gather_whole(axes, rows, fused, "shared", fsdp_dim)
         if axes.tensor is not None:
-            routed = _bias_once(axes.tensor, routed)
+            routed = bias_once(axes.tensor, routed)
         summed = replicated.names if replicated else ()
         sent, given = vary_over(summed, (rows, weights))  # once here, not where they have arrived
         out, pairs = way.apply((sent, chosen, given), routed, chunks)
@@ -186,7 +183,7 @@ def moe_layer(
         return out, pairs
 
     if axes.fsdp is not None:
-        keep = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
+        keep = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
         compute = jax.checkpoint(compute, policy=keep)
     out, pairs = compute(rows, routing.weights, routed, fused)
     overflow = jnp.sum(chosen >= 0, dtype=jnp.int32) - pairs
@@ -301,9 +298,6 @@ def routed_moe_layer(
     return moe_layer(tokens, routing, experts, axis, capacity=capacity, **options)
 
 
-_GATHERED = "gathered experts"
-
-
 def _real(rows: Array, mask: Array) -> Array:
     return jnp.where(mask[:, None], rows, jnp.zeros((), rows.dtype))
 
@@ -313,24 +307,3 @@ def _logits(rows: Array, router: Array, precision: PrecisionLike) -> Array:
     wide = common_dtype(sum_dtype(rows.dtype), sum_dtype(router.dtype))
     w = vary_over(varying_axes(rows), router.astype(wide))
     return lax.dot(rows.astype(wide), w, precision=precision)
-
-
-def _whole(axes: Axes, rows: Array, experts: Experts, kind: str, dim: int) -> Experts:
-    """Gathers what is sharded over fsdp, and checks that it fits the rows."""
-    if axes.fsdp is not None:
-        dims = fsdp_dims(experts, dim)
-        experts = fsdp_gather(experts, axes.fsdp, dim=dims)
-        # Named last, after the cast that its uses need: what comes after a name would be kept.
-        experts = vary_over(varying_axes(rows, experts), experts)
-        experts = jax.tree.map(lambda w: checkpoint_name(w, _GATHERED), experts)
-    check_widths(rows.shape[1], experts, kind)
-    return experts
-
-
-def _bias_once(ring: Ring, experts: Experts) -> Experts:
-    """Leaves the last bias to one device of those whose results are summed."""
-    if experts.down_bias is None:
-        return experts
-    (bias,) = vary_over(ring.names, (experts.down_bias,))
-    once = jnp.where(ring.index() == 0, bias, jnp.zeros_like(bias))
-    return experts._replace(down_bias=once)

@@ -273,9 +273,9 @@ def update_router_bias(
     return bias + jnp.asarray(rate, bias.dtype) * sign
 
 
-# Between what tokens have for chosen experts, [t, k], and for all experts, [t, E], by comparing every
-# choice with every expert, which fuses into its neighbours: gathers, and above all the scatter that
-# is their derivative, are slow on TPU where rows are so short.
+# Between what tokens have for chosen experts, [t, k], and for all experts, [t, E], by comparing
+# every choice with every expert, which fuses into its neighbours: gathers, and above all the
+# scatter that is their derivative, are slow on TPU where rows are so short.
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # or [t, k, E] is kept for the backward pass

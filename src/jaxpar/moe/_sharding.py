@@ -1,20 +1,25 @@
-"""What `moe_layer` checks of its arguments, and the axes that it works over."""
+"""How a layer of experts is sharded: its axes, the local shapes that it needs, padded experts."""
 
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar._axis import Ring, bind
-from jaxpar._calls import type_error, value_error
-from jaxpar._types import AxisLike, Values
-from jaxpar._varying import checks_varying, varying_axes
+from jaxpar._calls import public, type_error, value_error
+from jaxpar._types import AxisLike, Integer, Values
+from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar.layers import fsdp_gather
 from jaxpar.layers._checks import check_number, check_whole
-from jaxpar.moe._mlp import Experts
+from jaxpar.moe._experts import check_shapes
+from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
 from jaxpar.moe._routing import Routing
 
+GATHERED = "gathered experts"  # what is not kept for the backward pass
 DISPATCHES = ("ragged", "all_gather", "auto")
 
 
@@ -261,3 +266,60 @@ def fsdp_dims(experts: Experts, dim: Any) -> Experts:
         return None if w is None else w.ndim - 1 if name.endswith("bias") else w.ndim + matrix
 
     return Experts(**{name: of(name, w) for name, w in experts._asdict().items()})  # type: ignore
+
+
+def gather_whole(axes: Axes, rows: Array, experts: Experts, kind: str, dim: int) -> Experts:
+    """Gathers what is sharded over fsdp, and checks that it fits the rows."""
+    if axes.fsdp is not None:
+        dims = fsdp_dims(experts, dim)
+        experts = fsdp_gather(experts, axes.fsdp, dim=dims)
+        # Named last, after the cast that its uses need: what comes after a name would be kept.
+        experts = vary_over(varying_axes(rows, experts), experts)
+        experts = jax.tree.map(lambda w: checkpoint_name(w, GATHERED), experts)
+    check_widths(rows.shape[1], experts, kind)
+    return experts
+
+
+def bias_once(ring: Ring, experts: Experts) -> Experts:
+    """Leaves the last bias to one device of those whose results are summed."""
+    if experts.down_bias is None:
+        return experts
+    (bias,) = vary_over(ring.names, (experts.down_bias,))
+    once = jnp.where(ring.index() == 0, bias, jnp.zeros_like(bias))
+    return experts._replace(down_bias=once)
+
+
+@public
+def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
+    """Appends experts of zeros, so that `shards` divides their number.
+
+    Args:
+      experts: `Experts` of global arrays, or a mapping with such keys.
+      shards: over how many devices experts will be sharded.
+
+    Returns:
+      `Experts`, as given if `shards` divides their number already.
+
+    Raises:
+      TypeError: unknown keys, or shards that is no integer.
+      ValueError: arrays that do not go together, or shards below 1.
+
+    Cost: a copy of all arrays where they are padded.
+
+    Example:
+      >>> experts = Experts(up=jnp.ones((6, 4, 6)), down=jnp.ones((6, 6, 4)))
+      >>> pad_experts(experts, 4).up.shape
+      (8, 4, 6)
+    """
+    experts = as_experts(experts)
+    check_shapes(experts)
+    shards = check_whole("shards", shards, 1)
+    missing = -len(experts.up) % shards
+    if not missing:
+        return experts
+
+    def pad(w: Any) -> Array:
+        return jnp.pad(w, [(0, missing)] + [(0, 0)] * (w.ndim - 1))
+
+    padded: Experts = jax.tree.map(pad, experts)
+    return padded
