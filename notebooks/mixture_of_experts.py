@@ -56,8 +56,8 @@ from jaxpar.moe import (
     apply_experts,
     expert_capacity,
     load_balance_loss,
-    moe_layer,
     route,
+    routed_moe_layer,
     update_router_bias,
 )
 from jaxpar.testing import count_collectives, poisoned_rows, tolerance
@@ -329,8 +329,9 @@ with poisoned_rows():
 # %% [markdown]
 # ## 4. The layer: nothing dropped
 #
-# `moe_layer` is all that in one call, with statistics. Without further options its buffers are
-# those of the worst case and nothing is lost, however uneven the routing. Results and all
+# `moe_layer` is all that in one call but for `route`, with statistics: it takes the routing of any
+# router. `routed_moe_layer` takes a matrix, and routes first. Without further options the buffers
+# are those of the worst case and nothing is lost, however uneven the routing. Results and all
 # gradients are those of one device.
 
 
@@ -339,7 +340,7 @@ with poisoned_rows():
 def layer(**options):
     def apply(x, router, experts):
         options_ = {"axis": "ep", "top_k": TOP_K} | options
-        return moe_layer(x, router, experts, **options_)
+        return routed_moe_layer(x, router, experts, **options_)
 
     return sharded(apply, out_specs=(P("ep"), P()))
 
@@ -513,7 +514,7 @@ assert mean > dropless.load_balance_loss
 # %%
 def objective(params, bias, factor, x, target):
     options = {"axis": "ep", "top_k": TOP_K, "router_bias": bias}
-    y, statistics = moe_layer(x, *params, **options)
+    y, statistics = routed_moe_layer(x, *params, **options)
     error = mean_loss(jnp.sum((y - target) ** 2), y.size, "ep")
     return error + factor * statistics.load_balance_loss, (error, statistics)
 
@@ -592,7 +593,7 @@ for chunks in (1, 2):
 #
 # def layer(x, router, experts):
 #     options = {"axis": "ep", "top_k": 8, "buffer_factor": 1.25, "chunks": 4}
-#     return moe_layer(x, router, experts, dispatch="ragged", **options)[0]
+#     return routed_moe_layer(x, router, experts, dispatch="ragged", **options)[0]
 #
 # assert_overlapped(
 #     jax.shard_map(layer, in_specs=(P("ep"), P(), P("ep")), out_specs=P("ep")),
@@ -615,7 +616,7 @@ for chunks in (1, 2):
 #
 # ## In short
 #
-# - `moe_layer` without options loses nothing; its buffers are those of the worst case.
+# - `routed_moe_layer` without options loses nothing; its buffers are those of the worst case.
 # - `capacity_factor` drops by a rule that you choose, `buffer_factor` saves memory and counts what
 #   overflows.
 # - A token travels once to each distinct device. Rows beyond those that arrived hold anything: mask

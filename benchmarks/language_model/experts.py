@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxpar.moe import Experts, Statistics, moe_layer
+from jaxpar.moe import Experts, Statistics, routed_moe_layer
 from language_model.config import Model, Training
 
 
@@ -16,7 +16,7 @@ def mixture(model: Model, w: Any, x: Array, is_token: Array, dispatch: str) -> A
 
     With one expert a token its weight is its score: divided by itself it would teach nothing.
     """
-    return moe_layer(
+    return routed_moe_layer(
         x,
         w["router"],
         Experts(up=w["up"], down=w["down"], gate=w["gate"]),

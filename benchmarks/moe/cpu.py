@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.cli._processes import answer
-from jaxpar.moe import Experts, moe_layer
+from jaxpar.moe import Experts, routed_moe_layer
 from moe import peers
 
 DEVICES, TOKENS, WIDTH, HIDDEN, TOP_K = 8, 1024, 512, 1024, 2  # tokens of a device
@@ -90,7 +90,7 @@ def _layer(options: dict[str, Any]) -> Any:
         up, gate, down = weights
         experts = Experts(up=up, gate=gate, down=down)
         shared = {"axis": "ep", "top_k": TOP_K, "normalize": True}
-        return moe_layer(tokens, router, experts, **shared, **options)[0]
+        return routed_moe_layer(tokens, router, experts, **shared, **options)[0]
 
     return layer
 

@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.cli._processes import answer, one_line
-from jaxpar.moe import Experts, moe_layer
+from jaxpar.moe import Experts, routed_moe_layer
 from jaxpar.moe._blocks import GPU_LENGTHS
 from jaxpar.schedule import Assumed, compile_for, timeline
 from jaxpar.schedule import target as describe
@@ -127,7 +127,7 @@ def build(case: Case, form: str, which: str, platform: str) -> Any:
         up, gate, down = weights
         experts = Experts(up=up, gate=gate, down=down)
         options = {"normalize": True, "buffer_factor": case.factor, **shared, **OWN[form]}
-        return moe_layer(tokens, router, experts, **options)[0]
+        return routed_moe_layer(tokens, router, experts, **options)[0]
 
     layer = (
         own if form in OWN else partial(peers.peer(form, platform), factor=case.factor, **shared)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from layer_reference import choose, moe  # noqa: E402
 
 from jaxpar import make_mesh  # noqa: E402
-from jaxpar.moe import moe_layer  # noqa: E402
+from jaxpar.moe import routed_moe_layer  # noqa: E402
 
 HOW = {"scoring": "softmax", "normalize": False, "scale": 1.0}
 rng = np.random.default_rng(0)
@@ -33,7 +33,7 @@ mesh = make_mesh("ep=2,dp=2")  # experts are exchanged between the processes
 def layer(params):
     operands = params["tokens"], params["router"], params["experts"]
     how = {"axis": "ep", "data_axis": "dp", "top_k": 2, "chunks": 2}
-    return moe_layer(*operands, dispatch="ragged", **how)[0]
+    return routed_moe_layer(*operands, dispatch="ragged", **how)[0]
 
 
 mapped = jax.shard_map(layer, mesh=mesh, in_specs=(specs,), out_specs=specs["tokens"])

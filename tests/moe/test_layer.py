@@ -1,20 +1,29 @@
-"""`moe_layer` against one device, over meshes, ways of dispatch, routings and capacities."""
+"""The layer against one device, over meshes, ways of dispatch, routings and capacities."""
 
 from functools import partial
+from inspect import signature
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from layer_reference import choose, moe
+from layer_reference import choose, mlp, moe
 
 from jaxpar import Axis, make_mesh
 from jaxpar._axis import Ring
 from jaxpar._chips import chip_of
 from jaxpar._choice import Problem, choose_dispatch
-from jaxpar.moe import moe_layer, pad_experts
-from jaxpar.moe._bounds import Bounds
+from jaxpar.moe import (
+    Routing,
+    expert_capacity,
+    limit_capacity,
+    moe_layer,
+    pad_experts,
+    route,
+    routed_moe_layer,
+)
+from jaxpar.moe._capacity import Bounds
 
 D, F = 6, 10
 
@@ -72,7 +81,7 @@ def run(params, mesh, *, ep="ep", data=(), tp=None, fsdp=None, vma=True, mask=No
 
     def layer(params, mask):
         more = {"shared": params["shared"]} if "shared" in params else {}
-        return moe_layer(
+        return routed_moe_layer(
             params["tokens"],
             params["router"],
             params["experts"],
@@ -276,6 +285,77 @@ def test_masked_tokens_may_hold_anything():
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def split(layer, params, *, mesh="ep=8", vma=True, **how):
+    """Traces a layer of tokens, router and experts, for what it returns first."""
+    specs = P("ep"), P(), P("ep")
+    return jax.shard_map(
+        lambda *operands: layer(*operands, axis="ep", **how)[0],
+        mesh=make_mesh(mesh),
+        in_specs=specs,
+        out_specs=P("ep"),
+        check_vma=vma,
+    )(*(params[name] for name in ("tokens", "router", "experts")))
+
+
+@pytest.mark.parametrize("policy", ["probability", "position"])
+def test_a_routing_of_ones_own_is_what_the_router_makes(policy):
+    """Also with a capacity, which bounds the buffers, and with tokens that are masked."""
+    params = jax.tree.map(jnp.asarray, parameters(32, 8, skew=1.0))
+    mask = jnp.arange(4) % 3 > 0
+    how = {"dispatch": "ragged", "implementation": "blocks"}
+
+    def by_hand(tokens, router, experts, axis):
+        routing = route(jnp.where(mask[:, None], tokens, 0) @ router, 2, mask=mask, normalize=True)
+        capacity = expert_capacity(len(tokens), 2, 8, 1.5)
+        routing = limit_capacity(routing, capacity, policy=policy)
+        return moe_layer(tokens, routing, experts, axis, capacity=capacity, **how)
+
+    given = {"top_k": 2, "mask": mask.tolist(), "normalize": True}
+    given |= {"capacity_factor": 1.5, "capacity_policy": policy, **how}
+
+    @jax.jit
+    def both(params):
+        return split(by_hand, params), split(routed_moe_layer, params, **given)
+
+    found, wanted = both(params)
+    assert np.any(wanted)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_any_router():
+    """Experts choose their tokens here: of some tokens none, which have shared experts only."""
+    params = jax.tree.map(jnp.asarray, parameters(32, 8, shared=True))
+    w = params["shared"]
+
+    def layer(tokens, router, experts, axis):
+        scores = jax.nn.sigmoid(tokens @ router)  # [t, E]
+        best = jax.nn.one_hot(jnp.argmax(scores, axis=0), len(tokens), dtype=bool).T  # [t, E]
+        chosen = jnp.where(best, jnp.arange(8, dtype="int32"), -1)
+        logits = jnp.zeros_like(scores)
+        routing = Routing(chosen, scores, best, scores, logits)
+        return moe_layer(tokens, routing, experts, axis, shared=w, implementation="blocks")
+
+    found = jax.jit(lambda params: split(layer, params))(params)
+    wanted = []
+    for tokens in np.split(np.asarray(params["tokens"]), 8):
+        scores = np.asarray(jax.nn.sigmoid(jnp.asarray(tokens @ params["router"])))
+        out = np.asarray(mlp(tokens, w, jax.nn.silu)).copy()
+        for expert in range(8):
+            token = np.argmax(scores[:, expert])
+            own = {name: x[expert] for name, x in params["experts"].items()}
+            out[token] += scores[token, expert] * np.asarray(mlp(tokens[token], own, jax.nn.silu))
+        wanted.append(out)
+    np.testing.assert_allclose(found, np.concatenate(wanted), rtol=1e-4, atol=1e-4)
+
+
+def test_help_shows_all_options():
+    shown = signature(routed_moe_layer).parameters
+    own = {"routing", "capacity"}
+    assert set(signature(moe_layer).parameters) - own <= set(shown)
+    assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
+    assert {"top_k", "router_bias", "mask", "capacity_factor"} <= set(shown)
+
+
 def test_auto():
     def choice(*sizes, kind=""):
         needed, ring = Bounds(*sizes, None, None).needed, Ring(("x",), size=sizes[0])
@@ -293,7 +373,9 @@ ERRORS = {
     "chunks=0 must be at least 1": {"chunks": 0},
     "dispatch must be one of ragged, all_gather, auto, got 'dense'": {"dispatch": "dense"},
     "buffer_factor=-1 must be at least 0": {"buffer_factor": -1},
-    "top_k": {"top_k": 9},
+    "top_k=9 must be at least 1": {"top_k": 9},
+    "buffer_factor=inf must be finite; None is for buffers": {"buffer_factor": float("inf")},
+    "capacity_policy must be one of probability, position, got 'nope'": {"capacity_policy": "nope"},
     "axis and tp_axis both have the axis 'ep'": {"tp": "ep"},
     "wire_dtype=int32 cannot carry": {"ep": Axis("ep", wire_dtype="int32")},
     "fsdp_dim=0 must be 1 or 2": {"fsdp": "dp", "fsdp_dim": 0},
@@ -304,7 +386,7 @@ ERRORS = {
 @pytest.mark.parametrize("message", ERRORS)
 def test_options_that_cannot_be(message):
     how = {"top_k": 2, "data": "dp"} | ERRORS[message]
-    with pytest.raises((ValueError, TypeError), match=f"moe_layer|route.*{message}"):
+    with pytest.raises((ValueError, TypeError), match=f"^routed_moe_layer: .*{message}"):
         call(parameters(16, 8), **how)
 
 
@@ -313,7 +395,8 @@ def call(params, *, top_k, ep="ep", tp=None, fsdp=None, data="dp", **how):
 
     def layer(tokens, router, experts):
         names = {"axis": ep, "tp_axis": tp, "fsdp_axis": fsdp}
-        return moe_layer(tokens, router, experts, top_k=top_k, data_axis=data, **names, **how)
+        operands = tokens, router, experts
+        return routed_moe_layer(*operands, top_k=top_k, data_axis=data, **names, **how)
 
     specs = P(("dp", "ep")), P(), P("ep")
     mesh, out_specs = make_mesh("dp=2,ep=4"), (specs[0], P())
@@ -354,3 +437,71 @@ def test_shapes_that_do_not_fit():
     mask = jnp.ones(3, bool)
     with pytest.raises(ValueError, match=r"mask is bool\[3\], but must be bool\[2\]"):
         call(params, top_k=2, mask=mask)
+
+
+def routing_of(tokens, known=8, k=2):
+    zeros = jnp.zeros((tokens, known), jnp.float32)
+    choices = jnp.zeros((tokens, k), "int32")
+    return Routing(choices, jnp.ones((tokens, k)), choices == 0, zeros, zeros)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "routing"),
+    [
+        (TypeError, "routing must be a Routing, got ArrayImpl; make one by route, or call routed",
+         jnp.zeros((D, 8))),
+        (ValueError, r"routing.experts has local shape \(3, 2\), but must have 4 rows",
+         routing_of(3)),
+        (ValueError, r"routing.weights has local shape \(4, 1\)",
+         routing_of(4)._replace(weights=jnp.ones((4, 1)))),
+        (TypeError, "routing.weights is complex64, but must be floating",
+         routing_of(4)._replace(weights=jnp.ones((4, 2), "complex64"))),
+        (ValueError, r"routing.mask has local shape \(3,\)",
+         routing_of(4)._replace(mask=jnp.ones(3, bool))),
+        (TypeError, "routing.mask is int32, but must be bool",
+         routing_of(4)._replace(mask=jnp.ones(4, "int32"))),
+    ],
+)  # fmt: skip
+def test_routings_that_do_not_fit(error, message, routing):
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), parameters(32, 8))
+    with pytest.raises(error, match=f"^moe_layer: {message}"):
+        jax.eval_shape(lambda: split(lambda x, _, w, axis: moe_layer(x, routing, w, axis), params))
+
+
+def test_what_all_devices_have_alike():
+    """Tokens of no device's own would be sent and computed n times; experts would be others."""
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), parameters(32, 8))
+    replicated, ones = params["tokens"][:4], {"up": (1, D, F), "down": (1, F, D)}
+
+    def trace(vma=True, mesh="ep=8", **changed):
+        def layer(tokens, router, experts, axis):
+            made = {"tokens": tokens, "experts": experts}
+            made |= {name: make() for name, make in changed.items() if callable(make)}
+            more = {name: w for name, w in changed.items() if not callable(w)}
+            return routed_moe_layer(made["tokens"], router, made["experts"], axis, top_k=2, **more)
+
+        return jax.eval_shape(lambda: split(layer, params, mesh=mesh, vma=vma))
+
+    def constants(typed):
+        made = {name: jnp.ones(shape) for name, shape in ones.items()}
+        return jax.lax.pcast(made, ("ep",), to="varying") if typed else made
+
+    with pytest.raises(ValueError, match=(
+        r"^routed_moe_layer: tokens of local shape \(4, 6\) is replicated over \['ep'\], but each "
+        r"device of axis 'ep' \(8\) needs its own; shard them, or cut them by scatter_region"
+    )):  # fmt: skip
+        trace(tokens=lambda: replicated)
+    assert trace(tokens=lambda: replicated, vma=False).shape == (32, D)
+    with pytest.raises(ValueError, match=r"'tp' .* its own; pass sequence_dim=None if all"):
+        trace(mesh="tp=2,ep=4", tp_axis="tp")
+    with pytest.raises(ValueError, match=r"experts.up of local shape .* type what is made in here "
+                       r"by jax.lax.pcast\(..., \('ep',\), to='varying'\)"):  # fmt: skip
+        trace(experts=lambda: constants(False))
+    assert trace(experts=lambda: constants(True)).shape == (32, D)
+
+
+def test_a_router_of_complex_numbers():
+    params = parameters(16, 8)
+    router = jnp.asarray(params["router"], jnp.complex64)
+    with pytest.raises(TypeError, match=r"^routed_moe_layer: router must be floats, got complex64"):
+        jax.eval_shape(lambda: routed_moe_layer(jnp.zeros((2, D)), router, {}, "ep", top_k=2))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.moe._packing import pack, plan_packing, unpack
+from jaxpar.moe._trip import pack, plan_packing, unpack
 
 ROWS = 3
 

@@ -2,12 +2,12 @@
 
 from jaxpar.moe._capacity import expert_capacity, limit_capacity
 from jaxpar.moe._dispatcher import RaggedDispatcher
-from jaxpar.moe._experts import apply_experts, as_experts, pad_experts
+from jaxpar.moe._experts import apply_experts
 from jaxpar.moe._grouped import grouped_matmul
-from jaxpar.moe._layer import moe_layer
-from jaxpar.moe._mlp import Experts
-from jaxpar.moe._router_bias import update_router_bias
-from jaxpar.moe._routing import Routing, route
+from jaxpar.moe._layer import moe_layer, routed_moe_layer
+from jaxpar.moe._mlp import Experts, as_experts
+from jaxpar.moe._routing import Routing, route, update_router_bias
+from jaxpar.moe._sharding import pad_experts
 from jaxpar.moe._statistics import Statistics, load_balance_loss, router_z_loss, routing_statistics
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "moe_layer",
     "pad_experts",
     "route",
+    "routed_moe_layer",
     "router_z_loss",
     "routing_statistics",
     "update_router_bias",

@@ -1,7 +1,8 @@
-"""How many tokens an expert takes, and which of them where more want it."""
+"""How many tokens an expert takes, which of them, and how many rows buffers need for that."""
 
+from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil
+from math import ceil, comb
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,8 +12,7 @@ from jaxpar._calls import public, value_error
 from jaxpar._types import Integer, Number, Policy
 from jaxpar._varying import zeros_alike
 from jaxpar.layers._checks import check_number, check_whole
-from jaxpar.moe._chosen import of_chosen, of_experts
-from jaxpar.moe._routing import Routing
+from jaxpar.moe._routing import Routing, of_chosen, of_experts
 
 POLICIES = ("probability", "position")
 
@@ -96,8 +96,7 @@ def limit_capacity(
     sparse mixture of experts" (2021), by weight.
     """
     most = check_whole("capacity", capacity, 0)
-    if policy not in POLICIES:
-        raise value_error(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    check_policy("policy", policy)
     if most >= len(routing.experts):
         return routing
     if most == 0:
@@ -110,6 +109,12 @@ def limit_capacity(
     else:
         kept = _largest(of_experts(_sort_keys(routing.weights), experts, count), most)
     return routing._replace(kept=routing.kept & (of_chosen(kept.astype("int32"), experts) > 0))
+
+
+def check_policy(argument: str, policy: Any) -> None:
+    """Raises unless `policy` names one."""
+    if policy not in POLICIES:
+        raise value_error(f"{argument} must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
 def _sort_keys(weights: Array) -> Array:
@@ -163,3 +168,48 @@ def _running_count(flags: Array) -> Array:
 
 def _triangle(size: int, diagonal: int) -> Array:
     return jnp.tri(size, k=diagonal, dtype="float32")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Static sizes: of the devices and experts, and of what limits the buffers."""
+
+    devices: int  # over which experts are sharded
+    experts: int  # real ones, without padding
+    local: int  # experts of a device, padding included
+    top_k: int
+    capacity: int | None  # tokens of one device that one expert takes at most; None: all
+    buffer_factor: float | None  # buffers of this multiple of the average; None: of the worst case
+
+    def rows(self, tokens: int) -> int:
+        """Tokens that arrive at a device, of `tokens` on each."""
+        worst = self.devices * min(tokens, self._from_device(tokens))
+        return self._limit(worst, tokens * self.targets)
+
+    def pairs(self, tokens: int, sources: int, rows: int) -> int:
+        """Pairs of a token and an expert of this device, of `rows` tokens of `sources` devices."""
+        worst = min(rows * min(self.top_k, self.local), sources * self._from_device(tokens))
+        share = min(self.local, self.experts) / self.experts  # of a device that is full of experts
+        return self._limit(worst, tokens * sources * self.top_k * share)
+
+    @property
+    def targets(self) -> float:
+        """Distinct devices that a token needs, on average, where each expert is as likely."""
+        missed = comb(self.experts - min(self.local, self.experts), self.top_k)
+        return self.devices * (1 - missed / comb(self.experts, self.top_k))
+
+    @property
+    def needed(self) -> float:
+        """Distinct devices that have experts and that a token needs, on average."""
+        full = -(-self.experts // self.local)
+        return self.targets * full / self.devices
+
+    def _from_device(self, tokens: int) -> int:
+        """Pairs that the tokens of one device make with the experts of another, at most."""
+        capacity = tokens if self.capacity is None else min(tokens, self.capacity)
+        return min(tokens * min(self.top_k, self.local), capacity * self.local)
+
+    def _limit(self, worst: int, average: float) -> int:
+        if self.buffer_factor is None:
+            return worst
+        return min(worst, ceil(self.buffer_factor * average))

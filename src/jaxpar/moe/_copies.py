@@ -4,15 +4,15 @@ Known from both sides, copying and summing the copies are gathers, and each is t
 other. Scattering additions, which accelerators do one by one, never happens.
 """
 
-from functools import partial
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar import _unwritten
+from jaxpar._derivatives import linear_pair
 from jaxpar._dtypes import addition_dtype
 from jaxpar._unwritten import unwritten
 from jaxpar._varying import vary_alike, zeros_alike
@@ -64,7 +64,8 @@ def spread(copies: Copies, x: Array, *, fill: bool = True, blank: bool = False) 
     """
     copies, x = vary_alike((), copies, x)
     differentiable = jnp.issubdtype(x.dtype, jnp.inexact)
-    return (_spread if differentiable else _copy)(copies, x, fill, blank)
+    out: Array = (_spread if differentiable else _copy)(Nobody(fill, blank), copies, x)
+    return out
 
 
 def collect(copies: Copies, y: Array, *, blank: bool = False) -> Array:
@@ -75,7 +76,9 @@ def collect(copies: Copies, y: Array, *, blank: bool = False) -> Array:
     """
     copies, y = vary_alike((), copies, y)
     differentiable = jnp.issubdtype(y.dtype, jnp.inexact)
-    return (_collect if differentiable else _sum)(copies, y, blank)
+    # In the derivative nobody reads what is nobody's, with `blank`.
+    out: Array = (_collect if differentiable else _sum)(Nobody(not blank, blank), copies, y)
+    return out
 
 
 def take_rows(x: Array, places: Array, fill: Array | int | None = 0) -> Array:
@@ -90,20 +93,29 @@ def take_rows(x: Array, places: Array, fill: Array | int | None = 0) -> Array:
     return jnp.where(inside, taken, jnp.asarray(fill, x.dtype))
 
 
-def _copy(copies: Copies, x: Array, fill: bool, blank: bool) -> Array:
-    if fill:
+@dataclass(frozen=True)
+class Nobody:
+    """What is known of rows that are nobody's copy."""
+
+    fill: bool  # they are made 0 where rows are copied
+    blank: bool  # the last is 0 where copies are summed
+    transparent: ClassVar[bool] = False
+
+
+def _copy(how: Nobody, copies: Copies, x: Array) -> Array:
+    if how.fill:
         return take_rows(x, copies.source)
     anything = unwritten((), x.dtype) if _unwritten.poisoned else None
     return take_rows(x, copies.source, anything)
 
 
-def _sum(copies: Copies, y: Array, blank: bool) -> Array:
+def _sum(how: Nobody, copies: Copies, y: Array) -> Array:
     rows, k = copies.places.shape
     count = copies.source.size
     # Of `count` copies, at most count / j rows have j or more; in whole tiles of TPUs.
     lengths = [min(rows, -(-count // (16 * (j + 1))) * 16) for j in range(k)]
     if sum(lengths) + rows >= rows * k:
-        return _sum_firsts(y, copies.places, [rows] * k, blank)
+        return _sum_firsts(y, copies.places, [rows] * k, how.blank)
     # Rows in the order of how many copies they have, the most first: their first copies, then the
     # second ones of those that have two, and so on. Most rows of a buffer for the worst case have
     # one copy or none.
@@ -112,7 +124,7 @@ def _sum(copies: Copies, y: Array, blank: bool) -> Array:
     having, numbers = vary_alike((), having, jnp.arange(rows, dtype="int32"))
     _, order = lax.sort((-having, numbers), num_keys=1)
     _, back = lax.sort((order, numbers), num_keys=1)
-    sums = _sum_firsts(y, take_rows(places, order, None), lengths, blank)
+    sums = _sum_firsts(y, take_rows(places, order, None), lengths, how.blank)
     return take_rows(sums, back, None)
 
 
@@ -139,26 +151,4 @@ def _sum_firsts(y: Array, places: Array, lengths: list[int], blank: bool) -> Arr
     return total.astype(y.dtype)
 
 
-_spread = partial(jax.custom_vjp, nondiff_argnums=(2, 3))(_copy)
-_collect = partial(jax.custom_vjp, nondiff_argnums=(2,))(_sum)
-
-
-def _spread_fwd(copies: Copies, x: Array, *how: bool) -> tuple[Array, Copies]:
-    return _spread(copies, x, *how), copies
-
-
-def _spread_bwd(_: bool, blank: bool, copies: Copies, ct: Array) -> tuple[Any, Array]:
-    return None, collect(copies, ct, blank=blank)
-
-
-def _collect_fwd(copies: Copies, y: Array, blank: bool) -> tuple[Array, Copies]:
-    return _collect(copies, y, blank), copies
-
-
-def _collect_bwd(blank: bool, copies: Copies, ct: Array) -> tuple[Any, Array]:
-    # With `blank` nobody reads what is nobody's.
-    return None, spread(copies, ct, fill=not blank, blank=blank)
-
-
-_spread.defvjp(_spread_fwd, _spread_bwd)
-_collect.defvjp(_collect_fwd, _collect_bwd)
+_spread, _collect = linear_pair(_copy, _sum)

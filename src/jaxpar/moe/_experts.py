@@ -1,22 +1,41 @@
-"""Experts: MLPs of equal shape, each applied to its own rows."""
+"""Experts: MLPs of equal shape, each applied to its own rows, on whole buffers or in blocks.
 
-from collections.abc import Callable, Mapping
+Which of both is chosen when lowering. Whole buffers suit a kernel for grouped products; in loops
+over blocks the rows between the two projections live for a block's time only, and are computed
+again for the gradients, so that nothing as wide as the hidden layer is as long as the buffer.
+"""
+
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import result_dtype
-from jaxpar._types import Implementation, Integer, Values
+from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike, zeros_alike
-from jaxpar.layers._checks import check_whole
-from jaxpar.moe._expert_mlp import clear_rows, expert_mlp, forward_whole
-from jaxpar.moe._grouped import bind_method, bind_preferred, check_sizes, fitting_sizes
-from jaxpar.moe._mlp import Experts, ExpertsLike, Mlp, Operands
+from jaxpar.moe._blocks import Block, Totals, fold_groups
+from jaxpar.moe._grouped import (
+    bind_method,
+    bind_preferred,
+    check_sizes,
+    fitting_sizes,
+)
+from jaxpar.moe._mlp import (
+    BlockProducts,
+    Experts,
+    ExpertsLike,
+    Mlp,
+    Operands,
+    WholeProducts,
+    as_experts,
+    clear,
+)
 
 
 @public
@@ -97,76 +116,6 @@ def closes_over_arrays(activation: Any, up: Array, dtype: Any) -> bool:
     return bool(jax.closure_convert(activation, rows)[1])
 
 
-@public
-def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
-    """Appends experts of zeros, so that `shards` divides their number.
-
-    Args:
-      experts: `Experts` of global arrays, or a mapping with such keys.
-      shards: over how many devices experts will be sharded.
-
-    Returns:
-      `Experts`, as given if `shards` divides their number already.
-
-    Raises:
-      TypeError: unknown keys, or shards that is no integer.
-      ValueError: arrays that do not go together, or shards below 1.
-
-    Cost: a copy of all arrays where they are padded.
-
-    Example:
-      >>> experts = Experts(up=jnp.ones((6, 4, 6)), down=jnp.ones((6, 6, 4)))
-      >>> pad_experts(experts, 4).up.shape
-      (8, 4, 6)
-    """
-    experts = as_experts(experts)
-    check_shapes(experts)
-    shards = check_whole("shards", shards, 1)
-    missing = -len(experts.up) % shards
-    if not missing:
-        return experts
-
-    def pad(w: Any) -> Array:
-        return jnp.pad(w, [(0, missing)] + [(0, 0)] * (w.ndim - 1))
-
-    padded: Experts = jax.tree.map(pad, experts)
-    return padded
-
-
-@public
-def as_experts(given: ExpertsLike) -> Experts:
-    """Returns `Experts` made of a mapping with their names as keys.
-
-    Args:
-      given: `Experts`, which are returned, or a mapping.
-
-    Returns:
-      `Experts`.
-
-    Raises:
-      TypeError: unknown or missing keys, or something that is not a mapping.
-
-    Cost: none.
-
-    Example:
-      >>> as_experts({"up": jnp.ones((8, 4, 6)), "down": jnp.ones((8, 6, 4))}).up.shape
-      (8, 4, 6)
-    """
-    if isinstance(given, Experts):
-        return given
-    given_: Any = given
-    if not isinstance(given_, Mapping):
-        raise type_error(f"experts must be Experts or a mapping, got {type(given).__name__}")
-    known = ", ".join(Experts._fields)
-    unknown = sorted(map(str, set(given) - set(Experts._fields)))
-    if unknown:
-        raise type_error(f"experts have no {', '.join(unknown)}; the keys are {known}")
-    missing = [key for key in ("up", "down") if given.get(key) is None]
-    if missing:
-        raise type_error(f"experts lack {' and '.join(missing)}; the keys are {known}")
-    return Experts(**given)
-
-
 def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
     """Raises unless rows, experts and sizes of groups go together."""
     if x.ndim != 2:
@@ -236,3 +185,150 @@ def check_weights(weights: Array, x: Array) -> None:
         )
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise type_error(f"weights must be floats, got {weights.dtype}; cast them")
+
+
+def clear_rows(operands: Operands, group_sizes: Array) -> Operands:
+    """Makes rows 0 that have no expert, and so their gradients, whatever comes back."""
+    weights = None if operands.weights is None else clear(operands.weights, group_sizes)
+    return operands._replace(x=clear(operands.x, group_sizes), weights=weights)
+
+
+def forward_whole(mlp: Mlp, operands: Operands, group_sizes: Array) -> tuple[Array, Any]:
+    """`Mlp.forward` of whole buffers."""
+    return mlp.forward(WholeProducts(mlp, group_sizes, len(operands.x)), operands)
+
+
+def gradients_whole(
+    mlp: Mlp, operands: Operands, group_sizes: Array, projected: Any, ct: Array
+) -> Operands:
+    """`Mlp.gradients` of whole buffers."""
+    return mlp.gradients(WholeProducts(mlp, group_sizes, len(operands.x)), operands, projected, ct)
+
+
+def forward_blocks(
+    mlp: Mlp, lengths: tuple[int, ...], operands: Operands, group_sizes: Array
+) -> Array:
+    """The result of `Mlp.forward` block by block; nothing of the projections is kept."""
+    x, experts, weights = operands
+
+    def one_group(out: Array, group: Array, fold: Callable[..., Array]) -> Array:
+        own = _of_group(experts, group)
+
+        def step(out: Array, block: Block) -> Array:
+            cut = Operands(block.cut(x), own, None if weights is None else block.cut(weights))
+            part, _ = mlp.forward(BlockProducts(mlp, block), cut)
+            return block.place(out, part)
+
+        return fold(step, out)
+
+    out = zeros_alike(x.shape, mlp.dtype, operands, group_sizes)
+    return fold_groups(lengths, group_sizes, len(x), out, one_group)
+
+
+def gradients_blocks(
+    mlp: Mlp,
+    lengths: tuple[int, ...],
+    operands: Operands,
+    group_sizes: Array,
+    projected: Any,
+    ct: Array,
+) -> Operands:
+    """`Mlp.gradients` block by block, which projects again."""
+    x, experts, weights = operands
+
+    def one_group(grads: Operands, group: Array, fold: Callable[..., Any]) -> Operands:
+        own, totals = _of_group(experts, group), Totals(group)
+
+        def step(state: Any, block: Block) -> Any:
+            placed, sums = state
+            cut = Operands(
+                block.masked(x),
+                own,
+                None if weights is None else block.masked(weights[:, None])[:, 0],
+            )
+            on = BlockProducts(mlp, block)
+            _, projected = mlp.forward(on, cut)
+            d = mlp.gradients(on, cut, projected, block.masked(ct))
+            parts = (d.x, None if d.weights is None else d.weights[:, None])
+            placed = jax.tree.map(block.place, placed, parts)
+            return placed, totals.add(sums, d.experts)
+
+        placed = grads.x, None if grads.weights is None else grads.weights[:, None]
+        (d_x, d_weights), sums = fold(step, (placed, totals.open(grads.experts)))
+        d_weights = None if d_weights is None else d_weights[:, 0]
+        return Operands(d_x, totals.close(grads.experts, sums), d_weights)
+
+    like = operands, group_sizes, ct
+    zeros: Operands = jax.tree.map(lambda a: zeros_alike(a.shape, a.dtype, *like), operands)
+    return fold_groups(lengths, group_sizes, len(x), zeros, one_group)
+
+
+def _of_group(experts: Experts, group: Array) -> Experts:
+    own: Experts = jax.tree.map(
+        lambda w: lax.dynamic_index_in_dim(w, group, keepdims=False), experts
+    )
+    return own
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def expert_mlp(mlp: Mlp, operands: Operands, group_sizes: Array) -> tuple[Array, Any]:
+    """The result and what its gradients may read: the projections, or as many zeros.
+
+    All operands vary alike. The second result has no cotangent.
+    """
+    whole = partial(forward_whole, mlp)
+
+    def blocks(
+        lengths: tuple[int, ...], operands: Operands, group_sizes: Array
+    ) -> tuple[Array, Any]:
+        out = forward_blocks(mlp, lengths, operands, group_sizes)
+        if mlp.method.implementation == "blocks":
+            return out, (None, None)
+        # Nobody reads them here, but a program for several platforms has one type.
+        shape = len(operands.x), operands.experts.up.shape[2]
+        zeros = zeros_alike(shape, mlp.dtype, operands, group_sizes)
+        return out, (zeros, None if operands.experts.gate is None else zeros)
+
+    return mlp.method.choose(len(operands.x), whole, whole, blocks, operands, group_sizes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp_gradients(
+    mlp: Mlp, operands: Operands, group_sizes: Array, projected: Any, ct: Array
+) -> Operands:
+    given = operands, group_sizes, projected, ct
+    whole, blocks = partial(gradients_whole, mlp), partial(gradients_blocks, mlp)
+    return mlp.method.choose(len(operands.x), whole, whole, blocks, *given)
+
+
+def _mlp_fwd(mlp: Mlp, operands: Operands, group_sizes: Array) -> Any:
+    out: Any = expert_mlp(mlp, operands, group_sizes)
+    return out, (operands, group_sizes, out[1])
+
+
+def _mlp_bwd(mlp: Mlp, residuals: Any, cts: Any) -> Any:
+    return _mlp_gradients(mlp, *residuals, cts[0]), None
+
+
+def _gradients_fwd(
+    mlp: Mlp, operands: Operands, group_sizes: Array, projected: Any, ct: Array
+) -> Any:
+    out = _mlp_gradients(mlp, operands, group_sizes, projected, ct)
+    return out, (operands, group_sizes, projected, ct)
+
+
+def _gradients_bwd(mlp: Mlp, residuals: Any, cts: Operands) -> Any:
+    operands, group_sizes, projected, ct = residuals
+
+    # Through whole buffers, whose products can be differentiated again.
+    def gradients(operands: Operands, ct: Array) -> Operands:
+        operands, ct = clear_rows(operands, group_sizes), clear(ct, group_sizes)
+        _, projected = forward_whole(mlp, operands, group_sizes)
+        return gradients_whole(mlp, operands, group_sizes, projected, ct)
+
+    d_operands, d_ct = jax.vjp(gradients, operands, ct)[1](cts)
+    return d_operands, None, jax.tree.map(jnp.zeros_like, projected), d_ct
+
+
+expert_mlp.defvjp(_mlp_fwd, _mlp_bwd)
+_mlp_gradients.defvjp(_gradients_fwd, _gradients_bwd)

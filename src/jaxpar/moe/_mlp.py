@@ -1,15 +1,28 @@
-"""The experts' MLP and its gradients, written once for any products of rows and weights."""
+"""The experts' MLP and its gradients, written once for any products of rows and weights.
+
+These are of all rows with their groups' weights, or of a block's rows with the one weight of its
+group.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from jaxpar._calls import public, type_error
 from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar.moe._grouped import Method
+from jaxpar.moe._blocks import Block, block_dot
+from jaxpar.moe._grouped import (
+    Method,
+    Product,
+    group_products,
+    in_groups,
+    rows_product,
+)
 
 
 class Experts(NamedTuple):
@@ -43,6 +56,40 @@ if TYPE_CHECKING:
     ExpertsLike = Experts | Mapping[str, Any]
 else:
     ExpertsLike = Any
+
+
+@public
+def as_experts(given: ExpertsLike) -> Experts:
+    """Returns `Experts` made of a mapping with their names as keys.
+
+    Args:
+      given: `Experts`, which are returned, or a mapping.
+
+    Returns:
+      `Experts`.
+
+    Raises:
+      TypeError: unknown or missing keys, or something that is not a mapping.
+
+    Cost: none.
+
+    Example:
+      >>> as_experts({"up": jnp.ones((8, 4, 6)), "down": jnp.ones((8, 6, 4))}).up.shape
+      (8, 4, 6)
+    """
+    if isinstance(given, Experts):
+        return given
+    given_: Any = given
+    if not isinstance(given_, Mapping):
+        raise type_error(f"experts must be Experts or a mapping, got {type(given).__name__}")
+    known = ", ".join(Experts._fields)
+    unknown = sorted(map(str, set(given) - set(Experts._fields)))
+    if unknown:
+        raise type_error(f"experts have no {', '.join(unknown)}; the keys are {known}")
+    missing = [key for key in ("up", "down") if given.get(key) is None]
+    if missing:
+        raise type_error(f"experts lack {' and '.join(missing)}; the keys are {known}")
+    return Experts(**given)
 
 
 class Operands(NamedTuple):
@@ -181,3 +228,97 @@ class Mlp:
 
 def _back(on: Products, w: Any, ct: Any, dtype: Any) -> Array:
     return on.rows(ct.astype(w.dtype), w, 2, dtype)
+
+
+@dataclass(frozen=True)
+class WholeProducts:
+    """Products of whole buffers."""
+
+    mlp: Mlp
+    group_sizes: Array
+    length: int
+
+    def rows(self, x: Array, w: Array, contracted: int, dtype: Any) -> Array:
+        product = Product(self.mlp.method, contracted, self.mlp.preferred, dtype, cleared=False)
+        return rows_product(product, x, w, self.group_sizes)
+
+    def outer(self, x: Array, ct: Array, dtype: Any) -> Array:
+        product = Product(self.mlp.method, 1, self.mlp.preferred, dtype, cleared=False)
+        return group_products(product, x, ct, self.group_sizes)
+
+    def spread(self, bias: Array, dtype: Any) -> Array:
+        return spread_rows(self.mlp.method, self.length, dtype, bias, self.group_sizes)
+
+    def total(self, ct: Array, dtype: Any) -> Array:
+        return sum_rows(self.mlp.method, ct, self.group_sizes, dtype)
+
+    def within(self, x: Array) -> Array:
+        return self.clear(x)
+
+    def clear(self, x: Array) -> Array:
+        return clear(x, self.group_sizes)
+
+
+@dataclass(frozen=True)
+class BlockProducts:
+    """Products of one block, with the weights of its group."""
+
+    mlp: Mlp
+    block: Block
+
+    def rows(self, x: Array, w: Array, contracted: int, dtype: Any) -> Array:
+        return self._dot(x, w, 1, contracted - 1).astype(dtype)
+
+    def outer(self, x: Array, ct: Array, dtype: Any) -> Array:
+        return self._dot(x, ct, 0, 0)  # not rounded before all blocks are summed
+
+    def spread(self, bias: Array, dtype: Any) -> Array:
+        return bias.astype(dtype)[None]
+
+    def total(self, ct: Array, dtype: Any) -> Array:
+        return jnp.sum(ct.astype(sum_dtype(ct.dtype)), axis=0)
+
+    def within(self, x: Array) -> Array:
+        return jnp.where(self.block.inside, x, 0)
+
+    def clear(self, x: Array) -> Array:
+        return x  # what is placed is the group's rows alone
+
+    def _dot(self, left: Array, right: Array, left_dim: int, right_dim: int) -> Array:
+        dims, precision = (left_dim, right_dim), self.mlp.method.precision
+        return block_dot(left, right, dims, self.mlp.preferred, precision)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def spread_rows(method: Method, rows: int, dtype: Any, bias: Array, group_sizes: Array) -> Array:
+    """Gives each row its group's bias: `[rows, f]`; rows past the last group hold anything."""
+    ends = jnp.cumsum(group_sizes, dtype="int32")
+    group = jnp.sum(lax.iota("int32", rows)[:, None] >= ends, axis=1, dtype="int32")
+    return jnp.take(bias, group, axis=0, mode="clip").astype(dtype)
+
+
+def sum_rows(method: Method, ct: Array, group_sizes: Array, dtype: Any) -> Array:
+    """Sums each group's rows."""
+    # In full precision, as a sum is, and not as a matmul may be.
+    exact = Method(method.implementation, lax.Precision.HIGHEST)
+    ones = jnp.ones_like(ct[:, :1])
+    sums: Any = group_products(Product(exact, 1, None, dtype), ones, ct, group_sizes)
+    return sums[:, 0]
+
+
+def _spread_fwd(method: Method, rows: int, dtype: Any, bias: Array, group_sizes: Array) -> Any:
+    return spread_rows(method, rows, dtype, bias, group_sizes), (bias, group_sizes)
+
+
+def _spread_bwd(method: Method, rows: int, dtype: Any, residuals: Any, ct: Array) -> Any:
+    bias, group_sizes = residuals
+    return sum_rows(method, ct, group_sizes, bias.dtype), None
+
+
+spread_rows.defvjp(_spread_fwd, _spread_bwd)
+
+
+def clear(rows: Array, group_sizes: Array) -> Array:
+    """Makes rows 0 that have no expert."""
+    inside = in_groups(group_sizes, len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.where(inside, rows, 0)

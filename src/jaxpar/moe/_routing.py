@@ -1,6 +1,7 @@
-"""Which experts each token goes to, and with which weights."""
+"""Which experts each token goes to, with which weights, and a bias that evens out their loads."""
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import Integer, Number, Scoring, Values
 from jaxpar.layers._checks import check_number, check_whole
-from jaxpar.moe._chosen import of_chosen
 
 SCORINGS = ("softmax", "selected_softmax", "sigmoid")
 
@@ -19,14 +19,15 @@ class Routing(NamedTuple):
     """Where tokens go: `top_k` experts for each, as `route` chooses them.
 
     Any other router can make one, for `moe_layer` and for statistics. The experts of a token must
-    be distinct.
+    be distinct, or -1 where it has fewer than k.
 
     Attributes:
-      experts: int32 `[t, k]`, the best first; -1 for tokens that are masked.
+      experts: int32 `[t, k]`, as `route` makes it the best first; -1 for none.
       weights: float32 (or float64) `[t, k]`, by which the experts' results are multiplied.
       kept: bool `[t, k]`; False for masked tokens, and for what `limit_capacity` dropped.
       scores: `[t, E]`, in the dtype of the weights: softmax or sigmoid of the logits, without bias.
       logits: `[t, E]`, in that dtype.
+      mask: bool `[t]`, False for tokens that are padding, which may hold anything; or None.
 
     Example:
       >>> routing = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), 2)
@@ -39,6 +40,14 @@ class Routing(NamedTuple):
     kept: Array
     scores: Array
     logits: Array
+    mask: Array | None = None
+
+
+# Open at run time: `moe_layer` has an error that names what makes one.
+if TYPE_CHECKING:
+    RoutingLike = Routing
+else:
+    RoutingLike = Any
 
 
 @public
@@ -130,7 +139,7 @@ def route(
         experts = jnp.where(kept, experts, -1)
         weights = jnp.where(kept, weights, 0)
         scores = jnp.where(real[:, None], scores, 0)
-    return Routing(experts, weights, kept, scores, logits)
+    return Routing(experts, weights, kept, scores, logits, real)
 
 
 def _in_best_groups(choice: Array, groups: Any, top_groups: Any, k: int, pairs: bool) -> Array:
@@ -211,3 +220,76 @@ def as_mask(given: Values, tokens: int) -> Array:
             f"must be [{tokens}]"
         )
     return mask
+
+
+@public
+def update_router_bias(
+    bias: Values, tokens_per_expert: Values, rate: Number | Array = 1e-3
+) -> Array:
+    """Moves each expert's bias up if it got fewer tokens than the mean, and down if more.
+
+    For balance without a loss: after each training step, on the bias that `route` takes.
+
+    Args:
+      bias: floats `[E]`, best float32, in which small steps are not lost.
+      tokens_per_expert: `[E]` integers, of all devices, as `routing_statistics` returns them; of
+        several microbatches their sum.
+      rate: the size of the step; a number or a scalar array.
+
+    Returns:
+      `bias + rate * sign(mean(tokens_per_expert) - tokens_per_expert)`, in the dtype of the bias.
+
+    Raises:
+      TypeError: a bias that is no float, or tokens that are no integers.
+      ValueError: different shapes.
+
+    Cost: E operations; nothing is sent.
+
+    Example:
+      >>> update_router_bias(jnp.zeros(4), jnp.array([5, 1, 3, 3]), 0.5)
+      Array([-0.5,  0.5,  0. ,  0. ], dtype=float32)
+
+    Source: Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts"
+    (2024).
+    """
+    bias, tokens_per_expert = jnp.asarray(bias), jnp.asarray(tokens_per_expert)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
+    if not jnp.issubdtype(tokens_per_expert.dtype, jnp.integer):
+        raise type_error(
+            f"tokens_per_expert must be integers, got {tokens_per_expert.dtype}; cast them"
+        )
+    if bias.ndim != 1 or bias.shape != tokens_per_expert.shape:
+        raise value_error(
+            f"bias has local shape {bias.shape} and tokens_per_expert "
+            f"{tokens_per_expert.shape}; both need one entry for each of all experts"
+        )
+    # In integers: the mean, where it is no integer, is between `floor` and the next.
+    total = jnp.sum(tokens_per_expert, dtype=tokens_per_expert.dtype)
+    floor, rest = jnp.divmod(total, jnp.asarray(len(bias), total.dtype))
+    below = (tokens_per_expert < floor) | ((tokens_per_expert == floor) & (rest > 0))
+    above = tokens_per_expert > floor
+    sign = below.astype(bias.dtype) - above.astype(bias.dtype)
+    return bias + jnp.asarray(rate, bias.dtype) * sign
+
+
+# Between what tokens have for chosen experts, [t, k], and for all experts, [t, E], by comparing
+# every choice with every expert, which fuses into its neighbours: gathers, and above all the
+# scatter that is their derivative, are slow on TPU where rows are so short.
+
+
+@partial(jax.checkpoint, prevent_cse=False)  # or [t, k, E] is kept for the backward pass
+def of_chosen(values: Array, experts: Array) -> Array:
+    """Returns `values` [t, E] of `experts` [t, k], and 0 where these are none."""
+    matches = _matches(experts, values.shape[-1])
+    return jnp.sum(jnp.where(matches, values[:, None, :], 0), axis=2, dtype=values.dtype)
+
+
+def of_experts(values: Array, experts: Array, count: int) -> Array:
+    """Returns `values` [t, k] at their experts, [t, count], and 0 at experts not chosen."""
+    matches = _matches(experts, count)
+    return jnp.sum(jnp.where(matches, values[..., None], 0), axis=1, dtype=values.dtype)
+
+
+def _matches(experts: Array, count: int) -> Array:
+    return experts[..., None] == jnp.arange(count, dtype=experts.dtype)  # [t, k, E]

@@ -11,8 +11,7 @@ from jaxpar._axis import bind
 from jaxpar._calls import public, value_error
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_alike
-from jaxpar.moe._chosen import of_experts
-from jaxpar.moe._routing import Routing, as_mask
+from jaxpar.moe._routing import Routing, as_mask, of_experts
 
 
 class Statistics(NamedTuple):
@@ -207,9 +206,10 @@ def _sums(axes: tuple[str, ...], *parts: Array) -> tuple[Array, ...]:
 def _counted(routing: Routing, mask: Values | None) -> Array:
     """Tells which tokens count, bool[t]: those that are masked nowhere."""
     counted = jnp.any(routing.experts >= 0, axis=1)
-    if mask is None:
-        return counted
-    return counted & as_mask(mask, len(counted))
+    for given in (routing.mask, mask):
+        if given is not None:
+            counted = counted & as_mask(given, len(counted))
+    return counted
 
 
 def _count(counted: Array) -> Array:

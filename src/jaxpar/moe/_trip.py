@@ -2,23 +2,183 @@
 
 Of each array only the rows travel that somebody reads, and an array of what is not differentiated
 beside others costs nothing on the way back.
+
+Each array that is exchanged costs an exchange, so that rows of several lie side by side in few.
+Small arrays ride in the largest one's carrier, as bits: a carrier of unsigned integers keeps those
+that would be NaN of the larger array's dtype. Beside a very large one they have a carrier together:
+joining and taking apart are passes over all of it, which then cost more than another exchange.
+Arrays of comparable size have carriers of their own.
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxpar._axis import Ring
+from jaxpar._derivatives import linear_pair
 from jaxpar._unwritten import unwritten
-from jaxpar._varying import vary_alike
+from jaxpar._varying import vary_alike, zeros_alike
 from jaxpar.collectives._ragged_exchange import Slices, exchange_rows
 from jaxpar.moe._copies import Copies, collect, spread
-from jaxpar.moe._packing import pack, plan_packing, unpack
 
-Leaves = tuple[Array, ...]
+_TILE = 8 * 128  # elements of a TPU's registers
+_LANES_OF_PAIRS = 2 * 128  # numbers of 16 bits lie in pairs
+_WIDE = 8 * _LANES_OF_PAIRS  # rows of so many words are padded to whole pairs
+_LARGE = 2**23  # bytes; read and written several times they take longer than an exchange's start
+_SMALL = 8  # an array of at most 1/8 of the largest one's bytes rides in its carrier
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which leaves each carrier has, by number, and of what row shape and dtype all leaves are."""
+
+    carriers: tuple[tuple[int, ...], ...]
+    row_shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+
+
+def plan_packing(leaves: Sequence[Any], rows: int) -> Packing:
+    """Groups leaves, rows in dimension 0, into carriers, `rows` of which may be exchanged."""
+    shapes = tuple(leaf.shape[1:] for leaf in leaves)
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    sizes = [_width(s, d) * _plain(d).itemsize for s, d in zip(shapes, dtypes, strict=True)]
+    by_size = sorted((i for i, size in enumerate(sizes) if size), key=lambda i: -sizes[i])
+    if not by_size:
+        return Packing((), shapes, dtypes)
+    first = by_size[0]
+    riders = [i for i in by_size[1:] if sizes[i] * _SMALL <= sizes[first]]
+    alone = [(i,) for i in by_size[1:] if i not in riders]
+    if riders and rows * sizes[first] > _LARGE:
+        return Packing(((first,), *alone, tuple(riders)), shapes, dtypes)
+    return Packing(((first, *riders), *alone), shapes, dtypes)
+
+
+def pack(packing: Packing, leaves: list[Array]) -> list[Array]:
+    """Returns the carriers, each `[rows, ...]`, their rows in blocks that suit TPUs."""
+
+    def carrier(members: tuple[int, ...]) -> Array:
+        flat = [_flat(leaves[i]) for i in members]
+        word = flat[0].dtype.itemsize
+        if len(flat) == 1 and word > 1:
+            return _in_blocks(flat[0])
+        # Floats of one byte travel as bits too: not every compiler sends them.
+        parts = [_as_words(x, word) for x in flat]
+        width = sum(part.shape[1] for part in parts)
+        if width >= _WIDE and width % _LANES_OF_PAIRS:
+            spare = (parts[0].shape[0], -width % _LANES_OF_PAIRS)
+            parts.append(zeros_alike(spare, parts[0].dtype, parts[0]))
+        words = jnp.concatenate(parts, axis=1)
+        return _in_blocks(words)
+
+    return [carrier(members) for members in packing.carriers]
+
+
+def unpack(
+    packing: Packing,
+    carriers: list[Array],
+    rows: int,
+    each: Callable[[Array], Array] = lambda x: x,
+) -> list[Array]:
+    """Returns the leaves that carriers hold, after `each` has made `rows` rows of theirs."""
+    count = len(packing.dtypes)
+    flat: dict[int, Array] = {}
+    for members, carrier in zip(packing.carriers, carriers, strict=True):
+        word, start = carrier.dtype.itemsize, 0
+        if len(members) == 1 and word > 1:
+            flat[members[0]] = each(carrier)  # still in blocks: other shapes are other layouts
+            continue
+        carrier = lax.collapse(carrier, 1)
+        for i in members:
+            dtype = _plain(packing.dtypes[i])
+            width = _width(packing.row_shapes[i], packing.dtypes[i])
+            words = -(-width * dtype.itemsize // word)
+            part = lax.slice_in_dim(carrier, start, start + words, axis=1)
+            flat[i] = each(_from_words(part, dtype)[:, :width])
+            start += words
+
+    def restored(i: int) -> Array:
+        shape, dtype = (rows, *packing.row_shapes[i]), packing.dtypes[i]
+        if i not in flat:
+            return jnp.zeros(shape, dtype)  # it has no elements
+        return _restored(lax.collapse(flat[i], 1), dtype).reshape(shape)
+
+    return [restored(i) for i in range(count)]
+
+
+def _in_blocks(x: Array) -> Array:
+    """Cuts wide rows into tiles, as the exchange on TPU would: it copies all rows for that."""
+    width = x.shape[1]
+    if width % _TILE == 0:
+        return x.reshape(x.shape[0], width // 128, 128)
+    if width % _LANES_OF_PAIRS == 0 and x.dtype.itemsize == 2:
+        return x.reshape(x.shape[0], 2, width // 2)
+    return x
+
+
+def _width(row_shape: tuple[int, ...], dtype: Any) -> int:
+    return prod(row_shape) * (2 if _is_complex(dtype) else 1)
+
+
+def _is_complex(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def _plain(dtype: Any) -> Any:
+    """The dtype of whole bytes, real, that holds all values of another."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jnp.dtype("uint8")
+    if _is_complex(dtype):
+        return jnp.finfo(dtype).dtype
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return dtype if info.bits >= 8 else jnp.dtype("int8" if info.min else "uint8")
+    return dtype if jnp.finfo(dtype).bits >= 8 else jnp.dtype("bfloat16")
+
+
+def _flat(x: Array) -> Array:
+    """As `[rows, width]` of a plain dtype."""
+    if _is_complex(x.dtype):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    return x.astype(_plain(x.dtype)).reshape(x.shape[0], prod(x.shape[1:]))
+
+
+def _restored(x: Array, dtype: Any) -> Array:
+    if _is_complex(dtype):
+        parts = x.reshape(x.shape[0], x.shape[1] // 2, 2)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    # What nobody wrote may be any byte, and a bool is 0 or 1.
+    return x != 0 if jnp.issubdtype(dtype, jnp.bool_) else x.astype(dtype)
+
+
+def _unsigned(itemsize: int) -> Any:
+    return jnp.dtype(f"uint{8 * itemsize}")
+
+
+def _as_words(x: Array, word: int) -> Array:
+    """The bits of `[rows, width]` as unsigned integers of `word` bytes, padded with zeros."""
+    size = x.dtype.itemsize
+    bits = lax.bitcast_convert_type(x, _unsigned(min(size, word)))
+    if size >= word:
+        return lax.collapse(bits, 1)
+    group = word // size
+    bits = jnp.pad(bits, ((0, 0), (0, -x.shape[1] % group)))
+    grouped = bits.reshape(x.shape[0], bits.shape[1] // group, group)
+    return lax.bitcast_convert_type(grouped, _unsigned(word))
+
+
+def _from_words(x: Array, dtype: Any) -> Array:
+    """The inverse of `_as_words`, padding included."""
+    word, size = x.dtype.itemsize, dtype.itemsize
+    if size <= word:
+        bits = lax.bitcast_convert_type(x, _unsigned(size))
+        return lax.bitcast_convert_type(lax.collapse(bits, 1), dtype)
+    group = size // word
+    return lax.bitcast_convert_type(x.reshape(x.shape[0], x.shape[1] // group, group), dtype)
 
 
 class Trip(NamedTuple):
@@ -29,46 +189,48 @@ class Trip(NamedTuple):
     back: Slices
 
 
+@dataclass(frozen=True)
+class Way:
+    """Between which devices, and into how many rows."""
+
+    ring: Ring
+    capacity: int
+    clean: bool  # rows where nothing arrives are 0; otherwise they hold anything
+    transparent: ClassVar[bool] = False
+
+
 def send(trip: Trip, leaves: list[Array], ring: Ring, capacity: int) -> list[Array]:
     """Returns `[capacity, ...]` of each leaf, `[t, ...]`: what arrives, then rows of anything."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
-    return _apart(leaves, lambda *parts: _send(*parts, trip, ring, capacity, False))
+    arrived: list[Array] = _send(Way(ring, capacity, clean=False), trip, leaves)
+    return arrived
 
 
 def bring_back(trip: Trip, leaves: list[Array], ring: Ring) -> list[Array]:
     """Returns `[t, ...]` of each leaf, `[capacity, ...]`: the sums of what comes back."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
-    return _apart(leaves, lambda *parts: _bring_back(*parts, trip, ring, capacity))
+    # Rows that nothing was brought back from have the gradient 0, which is written.
+    sums: list[Array] = _bring_back(Way(ring, capacity, clean=True), trip, leaves)
+    return sums
 
 
-def _apart(leaves: list[Array], function: Any) -> list[Array]:
-    """Calls a function with the leaves that have derivatives, and with the others."""
-    has = [bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) for leaf in leaves]
-    parts = [tuple(x for x, h in zip(leaves, has, strict=True) if h is w) for w in (True, False)]
-    floats, others = (iter(part) for part in function(*parts))
-    return [next(floats if h else others) for h in has]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _send(
-    floats: Leaves, others: Leaves, trip: Trip, ring: Ring, capacity: int, clean: bool
-) -> tuple[Leaves, Leaves]:
-    leaves = [*floats, *others]
+def _there(how: Way, trip: Trip, tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
     packing = plan_packing(leaves, trip.copies.source.size)
 
     def exchanged(carrier: Array) -> Array:
-        shape = (capacity, *carrier.shape[1:])
+        shape = (how.capacity, *carrier.shape[1:])
         carrier = spread(trip.copies, carrier, fill=False)  # [t, ...] to [copies, ...]
         buffer, carrier = vary_alike((), unwritten(shape, carrier.dtype), carrier)
-        return exchange_rows(carrier, buffer, trip.there, ring)
+        return exchange_rows(carrier, buffer, trip.there, how.ring)
 
-    arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], capacity)
-    if clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
-        row = jnp.arange(capacity, dtype="int32")
+    arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], how.capacity)
+    if how.clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
+        row = jnp.arange(how.capacity, dtype="int32")
         valid = row < jnp.sum(trip.there.recv_sizes, dtype="int32")
         arrived = [_where_valid(valid, x) for x in arrived]
-    return _split(arrived, len(floats))
+    return treedef.unflatten(arrived)
 
 
 def _where_valid(valid: Array, x: Array) -> Array:
@@ -76,47 +238,20 @@ def _where_valid(valid: Array, x: Array) -> Array:
     return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _bring_back(
-    floats: Leaves, others: Leaves, trip: Trip, ring: Ring, capacity: int
-) -> tuple[Leaves, Leaves]:
-    leaves = [*floats, *others]
+def _home(how: Way, trip: Trip, tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
     count = trip.copies.source.size
     packing = plan_packing(leaves, count)
 
     def exchanged(carrier: Array) -> Array:
         buffer = unwritten((count, *carrier.shape[1:]), carrier.dtype)
         buffer, carrier = vary_alike((), buffer, carrier)
-        return exchange_rows(carrier, buffer, trip.back, ring)
+        return exchange_rows(carrier, buffer, trip.back, how.ring)
 
     returned = [exchanged(x) for x in pack(packing, leaves)]
     rows = trip.copies.places.shape[0]
     sums = unpack(packing, returned, rows, lambda x: collect(trip.copies, x))
-    return _split(sums, len(floats))
+    return treedef.unflatten(sums)
 
 
-def _split(leaves: list[Array], floats: int) -> tuple[Leaves, Leaves]:
-    return tuple(leaves[:floats]), tuple(leaves[floats:])
-
-
-def _send_fwd(floats: Leaves, others: Leaves, trip: Trip, *how: Any) -> tuple[Any, Trip]:
-    return _send(floats, others, trip, *how), trip
-
-
-def _send_bwd(ring: Ring, capacity: int, clean: bool, trip: Trip, cts: Any) -> Any:
-    sums: Any = _bring_back(cts[0], (), trip, ring, capacity)
-    return sums[0], None, None
-
-
-def _back_fwd(floats: Leaves, others: Leaves, trip: Trip, *how: Any) -> tuple[Any, Trip]:
-    return _bring_back(floats, others, trip, *how), trip
-
-
-def _back_bwd(ring: Ring, capacity: int, trip: Trip, cts: Any) -> Any:
-    # Rows that nothing was brought back from have the gradient 0, which is written.
-    copies: Any = _send(cts[0], (), trip, ring, capacity, True)
-    return copies[0], None, None
-
-
-_send.defvjp(_send_fwd, _send_bwd)
-_bring_back.defvjp(_back_fwd, _back_bwd)
+_send, _bring_back = linear_pair(_there, _home)

@@ -1,17 +1,25 @@
-"""What `moe_layer` checks of its arguments, and the axes that it works over."""
+"""How a layer of experts is sharded: its axes, the local shapes that it needs, padded experts."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar._axis import Ring, bind
-from jaxpar._calls import type_error, value_error
-from jaxpar._types import AxisLike
-from jaxpar.layers._checks import check_number, check_sharded, check_whole
-from jaxpar.moe._mlp import Experts
+from jaxpar._calls import public, type_error, value_error
+from jaxpar._types import AxisLike, Integer, Values
+from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar.layers import fsdp_gather
+from jaxpar.layers._checks import check_number, check_whole
+from jaxpar.moe._experts import check_shapes
+from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
+from jaxpar.moe._routing import Routing
 
+GATHERED = "gathered experts"  # what is not kept for the backward pass
 DISPATCHES = ("ragged", "all_gather", "auto")
 
 
@@ -79,8 +87,17 @@ def bind_axes(
     )
 
 
-def check_tokens(tokens: Array, router: Array, mask: Array | None) -> None:
-    """Raises unless the router has a row for each feature, and the mask a bit for each token."""
+def check_tokens(tokens: Array, axes: Axes) -> None:
+    """Raises unless each device has rows of its own."""
+    check_rows(tokens)
+    check_own("tokens", tokens, axes.expert, "shard them, or cut them by scatter_region")
+    if axes.gathered_tensor is not None:
+        remedy = "pass sequence_dim=None if all of them have the same tokens, or shard them"
+        check_own("tokens", tokens, axes.gathered_tensor, remedy)
+
+
+def check_rows(tokens: Array) -> None:
+    """Raises unless `tokens` are rows of floats."""
     if tokens.ndim < 2:
         raise value_error(
             f"tokens must be [..., d], got local shape {tokens.shape}; give a single "
@@ -88,29 +105,79 @@ def check_tokens(tokens: Array, router: Array, mask: Array | None) -> None:
         )
     if not jnp.issubdtype(tokens.dtype, jnp.floating):
         raise type_error(f"tokens must be floats, got {tokens.dtype}; embed them first")
+
+
+def check_own(argument: str, x: Array, ring: Ring, remedy: str) -> None:
+    """Raises if `x` is typed as the same on devices of the ring."""
+    if not checks_varying(ring.names):
+        return
+    shared = set(ring.names) - varying_axes(x)
+    copied = sorted(name for name in shared if lax.axis_size(name) > 1)
+    if copied:
+        raise value_error(
+            f"{argument} of local shape {x.shape} is replicated over {copied}, but each device of "
+            f"{ring} needs its own; {remedy}"
+        )
+
+
+def check_router(tokens: Array, router: Array) -> None:
+    """Raises unless the router has a row for each feature."""
+    check_rows(tokens)
     if router.ndim != 2 or router.shape[0] != tokens.shape[-1]:
         raise value_error(
             f"router has local shape {router.shape}, but must be [d, E] = "
             f"[{tokens.shape[-1]}, E] for tokens of local shape {tokens.shape}: a row for each "
             "feature, a column for each expert of all devices"
         )
-    if mask is not None and (mask.shape != tokens.shape[:-1] or mask.dtype != jnp.bool_):
+    if not jnp.issubdtype(router.dtype, jnp.floating):
+        raise type_error(f"router must be floats, got {router.dtype}; cast it")
+
+
+def as_token_mask(given: Values, tokens: Array) -> Array:
+    """Returns `bool[t]`, or raises unless there is one for each of the tokens `[..., d]`."""
+    mask = jnp.asarray(given)
+    if mask.shape != tokens.shape[:-1] or mask.dtype != jnp.bool_:
         raise value_error(
             f"mask is {mask.dtype}{list(mask.shape)}, but must be "
             f"bool{list(tokens.shape[:-1])}, one for each of the tokens of local shape "
             f"{tokens.shape}"
         )
+    return mask.reshape(-1)
+
+
+def check_routing(routing: Any, tokens: Array) -> None:
+    """Raises unless the routing is one of these tokens."""
+    if not isinstance(routing, Routing):
+        raise type_error(
+            f"routing must be a Routing, got {type(routing).__name__}; make one by route, or call "
+            "routed_moe_layer, which routes by a matrix"
+        )
+    count = prod(tokens.shape[:-1])
+    k, known = routing.experts.shape[-1:], routing.logits.shape[-1:]
+    shapes = (count, *k), (count, *k), (count, *k), (count, *known), (count, *known), (count,)
+    kinds = (jnp.integer, jnp.floating, jnp.bool_, jnp.floating, jnp.floating, jnp.bool_)
+    for (name, x), shape, kind in zip(routing._asdict().items(), shapes, kinds, strict=True):
+        if x is None:  # no mask
+            continue
+        if x.shape != shape or len(shape) != (1 if name == "mask" else 2):
+            raise value_error(
+                f"routing.{name} has local shape {x.shape}, but must have {count} rows, one for "
+                f"each of the tokens of local shape {tokens.shape}, of as many choices or experts "
+                "as the others"
+            )
+        if not jnp.issubdtype(x.dtype, kind):
+            raise type_error(f"routing.{name} is {x.dtype}, but must be {kind.__name__}")
 
 
 def check_experts(
     tokens: Array,
-    router: Array,
+    known: int,
     experts: Experts,
     shared: Experts | None,
     axes: Axes,
 ) -> None:
     """Raises unless the device has its share of the experts, for tokens of this width."""
-    count, ring = router.shape[1], axes.expert
+    count, ring = known, axes.expert
     share = -(-count // ring.size)
     for name, w in experts._asdict().items():
         if w is None:
@@ -119,11 +186,15 @@ def check_experts(
         if w.ndim != rank or w.shape[0] != share:
             raise value_error(
                 f"experts.{name} has local shape {w.shape}, but needs {rank} "
-                f"dimensions, the first of {share}: {count} experts (columns of router) over "
+                f"dimensions, the first of {share}: {count} experts of the routing over "
                 f"{ring} are ceil({count} / {ring.size}) = {share} a device; append missing ones "
                 f"with pad_experts(experts, {ring.size}), and shard along the first dimension"
             )
-        check_sharded(f"experts.{name}", w, "experts", ring)
+        remedy = (
+            "shard it in in_specs, or cut it by scatter_region; type what is made in here by "
+            f"jax.lax.pcast(..., {ring.names}, to='varying')"
+        )
+        check_own(f"experts.{name}", w, ring, remedy)
     of_shared = {} if shared is None else shared._asdict()
     for kind, tree in (("experts", experts._asdict()), ("shared", of_shared)):
         for name, w in tree.items():
@@ -168,15 +239,21 @@ def check_widths(width: int, experts: Experts, kind: str) -> None:
 
 
 def check_options(
-    tokens: int, dispatch: Any, chunks: Any, buffer_factor: Any
-) -> tuple[int, float | None]:
-    """Returns the number of chunks and the factor, or raises."""
+    tokens: int, dispatch: Any, chunks: Any, capacity: Any, buffer_factor: Any
+) -> tuple[int, int | None, float | None]:
+    """Returns the number of chunks, the capacity and the factor, or raises."""
     if not isinstance(dispatch, str) or dispatch not in DISPATCHES:
         raise value_error(f"dispatch must be one of {', '.join(DISPATCHES)}, got {dispatch!r}")
     chunks = check_whole("chunks", chunks, 1, max(1, tokens), "the number of local tokens")
-    if buffer_factor is None:
-        return chunks, None
-    return chunks, check_number("buffer_factor", buffer_factor)
+    if capacity is not None:
+        capacity = check_whole("capacity", capacity, 0)
+    if buffer_factor is not None:
+        buffer_factor = check_number("buffer_factor", buffer_factor)
+        if buffer_factor == float("inf"):
+            raise value_error(
+                "buffer_factor=inf must be finite; None is for buffers that hold the worst case"
+            )
+    return chunks, capacity, buffer_factor
 
 
 def fsdp_dims(experts: Experts, dim: Any) -> Experts:
@@ -189,3 +266,60 @@ def fsdp_dims(experts: Experts, dim: Any) -> Experts:
         return None if w is None else w.ndim - 1 if name.endswith("bias") else w.ndim + matrix
 
     return Experts(**{name: of(name, w) for name, w in experts._asdict().items()})  # type: ignore
+
+
+def gather_whole(axes: Axes, rows: Array, experts: Experts, kind: str, dim: int) -> Experts:
+    """Gathers what is sharded over fsdp, and checks that it fits the rows."""
+    if axes.fsdp is not None:
+        dims = fsdp_dims(experts, dim)
+        experts = fsdp_gather(experts, axes.fsdp, dim=dims)
+        # Named last, after the cast that its uses need: what comes after a name would be kept.
+        experts = vary_over(varying_axes(rows, experts), experts)
+        experts = jax.tree.map(lambda w: checkpoint_name(w, GATHERED), experts)
+    check_widths(rows.shape[1], experts, kind)
+    return experts
+
+
+def bias_once(ring: Ring, experts: Experts) -> Experts:
+    """Leaves the last bias to one device of those whose results are summed."""
+    if experts.down_bias is None:
+        return experts
+    (bias,) = vary_over(ring.names, (experts.down_bias,))
+    once = jnp.where(ring.index() == 0, bias, jnp.zeros_like(bias))
+    return experts._replace(down_bias=once)
+
+
+@public
+def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
+    """Appends experts of zeros, so that `shards` divides their number.
+
+    Args:
+      experts: `Experts` of global arrays, or a mapping with such keys.
+      shards: over how many devices experts will be sharded.
+
+    Returns:
+      `Experts`, as given if `shards` divides their number already.
+
+    Raises:
+      TypeError: unknown keys, or shards that is no integer.
+      ValueError: arrays that do not go together, or shards below 1.
+
+    Cost: a copy of all arrays where they are padded.
+
+    Example:
+      >>> experts = Experts(up=jnp.ones((6, 4, 6)), down=jnp.ones((6, 6, 4)))
+      >>> pad_experts(experts, 4).up.shape
+      (8, 4, 6)
+    """
+    experts = as_experts(experts)
+    check_shapes(experts)
+    shards = check_whole("shards", shards, 1)
+    missing = -len(experts.up) % shards
+    if not missing:
+        return experts
+
+    def pad(w: Any) -> Array:
+        return jnp.pad(w, [(0, missing)] + [(0, 0)] * (w.ndim - 1))
+
+    padded: Experts = jax.tree.map(pad, experts)
+    return padded

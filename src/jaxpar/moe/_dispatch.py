@@ -1,0 +1,286 @@
+"""How tokens reach the experts of other devices, what these make of them, and how it gets home."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.lax import PrecisionLike
+
+from jaxpar._axis import Ring
+from jaxpar._compat import optimization_barrier
+from jaxpar._dtypes import addition_dtype, sum_dtype
+from jaxpar._varying import vary_alike, vary_wide, varying_axes
+from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
+from jaxpar.moe._capacity import Bounds
+from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
+from jaxpar.moe._dispatcher import RaggedDispatcher
+from jaxpar.moe._experts import apply_experts
+from jaxpar.moe._grouped import bind_method, fitting_sizes
+from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
+from jaxpar.moe._sharding import Axes
+
+Tokens = tuple[Array, Array, Array]  # rows [r, d], the experts that they chose [r, k], weights
+
+
+class Pairs(NamedTuple):
+    """Pairs of a row and an expert of this device, sorted by expert, on their way through it."""
+
+    rows: Array  # [p, d], or where experts are applied in two stages their hidden rows, [p, f]
+    weights: Array  # [p]
+    sizes: Array  # int32[e], how many pairs each expert has
+    copies: Copies  # where each row's pairs are
+
+
+_BLANK = 16  # rows behind the pairs, a TPU's tile, whose results are 0
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts of a device, applied at once or in two stages."""
+
+    activation: Callable[[Array], Array]
+    precision: Any
+    implementation: Any
+    staged: bool
+
+    def begin(self, tokens: Tokens, experts: Experts, first: Array, pairs: int) -> Pairs:
+        """Sorts at most `pairs` pairs by expert; of two stages it is the one up to hidden features.
+
+        `first` is the number of the device's first expert. Rows may hold anything where they chose
+        none of its experts.
+        """
+        rows, chosen, weights = tokens
+        # Each choice has a copy, or none, and so has its row.
+        keys = (chosen - first).reshape(-1, 1)
+        choices, sizes = copies_by_key(keys, len(experts.up), pairs, _BLANK)
+        source = choices.source // max(chosen.shape[1], 1)
+        copies = Copies(source, choices.places.reshape(chosen.shape))
+        sizes = fitting_sizes(sizes, pairs)  # the last are dropped
+        # [r, d] to [p, d]; the gradients of both stages together are 0 where there is no pair
+        sorted_rows = spread(copies, rows, fill=False, blank=not self.staged)
+        sorted_weights = spread(choices, weights.reshape(-1))
+        if self.staged:
+            operands = sorted_rows, experts, sorted_weights, sizes
+            sorted_rows, experts, sorted_weights, sizes = vary_alike((), *operands)
+            mlp, on = self._mlp(sorted_rows, sizes)
+            sorted_rows, _ = mlp.begin(on, sorted_rows, experts, sorted_weights)
+        return Pairs(sorted_rows, sorted_weights, sizes, copies)
+
+    def finish(self, pairs: Pairs, experts: Experts) -> Array:
+        """Returns, for each row, the weighted sum of what its experts made of it."""
+        rows, weights, sizes, copies = pairs
+        if self.staged:
+            rows, experts, weights, sizes = vary_alike((), rows, experts, weights, sizes)
+            mlp, on = self._mlp(rows, sizes)
+            made = mlp.finish(on, rows, experts, weights)
+        else:
+            made = apply_experts(
+                rows,
+                experts,
+                sizes,
+                activation=self.activation,
+                weights=weights,
+                implementation=self.implementation,
+                precision=self.precision,
+            )
+        return collect(copies, made, blank=True)
+
+    def _mlp(self, rows: Array, sizes: Array) -> tuple[Mlp, WholeProducts]:
+        method = bind_method(self.implementation, self.precision)
+        mlp = Mlp(method, self.activation, None, rows.dtype)
+        return mlp, WholeProducts(mlp, sizes, len(rows))
+
+
+@dataclass(frozen=True)
+class Exchange(ABC):
+    """What the ways have in common: chunks, and how a device computes its own experts.
+
+    `tensor` is the ring over which the hidden features of each expert are sharded, if tokens are
+    sharded over it too: those that have arrived are gathered over it.
+    """
+
+    ring: Ring
+    bounds: Bounds
+    local: LocalExperts
+    tensor: Ring | None
+
+    def apply(self, tokens: Tokens, experts: Experts, chunks: int) -> tuple[Array, Array]:
+        """Sends tokens in chunks, each while the experts compute the one before.
+
+        Returns the results, [t, d], and the number of pairs that this device computed.
+
+        Where experts are applied in two stages, the next chunk comes during the first, and what
+        was made of the chunk before goes home during the second; else both do during the one. What
+        is not yet sent passes through the barriers too, or a compiler would start it before its
+        stage.
+        """
+        ends = [len(tokens[0]) * i // chunks for i in range(chunks + 1)]
+        left = [jax.tree.map(lambda x: x[i:j], tokens) for i, j in pairwise(ends)]  # noqa: B023
+        # All plans first: what they send would wait behind the tokens.
+        plans = [self.plan(piece) for piece in left]
+        if chunks > 1:
+            left, plans = optimization_barrier((left, plans))
+        results: list[Array] = []
+        computed: Any = 0
+        following: Any = self.send(left.pop(0), plans[0])
+        made: Any = None
+        for number, size in enumerate(j - i for i, j in pairwise(ends)):
+            arrived, following = following, None
+            if left:
+                following = self.send(left.pop(0), plans[number + 1])
+            pairs = self.begin(arrived, experts, size, self.ring.size)
+            if self.local.staged:
+                pinned = pairs, following, made, left
+                pairs, following, made, left = optimization_barrier(pinned)
+            back = None if made is None else self.home(made, plans[number - 1])
+            made, count = self.finish(pairs, experts)
+            if chunks > 1:
+                pinned = made, back, following, left
+                made, back, following, left = optimization_barrier(pinned)
+            results += [] if back is None else [back]
+            computed = computed + count
+        results.append(self.home(made, plans[-1]))
+        return jnp.concatenate(results), computed
+
+    @abstractmethod
+    def plan(self, tokens: Tokens) -> Any:
+        """Tells all devices what `send` will send."""
+
+    @abstractmethod
+    def send(self, tokens: Tokens, plan: Any) -> Tokens:
+        """Returns the tokens that have arrived here."""
+
+    @abstractmethod
+    def home(self, made: Array, plan: Any) -> Array:
+        """Sends what was made of tokens back, and sums it for each token."""
+
+    def begin(self, tokens: Tokens, experts: Experts, sent: int, sources: int) -> Pairs:
+        """Takes tokens into the hidden features of this device's experts.
+
+        Each of `sources` devices sent at most `sent` of them.
+        """
+        if self.tensor is not None:
+            tokens, sources = gather(self.tensor, tokens), sources * self.tensor.size
+        first = self.ring.index().astype("int32") * self.bounds.local
+        return self.local.begin(
+            tokens, experts, first, self.bounds.pairs(sent, sources, len(tokens[0]))
+        )
+
+    def finish(self, pairs: Pairs, experts: Experts) -> tuple[Array, Array]:
+        """Returns this device's share of the results, and how many pairs it is made of."""
+        out, computed = self.local.finish(pairs, experts), jnp.sum(pairs.sizes, dtype="int32")
+        if self.tensor is None:
+            return out, computed
+        # Every device of the ring has computed these pairs, each a share of their features.
+        computed = jnp.where(self.tensor.index() == 0, computed, 0)
+        return scatter(self.tensor, out), computed
+
+
+@dataclass(frozen=True)
+class Ragged(Exchange):
+    """Each token is sent to the devices that it needs, by a ragged all-to-all."""
+
+    def plan(self, tokens: Tokens) -> Any:
+        """Tells all devices how many tokens will come from where."""
+        _, chosen, _ = tokens
+        devices = jnp.where(chosen < 0, -1, chosen // self.bounds.local)
+        return RaggedDispatcher.from_target_device_ids(devices, axis=self.ring.names)
+
+    def send(self, tokens: Tokens, plan: Any) -> Tokens:
+        """Returns the tokens that have arrived here."""
+        capacity = self.bounds.rows(len(tokens[0]))
+        (rows, chosen, weights), valid = plan.dispatch(tokens, capacity)
+        return rows, jnp.where(valid[:, None], chosen, -1), weights
+
+    def home(self, made: Array, plan: Any) -> Array:
+        """Sends the rows that were made of those that arrived, and sums them for each token."""
+        return plan.combine(made, len(made))[0]
+
+
+@dataclass(frozen=True)
+class Gathered(Exchange):
+    """Every token is sent to all devices, which ignore what is not for them."""
+
+    def plan(self, tokens: Tokens) -> Any:
+        """There is nothing to tell."""
+
+    def send(self, tokens: Tokens, plan: Any) -> Tokens:
+        """Returns the tokens of all devices."""
+        return gather(self.ring, tokens)
+
+    def home(self, made: Array, plan: Any) -> Array:
+        """Sums what all devices made of each token."""
+        return scatter(self.ring, made)
+
+
+def gather(ring: Ring, tree: Any) -> Any:
+    """The rows of all devices of the ring."""
+    if ring.size == 1 or not len(jax.tree.leaves(tree)[0]):
+        return tree
+    return jax.tree.map(lambda x: lax.all_gather(x, ring.names, tiled=True), tree)
+
+
+def scatter(ring: Ring, x: Array) -> Array:
+    """The sums over the ring of this device's own rows."""
+    if ring.size == 1 or not len(x):
+        return x
+    wide = x.astype(ring.wire_dtype or addition_dtype(x.dtype))
+    return lax.psum_scatter(wide, ring.names, tiled=True).astype(x.dtype)
+
+
+Activation = Callable[[Array], Array]
+
+
+def apply_shared(
+    axes: Axes,
+    rows: Array,
+    experts: Experts,
+    activation: Activation,
+    precision: PrecisionLike,
+) -> Array:
+    """Applies experts to all rows, by the layers of tensor parallelism where that is an axis."""
+    if axes.tensor is None:
+        return _apply_whole(rows, experts, activation, precision)
+    sequence_dim = 0 if axes.sharded else None
+    options = {"sequence_dim": sequence_dim, "precision": precision}
+    return _apply_sharded(axes.tensor, rows, experts, activation, options)
+
+
+def _apply_whole(
+    rows: Array, experts: Experts, activation: Activation, precision: PrecisionLike
+) -> Array:
+    axes = varying_axes(rows, experts)
+
+    def linear(x: Array, w: Array, bias: Array | None) -> Array:
+        w = vary_wide(axes, w).astype(w.dtype)  # its gradient is summed over devices in float32
+        wide = sum_dtype(x.dtype)
+        y = lax.dot(x, w, precision=precision, preferred_element_type=wide)
+        return (y if bias is None else y + vary_wide(axes, bias).astype(wide)).astype(x.dtype)
+
+    hidden = linear(rows, experts.up, experts.up_bias)
+    if experts.gate is None:
+        hidden = activation(hidden)
+    else:
+        hidden = activation(linear(rows, experts.gate, experts.gate_bias)) * hidden
+    return linear(hidden, experts.down, experts.down_bias)
+
+
+def _apply_sharded(
+    ring: Ring,
+    rows: Array,
+    experts: Experts,
+    activation: Activation,
+    options: dict[str, Any],
+) -> Array:
+    up, down = experts.up, experts.down
+    if experts.gate is not None:
+        biases = experts.gate_bias, experts.up_bias, experts.down_bias
+        weights = experts.gate, up, down
+        return gated_mlp(rows, *weights, ring, activation=activation, biases=biases, **options)
+    hidden = column_parallel_linear(rows, up, ring, bias=experts.up_bias, **options)
+    return row_parallel_linear(activation(hidden), down, ring, bias=experts.down_bias, **options)
