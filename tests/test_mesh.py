@@ -157,8 +157,8 @@ def axis_errors(function):
     for axes, error, message in [
         ("z", ValueError, r"axis 'z' is not an axis of the mesh, which has {'x': 2, 'y': 4}"),
         (("y", "z"), ValueError, "axis 'z' is not an axis of the mesh"),
-        (("x", "x"), ValueError, r"axis \('x', 'x'\) must name at least one axis, and each"),
-        ((), ValueError, r"axis \(\) must name at least one axis"),
+        (("x", "x"), ValueError, r"axis \('x', 'x'\) must name at least one mesh axis, and each"),
+        ((), ValueError, r"axis \(\) must name at least one mesh axis"),
         (["z"], ValueError, "axis 'z' is not an axis of the mesh"),
         ({"x"}, TypeError, "axis must be a mesh axis name, .* or an Axis, got {'x'}"),
         (0, TypeError, "axis must be a mesh axis name, a tuple or list of them, or an Axis, got 0"),

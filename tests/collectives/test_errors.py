@@ -52,9 +52,9 @@ def test_outside_shard_map(function, around):
         (
             ("x", "x"),
             ValueError,
-            r"axis \('x', 'x'\) must name at least one axis, and each on",
+            r"axis \('x', 'x'\) must name at least one mesh axis, and each on",
         ),
-        ((), ValueError, r"axis \(\) must name at least one axis"),
+        ((), ValueError, r"axis \(\) must name at least one mesh axis"),
         (["x", 1], TypeError, r"axis must be a mesh axis name, .*, or an Axis, got \['x', 1\]"),
         ({"x"}, TypeError, r"axis must be a mesh axis name, .*, or an Axis, got {'x'}"),
         (

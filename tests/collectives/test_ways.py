@@ -38,7 +38,7 @@ ORDERS = (
 
 def ways(mode):
     """Every way of a mode, also those that are for other chips than a CPU."""
-    ring = bind("test", "x")
+    ring = bind("x", wire_dtype="int32")
     if mode == "naive":
         return [Naive(ring)]
     directions = {"unidirectional": (1,), "bidirectional": (1, -1)}[mode]
@@ -116,8 +116,7 @@ def test_a_scatter_adds_what_every_device_made_for_an_owner(n, length, mode, loo
             return jnp.stack([part, -part])
 
         return tuple(
-            way.scatter(produce, take, dim=1, length=length, dtype="int32", wire_dtype="int32")
-            for way in ways(mode)
+            way.scatter(produce, take, dim=1, length=length, dtype="int32") for way in ways(mode)
         )
 
     total = 100 * n * (n - 1) // 2
@@ -159,7 +158,6 @@ def test_sums_follow_a_block_home(n, mode, monkeypatch, loops):
                 *(x, 0 * x[0], 0 * x, begin, visit, end),
                 split=lambda x, parts: list(x.reshape(parts, -1)),
                 join=jnp.concatenate,
-                wire_dtype="int32",
             )
             return jnp.concatenate([seen[None], sums])[None]
 

@@ -93,7 +93,7 @@ def test_unknown_axis(fn):
 @pytest.mark.parametrize("axes", [(), ("t", "t")])
 def test_axes_named_never_or_twice(fn, axes):
     assert error(ValueError, fn, f32(4, 2), f32(2, 8), axes) == (
-        f"axis {axes!r} must name at least one axis, and each once"
+        f"axis {axes!r} must name at least one mesh axis, and each once"
     )
 
 

@@ -21,7 +21,7 @@ from jaxpar.collectives._turns import (
     scatter_turns,
     stretches,
 )
-from jaxpar.collectives._ways import Arrivals, Pick, Take, Visits, Way, as_it_is
+from jaxpar.collectives._ways import Arrivals, Pick, Take, Visits, Way, as_it_is, flow
 
 # How many turns that differ in distance alone are unrolled while tracing; more run in a loop.
 # benchmarks/README.md has compile time and program size on both sides of it.
@@ -43,6 +43,12 @@ class InTurns(Way):
     order: Order
     whole_opposite: bool = False
 
+    @property
+    def mode(self) -> str:
+        """One way round, or both ways."""
+        return "unidirectional" if len(self.directions) == 1 else "bidirectional"
+
+    @flow
     def gather(
         self,
         block: Any,
@@ -84,6 +90,7 @@ class InTurns(Way):
         _, carry, _ = run(turns, (ring.index(), None, [block]), turn)
         return carry
 
+    @flow
     def scatter(
         self,
         produce: Callable[[Any], Array],
@@ -148,6 +155,7 @@ class InTurns(Way):
         _, last, _, result = run(turns, start, turn, period=len(cuts))
         return last[0].astype(dtype) if len(cuts) == 1 else result
 
+    @flow
     def circulate(
         self,
         block: Any,

@@ -6,7 +6,8 @@ and both a turn apart. Who uses them does not know which way they go.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,27 @@ Visits = list[tuple[Any, Array]]  # (part of a block, the logical index of its o
 Take = Callable[[Any, int], Any]
 Pick = Callable[[Any], Any]
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Self = TypeVar("Self", bound="Way")
+
 
 def as_it_is(x: Any) -> Any:
     """Returns `x`."""
     return x
+
+
+def flow(
+    method: Callable[Concatenate[Self, Given], Result],
+) -> Callable[Concatenate[Self, Given], Result]:
+    """Has profiles show the mode of the way that a method of one takes."""
+
+    @wraps(method)
+    def call(self: Self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with jax.named_scope(self.mode):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,11 @@ class Way:
     ring: Ring
     joins = True
     transparent = False
+
+    @property
+    def mode(self) -> str:
+        """The mode that it is, also where the ring's is `auto`."""
+        raise NotImplementedError
 
     def gather(
         self,
@@ -149,6 +172,11 @@ class Naive(Way):
     joins = False
     transparent = True
 
+    @property
+    def mode(self) -> str:
+        return "naive"
+
+    @flow
     def gather(
         self,
         block: Any,
@@ -167,6 +195,7 @@ class Naive(Way):
         index = self.ring.index()
         return finish(self._visit(block, consume, take, consume(None, [(block, take(index, 1))])))
 
+    @flow
     def scatter(
         self,
         produce: Callable[[Any], Array],
@@ -183,9 +212,11 @@ class Naive(Way):
         axes = self.ring.names
         return lax.psum_scatter(sums, axes, scatter_dimension=dim, tiled=True).astype(dtype)
 
+    @flow
     def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
         return self._psum(addend())
 
+    @flow
     def circulate(
         self,
         block: Any,

@@ -1,0 +1,236 @@
+"""Errors and profiles name the public function that the user called."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import (
+    Axis,
+    all_gather_matmul,
+    make_mesh,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    ring_shift,
+)
+from jaxpar._calls import called, naming, of_user, public, type_error, value_error
+from jaxpar.layers import (
+    column_parallel_linear,
+    fsdp_scan,
+    gated_mlp,
+    head_layout,
+    ring_attention,
+    value_and_grad,
+)
+
+# -- names in errors ----------------------------------------------------------------------------
+
+
+@public
+def outer(function):
+    return function()
+
+
+@public
+def inner():
+    raise value_error("no")
+
+
+class Layout:
+    @public
+    def method(self):
+        raise type_error("no")
+
+
+def message(function, *args):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        function(*args)
+    return str(caught.value)
+
+
+def test_the_outermost_function_is_named():
+    assert message(inner) == "inner: no"
+    assert message(outer, inner) == "outer: no"
+    assert message(outer, lambda: outer(inner)) == "outer: no"
+
+
+def test_a_method_is_named_with_its_class():
+    assert message(Layout().method) == "Layout.method: no"
+    assert message(outer, Layout().method) == "outer: no"
+
+
+def test_a_function_of_the_user_names_its_own_calls():
+    assert message(outer, of_user(inner)) == "inner: no"
+    assert message(outer, lambda: outer(of_user(lambda: outer(inner)))) == "outer: no"
+
+    def then(function):
+        of_user(lambda: None)()
+        return function()
+
+    assert message(outer, lambda: then(inner)) == "outer: no"  # restored behind the user's
+
+
+def test_no_name_is_left_behind():
+    assert called() == "jaxpar"
+    for function in (inner, lambda: outer(of_user(inner))):
+        message(function)
+        assert called() == "jaxpar"
+    with naming("one"):
+        message(inner)
+        assert called() == "one"
+    assert called() == "jaxpar"
+
+
+def trace(function, *shapes):
+    mapped = jax.shard_map(function, mesh=make_mesh("dp=2,tp=4"), in_specs=P(), out_specs=None)
+    jax.eval_shape(mapped, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("column_parallel_linear", lambda x: column_parallel_linear(x, x.T, "no")),
+        ("column_parallel_linear", lambda x: column_parallel_linear(x, x, "tp")),
+        ("gated_mlp", lambda x: gated_mlp(x, x.T, x.T, x, "no")),
+        ("gated_mlp", lambda x: gated_mlp(x, x, x, x, "tp")),
+        ("ring_attention", lambda x: ring_attention(x, x, x, "no")),
+        ("head_layout", lambda x: head_layout(3, 2, 1)),
+        ("HeadLayout.pad_query", lambda x: head_layout(4, 2, 2).pad_query(x[0, 0])),
+    ],
+)
+def test_what_is_called_inside_is_not_named(name, call):
+    """A layer calls matmuls and collectives whose checks refuse what it was given."""
+    assert message(trace, call, (8, 4)).startswith(f"{name}: ")
+
+
+def test_a_layer_of_the_user_inside_fsdp_scan_names_its_own_call():
+    def network(layer, axis):
+        return lambda x: fsdp_scan(layer, jnp.zeros((3, 4, 8)), x, axis)
+
+    def wrong(w, x):
+        return column_parallel_linear(x, w, "no")
+
+    def right(w, x):
+        return x @ w
+
+    bound = "is not bound: the axes bound here are {'dp': 2, 'tp': 4}."
+    found = message(trace, network(wrong, "dp"), (4, 8))
+    assert found.startswith(f"column_parallel_linear: axis 'no' {bound}")
+    found = message(trace, network(right, "never"), (4, 8))
+    assert found.startswith(f"fsdp_scan: axis 'never' {bound}")
+    found = message(trace, network(lambda w, x: right(w, x)[:2], "dp"), (4, 8))
+    assert found.startswith("fsdp_scan: ")  # what it returns is fsdp_scan's to refuse
+
+
+def test_a_loss_of_the_user_names_its_own_call():
+    def loss(params, batch):
+        return ring_all_reduce(params * batch, "no").sum(), jnp.float32(batch.size)
+
+    found = message(trace, lambda x: value_and_grad(loss, "dp")(x, x), (8, 4))
+    assert found.startswith("ring_all_reduce: axis 'no' is not bound")
+
+
+# -- scopes in profiles -------------------------------------------------------------------------
+
+SENT = r"/(ppermute|all_gather|reduce_scatter|psum\w*)$"
+
+
+def names(function, *shapes, in_specs, out_specs, mesh="tp=4", backward=False):
+    """The names of all operations in a jitted program, or in that of its derivative."""
+    devices = jax.devices()[: 8 if "," in mesh else 4]
+    mapped = jax.shard_map(
+        function, mesh=make_mesh(mesh, devices=devices), in_specs=in_specs, out_specs=out_specs
+    )
+
+    def pulled(*args):
+        out, pull = jax.vjp(mapped, *args)
+        return pull(out)
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    text = jax.jit(pulled if backward else mapped).lower(*args).as_text(debug_info=True)
+    return set(re.findall(r'loc\("([^"]*)"', text))
+
+
+def sent(*args, **options):
+    """The names of what communicates."""
+    return {name for name in names(*args, **options) if re.search(SENT, name)}
+
+
+MATMUL = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
+ROWS = {"in_specs": P("tp"), "out_specs": P("tp")}
+COLUMNS = {"in_specs": P(None, "tp"), "out_specs": P()}
+
+
+@pytest.mark.parametrize("mode", ["naive", "unidirectional", "bidirectional", "auto"])
+def test_a_matmul_and_its_derivative_show_axis_and_way(mode):
+    def run(x, w):
+        return all_gather_matmul(x, w, "tp", mode=mode)
+
+    # The way that was taken: on CPU devices auto is naive.
+    scope = f"all_gather_matmul[tp]/{'naive' if mode == 'auto' else mode}"
+    naive = "naive" in scope
+    forward = names(run, (8, 8), (8, 8), **MATMUL)
+    assert f"{scope}/ak,kn->an/dot_general" in forward
+    assert {n for n in forward if re.search(SENT, n)} == {
+        f"{scope}/{'all_gather' if naive else 'ppermute'}"
+    }
+    backward = names(run, (8, 8), (8, 8), **MATMUL, backward=True)
+    if naive:
+        assert {f"{scope}/all_gather", f"{scope}/reduce_scatter"} <= backward
+    else:  # whose derivatives are products of their own
+        assert {f"{scope}/an,kn->ak/dot_general", f"{scope}/ak,an->kn/dot_general"} <= backward
+    assert {n.rpartition("/")[0] for n in backward if re.search(SENT, n)} == {scope}
+
+
+@pytest.mark.parametrize("mode", ["naive", "unidirectional", "bidirectional"])
+@pytest.mark.parametrize(
+    ("name", "call", "specs"),
+    [
+        ("matmul_reduce_scatter", lambda x, axis: matmul_reduce_scatter(x, x.T, axis), ROWS),
+        ("matmul_all_reduce", lambda x, axis: matmul_all_reduce(x, x.T, axis), COLUMNS),
+        ("ring_all_gather", lambda x, axis: ring_all_gather(x, axis, tiled=True), ROWS),
+        ("ring_reduce_scatter", lambda x, axis: ring_reduce_scatter(x, axis, tiled=True), ROWS),
+        ("ring_all_reduce", ring_all_reduce, COLUMNS),
+        ("ring_attention", lambda x, axis: ring_attention(*[x[None, :, None]] * 3, axis)[0], ROWS),
+        ("column_parallel_linear", lambda x, axis: column_parallel_linear(x, x.T, axis), ROWS),
+    ],
+)
+def test_every_flow_shows_its_way(name, call, specs, mode):
+    axis = Axis("tp", mode=mode)
+    for backward in (False, True):
+        found = sent(lambda x: call(x, axis), (64, 64), **specs, backward=backward)
+        assert {n.rpartition("/")[0] for n in found} == {f"{name}[tp]/{mode}"}
+
+
+@pytest.mark.parametrize("axis", [("tp", "dp"), ["tp", "dp"], Axis(("tp", "dp"))])
+def test_a_scope_shows_all_axes_in_their_order(axis):
+    specs = {"in_specs": P(("tp", "dp")), "out_specs": P(("tp", "dp")), "mesh": "dp=2,tp=4"}
+    found = sent(lambda x: ring_shift(x, axis=axis), (8,), **specs)
+    assert found == {"ring_shift[tp,dp]/ppermute"}
+
+
+def test_scopes_of_nested_calls_are_nested():
+    def network(x, w):
+        def layer(w, x):
+            return x + matmul_all_reduce(x, w, "tp", mode="naive")
+
+        return fsdp_scan(layer, w, x, Axis("dp", mode="naive"))
+
+    found = sent(
+        *(network, (8, 4), (3, 4, 4)),
+        in_specs=(P("dp"), P(None, "dp")),
+        out_specs=P("dp"),
+        mesh="dp=2,tp=4",
+    )
+    assert any(name.endswith("matmul_all_reduce[tp]/naive/psum_invariant") for name in found)
+    assert all("fsdp_scan[dp]" in name or "matmul_all_reduce[tp]" in name for name in found)
+
+
+def test_no_axis_no_brackets():
+    text = jax.jit(lambda x: outer(lambda: x + 1)).lower(jnp.ones(2)).as_text(debug_info=True)
+    assert '"jit(<lambda>)/outer/add"' in text
