@@ -227,10 +227,10 @@ def test_scopes_of_nested_calls_are_nested():
         out_specs=P("dp"),
         mesh="dp=2,tp=4",
     )
-    assert any(name.endswith("matmul_all_reduce[tp]/naive/psum_invariant") for name in found)
-    # What a loop's body does is named from the loop on.
-    outside = {n for n in found if "fsdp_scan[dp]" not in n and "matmul_all_reduce[tp]" not in n}
-    assert outside <= {"naive/all_gather"}
+    assert {
+        "fsdp_scan[dp]/naive/all_gather",
+        "fsdp_scan[dp]/matmul_all_reduce[tp]/naive/psum_invariant",
+    } <= found
 
 
 def test_no_axis_no_brackets():

@@ -92,7 +92,7 @@ def ring_order(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, " s
 
     Args:
       mesh: a concrete or an abstract mesh.
-      axis: one axis name, or a tuple of distinct ones in any order.
+      axis: one mesh axis, or a tuple or list of distinct ones in any order.
 
     Returns:
       `order[p]`: the position, counted over the ring's axes in mesh order, of the device whose
@@ -116,7 +116,7 @@ def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
 
     Args:
       mesh: a mesh of real or described devices.
-      axis: one axis name, or a tuple of distinct ones in any order.
+      axis: one mesh axis, or a tuple or list of distinct ones in any order.
 
     Returns:
       `hops[r, p]`: the links from logical index `p` to `p + 1` (the last one back to 0) on ring
