@@ -26,11 +26,6 @@ class Chip:
     # Programs on slices of at least this many devices get synchronous permutes from the compiler
     # (seen on v5e from 8x8 up): a ring then only loses.
     synchronous_from: int | None = None
-    # The compiler delays a transfer until the last instruction that it thinks covers it.
-    delays_transfers: bool = False
-    # The compiler makes a matmul that slices its operand slower by more than the slice would take
-    # (seen where two cores share a matmul).
-    slices_before_matmul: bool = False
 
 
 def _tpu(kind: str, dimensions: int = 3, **figures: Any) -> Chip:
@@ -49,14 +44,13 @@ _GIB = 2.0**30
 # matrix units give the published peak. The order matters where one kind begins another.
 CHIPS = (
     _tpu("TPU v4", flops=2.75e14, hbm=1.23e12, capacity=32 * _GIB, link=4.5e10, clock=1.05e9,
-         cores=2, delays_transfers=True),
+         cores=2),
     _tpu("TPU v5 lite", flops=1.97e14, hbm=8.1e11, capacity=16 * _GIB, link=4.5e10, clock=1.5e9,
          dimensions=2, synchronous_from=64),
     _tpu("TPU v5", flops=4.59e14, hbm=2.76e12, capacity=95 * _GIB, link=9e10, clock=1.75e9,
-         cores=2, delays_transfers=True,
-         slices_before_matmul=True),
+         cores=2),
     _tpu("TPU v6 lite", flops=9.18e14, hbm=1.64e12, capacity=32 * _GIB, link=9e10, clock=1.75e9,
-         dimensions=2, delays_transfers=True),
+         dimensions=2),
     _tpu("TPU7x", flops=2.307e15, hbm=7.38e12, capacity=192 * _GIB, link=1e11, clock=2.2e9,
          cores=2),
     _gpu("NVIDIA A100-SXM4-40GB", 3.12e14, 1.555e12, 4e10, link=3e11, network=2.5e10),
