@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar._axis import Ring
 from jaxpar._chips import CHIPS
-from jaxpar._choice import (
+from jaxpar.collectives._choice import (
     Problem,
     choose_way,
     joining_is_cheaper,

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh
-from jaxpar._choice import choose_way
 from jaxpar._jaxprs import subjaxprs
+from jaxpar.collectives._choice import choose_way
 from jaxpar.collectives._order import Order, TpuOrder
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.testing import assert_matches_reference, count_collectives

@@ -13,7 +13,7 @@ from layer_reference import choose, mlp, moe
 from jaxpar import Axis, make_mesh
 from jaxpar._axis import Ring
 from jaxpar._chips import chip_of
-from jaxpar._choice import Problem, choose_dispatch
+from jaxpar.collectives._choice import Problem, choose_dispatch
 from jaxpar.moe import (
     Routing,
     expert_capacity,
@@ -217,7 +217,7 @@ def test_chunks():
 
 
 def test_chunks_in_two_stages(monkeypatch):
-    monkeypatch.setattr("jaxpar._choice.traced_chip", lambda: chip_of("TPU v5"))
+    monkeypatch.setattr("jaxpar.collectives._choice.traced_chip", lambda: chip_of("TPU v5"))
     params = parameters(8 * 5, 8, biased=True)
     how = {"dispatch": "ragged", "chunks": 3, "implementation": "ragged_dot"}
     check(params, "tp=2,ep=4", tp="tp", top_k=2, devices=8, **how)

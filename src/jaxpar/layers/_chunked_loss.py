@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar._axis import Ring
-from jaxpar._choice import Problem, choose_way
 from jaxpar._dtypes import sum_dtype
 from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
 from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
+from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.collectives._ways import Way
 
 

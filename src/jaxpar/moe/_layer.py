@@ -10,7 +10,6 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 
 from jaxpar._calls import public
-from jaxpar._choice import Problem, applies_experts_in_stages, choose_dispatch
 from jaxpar._dtypes import addition_dtype, check_wire, common_dtype, sum_dtype
 from jaxpar._types import (
     AxisLike,
@@ -23,6 +22,7 @@ from jaxpar._types import (
     Values,
 )
 from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._choice import Problem, applies_experts_in_stages, choose_dispatch
 from jaxpar.moe._capacity import Bounds, check_policy, expert_capacity, limit_capacity
 from jaxpar.moe._dispatch import Gathered, LocalExperts, Ragged, apply_shared
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts

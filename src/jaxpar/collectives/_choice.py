@@ -2,8 +2,7 @@
 
 A `Problem` says what is to be done; `choose_way` returns the way over the ring, of the mode
 that the ring has. The rules of `auto` are the functions of `RULES`, one for each kind of work,
-and can be replaced here without touching anything else.
-"""
+and can be replaced here without touching anything else."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
