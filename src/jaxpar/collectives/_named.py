@@ -10,11 +10,11 @@ from jax.typing import DTypeLike
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, type_error
+from jaxpar._checks import check_dim, check_divides
 from jaxpar._dtypes import check_wire
 from jaxpar._types import AxisLike, Integer, Mode, Tree
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
-from jaxpar.collectives._checks import check_dim, check_divides
 from jaxpar.collectives._choice import Problem, choose_way
 
 

@@ -6,10 +6,7 @@ from jax.lax import PrecisionLike
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._dtypes import check_wire, sum_dtype
-from jaxpar._types import AxisLike, Integer, Number
-from jaxpar._varying import vary_over, varying_axes
-from jaxpar.layers._checks import (
+from jaxpar._checks import (
     as_signed,
     check_number,
     check_replicated,
@@ -18,6 +15,9 @@ from jaxpar.layers._checks import (
     check_tokens,
     check_whole,
 )
+from jaxpar._dtypes import check_wire, sum_dtype
+from jaxpar._types import AxisLike, Integer, Number
+from jaxpar._varying import vary_over, varying_axes
 from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
 
 

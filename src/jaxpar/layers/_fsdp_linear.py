@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from jaxpar._axis import bind
 from jaxpar._calls import public
+from jaxpar._checks import check_dim
 from jaxpar._types import AxisLike, Integer
-from jaxpar.collectives._checks import check_dim
 from jaxpar.layers._bias import add_bias, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels

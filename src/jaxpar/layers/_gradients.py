@@ -10,10 +10,10 @@ from jax import Array, lax
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import of_user, public, type_error, value_error
+from jaxpar._checks import check_whole
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import checks_varying, vary_over, varying_axes
-from jaxpar.layers._checks import check_whole
 from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
 
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpar._calls import public, value_error
+from jaxpar._checks import check_dim, check_whole
 from jaxpar._types import Integer
-from jaxpar.collectives._checks import check_dim
-from jaxpar.layers._checks import check_whole
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._checks import check_number
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisLike, Number
 from jaxpar._varying import vary_wide, varying_axes
-from jaxpar.layers._checks import check_number
 
 _MOMENTS = "jaxpar_moments"
 

@@ -9,11 +9,10 @@ from jax import Array
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import type_error, value_error
+from jaxpar._checks import check_dim, check_sequence_dim
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_over, vary_wide, varying_axes
-from jaxpar.collectives._checks import check_dim
 from jaxpar.layers._bias import add_bias, whole_bias
-from jaxpar.layers._checks import check_sequence_dim
 from jaxpar.layers._fsdp_gather import fsdp_gather
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels

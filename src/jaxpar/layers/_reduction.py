@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpar._axis import bind
 from jaxpar._calls import called, public, type_error, value_error
+from jaxpar._checks import check_whole
 from jaxpar._dtypes import addition_dtype, common_dtype
 from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
-from jaxpar.layers._checks import check_whole
 
 
 @public

@@ -17,9 +17,9 @@ from jax import Array, lax
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
+from jaxpar._checks import check_dim, check_divides
 from jaxpar._types import AxisLike, Integer, Tree
 from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
-from jaxpar.collectives._checks import check_dim, check_divides
 
 
 @public

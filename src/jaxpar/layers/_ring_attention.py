@@ -10,14 +10,13 @@ from jaxtyping import Int
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._checks import check_precision, check_whole
 from jaxpar._dtypes import check_wire, sum_dtype
 from jaxpar._types import AxisLike, Flag, Integer, Number, Order, Values
 from jaxpar._varying import vary_alike
-from jaxpar.collectives._checks import check_precision
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_ring import Method, attention
-from jaxpar.layers._checks import check_whole
 
 
 @public

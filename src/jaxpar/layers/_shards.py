@@ -9,10 +9,10 @@ from jax import Array
 
 from jaxpar._axis import Ring
 from jaxpar._calls import value_error
+from jaxpar._checks import check_dim
 from jaxpar._dtypes import check_wire
 from jaxpar._varying import vary_over
 from jaxpar.collectives._blocks import Blocks, gather_blocks, group_leaves, scatter_sums
-from jaxpar.collectives._checks import check_dim
 from jaxpar.collectives._choice import Problem, choose_stages
 
 Leaves = list[Any]  # arrays

@@ -9,17 +9,17 @@ from jax import Array, lax
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, value_error
-from jaxpar._dtypes import addition_dtype
-from jaxpar._types import AxisLike, Integer
-from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
-from jaxpar.collectives._checks import check_divides
-from jaxpar.layers._checks import (
+from jaxpar._checks import (
     as_signed,
+    check_divides,
     check_replicated,
     check_sequence_dim,
     check_sharded,
     check_tokens,
 )
+from jaxpar._dtypes import addition_dtype
+from jaxpar._types import AxisLike, Integer
+from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
 from jaxpar.layers._regions import reduce_region
 
 

@@ -9,10 +9,10 @@ from jax import Array
 
 from jaxpar._axis import Ring
 from jaxpar._calls import value_error
+from jaxpar._checks import check_divides, check_precision
 from jaxpar._dtypes import as_dtype, check_holds, check_wire, result_dtype, sum_dtype
 from jaxpar._types import Operand
 from jaxpar._varying import vary_alike
-from jaxpar.collectives._checks import check_divides, check_precision
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.matmul._all_reduce import all_reduce_einsum
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._checks import check_dim
 from jaxpar._types import AxisLike, Integer, Label, Mode, Operand, Subscripts, Weights
-from jaxpar.collectives._checks import check_dim
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels, parse_labels
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar._calls import public, value_error
+from jaxpar._checks import check_number, check_whole
 from jaxpar._types import Integer, Number, Policy
 from jaxpar._varying import zeros_alike
-from jaxpar.layers._checks import check_number, check_whole
 from jaxpar.moe._routing import Routing, of_chosen, of_experts
 
 POLICIES = ("probability", "position")

@@ -12,10 +12,10 @@ from jax.typing import ArrayLike
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._checks import as_signed, check_whole
 from jaxpar._types import AxisLike, Integer, Leaf, Tree
 from jaxpar._varying import vary_alike, vary_over
 from jaxpar.collectives._ragged_exchange import Slices
-from jaxpar.layers._checks import as_signed, check_whole
 from jaxpar.moe._copies import Copies, copies_by_key
 from jaxpar.moe._trip import Trip, bring_back, send
 

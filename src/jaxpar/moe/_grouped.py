@@ -17,10 +17,10 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._checks import check_precision
 from jaxpar._dtypes import as_dtype, common_dtype, result_dtype, sum_dtype
 from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike
-from jaxpar.collectives._checks import check_precision
 from jaxpar.moe._blocks import (
     CPU_LENGTHS,
     GPU_LENGTHS,

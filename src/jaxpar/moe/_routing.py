@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._checks import check_number, check_whole
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import Integer, Number, Scoring, Values
-from jaxpar.layers._checks import check_number, check_whole
 
 SCORINGS = ("softmax", "selected_softmax", "sigmoid")
 

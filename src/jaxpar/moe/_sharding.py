@@ -11,10 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._checks import check_number, check_whole
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import checks_varying, vary_over, varying_axes
 from jaxpar.layers import fsdp_gather
-from jaxpar.layers._checks import check_number, check_whole
 from jaxpar.moe._experts import check_shapes
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
 from jaxpar.moe._routing import Routing
