@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from jaxpar._axis import axis_names, ring_positions
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._slices import closed_dims, on_torus, slice_grid, slice_of
+from jaxpar._torus import closed_dims, on_torus, slice_grid, slice_of
 from jaxpar._types import AxisLike, MeshAxes
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from jaxpar._chips import Chip
-from jaxpar._slices import closed_dims
+from jaxpar._torus import closed_dims
 from jaxpar.schedule._costs import Message
 
 Pairs = tuple[tuple[int, int], ...]
