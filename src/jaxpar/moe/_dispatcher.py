@@ -15,7 +15,7 @@ from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import as_signed, check_whole
 from jaxpar._types import AxisLike, Integer, Leaf, Tree
 from jaxpar._varying import vary_alike, vary_over
-from jaxpar.collectives._ragged_exchange import Slices
+from jaxpar.collectives._ragged import Slices
 from jaxpar.moe._copies import Copies, copies_by_key
 from jaxpar.moe._trip import Trip, bring_back, send
 

@@ -23,7 +23,7 @@ from jaxpar._axis import Ring
 from jaxpar._derivatives import linear_pair
 from jaxpar._unwritten import unwritten
 from jaxpar._varying import vary_alike, zeros_alike
-from jaxpar.collectives._ragged_exchange import Slices, exchange_rows
+from jaxpar.collectives._ragged import Slices, exchange_rows
 from jaxpar.moe._copies import Copies, collect, spread
 
 _TILE = 8 * 128  # elements of a TPU's registers
