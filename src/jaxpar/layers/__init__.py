@@ -2,8 +2,7 @@
 
 from jaxpar.layers._attention import parallel_attention
 from jaxpar.layers._cross_entropy import vocabulary_parallel_cross_entropy
-from jaxpar.layers._fsdp_gather import fsdp_gather
-from jaxpar.layers._fsdp_linear import fsdp_linear
+from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
 from jaxpar.layers._fsdp_scan import fsdp_scan
 from jaxpar.layers._gradients import mean_loss, value_and_grad
 from jaxpar.layers._heads import HeadLayout, head_layout

@@ -17,7 +17,7 @@ from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisLike, Tree, TreeDim
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.layers._float_leaves import Arrays, all_gradients, floats_of, is_float, with_floats
-from jaxpar.layers._shards import (
+from jaxpar.layers._fsdp import (
     Shards,
     bind_shards,
     broadcast_dim,

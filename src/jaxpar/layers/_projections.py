@@ -12,8 +12,7 @@ from jaxpar._calls import type_error, value_error
 from jaxpar._checks import check_dim, check_sequence_dim
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_over, vary_wide, varying_axes
-from jaxpar.layers._bias import add_bias, whole_bias
-from jaxpar.layers._fsdp_gather import fsdp_gather
+from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
 from jaxpar.matmul._primitive import Product, multiply
