@@ -1,4 +1,4 @@
-"""A scan over layers whose weights travel while the layer before them computes."""
+"""FSDP over a stack of layers: the next layer's weights are gathered while this one computes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -16,7 +17,6 @@ from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisLike, Tree, TreeDim
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.layers._float_leaves import Arrays, all_gradients, floats_of, is_float, with_floats
 from jaxpar.layers._fsdp import (
     Shards,
     bind_shards,
@@ -25,6 +25,33 @@ from jaxpar.layers._fsdp import (
     scatter_gradients,
     vary_sharded,
 )
+
+Arrays = list[Any]
+
+
+def is_float(x: Any) -> bool:
+    """Tells whether an array has gradients."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def floats_of(arrays: Arrays) -> Arrays:
+    """Returns the floats among `arrays`."""
+    return [x for x in arrays if is_float(x)]
+
+
+def with_floats(arrays: Arrays, floats: Arrays) -> Arrays:
+    """Returns `arrays` with `floats` in the place of those that are floats."""
+    given = iter(floats)
+    return [next(given) if is_float(x) else x for x in arrays]
+
+
+def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
+    """Returns the gradients of all arrays, those that are no floats have a zero of their own."""
+    given = iter(of_floats)
+    return [
+        next(given).astype(x.dtype) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+        for x in arrays
+    ]
 
 
 @dataclass(frozen=True)
