@@ -1,7 +1,6 @@
 """Layers as functions of local blocks: data, FSDP, tensor and context parallelism."""
 
 from jaxpar.layers._attention import parallel_attention
-from jaxpar.layers._cross_entropy import vocabulary_parallel_cross_entropy
 from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
 from jaxpar.layers._fsdp_scan import fsdp_scan
 from jaxpar.layers._gradients import mean_loss, value_and_grad
@@ -11,7 +10,10 @@ from jaxpar.layers._reduction import global_norm, reduce_gradients
 from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
 from jaxpar.layers._ring_attention import ring_attention, zigzag_order
 from jaxpar.layers._tensor import column_parallel_linear, gated_mlp, row_parallel_linear
-from jaxpar.layers._vocabulary import vocabulary_parallel_embedding
+from jaxpar.layers._vocabulary import (
+    vocabulary_parallel_cross_entropy,
+    vocabulary_parallel_embedding,
+)
 
 __all__ = [
     "HeadLayout",

@@ -1,4 +1,4 @@
-"""The embedding of tokens from a table whose rows are sharded: each device looks up its own."""
+"""A vocabulary that is sharded: its embedding and its cross entropy."""
 
 from functools import partial
 from typing import Any
@@ -6,20 +6,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.lax import PrecisionLike
 
 from jaxpar._axis import bind
-from jaxpar._calls import public, value_error
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import (
     as_signed,
     check_divides,
+    check_number,
     check_replicated,
     check_sequence_dim,
     check_sharded,
     check_tokens,
+    check_whole,
 )
-from jaxpar._dtypes import addition_dtype
-from jaxpar._types import AxisLike, Integer
+from jaxpar._dtypes import addition_dtype, check_wire, sum_dtype
+from jaxpar._types import AxisLike, Integer, Number
 from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
+from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
 from jaxpar.layers._regions import reduce_region
 
 
@@ -125,3 +129,120 @@ def _sum_of_one_bwd(names: tuple[str, ...], _: None, ct: Array) -> tuple[Array]:
 
 
 _sum_of_one.defvjp(_sum_of_one_fwd, _sum_of_one_bwd)
+
+
+@public
+def vocabulary_parallel_cross_entropy(
+    x: Array,
+    w: Array,
+    labels: Array,
+    axis: AxisLike,
+    *,
+    vocabulary: Integer | None = None,
+    sequence_dim: Integer | None = None,
+    chunk: Integer = 1024,
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    ignore_label: Integer = -1,
+    precision: PrecisionLike = None,
+) -> Array:
+    """Computes each token's cross-entropy from logits `x @ w` that never exist as a whole.
+
+    Args:
+      x: local `[..., s, d]`, replicated over `axis`; with a `sequence_dim` `[..., s/n, d]`,
+        sharded over it.
+      w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for weights tied to
+        those of `vocabulary_parallel_embedding`.
+      labels: local integers of the shape of `x` without its last dimension, sharded like it.
+      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
+        data travel: x, and its gradient. Its mode is as in `ring_all_gather`, but `"auto"` is
+        `"naive"`, as nothing is computed meanwhile. Its `wire_dtype` is that in which partial sums
+        of the gradient of `x` travel; None: that in which they were added, float32 for 16-bit
+        floats.
+      vocabulary: the number of tokens, if columns pad `w` to a multiple of n: those from there on
+        count for nothing and have zero gradients. None: all are tokens.
+      sequence_dim: the dimension of `x` along which it is sharded, such as -2; None if it is not.
+      chunk: the most tokens whose logits a device holds at a time.
+      label_smoothing: the part of the target that is spread evenly over the vocabulary.
+      z_loss: what the square of the log of the softmax's denominator is weighted with and added.
+      ignore_label: the label of tokens that have a loss of 0, are not read and have zero gradients.
+      precision: as in `jax.lax.dot_general`.
+
+    Returns:
+      Losses in the shape of `labels`, in float32, or float64 for float64. For logits `l`, label `y`
+      and `z = logsumexp(l)`: `z - (1 - label_smoothing) l[y] - label_smoothing mean(l) + z_loss
+      z^2`. Replicated over `axis` without a `sequence_dim`, and varying with it. Any other
+      label outside `[0, vocabulary)` is an error that shows as NaN, in the loss and in gradients.
+
+    Raises:
+      TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
+        option or wire dtype of the wrong type.
+      ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
+        over `axis` without a `sequence_dim`, or `w` that is typed as replicated over it; an
+        unknown axis name, a call outside shard_map.
+
+    Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
+    sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is
+    summed; or, with a `sequence_dim`, (n-1)/n of `x` forward, the same backward, and of its
+    gradient. It keeps its operands, all labels and two numbers for each token.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> losses = jax.jit(jax.shard_map(
+      ...     lambda x, w, y: vocabulary_parallel_cross_entropy(x, w, y, "tp", vocabulary=10),
+      ...     mesh=mesh, in_specs=(P(), P(None, "tp"), P()), out_specs=P()))
+      >>> found = losses(jnp.ones((3, 4)), jnp.ones((4, 16)), jnp.array([0, 9, -1]))
+      >>> np.asarray(found).round(3)
+      array([2.303, 2.303, 0.   ], dtype=float32)
+
+    Source: logits by shards are those of Shoeybi et al., as in `vocabulary_parallel_embedding`; by
+    chunks, of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024).
+    """
+    ring = bind(axis)
+    x, w, labels = jnp.asarray(x), jnp.asarray(w), jnp.asarray(labels)
+    _check_operands(x, w, labels)
+    dim = check_sequence_dim("x", sequence_dim, x.shape)
+    if dim is None:
+        check_replicated("labels", labels, ring)
+    check_wire(ring.wire_dtype, sum_dtype(x.dtype))
+    columns = w.shape[1] * ring.size
+    tokens = columns if vocabulary is None else vocabulary
+    loss = ChunkedLoss(
+        ring=ring,
+        dim=dim,
+        vocabulary=check_whole("vocabulary", tokens, 1, columns, "the columns of w on all devices"),
+        chunk=check_whole("chunk", chunk, 1),
+        label_smoothing=check_number("label_smoothing", label_smoothing, 1.0),
+        z_loss=check_number("z_loss", z_loss),
+        ignore_label=check_whole("ignore_label", ignore_label),
+        precision=precision,
+    )
+    check_sharded("w", w, "columns", ring)
+    labels = as_signed(labels)
+    if not labels.size:
+        return jnp.zeros(labels.shape, sum_dtype(x.dtype))
+    axes = varying_axes(x, w, labels) | set(ring.names)
+    w = vary_over(axes, w)
+    x, labels = vary_over(axes - set(ring.names) if dim is None else axes, (x, labels))
+    if dim is not None:
+        labels = lax.all_gather(labels, ring.names, axis=dim, tiled=True)
+    return chunked_losses(loss, x, w, labels)
+
+
+def _check_operands(x: Array, w: Array, labels: Array) -> None:
+    if not x.ndim or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+        raise value_error(
+            f"x has local shape {x.shape} and w {w.shape}, but they must be [..., d] "
+            "and [d, v/n]; if w is sharded over another axis, gather it there first"
+        )
+    if labels.shape != x.shape[:-1]:
+        raise value_error(
+            f"labels have local shape {labels.shape} and x {x.shape}, but each token "
+            f"needs one; give labels of shape {x.shape[:-1]}, sharded like x"
+        )
+    if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise type_error(
+            f"x is {x.dtype}{list(x.shape)} and w is {w.dtype}{list(w.shape)}, but "
+            "they must be floats of one dtype; cast one of them with .astype"
+        )
+    check_tokens("labels", labels)
