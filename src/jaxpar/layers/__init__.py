@@ -1,10 +1,9 @@
 """Layers as functions of local blocks: data, FSDP, tensor and context parallelism."""
 
-from jaxpar.layers._attention import parallel_attention
+from jaxpar.layers._attention import HeadLayout, head_layout, parallel_attention
 from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
 from jaxpar.layers._fsdp_scan import fsdp_scan
 from jaxpar.layers._gradients import mean_loss, value_and_grad
-from jaxpar.layers._heads import HeadLayout, head_layout
 from jaxpar.layers._norm import layer_norm, rms_norm
 from jaxpar.layers._reduction import global_norm, reduce_gradients
 from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
