@@ -1,22 +1,31 @@
-"""From a call to a program: checks, choice of mode, and the naive or the ring form."""
+"""Einsums of which one operand is gathered, or whose result is scattered or summed, over a ring."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
 from jaxpar._axis import Ring
 from jaxpar._calls import value_error
 from jaxpar._checks import check_divides, check_precision
+from jaxpar._derivatives import with_derivative
 from jaxpar._dtypes import as_dtype, check_holds, check_wire, result_dtype, sum_dtype
 from jaxpar._types import Operand
-from jaxpar._varying import vary_alike
+from jaxpar._varying import checks_varying, vary_alike, vary_over
+from jaxpar.collectives._blocks import gather_replicated
 from jaxpar.collectives._choice import Problem, choose_way
-from jaxpar.matmul._all_reduce import all_reduce_einsum
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
-from jaxpar.matmul._primitive import Arithmetic, Method, Product, gather_einsum, scatter_einsum
+from jaxpar.matmul._primitive import (
+    Arithmetic,
+    Method,
+    Product,
+    gather_einsum,
+    multiply,
+    scatter_einsum,
+)
 
 
 @dataclass(frozen=True)
@@ -130,3 +139,81 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
     block_bytes = prod(sizes[name] for name in labels.out) // ring.size * wire.itemsize
     method = call.method(labels.out[0], 2.0 * prod(sizes.values()), block_bytes, lhs, rhs)
     return all_reduce_einsum(method, product, lhs, rhs)
+
+
+def all_reduce_einsum(method: Method, product: Product, left: Array, right: Array) -> Array:
+    """Sums the product over all devices and gives every device the whole."""
+    wire = method.way.ring.wire_dtype
+
+    def addend() -> Array:
+        sums = multiply(method.arithmetic, product, left, right)
+        return sums if wire is None else sums.astype(wire)
+
+    def in_blocks() -> Array:
+        # Under check_vma=False nothing says what is replicated.
+        checked = checks_varying(method.way.ring.names)
+        return (_replicated_sum if checked else _sum)(method, product, left, right)
+
+    empty = not all(_shape(product, left, right))
+    return method.way.reduce(addend, None if empty else in_blocks).astype(product.dtype)
+
+
+def _shape(product: Product, left: Array, right: Array) -> list[int]:
+    sizes = dict(zip(product.left + product.right, left.shape + right.shape, strict=True))
+    return [sizes[label] for label in product.out]
+
+
+def _multiply_replicated(method: Method, product: Product, left: Array, right: Array) -> Array:
+    """Computes the product of a `left` that is the same on all devices of the ring with `right`."""
+    left = vary_over(method.way.ring.names, left)
+    return multiply(method.arithmetic, product, left, right).astype(product.dtype)
+
+
+def _sum(method: Method, product: Product, left: Array, right: Array) -> Array:
+    size, shape = method.way.ring.size, _shape(product, left, right)
+    # Any dimension of the result may be the one that is scattered and gathered again.
+    dim = next((d for d, n in enumerate(shape) if n % size == 0), None)
+    if dim is None:
+        dim = max(range(len(shape)), key=shape.__getitem__)
+        left = _pad(left, product.left, product.out[dim], -shape[dim] % size)
+        right = _pad(right, product.right, product.out[dim], -shape[dim] % size)
+    method = replace(method, label=product.out[dim])
+    block = scatter_einsum(method, (product,), ((left, right),))
+    whole = gather_replicated(method.way, block, dim)
+    return lax.slice_in_dim(whole, 0, shape[dim], axis=dim)
+
+
+def _pad(x: Array, labels: str, label: str, by: int) -> Array:
+    return jnp.pad(x, [(0, by if name == label else 0) for name in labels])
+
+
+def _sum_bwd(method: Method, product: Product, residuals: Any, ct: Array) -> Any:
+    left, right = residuals
+    for_left = Product(product.out, product.right, product.left, left.dtype)
+    for_right = Product(product.out, product.left, product.right, right.dtype)
+    return (
+        _replicated_product(method, for_left, ct, right),
+        _replicated_product(method, for_right, ct, left),
+    )
+
+
+def _product_bwd(method: Method, product: Product, residuals: Any, ct: Array) -> Any:
+    left, right = residuals
+    for_left = Product(product.out, product.right, product.left, left.dtype)
+    for_right = Product(product.left, product.out, product.right, right.dtype)
+    return (
+        _replicated_sum(method, for_left, ct, right),
+        _replicated_product(method, for_right, left, ct),
+    )
+
+
+def _sum_fwd(method: Method, product: Product, *operands: Array) -> Any:
+    return _replicated_sum(method, product, *operands), operands
+
+
+def _product_fwd(method: Method, product: Product, *operands: Array) -> Any:
+    return _replicated_product(method, product, *operands), operands
+
+
+_replicated_sum = with_derivative(_sum, _sum_fwd, _sum_bwd, statics=2)
+_replicated_product = with_derivative(_multiply_replicated, _product_fwd, _product_bwd, statics=2)
