@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jaxpar
 from jaxpar._chips import CHIPS, chip_of
 from jaxpar.schedule import Target, compile_for, target, timeline
-from jaxpar.schedule._gpus import described_gpus, find_plugin
+from jaxpar.schedule._target import described_gpus, find_plugin
 
 ROWS = PartitionSpec("tp")
 PLUGIN = find_plugin()

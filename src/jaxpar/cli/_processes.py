@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxpar.cli._console import UsageError
-from jaxpar.schedule._gpus import find_plugin
+from jaxpar.schedule._target import find_plugin
 
 CPU_DEVICES = 8  # over all processes of a run
 COMPILING = {
