@@ -20,9 +20,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar import _choice, make_mesh
+from jaxpar import make_mesh
 from jaxpar.cli._bench_times import place, tolerance
 from jaxpar.cli._ops import OPS, Shape
+from jaxpar.collectives import _choice
 from jaxpar.collectives._order import (
     Beside,
     Order,

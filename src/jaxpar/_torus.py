@@ -1,4 +1,17 @@
-"""Rings of neighbours on slices of TPUs: where devices lie, and orders in which each ring has links of its own."""
+"""Rings of short links on slices of TPUs: which devices make one, and in which order.
+
+Every axis of the mesh gets a tile of the box: a factor of each of its dimensions. Tiles nest: the
+innermost axis takes neighbours, and the next one steps over the tiles of those inside it. A ring is
+a closed walk through the tile.
+
+Which meshes have rings of one link? Split each closed dimension of 4 into two of 2: a ring of four
+is the square of a pair. Now, with one device a chip, all axes have such rings exactly if whole
+dimensions can be dealt out so that each axis gets its size, and its dimensions close (`_closes`).
+That suffices, by the walks below. It is also necessary: a step on one axis and a step on another
+span a square of the mesh, and the only squares left in the box have opposite sides along the same
+dimension. So a step keeps its dimension along all the other axes, and no two axes share one. With
+more devices a chip, which count as one more dimension, it suffices.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Attention whose heads are shared out, and how they are."""
+"""Attention whose heads are sharded, and which device has which, where they need not divide."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

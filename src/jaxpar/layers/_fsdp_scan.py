@@ -1,4 +1,4 @@
-"""FSDP over a stack of layers: the next layer's weights are gathered while this one computes."""
+"""A scan over layers whose weights travel while the layer before them computes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

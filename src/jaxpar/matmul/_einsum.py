@@ -1,4 +1,13 @@
-"""Einsums of which one operand is gathered, or whose result is scattered or summed, over a ring."""
+"""From a call to a program: checks, choice of a way, and the einsums that it runs.
+
+An all-reduced einsum is typed as replicated, and its derivative sends nothing: under
+`check_vma=True` the cotangent of a replicated result is replicated too, so the gradients of
+`all_reduce_einsum` are products of local arrays. Those are `replicated_einsum`, whose own
+derivative with respect to its replicated operand is an `all_reduce_einsum` again.
+
+Under `check_vma=False` nothing says what is replicated: there an all-reduce is the scatter and the
+gather one after the other, and JAX differentiates the two.
+"""
 
 from dataclasses import dataclass, replace
 from math import prod

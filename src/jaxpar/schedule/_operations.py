@@ -1,4 +1,4 @@
-"""What the instructions of a scheduled module are, and how often they run."""
+"""What the instructions of a program are, and how often they run: all that needs no clock."""
 
 import operator
 import re

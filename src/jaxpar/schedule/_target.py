@@ -1,4 +1,4 @@
-"""Targets: devices that need not be there, on which a program is compiled."""
+"""Targets: described devices of TPU slices and of GPU hosts, and a mesh over them."""
 
 import importlib
 import importlib.util
