@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxpar.cli._predict_picture import write_picture
 from jaxpar.cli._predict_results import (
     Failure,
     Report,
@@ -17,8 +16,15 @@ from jaxpar.cli._predict_results import (
     request_from,
     write_json,
 )
-from jaxpar.cli._predict_table import print_notes, print_report
-from jaxpar.cli._predict_trace import rows_of, shares, without_overlap, write_trace
+from jaxpar.cli._predict_views import (
+    print_notes,
+    print_report,
+    rows_of,
+    shares,
+    without_overlap,
+    write_picture,
+    write_trace,
+)
 
 
 def printed(report, request):

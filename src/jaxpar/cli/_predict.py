@@ -23,11 +23,9 @@ from jaxpar.cli._arguments import (
 )
 from jaxpar.cli._console import UsageError, open_console, print_error, progress, status_of
 from jaxpar.cli._ops import DEFAULT_OPS
-from jaxpar.cli._predict_picture import write_picture
 from jaxpar.cli._predict_programs import parse_operand
 from jaxpar.cli._predict_results import Failure, Report, Request, Tick, write_json
-from jaxpar.cli._predict_table import print_notes, print_report
-from jaxpar.cli._predict_trace import write_trace
+from jaxpar.cli._predict_views import print_notes, print_report, write_picture, write_trace
 from jaxpar.cli._processes import compilers, converse
 
 MODES = ("naive", "unidirectional", "bidirectional", "auto")

@@ -1,15 +1,185 @@
-"""Timelines as a picture: what computes, what travels, and what waits, at a glance."""
+"""Predictions as a table on the terminal, as a picture, and as the trace that Perfetto and Chrome open."""
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxpar.cli._console import require_extra
-from jaxpar.cli._predict_results import GPU_NOTE, NOTE, Prediction, Report, Request, header
-from jaxpar.cli._predict_trace import rows_of, shares, without_overlap
-from jaxpar.schedule import Event
+from jaxpar.cli._console import Column, print_rows, require_extra
+from jaxpar.cli._predict_results import (
+    GPU_NOTE,
+    NOTE,
+    Facts,
+    Prediction,
+    Report,
+    Request,
+    compiled_by,
+    header,
+    notes,
+)
+from jaxpar.schedule import Event, Timeline
+
+_COLUMNS = [
+    Column("", 16, left=True),
+    Column("total ms", 8),
+    Column("floor ms", 8),
+    Column("ratio", 5),
+    Column("exposed", 7),
+    Column("HBM GiB", 7),
+    Column("sent MiB", 8),
+    Column("order", 31, left=True, wraps=True),  # thousands of transfers take two lines
+]
+_PADDING = (0, 1, 0, 0)
+
+
+def print_report(report: Report, request: Request, console: Any) -> None:
+    """Prints a section a case. Colour marks what is near its floor and what is not."""
+    escape = require_extra("rich.markup").escape
+    console.print(f"[bold]{escape(header(report, request))}[/]", highlight=False)
+    if found := compiled_by(report):
+        console.print(escape(f"compiled by {found}"), style="dim", highlight=False)
+    for note in notes(report):
+        console.print(f"[yellow]{escape(note)}[/]", highlight=False)
+    print_rows(console, _COLUMNS, [], padding=_PADDING, show_header=True)
+    about = "~" if report.approximate else ""
+    for case, group in groupby(report.predictions, lambda prediction: prediction.case):
+        console.print(f"[bold]{escape(case)}[/]", highlight=False)
+        rows = [_cells(row, report.facts, about) for row in group]
+        print_rows(console, _COLUMNS, rows, padding=_PADDING)
+    console.print()
+
+
+def print_notes(reports: list[Report], console: Any) -> None:
+    """Prints what holds for all of the output."""
+    lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
+    lines.append(
+        "floor: the matmul in one piece (of a function, its FLOPs at peak), or the bytes alone. "
+        "exposed: waiting for transfers. order: transfers that run beside other work, and those "
+        "that have a matmul to hide behind."
+    )
+    console.print("\n".join(lines), style="dim", highlight=False)
+
+
+def _cells(row: Prediction, facts: Facts | None, about: str) -> list[str]:
+    if row.same_as:
+        return [f"  {row.mode}", *[""] * (len(_COLUMNS) - 2), f"the same as {row.same_as}"]
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+    fits = facts is None or row.timeline.peak_bytes <= facts.chip["capacity"]
+    colour = "green" if row.exposed_share <= 0.05 else "red"
+    return [
+        f"  {row.mode or 'as written'}",
+        f"{about}{row.timeline.total * 1e3:.3f}",
+        f"{about}{row.floor.total * 1e3:.3f}",
+        f"[bold]{ratio}[/]",
+        f"[bold {colour}]{about}{row.exposed_share:.1%}[/]",
+        f"{row.timeline.peak_bytes / 2**30:.2f}"
+        if fits
+        else f"[red]{row.timeline.peak_bytes / 2**30:.2f}[/]",
+        f"{row.timeline.sent_bytes / 2**20:.1f}",
+        row.order,
+    ]
+
+
+def write_trace(path: str, reports: Sequence[Report]) -> None:
+    """Writes one process a program, one thread a row."""
+    Path(path).write_text(json.dumps(trace(reports)) + "\n")
+
+
+def trace(reports: Sequence[Report]) -> dict[str, Any]:
+    """The trace: times are microseconds of the model."""
+    chosen = [
+        (report.target, prediction)
+        for report in reports
+        for prediction in report.predictions
+        if not prediction.same_as
+    ]
+    events = [
+        event
+        for pid, (target, prediction) in enumerate(chosen, start=1)
+        for event in _program(pid, target, prediction)
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"note": NOTE}}
+
+
+def _program(pid: int, target: str, prediction: Prediction) -> Iterator[dict[str, Any]]:
+    yield _name("process_name", pid, 0, f"{target} {prediction.label}")
+    yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
+    tid = 0
+    for row, events in rows_of(prediction.timeline).items():
+        # Events of one thread must nest, and transfers that share a link only overlap.
+        for number, part in enumerate(without_overlap(events), start=1):
+            tid += 1
+            yield _name("thread_name", pid, tid, row if number == 1 else f"{row} ({number})")
+            order = {"sort_index": tid}
+            yield {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": order}
+            for event in part:
+                yield _complete(pid, tid, event)
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _complete(pid: int, tid: int, event: Event) -> dict[str, Any]:
+    return {
+        "name": f"wait for {event.name}" if event.kind == "wait" else event.name,
+        "cat": event.kind,
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "ts": event.start * 1e6,
+        "dur": event.seconds * 1e6,
+        "args": {
+            "op": event.op,
+            "kind": event.kind,
+            "bytes": event.bytes,
+            "synchronous": event.synchronous,
+            "covers": list(event.covers),
+            "is_matmul": event.is_matmul,
+        },
+    }
+
+
+# -- rows, as the picture has them too -------------------------------------------------------------
+
+
+def rows_of(timeline: Timeline) -> dict[str, list[Event]]:
+    """Events by row: computing first, then where transfers go, memory copies last."""
+    found: dict[str, list[Event]] = {"compute": []}
+    for event in timeline.events:
+        found.setdefault(event.row, []).append(event)
+    order = sorted(found, key=lambda row: (row != "compute", row == "memory", _lane(row)))
+    return {row: found[row] for row in order}
+
+
+def without_overlap(events: Iterable[Event], slack: float = 0.0) -> list[list[Event]]:
+    """Splits a row so that no two events of a part run at the same time, up to `slack` seconds."""
+    parts: list[list[Event]] = []
+    for event in sorted(events, key=lambda event: (event.start, event.end)):
+        for part in parts:
+            if part[-1].end <= event.start + slack:
+                part.append(event)
+                break
+        else:
+            parts.append([event])
+    return parts
+
+
+def shares(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:
+    """The share of each interval between two `edges` that events take; at most 1."""
+    spans = np.array([(event.start, event.end) for event in events]).reshape(-1, 2)
+    start, end = spans[:, :1], spans[:, 1:]  # [events, 1]
+    until = np.clip(edges, start, end) - start  # [events, edges]: seconds of it so far
+    return np.minimum(np.diff(until.sum(axis=0)) / np.diff(edges), 1.0)
+
+
+def _lane(row: str) -> tuple[str, bool, str]:
+    """Up the axis before down it."""
+    return row.partition(" ")[0], "-" in row.partition(" ")[2][:1], row
+
 
 # Of the Okabe-Ito palette, which colour-blind readers tell apart.
 _MATMUL, _OTHER, _TRANSFER, _SYNCHRONOUS = "#0072B2", "#9CCBE8", "#E69F00", "#A65E00"
