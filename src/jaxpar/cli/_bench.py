@@ -1,7 +1,13 @@
-"""`jaxpar bench`: the overlapped matmuls timed against the naive ones, in one run."""
+"""x"""
 
 import argparse
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,11 +28,177 @@ from jaxpar.cli._arguments import (
     parse_shapes,
     require_reportable,
 )
-from jaxpar.cli._bench_report import Run, print_header, print_table, write_json, write_plot
-from jaxpar.cli._bench_times import PHASES, Refusal, Row, make_problem, measure
-from jaxpar.cli._console import UsageError, open_console, print_error, progress, status_of
-from jaxpar.cli._ops import DEFAULT_OPS, Op, Ring, Shape
+from jaxpar.cli._bench_times import PHASES, Refusal, Row, make_problem, measure, quartiles
+from jaxpar.cli._console import (
+    Column,
+    UsageError,
+    open_console,
+    print_error,
+    print_rows,
+    progress,
+    require_extra,
+    status_of,
+)
+from jaxpar.cli._ops import DEFAULT_OPS, MODES, Op, Ring, Shape
 from jaxpar.cli._processes import start_jax
+
+CPU_NOTE = (
+    "CPU devices share the cores of their host: these ratios show the overhead of a mode, "
+    "not how well it overlaps transfers with matmuls."
+)
+
+_COLUMNS = [
+    Column("", 16, left=True),
+    Column("ms", 9),
+    Column("ratio", 7),
+    Column("quartiles", 13),
+    Column("temp MiB", 9),
+    Column("sent MiB", 9),
+    Column("collectives a device", left=True, wraps=True),
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every row of a run has in common."""
+
+    device_kind: str
+    platform: str
+    devices: int
+    processes: int
+    mesh: dict[str, int]
+    ring: list[str]
+    dtype: str
+    repeats: dict[str, int]  # by phase
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know to judge the ratios."""
+        return [CPU_NOTE] if self.platform == "cpu" else []
+
+
+def header(run: Run) -> str:
+    """The line above the table: where and on what the times were taken."""
+    mesh = ",".join(f"{name}={size}" for name, size in run.mesh.items())
+    processes = f" in {run.processes} processes" if run.processes > 1 else ""
+    return (
+        f"{run.devices} x {run.device_kind}{processes} | mesh {mesh}, ring {','.join(run.ring)} | "
+        f"{run.dtype} | jax {jax.__version__}"
+    )
+
+
+def print_header(run: Run, console: Any) -> None:
+    """Prints what is being measured, before the minutes that it takes."""
+    escape = require_extra("rich.markup").escape
+    console.print(f"[bold]jaxpar bench[/] | {escape(header(run))}", highlight=False)
+    for note in run.notes:
+        console.print(f"[yellow]{escape(note)}[/]", highlight=False)
+
+
+def print_table(rows: Sequence[Row], console: Any) -> None:
+    """Prints a section a case. Colour marks ratios whose quartiles lie on one side of 1."""
+    print_rows(console, _COLUMNS, [], show_header=True)
+    case = None
+    for (op, shape, phase), group in groupby(rows, lambda row: (row.op, row.shape, row.phase)):
+        if case not in (None, (op, shape)):
+            console.print()
+        case = (op, shape)
+        console.print(f"[bold]{op} {shape}, {phase}[/]", highlight=False)
+        print_rows(console, _COLUMNS, map(_cells, group))
+    console.print(
+        "\nms: median. ratio: median of the ratios to naive, taken round by round; quartiles: "
+        "theirs.\ntemp: XLA's temporary memory. sent: what a device sends. Both for one device and "
+        "call.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    low, ratio, high = quartiles(row.ratios)
+    colour = "green" if high < 1 else "red" if low > 1 else "default"
+    naive = row.mode == "naive"
+    return [
+        f"  {row.mode}",
+        f"{quartiles(row.seconds)[1] * 1e3:.3f}",
+        "1" if naive else f"[bold {colour}]{ratio:.3f}[/]",
+        "" if naive else f"{low:.2f} to {high:.2f}",
+        "?" if row.temp_bytes is None else f"{row.temp_bytes / 2**20:.3f}",
+        f"{row.sent_bytes / 2**20:.3f}",
+        ", ".join(f"{count} {name}" for name, count in row.collectives.items()) or "none",
+    ]
+
+
+def write_json(path: str, run: Run, rows: Sequence[Row], refusals: Sequence[Refusal]) -> None:
+    """Writes one object: what the run had in common, `rows` with all raw times, and `refused`."""
+    record = {
+        "jaxpar": jaxpar.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        **vars(run),
+        "notes": run.notes,
+        "rows": [_row_record(row) for row in rows],
+        "refused": [vars(refusal) for refusal in refusals],
+    }
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _row_record(row: Row) -> dict[str, Any]:
+    return vars(row) | {
+        "seconds_quartiles": quartiles(row.seconds),
+        "ratio_quartiles": quartiles(row.ratios),
+    }
+
+
+# Two hues of the Okabe-Ito palette, which colour-blind readers tell apart, and two marks.
+_STYLES = {"unidirectional": ("#0072B2", "o"), "bidirectional": ("#D55E00", "D")}
+
+
+def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
+    """Draws the median ratio of every ring mode, with whiskers from quartile to quartile."""
+    figures = require_extra("matplotlib.figure")  # not pyplot, which keeps global state
+    cases = list(dict.fromkeys((row.op, row.shape) for row in rows))
+    figure = figures.Figure(figsize=(9.5, 2.1 + 0.5 * len(cases)), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(PHASES), sharex=True, sharey=True)
+    for panel, phase in zip(panels, PHASES, strict=True):
+        _draw_panel(panel, cases, [row for row in rows if row.phase == phase])
+        panel.set_title(phase.replace("+", " + "), fontsize=10, loc="left")
+        panel.set_xlabel("time / time of naive in the same round (less is faster)", fontsize=8)
+    panels[0].set_yticks(range(len(cases)), [f"{op}\n{shape}" for op, shape in cases], fontsize=8)
+    panels[0].set_ylim(len(cases) - 0.5, -0.5)
+    title = "\n".join([header(run), *run.notes])
+    figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False
+    )
+    figure.savefig(path)
+
+
+def _draw_panel(panel: Any, cases: list[tuple[str, str]], rows: Sequence[Row]) -> None:
+    panel.axvline(1, color="0.3", linewidth=1, linestyle="--", zorder=1, label="naive")
+    for offset, mode in zip((-0.15, 0.15), MODES[1:], strict=True):
+        chosen = [row for row in rows if row.mode == mode]
+        ratios = [quartiles(row.ratios) for row in chosen]
+        colour, mark = _STYLES[mode]
+        panel.errorbar(
+            [median for _, median, _ in ratios],
+            [cases.index((row.op, row.shape)) + offset for row in chosen],
+            xerr=[[m - low for low, m, _ in ratios], [high - m for _, m, high in ratios]],
+            fmt=mark,
+            color=colour,
+            markersize=5,
+            capsize=2.5,
+            linewidth=1.2,
+            label=mode,
+        )
+    for edge in range(len(cases) - 1):
+        panel.axhline(edge + 0.5, color="0.92", linewidth=0.8, zorder=0)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(labelsize=8)
+    panel.grid(axis="x", color="0.92", zorder=0)
+    panel.set_axisbelow(True)
+
 
 DEFAULT_SHAPES = "1024x4096x256,2048x2048x2048"
 
