@@ -2,11 +2,18 @@
 
 from jaxpar.testing._collectives import CollectiveCounts, count_collectives
 from jaxpar.testing._compare import tolerance
-from jaxpar.testing._meshes import axis_orders, meshes, specs
 from jaxpar.testing._overlap import assert_overlapped
 from jaxpar.testing._poison import poisoned_rows
 from jaxpar.testing._reference import assert_matches_reference
-from jaxpar.testing._shapes import dtypes, even_shapes, ragged_sizes, uneven_shapes
+from jaxpar.testing._strategies import (
+    axis_orders,
+    dtypes,
+    even_shapes,
+    meshes,
+    ragged_sizes,
+    specs,
+    uneven_shapes,
+)
 
 __all__ = [
     "CollectiveCounts",

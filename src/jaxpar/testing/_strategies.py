@@ -1,0 +1,355 @@
+"""Strategies of hypothesis, which is optional: meshes, specs, shapes, dtypes and ragged sizes."""
+
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from hypothesis.strategies import SearchStrategy
+    from jax.sharding import Mesh, PartitionSpec
+
+    AxisOrder = str | tuple[str, ...]
+    Shape = tuple[int, ...]
+
+    AxisOrders = SearchStrategy[AxisOrder]
+    Dtypes = SearchStrategy[np.dtype[Any]]
+    Meshes = SearchStrategy[Mesh]
+    Shapes = SearchStrategy[Shape]
+    Specs = SearchStrategy[PartitionSpec]
+else:  # run-time type checkers must not need hypothesis, nor draw random items of a tuple in it
+    AxisOrder = Shape = Any
+    AxisOrders = Dtypes = Meshes = Shapes = Specs = Any
+
+
+def strategies(name: str) -> ModuleType:
+    """`hypothesis.strategies`, or an ImportError that says what `name` needs."""
+    try:
+        import hypothesis.strategies as st
+    except ImportError as error:
+        raise ImportError(
+            f"{name} needs hypothesis, which is not installed; pip install 'jaxpar[test]'"
+        ) from error
+    return st
+
+
+def meshes(
+    devices: Sequence[Any] | None = None,
+    *,
+    axis_names: Sequence[str] = ("x", "y", "z"),
+    max_axes: int = 3,
+    min_size: int = 1,
+    max_size: int | None = None,
+    shuffle: bool = True,
+) -> Meshes:
+    """Strategy for meshes of any size, odd ones and axes of size 1 included.
+
+    A size is drawn first, then a factorisation of it over one to `max_axes` axes, so that every
+    size is as likely as any other. All axes are `AxisType.Auto`. Shrinks towards one axis, few
+    devices, and the order of `devices`.
+
+    Args:
+        devices: the `jax.Device`s at hand; a mesh uses a prefix of them. `jax.devices()` when None.
+        axis_names: the names of the axes, in mesh order; a mesh uses a prefix of them.
+        max_axes: largest number of axes, at most `len(axis_names)`.
+        min_size: smallest number of devices in a mesh.
+        max_size: largest number of devices in a mesh; all of them when None.
+        shuffle: whether the order of the devices in the mesh may differ from `devices`.
+
+    Returns:
+        A Hypothesis strategy for `jax.sharding.Mesh`.
+
+    Raises:
+        ValueError: no mesh fits the limits.
+        ImportError: Hypothesis is not installed.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(meshes(max_axes=2))
+        ... def test_sizes(mesh):
+        ...     assert mesh.size <= jax.device_count()
+        >>> test_sizes()
+    """
+    st = strategies("meshes")
+    if not 1 <= max_axes <= len(axis_names):
+        raise ValueError(
+            f"meshes: max_axes={max_axes} must be from 1 to the number of axis names, "
+            f"{len(axis_names)}"
+        )
+    if min_size < 1 or (max_size is not None and max_size < min_size):
+        raise ValueError(f"meshes: no size is at least {min_size} (or 1) and at most {max_size}")
+
+    @st.composite
+    def draw_mesh(draw: Callable[[Any], Any]) -> Mesh:
+        # The backend starts at the first draw, not at import, where @given stands.
+        at_hand = list(jax.devices() if devices is None else devices)
+        largest = len(at_hand) if max_size is None else min(max_size, len(at_hand))
+        if largest < min_size:
+            raise ValueError(f"meshes: min_size={min_size} but only {largest} devices are at hand")
+        size = draw(st.integers(min_size, largest))
+        count = draw(st.integers(1, max_axes))
+        sizes: list[int] = []
+        for _ in range(count - 1):
+            left = size // math.prod(sizes)
+            sizes.append(draw(st.sampled_from([d for d in range(1, left + 1) if left % d == 0])))
+        sizes.append(size // math.prod(sizes))
+        order = draw(st.permutations(range(size))) if shuffle else range(size)
+        grid = np.array([at_hand[i] for i in order]).reshape(sizes)
+        return Mesh(grid, tuple(axis_names[:count]), axis_types=(AxisType.Auto,) * count)
+
+    return draw_mesh()
+
+
+def axis_orders(mesh: Mesh, *, min_axes: int = 1, max_axes: int | None = None) -> AxisOrders:
+    """Strategy for the axis name arguments that a collective over `mesh` can be given.
+
+    Args:
+        mesh: the mesh whose axes are named.
+        min_axes: smallest number of axes.
+        max_axes: largest number of axes; all of them when None.
+
+    Returns:
+        A Hypothesis strategy for one name, `"x"`, or a tuple of distinct names in any order,
+        `("y", "x")`; one axis comes both as a name and as a tuple of one.
+
+    Raises:
+        ValueError: the mesh has fewer than `min_axes` axes, or no number of axes is allowed.
+        ImportError: Hypothesis is not installed.
+
+    Example:
+        >>> mesh = jax.make_mesh((1, 1), ("x", "y"))
+        >>> from hypothesis import given
+        >>> @given(axis_orders(mesh, min_axes=2))
+        ... def test_orders(axes):
+        ...     assert axes in [("x", "y"), ("y", "x")]
+        >>> test_orders()
+    """
+    st = strategies("axis_orders")
+    names = tuple(str(name) for name in mesh.axis_names)
+    largest = len(names) if max_axes is None else min(max_axes, len(names))
+    if not 1 <= min_axes <= largest:
+        raise ValueError(
+            f"axis_orders: min_axes={min_axes} must be from 1 to {largest}, the largest number of "
+            f"axes allowed on a mesh of {names}"
+        )
+
+    @st.composite
+    def draw_axes(draw: Callable[[Any], Any]) -> AxisOrder:
+        count = draw(st.integers(min_axes, largest))
+        axes = tuple(draw(st.permutations(names))[:count])
+        return axes[0] if count == 1 and draw(st.booleans()) else axes
+
+    return draw_axes()
+
+
+def specs(mesh: Mesh, shape: Sequence[int]) -> Specs:
+    """Strategy for the PartitionSpecs that `shape` can have on `mesh`.
+
+    Args:
+        mesh: the mesh whose axes the specs name.
+        shape: the global shape; a dimension is sharded only over axes that divide it.
+
+    Returns:
+        A Hypothesis strategy for `PartitionSpec`: each mesh axis at most once, several axes on
+        one dimension in any order, trailing `None` present or left off. Shrinks to replicated.
+
+    Raises:
+        ImportError: Hypothesis is not installed.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> from hypothesis import given
+        >>> @given(specs(mesh, (4, 6)))
+        ... def test_specs(spec):
+        ...     assert len(spec) <= 2
+        >>> test_specs()
+    """
+    st = strategies("specs")
+
+    @st.composite
+    def draw_spec(draw: Callable[[Any], Any]) -> PartitionSpec:
+        unused = [str(name) for name in mesh.axis_names]
+        entries: list[str | tuple[str, ...] | None] = [None] * len(shape)
+        for dim in draw(st.permutations(range(len(shape)))):
+            axes: list[str] = []
+            left = shape[dim]
+            while fitting := [name for name in unused if left % mesh.shape[name] == 0]:
+                name = draw(st.sampled_from([None, *fitting]))
+                if name is None:
+                    break
+                axes.append(name)
+                unused.remove(name)
+                left //= mesh.shape[name]
+            if axes:
+                entries[dim] = axes[0] if len(axes) == 1 else tuple(axes)
+        while entries and entries[-1] is None and draw(st.booleans()):
+            entries.pop()
+        return PartitionSpec(*entries)
+
+    return draw_spec()
+
+
+_KINDS: dict[str, tuple[str, ...]] = {
+    "float": ("float32", "bfloat16", "float16", "float64"),
+    "int": ("int32", "int8", "int16", "int64"),
+    "uint": ("uint32", "uint8", "uint16", "uint64"),
+    "bool": ("bool",),
+}
+
+
+def _position(name: str, ring_size: int, rank: int, dim: int) -> int:
+    if ring_size < 1:
+        raise ValueError(f"{name}: ring_size={ring_size} must be at least 1")
+    if not -rank <= dim < rank:
+        raise ValueError(f"{name}: dim={dim} is not a dimension of a shape of rank {rank}")
+    return dim % rank
+
+
+def even_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
+    """Strategy for shapes whose dimension `dim` is a positive multiple of `ring_size`.
+
+    Args:
+        ring_size: the number of devices that the dimension is split over.
+        rank: the number of dimensions.
+        dim: the dimension that the ring divides; negative counts from the end.
+        max_size: largest size of a dimension; `dim` has `ring_size` where that is larger.
+
+    Returns:
+        A Hypothesis strategy for tuples of `rank` positive ints.
+
+    Raises:
+        ValueError: `ring_size` is not positive, or `dim` is out of range.
+        ImportError: Hypothesis is not installed.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(even_shapes(3, rank=2, dim=1))
+        ... def test_shape(shape):
+        ...     assert shape[1] % 3 == 0
+        >>> test_shape()
+    """
+    st = strategies("even_shapes")
+    dim = _position("even_shapes", ring_size, rank, dim)
+    sides = [st.integers(1, max_size)] * rank
+    sides[dim] = st.integers(1, max(1, max_size // ring_size)).map(
+        lambda blocks: blocks * ring_size
+    )
+    return st.tuples(*sides)
+
+
+def uneven_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
+    """Strategy for shapes whose dimension `dim` is no multiple of `ring_size`.
+
+    Args:
+        ring_size: the number of devices that the dimension cannot be split over; at least 2.
+        rank: the number of dimensions.
+        dim: the dimension that the ring does not divide; negative counts from the end.
+        max_size: largest size of a dimension.
+
+    Returns:
+        A Hypothesis strategy for tuples of `rank` positive ints; sizes below `ring_size` too.
+
+    Raises:
+        ValueError: `ring_size` is 1, which divides everything, or `dim` is out of range.
+        ImportError: Hypothesis is not installed.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(uneven_shapes(4, rank=1))
+        ... def test_shape(shape):
+        ...     assert shape[0] % 4
+        >>> test_shape()
+    """
+    st = strategies("uneven_shapes")
+    dim = _position("uneven_shapes", ring_size, rank, dim)
+    if ring_size == 1:
+        raise ValueError("uneven_shapes: ring_size=1 divides every size; draw it from 2 up")
+    sides = [st.integers(1, max_size)] * rank
+    sides[dim] = st.sampled_from([n for n in range(1, max_size + 1) if n % ring_size])
+    return st.tuples(*sides)
+
+
+def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
+    """Strategy for the dtypes that arrays can have in this process.
+
+    Args:
+        kinds: of "float" (float32, bfloat16, float16, float64), "int", "uint" (8 to 64 bits) and
+            "bool". The 64-bit ones are drawn only when `jax_enable_x64` is on.
+
+    Returns:
+        A Hypothesis strategy for NumPy dtypes. Shrinks towards 32 bits.
+
+    Raises:
+        ValueError: a kind is not one of those, or none is given.
+        ImportError: Hypothesis is not installed.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(dtypes(["float", "int"]))
+        ... def test_zeros(dtype):
+        ...     assert jnp.zeros(3, dtype).dtype == dtype
+        >>> test_zeros()
+    """
+    st = strategies("dtypes")
+    unknown = [kind for kind in kinds if kind not in _KINDS]
+    if unknown or not kinds:
+        raise ValueError(f"dtypes: kinds={tuple(kinds)} must be some of {tuple(_KINDS)}")
+    names = [name for kind in kinds for name in _KINDS[kind]]
+
+    @st.composite
+    def draw_dtype(draw: Callable[[Any], Any]) -> np.dtype[Any]:
+        # x64 may be switched on after the strategy is made.
+        usable = [name for name in names if jax.dtypes.canonicalize_dtype(name) == name]
+        return jnp.dtype(draw(st.sampled_from(usable)))
+
+    return draw_dtype()
+
+
+def ragged_sizes(count: int, total: int, *, exact: bool = False) -> Shapes:
+    """Strategy for the sizes of `count` groups that share `total` rows, many of them empty.
+
+    Args:
+        count: the number of groups.
+        total: the rows there are.
+        exact: whether the sizes sum to `total`, and not to `total` or less.
+
+    Returns:
+        A Hypothesis strategy for tuples of `count` non-negative ints. All rows in one group and,
+        unless `exact`, no rows at all are drawn too.
+
+    Raises:
+        ValueError: `count` or `total` is negative, or `exact` rows have no group to be in.
+        ImportError: Hypothesis is not installed.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(ragged_sizes(4, 10, exact=True))
+        ... def test_sizes(sizes):
+        ...     assert len(sizes) == 4 and sum(sizes) == 10
+        >>> test_sizes()
+    """
+    st = strategies("ragged_sizes")
+    if count < 0 or total < 0 or (exact and total and not count):
+        raise ValueError(f"ragged_sizes: no {count} sizes can share {total} rows")
+
+    @st.composite
+    def draw_sizes(draw: Callable[[Any], Any]) -> Shape:
+        sizes = [0] * count
+        if not count:
+            return ()
+        rows = total if exact else draw(st.integers(0, total))
+        # Cutting the rows among a few groups, and not among all, is what makes zeros common.
+        used = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True))
+        cuts = draw(st.lists(st.integers(0, rows), min_size=len(used) - 1, max_size=len(used) - 1))
+        edges = [0, *sorted(cuts), rows]
+        for group, low, high in zip(used, edges, edges[1:], strict=False):
+            sizes[group] = high - low
+        return tuple(sizes)
+
+    return draw_sizes()
