@@ -1,14 +1,147 @@
-"""Counting the collectives and the residuals of a function, forward and backward."""
+"""Counting the collectives and the residuals of a function, forward and backward, in its jaxpr."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
 
-from jaxpar.testing._jaxpr import count, local_bytes, sent_bytes
+from jaxpar._jaxprs import subjaxprs
+
+Var: TypeAlias = Any  # jax.extend publishes no types of jaxpr variables that hold on all versions
+
+# Primitives on the left differ from the `jax.lax` functions that bind them, by version and by
+# whether varying axes are checked.
+_LAX_NAMES = {
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "pbroadcast_dynamic": "pbroadcast",
+    "psum2": "psum",
+    "psum_invariant": "psum",
+    "reduce_scatter": "psum_scatter",
+    "unreduced_pmax": "pmax",
+    "unreduced_pmin": "pmin",
+    "unreduced_psum": "psum",
+    "unreduced_reduce_scatter": "psum_scatter",
+}
+_COLLECTIVES = {
+    *_LAX_NAMES.values(),
+    *("all_to_all", "pmax", "pmin", "ppermute", "precv", "psend", "ragged_all_to_all"),
+}
+
+Sizes: TypeAlias = Mapping[str, int]  # devices along each mesh axis
+Weigh: TypeAlias = Callable[[str, Any, Sizes], float]
+
+
+def count(jaxpr: core.Jaxpr, platform: str | None) -> Counter[str]:
+    """Collectives by `jax.lax` name that one device runs when it runs `jaxpr` once."""
+    counts = _tally(jaxpr, platform, lambda name, eqn, sizes: 1.0, {})
+    return Counter({name: int(number) for name, number in counts.items()})
+
+
+def sent_bytes(jaxpr: core.Jaxpr, platform: str | None) -> int:
+    """Bytes that one device sends when it runs `jaxpr` once.
+
+    A ppermute sends its operand. XLA's own collectives are charged what the bandwidth-optimal ring
+    algorithm sends for `n` devices and a local operand of `b` bytes: an all_gather `(n - 1) b`, a
+    psum_scatter or all_to_all `(n - 1) / n b`, a psum and its like `2 (n - 1) / n b`.
+    """
+    return round(sum(_tally(jaxpr, platform, _sent_bytes, {}).values()))
+
+
+def _sent_bytes(name: str, eqn: core.JaxprEqn, sizes: Sizes) -> float:
+    axes: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
+    n = prod(sizes.get(axis, 1) for axis in (axes if isinstance(axes, tuple) else (axes,)))
+    shares = {"ppermute": 1.0, "all_gather": n - 1.0}
+    reducing = 2 if name in ("psum", "pmax", "pmin") else 1
+    share = shares.get(name, reducing * (n - 1) / n)
+    return float(sum(share * _bytes(var.aval) for var in eqn.invars))
+
+
+def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) -> dict[str, float]:
+    """Sums `weigh` over the collectives that one device runs, by `jax.lax` name."""
+    total: dict[str, float] = {}
+
+    def add(part: Mapping[str, float], times: int = 1) -> None:
+        for name, weight in part.items():
+            total[name] = total.get(name, 0.0) + times * weight
+
+    for eqn in jaxpr.eqns:
+        primitive = eqn.primitive.name
+        name = primitive.removesuffix("_start")
+        name = _LAX_NAMES.get(name, name)
+        if name in _COLLECTIVES:
+            add({name: weigh(name, eqn, sizes)})
+            continue
+        inner_sizes = {**sizes, **eqn.params["mesh"].shape} if primitive == "shard_map" else sizes
+        subs = list(subjaxprs(eqn.params))
+        if primitive == "cond":
+            subs = _branches(eqn.params, subs, platform)
+        inner = [_tally(sub, platform, weigh, inner_sizes) for sub in subs]
+        if primitive == "cond":
+            names = {name for part in inner for name in part}
+            add({name: max(part.get(name, 0.0) for part in inner) for name in names})
+            continue
+        for part in inner:
+            if primitive == "while" and part:
+                raise ValueError(
+                    "count_collectives: a while loop whose trip count is not known runs "
+                    f"{sorted(part)} each time; use lax.fori_loop with bounds known while "
+                    "tracing, or lax.scan"
+                )
+            add(part, eqn.params["length"] if primitive == "scan" else 1)
+    return total
+
+
+def _branches(
+    params: dict[str, Any], branches: list[core.Jaxpr], platform: str | None
+) -> list[core.Jaxpr]:
+    """Those that may run: one where the choice is by platform, and the platform is known.
+
+    The others are not looked into: what they run may be impossible to count.
+    """
+    platforms = params.get("branches_platforms")
+    if platforms is not None and platform is not None:
+        for names, branch in zip(platforms, branches, strict=True):
+            if names is None or platform in names:
+                return [branch]
+    return branches
+
+
+def local_bytes(jaxpr: core.Jaxpr, variables: list[Var]) -> int:
+    """Bytes of `variables` on one device; a variable listed twice counts once."""
+    blocks = _blocks(jaxpr)
+    distinct = {var: None for var in variables if not isinstance(var, core.Literal)}
+    return round(sum(blocks.get(var, 1.0) * _bytes(var.aval) for var in distinct))
+
+
+def _blocks(jaxpr: core.Jaxpr) -> dict[Var, float]:
+    """The part of each variable that one device holds, where a shard_map takes or returns it."""
+    parts: dict[Var, float] = {}
+    for eqn in jaxpr.eqns:
+        for sub in subjaxprs(eqn.params):
+            if (len(sub.invars), len(sub.outvars)) != (len(eqn.invars), len(eqn.outvars)):
+                continue  # branches and loop conditions: not the operands of the equation
+            inside = {} if eqn.primitive.name == "shard_map" else _blocks(sub)
+            outer = [*eqn.invars, *eqn.outvars]
+            for var, local in zip(outer, [*sub.invars, *sub.outvars], strict=True):
+                if isinstance(var, core.Literal) or isinstance(local, core.Literal):
+                    continue
+                if eqn.primitive.name == "shard_map":
+                    size = _bytes(var.aval)
+                    parts[var] = _bytes(local.aval) / size if size else 1.0
+                elif local in inside:
+                    parts[var] = inside[local]
+    return parts
+
+
+def _bytes(aval: Any) -> int:
+    return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
 
 
 @dataclass(frozen=True, repr=False)
