@@ -1,4 +1,4 @@
-"""x"""
+"""`jaxpar bench`: the overlapped matmuls timed against the naive ones, in one run, and reported."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Predictions as a table on the terminal, as a picture, and as the trace that Perfetto and Chrome open."""
+"""Predictions as a table on the terminal, as a picture, and as a trace for Perfetto and Chrome."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

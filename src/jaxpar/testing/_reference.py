@@ -1,4 +1,4 @@
-"""x"""
+"""`assert_matches_reference`: a function of local blocks against NumPy, values and gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
