@@ -6,11 +6,10 @@ instructions are, from the compiler's text and without a chip's figures. `_links
 """
 
 from jaxpar._chips import Chip
-from jaxpar.schedule._compile import CompiledProgram, Memory, compile_for
 from jaxpar.schedule._floor import Floor, matmul_floor, program_floor
 from jaxpar.schedule._player import Assumed, Event
 from jaxpar.schedule._target import Target, target
-from jaxpar.schedule._timeline import Timeline, timeline
+from jaxpar.schedule._timeline import CompiledProgram, Memory, Timeline, compile_for, timeline
 
 __all__ = [
     "Assumed",

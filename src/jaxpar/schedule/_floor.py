@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar._chips import Chip
 from jaxpar._jaxprs import subjaxprs
-from jaxpar.schedule._compile import CompiledProgram, compile_for
 from jaxpar.schedule._target import Target
-from jaxpar.schedule._timeline import Timeline, timeline
+from jaxpar.schedule._timeline import CompiledProgram, Timeline, compile_for, timeline
 
 Results = Sequence[core.Var | core.Literal]
 
