@@ -1,5 +1,7 @@
 """What the package promises as a whole."""
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import jax
 import pytest
 
 import jaxpar
+from jaxpar import _types
 
 SOURCES = sorted(Path(jaxpar.__file__).parent.rglob("*.py"))
 
@@ -31,6 +34,46 @@ def test_needs_only_its_runtime_dependencies():
         "assert not extras & set(sys.modules), extras & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def public_names():
+    for module in (jaxpar, jaxpar.layers, jaxpar.moe, jaxpar.schedule, jaxpar.testing):
+        for name in module.__all__:
+            yield getattr(module, name)
+
+
+def test_everything_comes_with_the_package():
+    program = "import jaxpar; jaxpar.testing.tolerance, jaxpar.schedule.timeline, jaxpar.moe.route"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("named", list(public_names()), ids=lambda named: named.__qualname__)
+def test_help_shows_readable_signatures(named):
+    if not inspect.isclass(named):
+        shown = str(inspect.signature(named))
+        assert not re.search(r"_src|Union\[|typing\.|jaxlib|SupportsDType", shown), shown
+
+
+def test_help_shows_what_may_be_given():
+    mode = "mode: Literal['naive', 'unidirectional', 'bidirectional', 'auto']"
+    gather = str(inspect.signature(jaxpar.all_gather_matmul))
+    assert "axis: str | tuple[str, ...] | list[str] | Axis," in gather
+    assert f"{mode} | None = None" in gather
+    assert "preferred_element_type: DTypeLike | None = None" in gather
+    assert f"{mode} = 'auto'" in str(inspect.signature(jaxpar.Axis))
+
+
+def test_help_and_static_checkers_see_the_same_types():
+    tree = ast.parse(inspect.getsource(_types))
+    checked = next(node for node in tree.body if isinstance(node, ast.If)).body
+    exact = {
+        node.targets[0].id: ast.unparse(node.value) for node in checked if type(node) is ast.Assign
+    }
+    # An array each, one or several; what has no better text than its name.
+    apart = {"Weights", "Tree", "TreeDim", "Names"}
+    assert {k: v for k, v in _types.SHOWN.items() if k not in apart} == {
+        k: v for k, v in exact.items() if k not in apart
+    }
 
 
 def test_is_typed():

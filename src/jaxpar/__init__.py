@@ -2,6 +2,8 @@
 
 from jaxpar import layers as layers
 from jaxpar import moe as moe
+from jaxpar import schedule as schedule
+from jaxpar import testing as testing
 from jaxpar._axis import Axis
 from jaxpar._types import AxisLike as AxisLike
 from jaxpar._types import Mode as Mode

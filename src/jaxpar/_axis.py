@@ -1,5 +1,7 @@
 """Mesh axes: as a user names them, and bound to the program that is being traced, a ring."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -11,14 +13,15 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from jaxpar._calls import naming, type_error, value_error
+from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._dtypes import as_dtype
-from jaxpar._types import AxisLike, Mode
+from jaxpar._types import AxisLike, Mode, Names
 from jaxpar._varying import vary_alike
 
 MODES = ("naive", "unidirectional", "bidirectional", "auto")
 
 
+@readable
 @dataclass(frozen=True)
 class Axis:
     """Mesh axes, and how data travel over them.
@@ -42,7 +45,7 @@ class Axis:
       Axis(names=('tp',), mode='bidirectional', wire_dtype=dtype(bfloat16))
     """
 
-    names: Any
+    names: Names
     mode: Mode = "auto"
     wire_dtype: DTypeLike | None = None
 
@@ -70,12 +73,12 @@ class Ring(Axis):
         """The logical index of the device that runs the program."""
         return lax.axis_index(self.names)
 
-    def stages(self) -> list["Ring"]:
+    def stages(self) -> list[Ring]:
         """The rings over one axis each, those of one device left out."""
         rings = [replace(self, names=(name,), size=lax.axis_size(name)) for name in self.names]
         return [ring for ring in rings if ring.size > 1]
 
-    def over(self, names: tuple[str, ...]) -> "Ring":
+    def over(self, names: tuple[str, ...]) -> Ring:
         """The ring over some of the axes, or others."""
         return replace(self, names=names, size=prod(lax.axis_size(name) for name in names))
 

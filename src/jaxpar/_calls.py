@@ -1,16 +1,20 @@
-"""Calls of public functions: the name that their errors bear, and the scope that profiles show."""
+"""Calls of public functions: what `help` shows of them, errors name and profiles show."""
 
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 
+from jaxpar._types import SHOWN
+
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+Shown = TypeVar("Shown")
 
 _called: ContextVar[str | None] = ContextVar("called", default=None)
 
@@ -23,7 +27,8 @@ def called() -> str:
 def public(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """Has errors inside name the function that was called, and profiles show it with its axis.
 
-    Of calls within calls the first one names the errors: the user knows that one.
+    Of calls within calls the first one names the errors: the user knows that one. `help` shows the
+    annotations as the source has them, names for types written out.
     """
     parameters = list(signature(function).parameters)
     place = parameters.index("axis") if "axis" in parameters else None
@@ -37,7 +42,32 @@ def public(function: Callable[Given, Result]) -> Callable[Given, Result]:
         ):
             return function(*args, **kwargs)
 
-    return call
+    return readable(call)
+
+
+class _Text(str):
+    """An annotation that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def readable(shown: Shown) -> Shown:
+    """Has `help` show a function's or a class's annotations, which are strings, as a reader would.
+
+    Evaluated they are unions of classes of jax that no user knows, and names that are open here.
+    """
+
+    def text(annotation: Any) -> Any:
+        if not isinstance(annotation, str):
+            return annotation
+        return _Text(re.sub(r"\w+", lambda name: SHOWN.get(name[0], name[0]), annotation))
+
+    found = signature(cast(Any, shown))
+    parameters = [p.replace(annotation=text(p.annotation)) for p in found.parameters.values()]
+    back = text(found.return_annotation)
+    cast(Any, shown).__signature__ = found.replace(parameters=parameters, return_annotation=back)
+    return shown
 
 
 def value_error(text: str) -> ValueError:

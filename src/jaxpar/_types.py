@@ -1,8 +1,8 @@
 """The names that signatures share.
 
-These are open at run time: jaxpar checks these arguments itself, and a run-time
-type checker in front of it would replace an error that names the axis and the remedy by one that
-does not. A static checker sees the exact types.
+These are open at run time: jaxpar checks these arguments itself, and a run-time type checker in
+front of it would replace an error that names the axis and the remedy by one that does not. A static
+checker sees the exact types, and a reader of `help` their text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpar._axis import Axis
 
     AxisLike = str | tuple[str, ...] | list[str] | Axis
+    Names = Any  # a tuple of strings, made of any of a string, a tuple and a list
     Mode = Literal["naive", "unidirectional", "bidirectional", "auto"]
     Operand = Literal["lhs", "rhs"]
     Order = Literal["zigzag", "contiguous"]
@@ -36,5 +37,27 @@ if TYPE_CHECKING:
 else:
     AxisLike = Mode = Operand = Order = Integer = Flag = Number = MeshAxes = Subscripts = Label = (
         Weights
-    ) = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Any
+    ) = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Names = Any
     Values = Any
+
+# What `help` shows in their place: a static checker's types, which are not there at run time.
+SHOWN = {
+    "AxisLike": "str | tuple[str, ...] | list[str] | Axis",
+    "Names": "str | tuple[str, ...] | list[str]",
+    "Mode": "Literal['naive', 'unidirectional', 'bidirectional', 'auto']",
+    "Operand": "Literal['lhs', 'rhs']",
+    "Order": "Literal['zigzag', 'contiguous']",
+    "Policy": "Literal['probability', 'position']",
+    "Dispatch": "Literal['ragged', 'all_gather', 'auto']",
+    "Scoring": "Literal['softmax', 'selected_softmax', 'sigmoid']",
+    "Implementation": "Literal['auto', 'ragged_dot', 'blocks']",
+    "Integer": "int",
+    "Flag": "bool",
+    "Number": "float",
+    "Values": "ArrayLike | Sequence[Any]",
+    "MeshAxes": "str | Mapping[str, int]",
+    "Subscripts": "str",
+    "Label": "str | None",
+    "Weights": "Array | tuple[Array, ...]",
+    "Leaf": "Array",
+}

@@ -1,5 +1,7 @@
 """Meshes by axis name, the logical order of a ring on a mesh, and its physical hops."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any

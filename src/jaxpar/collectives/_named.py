@@ -1,5 +1,7 @@
 """Ring forms of all-gather, reduce-scatter and all-reduce, with the results of `jax.lax`'s own."""
 
+from __future__ import annotations
+
 import operator
 from typing import Any
 

@@ -1,5 +1,7 @@
 """`ragged_all_to_all`: JAX's, in blocks on CPU, with derivatives that are right."""
 
+from __future__ import annotations
+
 from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ class Slices(NamedTuple):
     output_offsets: Array  # on the device that receives
     recv_sizes: Array
 
-    def per_device(self, ring: Ring) -> "Slices":
+    def per_device(self, ring: Ring) -> Slices:
         """All as `[n, m]`."""
         return Slices(*(x.reshape(ring.size, -1) for x in self))
 

@@ -1,5 +1,7 @@
 """Attention whose heads are sharded, and which device has which, where they need not divide."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd

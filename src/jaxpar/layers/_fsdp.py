@@ -1,5 +1,7 @@
 """Fully sharded data parallelism: shards of parameters, gathered where they are used."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from typing import Any
 

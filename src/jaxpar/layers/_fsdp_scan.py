@@ -1,5 +1,7 @@
 """A scan over layers whose weights travel while the layer before them computes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,5 +1,7 @@
 """Gradients inside `jax.shard_map`, equal to those of one device, in one reduction."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from math import prod
 from typing import Any

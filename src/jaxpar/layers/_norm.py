@@ -1,5 +1,7 @@
 """Normalisation over features, in float32, whole or sharded."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import partial
 

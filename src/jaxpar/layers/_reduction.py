@@ -1,5 +1,7 @@
 """Sums over the axes on which leaves are replicated, and norms over those on which they are not."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any
 

@@ -8,6 +8,8 @@ gradient of its own, and what is named here holds once these are summed (by the 
 value, as its derivative, or at the boundary of `shard_map`).
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

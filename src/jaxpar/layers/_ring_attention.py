@@ -1,5 +1,7 @@
 """Exact attention over a sequence that is sharded over a ring of devices."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -4,6 +4,8 @@ Activations between layers are sharded along the sequence over the same axis as 
 (sequence parallelism), or, with `sequence_dim=None`, replicated over it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A vocabulary that is sharded: its embedding and its cross entropy."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

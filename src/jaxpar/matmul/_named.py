@@ -1,5 +1,7 @@
 """The public overlapped matmuls: names for a ring einsum."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """How many tokens an expert takes, which of them, and how many rows buffers need for that."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, comb

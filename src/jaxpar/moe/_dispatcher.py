@@ -1,5 +1,7 @@
 """`RaggedDispatcher`: sends each token to the devices that it names, and brings back sums."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,7 +69,7 @@ class RaggedDispatcher:
         *,
         axis: AxisLike,
         mask: ArrayLike | None = None,
-    ) -> "RaggedDispatcher":
+    ) -> RaggedDispatcher:
         """Plans the way of each row.
 
         Args:

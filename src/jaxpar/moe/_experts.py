@@ -5,6 +5,8 @@ over blocks the rows between the two projections live for a block's time only, a
 again for the gradients, so that nothing as wide as the hidden layer is as long as the buffer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,6 +5,8 @@ into a weight for each group. Each runs on one of two paths, chosen when lowerin
 which TPUs have a kernel for, or loops over blocks.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -145,7 +147,7 @@ class Product:
             preferred_element_type=sums,
         ).astype(self.dtype)
 
-    def derivative(self, contracted: int, dtype: Any) -> "Product":
+    def derivative(self, contracted: int, dtype: Any) -> Product:
         """A product of the derivative."""
         return replace(self, contracted=contracted, dtype=dtype)
 

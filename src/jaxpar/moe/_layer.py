@@ -1,5 +1,7 @@
 """The mixture-of-experts layer: dispatch, compute, combine; and the same behind a router."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from inspect import signature
 from typing import ParamSpec, TypedDict, TypeVar, Unpack

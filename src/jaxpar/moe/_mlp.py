@@ -4,6 +4,8 @@ These are of all rows with their groups' weights, or of a block's rows with the 
 group.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,5 +1,7 @@
 """Which experts each token goes to, with which weights, and a bias that evens out their loads."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """How a layer of experts is sharded: its axes, the local shapes that it needs, padded experts."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from math import prod
 from typing import Any

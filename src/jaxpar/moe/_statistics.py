@@ -1,5 +1,7 @@
 """How evenly a router uses its experts, over all devices, and the losses that keep it even."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax

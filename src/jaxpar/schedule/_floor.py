@@ -1,5 +1,7 @@
 """Floors: what a matmul in one piece, or a program at peak, or its bytes alone would take."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +13,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from jaxpar._calls import readable
 from jaxpar._chips import Chip
 from jaxpar._jaxprs import subjaxprs
 from jaxpar.schedule._target import Target
@@ -32,6 +35,7 @@ class Floor:
         return max(self.compute, self.transfer)
 
 
+@readable
 def matmul_floor(
     target: Target,
     subscripts: str,
@@ -72,6 +76,7 @@ def matmul_floor(
     return Floor(seconds, (2 if grad else 1) * sent_bytes / bandwidth)
 
 
+@readable
 def program_floor(
     program: CompiledProgram, played: Timeline | None = None, chip: Chip | None = None
 ) -> Floor:

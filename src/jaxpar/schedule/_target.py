@@ -1,5 +1,7 @@
 """Targets: described devices of TPU slices and of GPU hosts, and a mesh over them."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import mmap
@@ -16,6 +18,7 @@ from typing import Any
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh
 
+from jaxpar._calls import readable
 from jaxpar._chips import Chip, chip_of
 from jaxpar._types import MeshAxes
 from jaxpar.mesh import make_mesh
@@ -136,6 +139,7 @@ class Target:
         return self.mesh.devices.flat[0].platform
 
 
+@readable
 def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Auto) -> Target:
     """Describes devices that need not be there, and makes a mesh of them.
 

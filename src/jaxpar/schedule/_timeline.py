@@ -1,4 +1,6 @@
-"""A program compiled for a target, and its timeline: what computes, what travels, and what waits for it."""
+"""A compiled program and its timeline: what computes, what travels, and what waits for it."""
+
+from __future__ import annotations
 
 import time
 from collections.abc import Iterable
@@ -8,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxpar._calls import readable
 from jaxpar._chips import Chip
 from jaxpar.schedule._links import Links
 from jaxpar.schedule._operations import Module, read
@@ -42,6 +45,7 @@ class CompiledProgram:
         return read(self.text)
 
 
+@readable
 def compile_for(
     fn: Any, target: Target, *args: Any, compiler_options: dict[str, Any] | None = None
 ) -> CompiledProgram:
@@ -120,6 +124,7 @@ class Timeline:
         return tuple(event for event in self.events if event.kind == "transfer")
 
 
+@readable
 def timeline(
     program: CompiledProgram, chip: Chip | None = None, *, assumed: Assumed | None = None
 ) -> Timeline:

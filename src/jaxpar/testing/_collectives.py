@@ -1,5 +1,7 @@
 """Counting the collectives and the residuals of a function, forward and backward, in its jaxpr."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxpar._calls import readable
 from jaxpar._jaxprs import subjaxprs
 
 Var: TypeAlias = Any  # jax.extend publishes no types of jaxpr variables that hold on all versions
@@ -177,6 +180,7 @@ class CollectiveCounts:
         )
 
 
+@readable
 def count_collectives(
     fn: Callable[..., Any], *args: Any, grad: bool = True, platform: str | None = None
 ) -> CollectiveCounts:

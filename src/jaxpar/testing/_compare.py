@@ -1,5 +1,7 @@
 """Comparing arrays with what is expected of them: how far they may be off, and what differs."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +10,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar._calls import readable
 from jaxpar.testing._oracle import Expected, Leaf
 
 # A rounding error is within u, and n of them that are independent sum to about u * sqrt(n). Six of
@@ -15,6 +18,7 @@ from jaxpar.testing._oracle import Expected, Leaf
 _DEVIATIONS = 6.0
 
 
+@readable
 def tolerance(dtype: Any, reduction_depth: int = 1) -> float:
     r"""Largest rounding error of a sum of products, relative to the size of its terms.
 

@@ -1,8 +1,11 @@
 """Asserting that a compiler's schedule hides the communication of a program."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
+from jaxpar._calls import readable
 from jaxpar._types import MeshAxes, Number
 from jaxpar.schedule import Event, Target, Timeline, compile_for, timeline
 from jaxpar.schedule import target as describe
@@ -17,6 +20,7 @@ _REMEDY = (
 )
 
 
+@readable
 def assert_overlapped(
     fn: Callable[..., Any],
     target: Target | str,

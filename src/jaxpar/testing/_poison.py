@@ -1,13 +1,17 @@
 """`poisoned_rows`: rows that nobody wrote read as NaN, so that a test sees who reads them."""
 
+from __future__ import annotations
+
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import jax
 
 from jaxpar import _unwritten
+from jaxpar._calls import readable
 
 
+@readable
 @contextmanager
 def poisoned_rows() -> Generator[None]:
     """Fills what jaxpar leaves unwritten with the worst that memory can hold.

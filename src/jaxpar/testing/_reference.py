@@ -1,5 +1,7 @@
 """`assert_matches_reference`: a function of local blocks against NumPy, values and gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxpar._calls import readable
 from jaxpar.testing._compare import Report, coarser
 from jaxpar.testing._oracle import (
     Expected,
@@ -117,6 +120,7 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+@readable
 def assert_matches_reference(
     fn: Callable[..., Any],
     reference: Callable[..., Any],

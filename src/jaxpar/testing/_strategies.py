@@ -1,5 +1,7 @@
 """Strategies of hypothesis, which is optional: meshes, specs, shapes, dtypes and ragged sizes."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -10,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxpar._calls import readable
+
 if TYPE_CHECKING:
-    import numpy as np
     from hypothesis.strategies import SearchStrategy
-    from jax.sharding import Mesh, PartitionSpec
 
     AxisOrder = str | tuple[str, ...]
     Shape = tuple[int, ...]
@@ -39,6 +41,7 @@ def strategies(name: str) -> ModuleType:
     return st
 
 
+@readable
 def meshes(
     devices: Sequence[Any] | None = None,
     *,
@@ -106,6 +109,7 @@ def meshes(
     return draw_mesh()
 
 
+@readable
 def axis_orders(mesh: Mesh, *, min_axes: int = 1, max_axes: int | None = None) -> AxisOrders:
     """Strategy for the axis name arguments that a collective over `mesh` can be given.
 
@@ -148,6 +152,7 @@ def axis_orders(mesh: Mesh, *, min_axes: int = 1, max_axes: int | None = None) -
     return draw_axes()
 
 
+@readable
 def specs(mesh: Mesh, shape: Sequence[int]) -> Specs:
     """Strategy for the PartitionSpecs that `shape` can have on `mesh`.
 
@@ -211,6 +216,7 @@ def _position(name: str, ring_size: int, rank: int, dim: int) -> int:
     return dim % rank
 
 
+@readable
 def even_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
     """Strategy for shapes whose dimension `dim` is a positive multiple of `ring_size`.
 
@@ -243,6 +249,7 @@ def even_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int = 
     return st.tuples(*sides)
 
 
+@readable
 def uneven_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
     """Strategy for shapes whose dimension `dim` is no multiple of `ring_size`.
 
@@ -275,6 +282,7 @@ def uneven_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int 
     return st.tuples(*sides)
 
 
+@readable
 def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
     """Strategy for the dtypes that arrays can have in this process.
 
@@ -311,6 +319,7 @@ def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
     return draw_dtype()
 
 
+@readable
 def ragged_sizes(count: int, total: int, *, exact: bool = False) -> Shapes:
     """Strategy for the sizes of `count` groups that share `total` rows, many of them empty.
 
