@@ -80,10 +80,10 @@ def test_a_scatter_in_two_pieces_that_take_turns():
 def test_pieces_for_the_opposite_device_go_one_each_way():
     both = (DOWN, UP)
     assert scatter_turns(4, BOTH, 2) == [
-        Turn(2, (DOWN,), awaited=False),
-        Turn(2, (UP,), sums=(DOWN,), piece=1, awaited=False),
-        Turn(1, both, sums=(UP,), adds=(DOWN,)),
-        Turn(1, both, sums=both, adds=(UP,), piece=1),
+        Turn(2, (UP,), awaited=False),
+        Turn(2, (DOWN,), sums=(UP,), piece=1, awaited=False),
+        Turn(1, both, sums=(DOWN,), adds=(UP,)),
+        Turn(1, both, sums=both, adds=(DOWN,), piece=1),
         Turn(0, sums=both, adds=both),
         Turn(0, adds=both, piece=1),
     ]

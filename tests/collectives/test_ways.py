@@ -58,7 +58,7 @@ def test_a_gather_says_whose_block_it_brings(n, mode, loops):
                 if carry is None:
                     assert len(arrivals) == 1
                     carry = jnp.zeros((n, 2), jnp.int32) + 0 * x[0]
-                for block, owner in arrivals:
+                for block, owner, _ in arrivals:
                     assert jax.tree.structure(block) == jax.tree.structure({"a": 0, "b": [0]})
                     # Adding would show a block that came twice.
                     row = jnp.stack([block["a"][0], block["b"][0][0, 2]])
@@ -66,7 +66,7 @@ def test_a_gather_says_whose_block_it_brings(n, mode, loops):
                 return carry
 
             block = {"a": x, "b": [jnp.full((1, 3), -1, jnp.int32) * x]}
-            return way.gather(block, consume, lambda owner, _: owner, sums=as_it_is)
+            return way.gather(block, consume, sums=as_it_is)
 
         return tuple(seen(way) for way in ways(mode))
 
@@ -85,13 +85,13 @@ def test_a_gather_says_which_positions_it_brings(n, mode, loops):
 
         def dotted(way):
             def consume(total, arrivals):
-                parts = [jnp.sum(block * weights) for block, weights in arrivals]
+                parts = [jnp.sum(block * weights) for block, _, weights in arrivals]
                 return sum(parts, start=0 * x[0] if total is None else total)
 
             def take(start, size):
                 return lax.dynamic_slice_in_dim(home, start, size)
 
-            return way.gather(x, consume, take, dim=0, sums=as_it_is)[None]
+            return way.gather(x, consume, take=take, dim=0, sums=as_it_is)[None]
 
         return tuple(dotted(way) for way in ways(mode))
 

@@ -94,14 +94,14 @@ def _gather_group(group: Group, parts: list[Array], way: Way) -> list[Array]:
 
     def place(wholes: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         wholes = [None] * len(parts) if wholes is None else wholes
-        for block, start in arrivals:
+        for block, start, _ in arrivals:
             wholes = [
                 place_block(whole, part, group.dim, start, size)
                 for whole, part, size in zip(wholes, group.split(block), sizes, strict=True)
             ]
         return wholes
 
-    return way.gather(group.join(parts), place, lambda start, _: start, dim=group.dim)
+    return way.gather(group.join(parts), place, dim=group.dim)
 
 
 def _scatter_group(

@@ -21,7 +21,16 @@ from jaxpar.collectives._turns import (
     scatter_turns,
     stretches,
 )
-from jaxpar.collectives._ways import Arrivals, Pick, Take, Visits, Way, as_it_is, flow
+from jaxpar.collectives._ways import (
+    Arrivals,
+    Pick,
+    Take,
+    Visits,
+    Way,
+    as_it_is,
+    flow,
+    take_nothing,
+)
 
 # How many turns that differ in distance alone are unrolled while tracing; more run in a loop.
 # benchmarks/README.md has compile time and program size on both sides of it.
@@ -53,8 +62,8 @@ class InTurns(Way):
         self,
         block: Any,
         consume: Callable[[Any, Arrivals], Any],
-        take: Take,
         *,
+        take: Take = take_nothing,
         dim: int | None = None,
         sums: Pick | None = None,
         finish: Pick = as_it_is,
@@ -76,12 +85,17 @@ class InTurns(Way):
                 for_legs = blocks if len(blocks) > 1 else blocks * len(t.blocks)
                 return [self._moved(b, leg) for b, leg in zip(for_legs, t.blocks, strict=False)]
 
-            def take_all(index: Array) -> list[Any]:
-                owners = self._owners(index, t)[: len(blocks)]
-                return [take(owner * length, length) for owner in owners]
+            def starts(index: Array) -> list[Array]:
+                return [owner * length for owner in self._owners(index, t)[: len(blocks)]]
 
-            def compute(_: Array, blocks: list[Any], taken: list[Any]) -> Any:
-                return done(consume(carry, list(zip(blocks, taken, strict=True))))
+            def take_all(index: Array) -> list[Any]:
+                return [take(start, length) for start in starts(index)]
+
+            # Starts are computed here once more, and not taken: one that comes through a barrier,
+            # or into a conditional, is not known to be a multiple of `length`, and the TPU compiler
+            # then writes what was made in a pass of its own, not as the matmul makes it.
+            def compute(index: Array, blocks: list[Any], taken: list[Any]) -> Any:
+                return done(consume(carry, list(zip(blocks, starts(index), taken, strict=True))))
 
             alike = like if carry is None else partial(_like, done, carry)
             work = Work(take_all, compute, sums, alike)
@@ -136,7 +150,7 @@ class InTurns(Way):
                 return lax.dynamic_update_slice_in_dim(result, sums[0].astype(dtype), start, dim)
 
             def like() -> Any:
-                return (arrived * 2)[: len(t.legs)] if t.legs else result
+                return arrived[:1] * len(t.legs) if t.legs else result
 
             if len(cuts) == 1:  # what was sent is still under way: it is added once it is here
                 work = Work(take_all, make)

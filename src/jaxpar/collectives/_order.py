@@ -86,13 +86,14 @@ class TpuOrder(Order):
             cut = lax.optimization_barrier(take(index))
             take = lambda _: cut  # noqa: E731
 
-        def compute(index: Array, leaving: Any) -> Any:
+        def compute(index: Array) -> Any:
             return work.compute(index, leaving, take(index))
 
         if like is not None and (work.sums is not None or self.delays_transfers):
-            made = lax.cond(index >= 0, compute, lambda *_: like(), index, leaving)
+            # Arrays by closure: an operand that a turn does not use would be kept, and copied.
+            made = lax.cond(index >= 0, compute, lambda _: like(), index)
         else:
-            made = compute(index, leaving)
+            made = compute(index)
         return lax.optimization_barrier((index, made, arriving))
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:

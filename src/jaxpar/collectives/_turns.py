@@ -90,13 +90,13 @@ def scatter_turns(size: int, directions: tuple[int, ...], pieces: int = 1) -> li
     It is a gather's, backwards: the sum for the farthest owner is made first, and each device on
     its way adds its share. With one piece a sum is still under way while the share that is added to
     it is made. With two pieces, which take turns, it has come by then. The pieces of the opposite
-    device's sum take the directions in turn.
+    device's sum take the directions in turn, from the last one on.
     """
     legs = tuple(Leg(-direction) for direction in directions)
     hops, opposite = divmod(size - 1, len(directions))
 
     def made(distance: int, piece: int) -> tuple[Leg, ...]:
-        return () if not distance else (legs[piece % len(legs)],) if distance > hops else legs
+        return () if not distance else (legs[-1 - piece],) if distance > hops else legs
 
     owners = range(hops + bool(opposite), -1, -1)
     work = [

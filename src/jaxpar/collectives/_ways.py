@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from jaxpar._axis import Ring
 from jaxpar._varying import vary_over, varying_axes
 
-# (block, what `take` gave for its positions)
-Arrivals = list[tuple[Any, Any]]
+# (block, where its positions start in the whole, what `take` gave for them)
+Arrivals = list[tuple[Any, Any, Any]]
 Visits = list[tuple[Any, Array]]  # (part of a block, the logical index of its owner)
 Take = Callable[[Any, int], Any]
 Pick = Callable[[Any], Any]
@@ -26,6 +26,10 @@ Pick = Callable[[Any], Any]
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Self = TypeVar("Self", bound="Way")
+
+
+def take_nothing(start: Any, size: int) -> None:
+    """Takes nothing of what stays at home."""
 
 
 def as_it_is(x: Any) -> Any:
@@ -68,8 +72,8 @@ class Way:
         self,
         block: Any,
         consume: Callable[[Any, Arrivals], Any],
-        take: Take,
         *,
+        take: Take = take_nothing,
         dim: int | None = None,
         sums: Pick | None = None,
         finish: Pick = as_it_is,
@@ -80,7 +84,8 @@ class Way:
         Args:
           block: pytree of arrays, this device's block.
           consume: `(carry, arrivals)` to the next carry. The first carry is None. Each arrival is a
-            block, or several side by side, with what `take` gives for its positions.
+            block, or several side by side, with the start of its positions in the whole and what
+            `take` gives for them.
           take: `(start, size)` of positions of the whole to what stays at home and is used there.
           dim: along which the blocks of all devices make a whole, and positions count. None: blocks
             are used one by one, and positions count blocks.
@@ -183,8 +188,8 @@ class Naive(Way):
         self,
         block: Any,
         consume: Callable[[Any, Arrivals], Any],
-        take: Take,
         *,
+        take: Take = take_nothing,
         dim: int | None = None,
         sums: Pick | None = None,
         finish: Pick = as_it_is,
@@ -193,9 +198,10 @@ class Naive(Way):
         if dim is not None:
             whole = jax.tree.map(lambda x: self._gathered(x, dim), block)
             size = jax.tree.leaves(whole)[0].shape[dim]
-            return finish(consume(None, [(whole, take(0, size))]))
+            return finish(consume(None, [(whole, 0, take(0, size))]))
         index = self.ring.index()
-        return finish(self._visit(block, consume, take, consume(None, [(block, take(index, 1))])))
+        first = consume(None, [(block, index, take(index, 1))])
+        return finish(self._visit(block, consume, take, first))
 
     @flow
     def scatter(
@@ -243,13 +249,14 @@ class Naive(Way):
 
         def consume(state: Any, arrivals: Arrivals) -> Any:
             carry, sums = state
-            carry, [made] = visit(carry, arrivals)
-            return carry, put(sums, made, arrivals[0][1])
+            [(part, owner, _)] = arrivals
+            carry, [made] = visit(carry, [(part, owner)])
+            return carry, put(sums, made, owner)
 
         # [n, ...]: a share for each owner.
         sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(self.ring.size, *x.shape)), own)
         sums = put(vary_over(varying_axes(own), sums), own, self.ring.index())
-        carry, sums = self._visit(block, consume, lambda owner, _: owner, (carry, sums))
+        carry, sums = self._visit(block, consume, take_nothing, (carry, sums))
         axes = self.ring.names
         return carry, jax.tree.map(lambda x: lax.psum_scatter(self._wire(x), axes), sums)
 
@@ -268,6 +275,6 @@ class Naive(Way):
         def step(distance: Array, state: Any) -> Any:
             owner = (index - distance.astype("int32")) % self.ring.size
             at = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), blocks)
-            return consume(state, [(at, take(owner, 1))])
+            return consume(state, [(at, owner, take(owner, 1))])
 
         return lax.fori_loop(1, self.ring.size, step, state)

@@ -86,9 +86,9 @@ def _forward(method: Method, q: Array, keys: Keys) -> State:
 
     def consume(state: State | None, arrivals: Arrivals) -> State:
         if state is None:
-            [(keys, _)] = arrivals
+            [(keys, _, _)] = arrivals
             return own(keys)
-        for keys, source in arrivals:
+        for keys, source, _ in arrivals:
             state = add(state, keys, source)
         return state
 
@@ -120,9 +120,7 @@ def _forward(method: Method, q: Array, keys: Keys) -> State:
     def finish(state: State) -> State:
         return state._replace(out=state.out.astype(q.dtype))
 
-    return method.way.gather(
-        keys, consume, lambda owner, _: owner, sums=as_it_is, finish=finish, like=like
-    )
+    return method.way.gather(keys, consume, sums=as_it_is, finish=finish, like=like)
 
 
 def _fwd(method: Method, q: Array, keys: Keys) -> Any:

@@ -73,8 +73,8 @@ def _gather(
     dim = products[0].left.index(method.label)
     whole = left.shape[dim] * method.way.ring.size
 
-    def take(start: Any, size: int) -> tuple[Any, list[Array]]:
-        return start, [
+    def take(start: Any, size: int) -> list[Array]:
+        return [
             _cut(method, right, p.right, start, size)
             for p, right in zip(products, rights, strict=True)
         ]
@@ -82,7 +82,7 @@ def _gather(
     def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         results = [None] * len(products) if results is None else results
         uses = [
-            [(block, taken[number], start) for block, (start, taken) in arrivals]
+            [(block, taken[number], start) for block, start, taken in arrivals]
             for number in range(len(products))
         ]
         return [
@@ -98,7 +98,7 @@ def _gather(
 
     adds = any(method.label not in p.out for p in products)
     results = method.way.gather(
-        left, consume, take, dim=dim, sums=sums if adds else None, finish=finish
+        left, consume, take=take, dim=dim, sums=sums if adds else None, finish=finish
     )
     return tuple(results)
 
