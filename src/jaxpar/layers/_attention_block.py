@@ -137,10 +137,11 @@ def add_gradients(
     weights = jnp.exp(logits - _finite(top)[..., None]) * _inverse(total)[..., None]
     keys_span = tile.keys
     by_weight = scores.product("...grqe,...gke->...grqk", ct, v)
-    by_logit = weights * (by_weight - inner[..., None]) * jnp.asarray(scores.scale, inner.dtype)
+    by_logit = weights * (by_weight - inner[..., None])  # scaled in what is made of it, s x e
+    scale = jnp.asarray(scores.scale, inner.dtype)
     weights, by_logit = weights.astype(ct.dtype), by_logit.astype(q.dtype)
-    new_q = scores.product("...grqk,...gke->...grqe", by_logit, k)
-    new_k = scores.product("...grqk,...grqe->...gke", by_logit, q)
+    new_q = scores.product("...grqk,...gke->...grqe", by_logit, k) * scale
+    new_k = scores.product("...grqk,...grqe->...gke", by_logit, q) * scale
     new_v = scores.product("...grqk,...grqe->...gke", weights, ct)
     return (
         put(dq, cut(dq, queries) + new_q, queries),
