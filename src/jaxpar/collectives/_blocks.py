@@ -10,7 +10,7 @@ from jax import Array, lax
 from jaxpar._derivatives import linear_pair, with_derivative
 from jaxpar._dtypes import addition_dtype
 from jaxpar._varying import checks_varying, vary_over
-from jaxpar.collectives._in_turns import place_block
+from jaxpar.collectives._parts import place_block
 from jaxpar.collectives._ways import Arrivals, Way
 
 Leaves = list[Any]  # arrays

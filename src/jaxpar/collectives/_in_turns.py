@@ -9,9 +9,15 @@ import jax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxpar._compat import empty_like_blocks
-from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._order import Order, Work, spec_of
+from jaxpar.collectives._order import Order, Work
+from jaxpar.collectives._parts import (
+    empty_result,
+    half_of,
+    join_halves,
+    like_finished,
+    of_types,
+    pieces_of,
+)
 from jaxpar.collectives._turns import (
     Leg,
     Turn,
@@ -33,7 +39,7 @@ from jaxpar.collectives._ways import (
 )
 
 # How many turns that differ in distance alone are unrolled while tracing; more run in a loop.
-# benchmarks/README.md has compile time and program size on both sides of it.
+# benchmarks/compile_time/README.md has compile time and program size on both sides of it.
 UNROLLED = 15
 UNROLLED_CIRCULATING = 6  # fewer: such a turn holds more matmuls than one
 
@@ -77,7 +83,7 @@ class InTurns(Way):
         def turn(state: Any, t: Turn) -> Any:
             index, carry, blocks = state
             if t.legs and t.legs[0].half is not None:  # two halves of one block have come
-                blocks = [jax.tree.map(lambda x, *xs: _join(xs, x), block, *blocks)]
+                blocks = [jax.tree.map(lambda x, *xs: join_halves(xs, x), block, *blocks)]
             done = finish if not t.blocks else as_it_is
 
             def send(blocks: list[Any]) -> list[Any]:
@@ -97,7 +103,7 @@ class InTurns(Way):
             def compute(index: Array, blocks: list[Any], taken: list[Any]) -> Any:
                 return done(consume(carry, list(zip(blocks, starts(index), taken, strict=True))))
 
-            alike = like if carry is None else partial(_like, done, carry)
+            alike = like if carry is None else partial(like_finished, done, carry)
             work = Work(take_all, compute, sums, alike)
             return self.order.beside(index, blocks, send, work)
 
@@ -114,14 +120,14 @@ class InTurns(Way):
         length: int,
         dtype: DTypeLike,
     ) -> Array:
-        cuts = _cuts(length, self.order.pieces if self.ring.size > 1 else 1)
+        cuts = pieces_of(length, self.order.pieces if self.ring.size > 1 else 1)
 
         def turn(state: Any, t: Turn) -> Any:
             index, leaving, arrived, written = state
             start, size = cuts[t.piece]
             result: Any = written
             if written is None and not t.legs and len(cuts) > 1:
-                result = _empty_result(arrived[0].astype(dtype), dim, length)
+                result = empty_result(arrived[0].astype(dtype), dim, length)
 
             def send(sums: list[Array]) -> list[Array]:
                 return [
@@ -218,7 +224,7 @@ class InTurns(Way):
                 return visit(carry, list(zip(parts, self._owners(index, t), strict=True)))
 
             def like() -> Any:
-                return carry, [_alike(summed(part), own) for part in parts]
+                return carry, [of_types(own, summed(part)) for part in parts]
 
             index, (carry, made), (parts, sums) = beside(state, t, compute, like)
             if sums:  # added here, not before: a sum still under way would hold the matmuls up
@@ -244,7 +250,7 @@ class InTurns(Way):
 
     def _moved(self, x: Any, leg: Leg) -> Any:
         if leg.half is not None:
-            x = jax.tree.map(partial(_half, half=leg.half), x)
+            x = jax.tree.map(partial(half_of, half=leg.half), x)
         return self.ring.shift(x, leg.direction)
 
 
@@ -276,61 +282,3 @@ def _loop(first: list[Turn], times: int, step: int, state: Any, turn: Any) -> An
 
     # Two times a trip: with one, the compilers copy the carried block before each send.
     return lax.fori_loop(0, times, trip, state, unroll=2)
-
-
-def place_block(whole: Array | None, block: Array, dim: int, start: Any, size: int) -> Array:
-    """Writes `block` at `start` of `dim`, which has `size`; None is a whole yet unwritten."""
-    if block.shape[dim] == size:
-        return block
-    if whole is None:
-        # Not zeros: filling what every turn overwrites would be one more pass over the result.
-        whole = empty_like_blocks(block, dim, size // block.shape[dim])
-    into: Array = vary_over(varying_axes(block), whole)
-    return lax.dynamic_update_slice_in_dim(into, block, start, dim)
-
-
-def _empty_result(piece: Array, dim: int, length: int) -> Array:
-    """Unwritten memory like two pieces, one of which may be shorter by one."""
-    whole = vary_over(varying_axes(piece), empty_like_blocks(piece, dim, 2))
-    return lax.slice_in_dim(whole, 0, length, axis=dim)
-
-
-def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
-    """Starts and sizes of the pieces of `length` that are not empty; one piece at least."""
-    middle = -(-length // 2)
-    halves = [(0, middle), (middle, length - middle)]
-    return halves if pieces == 2 and length > 1 else [(0, length)]
-
-
-def _alike(part: Any, own: Any) -> Any:
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), part, own)
-
-
-def _like(finish: Pick, carry: Any) -> Any:
-    """Returns arrays of the types of `finish(carry)`, of any values."""
-
-    def empty(x: Array, finished: Any) -> Array:
-        if x.dtype == finished.dtype or not x.ndim:
-            return x.astype(finished.dtype)
-        return vary_over(varying_axes(x), empty_like_blocks(x, 0, 1, finished.dtype))
-
-    return jax.tree.map(empty, carry, jax.eval_shape(finish, carry))
-
-
-def _halved_dim(x: Array) -> int:
-    spec = spec_of(x)
-    whole = [dim for dim, axes in enumerate(spec) if axes is None] or list(range(x.ndim))
-    even = [dim for dim in whole if x.shape[dim] % 2 == 0 and x.shape[dim]]
-    return even[0] if even else max(whole, key=lambda dim: x.shape[dim])
-
-
-def _half(block: Array, half: int) -> Array:
-    dim = _halved_dim(block)
-    size = block.shape[dim]
-    middle = -(-size // 2)
-    start, stop = ((0, middle), (middle, size))[half]
-    return lax.slice_in_dim(block, start, stop, axis=dim)
-
-
-def _join(halves: Sequence[Array], like: Array) -> Array:
-    return lax.concatenate(halves, _halved_dim(like))

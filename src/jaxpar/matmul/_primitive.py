@@ -18,7 +18,7 @@ from jaxpar._derivatives import with_derivative
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar.collectives._blocks import cut
 from jaxpar.collectives._choice import joining_is_cheaper
-from jaxpar.collectives._in_turns import place_block
+from jaxpar.collectives._parts import place_block
 from jaxpar.collectives._ways import Arrivals, Way
 
 
