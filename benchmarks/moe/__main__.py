@@ -69,7 +69,8 @@ def compiled_tables(found: Found) -> dict[str, Table]:
             ]
             for row, form in zip(rows, forms, strict=True):
                 record = found[case, form, which]
-                row += _cells(record) if "total" in record else ["failed", "", "", ""]
+                why = "out of memory" if "memory" in record.get("failure", "") else "failed"
+                row += _cells(record) if "total" in record else [why, "", "", ""]
         tables[case] = Table(titles, rows)
     return tables
 

@@ -78,9 +78,13 @@ def test_a_table_has_a_row_for_each_form():
     assert second == ["jaxpar ragged", *["1.00", "10.0%", "2.00", "1.00"] * 2]
 
 
-def test_a_failure_is_shown():
-    table = command.compiled_tables(results(gradients={"failure": "out of memory"}))["a case"]
-    assert table.rows[0][5:] == ["failed", "", "", ""]
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [("Ran out of memory in hbm", "out of memory"), ("its process died", "failed")],
+)
+def test_a_failure_is_shown(reason, shown):
+    table = command.compiled_tables(results(gradients={"failure": reason}))["a case"]
+    assert table.rows[0][5:] == [shown, "", "", ""]
 
 
 def test_the_table_of_times():
