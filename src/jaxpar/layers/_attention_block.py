@@ -20,8 +20,8 @@ from jaxpar._dtypes import sum_dtype
 class State(NamedTuple):
     """What queries got from the keys that they have seen."""
 
-    out: Array  # [..., g, r, s, e], the mean of values
-    top: Array  # [..., g, r, s], the highest score, -inf before any
+    out: Array  # [..., g, r, s, e], the sum of exp(score - top) x value; in the end their mean
+    top: Array  # [..., g, r, s], the highest score, finite also before any
     total: Array  # [..., g, r, s], the sum of exp(score - top)
 
 
@@ -85,7 +85,8 @@ class Backward:
 
     q: Array
     ct: Array  # cotangent of the result, of the shape of q
-    state: State
+    top: Array  # of all scores, [..., g, r, s]
+    inverse: Array  # of the total, [..., g, r, s]
     inner: Array  # product of result and cotangent, [..., g, r, s]
     segments: Array | None
 
@@ -97,11 +98,11 @@ def attend(
     q, segments = cut(q, tile.queries), _cut_segments(segments, tile.queries)
     keys = _cut_keys(keys, tile.keys)
     logits = scores(q, keys, tile.causal, segments)
-    top = lax.stop_gradient(jnp.max(logits, axis=-1))
-    weights = jnp.exp(logits - _finite(top)[..., None])
-    total = jnp.sum(weights, axis=-1)
+    # Finite where no key is seen: -inf - -inf is NaN.
+    top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=jnp.finfo(logits.dtype).min / 2))
+    weights = jnp.exp(logits - top[..., None])
     out = scores.product("...grqk,...gke->...grqe", weights.astype(keys.v.dtype), keys.v)
-    return State(out * _inverse(total)[..., None], top, total)
+    return State(out, top, jnp.sum(weights, axis=-1))
 
 
 def merge(state: State, tile: Tile, part: State) -> State:
@@ -111,16 +112,20 @@ def merge(state: State, tile: Tile, part: State) -> State:
         cut(state.top, tile.queries, -1),
         cut(state.total, tile.queries, -1),
     )
-    top = jnp.maximum(before.top, part.top)
-    old = before.total * jnp.exp(before.top - _finite(top))
-    new = part.total * jnp.exp(part.top - _finite(top))
-    inverse = _inverse(old + new)
-    out = before.out * (old * inverse)[..., None] + part.out * (new * inverse)[..., None]
+    top = lax.max(before.top, part.top)
+    old, new = jnp.exp(before.top - top), jnp.exp(part.top - top)
+    out = before.out * old[..., None] + part.out * new[..., None]
+    total = before.total * old + part.total * new
     return State(
         put(state.out, out, tile.queries),
         put(state.top, top, tile.queries, -1),
-        put(state.total, old + new, tile.queries, -1),
+        put(state.total, total, tile.queries, -1),
     )
+
+
+def finish(state: State, dtype: Any) -> State:
+    """Returns the state whose `out` is the mean of values, 0 where no key is seen."""
+    return state._replace(out=(state.out * inverse_of(state.total)[..., None]).astype(dtype))
 
 
 def add_gradients(
@@ -130,11 +135,11 @@ def add_gradients(
     (dq, dk, dv), queries = sums, tile.queries
     q, ct = cut(at.q, queries), cut(at.ct, queries)
     (k, v, _) = cut_keys = _cut_keys(keys, tile.keys)
-    top, total = cut(at.state.top, queries, -1), cut(at.state.total, queries, -1)
+    top, inverse = cut(at.top, queries, -1), cut(at.inverse, queries, -1)
     inner, segments = cut(at.inner, queries, -1), _cut_segments(at.segments, queries)
     logits = scores(q, cut_keys, tile.causal, segments)
     # The difference first, which is exact where it matters.
-    weights = jnp.exp(logits - _finite(top)[..., None]) * _inverse(total)[..., None]
+    weights = jnp.exp(logits - top[..., None]) * inverse[..., None]
     keys_span = tile.keys
     by_weight = scores.product("...grqe,...gke->...grqk", ct, v)
     by_logit = weights * (by_weight - inner[..., None])  # scaled in what is made of it, s x e
@@ -150,14 +155,9 @@ def add_gradients(
     )
 
 
-def _finite(top: Array) -> Array:
-    """The highest score; 0 where no key is seen, as -inf - -inf is NaN."""
-    return jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)
-
-
-def _inverse(total: Array) -> Array:
-    """1 / total; 0 where no key is seen."""
-    return jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+def inverse_of(total: Array) -> Array:
+    """1 / total. It is at least 1 where a key is seen; else 0, as all that is multiplied by it."""
+    return 1 / jnp.maximum(total, 0.5)  # not 1, where the derivative of the larger one is a half
 
 
 def _cut_keys(keys: Keys, span: tuple[Any, int]) -> Keys:

@@ -20,6 +20,8 @@ from jaxpar.layers._attention_block import (
     Tile,
     add_gradients,
     attend,
+    finish,
+    inverse_of,
     merge,
 )
 
@@ -117,10 +119,9 @@ def _forward(method: Method, q: Array, keys: Keys) -> State:
 
         return method.if_seen(source, compute, state)
 
-    def finish(state: State) -> State:
-        return state._replace(out=state.out.astype(q.dtype))
-
-    return method.way.gather(keys, consume, sums=as_it_is, finish=finish, like=like)
+    return method.way.gather(
+        keys, consume, sums=as_it_is, finish=lambda state: finish(state, q.dtype), like=like
+    )
 
 
 def _fwd(method: Method, q: Array, keys: Keys) -> Any:
@@ -132,7 +133,8 @@ def _bwd(method: Method, residuals: tuple[Array, Keys, State], ct: Array) -> tup
     q, keys, state = residuals
     dtype = sum_dtype(q.dtype)
     inner = jnp.sum(state.out.astype(dtype) * ct.astype(dtype), axis=-1)
-    at, length = Backward(q, ct, state, inner, keys.segments), q.shape[-2]
+    inverse = inverse_of(state.total)
+    at, length = Backward(q, ct, state.top, inverse, inner, keys.segments), q.shape[-2]
     each, rest = method.own_tiles(length)
     # The first transfer, of keys and values, is shorter than the last, of their gradients.
     first, second = (rest, each) if rest else (each[:-1], each[-1:])
