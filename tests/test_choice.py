@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar._axis import Ring
+from jaxpar._axis import MODES, Ring
 from jaxpar._chips import CHIPS
 from jaxpar.collectives._choice import (
+    Kind,
     Problem,
+    applies_experts_in_stages,
+    choose_stages,
     choose_way,
     joining_is_cheaper,
     naive_time,
@@ -131,6 +135,7 @@ def test_without_a_mesh_auto_is_naive_and_rings_are_plain():
         ("TPU v5", TpuOrder(delays_transfers=True, cuts_first=True)),
         ("TPU v6 lite", TpuOrder(delays_transfers=True)),
         ("TPU7x", TpuOrder()),
+        ("TPU v9", TpuOrder()),  # not in the table of chips
         ("NVIDIA H100", Order()),
         (None, Order()),
     ],
@@ -312,3 +317,59 @@ def test_what_the_roofline_is_asked(monkeypatch):
         lambda x, w: matmul_reduce_scatter(x, w, "x", wire_dtype=jnp.bfloat16), P(None, "x"), P("x")
     )
     assert narrow == (4, 2.0 * 8 * 3 * 16, 2 * 16 * 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip_kind", "n", "mode"),
+    [
+        ("collective", "TPU v5", 8, "bidirectional"),
+        ("collective", "NVIDIA H100", 8, "unidirectional"),
+        ("collective", None, 8, "unidirectional"),
+        ("weights", "TPU v5", 8, "bidirectional"),
+        ("weights", "TPU v5", 32, "bidirectional"),
+        ("weights", "TPU v5", 36, "naive"),  # a loop, which has nothing beside it
+        ("weights", "NVIDIA H100", 8, "naive"),
+        ("weights", "TPU v5 lite", 64, "naive"),  # permutes are synchronous there
+        ("weights", None, 8, "naive"),
+        ("loss", "TPU v5", 8, "naive"),
+        ("experts", "TPU v5", 8, "naive"),
+    ],
+)
+def test_other_kinds_of_work(kind, chip_kind, n, mode):
+    mesh = described(chip_kind, n)
+    assert named(traced(lambda: choose_way(Problem(kind, ring(n))), mesh)) == mode
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_every_kind_of_work_has_a_rule(kind):
+    for chip_kind in ("TPU v5", "NVIDIA H100", None):
+        mesh = described(chip_kind)
+        assert named(traced(lambda: choose_way(Problem(kind, ring(8))), mesh)) in MODES
+
+
+@pytest.mark.parametrize(
+    ("chip_kind", "sizes", "stages"),
+    [
+        ("TPU v5", (4, 2), [("a", "bidirectional"), ("b", "bidirectional")]),
+        ("TPU v5", (4, 1), [("a", "bidirectional")]),
+        ("TPU v5", (1, 1), []),
+        ("TPU v5", (36, 2), [("ab", "naive")]),  # one is too long: a collective takes all at once
+        ("NVIDIA H100", (4, 2), [("ab", "naive")]),
+    ],
+)
+def test_weights_over_several_axes_have_a_stage_for_each(chip_kind, sizes, stages):
+    def found():
+        over = Ring(("a", "b"), "auto", size=sizes[0] * sizes[1])
+        return [
+            ("".join(way.ring.names), named(way)) for way in choose_stages(Problem("weights", over))
+        ]
+
+    mesh = described(chip_kind, shape=dict(zip("ab", sizes, strict=True)))
+    assert traced(found, mesh) == stages
+
+
+@pytest.mark.parametrize(("kind", "stages"), [("TPU v5", True), ("NVIDIA H100", False)])
+def test_experts_in_two_stages_where_one_exchange_is_under_way_at_a_time(kind, stages):
+    mesh = described(kind)
+    assert traced(lambda: applies_experts_in_stages(2), mesh) == stages
+    assert not traced(lambda: applies_experts_in_stages(1), mesh)

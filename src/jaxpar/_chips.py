@@ -111,13 +111,3 @@ def traced_for_cpu_cluster() -> bool:
     copies by the cores that the matmuls need.
     """
     return traced_for_cpu() and jax.process_count() > 1
-
-
-def preferred_ring() -> str:
-    """Returns the ring mode that uses the chip's links best.
-
-    On a torus both directions have links of their own. Behind a switch one direction already fills
-    a device's port, and two serialise.
-    """
-    chip = traced_chip()
-    return "bidirectional" if chip is not None and chip.torus else "unidirectional"

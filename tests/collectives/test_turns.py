@@ -183,11 +183,18 @@ def test_both_ways_take_half_the_turns(directions):
     assert hops == ([0, 1, 2, 7, 8] if directions == ONE else [0, 1, 1, 4, 4])
 
 
+def apart(turn, size, directions):
+    """Whether a turn makes a piece for a device that is as far one way as the other."""
+    return len(directions) == 2 and 2 * turn.distance == size
+
+
 @every_ring
 def test_a_turn_waits_for_what_its_links_carry_next(size, directions):
     for pieces in (1, 2):
         turns = scatter_turns(size, directions, pieces)
         for turn, following in pairwise(turns):
+            # Sums of both halves of the opposite device's block, which go one each way.
+            assert turn.awaited == (pieces == 1 or not apart(turn, size, directions))
             if not turn.awaited:
                 assert not set(turn.sums) & set(following.sums)
 

@@ -1,4 +1,4 @@
-"""What `auto` means: every choice that the package makes, and all that it may depend on.
+"""What `auto` means: every choice of a way over a ring, and all that it may depend on.
 
 A `Problem` says what is to be done; `choose_way` returns the way over the ring, of the mode
 that the ring has. The rules of `auto` are the functions of `RULES`, one for each kind of work,
@@ -38,11 +38,11 @@ class Problem:
       kind: what is to be done: a collective beside a matmul or attention, one by itself, weights
         that are gathered ahead of a layer, a loss over a vocabulary, tokens sent to experts.
       ring: the devices.
-      shapes: of the local operands.
+      shapes: of the local operands, where they are known.
       flops: of the local work, over all turns.
       block_bytes: what a device sends in one turn.
       needed: of experts, to how many devices a token must go, on average.
-      backward: whether the work is that of a backward pass.
+      passes: for which the way is; today one way serves both.
       chip: that the program is traced for; None: not in the table.
       devices: of the whole mesh.
     """
@@ -53,7 +53,7 @@ class Problem:
     flops: float = 0.0
     block_bytes: int = 0
     needed: float = 0.0
-    backward: bool = False
+    passes: Literal["forward", "backward", "both"] = "both"
     chip: Chip | None = field(default_factory=traced_chip)
     devices: int = field(default_factory=_traced_devices)
 
@@ -146,6 +146,7 @@ RULES: dict[Kind, Callable[[Problem], Way]] = {
     "collective": by_links,
     "weights": by_prefetching,
     "loss": naively,
+    "experts": naively,
 }
 
 

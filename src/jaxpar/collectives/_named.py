@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxpar._axis import bind
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error
 from jaxpar._checks import check_dim, check_divides
 from jaxpar._dtypes import check_wire
@@ -18,6 +18,7 @@ from jaxpar._types import AxisLike, Integer, Mode, Tree
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
 from jaxpar.collectives._choice import Problem, choose_way
+from jaxpar.collectives._ways import Way
 
 
 @public
@@ -96,11 +97,10 @@ def ring_all_gather(
     """
     ring = bind(axis, mode=mode)
     (x,) = vary_alike(ring.names, x)
-    way = choose_way(Problem("collective", ring))
 
     def gather(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
-        return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
+        return gather_along(_way(ring, x), x if tiled else jnp.expand_dims(x, along), along)
 
     return jax.tree.map(gather, x)
 
@@ -154,7 +154,6 @@ def ring_reduce_scatter(
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     (x,) = vary_alike(ring.names, x)
-    way = choose_way(Problem("collective", ring))
 
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)
@@ -162,7 +161,7 @@ def ring_reduce_scatter(
         if x.dtype == bool:
             raise type_error(f"x is bool{list(x.shape)}, which has no sum; cast it to int32")
         check_wire(ring.wire_dtype, x.dtype)
-        out = scatter_along(way, x, along)
+        out = scatter_along(_way(ring, x), x, along)
         return out if tiled else lax.squeeze(out, [along])
 
     return jax.tree.map(scatter, x)
@@ -208,11 +207,15 @@ def ring_all_reduce(
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     (x,) = vary_alike(ring.names, x)
-    way = choose_way(Problem("collective", ring))
 
     def reduce(x: Array) -> Array:
         x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
         check_wire(ring.wire_dtype, x.dtype)
-        return all_reduce(way, x)
+        return all_reduce(_way(ring, x), x)
 
     return jax.tree.map(reduce, x)
+
+
+def _way(ring: Ring, x: Array) -> Way:
+    size = x.size * x.dtype.itemsize
+    return choose_way(Problem("collective", ring, (x.shape,), block_bytes=size))

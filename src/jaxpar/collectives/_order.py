@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar._chips import traced_chip, traced_for_cpu, traced_for_cpu_cluster
+from jaxpar._chips import traced_for_cpu, traced_for_cpu_cluster
 
 Send = Callable[[Any], Any]
 Beside = tuple[Array, Any, Any]  # the index, what was made, what arrived
@@ -162,7 +162,7 @@ class ClusterOrder(Order):
         return index + unforeseen_zero((made, arrived)), made, written_after(cut, arrived)
 
 
-# By the beginning of `device_kind`, as in the table of chips.
+# By the beginning of `device_kind`; the last is for TPUs that nobody has compiled for.
 ORDERS = {
     "TPU v4": TpuOrder(delays_transfers=True),
     "TPU v5 lite": TpuOrder(),
@@ -178,8 +178,8 @@ def traced_order() -> Order:
         return ClusterOrder()
     if traced_for_cpu():
         return CpuOrder()
-    chip = traced_chip()
-    kind = "" if chip is None else chip.kind
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = "" if device is None else device.device_kind
     return next((order for name, order in ORDERS.items() if kind.startswith(name)), Order())
 
 

@@ -7,8 +7,8 @@ both ways round:
     Turn(1, legs=[+1, -1], blocks=[+1/0, -1/1])  # two have come; half of each goes one further
     Turn(2, legs=[+1/0, -1/1])               # the halves are the block of the opposite device
 
-Nothing here knows what is computed, nor on which platform: `_ways.py` runs a program, `_order.py`
-says how a platform keeps a turn's transfers beside its work.
+Nothing here knows what is computed, nor on which platform: `_in_turns.py` runs a program, and
+`_order.py` says how a platform keeps a turn's transfers beside its work.
 """
 
 from collections.abc import Iterator, Sequence
@@ -90,13 +90,13 @@ def scatter_turns(size: int, directions: tuple[int, ...], pieces: int = 1) -> li
     It is a gather's, backwards: the sum for the farthest owner is made first, and each device on
     its way adds its share. With one piece a sum is still under way while the share that is added to
     it is made. With two pieces, which take turns, it has come by then. The pieces of the opposite
-    device's sum take the directions in turn, from the last one on.
+    device's sum take the directions in turn, the first one by the last of them.
     """
     legs = tuple(Leg(-direction) for direction in directions)
     hops, opposite = divmod(size - 1, len(directions))
 
     def made(distance: int, piece: int) -> tuple[Leg, ...]:
-        return () if not distance else (legs[-1 - piece],) if distance > hops else legs
+        return () if not distance else (legs[(piece + 1) % pieces],) if distance > hops else legs
 
     owners = range(hops + bool(opposite), -1, -1)
     work = [

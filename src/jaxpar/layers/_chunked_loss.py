@@ -34,16 +34,16 @@ class ChunkedLoss:
     ignore_label: int
     precision: Any
 
-    def way(self, ring: Ring) -> Way:
-        """How tokens and their gradients travel over a ring."""
-        return choose_way(Problem("loss", ring))
+    def way(self, ring: Ring, x: Array) -> Way:
+        """How tokens or their gradients travel over a ring."""
+        return choose_way(Problem("loss", ring, (x.shape,), block_bytes=x.size * x.dtype.itemsize))
 
     def whole(self, x: Array) -> Array:
         """The tokens of all devices, where they are sharded."""
         if self.dim is None:
             return x
         (x,) = vary_alike(self.ring.names, x)
-        return gather_along(self.way(self.ring), x, self.dim)
+        return gather_along(self.way(self.ring, x), x, self.dim)
 
     def chunks(self, x: Array, fill: int = 0, features: int = 0) -> Array:
         """Cuts tokens `[..., s]`, each of so many dimensions, into `[chunks, tokens, ...]`."""
@@ -149,11 +149,11 @@ def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, No
     dw, dx = lax.scan(step, zeros, chunks)
     dx = dx.reshape(-1, dx.shape[-1])[: labels.size].reshape(whole.shape)
     if loss.dim is not None:
-        dx = scatter_along(loss.way(loss.ring), dx, loss.dim)
+        dx = scatter_along(loss.way(loss.ring, dx), dx, loss.dim)
     elif checks_varying(names):
         copied = tuple(name for name in names if name not in varying_axes(x))
         if copied:
-            dx = all_reduce(loss.way(loss.ring.over(copied)), dx)
+            dx = all_reduce(loss.way(loss.ring.over(copied), dx), dx)
     return dx.astype(x.dtype), dw.astype(w.dtype), None
 
 

@@ -56,7 +56,9 @@ def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring) -> Shards:
         counted.append(None if dim is None else check_dim("dim", dim, x.shape))
         if dim is not None and jnp.issubdtype(x.dtype, jnp.inexact):
             check_wire(ring.wire_dtype, x.dtype)
-    stages = choose_stages(Problem("weights", ring))
+    cut = [x for x, dim in zip(leaves, counted, strict=True) if dim is not None]
+    shapes, size = tuple(x.shape for x in cut), sum(x.size * x.dtype.itemsize for x in cut)
+    stages = choose_stages(Problem("weights", ring, shapes, block_bytes=size))
     groups = group_leaves(leaves, counted, join=all(way.joins for way in stages))
     return Shards(stages, groups, dims=tuple(counted))
 

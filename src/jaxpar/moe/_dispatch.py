@@ -15,6 +15,8 @@ from jaxpar._axis import Ring
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._varying import vary_alike, vary_wide, varying_axes
+from jaxpar.collectives._blocks import gather_along, scatter_along
+from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.moe._capacity import Bounds
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
@@ -222,15 +224,17 @@ def gather(ring: Ring, tree: Any) -> Any:
     """The rows of all devices of the ring."""
     if ring.size == 1 or not len(jax.tree.leaves(tree)[0]):
         return tree
-    return jax.tree.map(lambda x: lax.all_gather(x, ring.names, tiled=True), tree)
+    way = choose_way(Problem("experts", ring))
+    return jax.tree.map(lambda x: gather_along(way, x, 0), vary_alike(ring.names, *tree))
 
 
 def scatter(ring: Ring, x: Array) -> Array:
     """The sums over the ring of this device's own rows."""
     if ring.size == 1 or not len(x):
         return x
-    wide = x.astype(ring.wire_dtype or addition_dtype(x.dtype))
-    return lax.psum_scatter(wide, ring.names, tiled=True).astype(x.dtype)
+    way = choose_way(Problem("experts", ring))
+    (wide,) = vary_alike(ring.names, x.astype(addition_dtype(x.dtype)))
+    return scatter_along(way, wide, 0).astype(x.dtype)
 
 
 Activation = Callable[[Array], Array]

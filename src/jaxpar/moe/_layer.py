@@ -78,7 +78,9 @@ def moe_layer(
         `[e, d, f]`, `down` `[e, f, d]`, and biases, in the dtype of `tokens`. A device has
         e = ceil(E / n) experts, device 0 the first e; where n does not divide E, `pad_experts`
         appends the ones that are missing.
-      axis: the mesh axis, or a tuple of them in any order, over which experts are sharded.
+      axis: the mesh axis, or a tuple of them in any order, over which experts are sharded; or an
+        `Axis`, whose mode and `wire_dtype` are those of the gathers and sums of `"all_gather"`. A
+        ragged exchange has one way, and no sums travel by it.
       dispatch: `"ragged"`: each token travels once to each device that it needs, by a ragged
         all-to-all, and a row comes back. `"all_gather"`: all tokens to all devices, and a
         reduce-scatter. `"auto"`: ragged, or all-gather where nearly every token needs nearly every
