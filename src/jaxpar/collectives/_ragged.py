@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
+from jaxtyping import Bool, Int32, Shaped
 
 from jaxpar._axis import Ring, bind, ring_positions
 from jaxpar._calls import public, type_error, value_error
@@ -19,26 +20,30 @@ from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisLike
 from jaxpar._varying import vary_alike
 
+# Of n devices, with m slices for each pair of them, slices are n m; or where they are cut, [n, m].
+Operand = Shaped[Array, "rows *row"]
+Output = Shaped[Array, "out_rows *row"]
+
 
 class Slices(NamedTuple):
-    """Which rows go where: int32[n m], for m slices a pair of devices, m of each device in turn."""
+    """Which rows go where, m slices of each device in turn."""
 
-    input_offsets: Array
-    send_sizes: Array
-    output_offsets: Array  # on the device that receives
-    recv_sizes: Array
+    input_offsets: Int32[Array, " *slices"]
+    send_sizes: Int32[Array, " *slices"]
+    output_offsets: Int32[Array, " *slices"]  # on the device that receives
+    recv_sizes: Int32[Array, " *slices"]
 
     def per_device(self, ring: Ring) -> Slices:
-        """All as `[n, m]`."""
+        """All of them, each as `[n, m]`."""
         return Slices(*(x.reshape(ring.size, -1) for x in self))
 
 
-def swap(x: Array, ring: Ring) -> Array:
+def swap(x: Shaped[Array, " blocks *block"], ring: Ring) -> Shaped[Array, " blocks *block"]:
     """Gives device d block d of dimension 0, and returns what all devices gave this one."""
     return lax.all_to_all(x, ring.names, 0, 0, tiled=True)
 
 
-def exchange_rows(operand: Array, output: Array, slices: Slices, ring: Ring) -> Array:
+def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) -> Output:
     """Returns `output` with all slices written that were sent here; it has no derivative."""
     if not operand.size or not output.size:
         return output
@@ -49,7 +54,7 @@ def exchange_rows(operand: Array, output: Array, slices: Slices, ring: Ring) -> 
     # The compiler for CPU has no such collective, and one traced program may be lowered for any
     # platform: the choice is made then.
     @custom_vmap
-    def exchange(operand: Array, output: Array, slices: Slices) -> Array:
+    def exchange(operand: Operand, output: Output, slices: Slices) -> Output:
         native = _native(ring)
         return lax.platform_dependent(
             *(operand, output, slices),
@@ -72,10 +77,12 @@ def exchange_rows(operand: Array, output: Array, slices: Slices, ring: Ring) -> 
         )
         row = jnp.arange(size, dtype="int32")[:, None]
         slices = slices._replace(
+            # Batches lie one after the other in the rows of both, so that offsets move by as many.
             input_offsets=slices.input_offsets + row * operand.shape[1],
             output_offsets=slices.output_offsets + row * output.shape[1],
         )
         flat: list[Array] = [x.reshape(-1, *x.shape[2:]) for x in (operand, output)]
+        # From [size, n m] to [n, size m]: for each device the slices of one batch after the other.
         together = Slices(
             *(x.reshape(size, ring.size, -1).swapaxes(0, 1).reshape(-1) for x in slices)
         )
@@ -93,7 +100,7 @@ def _native(ring: Ring) -> Any:
         names = tuple(name for name in mesh.axis_names if name in ring.names)
         at = np.argsort(ring_positions(mesh, ring.names))
 
-    def native(operand: Array, output: Array, slices: Slices) -> Array:
+    def native(operand: Operand, output: Output, slices: Slices) -> Output:
         if names != ring.names:
             slices = Slices(*(x[at].reshape(-1) for x in slices.per_device(ring)))
         return lax.ragged_all_to_all(operand, output, *slices, axis_name=names)
@@ -107,7 +114,7 @@ def _apart(native: Any) -> Any:
     It takes rows in two halves, and would otherwise gather and add them so, a copy for each.
     """
 
-    def apart(operand: Array, output: Array, slices: Slices) -> Array:
+    def apart(operand: Operand, output: Output, slices: Slices) -> Output:
         return lax.optimization_barrier(native(lax.optimization_barrier(operand), output, slices))
 
     return apart
@@ -121,7 +128,7 @@ def _emulated(ring: Ring) -> Any:
     its rows to one.
     """
 
-    def emulated(operand: Array, output: Array, slices: Slices) -> Array:
+    def emulated(operand: Operand, output: Output, slices: Slices) -> Output:
         rows = min(operand.shape[0], output.shape[0])
         length = ceil(rows / slices.send_sizes.size)
         grouped = slices.per_device(ring)
@@ -131,12 +138,12 @@ def _emulated(ring: Ring) -> Any:
         steps = (longest + jnp.int32(length - 1)) // jnp.int32(length)  # [m]
         ends = jnp.cumsum(steps, dtype="int32")
 
-        def step(i: Array, output: Array) -> Array:
+        def step(i: Int32[Array, ""], output: Output) -> Output:
             number = jnp.sum(i >= ends, dtype="int32")  # of m
             first = (i - ends[number] + steps[number]) * length
             row = first + jnp.arange(length, dtype="int32")  # of a slice
             block = jnp.take(operand, grouped.input_offsets[:, number, None] + row, 0, mode="clip")
-            block = swap(block, ring)  # [n, length, ...]
+            block = swap(block, ring)  # [n, length, *row]
             arrives = row < grouped.recv_sizes[:, number, None]
             place = jnp.where(arrives, places[:, number, None] + row, output.shape[0])
             return output.at[place].set(block, mode="drop")
@@ -226,12 +233,14 @@ def ragged_all_to_all(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _exchange(operand: Array, output: Array, slices: Slices, ring: Ring, rows: int) -> Array:
+def _exchange(operand: Operand, output: Output, slices: Slices, ring: Ring, rows: int) -> Output:
     return exchange_rows(operand, output, slices, ring)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _exchange_back(ct: Array, slices: Slices, ring: Ring, rows: int) -> Array:
+def _exchange_back(
+    ct: Output, slices: Slices, ring: Ring, rows: int
+) -> Shaped[Array, " {rows} *row"]:
     """The sum, for each of the operand's rows, of `ct` wherever `exchange_rows` put it."""
     count = slices.send_sizes.size
     slices_per_pair = count // ring.size
@@ -246,7 +255,7 @@ def _exchange_back(ct: Array, slices: Slices, ring: Ring, rows: int) -> Array:
     device = jnp.arange(count, dtype="int32") // slices_per_pair
     number = jnp.arange(count, dtype="int32") % slices_per_pair
 
-    def step(i: Array, total: Array) -> Array:
+    def step(i: Int32[Array, ""], total: Operand) -> Operand:
         distance = i // slices_per_pair
         these = number == i % slices_per_pair
         to = these & (device == (ring.index() - distance) % ring.size)
@@ -268,20 +277,29 @@ def _exchange_back(ct: Array, slices: Slices, ring: Ring, rows: int) -> Array:
     return total.astype(ct.dtype)
 
 
-def _exchange_fwd(operand: Array, output: Array, slices: Slices, *how: Any) -> tuple[Array, Slices]:
+def _exchange_fwd(
+    operand: Operand, output: Output, slices: Slices, *how: Any
+) -> tuple[Output, Slices]:
     return _exchange(operand, output, slices, *how), slices
 
 
-def _exchange_bwd(ring: Ring, rows: int, slices: Slices, ct: Array) -> tuple[Array, Array, None]:
+def _exchange_bwd(
+    ring: Ring, rows: int, slices: Slices, ct: Output
+) -> tuple[Shaped[Array, " {rows} *row"], Output, None]:
+    # What arrived replaced rows of `output`, which so have no part in the result.
     arrived = _arrived(slices, ring, ct)
     return _exchange_back(ct, slices, ring, rows), jnp.where(arrived, jnp.zeros_like(ct), ct), None
 
 
-def _back_fwd(ct: Array, slices: Slices, ring: Ring, rows: int) -> tuple[Array, Any]:
+def _back_fwd(
+    ct: Output, slices: Slices, ring: Ring, rows: int
+) -> tuple[Shaped[Array, " {rows} *row"], Any]:
     return _exchange_back(ct, slices, ring, rows), (slices, jnp.zeros_like(ct))
 
 
-def _back_bwd(ring: Ring, rows: int, residuals: Any, ct: Array) -> tuple[Array, None]:
+def _back_bwd(
+    ring: Ring, rows: int, residuals: Any, ct: Shaped[Array, " {rows} *row"]
+) -> tuple[Output, None]:
     slices, zeros = residuals
     return _exchange(ct, zeros, slices, ring, rows), None
 
@@ -290,16 +308,17 @@ _exchange.defvjp(_exchange_fwd, _exchange_bwd)
 _exchange_back.defvjp(_back_fwd, _back_bwd)
 
 
-def _overlap(slices: Slices) -> Array:
+def _overlap(slices: Slices) -> Bool[Array, ""]:
     """Whether any two slices that this device sends share a row."""
     starts, sizes = slices.input_offsets, slices.send_sizes
+    # Empty slices are sorted behind all others, where they are between no two of them.
     far = jnp.iinfo("int32").max
     starts, sizes = lax.sort((jnp.where(sizes > 0, starts, far), sizes), num_keys=1)
     return jnp.any(starts[1:] - starts[:-1] < sizes[:-1])
 
 
-def _arrived(slices: Slices, ring: Ring, ct: Array) -> Array:
-    """Which rows of the output were written: bool[out_rows, 1, ...]."""
+def _arrived(slices: Slices, ring: Ring, ct: Output) -> Bool[Array, " out_rows *ones"]:
+    """Which rows of the output were written, with dimensions of size 1 to be compared with rows."""
     starts = swap(slices.output_offsets, ring)
     steps = jnp.zeros(ct.shape[0] + 1, "int32")
     (steps, starts, sizes) = vary_alike((), steps, starts, slices.recv_sizes)

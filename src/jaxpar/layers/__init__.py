@@ -1,5 +1,15 @@
 """Layers as functions of local blocks: data, FSDP, tensor and context parallelism."""
 
+# Dimensions in the annotations of this folder, whose arrays are local blocks:
+#   tokens           all positions of all sequences; *tokens where they have several dimensions
+#   d                features of tokens
+#   columns          columns of a weight, such as hidden features or this device's logits
+#   batch            sequences, in any number of dimensions
+#   queries, keys    positions, of the queries and of the keys that they see
+#   groups           heads of keys and values
+#   repeats          heads of queries for each of these
+#   heads, size      heads of queries, and the features of a head
+
 from jaxpar.layers._attention import HeadLayout, head_layout, parallel_attention
 from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
 from jaxpar.layers._fsdp_scan import fsdp_scan

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
+from jaxtyping import Int, Num
 
 from jaxpar._calls import public, value_error
 from jaxpar._checks import check_dim, check_whole
@@ -285,7 +286,7 @@ class _OwnHeads:
     def kv_count(self) -> int:
         return self.layout.local_kv_heads * self.blocks
 
-    def select(self, name: str, whole: Array) -> Array:
+    def select(self, name: str, whole: Num[Array, "*into columns"]) -> Num[Array, "*into own"]:
         """Takes, of the last dimension of keys or values that all devices have, its own heads."""
         if name == "w_q" or self.layout.kv_sharded:
             return whole
@@ -298,8 +299,8 @@ class _OwnHeads:
         own = jnp.take(wide, index, axis=-2, mode="clip").astype(whole.dtype)
         return own.reshape(*whole.shape[:-1], self.kv_count * size)
 
-    def mask(self, x: Array) -> Array:
-        """Replaces heads that are padding, `[..., h, e]`, by zeros."""
+    def mask(self, x: Num[Array, "*tokens heads size"]) -> Num[Array, "*tokens heads size"]:
+        """Replaces heads that are padding by zeros."""
         if self.layout.padded_heads == self.layout.heads:
             return x
         real = self._of_blocks(self.layout.query_heads_of) < self.layout.heads
@@ -323,8 +324,10 @@ class _OwnHeads:
                 f"{layout.shards}) has {what}"
             )
 
-    def _of_blocks(self, heads_of: Callable[[Any], Array]) -> Array:
+    def _of_blocks(self, heads_of: Callable[[Any], Array]) -> Int[Array, " heads"]:
+        """The heads of all shards of the layout that this device has, one after the other."""
         index = self.layer.ring.index()
+        # Where fsdp cuts first, what is gathered over it are shards as far apart as `axis` is long.
         stride = self.layer.ring.size
         return jnp.concatenate([heads_of(index + block * stride) for block in range(self.blocks)])
 

@@ -1,7 +1,7 @@
 """Attention between some queries and some keys: partial softmax, its merge, its gradients.
 
-Arrays are grouped by kv head, positions next to last: queries [..., g, r, s, e] for r query heads
-to each of g kv heads, keys and values [..., g, s, e], segments [..., 1, s, 1].
+Arrays are grouped by kv head, positions next to last: queries have `repeats` heads for each of the
+`groups` heads of keys and values, and segments are of all heads.
 
 A softmax is kept as the highest score and the sum of exponentials below it, apart: their one
 float32 logarithm has lost, where scores are around -300, the digits by which weights sum to 1 and
@@ -13,24 +13,30 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int32
 
 from jaxpar._dtypes import sum_dtype
+
+Queries = Float[Array, "*batch groups repeats queries size"]
+OfQueries = Float[Array, "*batch groups repeats queries"]
+OfKeys = Float[Array, "*batch groups keys size"]
+Segments = Int32[Array, "*batch 1 positions 1"]
 
 
 class State(NamedTuple):
     """What queries got from the keys that they have seen."""
 
-    out: Array  # [..., g, r, s, e], the sum of exp(score - top) x value; in the end their mean
-    top: Array  # [..., g, r, s], the highest score, finite also before any
-    total: Array  # [..., g, r, s], the sum of exp(score - top)
+    out: Queries  # the sum of exp(score - top) x value; in the end the mean of values
+    top: OfQueries  # the highest score, finite also before any
+    total: OfQueries  # the sum of exp(score - top)
 
 
 class Keys(NamedTuple):
     """Keys with what belongs to them, which travels with them."""
 
-    k: Array  # [..., g, s, e]
-    v: Array
-    segments: Array | None = None  # int32[..., 1, s, 1]; queries see none that is negative
+    k: OfKeys
+    v: OfKeys
+    segments: Segments | None = None  # queries see none that is negative
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,14 @@ class Scores:
             preferred_element_type=sum_dtype(left.dtype),
         )
 
-    def __call__(self, q: Array, keys: Keys, causal: bool, segments: Array | None) -> Array:
-        """Returns scaled scores [..., g, r, queries, keys], -inf where a query does not see."""
+    def __call__(
+        self,
+        q: Queries,
+        keys: Keys,
+        causal: bool,
+        segments: Int32[Array, "*batch 1 queries 1"] | None,
+    ) -> Float[Array, "*batch groups repeats queries keys"]:
+        """Returns scaled scores, -inf where a query does not see."""
         scores = self.product("...grqe,...gke->...grqk", q, keys.k)
         scores = scores * jnp.asarray(self.scale, scores.dtype)
         if causal:
@@ -59,8 +71,9 @@ class Scores:
             rows, columns = (lax.broadcasted_iota("int32", shape, dim) for dim in (0, 1))
             scores = jnp.where(rows >= columns, scores, -jnp.inf)
         if keys.segments is not None and segments is not None:
-            of_queries = segments[..., None, :, :]  # [..., 1, 1, queries, 1]
-            of_keys = jnp.swapaxes(keys.segments, -1, -2)[..., None, :, :]  # [..., 1, 1, 1, keys]
+            # [*batch, 1, 1, queries, 1] and [*batch, 1, 1, 1, keys]
+            of_queries = segments[..., None, :, :]
+            of_keys = jnp.swapaxes(keys.segments, -1, -2)[..., None, :, :]
             seen = (of_queries == of_keys) & (of_keys >= 0)
             scores = jnp.where(seen, scores, -jnp.inf)
         return scores
@@ -83,22 +96,31 @@ class Tile:
 class Backward:
     """What the gradients of a tile need of the queries, apart from keys and values."""
 
-    q: Array
-    ct: Array  # cotangent of the result, of the shape of q
-    top: Array  # of all scores, [..., g, r, s]
-    inverse: Array  # of the total, [..., g, r, s]
-    inner: Array  # product of result and cotangent, [..., g, r, s]
-    segments: Array | None
+    q: Queries
+    ct: Queries  # of the result
+    top: OfQueries  # of all scores
+    inverse: OfQueries  # of the total
+    inner: OfQueries  # product of result and cotangent
+    segments: Segments | None
+
+
+# Gradients of all queries, of the keys and of the values, summed so far.
+Sums = tuple[Queries, OfKeys, OfKeys]
 
 
 def attend(
-    scores: Scores, tile: Tile, q: Array, keys: Keys, segments: Array | None = None
+    scores: Scores,
+    tile: Tile,
+    q: Queries,
+    keys: Keys,
+    segments: Segments | None = None,
 ) -> State:
     """Returns what a tile's queries get from its keys alone."""
     q, segments = cut(q, tile.queries), _cut_segments(segments, tile.queries)
     keys = _cut_keys(keys, tile.keys)
     logits = scores(q, keys, tile.causal, segments)
-    # Finite where no key is seen: -inf - -inf is NaN.
+    # Finite where no key is seen: -inf - -inf is NaN. The shift cancels in the result, and needs no
+    # derivative.
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=jnp.finfo(logits.dtype).min / 2))
     weights = jnp.exp(logits - top[..., None])
     out = scores.product("...grqk,...gke->...grqe", weights.astype(keys.v.dtype), keys.v)
@@ -128,9 +150,7 @@ def finish(state: State, dtype: Any) -> State:
     return state._replace(out=(state.out * inverse_of(state.total)[..., None]).astype(dtype))
 
 
-def add_gradients(
-    scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: tuple[Array, Array, Array]
-) -> tuple[Array, Array, Array]:
+def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Sums) -> Sums:
     """Adds a tile's gradients to those of all queries, of the keys and of the values."""
     (dq, dk, dv), queries = sums, tile.queries
     q, ct = cut(at.q, queries), cut(at.ct, queries)
@@ -138,6 +158,7 @@ def add_gradients(
     top, inverse = cut(at.top, queries, -1), cut(at.inverse, queries, -1)
     inner, segments = cut(at.inner, queries, -1), _cut_segments(at.segments, queries)
     logits = scores(q, cut_keys, tile.causal, segments)
+    # The weights of the whole softmax, not of the tile's: `top` and `inverse` are of all keys.
     # The difference first, which is exact where it matters.
     weights = jnp.exp(logits - top[..., None]) * inverse[..., None]
     keys_span = tile.keys
@@ -155,7 +176,7 @@ def add_gradients(
     )
 
 
-def inverse_of(total: Array) -> Array:
+def inverse_of(total: OfQueries) -> OfQueries:
     """1 / total. It is at least 1 where a key is seen; else 0, as all that is multiplied by it."""
     return 1 / jnp.maximum(total, 0.5)  # not 1, where the derivative of the larger one is a half
 
@@ -164,7 +185,9 @@ def _cut_keys(keys: Keys, span: tuple[Any, int]) -> Keys:
     return Keys(cut(keys.k, span), cut(keys.v, span), _cut_segments(keys.segments, span))
 
 
-def _cut_segments(segments: Array | None, span: tuple[Any, int]) -> Array | None:
+def _cut_segments(
+    segments: Segments | None, span: tuple[Any, int]
+) -> Int32[Array, "*batch 1 of_span 1"] | None:
     return None if segments is None else cut(segments, span)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int, Shaped
 
 from jaxpar._dtypes import sum_dtype
 from jaxpar._varying import vary_over, varying_axes
@@ -15,8 +16,11 @@ from jaxpar.collectives._ways import Arrivals, Visits, Way, as_it_is
 from jaxpar.layers._attention_block import (
     Backward,
     Keys,
+    OfKeys,
+    Queries,
     Scores,
     State,
+    Sums,
     Tile,
     add_gradients,
     attend,
@@ -25,7 +29,8 @@ from jaxpar.layers._attention_block import (
     merge,
 )
 
-Sums = tuple[Array, Array, Array]  # gradients of queries, keys and values, summed so far
+# Of keys and values, to travel with these.
+KeySums = tuple[OfKeys, OfKeys]
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Method:
             each, rest = [Tile(early, (0, length)), Tile(late, (0, length))], []
         return (each, rest) if middle else (each[1:], [])
 
-    def tiles(self, queries: int, keys: int, source: Array) -> list[Tile]:
+    def tiles(self, queries: int, keys: int, source: Int[Array, ""]) -> list[Tile]:
         """Tiles of another device's block, or a part of it."""
         if not self.balanced:
             return [Tile((0, queries), (0, keys))]
@@ -67,7 +72,7 @@ class Method:
         chosen = Tile((behind * rows, rows), (behind * columns, columns))
         return [Tile((rows, rows), (0, columns)), chosen]
 
-    def if_seen(self, source: Array, compute: Callable[[Any], Any], state: Any) -> Any:
+    def if_seen(self, source: Int[Array, ""], compute: Callable[[Any], Any], state: Any) -> Any:
         """Returns `compute(state)`, or `state` where all of the block is in the future."""
         if not self.causal or self.zigzag:
             return compute(state)
@@ -75,15 +80,15 @@ class Method:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(method: Method, q: Array, keys: Keys) -> Array:
-    """Attention of q [..., g, r, s, e] to the keys and values [..., g, s, e] of all devices.
+def attention(method: Method, q: Queries, keys: Keys) -> Queries:
+    """Attention of q to the keys and values of all devices.
 
     All vary over the same axes, the ring's among them. Queries are of the segments of their keys.
     """
     return _forward(method, q, keys).out
 
 
-def _forward(method: Method, q: Array, keys: Keys) -> State:
+def _forward(method: Method, q: Queries, keys: Keys) -> State:
     length, segments = q.shape[-2], keys.segments
 
     def consume(state: State | None, arrivals: Arrivals) -> State:
@@ -108,7 +113,7 @@ def _forward(method: Method, q: Array, keys: Keys) -> State:
             state = merge(state, tile, attend(method.scores, tile, q, keys, segments))
         return state
 
-    def add(state: State, keys: Keys, source: Array) -> State:
+    def add(state: State, keys: Keys, source: Int[Array, ""]) -> State:
         def compute(state: State) -> State:
             for tile in method.tiles(length, keys.k.shape[-2], source):
                 # One tile after the other: their scores are most of the memory.
@@ -124,14 +129,18 @@ def _forward(method: Method, q: Array, keys: Keys) -> State:
     )
 
 
-def _fwd(method: Method, q: Array, keys: Keys) -> Any:
+def _fwd(method: Method, q: Queries, keys: Keys) -> Any:
     state = _forward(method, q, keys)
     return method.way.forward_first(state.out, (q, keys, state))
 
 
-def _bwd(method: Method, residuals: tuple[Array, Keys, State], ct: Array) -> tuple[Array, Keys]:
+def _bwd(
+    method: Method, residuals: tuple[Queries, Keys, State], ct: Queries
+) -> tuple[Queries, Keys]:
     q, keys, state = residuals
     dtype = sum_dtype(q.dtype)
+    # The mean, by the weights of all keys, of these weights' gradients. The derivative of a softmax
+    # subtracts it from each of them, and it is known without any weight.
     inner = jnp.sum(state.out.astype(dtype) * ct.astype(dtype), axis=-1)
     inverse = inverse_of(state.total)
     at, length = Backward(q, ct, state.top, inverse, inner, keys.segments), q.shape[-2]
@@ -139,7 +148,7 @@ def _bwd(method: Method, residuals: tuple[Array, Keys, State], ct: Array) -> tup
     # The first transfer, of keys and values, is shorter than the last, of their gradients.
     first, second = (rest, each) if rest else (each[:-1], each[-1:])
 
-    def add_tiles(tiles: list[Tile], dq: Array, own: Any, keys: Keys) -> tuple[Array, Any]:
+    def add_tiles(tiles: list[Tile], dq: Queries, own: Any, keys: Keys) -> tuple[Queries, KeySums]:
         sums: Sums = (dq, *own)
         for number, tile in enumerate(tiles):
             if number:  # as in the forward pass
@@ -148,12 +157,12 @@ def _bwd(method: Method, residuals: tuple[Array, Keys, State], ct: Array) -> tup
             sums = add_gradients(method.scores, tile, at, keys, sums)
         return sums[0], sums[1:]
 
-    def visit(dq: Array, visits: Visits) -> tuple[Array, list[Any]]:
+    def visit(dq: Queries, visits: Visits) -> tuple[Queries, list[KeySums]]:
         made: list[Any] = []
         for keys, source in visits:
 
-            def compute(state: Any, keys: Keys = keys, source: Array = source) -> Any:
-                if made:
+            def compute(state: Any, keys: Keys = keys, source: Int[Array, ""] = source) -> Any:
+                if made:  # one block after the other, as tiles are
                     state, k = lax.optimization_barrier((state, keys.k))
                     keys = keys._replace(k=k)
                 dq, new = state
@@ -164,10 +173,10 @@ def _bwd(method: Method, residuals: tuple[Array, Keys, State], ct: Array) -> tup
             made.append(new)
         return dq, made
 
-    def begin(dq: Array, own: Any) -> tuple[Array, Any]:
+    def begin(dq: Queries, own: Any) -> tuple[Queries, KeySums]:
         return add_tiles(first, dq, own, keys)
 
-    def end(dq: Array, own: Any) -> tuple[Array, Any]:
+    def end(dq: Queries, own: Any) -> tuple[Queries, KeySums]:
         return add_tiles(second, dq, own, keys)
 
     dq, own = _zeros(q, dtype), (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
@@ -186,16 +195,22 @@ def _bwd(method: Method, residuals: tuple[Array, Keys, State], ct: Array) -> tup
 attention.defvjp(_fwd, _bwd)
 
 
-def _zeros(like: Array, dtype: Any) -> Array:
+def _zeros(like: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
     return vary_over(varying_axes(like), jnp.zeros_like(like, dtype))
 
 
 def _split(block: Any, lanes: int, chunks: int) -> list[Any]:
-    """Deals the positions of each chunk out to the lanes."""
+    """Deals the positions of each chunk out to the lanes.
+
+    A lane has a run of every chunk, early and late ones alike, so that half of each tile of its own
+    is seen, as of the whole block.
+    """
     if lanes == 1:
         return [block]
 
-    def part(x: Array, lane: int) -> Array:
+    def part(
+        x: Shaped[Array, "*batch positions size"], lane: int
+    ) -> Shaped[Array, "*batch of_lane size"]:
         *batch, length, size = x.shape
         x = x.reshape(*batch, chunks, lanes, length // (chunks * lanes), size)
         return x[..., lane, :, :].reshape(*batch, length // lanes, size)
@@ -208,7 +223,9 @@ def _join(parts: list[Any], chunks: int) -> Any:
     if len(parts) == 1:
         return parts[0]
 
-    def join(*xs: Array) -> Array:
+    def join(
+        *xs: Shaped[Array, "*batch of_lane size"],
+    ) -> Shaped[Array, "*batch positions size"]:
         *batch, length, size = xs[0].shape
         cut = [x.reshape(*batch, chunks, length // chunks, size) for x in xs]
         return jnp.stack(cut, axis=-3).reshape(*batch, length * len(xs), size)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int, Shaped
 
 from jaxpar._axis import Ring
 from jaxpar._dtypes import sum_dtype
@@ -19,6 +20,10 @@ from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
 from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.collectives._ways import Way
+
+# Of each token, in this device's columns: the highest logit, the sum of exponentials below it, and
+# the logits that the target asks for.
+Measured = tuple[Float[Array, " tokens"], Float[Array, " tokens"], Float[Array, " tokens"]]
 
 
 @dataclass(frozen=True)
@@ -38,15 +43,17 @@ class ChunkedLoss:
         """How tokens or their gradients travel over a ring."""
         return choose_way(Problem("loss", ring, (x.shape,), block_bytes=x.size * x.dtype.itemsize))
 
-    def whole(self, x: Array) -> Array:
+    def whole(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*all d"]:
         """The tokens of all devices, where they are sharded."""
         if self.dim is None:
             return x
         (x,) = vary_alike(self.ring.names, x)
         return gather_along(self.way(self.ring, x), x, self.dim)
 
-    def chunks(self, x: Array, fill: int = 0, features: int = 0) -> Array:
-        """Cuts tokens `[..., s]`, each of so many dimensions, into `[chunks, tokens, ...]`."""
+    def chunks(
+        self, x: Shaped[Array, "..."], fill: int = 0, features: int = 0
+    ) -> Shaped[Array, "chunks tokens *features"]:
+        """Cuts tokens, each of so many dimensions, into chunks of as many, the last one padded."""
         x = x.reshape(-1, *x.shape[x.ndim - features :])
         count = -(-len(x) // self.chunk)
         length = -(-len(x) // count)
@@ -54,7 +61,12 @@ class ChunkedLoss:
         x = jnp.pad(x, widths, constant_values=fill).reshape(count, length, *x.shape[1:])
         return vary_over(self.ring.names, x)
 
-    def logits(self, rows: Array, w: Array, labels: Array) -> tuple[Array, Array, Array]:
+    def logits(
+        self,
+        rows: Float[Array, "tokens d"],
+        w: Float[Array, "d columns"],
+        labels: Int[Array, " tokens"],
+    ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens columns"], Int[Array, " columns"]]:
         """The rows that count, their logits (-inf in padded columns), and their columns."""
         # Zeros, not what happens to be there: a NaN times a zero gradient would be one.
         rows = jnp.where((labels == self.ignore_label)[:, None], 0, rows)
@@ -68,7 +80,9 @@ class ChunkedLoss:
         columns = first + jnp.arange(w.shape[1], dtype=labels.dtype)
         return rows, jnp.where(columns < self.vocabulary, logits, -jnp.inf), columns
 
-    def target(self, columns: Array, labels: Array, dtype: Any) -> Array:
+    def target(
+        self, columns: Int[Array, " columns"], labels: Int[Array, " tokens"], dtype: Any
+    ) -> Float[Array, "tokens columns"]:
         """The probabilities that the labels ask for, in these columns."""
         even = self.label_smoothing / self.vocabulary
         here = columns == labels[:, None]
@@ -76,7 +90,12 @@ class ChunkedLoss:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def chunked_losses(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> Array:
+def chunked_losses(
+    loss: ChunkedLoss,
+    x: Float[Array, "*tokens d"],
+    w: Float[Array, "d columns"],
+    labels: Int[Array, "*all"],
+) -> Float[Array, "*tokens"]:
     """Each token's loss; `labels` are those of all tokens.
 
     Along the ring `w` varies, and all the rest does not; or does, with a `dim` to gather along.
@@ -85,11 +104,18 @@ def chunked_losses(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> Arra
     return _fwd(loss, x, w, labels)[0]
 
 
-def _fwd(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
+def _fwd(
+    loss: ChunkedLoss,
+    x: Float[Array, "*tokens d"],
+    w: Float[Array, "d columns"],
+    labels: Int[Array, "*all"],
+) -> tuple[Float[Array, "*tokens"], Any]:
     names = loss.ring.names
 
-    def measure(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array, Array]]:
-        _rows, logits, columns = loss.logits(chunk[0], w, chunk[1])  # [tokens, v/n]
+    def measure(
+        _: None, chunk: tuple[Float[Array, "tokens d"], Int[Array, " tokens"]]
+    ) -> tuple[None, Measured]:
+        _rows, logits, columns = loss.logits(chunk[0], w, chunk[1])  # [tokens, columns]
         # The shift cancels in the losses, so that second derivatives do without its own.
         highest = lax.stop_gradient(jnp.max(logits, axis=1))
         # Where all columns pad, -inf - -inf would be NaN.
@@ -108,6 +134,7 @@ def _fwd(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> tuple[Array, A
     losses = (log_total + (top - aimed)).reshape(labels.shape)
     if loss.z_loss:
         losses = losses + loss.z_loss * (top + log_total).reshape(labels.shape) ** 2
+    # In this order: the label to ignore is mostly one that is no column, and has 0, not NaN.
     losses = jnp.where((labels >= 0) & (labels < loss.vocabulary), losses, jnp.nan)
     losses = jnp.where(labels == loss.ignore_label, 0, losses)
     if loss.dim is not None:
@@ -117,7 +144,9 @@ def _fwd(loss: ChunkedLoss, x: Array, w: Array, labels: Array) -> tuple[Array, A
     return losses, (x, w, labels, top, log_total)
 
 
-def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, None]:
+def _bwd(
+    loss: ChunkedLoss, residuals: Any, ct: Float[Array, "*tokens"]
+) -> tuple[Float[Array, "*tokens d"], Float[Array, "d columns"], None]:
     x, w, labels, top, log_total = residuals
     names = loss.ring.names
     whole = loss.whole(x)
@@ -128,7 +157,9 @@ def _bwd(loss: ChunkedLoss, residuals: Any, ct: Array) -> tuple[Array, Array, No
     ct = jnp.where((labels >= 0) & (labels < loss.vocabulary), ct, jnp.nan)
     ct = jnp.where(labels == loss.ignore_label, 0, ct)
 
-    def step(dw: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+    def step(
+        dw: Float[Array, "d columns"], chunk: tuple[Array, ...]
+    ) -> tuple[Float[Array, "d columns"], Float[Array, "tokens d"]]:
         rows, labels, top, log_total, ct = chunk
         rows, logits, columns = loss.logits(rows, w, labels)
         target = loss.target(columns, labels, logits.dtype)

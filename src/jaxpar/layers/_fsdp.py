@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
+from jaxtyping import Num
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
@@ -134,8 +135,10 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     return treedef.unflatten(gather_shards(shards, vary_sharded(shards, leaves)))
 
 
-def whole_bias(weight: str, bias: Array, columns: int, fsdp: Ring | None) -> Array:
-    """Returns the bias `[columns]` of a weight, gathered over `fsdp` if it is sharded over it."""
+def whole_bias(
+    weight: str, bias: Array, columns: int, fsdp: Ring | None
+) -> Num[Array, " {columns}"]:
+    """Returns the whole bias of a weight, gathered over `fsdp` if it is sharded over it."""
     if bias.shape == (columns,):
         return bias
     if fsdp is not None and checks_varying(fsdp.names):
@@ -153,7 +156,9 @@ def whole_bias(weight: str, bias: Array, columns: int, fsdp: Ring | None) -> Arr
     return fsdp_gather(bias, fsdp)
 
 
-def add_bias(y: Array, bias: Array) -> Array:
+def add_bias(
+    y: Num[Array, "*tokens columns"], bias: Num[Array, " columns"]
+) -> Num[Array, "*tokens columns"]:
     """Returns y + bias in the dtype of y; the gradient of the bias is summed in that of sums."""
     if jnp.iscomplexobj(bias) and not jnp.iscomplexobj(y):
         raise type_error(f"the bias is {bias.dtype}, but the result {y.dtype}; cast one of them")

@@ -195,6 +195,13 @@ def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> An
 
 
 def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
+    """Returns the gradients, from those of the last state.
+
+    Layers go from the last to the first. While one is pulled back the weights of the one before it
+    arrive, and the gradients of the one behind it, `unscattered` until then, leave. So the last
+    layer has no gradients to send yet and the first has no weights to wait for: both are outside of
+    the scan, and the first two layers' gradients are scattered behind it.
+    """
     consts, stacked, given, last = residuals  # given: the states of all layers but the last one
     end = layer.count - 1
     cts = floats_of(cts)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Inexact, Num, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import of_user, public, type_error, value_error
@@ -154,11 +155,11 @@ def _accumulate(
     parts: int,
     params: Any,
     batch: tuple[Any, ...],
-) -> tuple[tuple[Array, Array, Any], Any]:
+) -> tuple[tuple[Float[Array, ""], Num[Array, ""], Any], Any]:
     """This device's loss, weight, aux and wide gradients, over all microbatches."""
 
-    def run(batch: Any) -> tuple[tuple[Array, Array, Any], Any]:
-        def local(params: Any) -> tuple[Array, tuple[Array, Any]]:
+    def run(batch: Any) -> tuple[tuple[Float[Array, ""], Num[Array, ""], Any], Any]:
+        def local(params: Any) -> tuple[Float[Array, ""], tuple[Num[Array, ""], Any]]:
             result = loss_fn(params, *batch)
             result, aux = _pair(result) if has_aux else (result, None)
             loss, weight = _local_loss(result, ring)
@@ -171,14 +172,14 @@ def _accumulate(
         (loss, weight, aux), grads = run(batch)
         return (loss, weight, jax.tree.map(lambda x: x[None], aux)), grads
 
-    def zero(param: Array) -> Array:
+    def zero(param: Inexact[Array, "*shape"]) -> Inexact[Array, "*shape"]:
         return vary_over(varying_axes(param), jnp.zeros(param.shape, addition_dtype(param.dtype)))
 
-    def step(sums: Any, batch: Any) -> tuple[Any, tuple[Array, Array, Any]]:
+    def step(sums: Any, batch: Any) -> tuple[Any, tuple[Float[Array, ""], Num[Array, ""], Any]]:
         found, grads = run(batch)
         return jax.tree.map(jnp.add, sums, grads), found
 
-    def split(path: Any, leaf: Any) -> Array:
+    def split(path: Any, leaf: Any) -> Shaped[Array, "parts size ..."]:
         return _split(parts, jax.tree_util.keystr(path), jnp.asarray(leaf))
 
     batches = jax.tree_util.tree_map_with_path(split, batch)
@@ -195,7 +196,7 @@ def _pair(result: Any) -> tuple[Any, Any]:
     return result
 
 
-def _local_loss(result: Any, ring: Ring) -> tuple[Array, Array]:
+def _local_loss(result: Any, ring: Ring) -> tuple[Float[Array, ""], Num[Array, ""]]:
     """What `loss_fn` returned, checked, and typed as one share of each device."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise type_error(
@@ -226,7 +227,7 @@ def _kind(result: Any) -> str:
     return f"a tuple of {len(result)}" + (f" ({inside})" if result else "")
 
 
-def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Array, Array]:
+def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Float[Array, ""], Shaped[Array, ""]]:
     loss, weight = jnp.asarray(loss_sum), jnp.asarray(weight)
     for argument, x in (("loss_sum", loss), ("weight", weight)):
         if x.ndim:
@@ -240,7 +241,7 @@ def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Array, Array]:
     return loss, weight
 
 
-def _check_parameter(path: Any, leaf: Any) -> Array:
+def _check_parameter(path: Any, leaf: Any) -> Inexact[Array, " ..."]:
     leaf = jnp.asarray(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise type_error(
@@ -251,7 +252,9 @@ def _check_parameter(path: Any, leaf: Any) -> Array:
     return leaf
 
 
-def _split(parts: int, place: str, leaf: Array) -> Array:
+def _split(
+    parts: int, place: str, leaf: Shaped[Array, " ..."]
+) -> Shaped[Array, "{parts} size ..."]:
     if not leaf.ndim:
         raise value_error(
             f"batch{place} is a scalar, which microbatches={parts} cannot cut; "
@@ -267,15 +270,17 @@ def _split(parts: int, place: str, leaf: Array) -> Array:
     return leaf.reshape(parts, size // parts, *leaf.shape[1:])
 
 
-def _widened(x: Array) -> Array:
+def _widened(x: Shaped[Array, "*shape"]) -> Num[Array, "*shape"]:
     return x.astype("int32" if x.dtype == bool else sum_dtype(x.dtype))
 
 
-def _total(x: Array, ring: Ring) -> Array:
+def _total(x: Num[Array, ""], ring: Ring) -> Num[Array, ""]:
     return lax.psum(vary_over(ring.names, x), ring.names) if ring.names else x
 
 
-def _quotient(x: Array, weight: Array, count: int = 1) -> Array:
+def _quotient(
+    x: Inexact[Array, "*shape"], weight: Num[Array, ""], count: int = 1
+) -> Inexact[Array, "*shape"]:
     """`x / (weight * count)`, and 0 where the weight is."""
     divisor = jnp.where(weight == 0, 1, weight).astype(x.dtype) * count
     return jnp.where(weight == 0, 0, x / divisor)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
@@ -102,22 +103,28 @@ class _Features:
     ring: Ring | None
     size: int
 
-    def mean(self, x: Array) -> Array:
-        """The mean over all features, of every token: `[..., 1]`."""
+    def mean(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens 1"]:
+        """The mean over all features, of every token."""
         total = jnp.sum(x, axis=-1, keepdims=True)
         total = total if self.ring is None else lax.psum(total, self.ring.names)
         return checkpoint_name(total / self.size, _MOMENTS)
 
 
-def _rms_norm(features: _Features, eps: float, x: Array, scale: Array) -> Array:
+def _rms_norm(
+    features: _Features, eps: float, x: Float[Array, "*tokens d"], scale: Float[Array, " d"]
+) -> Float[Array, "*tokens d"]:
     wide = x.astype(addition_dtype(x.dtype))
     y = wide * lax.rsqrt(features.mean(wide * wide) + eps)
     return (y * _like(wide, scale)).astype(x.dtype)
 
 
 def _layer_norm(
-    features: _Features, eps: float, x: Array, scale: Array, bias: Array | None = None
-) -> Array:
+    features: _Features,
+    eps: float,
+    x: Float[Array, "*tokens d"],
+    scale: Float[Array, " d"],
+    bias: Float[Array, " d"] | None = None,
+) -> Float[Array, "*tokens d"]:
     wide = x.astype(addition_dtype(x.dtype))
     centred = wide - features.mean(wide)
     y = centred * lax.rsqrt(features.mean(centred * centred) + eps) * _like(wide, scale)
@@ -130,7 +137,7 @@ _recomputed = partial(
 )
 
 
-def _like(wide: Array, parameter: Array) -> Array:
+def _like(wide: Float[Array, "*tokens d"], parameter: Float[Array, " d"]) -> Float[Array, " d"]:
     """The parameter in the dtype of `wide`, so that its gradient is summed over tokens in that."""
     return vary_wide(varying_axes(wide), parameter.astype(wide.dtype))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from jaxtyping import Num
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import type_error, value_error
@@ -46,7 +47,9 @@ class Projection:
         """
         along = self._check(x, weights, fsdp_dim)
 
-        def product(x: Array, shards: tuple[Array, ...]) -> tuple[Array, ...]:
+        def product(
+            x: Num[Array, "*tokens d"], shards: tuple[Num[Array, "_ _"], ...]
+        ) -> tuple[Num[Array, "..."], ...]:
             whole = self._gather(shards, along)
             return self._into_columns(x, tuple(map(select, weights, whole)))
 
@@ -56,11 +59,15 @@ class Projection:
             for y, (name, w), bias in zip(results, weights.items(), biases, strict=True)
         )
 
-    def rows(self, x: Array, weights: Weights, bias: Array | None, fsdp_dim: Integer) -> Array:
+    def rows(
+        self, x: Array, weights: Weights, bias: Array | None, fsdp_dim: Integer
+    ) -> Num[Array, "*tokens columns"]:
         """Multiplies x by the one weight, sums over the axis, and adds the bias once."""
         along = self._check(x, weights, fsdp_dim)
 
-        def product(x: Array, shards: tuple[Array, ...]) -> Array:
+        def product(
+            x: Num[Array, "*tokens d"], shards: tuple[Num[Array, "_ _"], ...]
+        ) -> Num[Array, "*out columns"]:
             (whole,) = self._gather(shards, along)
             return self._out_of_rows(x, whole)
 
@@ -70,7 +77,9 @@ class Projection:
         ((name, w),) = weights.items()
         return add_bias(y, self._whole_bias(name, w, bias, along))
 
-    def _into_columns(self, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _into_columns(
+        self, x: Num[Array, "*tokens d"], weights: tuple[Num[Array, "d _"], ...]
+    ) -> tuple[Num[Array, "..."], ...]:
         labels = matmul_labels(x, *weights)
         call = self._call(labels)
         dim = check_sequence_dim("x", self.sequence_dim, x.shape)
@@ -85,7 +94,9 @@ class Projection:
             for w in vary_over(axes, weights)
         )
 
-    def _out_of_rows(self, x: Array, w: Array) -> Array:
+    def _out_of_rows(
+        self, x: Num[Array, "*tokens d"], w: Num[Array, "d columns"]
+    ) -> Num[Array, "*out columns"]:
         labels = matmul_labels(x, w)
         call = self._call(labels)
         dim = check_sequence_dim("x", self.sequence_dim, x.shape)
@@ -104,13 +115,17 @@ class Projection:
         """
         return product if self.fsdp is None else jax.checkpoint(product)
 
-    def _gather(self, shards: tuple[Array, ...], along: int) -> tuple[Array, ...]:
+    def _gather(
+        self, shards: tuple[Num[Array, "_ _"], ...], along: int
+    ) -> tuple[Num[Array, "_ _"], ...]:
         if self.fsdp is None:
             return shards
         return fsdp_gather(shards, self.fsdp, dim=along)
 
-    def _whole_bias(self, name: str, w: Array, bias: Array, along: int) -> Array:
-        columns = w.shape[1]
+    def _whole_bias(
+        self, name: str, w: Num[Array, "_ columns"], bias: Array, along: int
+    ) -> Num[Array, " whole"]:
+        columns = w.shape[1]  # of a shard; cut along them, the whole weight has more
         if self.fsdp is not None and along == 1:
             columns *= self.fsdp.size
         return whole_bias(name, bias, columns, self.fsdp)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Float, Num
 
 from jaxpar._axis import bind
 from jaxpar._calls import called, public, type_error, value_error
@@ -141,7 +142,10 @@ def _buckets(leaves: list[Array], places: list[int], limit: int | None) -> list[
     return buckets
 
 
-def _psum_joined(parts: list[Array], names: tuple[str, ...]) -> list[Array]:
+def _psum_joined(
+    parts: list[Num[Array, " ..."]], names: tuple[str, ...]
+) -> list[Num[Array, " ..."]]:
+    """The sum of each over the axes, of all of them by one psum."""
     if len(parts) == 1:
         return [lax.psum(parts[0], names)]
     total = lax.psum(jnp.concatenate([part.reshape(-1) for part in parts]), names)
@@ -227,6 +231,6 @@ def _keystr(path: Any) -> str:
     return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
-def _add(x: Array, y: Array) -> Array:
+def _add(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
     dtype = common_dtype(x.dtype, y.dtype)
     return x.astype(dtype) + y.astype(dtype)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
@@ -200,15 +201,19 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cut(names: tuple[str, ...], dim: int, x: Array) -> Array:
+def _cut(names: tuple[str, ...], dim: int, x: Shaped[Array, "*whole"]) -> Shaped[Array, "*block"]:
     return _own_block(vary_over(names, x), names, dim)
 
 
-def _cut_fwd(names: tuple[str, ...], dim: int, x: Array) -> tuple[Array, None]:
+def _cut_fwd(
+    names: tuple[str, ...], dim: int, x: Shaped[Array, "*whole"]
+) -> tuple[Shaped[Array, "*block"], None]:
     return _cut(names, dim, x), None
 
 
-def _cut_bwd(names: tuple[str, ...], dim: int, _: None, ct: Array) -> tuple[Array]:
+def _cut_bwd(
+    names: tuple[str, ...], dim: int, _: None, ct: Shaped[Array, "*block"]
+) -> tuple[Shaped[Array, "*whole"]]:
     # Without this rule JAX would sum arrays of the whole size that are zero but for one block.
     return (gather_region(ct, names, dim=dim),)
 
@@ -216,7 +221,9 @@ def _cut_bwd(names: tuple[str, ...], dim: int, _: None, ct: Array) -> tuple[Arra
 _cut.defvjp(_cut_fwd, _cut_bwd)
 
 
-def _own_block(x: Array, names: tuple[str, ...], dim: int) -> Array:
+def _own_block(
+    x: Shaped[Array, "*whole"], names: tuple[str, ...], dim: int
+) -> Shaped[Array, "*block"]:
     ring = Ring(names, size=lax.axis_size(names))
     length = x.shape[dim] // ring.size
     return lax.dynamic_slice_in_dim(x, ring.index() * length, length, dim)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.lax import PrecisionLike
-from jaxtyping import Int
+from jaxtyping import Float, Int, Int32
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
@@ -172,21 +172,27 @@ def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
     return np.stack([early[:size], early[: size - 1 : -1]], axis=1).reshape(-1)
 
 
-def _segments(segments: Any, lengths: Any, k: Array, ring: Ring, zigzag: bool) -> Array | None:
-    """The segment of each local position, int32[..., 1, s, 1], negative where it does not count."""
+def _segments(
+    segments: Any,
+    lengths: Any,
+    k: Float[Array, "*batch keys groups size"],
+    ring: Ring,
+    zigzag: bool,
+) -> Int32[Array, "*batch 1 keys 1"] | None:
+    """The segment of each local position, negative where it does not count."""
     *batch, length, _, _ = k.shape
     ids: Array | None = None
     if segments is not None:
         ids = _check_integers("segments", segments, (*batch, length), "one for each local position")
     if lengths is not None:
         counts = _check_integers("lengths", lengths, tuple(batch), "one for each sequence")
-        counted = _positions(length, ring, zigzag) < counts[..., None]  # [..., s]
+        counted = _positions(length, ring, zigzag) < counts[..., None]  # [*batch, keys]
         ids = jnp.where(counted, 0 if ids is None else ids, -1)
     return None if ids is None else ids[..., None, :, None]
 
 
-def _positions(length: int, ring: Ring, zigzag: bool) -> Array:
-    """The positions of the whole sequence that this device holds, int32[length], ascending."""
+def _positions(length: int, ring: Ring, zigzag: bool) -> Int32[Array, " {length}"]:
+    """The positions of the whole sequence that this device holds, ascending."""
     index, places = ring.index().astype("int32"), jnp.arange(length, dtype="int32")
     if not zigzag:
         return index * length + places
@@ -195,7 +201,9 @@ def _positions(length: int, ring: Ring, zigzag: bool) -> Array:
     return jnp.where(places < half, index * half + places, late + places)
 
 
-def _check_integers(argument: str, given: Any, shape: tuple[int, ...], what: str) -> Array:
+def _check_integers(
+    argument: str, given: Any, shape: tuple[int, ...], what: str
+) -> Int32[Array, " ..."]:
     x = jnp.asarray(given)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")

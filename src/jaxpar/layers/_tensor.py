@@ -13,6 +13,7 @@ import jax
 from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
+from jaxtyping import Num
 
 from jaxpar._calls import public, value_error
 from jaxpar._types import AxisLike, Integer, Weights
@@ -227,7 +228,9 @@ def gated_mlp(
 
     # Kept for the backward pass are gate, up and what they make, but not what is between.
     @jax.checkpoint
-    def join(gate: Array, up: Array) -> Array:
+    def join(
+        gate: Num[Array, "*tokens columns"], up: Num[Array, "*tokens columns"]
+    ) -> Num[Array, "*tokens columns"]:
         active = activation(gate)
         if active.shape != gate.shape:
             raise value_error(

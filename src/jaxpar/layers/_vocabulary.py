@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
+from jaxtyping import Int, Num
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
@@ -94,17 +95,23 @@ def vocabulary_parallel_embedding(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _lookup(rows: int, dtype: Any, places: Array, table: Array) -> Array:
+def _lookup(
+    rows: int, dtype: Any, places: Int[Array, "*tokens"], table: Num[Array, "{rows} d"]
+) -> Num[Array, "*tokens d"]:
     """The rows of `table` at `places`, zeros at places that it does not have."""
     found = (places >= 0) & (places < rows)
     return jnp.where(found[..., None], jnp.take(table, places, axis=0, mode="clip"), 0)
 
 
-def _lookup_fwd(rows: int, dtype: Any, places: Array, table: Array) -> tuple[Array, Array]:
+def _lookup_fwd(
+    rows: int, dtype: Any, places: Int[Array, "*tokens"], table: Num[Array, "{rows} d"]
+) -> tuple[Num[Array, "*tokens d"], Int[Array, "*tokens"]]:
     return _lookup(rows, dtype, places, table), places
 
 
-def _lookup_bwd(rows: int, dtype: Any, places: Array, ct: Array) -> tuple[None, Array]:
+def _lookup_bwd(
+    rows: int, dtype: Any, places: Int[Array, "*tokens"], ct: Num[Array, "*tokens d"]
+) -> tuple[None, Num[Array, "{rows} d"]]:
     wide = addition_dtype(dtype)
     zeros = vary_over(varying_axes(ct), jnp.zeros((rows, ct.shape[-1]), wide))
     # Places that are not there go past the end: negative ones would count from it.
@@ -116,16 +123,20 @@ _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_of_one(names: tuple[str, ...], x: Array) -> Array:
+def _sum_of_one(names: tuple[str, ...], x: Num[Array, "*tokens d"]) -> Num[Array, "*tokens d"]:
     """A sum over devices of which at most one has something: exact in any dtype."""
     return lax.psum(x, names)
 
 
-def _sum_of_one_fwd(names: tuple[str, ...], x: Array) -> tuple[Array, None]:
+def _sum_of_one_fwd(
+    names: tuple[str, ...], x: Num[Array, "*tokens d"]
+) -> tuple[Num[Array, "*tokens d"], None]:
     return _sum_of_one(names, x), None
 
 
-def _sum_of_one_bwd(names: tuple[str, ...], _: None, ct: Array) -> tuple[Array]:
+def _sum_of_one_bwd(
+    names: tuple[str, ...], _: None, ct: Num[Array, "*tokens d"]
+) -> tuple[Num[Array, "*tokens d"]]:
     # Without types the cotangents of all devices count, and this sum is one of many addends.
     return (vary_over(names, ct) if checks_varying(names) else reduce_region(ct, names),)
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Num
 
 from jaxpar._axis import Ring
 from jaxpar._calls import value_error
@@ -29,8 +30,11 @@ from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import (
     Arithmetic,
+    Left,
     Method,
+    Out,
     Product,
+    Right,
     gather_einsum,
     multiply,
     scatter_einsum,
@@ -116,7 +120,9 @@ def gather(
     flops = sum(2.0 * prod(s.values()) for s in sizes)
     method = call.method(label, flops, left.size * left.dtype.itemsize, left, *rights)
 
-    def multiply(left: Array, rights: tuple[Array, ...]) -> tuple[Array, ...]:
+    def multiply(
+        left: Left, rights: tuple[Num[Array, "..."], ...]
+    ) -> tuple[Num[Array, "..."], ...]:
         return gather_einsum(method, (product,) * len(rights), left, rights)
 
     # Rules of our own gather again anyway.
@@ -124,7 +130,7 @@ def gather(
     return (jax.checkpoint(multiply) if regather else multiply)(left, rights)
 
 
-def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:
+def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
     """Multiplies, sums over the ring, and keeps this device's block along `label`."""
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
@@ -138,7 +144,7 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Array:
     return scatter_einsum(method, (product,), ((lhs, rhs),))
 
 
-def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
+def all_reduce(call: Call, lhs: Array, rhs: Array) -> Out:
     """Multiplies, and sums over the ring."""
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
@@ -150,15 +156,15 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Array:
     return all_reduce_einsum(method, product, lhs, rhs)
 
 
-def all_reduce_einsum(method: Method, product: Product, left: Array, right: Array) -> Array:
+def all_reduce_einsum(method: Method, product: Product, left: Left, right: Right) -> Out:
     """Sums the product over all devices and gives every device the whole."""
     wire = method.way.ring.wire_dtype
 
-    def addend() -> Array:
+    def addend() -> Out:
         sums = multiply(method.arithmetic, product, left, right)
         return sums if wire is None else sums.astype(wire)
 
-    def in_blocks() -> Array:
+    def in_blocks() -> Out:
         # Under check_vma=False nothing says what is replicated.
         checked = checks_varying(method.way.ring.names)
         return (_replicated_sum if checked else _sum)(method, product, left, right)
@@ -167,22 +173,24 @@ def all_reduce_einsum(method: Method, product: Product, left: Array, right: Arra
     return method.way.reduce(addend, None if empty else in_blocks).astype(product.dtype)
 
 
-def _shape(product: Product, left: Array, right: Array) -> list[int]:
+def _shape(product: Product, left: Left, right: Right) -> list[int]:
+    """The shape of the product."""
     sizes = dict(zip(product.left + product.right, left.shape + right.shape, strict=True))
     return [sizes[label] for label in product.out]
 
 
-def _multiply_replicated(method: Method, product: Product, left: Array, right: Array) -> Array:
+def _multiply_replicated(method: Method, product: Product, left: Left, right: Right) -> Out:
     """Computes the product of a `left` that is the same on all devices of the ring with `right`."""
     left = vary_over(method.way.ring.names, left)
     return multiply(method.arithmetic, product, left, right).astype(product.dtype)
 
 
-def _sum(method: Method, product: Product, left: Array, right: Array) -> Array:
+def _sum(method: Method, product: Product, left: Left, right: Right) -> Out:
+    """The sum of the product over all devices, scattered and gathered again."""
     size, shape = method.way.ring.size, _shape(product, left, right)
     # Any dimension of the result may be the one that is scattered and gathered again.
     dim = next((d for d, n in enumerate(shape) if n % size == 0), None)
-    if dim is None:
+    if dim is None:  # the longest one, of which padding is the smallest part
         dim = max(range(len(shape)), key=shape.__getitem__)
         left = _pad(left, product.left, product.out[dim], -shape[dim] % size)
         right = _pad(right, product.right, product.out[dim], -shape[dim] % size)
@@ -192,12 +200,14 @@ def _sum(method: Method, product: Product, left: Array, right: Array) -> Array:
     return lax.slice_in_dim(whole, 0, shape[dim], axis=dim)
 
 
-def _pad(x: Array, labels: str, label: str, by: int) -> Array:
+def _pad(x: Num[Array, "*left"], labels: str, label: str, by: int) -> Num[Array, "*padded"]:
+    """Appends zeros along the dimension of a label, if x has it."""
     return jnp.pad(x, [(0, by if name == label else 0) for name in labels])
 
 
-def _sum_bwd(method: Method, product: Product, residuals: Any, ct: Array) -> Any:
+def _sum_bwd(method: Method, product: Product, residuals: Any, ct: Out) -> Any:
     left, right = residuals
+    # The cotangent of a replicated result is replicated: local products, with nothing to send.
     for_left = Product(product.out, product.right, product.left, left.dtype)
     for_right = Product(product.out, product.left, product.right, right.dtype)
     return (
@@ -206,8 +216,9 @@ def _sum_bwd(method: Method, product: Product, residuals: Any, ct: Array) -> Any
     )
 
 
-def _product_bwd(method: Method, product: Product, residuals: Any, ct: Array) -> Any:
+def _product_bwd(method: Method, product: Product, residuals: Any, ct: Out) -> Any:
     left, right = residuals
+    # `left` is one array that every device used: its gradient is the sum of theirs.
     for_left = Product(product.out, product.right, product.left, left.dtype)
     for_right = Product(product.left, product.out, product.right, right.dtype)
     return (

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Num
 
 from jaxpar._derivatives import with_derivative
 from jaxpar._dtypes import common_dtype, sum_dtype
@@ -20,6 +21,13 @@ from jaxpar.collectives._blocks import cut
 from jaxpar.collectives._choice import joining_is_cheaper
 from jaxpar.collectives._parts import place_block
 from jaxpar.collectives._ways import Arrivals, Way
+
+# Labels of an einsum, known while tracing, name the dimensions of its arrays; sizes of all but the
+# label of the ring are the same in all arrays that have it. So annotations say only whose shape one
+# is.
+Left = Num[Array, "*left"]
+Right = Num[Array, "*right"]
+Out = Num[Array, "*out"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,11 @@ class Product:
 
 
 def _gather(
-    method: Method, products: tuple[Product, ...], left: Array, rights: tuple[Array, ...]
-) -> tuple[Array, ...]:
+    method: Method,
+    products: tuple[Product, ...],
+    left: Left,
+    rights: tuple[Num[Array, "..."], ...],
+) -> tuple[Num[Array, "..."], ...]:
     """Computes `product(all-gathered left, right)` for each product and its right operand.
 
     `left` is this device's block along `method.label`; the right operands and the results have that
@@ -105,7 +116,7 @@ def _gather(
 
 def _scatter(
     method: Method, products: tuple[Product, ...], pairs: tuple[tuple[Array, Array], ...]
-) -> Array:
+) -> Out:
     """Sums all products over all devices, and keeps this device's block of the sum.
 
     Operands have `method.label` whole where they have it; the result is the block along it. All
@@ -118,13 +129,14 @@ def _scatter(
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
 
-    def produce(taken: list[tuple[Array, Array]]) -> Array:
+    def produce(taken: list[tuple[Array, Array]]) -> Out:
         parts = [
             multiply(method.arithmetic, p, left, right)
             for p, (left, right) in zip(products, taken, strict=True)
         ]
         return sum(parts[1:], start=parts[0])
 
+    # All products have the result's labels, and so any of them knows its shape.
     first, (left, right) = products[0], pairs[0]
     sizes = dict(zip(first.left + first.right, left.shape + right.shape, strict=True))
     return method.way.scatter(
@@ -136,13 +148,15 @@ def _scatter(
     )
 
 
-def _gather_fwd(method: Method, products: Any, left: Array, rights: Any) -> Any:
+def _gather_fwd(method: Method, products: Any, left: Left, rights: Any) -> Any:
     out = gather_einsum(method, products, left, rights)
     return method.forward_first(out, (left, rights))
 
 
 def _gather_bwd(method: Method, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
     left, rights = residuals
+    # The gradient of `left` sums, over products and devices, cotangents times `right`, and is
+    # scattered as `left` is. Those of each `right` need all of `left`, which travels once more.
     for_left = tuple(Product(p.out, p.right, p.left, left.dtype) for p in products)
     for_rights = tuple(
         Product(p.left, p.out, p.right, right.dtype)
@@ -158,7 +172,8 @@ def _scatter_fwd(method: Method, products: Any, pairs: Any) -> Any:
     return method.forward_first(scatter_einsum(method, products, pairs), pairs)
 
 
-def _scatter_bwd(method: Method, products: tuple[Product, ...], pairs: Any, ct: Array) -> Any:
+def _scatter_bwd(method: Method, products: tuple[Product, ...], pairs: Any, ct: Out) -> Any:
+    # The cotangent is the one array that travels, on the left of all gradients, two for each pair.
     gradients: list[Product] = []
     partners: list[Array] = []
     for p, (left, right) in zip(products, pairs, strict=True):
@@ -175,7 +190,7 @@ gather_einsum = with_derivative(_gather, _gather_fwd, _gather_bwd, statics=2)
 scatter_einsum = with_derivative(_scatter, _scatter_fwd, _scatter_bwd, statics=2)
 
 
-def multiply(arithmetic: Arithmetic, product: Product, left: Array, right: Array) -> Array:
+def multiply(arithmetic: Arithmetic, product: Product, left: Left, right: Right) -> Out:
     """Computes one product of local arrays, in the dtype of partial sums."""
     dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
     sums = arithmetic.preferred_element_type
@@ -196,10 +211,10 @@ def _cut(method: Method, x: Array, labels: str, start: Any, size: int) -> Array:
 def _use_blocks(
     method: Method,
     product: Product,
-    result: Array | None,
-    arrivals: list[tuple[Array, Array, Any]],
+    result: Out | None,
+    arrivals: list[tuple[Left, Array, Any]],
     whole: int,
-) -> Array:
+) -> Out:
     """Multiplies blocks by their partners, and places or adds what they give."""
     label = method.label
     if label in product.out:

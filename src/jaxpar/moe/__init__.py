@@ -1,5 +1,18 @@
 """Mixture-of-experts layers with experts over devices, and their parts."""
 
+# Dimensions in the annotations of this folder. Experts and Routing are public, and have their
+# letters in their docstrings:
+#   tokens (t)       the tokens of this device
+#   rows             rows of any array that a function is given
+#   copies           copies of rows in another order, such as those that are sent
+#   pairs            pairs of a row and an expert of this device that it chose
+#   k                what one token names: experts that it chose, or devices
+#   experts (E)      the experts of all devices
+#   groups (e)       the experts of this device; in grouped products anything that has a weight
+#   d, f             features of tokens, hidden features of experts
+#   n                the devices of the ring
+#   *row, ...        the shape of one row, one number or more; any shape
+
 from jaxpar.moe._capacity import expert_capacity, limit_capacity
 from jaxpar.moe._dispatcher import RaggedDispatcher
 from jaxpar.moe._experts import apply_experts

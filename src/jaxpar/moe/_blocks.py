@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Int, Int32, Num, Shaped
 
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar._types import Tree
@@ -29,18 +30,20 @@ GPU_LENGTHS = (1024, 256)
 class Block:
     """Rows of one group, at a place known at run time, with a static length."""
 
-    at: Array  # int32[], the first row of the block
-    inside: Array  # bool[length, 1]: rows that are the group's, and were in no block before
+    at: Int32[Array, ""]  # the first row of the block
+    inside: Bool[Array, "length 1"]  # rows that are the group's, and were in no block before
 
-    def cut(self, x: Array) -> Array:
+    def cut(self, x: Shaped[Array, "rows *row"]) -> Shaped[Array, "length *row"]:
         """The block's rows of x."""
         return lax.dynamic_slice_in_dim(x, self.at, len(self.inside))
 
-    def masked(self, x: Array) -> Array:
+    def masked(self, x: Num[Array, "rows d"]) -> Num[Array, "length d"]:
         """The block's rows of x, 0 where they are not the group's."""
         return jnp.where(self.inside, self.cut(x), 0)
 
-    def place(self, whole: Array, part: Array) -> Array:
+    def place(
+        self, whole: Num[Array, "rows d"], part: Num[Array, "length d"]
+    ) -> Num[Array, "rows d"]:
         """Replaces the block's rows in `whole` that are the group's."""
         new = jnp.where(self.inside, part.astype(whole.dtype), self.cut(whole))
         return lax.dynamic_update_slice_in_dim(whole, new, self.at, 0)
@@ -48,7 +51,7 @@ class Block:
 
 def fold_groups(
     lengths: tuple[int, ...],
-    group_sizes: Array,
+    group_sizes: Int32[Array, " groups"],
     rows: int,
     state: Tree,
     one_group: Callable[[Tree, Array, Callable[..., Any]], Tree],
@@ -59,9 +62,11 @@ def fold_groups(
     """
     ends = jnp.cumsum(group_sizes, dtype="int32")
     starts, filled = ends - group_sizes, group_sizes > 0
+    # Groups that have rows first: the loop below stops behind them, and so nothing is done for
+    # empty ones, of which a device with many experts and few tokens has most.
     order = jnp.argsort(~filled, stable=True).astype("int32")
 
-    def turn(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+    def turn(carry: tuple[Int32[Array, ""], Any]) -> tuple[Int32[Array, ""], Any]:
         number, state = carry
         group = order[number]
         fold = partial(_fold_blocks, lengths, starts[group], ends[group], rows)
@@ -74,19 +79,26 @@ def fold_groups(
 
 
 def _fold_blocks(
-    lengths: tuple[int, ...], start: Array, end: Array, rows: int, step: Any, state: Any
+    lengths: tuple[int, ...],
+    start: Int32[Array, ""],
+    end: Int32[Array, ""],
+    rows: int,
+    step: Any,
+    state: Any,
 ) -> Any:
     lengths = tuple(length for length in lengths if length <= rows) or (rows,)
     for length in lengths:
         # A large block that is not full costs less than many small ones.
         least = 0 if length == lengths[-1] else length * 5 // 8
 
-        def unfinished(carry: Any, least: int = least) -> Array:
+        def unfinished(carry: Any, least: int = least) -> Bool[Array, ""]:
             return end - carry[0] > least
 
         def advance(carry: Any, length: int = length) -> Any:
             first, state = carry
-            at = jnp.minimum(first, rows - length)  # the buffer may end within the last block
+            # The buffer may end within the last block, which then begins earlier: rows that were in
+            # the block before are in it again, and are masked, as those of other groups are.
+            at = jnp.minimum(first, rows - length)
             row = at + lax.broadcasted_iota("int32", (length, 1), 0)
             return first + length, step(state, Block(at, (row >= first) & (row < end)))
 
@@ -96,8 +108,12 @@ def _fold_blocks(
 
 
 def block_dot(
-    left: Array, right: Array, dims: tuple[int, int], preferred: Any, precision: Any
-) -> Array:
+    left: Num[Array, "_ _"],
+    right: Num[Array, "_ _"],
+    dims: tuple[int, int],
+    preferred: Any,
+    precision: Any,
+) -> Num[Array, "_ _"]:
     """Multiplies two matrices along one dimension of each, in the dtype of partial sums."""
     dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
     sums = sum_dtype(dtype) if preferred is None else preferred
@@ -115,15 +131,17 @@ def block_dot(
 def blocks_rows_product(
     lengths: tuple[int, ...],
     multiply: Callable[[Array, Array], Array],
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
+    lhs: Num[Array, "rows into"],
+    rhs: Num[Array, "groups _ _"],
+    group_sizes: Int32[Array, " groups"],
     columns: int,
     dtype: Any,
-) -> Array:
-    """Multiplies each row by its group's weight: `[m, columns]`, 0 past the last group."""
+) -> Num[Array, "rows {columns}"]:
+    """Multiplies each row by its group's weight, 0 past the last group."""
 
-    def one_group(out: Array, group: Array, fold: Callable[..., Array]) -> Array:
+    def one_group(
+        out: Num[Array, "rows out"], group: Int[Array, ""], fold: Callable[..., Array]
+    ) -> Num[Array, "rows out"]:
         weight = lax.dynamic_index_in_dim(rhs, group, keepdims=False)
         return fold(lambda out, block: block.place(out, multiply(block.cut(lhs), weight)), out)
 
@@ -134,16 +152,18 @@ def blocks_rows_product(
 def blocks_group_products(
     lengths: tuple[int, ...],
     multiply: Callable[[Array, Array], Array],
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
+    lhs: Num[Array, "rows into"],
+    rhs: Num[Array, "rows out"],
+    group_sizes: Int32[Array, " groups"],
     dtype: Any,
-) -> Array:
-    """Sums the outer products of each group's rows: `[g, k, n]`, 0 for empty groups."""
+) -> Num[Array, "groups into out"]:
+    """Sums the outer products of each group's rows, 0 for empty groups."""
     like = lhs, rhs, group_sizes
     out = zeros_alike((len(group_sizes), lhs.shape[1], rhs.shape[1]), dtype, *like)
 
-    def one_group(out: Array, group: Array, fold: Callable[..., Any]) -> Array:
+    def one_group(
+        out: Num[Array, "groups into out"], group: Int[Array, ""], fold: Callable[..., Any]
+    ) -> Num[Array, "groups into out"]:
         totals = Totals(group)
 
         def step(sums: Any, block: Block) -> Any:
@@ -162,12 +182,12 @@ class Totals:
     Where these have the dtype of sums, what they hold is added to: their places are 0 at first.
     """
 
-    group: Array
+    group: Int[Array, ""]
 
     def open(self, out: Any) -> Any:
         """What to carry from block to block."""
 
-        def start(x: Array) -> Array:
+        def start(x: Num[Array, "groups *weight"]) -> Num[Array, "..."]:
             wide = sum_dtype(x.dtype)
             return x if wide == x.dtype else zeros_alike(x.shape[1:], wide, x)
 
@@ -176,8 +196,9 @@ class Totals:
     def add(self, sums: Any, parts: Any) -> Any:
         """Adds what a block gives."""
 
-        def add(total: Array, part: Array) -> Array:
+        def add(total: Num[Array, "*total"], part: Num[Array, "*weight"]) -> Num[Array, "*total"]:
             part = part.astype(total.dtype)
+            # A total is of this group alone, or where `open` took the result itself, of all groups.
             if total.ndim == part.ndim:
                 return total + part
             old = lax.dynamic_index_in_dim(total, self.group, keepdims=False)
@@ -188,7 +209,9 @@ class Totals:
     def close(self, out: Any, sums: Any) -> Any:
         """Puts the sums into their place."""
 
-        def put(whole: Array, total: Array) -> Array:
+        def put(
+            whole: Num[Array, "groups *weight"], total: Num[Array, "..."]
+        ) -> Num[Array, "groups *weight"]:
             if total.ndim == whole.ndim:
                 return total
             return lax.dynamic_update_index_in_dim(whole, total.astype(whole.dtype), self.group, 0)

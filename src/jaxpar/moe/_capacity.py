@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float, Float32, Int32, UInt
 
 from jaxpar._calls import public, value_error
 from jaxpar._checks import check_number, check_whole
@@ -119,8 +120,10 @@ def check_policy(argument: str, policy: Any) -> None:
         raise value_error(f"{argument} must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
-def _sort_keys(weights: Array) -> Array:
+def _sort_keys(weights: Float[Array, "tokens k"]) -> UInt[Array, "tokens k"]:
     """Unsigned integers of at least 1, in the order of the weights."""
+    # The bits of positive floats are in their order, and those of negative ones in the opposite:
+    # these are inverted, and the sign bit is set of the others, which are then above them.
     weights = lax.stop_gradient(weights)
     weights = jnp.where(weights == 0, 0, weights)  # -0 as 0
     bits = lax.bitcast_convert_type(weights, f"uint{8 * weights.dtype.itemsize}")
@@ -128,14 +131,16 @@ def _sort_keys(weights: Array) -> Array:
     return jnp.maximum(jnp.where(bits >= sign, ~bits, bits | sign), 1)
 
 
-def _largest(keys: Array, most: int) -> Array:
-    """Tells of unsigned `keys` [t, E] which are among the `most` largest of their column.
+def _largest(keys: UInt[Array, "tokens experts"], most: int) -> Bool[Array, "tokens experts"]:
+    """Tells of `keys` which are among the `most` largest of their column.
 
     Of equal keys the earlier are; those that are 0 never.
     """
     bits = 8 * keys.dtype.itemsize
 
-    def fix_two_bits(step: Array, found: Array) -> Array:
+    def fix_two_bits(
+        step: Int32[Array, ""], found: UInt[Array, " experts"]
+    ) -> UInt[Array, " experts"]:
         """The largest number that `most` keys reach, known down to two more bits."""
         place = (bits - 2 - 2 * step).astype(keys.dtype)
         known = found
@@ -148,12 +153,13 @@ def _largest(keys: Array, most: int) -> Array:
     zeros = zeros_alike(keys.shape[1:], keys.dtype, keys)
     smallest = lax.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)
     above, equal = keys > smallest, (keys == smallest) & (keys > 0)
+    # What the largest numbers leave goes to equal ones, the earlier tokens' first.
     room = most - jnp.sum(above, axis=0, dtype="int32")
     return above | (equal & (_running_count(equal) <= room))
 
 
-def _running_count(flags: Array) -> Array:
-    """How many `flags` [t, E] there are in each column, down to and with each row; int32.
+def _running_count(flags: Bool[Array, "tokens experts"]) -> Int32[Array, "tokens experts"]:
+    """How many `flags` there are in each column, down to and with each row.
 
     By matmuls, exact at any precision: of 0 and 1, and of counts up to 128. `jnp.cumsum` runs as
     long on TPU, but takes seconds to compile.
@@ -162,13 +168,15 @@ def _running_count(flags: Array) -> Array:
     rows = min(128, tokens)
     padded = jnp.pad(flags, ((0, -tokens % rows), (0, 0))).astype("float32")
     blocks = padded.reshape(-1, rows, count)
-    within = jnp.einsum("ij,bje->bie", _triangle(rows, 0), blocks)  # [blocks, rows, E]
-    before = jnp.einsum("ij,je->ie", _triangle(len(blocks), -1), within[:, -1])  # [blocks, E]
+    # [blocks, rows, experts], and of all blocks before [blocks, experts]
+    within = jnp.einsum("ij,bje->bie", _triangle(rows, 0), blocks)
+    before = jnp.einsum("ij,je->ie", _triangle(len(blocks), -1), within[:, -1])
     counts = within + before[:, None]
     return counts.reshape(-1, count)[:tokens].astype("int32")
 
 
-def _triangle(size: int, diagonal: int) -> Array:
+def _triangle(size: int, diagonal: int) -> Float32[Array, "{size} {size}"]:
+    """1 at and below a diagonal: a product with it sums all rows down to each."""
     return jnp.tri(size, k=diagonal, dtype="float32")
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Int, Int32, Shaped
 
 from jaxpar import _unwritten
 from jaxpar._derivatives import linear_pair
@@ -21,27 +22,28 @@ from jaxpar._varying import vary_alike, zeros_alike
 class Copies(NamedTuple):
     """Up to k copies of each row, in an order of their own."""
 
-    source: Array  # int32[c]: the row that each is a copy of; at least `rows` for none
-    places: Array  # int32[rows, k]: where the copies of each row are; at least c for none
+    source: Int32[Array, " copies"]  # the row that each is a copy of; at least `rows` for none
+    places: Int32[Array, "rows k"]  # where the copies of each row are; at least `copies` for none
 
 
 def copies_by_key(
-    keys: Array, keys_count: int, capacity: int, spare: int = 0
-) -> tuple[Copies, Array]:
+    keys: Int[Array, "rows k"], keys_count: int, capacity: int, spare: int = 0
+) -> tuple[Copies, Int32[Array, " {keys_count}"]]:
     """Makes one copy of a row for each of its keys, sorted by key, and by row for equal keys.
 
     Args:
-      keys: int32[rows, k]; those outside of 0 to `keys_count - 1` get no copy.
+      keys: those outside of 0 to `keys_count - 1` get no copy.
       keys_count: the number of keys.
       capacity: the number of copies; further ones are dropped, the last in their order.
       spare: how many copies of none there are behind them.
 
     Returns:
-      The copies, and how many each key has, dropped ones counted: int32[keys_count].
+      The copies, and how many each key has, dropped ones counted.
     """
     rows, k = keys.shape
     count = rows * k
     flat = keys.astype("int32").reshape(count)
+    # One key more, the last: entries of none are sorted behind all copies, and counted by nobody.
     flat = jnp.where((flat >= 0) & (flat < keys_count), flat, keys_count)
     sizes = jnp.sum(flat[:, None] == jnp.arange(keys_count, dtype="int32"), axis=0, dtype="int32")
     flat, entries = vary_alike((), flat, jnp.arange(count, dtype="int32"))
@@ -56,8 +58,10 @@ def copies_by_key(
     return Copies(source, places.reshape(rows, k)), sizes
 
 
-def spread(copies: Copies, x: Array, *, fill: bool = True, blank: bool = False) -> Array:
-    """Returns `[c, ...]`: the row of `x`, `[rows, ...]`, that each is a copy of, and 0 for none.
+def spread(
+    copies: Copies, x: Shaped[Array, "rows *row"], *, fill: bool = True, blank: bool = False
+) -> Shaped[Array, "copies *row"]:
+    """Returns the row of `x` that each copy is of, and 0 for copies of none.
 
     Without `fill` copies of none hold anything, which saves a pass over the copies on TPU. `blank`
     says of the cotangent what it says of y in `collect`.
@@ -68,8 +72,10 @@ def spread(copies: Copies, x: Array, *, fill: bool = True, blank: bool = False) 
     return out
 
 
-def collect(copies: Copies, y: Array, *, blank: bool = False) -> Array:
-    """Returns `[rows, ...]`: the sum of each row's copies in `y`, `[c, ...]`.
+def collect(
+    copies: Copies, y: Shaped[Array, "copies *row"], *, blank: bool = False
+) -> Shaped[Array, "rows *row"]:
+    """Returns the sum of each row's copies in `y`.
 
     Narrow floats are summed in float32. What is nobody's copy is not read, unless `blank`: then the
     last row of y is nobody's, and 0, which saves a pass over what is summed on TPU.
@@ -81,7 +87,11 @@ def collect(copies: Copies, y: Array, *, blank: bool = False) -> Array:
     return out
 
 
-def take_rows(x: Array, places: Array, fill: Array | int | None = 0) -> Array:
+def take_rows(
+    x: Shaped[Array, "rows *row"],
+    places: Int[Array, " taken"],
+    fill: Shaped[Array, ""] | int | None = 0,
+) -> Shaped[Array, "taken *row"]:
     """Returns `x[places]`, and `fill` for places outside of x, or with None any row."""
     shape = (*places.shape, *x.shape[1:])
     if not prod(shape) or not x.shape[0]:
@@ -102,14 +112,18 @@ class Nobody:
     transparent: ClassVar[bool] = False
 
 
-def _copy(how: Nobody, copies: Copies, x: Array) -> Array:
+def _copy(
+    how: Nobody, copies: Copies, x: Shaped[Array, "rows *row"]
+) -> Shaped[Array, "copies *row"]:
     if how.fill:
         return take_rows(x, copies.source)
     anything = unwritten((), x.dtype) if _unwritten.poisoned else None
     return take_rows(x, copies.source, anything)
 
 
-def _sum(how: Nobody, copies: Copies, y: Array) -> Array:
+def _sum(
+    how: Nobody, copies: Copies, y: Shaped[Array, "copies *row"]
+) -> Shaped[Array, "rows *row"]:
     rows, k = copies.places.shape
     count = copies.source.size
     # Of `count` copies, at most count / j rows have j or more; in whole tiles of TPUs.
@@ -128,8 +142,10 @@ def _sum(how: Nobody, copies: Copies, y: Array) -> Array:
     return take_rows(sums, back, None)
 
 
-def _sum_firsts(y: Array, places: Array, lengths: list[int], blank: bool) -> Array:
-    """Sums what is at `places`, [rows, k], of column j for the first lengths[j] rows only."""
+def _sum_firsts(
+    y: Shaped[Array, "copies *row"], places: Int[Array, "rows k"], lengths: list[int], blank: bool
+) -> Shaped[Array, "rows *row"]:
+    """Sums what is at `places`, of column j for the first lengths[j] rows only."""
     rows, dtype = len(places), addition_dtype(y.dtype)
     total = zeros_alike((rows, *y.shape[1:]), dtype, y, places)
     if not total.size or not len(y):
@@ -137,7 +153,7 @@ def _sum_firsts(y: Array, places: Array, lengths: list[int], blank: bool) -> Arr
     at = jnp.concatenate([places[:length, j] for j, length in enumerate(lengths)])
     # One gather: k of them take the compiler for TPU k times as long. And one that is alone: masks
     # belong to the additions, and their layout is not the gather's.
-    each, at = lax.optimization_barrier((take_rows(y, at, None), at))
+    each, at = lax.optimization_barrier((take_rows(y, at, None), at))  # [sum(lengths), *row]
     inside = (at < len(y)).reshape(-1, *[1] * (y.ndim - 1))
     start = 0
     for length in lengths:

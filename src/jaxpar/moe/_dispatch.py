@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
+from jaxtyping import Float, Int, Int32
 
 from jaxpar._axis import Ring
 from jaxpar._compat import optimization_barrier
@@ -26,15 +27,18 @@ from jaxpar.moe._grouped import bind_method, fitting_sizes
 from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
 from jaxpar.moe._sharding import Axes
 
-Tokens = tuple[Array, Array, Array]  # rows [r, d], the experts that they chose [r, k], weights
+# Rows, the experts that they chose, -1 for none, and how much these count.
+Tokens = tuple[Float[Array, "rows d"], Int[Array, "rows k"], Float[Array, "rows k"]]
+Arrived = tuple[Float[Array, "arrived d"], Int[Array, "arrived k"], Float[Array, "arrived k"]]
 
 
 class Pairs(NamedTuple):
     """Pairs of a row and an expert of this device, sorted by expert, on their way through it."""
 
-    rows: Array  # [p, d], or where experts are applied in two stages their hidden rows, [p, f]
-    weights: Array  # [p]
-    sizes: Array  # int32[e], how many pairs each expert has
+    # Where experts are applied in two stages these are hidden rows, [pairs, f].
+    rows: Float[Array, "pairs d"]
+    weights: Float[Array, " pairs"]
+    sizes: Int32[Array, " groups"]  # how many pairs each expert has
     copies: Copies  # where each row's pairs are
 
 
@@ -50,20 +54,21 @@ class LocalExperts:
     implementation: Any
     staged: bool
 
-    def begin(self, tokens: Tokens, experts: Experts, first: Array, pairs: int) -> Pairs:
+    def begin(self, tokens: Tokens, experts: Experts, first: Int[Array, ""], pairs: int) -> Pairs:
         """Sorts at most `pairs` pairs by expert; of two stages it is the one up to hidden features.
 
         `first` is the number of the device's first expert. Rows may hold anything where they chose
         none of its experts.
         """
         rows, chosen, weights = tokens
-        # Each choice has a copy, or none, and so has its row.
+        # Choices are sorted, each with one key. A copy of a choice is one of its row too, whose
+        # number is that of the choice over k; none stays none.
         keys = (chosen - first).reshape(-1, 1)
         choices, sizes = copies_by_key(keys, len(experts.up), pairs, _BLANK)
         source = choices.source // max(chosen.shape[1], 1)
         copies = Copies(source, choices.places.reshape(chosen.shape))
         sizes = fitting_sizes(sizes, pairs)  # the last are dropped
-        # [r, d] to [p, d]; the gradients of both stages together are 0 where there is no pair
+        # Now [pairs, d]; the gradients of both stages together are 0 where there is no pair.
         sorted_rows = spread(copies, rows, fill=False, blank=not self.staged)
         sorted_weights = spread(choices, weights.reshape(-1))
         if self.staged:
@@ -73,7 +78,7 @@ class LocalExperts:
             sorted_rows, _ = mlp.begin(on, sorted_rows, experts, sorted_weights)
         return Pairs(sorted_rows, sorted_weights, sizes, copies)
 
-    def finish(self, pairs: Pairs, experts: Experts) -> Array:
+    def finish(self, pairs: Pairs, experts: Experts) -> Float[Array, "rows d"]:
         """Returns, for each row, the weighted sum of what its experts made of it."""
         rows, weights, sizes, copies = pairs
         if self.staged:
@@ -92,7 +97,9 @@ class LocalExperts:
             )
         return collect(copies, made, blank=True)
 
-    def _mlp(self, rows: Array, sizes: Array) -> tuple[Mlp, WholeProducts]:
+    def _mlp(
+        self, rows: Float[Array, "pairs features"], sizes: Int32[Array, " groups"]
+    ) -> tuple[Mlp, WholeProducts]:
         method = bind_method(self.implementation, self.precision)
         mlp = Mlp(method, self.activation, None, rows.dtype)
         return mlp, WholeProducts(mlp, sizes, len(rows))
@@ -111,10 +118,12 @@ class Exchange(ABC):
     local: LocalExperts
     tensor: Ring | None
 
-    def apply(self, tokens: Tokens, experts: Experts, chunks: int) -> tuple[Array, Array]:
+    def apply(
+        self, tokens: Tokens, experts: Experts, chunks: int
+    ) -> tuple[Float[Array, "rows d"], Int32[Array, ""]]:
         """Sends tokens in chunks, each while the experts compute the one before.
 
-        Returns the results, [t, d], and the number of pairs that this device computed.
+        Returns the results, and the number of pairs that this device computed.
 
         Where experts are applied in two stages, the next chunk comes during the first, and what
         was made of the chunk before goes home during the second; else both do during the one. What
@@ -154,14 +163,14 @@ class Exchange(ABC):
         """Tells all devices what `send` will send."""
 
     @abstractmethod
-    def send(self, tokens: Tokens, plan: Any) -> Tokens:
+    def send(self, tokens: Tokens, plan: Any) -> Arrived:
         """Returns the tokens that have arrived here."""
 
     @abstractmethod
-    def home(self, made: Array, plan: Any) -> Array:
+    def home(self, made: Float[Array, "arrived d"], plan: Any) -> Float[Array, "rows d"]:
         """Sends what was made of tokens back, and sums it for each token."""
 
-    def begin(self, tokens: Tokens, experts: Experts, sent: int, sources: int) -> Pairs:
+    def begin(self, tokens: Arrived, experts: Experts, sent: int, sources: int) -> Pairs:
         """Takes tokens into the hidden features of this device's experts.
 
         Each of `sources` devices sent at most `sent` of them.
@@ -173,7 +182,9 @@ class Exchange(ABC):
             tokens, experts, first, self.bounds.pairs(sent, sources, len(tokens[0]))
         )
 
-    def finish(self, pairs: Pairs, experts: Experts) -> tuple[Array, Array]:
+    def finish(
+        self, pairs: Pairs, experts: Experts
+    ) -> tuple[Float[Array, "arrived d"], Int32[Array, ""]]:
         """Returns this device's share of the results, and how many pairs it is made of."""
         out, computed = self.local.finish(pairs, experts), jnp.sum(pairs.sizes, dtype="int32")
         if self.tensor is None:
@@ -193,13 +204,13 @@ class Ragged(Exchange):
         devices = jnp.where(chosen < 0, -1, chosen // self.bounds.local)
         return RaggedDispatcher.from_target_device_ids(devices, axis=self.ring.names)
 
-    def send(self, tokens: Tokens, plan: Any) -> Tokens:
+    def send(self, tokens: Tokens, plan: Any) -> Arrived:
         """Returns the tokens that have arrived here."""
         capacity = self.bounds.rows(len(tokens[0]))
         (rows, chosen, weights), valid = plan.dispatch(tokens, capacity)
         return rows, jnp.where(valid[:, None], chosen, -1), weights
 
-    def home(self, made: Array, plan: Any) -> Array:
+    def home(self, made: Float[Array, "arrived d"], plan: Any) -> Float[Array, "rows d"]:
         """Sends the rows that were made of those that arrived, and sums them for each token."""
         return plan.combine(made, len(made))[0]
 
@@ -211,11 +222,11 @@ class Gathered(Exchange):
     def plan(self, tokens: Tokens) -> Any:
         """There is nothing to tell."""
 
-    def send(self, tokens: Tokens, plan: Any) -> Tokens:
+    def send(self, tokens: Tokens, plan: Any) -> Arrived:
         """Returns the tokens of all devices."""
         return gather(self.ring, tokens)
 
-    def home(self, made: Array, plan: Any) -> Array:
+    def home(self, made: Float[Array, "arrived d"], plan: Any) -> Float[Array, "rows d"]:
         """Sums what all devices made of each token."""
         return scatter(self.ring, made)
 
@@ -228,7 +239,7 @@ def gather(ring: Ring, tree: Any) -> Any:
     return jax.tree.map(lambda x: gather_along(way, x, 0), vary_alike(ring.names, *tree))
 
 
-def scatter(ring: Ring, x: Array) -> Array:
+def scatter(ring: Ring, x: Float[Array, "rows d"]) -> Float[Array, "own d"]:
     """The sums over the ring of this device's own rows."""
     if ring.size == 1 or not len(x):
         return x
@@ -242,11 +253,11 @@ Activation = Callable[[Array], Array]
 
 def apply_shared(
     axes: Axes,
-    rows: Array,
+    rows: Float[Array, "rows d"],
     experts: Experts,
     activation: Activation,
     precision: PrecisionLike,
-) -> Array:
+) -> Float[Array, "rows d"]:
     """Applies experts to all rows, by the layers of tensor parallelism where that is an axis."""
     if axes.tensor is None:
         return _apply_whole(rows, experts, activation, precision)
@@ -256,11 +267,18 @@ def apply_shared(
 
 
 def _apply_whole(
-    rows: Array, experts: Experts, activation: Activation, precision: PrecisionLike
-) -> Array:
+    rows: Float[Array, "rows d"],
+    experts: Experts,
+    activation: Activation,
+    precision: PrecisionLike,
+) -> Float[Array, "rows d"]:
     axes = varying_axes(rows, experts)
 
-    def linear(x: Array, w: Array, bias: Array | None) -> Array:
+    def linear(
+        x: Float[Array, "rows features"],
+        w: Float[Array, "features columns"],
+        bias: Float[Array, " columns"] | None,
+    ) -> Float[Array, "rows columns"]:
         w = vary_wide(axes, w).astype(w.dtype)  # its gradient is summed over devices in float32
         wide = sum_dtype(x.dtype)
         y = lax.dot(x, w, precision=precision, preferred_element_type=wide)
@@ -276,11 +294,11 @@ def _apply_whole(
 
 def _apply_sharded(
     ring: Ring,
-    rows: Array,
+    rows: Float[Array, "rows d"],
     experts: Experts,
     activation: Activation,
     options: dict[str, Any],
-) -> Array:
+) -> Float[Array, "rows d"]:
     up, down = experts.up, experts.down
     if experts.gate is not None:
         biases = experts.gate_bias, experts.up_bias, experts.down_bias

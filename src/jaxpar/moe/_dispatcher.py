@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
+from jaxtyping import Bool, Int, Int32, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
@@ -56,7 +57,7 @@ class RaggedDispatcher:
     """
 
     _copies: Copies
-    _devices: Leaf  # int32[t, k]: the device of each entry, n for none
+    _devices: Leaf  # int32[tokens, k]: the device of each entry, n for none
     _sizes: Leaf  # int32[n, n]: rows from each device to each
     _ring: Ring
     _shape: tuple[int, ...]  # of the ids that were given
@@ -221,7 +222,9 @@ class RaggedDispatcher:
         combined = bring_back(trip, leaves, self._ring)
         return treedef.unflatten(combined), fits.reshape(self._shape)
 
-    def _trip(self, capacity: int) -> tuple[Trip, Array, Array]:
+    def _trip(
+        self, capacity: int
+    ) -> tuple[Trip, Bool[Array, "tokens k"], Bool[Array, " {capacity}"]]:
         """The way there and back; which entries' copies fit, and which rows arrive."""
         me, sizes = self._ring.index(), self._sizes
         # What the devices before leave of each buffer. All cut alike, so that both sides agree.
@@ -231,6 +234,7 @@ class RaggedDispatcher:
         there = Slices(starts[me], cut[me], places[me], cut[:, me])
         back = Slices(places[:, me], cut[:, me], starts[:, me], cut[me])
 
+        # Sorted by device, the copies that fit are the first ones of each device's.
         ends = jnp.pad(starts[me] + cut[me], (0, 1))  # n, for no device, has no end
         fits = self._copies.places < ends[self._devices]
         count = self._copies.source.size
@@ -241,15 +245,19 @@ class RaggedDispatcher:
         return Trip(copies, there, back), fits, rows < arrivals
 
 
-def _starts(sizes: Array, axis: int) -> Array:
+def _starts(sizes: Int32[Array, "*n"], axis: int) -> Int32[Array, "*n"]:
+    """The sum of the sizes before each, along one dimension."""
     return jnp.cumsum(sizes, axis, dtype="int32") - sizes
 
 
-def _once_each(devices: Array, ring: Ring) -> Array:
+def _once_each(devices: Int32[Array, "tokens k"], ring: Ring) -> Int32[Array, "tokens k"]:
     """Replaces by n, for no device, what stands left of it in the same row already."""
     k = devices.shape[1]
     left = np.tri(k, k=-1, dtype=bool)
-    again = jnp.any((devices[:, :, None] == devices[:, None, :]) & left, axis=2)  # [t, k, k]
+    # [tokens, k, k]: whether an entry names the same device as another to its left.
+    again = jnp.any(
+        (devices[:, :, None] == devices[:, None, :]) & left, axis=2
+    )  # of [tokens, k, k]
     return jnp.where(again, ring.size, devices)
 
 
@@ -266,7 +274,7 @@ def _check_ids(ids: Array) -> None:
         )
 
 
-def _check_mask(mask: Array, ids: Array) -> Array:
+def _check_mask(mask: Array, ids: Int[Array, "*ids"]) -> Bool[Array, "*ids"]:
     if mask.dtype != jnp.bool_:
         raise type_error(f"mask must be bool, got {mask.dtype}{list(mask.shape)}; compare it first")
     if mask.shape != ids.shape:
@@ -277,7 +285,9 @@ def _check_mask(mask: Array, ids: Array) -> Array:
     return mask
 
 
-def _check_leaf(leaf: Any, rows: int, remedy: str, *, summed: bool = False) -> Array:
+def _check_leaf(
+    leaf: Any, rows: int, remedy: str, *, summed: bool = False
+) -> Shaped[Array, "{rows} ..."]:
     x = jnp.asarray(leaf)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         raise type_error(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
+from jaxtyping import Int, Int32, Num
 
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import result_dtype
@@ -34,6 +35,7 @@ from jaxpar.moe._mlp import (
     ExpertsLike,
     Mlp,
     Operands,
+    Projected,
     WholeProducts,
     as_experts,
     clear,
@@ -103,7 +105,7 @@ def apply_experts(
     return out[0]
 
 
-def closes_over_arrays(activation: Any, up: Array, dtype: Any) -> bool:
+def closes_over_arrays(activation: Any, up: Num[Array, "groups d f"], dtype: Any) -> bool:
     """Whether `activation` has arrays of its own, which gradients may be taken of.
 
     Raises unless it takes hidden rows to as many features.
@@ -189,34 +191,42 @@ def check_weights(weights: Array, x: Array) -> None:
         raise type_error(f"weights must be floats, got {weights.dtype}; cast them")
 
 
-def clear_rows(operands: Operands, group_sizes: Array) -> Operands:
+def clear_rows(operands: Operands, group_sizes: Int32[Array, " groups"]) -> Operands:
     """Makes rows 0 that have no expert, and so their gradients, whatever comes back."""
     weights = None if operands.weights is None else clear(operands.weights, group_sizes)
     return operands._replace(x=clear(operands.x, group_sizes), weights=weights)
 
 
-def forward_whole(mlp: Mlp, operands: Operands, group_sizes: Array) -> tuple[Array, Any]:
+def forward_whole(
+    mlp: Mlp, operands: Operands, group_sizes: Int32[Array, " groups"]
+) -> tuple[Num[Array, "rows d"], Projected]:
     """`Mlp.forward` of whole buffers."""
     return mlp.forward(WholeProducts(mlp, group_sizes, len(operands.x)), operands)
 
 
 def gradients_whole(
-    mlp: Mlp, operands: Operands, group_sizes: Array, projected: Any, ct: Array
+    mlp: Mlp,
+    operands: Operands,
+    group_sizes: Int32[Array, " groups"],
+    projected: Projected,
+    ct: Num[Array, "rows d"],
 ) -> Operands:
     """`Mlp.gradients` of whole buffers."""
     return mlp.gradients(WholeProducts(mlp, group_sizes, len(operands.x)), operands, projected, ct)
 
 
 def forward_blocks(
-    mlp: Mlp, lengths: tuple[int, ...], operands: Operands, group_sizes: Array
-) -> Array:
+    mlp: Mlp, lengths: tuple[int, ...], operands: Operands, group_sizes: Int32[Array, " groups"]
+) -> Num[Array, "rows d"]:
     """The result of `Mlp.forward` block by block; nothing of the projections is kept."""
     x, experts, weights = operands
 
-    def one_group(out: Array, group: Array, fold: Callable[..., Array]) -> Array:
+    def one_group(
+        out: Num[Array, "rows d"], group: Int[Array, ""], fold: Callable[..., Array]
+    ) -> Num[Array, "rows d"]:
         own = _of_group(experts, group)
 
-        def step(out: Array, block: Block) -> Array:
+        def step(out: Num[Array, "rows d"], block: Block) -> Num[Array, "rows d"]:
             cut = Operands(block.cut(x), own, None if weights is None else block.cut(weights))
             part, _ = mlp.forward(BlockProducts(mlp, block), cut)
             return block.place(out, part)
@@ -231,18 +241,20 @@ def gradients_blocks(
     mlp: Mlp,
     lengths: tuple[int, ...],
     operands: Operands,
-    group_sizes: Array,
+    group_sizes: Int32[Array, " groups"],
     projected: Any,
-    ct: Array,
+    ct: Num[Array, "rows d"],
 ) -> Operands:
     """`Mlp.gradients` block by block, which projects again."""
     x, experts, weights = operands
 
-    def one_group(grads: Operands, group: Array, fold: Callable[..., Any]) -> Operands:
+    def one_group(grads: Operands, group: Int[Array, ""], fold: Callable[..., Any]) -> Operands:
         own, totals = _of_group(experts, group), Totals(group)
 
         def step(state: Any, block: Block) -> Any:
             placed, sums = state
+            # Masked, not cut as in the forward pass: what other groups have in the block's rows
+            # would be added to this group's gradients.
             cut = Operands(
                 block.masked(x),
                 own,
@@ -255,6 +267,7 @@ def gradients_blocks(
             placed = jax.tree.map(block.place, placed, parts)
             return placed, totals.add(sums, d.experts)
 
+        # Weights are placed as a column, [rows, 1], as `Block.inside` is.
         placed = grads.x, None if grads.weights is None else grads.weights[:, None]
         (d_x, d_weights), sums = fold(step, (placed, totals.open(grads.experts)))
         d_weights = None if d_weights is None else d_weights[:, 0]
@@ -265,7 +278,8 @@ def gradients_blocks(
     return fold_groups(lengths, group_sizes, len(x), zeros, one_group)
 
 
-def _of_group(experts: Experts, group: Array) -> Experts:
+def _of_group(experts: Experts, group: Int[Array, ""]) -> Experts:
+    """The weights of one expert, without the first dimension."""
     own: Experts = jax.tree.map(
         lambda w: lax.dynamic_index_in_dim(w, group, keepdims=False), experts
     )
@@ -273,7 +287,9 @@ def _of_group(experts: Experts, group: Array) -> Experts:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def expert_mlp(mlp: Mlp, operands: Operands, group_sizes: Array) -> tuple[Array, Any]:
+def expert_mlp(
+    mlp: Mlp, operands: Operands, group_sizes: Int32[Array, " groups"]
+) -> tuple[Num[Array, "rows d"], Projected]:
     """The result and what its gradients may read: the projections, or as many zeros.
 
     All operands vary alike. The second result has no cotangent.
@@ -281,8 +297,8 @@ def expert_mlp(mlp: Mlp, operands: Operands, group_sizes: Array) -> tuple[Array,
     whole = partial(forward_whole, mlp)
 
     def blocks(
-        lengths: tuple[int, ...], operands: Operands, group_sizes: Array
-    ) -> tuple[Array, Any]:
+        lengths: tuple[int, ...], operands: Operands, group_sizes: Int32[Array, " groups"]
+    ) -> tuple[Num[Array, "rows d"], Projected]:
         out = forward_blocks(mlp, lengths, operands, group_sizes)
         if mlp.method.implementation == "blocks":
             return out, (None, None)
@@ -296,14 +312,18 @@ def expert_mlp(mlp: Mlp, operands: Operands, group_sizes: Array) -> tuple[Array,
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp_gradients(
-    mlp: Mlp, operands: Operands, group_sizes: Array, projected: Any, ct: Array
+    mlp: Mlp,
+    operands: Operands,
+    group_sizes: Int32[Array, " groups"],
+    projected: Projected,
+    ct: Num[Array, "rows d"],
 ) -> Operands:
     given = operands, group_sizes, projected, ct
     whole, blocks = partial(gradients_whole, mlp), partial(gradients_blocks, mlp)
     return mlp.method.choose(len(operands.x), whole, whole, blocks, *given)
 
 
-def _mlp_fwd(mlp: Mlp, operands: Operands, group_sizes: Array) -> Any:
+def _mlp_fwd(mlp: Mlp, operands: Operands, group_sizes: Int32[Array, " groups"]) -> Any:
     out: Any = expert_mlp(mlp, operands, group_sizes)
     return out, (operands, group_sizes, out[1])
 
@@ -313,7 +333,11 @@ def _mlp_bwd(mlp: Mlp, residuals: Any, cts: Any) -> Any:
 
 
 def _gradients_fwd(
-    mlp: Mlp, operands: Operands, group_sizes: Array, projected: Any, ct: Array
+    mlp: Mlp,
+    operands: Operands,
+    group_sizes: Int32[Array, " groups"],
+    projected: Projected,
+    ct: Num[Array, "rows d"],
 ) -> Any:
     out = _mlp_gradients(mlp, operands, group_sizes, projected, ct)
     return out, (operands, group_sizes, projected, ct)
@@ -323,7 +347,7 @@ def _gradients_bwd(mlp: Mlp, residuals: Any, cts: Operands) -> Any:
     operands, group_sizes, projected, ct = residuals
 
     # Through whole buffers, whose products can be differentiated again.
-    def gradients(operands: Operands, ct: Array) -> Operands:
+    def gradients(operands: Operands, ct: Num[Array, "rows d"]) -> Operands:
         operands, ct = clear_rows(operands, group_sizes), clear(ct, group_sizes)
         _, projected = forward_whole(mlp, operands, group_sizes)
         return gradients_whole(mlp, operands, group_sizes, projected, ct)

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.custom_batching import sequential_vmap
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
+from jaxtyping import Bool, Int32, Integer, Num
 
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_precision
@@ -135,7 +136,14 @@ class Product:
         """The dtype of partial sums."""
         return sum_dtype(operands) if self.preferred is None else self.preferred
 
-    def ragged_dot(self, dims: Any, sums: Any, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    def ragged_dot(
+        self,
+        dims: Any,
+        sums: Any,
+        lhs: Num[Array, "rows into"],
+        rhs: Num[Array, " ..."],  # [groups, _, _], or [rows, out]
+        group_sizes: Int32[Array, " groups"],
+    ) -> Num[Array, " ..."]:
         """JAX's, with partial sums of dtype `sums`."""
         common = common_dtype(lhs.dtype, rhs.dtype)  # a cotangent may be wider than its partner
         return lax.ragged_dot_general(
@@ -153,7 +161,12 @@ class Product:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def rows_product(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+def rows_product(
+    product: Product,
+    lhs: Num[Array, "rows into"],
+    rhs: Num[Array, "groups _ _"],
+    group_sizes: Int32[Array, " groups"],
+) -> Num[Array, "rows out"]:
     """Multiplies each row of `lhs` by its group's weight.
 
     All operands vary alike.
@@ -161,7 +174,12 @@ def rows_product(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -
     method, inner = product.method, product.contracted
     sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
-    def ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, sums: Any = sums) -> Array:
+    def ragged_dot(
+        lhs: Num[Array, "rows into"],
+        rhs: Num[Array, "groups _ _"],
+        group_sizes: Int32[Array, " groups"],
+        sums: Any = sums,
+    ) -> Num[Array, "rows out"]:
         dims = lax.RaggedDotDimensionNumbers((([1], [inner]), ([], [])), [0], [0])
         out = product.ragged_dot(dims, sums, lhs, rhs, group_sizes)
         return jnp.where(in_groups(group_sizes, len(lhs)), out, 0) if product.cleared else out
@@ -170,11 +188,22 @@ def rows_product(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -
     # cost a pass of its own to narrow.
     kernel = partial(ragged_dot, sums=product.dtype)
 
-    def masked(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    def masked(
+        lhs: Num[Array, "rows into"],
+        rhs: Num[Array, "groups _ _"],
+        group_sizes: Int32[Array, " groups"],
+    ) -> Num[Array, "rows out"]:
         return ragged_dot(jnp.where(in_groups(group_sizes, len(lhs)), lhs, 0), rhs, group_sizes)
 
-    def blocks(lengths: tuple[int, ...], lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-        def multiply(block: Array, weight: Array) -> Array:
+    def blocks(
+        lengths: tuple[int, ...],
+        lhs: Num[Array, "rows into"],
+        rhs: Num[Array, "groups _ _"],
+        group_sizes: Int32[Array, " groups"],
+    ) -> Num[Array, "rows out"]:
+        def multiply(
+            block: Num[Array, "length into"], weight: Num[Array, "_ _"]
+        ) -> Num[Array, "length out"]:
             return block_dot(block, weight, (1, inner - 1), product.preferred, method.precision)
 
         columns = rhs.shape[3 - inner]
@@ -184,27 +213,48 @@ def rows_product(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def group_products(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """Sums, for each group, the outer products of its rows of `lhs` [m, k] and `rhs` [m, n].
+def group_products(
+    product: Product,
+    lhs: Num[Array, "rows into"],
+    rhs: Num[Array, "rows out"],
+    group_sizes: Int32[Array, " groups"],
+) -> Num[Array, "groups into out"]:
+    """Sums, for each group, the outer products of its rows of `lhs` and `rhs`; 0 for empty groups.
 
-    Returns `[g, k, n]`, 0 for empty groups. All operands vary alike.
+    All operands vary alike.
     """
     method = product.method
     sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
-    def ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, sums: Any = sums) -> Array:
+    def ragged_dot(
+        lhs: Num[Array, "rows into"],
+        rhs: Num[Array, "rows out"],
+        group_sizes: Int32[Array, " groups"],
+        sums: Any = sums,
+    ) -> Num[Array, "groups into out"]:
         dims = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
         return product.ragged_dot(dims, sums, lhs, rhs, group_sizes)
 
     # The kernel itself replaces by 0, in both operands, what is not the group's.
     kernel = partial(ragged_dot, sums=product.dtype)
 
-    def masked(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    def masked(
+        lhs: Num[Array, "rows into"],
+        rhs: Num[Array, "rows out"],
+        group_sizes: Int32[Array, " groups"],
+    ) -> Num[Array, "groups into out"]:
         inside = in_groups(group_sizes, len(lhs))
         return ragged_dot(jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0), group_sizes)
 
-    def blocks(lengths: tuple[int, ...], lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-        def multiply(left: Array, right: Array) -> Array:
+    def blocks(
+        lengths: tuple[int, ...],
+        lhs: Num[Array, "rows into"],
+        rhs: Num[Array, "rows out"],
+        group_sizes: Int32[Array, " groups"],
+    ) -> Num[Array, "groups into out"]:
+        def multiply(
+            left: Num[Array, "length into"], right: Num[Array, "length out"]
+        ) -> Num[Array, "into out"]:
             return block_dot(left, right, (0, 0), product.preferred, method.precision)
 
         return blocks_group_products(lengths, multiply, lhs, rhs, group_sizes, product.dtype)
@@ -212,8 +262,8 @@ def group_products(product: Product, lhs: Array, rhs: Array, group_sizes: Array)
     return method.choose(len(lhs), kernel, masked, blocks, lhs, rhs, group_sizes)
 
 
-def fitting_sizes(group_sizes: Array, rows: int) -> Array:
-    """The sizes as `int32[g]`, cut to what `rows` hold: more would lead a kernel out of bounds.
+def fitting_sizes(group_sizes: Integer[Array, " groups"], rows: int) -> Int32[Array, " groups"]:
+    """The sizes, cut to what `rows` hold: more would lead a kernel out of bounds.
 
     Each is cut first, so that their sum does not wrap around.
     """
@@ -228,28 +278,41 @@ def fitting_sizes(group_sizes: Array, rows: int) -> Array:
     return jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
 
 
-def in_groups(group_sizes: Array, rows: int) -> Array:
-    """`bool[rows, 1]`: which rows belong to any group."""
+def in_groups(group_sizes: Int32[Array, " groups"], rows: int) -> Bool[Array, "{rows} 1"]:
+    """Which rows belong to any group."""
     return lax.broadcasted_iota("int32", (rows, 1), 0) < jnp.sum(group_sizes, dtype="int32")
 
 
-def _rows_fwd(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -> Any:
+def _rows_fwd(
+    product: Product,
+    lhs: Num[Array, "rows into"],
+    rhs: Num[Array, "groups _ _"],
+    group_sizes: Int32[Array, " groups"],
+) -> Any:
     return rows_product(product, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
 
 
-def _rows_bwd(product: Product, residuals: Any, ct: Array) -> Any:
+def _rows_bwd(product: Product, residuals: Any, ct: Num[Array, "rows out"]) -> Any:
     lhs, rhs, sizes = residuals
+    # Rows go back along the weight's other dimension, 1 and 2 adding up to 3. A weight's gradient
+    # has the dimensions in the weight's own order: the one that rows were multiplied along is that
+    # of `lhs`, wherever it stands.
     to_lhs = product.derivative(3 - product.contracted, lhs.dtype)
     pair = (lhs, ct) if product.contracted == 1 else (ct, lhs)
     to_rhs = product.derivative(1, rhs.dtype)
     return rows_product(to_lhs, ct, rhs, sizes), group_products(to_rhs, *pair, sizes), None
 
 
-def _groups_fwd(product: Product, lhs: Array, rhs: Array, group_sizes: Array) -> Any:
+def _groups_fwd(
+    product: Product,
+    lhs: Num[Array, "rows into"],
+    rhs: Num[Array, "rows out"],
+    group_sizes: Int32[Array, " groups"],
+) -> Any:
     return group_products(product, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
 
 
-def _groups_bwd(product: Product, residuals: Any, ct: Array) -> Any:
+def _groups_bwd(product: Product, residuals: Any, ct: Num[Array, "groups into out"]) -> Any:
     lhs, rhs, sizes = residuals
     to_lhs, to_rhs = product.derivative(2, lhs.dtype), product.derivative(1, rhs.dtype)
     return rows_product(to_lhs, rhs, ct, sizes), rows_product(to_rhs, lhs, ct, sizes), None

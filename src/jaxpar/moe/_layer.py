@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
+from jaxtyping import Bool, Float, Int32
 
 from jaxpar._calls import public
 from jaxpar._dtypes import addition_dtype, check_wire, common_dtype, sum_dtype
@@ -144,7 +145,7 @@ def moe_layer(
     check_routing(routing, tokens)
     known = routing.logits.shape[1]
     check_experts(tokens, known, routed, fused, axes)
-    rows = tokens.reshape(-1, tokens.shape[-1])  # [t, d]
+    rows = tokens.reshape(-1, tokens.shape[-1])  # [tokens, d]
     if routing.mask is not None:
         rows = _real(rows, routing.mask)
     for ring in (axes.expert, axes.tensor, axes.fsdp):
@@ -168,8 +169,11 @@ def moe_layer(
     replicated = axes.summed_tensor
 
     def compute(
-        rows: Array, weights: Array, routed: Experts, fused: Experts | None
-    ) -> tuple[Array, Array]:
+        rows: Float[Array, "tokens d"],
+        weights: Float[Array, "tokens k"],
+        routed: Experts,
+        fused: Experts | None,
+    ) -> tuple[Float[Array, "tokens d"], Int32[Array, ""]]:
         routed = gather_whole(axes, rows, routed, "experts", fsdp_dim)
         if fused is not None:
             fused = gather_whole(axes, rows, fused, "shared", fsdp_dim)
@@ -302,11 +306,13 @@ def routed_moe_layer(
     return moe_layer(tokens, routing, experts, axis, capacity=capacity, **options)
 
 
-def _real(rows: Array, mask: Array) -> Array:
+def _real(rows: Float[Array, "tokens d"], mask: Bool[Array, " tokens"]) -> Float[Array, "tokens d"]:
     return jnp.where(mask[:, None], rows, jnp.zeros((), rows.dtype))
 
 
-def _logits(rows: Array, router: Array, precision: PrecisionLike) -> Array:
+def _logits(
+    rows: Float[Array, "tokens d"], router: Float[Array, "d experts"], precision: PrecisionLike
+) -> Float[Array, "tokens experts"]:
     """Scores are sensitive to rounding: in float32 at least."""
     wide = common_dtype(sum_dtype(rows.dtype), sum_dtype(router.dtype))
     w = vary_over(varying_axes(rows), router.astype(wide))

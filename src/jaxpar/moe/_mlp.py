@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int32, Num, Shaped
 
 from jaxpar._calls import public, type_error
 from jaxpar._dtypes import common_dtype, sum_dtype
@@ -97,36 +98,45 @@ def as_experts(given: ExpertsLike) -> Experts:
 class Operands(NamedTuple):
     """What the MLP is differentiated by: rows, experts, and a factor for each row of the result."""
 
-    x: Array
-    experts: Experts
-    weights: Array | None
+    x: Num[Array, "rows d"]
+    experts: Experts  # of a block they are one expert's, without the first dimension
+    weights: Float[Array, " rows"] | None
+
+
+# Rows times up and times gate. The second is None without a gate, and both are where blocks, which
+# compute them again, keep nothing.
+Projected = tuple[Num[Array, "rows f"] | None, Num[Array, "rows f"] | None]
 
 
 @runtime_checkable
 class Products(Protocol):
     """The products of the MLP, over some rows."""
 
-    def rows(self, x: Array, w: Array, contracted: int, dtype: Any) -> Array:
+    def rows(
+        self, x: Num[Array, "rows into"], w: Num[Array, "*groups d f"], contracted: int, dtype: Any
+    ) -> Num[Array, "rows out"]:
         """Multiplies rows by weights along their dimension 1 or 2 of `[e, d, f]`."""
         ...
 
-    def outer(self, x: Array, ct: Array, dtype: Any) -> Array:
+    def outer(
+        self, x: Num[Array, "rows into"], ct: Num[Array, "rows out"], dtype: Any
+    ) -> Num[Array, "*groups into out"]:
         """Sums the outer products of rows: a weight's gradient."""
         ...
 
-    def spread(self, bias: Array, dtype: Any) -> Array:
+    def spread(self, bias: Num[Array, "*groups out"], dtype: Any) -> Num[Array, "#rows out"]:
         """A bias for each row."""
         ...
 
-    def total(self, ct: Array, dtype: Any) -> Array:
+    def total(self, ct: Num[Array, "rows out"], dtype: Any) -> Num[Array, "*groups out"]:
         """Sums rows: a bias's gradient."""
         ...
 
-    def within(self, x: Array) -> Array:
+    def within(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
         """Makes rows 0 that `outer` and `total` must not see."""
         ...
 
-    def clear(self, x: Array) -> Array:
+    def clear(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
         """Makes rows 0 that have no expert."""
         ...
 
@@ -140,26 +150,39 @@ class Mlp:
     preferred: Any  # the dtype of partial sums; None: the package's contract
     dtype: Any  # of the result
 
-    def activate(self, up: Array, gate: Array | None) -> Array:
+    def activate(
+        self, up: Num[Array, "rows f"], gate: Num[Array, "rows f"] | None
+    ) -> Num[Array, "rows f"]:
         """The hidden rows, from the two projections."""
         return self.activation(up) if gate is None else self.activation(gate).astype(up.dtype) * up
 
-    def project(self, on: Products, x: Array, w: Array, bias: Array | None, dtype: Any) -> Array:
+    def project(
+        self,
+        on: Products,
+        x: Num[Array, "rows d"],
+        w: Num[Array, "*groups d f"],
+        bias: Num[Array, "*groups f"] | None,
+        dtype: Any,
+    ) -> Num[Array, "rows f"]:
         """Projects rows; a bias is added to sums before they are rounded."""
         if bias is None:
             return on.rows(x, w, 1, dtype)
         wide = sum_dtype(dtype)
         return (on.rows(x, w, 1, wide) + on.spread(bias, wide)).astype(dtype)
 
-    def forward(self, on: Products, operands: Operands) -> tuple[Array, Any]:
+    def forward(self, on: Products, operands: Operands) -> tuple[Num[Array, "rows d"], Projected]:
         """The result, and the two projections that gradients need."""
         x, experts, weights = operands
         hidden, projected = self.begin(on, x, experts, weights)
         return self.finish(on, hidden, experts, weights), projected
 
     def begin(
-        self, on: Products, x: Array, experts: Experts, weights: Array | None
-    ) -> tuple[Array, Any]:
+        self,
+        on: Products,
+        x: Num[Array, "rows d"],
+        experts: Experts,
+        weights: Num[Array, " rows"] | None,
+    ) -> tuple[Num[Array, "rows f"], Projected]:
         """The hidden rows times their weights, and the projections that they are made of.
 
         Weighted here, where that is part of other arithmetic, and not in a pass over the results.
@@ -172,7 +195,13 @@ class Mlp:
         # A preferred dtype is that of sums and results, not of what is multiplied.
         return self._weigh(on, hidden, weights).astype(x.dtype), (up, gate)
 
-    def finish(self, on: Products, hidden: Array, experts: Experts, weights: Array | None) -> Array:
+    def finish(
+        self,
+        on: Products,
+        hidden: Num[Array, "rows f"],
+        experts: Experts,
+        weights: Num[Array, " rows"] | None,
+    ) -> Num[Array, "rows d"]:
         """The result, from the weighted hidden rows."""
         if experts.down_bias is None:
             return on.clear(on.rows(hidden, experts.down, 1, self.dtype))
@@ -181,14 +210,18 @@ class Mlp:
         bias = self._weigh(on, on.spread(experts.down_bias, wide), weights)
         return on.clear(out + bias.astype(wide)).astype(self.dtype)
 
-    def _weigh(self, on: Products, rows: Array, weights: Array | None) -> Array:
+    def _weigh(
+        self, on: Products, rows: Num[Array, "#rows out"], weights: Num[Array, " rows"] | None
+    ) -> Num[Array, "#rows out"]:
         """Rows times their weights, in a dtype that holds both."""
         if weights is None:
             return rows
         wide = common_dtype(sum_dtype(rows.dtype), weights.dtype)
         return rows.astype(wide) * on.clear(weights[:, None].astype(wide))
 
-    def gradients(self, on: Products, operands: Operands, projected: Any, ct: Array) -> Operands:
+    def gradients(
+        self, on: Products, operands: Operands, projected: Projected, ct: Num[Array, "rows d"]
+    ) -> Operands:
         """The gradients of all operands, None for what is None."""
         x, experts, weights = operands
         dtypes = jax.tree.map(lambda w: w.dtype, operands)
@@ -205,6 +238,8 @@ class Mlp:
                 d_bias = self._weigh(on, ct, weights)
             d_weights = on.clear(d_weights[:, None])[:, 0].astype(weights.dtype)
             d_hidden = self._weigh(on, d_hidden, weights).astype(hidden.dtype)
+        # What `outer` and `total` sum over rows, `weighted` below too, is made 0 in rows of nobody,
+        # where arithmetic on anything may have made NaN.
         d_up, d_gate = (None if d is None else on.within(d) for d in pull(d_hidden))
         d_x = _back(on, experts.up, d_up, x.dtype)
         if d_gate is not None:
@@ -228,7 +263,8 @@ class Mlp:
         return Operands(on.clear(d_x), d_experts, d_weights)
 
 
-def _back(on: Products, w: Any, ct: Any, dtype: Any) -> Array:
+def _back(on: Products, w: Any, ct: Any, dtype: Any) -> Num[Array, "rows d"]:
+    """The gradient of what was projected by `w`."""
     return on.rows(ct.astype(w.dtype), w, 2, dtype)
 
 
@@ -237,27 +273,31 @@ class WholeProducts:
     """Products of whole buffers."""
 
     mlp: Mlp
-    group_sizes: Array
+    group_sizes: Int32[Array, " groups"]
     length: int
 
-    def rows(self, x: Array, w: Array, contracted: int, dtype: Any) -> Array:
+    def rows(
+        self, x: Num[Array, "rows into"], w: Num[Array, "groups d f"], contracted: int, dtype: Any
+    ) -> Num[Array, "rows out"]:
         product = Product(self.mlp.method, contracted, self.mlp.preferred, dtype, cleared=False)
         return rows_product(product, x, w, self.group_sizes)
 
-    def outer(self, x: Array, ct: Array, dtype: Any) -> Array:
+    def outer(
+        self, x: Num[Array, "rows into"], ct: Num[Array, "rows out"], dtype: Any
+    ) -> Num[Array, "groups into out"]:
         product = Product(self.mlp.method, 1, self.mlp.preferred, dtype, cleared=False)
         return group_products(product, x, ct, self.group_sizes)
 
-    def spread(self, bias: Array, dtype: Any) -> Array:
+    def spread(self, bias: Num[Array, "groups out"], dtype: Any) -> Num[Array, "rows out"]:
         return spread_rows(self.mlp.method, self.length, dtype, bias, self.group_sizes)
 
-    def total(self, ct: Array, dtype: Any) -> Array:
+    def total(self, ct: Num[Array, "rows out"], dtype: Any) -> Num[Array, "groups out"]:
         return sum_rows(self.mlp.method, ct, self.group_sizes, dtype)
 
-    def within(self, x: Array) -> Array:
+    def within(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
         return self.clear(x)
 
-    def clear(self, x: Array) -> Array:
+    def clear(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
         return clear(x, self.group_sizes)
 
 
@@ -268,38 +308,52 @@ class BlockProducts:
     mlp: Mlp
     block: Block
 
-    def rows(self, x: Array, w: Array, contracted: int, dtype: Any) -> Array:
+    def rows(
+        self, x: Num[Array, "rows into"], w: Num[Array, "d f"], contracted: int, dtype: Any
+    ) -> Num[Array, "rows out"]:
         return self._dot(x, w, 1, contracted - 1).astype(dtype)
 
-    def outer(self, x: Array, ct: Array, dtype: Any) -> Array:
+    def outer(
+        self, x: Num[Array, "rows into"], ct: Num[Array, "rows out"], dtype: Any
+    ) -> Num[Array, "into out"]:
         return self._dot(x, ct, 0, 0)  # not rounded before all blocks are summed
 
-    def spread(self, bias: Array, dtype: Any) -> Array:
+    def spread(self, bias: Num[Array, " out"], dtype: Any) -> Num[Array, "1 out"]:
         return bias.astype(dtype)[None]
 
-    def total(self, ct: Array, dtype: Any) -> Array:
+    def total(self, ct: Num[Array, "rows out"], dtype: Any) -> Num[Array, " out"]:
         return jnp.sum(ct.astype(sum_dtype(ct.dtype)), axis=0)
 
-    def within(self, x: Array) -> Array:
+    def within(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
         return jnp.where(self.block.inside, x, 0)
 
-    def clear(self, x: Array) -> Array:
+    def clear(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
         return x  # what is placed is the group's rows alone
 
-    def _dot(self, left: Array, right: Array, left_dim: int, right_dim: int) -> Array:
+    def _dot(
+        self, left: Num[Array, "_ _"], right: Num[Array, "_ _"], left_dim: int, right_dim: int
+    ) -> Num[Array, "_ _"]:
         dims, precision = (left_dim, right_dim), self.mlp.method.precision
         return block_dot(left, right, dims, self.mlp.preferred, precision)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def spread_rows(method: Method, rows: int, dtype: Any, bias: Array, group_sizes: Array) -> Array:
-    """Gives each row its group's bias: `[rows, f]`; rows past the last group hold anything."""
+def spread_rows(
+    method: Method,
+    rows: int,
+    dtype: Any,
+    bias: Num[Array, "groups out"],
+    group_sizes: Int32[Array, " groups"],
+) -> Num[Array, "{rows} out"]:
+    """Gives each row its group's bias; rows past the last group hold anything."""
     ends = jnp.cumsum(group_sizes, dtype="int32")
     group = jnp.sum(lax.iota("int32", rows)[:, None] >= ends, axis=1, dtype="int32")
     return jnp.take(bias, group, axis=0, mode="clip").astype(dtype)
 
 
-def sum_rows(method: Method, ct: Array, group_sizes: Array, dtype: Any) -> Array:
+def sum_rows(
+    method: Method, ct: Num[Array, "rows out"], group_sizes: Int32[Array, " groups"], dtype: Any
+) -> Num[Array, "groups out"]:
     """Sums each group's rows."""
     # In full precision, as a sum is, and not as a matmul may be.
     exact = Method(method.implementation, lax.Precision.HIGHEST)
@@ -308,7 +362,13 @@ def sum_rows(method: Method, ct: Array, group_sizes: Array, dtype: Any) -> Array
     return sums[:, 0]
 
 
-def _spread_fwd(method: Method, rows: int, dtype: Any, bias: Array, group_sizes: Array) -> Any:
+def _spread_fwd(
+    method: Method,
+    rows: int,
+    dtype: Any,
+    bias: Num[Array, "groups out"],
+    group_sizes: Int32[Array, " groups"],
+) -> Any:
     return spread_rows(method, rows, dtype, bias, group_sizes), (bias, group_sizes)
 
 
@@ -320,7 +380,9 @@ def _spread_bwd(method: Method, rows: int, dtype: Any, residuals: Any, ct: Array
 spread_rows.defvjp(_spread_fwd, _spread_bwd)
 
 
-def clear(rows: Array, group_sizes: Array) -> Array:
+def clear(
+    rows: Shaped[Array, " rows *row"], group_sizes: Int32[Array, " groups"]
+) -> Shaped[Array, " rows *row"]:
     """Makes rows 0 that have no expert."""
     inside = in_groups(group_sizes, len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
     return jnp.where(inside, rows, 0)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float, Num
+from jaxtyping import Integer as Integers
 
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_number, check_whole
@@ -123,7 +125,7 @@ def route(
         choice = lax.stop_gradient(logits if scoring == "selected_softmax" else scores)
         choice = choice + lax.stop_gradient(_as_bias(bias, logits)).astype(choice.dtype)
     choice = _in_best_groups(choice, groups, top_groups, k, pairs=bias is not None)
-    experts = lax.top_k(choice, k)[1].astype("int32")  # [t, k]
+    experts = lax.top_k(choice, k)[1].astype("int32")  # [tokens, k]
 
     if scoring == "selected_softmax" or (normalize and scoring == "softmax"):
         weights = jax.nn.softmax(of_chosen(logits, experts), axis=-1)
@@ -144,7 +146,9 @@ def route(
     return Routing(experts, weights, kept, scores, logits, real)
 
 
-def _in_best_groups(choice: Array, groups: Any, top_groups: Any, k: int, pairs: bool) -> Array:
+def _in_best_groups(
+    choice: Float[Array, "tokens experts"], groups: Any, top_groups: Any, k: int, pairs: bool
+) -> Float[Array, "tokens experts"]:
     """`choice`, and -inf for experts outside of the best groups."""
     tokens, count = choice.shape
     groups = check_whole("groups", groups, 1)
@@ -181,7 +185,7 @@ def _in_best_groups(choice: Array, groups: Any, top_groups: Any, k: int, pairs: 
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(tokens, count)
 
 
-def _second_best(x: Array) -> Array:
+def _second_best(x: Float[Array, "*groups size"]) -> Float[Array, "*groups"]:
     """The second largest along the last dimension, which `lax.top_k` would sort for it."""
     first = jnp.argmax(x, axis=-1, keepdims=True).astype("int32")
     places = lax.broadcasted_iota("int32", x.shape, x.ndim - 1)
@@ -199,7 +203,7 @@ def _check_logits(logits: Array, top_k: Any) -> int:
     return check_whole("top_k", top_k, 1, logits.shape[1], "the number of experts")
 
 
-def _as_bias(given: Values, logits: Array) -> Array:
+def _as_bias(given: Values, logits: Float[Array, "tokens experts"]) -> Float[Array, " experts"]:
     bias = jnp.asarray(given)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
@@ -211,7 +215,7 @@ def _as_bias(given: Values, logits: Array) -> Array:
     return bias
 
 
-def as_mask(given: Values, tokens: int) -> Array:
+def as_mask(given: Values, tokens: int) -> Bool[Array, " {tokens}"]:
     """Returns the mask, or raises unless it says of each token whether it counts."""
     mask = jnp.asarray(given)
     if mask.dtype != bool:
@@ -275,23 +279,27 @@ def update_router_bias(
     return bias + jnp.asarray(rate, bias.dtype) * sign
 
 
-# Between what tokens have for chosen experts, [t, k], and for all experts, [t, E], by comparing
-# every choice with every expert, which fuses into its neighbours: gathers, and above all the
-# scatter that is their derivative, are slow on TPU where rows are so short.
+# Between what tokens have for chosen experts and for all experts, by comparing every choice with
+# every expert, which fuses into its neighbours: gathers, and above all the scatter that is their
+# derivative, are slow on TPU where rows are so short.
 
 
-@partial(jax.checkpoint, prevent_cse=False)  # or [t, k, E] is kept for the backward pass
-def of_chosen(values: Array, experts: Array) -> Array:
-    """Returns `values` [t, E] of `experts` [t, k], and 0 where these are none."""
+@partial(jax.checkpoint, prevent_cse=False)  # or [tokens, k, experts] is kept for the backward pass
+def of_chosen(
+    values: Num[Array, "tokens experts"], experts: Integers[Array, "tokens k"]
+) -> Num[Array, "tokens k"]:
+    """Returns `values` of the chosen `experts`, and 0 where these are none."""
     matches = _matches(experts, values.shape[-1])
     return jnp.sum(jnp.where(matches, values[:, None, :], 0), axis=2, dtype=values.dtype)
 
 
-def of_experts(values: Array, experts: Array, count: int) -> Array:
-    """Returns `values` [t, k] at their experts, [t, count], and 0 at experts not chosen."""
+def of_experts(
+    values: Num[Array, "tokens k"], experts: Integers[Array, "tokens k"], count: int
+) -> Num[Array, "tokens {count}"]:
+    """Returns `values` at their experts, and 0 at experts not chosen."""
     matches = _matches(experts, count)
     return jnp.sum(jnp.where(matches, values[..., None], 0), axis=1, dtype=values.dtype)
 
 
-def _matches(experts: Array, count: int) -> Array:
-    return experts[..., None] == jnp.arange(count, dtype=experts.dtype)  # [t, k, E]
+def _matches(experts: Integers[Array, "tokens k"], count: int) -> Bool[Array, "tokens k {count}"]:
+    return experts[..., None] == jnp.arange(count, dtype=experts.dtype)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
@@ -135,8 +136,8 @@ def check_router(tokens: Array, router: Array) -> None:
         raise type_error(f"router must be floats, got {router.dtype}; cast it")
 
 
-def as_token_mask(given: Values, tokens: Array) -> Array:
-    """Returns `bool[t]`, or raises unless there is one for each of the tokens `[..., d]`."""
+def as_token_mask(given: Values, tokens: Float[Array, "... d"]) -> Bool[Array, " tokens"]:
+    """Returns the mask, flat, or raises unless there is an entry for each of the tokens."""
     mask = jnp.asarray(given)
     if mask.shape != tokens.shape[:-1] or mask.dtype != jnp.bool_:
         raise value_error(
@@ -270,7 +271,9 @@ def fsdp_dims(experts: Experts, dim: Any) -> Experts:
     return Experts(**{name: of(name, w) for name, w in experts._asdict().items()})  # type: ignore
 
 
-def gather_whole(axes: Axes, rows: Array, experts: Experts, kind: str, dim: int) -> Experts:
+def gather_whole(
+    axes: Axes, rows: Float[Array, "tokens d"], experts: Experts, kind: str, dim: int
+) -> Experts:
     """Gathers what is sharded over fsdp, and checks that it fits the rows."""
     if axes.fsdp is not None:
         dims = fsdp_dims(experts, dim)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Bool, Float, Int32, Num
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, value_error
@@ -194,7 +195,7 @@ def _axes(axis: AxisLike) -> tuple[str, ...]:
     return () if axis == () else bind(axis).names
 
 
-def _sums(axes: tuple[str, ...], *parts: Array) -> tuple[Array, ...]:
+def _sums(axes: tuple[str, ...], *parts: Num[Array, " ..."]) -> tuple[Num[Array, " ..."], ...]:
     """Sums scalars and vectors of one dtype over `axes`, all in one psum."""
     if not axes:
         return parts
@@ -205,8 +206,8 @@ def _sums(axes: tuple[str, ...], *parts: Array) -> tuple[Array, ...]:
     return tuple(piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True))
 
 
-def _counted(routing: Routing, mask: Values | None) -> Array:
-    """Tells which tokens count, bool[t]: those that are masked nowhere."""
+def _counted(routing: Routing, mask: Values | None) -> Bool[Array, " tokens"]:
+    """Tells which tokens count: those that are masked nowhere."""
     counted = jnp.any(routing.experts >= 0, axis=1)
     for given in (routing.mask, mask):
         if given is not None:
@@ -214,43 +215,53 @@ def _counted(routing: Routing, mask: Values | None) -> Array:
     return counted
 
 
-def _count(counted: Array) -> Array:
+def _count(counted: Bool[Array, " tokens"]) -> Int32[Array, ""]:
     return jnp.sum(counted, dtype="int32")
 
 
-def _routed(routing: Routing, counted: Array) -> Array:
-    return counted[:, None] & (routing.experts >= 0)  # [t, k]
+def _routed(routing: Routing, counted: Bool[Array, " tokens"]) -> Bool[Array, "tokens k"]:
+    """Which choices there are, of tokens that count."""
+    return counted[:, None] & (routing.experts >= 0)
 
 
-def _tokens_per_expert(routing: Routing, counted: Array) -> Array:
+def _tokens_per_expert(
+    routing: Routing, counted: Bool[Array, " tokens"]
+) -> Int32[Array, " experts"]:
     ones = _routed(routing, counted).astype("int32")
     chosen = of_experts(ones, routing.experts, routing.scores.shape[1])
     return jnp.sum(chosen, axis=0, dtype="int32")
 
 
-def _normalized(scores: Array, counted: Array) -> Array:
-    """Scores [t, E] divided by their sums, and 0 for tokens that do not count."""
+def _normalized(
+    scores: Float[Array, "tokens experts"], counted: Bool[Array, " tokens"]
+) -> Float[Array, "tokens experts"]:
+    """Scores divided by their sums, and 0 for tokens that do not count."""
     scores = jnp.where(counted[:, None], scores, 0)
     total = jnp.sum(scores, axis=1, keepdims=True)
     # Sigmoids may underflow, and the derivative divides by the square.
     return scores / jnp.where(total > 1e-15, total, 1)
 
 
-def _entropies(scores: Array) -> Array:
+def _entropies(scores: Float[Array, "tokens experts"]) -> Float[Array, " tokens"]:
     logs = jnp.log(jnp.where(scores > 0, scores, 1))  # 0 log 0 is 0, and has no gradient of NaN
     return -jnp.sum(scores * logs, axis=1)
 
 
-def _z_losses(routing: Routing, counted: Array) -> Array:
+def _z_losses(routing: Routing, counted: Bool[Array, " tokens"]) -> Float[Array, " tokens"]:
+    # Logits of tokens that do not count may be NaN or infinite, and the derivative of `where` would
+    # multiply theirs by 0: they are replaced before the arithmetic, and the result again after it.
     logits = jnp.where(counted[:, None], routing.logits, 0)
     return jnp.where(counted, jax.nn.logsumexp(logits, axis=1) ** 2, 0)
 
 
-def _balance(counts: Array, scores: Array, tokens: Array) -> Array:
+def _balance(
+    counts: Int32[Array, " experts"], scores: Float[Array, " experts"], tokens: Int32[Array, ""]
+) -> Float[Array, ""]:
+    """The loss, from how often each expert was chosen, and from the sums of its scores."""
     shares = _per(counts.astype(scores.dtype), jnp.sum(counts, dtype="int32"))
     return len(counts) * jnp.sum(shares * _per(scores, tokens))
 
 
-def _per(x: Array, count: Array) -> Array:
+def _per(x: Float[Array, "*any"], count: Int32[Array, ""]) -> Float[Array, "*any"]:
     """`x / count`, and 0 where there are none."""
     return x / jnp.maximum(count, 1).astype(x.dtype)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Shaped, UInt
 
 from jaxpar._axis import Ring
 from jaxpar._derivatives import linear_pair
@@ -58,10 +59,12 @@ def plan_packing(leaves: Sequence[Any], rows: int) -> Packing:
     return Packing(((first, *riders), *alone), shapes, dtypes)
 
 
-def pack(packing: Packing, leaves: list[Array]) -> list[Array]:
-    """Returns the carriers, each `[rows, ...]`, their rows in blocks that suit TPUs."""
+def pack(
+    packing: Packing, leaves: list[Shaped[Array, "rows ..."]]
+) -> list[Shaped[Array, "rows ..."]]:
+    """Returns the carriers, their rows in blocks that suit TPUs."""
 
-    def carrier(members: tuple[int, ...]) -> Array:
+    def carrier(members: tuple[int, ...]) -> Shaped[Array, "rows ..."]:
         flat = [_flat(leaves[i]) for i in members]
         word = flat[0].dtype.itemsize
         if len(flat) == 1 and word > 1:
@@ -80,10 +83,10 @@ def pack(packing: Packing, leaves: list[Array]) -> list[Array]:
 
 def unpack(
     packing: Packing,
-    carriers: list[Array],
+    carriers: list[Shaped[Array, "copies ..."]],
     rows: int,
     each: Callable[[Array], Array] = lambda x: x,
-) -> list[Array]:
+) -> list[Shaped[Array, "{rows} ..."]]:
     """Returns the leaves that carriers hold, after `each` has made `rows` rows of theirs."""
     count = len(packing.dtypes)
     flat: dict[int, Array] = {}
@@ -110,7 +113,7 @@ def unpack(
     return [restored(i) for i in range(count)]
 
 
-def _in_blocks(x: Array) -> Array:
+def _in_blocks(x: Shaped[Array, "rows width"]) -> Shaped[Array, "rows *blocks"]:
     """Cuts wide rows into tiles, as the exchange on TPU would: it copies all rows for that."""
     width = x.shape[1]
     if width % _TILE == 0:
@@ -140,14 +143,15 @@ def _plain(dtype: Any) -> Any:
     return dtype if jnp.finfo(dtype).bits >= 8 else jnp.dtype("bfloat16")
 
 
-def _flat(x: Array) -> Array:
-    """As `[rows, width]` of a plain dtype."""
+def _flat(x: Shaped[Array, "rows ..."]) -> Shaped[Array, "rows width"]:
+    """The rows, each flat and of a plain dtype."""
     if _is_complex(x.dtype):
         x = jnp.stack([x.real, x.imag], axis=-1)
     return x.astype(_plain(x.dtype)).reshape(x.shape[0], prod(x.shape[1:]))
 
 
-def _restored(x: Array, dtype: Any) -> Array:
+def _restored(x: Shaped[Array, "rows width"], dtype: Any) -> Shaped[Array, "rows numbers"]:
+    """The inverse of `_flat`, but for the shape of a row: complex numbers are two plain ones."""
     if _is_complex(dtype):
         parts = x.reshape(x.shape[0], x.shape[1] // 2, 2)
         return lax.complex(parts[..., 0], parts[..., 1])
@@ -159,8 +163,8 @@ def _unsigned(itemsize: int) -> Any:
     return jnp.dtype(f"uint{8 * itemsize}")
 
 
-def _as_words(x: Array, word: int) -> Array:
-    """The bits of `[rows, width]` as unsigned integers of `word` bytes, padded with zeros."""
+def _as_words(x: Shaped[Array, "rows width"], word: int) -> UInt[Array, "rows words"]:
+    """The bits of each row as unsigned integers of `word` bytes, padded with zeros."""
     size = x.dtype.itemsize
     bits = lax.bitcast_convert_type(x, _unsigned(min(size, word)))
     if size >= word:
@@ -171,7 +175,7 @@ def _as_words(x: Array, word: int) -> Array:
     return lax.bitcast_convert_type(grouped, _unsigned(word))
 
 
-def _from_words(x: Array, dtype: Any) -> Array:
+def _from_words(x: UInt[Array, "rows words"], dtype: Any) -> Shaped[Array, "rows width"]:
     """The inverse of `_as_words`, padding included."""
     word, size = x.dtype.itemsize, dtype.itemsize
     if size <= word:
@@ -199,15 +203,19 @@ class Way:
     transparent: ClassVar[bool] = False
 
 
-def send(trip: Trip, leaves: list[Array], ring: Ring, capacity: int) -> list[Array]:
-    """Returns `[capacity, ...]` of each leaf, `[t, ...]`: what arrives, then rows of anything."""
+def send(
+    trip: Trip, leaves: list[Shaped[Array, "tokens ..."]], ring: Ring, capacity: int
+) -> list[Shaped[Array, "{capacity} ..."]]:
+    """Returns of each leaf the rows that arrive, then rows of anything."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     arrived: list[Array] = _send(Way(ring, capacity, clean=False), trip, leaves)
     return arrived
 
 
-def bring_back(trip: Trip, leaves: list[Array], ring: Ring) -> list[Array]:
-    """Returns `[t, ...]` of each leaf, `[capacity, ...]`: the sums of what comes back."""
+def bring_back(
+    trip: Trip, leaves: list[Shaped[Array, "capacity ..."]], ring: Ring
+) -> list[Shaped[Array, "tokens ..."]]:
+    """Returns of each leaf, for each token, the sum of what comes back."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
     # Rows that nothing was brought back from have the gradient 0, which is written.
@@ -219,9 +227,9 @@ def _there(how: Way, trip: Trip, tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     packing = plan_packing(leaves, trip.copies.source.size)
 
-    def exchanged(carrier: Array) -> Array:
+    def exchanged(carrier: Shaped[Array, "tokens *row"]) -> Shaped[Array, "capacity *row"]:
         shape = (how.capacity, *carrier.shape[1:])
-        carrier = spread(trip.copies, carrier, fill=False)  # [t, ...] to [copies, ...]
+        carrier = spread(trip.copies, carrier, fill=False)  # now [copies, *row]
         buffer, carrier = vary_alike((), unwritten(shape, carrier.dtype), carrier)
         return exchange_rows(carrier, buffer, trip.there, how.ring)
 
@@ -233,8 +241,10 @@ def _there(how: Way, trip: Trip, tree: Any) -> Any:
     return treedef.unflatten(arrived)
 
 
-def _where_valid(valid: Array, x: Array) -> Array:
-    """`x`, `[rows, ...]`, and 0 in rows that are not valid."""
+def _where_valid(
+    valid: Bool[Array, " rows"], x: Shaped[Array, "rows *row"]
+) -> Shaped[Array, "rows *row"]:
+    """`x`, and 0 in rows that are not valid."""
     return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
@@ -243,13 +253,14 @@ def _home(how: Way, trip: Trip, tree: Any) -> Any:
     count = trip.copies.source.size
     packing = plan_packing(leaves, count)
 
-    def exchanged(carrier: Array) -> Array:
+    def exchanged(carrier: Shaped[Array, "capacity *row"]) -> Shaped[Array, "copies *row"]:
         buffer = unwritten((count, *carrier.shape[1:]), carrier.dtype)
         buffer, carrier = vary_alike((), buffer, carrier)
         return exchange_rows(carrier, buffer, trip.back, how.ring)
 
     returned = [exchanged(x) for x in pack(packing, leaves)]
     rows = trip.copies.places.shape[0]
+    # Summed in blocks, before leaves are cut out of a carrier: one gather of wide rows for all.
     sums = unpack(packing, returned, rows, lambda x: collect(trip.copies, x))
     return treedef.unflatten(sums)
 
