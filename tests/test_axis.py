@@ -43,6 +43,13 @@ def test_names_in_every_form(given, names):
     assert Axis(given).names == names
 
 
+def test_an_axis_of_an_axis_keeps_what_is_not_said_anew():
+    inner = Axis("tp", mode="bidirectional", wire_dtype="bfloat16")
+    assert Axis(inner) == inner
+    assert Axis(inner, mode="naive") == Axis("tp", mode="naive", wire_dtype="bfloat16")
+    assert Axis(inner, wire_dtype="float32") == Axis("tp", "bidirectional", "float32")
+
+
 def test_what_an_axis_is_when_nothing_else_is_said():
     axis = Axis("tp")
     assert (axis.mode, axis.wire_dtype) == ("auto", None)

@@ -30,7 +30,8 @@ class Axis:
 
     Args:
       names: one mesh axis, or a tuple or list of them in any order. The logical index of a device
-        counts in the order of the names, as in `jax.lax.axis_index`.
+        counts in the order of the names, as in `jax.lax.axis_index`. Of an `Axis` the mode and
+        the dtype hold where no other is given.
       mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"unidirectional"`
         or `"bidirectional"` (around a ring), or `"auto"`: what is predicted to be the fastest.
       wire_dtype: the dtype in which partial sums travel. None: that in which they are added,
@@ -51,6 +52,12 @@ class Axis:
 
     def __post_init__(self) -> None:
         with naming("Axis"):
+            if isinstance(self.names, Axis):
+                inner: Any = self.names
+                if self.mode == "auto":
+                    object.__setattr__(self, "mode", inner.mode)
+                if self.wire_dtype is None:
+                    object.__setattr__(self, "wire_dtype", inner.wire_dtype)
             object.__setattr__(self, "names", axis_names(self.names))
             check_mode(self.mode)
             object.__setattr__(self, "wire_dtype", as_dtype("wire_dtype", self.wire_dtype))

@@ -54,7 +54,9 @@ def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
 
 def check_wire(wire_dtype: Any, summed: Any) -> None:
     """Raises unless sums of dtype `summed` can travel as `wire_dtype`: both of one kind."""
-    if wire_dtype is not None and _kind(wire_dtype) != _kind(summed):
+    if wire_dtype is None:
+        return
+    if jnp.issubdtype(wire_dtype, jnp.bool_) or _kind(wire_dtype) != _kind(summed):
         raise type_error(
             f"wire_dtype={wire_dtype} cannot carry sums of {summed}; choose {_kind(summed)} "
             "dtype, or None"
@@ -62,11 +64,17 @@ def check_wire(wire_dtype: Any, summed: Any) -> None:
 
 
 def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
-    """Raises if `dtype` would lose the fractions or imaginary parts of what is `given`."""
+    """Raises if `dtype` would lose signs, fractions or imaginary parts of what is `given`."""
     order = ["an integer", "a float", "a complex"]
-    if order.index(_kind(dtype)) < order.index(_kind(given)):
+    signed = jnp.issubdtype(given, jnp.signedinteger)
+    if (
+        order.index(_kind(dtype)) < order.index(_kind(given))
+        or (signed and jnp.issubdtype(dtype, jnp.unsignedinteger))
+        or jnp.issubdtype(dtype, jnp.bool_)
+    ):
+        kind = "a signed" if signed else _kind(given)
         raise type_error(
-            f"{argument}={dtype} cannot hold {what} of {given} operands; choose {_kind(given)} "
+            f"{argument}={dtype} cannot hold {what} of {given} operands; choose {kind} "
             "dtype, or None"
         )
 

@@ -549,3 +549,23 @@ def test_a_weight_that_is_no_real_number():
     assert error(lambda w, x: mean_loss(1.0, jnp.complex64(1), "dp"), kind=TypeError) == (
         "weight must be a real number, got complex64; take its real part"
     )
+
+
+@check
+def test_weights_that_are_integers_do_not_wrap_around(check_vma):
+    """Two devices of 2^30 tokens each have 2^31, which int32 does not hold."""
+
+    def both(x):
+        loss = jnp.sum(x), jnp.int32(2**30)
+        of_weight = value_and_grad(lambda w, x: (jnp.sum(w * x), jnp.int32(2**30)), "dp", specs=P())
+        return mean_loss(*loss, "dp"), of_weight(jnp.float32(3), x)
+
+    run = jax.shard_map(
+        both,
+        mesh=make_mesh("dp=2", devices=jax.devices()[:2]),
+        in_specs=P("dp"),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    mean, (loss, grad) = jax.jit(run)(jnp.full(2, 2.0**30))
+    assert (mean, loss, grad) == (1, 3, 1)

@@ -553,6 +553,11 @@ def ring_on_one(q, k, v, **how):
             r"segments has local shape \(2, 7\), but must be \(2, 8\), one for each local position",
         ),
         ({"lengths": [1, 2, 3]}, ValueError, r"lengths has local shape \(3,\), but must be \(2,\)"),
+        (
+            {"segments": np.zeros((2, 8), np.uint32)},
+            TypeError,
+            "segments are uint32, which int32 does not hold; number the documents anew",
+        ),
         ({"causal": "no"}, TypeError, "causal must be True or False, got 'no'"),
     ],
 )
@@ -592,3 +597,31 @@ def test_gradients_sum_to_0_where_scores_are_far_from_it(n):
         scale = np.max(np.abs(want))
         error, theirs = (np.max(np.abs(x - want)) / scale for x in (got, other))
         assert error < 2 * theirs + 1e-6
+
+
+def test_a_length_beyond_the_sequence_is_all_of_it():
+    x = normal(2, 8, 2, 4)
+    most = np.array([2**32 - 1, 8], "uint32")
+    np.testing.assert_array_equal(ring_on_one(x, x, x, lengths=most), ring_on_one(x, x, x))
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_does_not_count_may_hold_anything(causal, order):
+    places = zigzag_order(16, 4) if order == "zigzag" else np.arange(16)
+    q, k, v = normal(16, 2, 4), 2 * normal(16, 2, 4), normal(16, 2, 4) + 1
+
+    def run(*args):
+        attend = jax.shard_map(
+            lambda *args: ring_attention(*args, "x", lengths=9, causal=causal, order=order),
+            mesh=line(4),
+            in_specs=P("x"),
+            out_specs=P("x"),
+        )
+        out, pull_back = jax.vjp(jax.jit(attend), *args)
+        return out, *pull_back(jnp.ones_like(out))
+
+    dirty = [np.where(places[:, None, None] >= 9, np.nan, x[places]) for x in (q, k, v)]
+    for found, wanted in zip(run(*dirty), run(*(x[places] for x in (q, k, v))), strict=True):
+        np.testing.assert_array_equal(found[places >= 9], 0)
+        np.testing.assert_allclose(found[places < 9], wanted[places < 9], atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import Axis, make_mesh
+from jaxpar import Axis, make_mesh, ring_shift
 from jaxpar._jaxprs import subjaxprs
 from jaxpar.collectives._choice import choose_way
 from jaxpar.collectives._order import Order, TpuOrder
@@ -405,3 +405,26 @@ def test_an_activation_that_is_not_elementwise():
     assert error(ValueError, gated_mlp, x, w, w, w.T, "tp", **wrong) == (
         "activation returned local shape (1, 4, 1) for (1, 4, 3); it must be elementwise"
     )
+
+
+def test_what_an_activation_returns():
+    x, w = jnp.zeros((1, 4, 2)), jnp.zeros((2, 3))
+    args = gated_mlp, x, w, w, w.T, "tp"
+    assert error(ValueError, *args, activation=lambda h: (h, h), sequence_dim=None).startswith(
+        "activation returned (JitTracer"
+    )
+    assert error(
+        TypeError, *args, activation=lambda h: h.astype("complex64"), sequence_dim=None
+    ) == ("activation returned complex64 for float32; cast it")
+
+
+def test_a_call_inside_an_activation_is_named():
+    x, w = jnp.zeros((1, 4, 2)), jnp.zeros((2, 3))
+    layer = jax.shard_map(
+        lambda: gated_mlp(x, w, w, w.T, "tp", activation=lambda h: ring_shift(h, "zz")),
+        mesh=mesh_of("tp=4"),
+        in_specs=(),
+        out_specs=P("tp"),
+    )
+    with pytest.raises(ValueError, match=r"^ring_shift: axis 'zz' is not bound"):
+        jax.eval_shape(layer)

@@ -314,3 +314,16 @@ def test_complex_sums_need_a_complex_wire_and_result(fn):
         "preferred_element_type=float32 cannot hold products of complex64 operands; choose a "
         "complex dtype, or None"
     )
+
+
+@named
+def test_bools_and_unsigned_integers_hold_no_signed_sums(fn):
+    x, w = jnp.zeros((4, 2), jnp.int8), jnp.zeros((2, 8), jnp.int8)
+    assert error(TypeError, fn, x, w, "t", wire_dtype=bool) == (
+        "wire_dtype=bool cannot carry sums of int32; choose an integer dtype, or None"
+    )
+    for dtype in ("uint8", "bool"):
+        assert error(TypeError, fn, x, w, "t", preferred_element_type=dtype) == (
+            f"preferred_element_type={dtype} cannot hold products of int8 operands; choose a "
+            "signed dtype, or None"
+        )

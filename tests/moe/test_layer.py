@@ -51,7 +51,7 @@ def run(params, mesh, *, ep="ep", data=(), tp=None, fsdp=None, vma=True, mask=No
     """Returns results, statistics and gradients of the layer, and the cotangent these are for."""
     how.setdefault("implementation", "blocks")  # "auto" traces what other platforms do as well
     mesh = make_mesh(mesh)
-    ep_axes = (ep,) if isinstance(ep, str) else ep
+    ep_axes = ep.names if isinstance(ep, Axis) else (ep,) if isinstance(ep, str) else ep
     data_axes = (data,) if isinstance(data, str) else data
     size = int(np.prod([mesh.shape[name] for name in ep_axes]))
     replicated = tp is not None and how.get("sequence_dim", -2) is None
@@ -505,3 +505,38 @@ def test_a_router_of_complex_numbers():
     router = jnp.asarray(params["router"], jnp.complex64)
     with pytest.raises(TypeError, match=r"^routed_moe_layer: router must be floats, got complex64"):
         jax.eval_shape(lambda: routed_moe_layer(jnp.zeros((2, D)), router, {}, "ep", top_k=2))
+
+
+def test_more_choices_than_experts():
+    """Places that are not used are -1, however many there are."""
+    tokens = np.ones((4, D), np.float32)
+    weights = {"up": jnp.ones((1, D, 3)), "down": jnp.ones((1, 3, D))}
+
+    def run(tokens, dispatch):
+        routing = routing_of(len(tokens), known=1, k=2)
+        choices = jnp.array([[0, -1]] * len(tokens), "int32")
+        routing = routing._replace(experts=choices, kept=choices == 0)
+        return moe_layer(tokens, routing, weights, "ep", dispatch=dispatch)[0]
+
+    for dispatch in ("ragged", "all_gather", "auto"):
+        mapped = jax.shard_map(
+            partial(run, dispatch=dispatch),
+            mesh=make_mesh("ep=1", devices=jax.devices()[:1]),
+            in_specs=P("ep"),
+            out_specs=P("ep"),
+            check_vma=False,
+        )
+        wanted = 3 * D * jax.nn.silu(jnp.float32(D)) / D
+        np.testing.assert_allclose(jax.jit(mapped)(tokens), np.full((4, D), wanted), rtol=1e-6)
+
+
+def test_unknown_options_of_the_routed_layer_are_named():
+    with pytest.raises(TypeError, match=r"^routed_moe_layer: unknown options \['capacity'\]; .*"
+                       r"\(capacity_factor limits the capacity\)"):  # fmt: skip
+        routed_moe_layer(jnp.ones((4, D)), jnp.ones((D, 8)), {}, "ep", top_k=2, capacity=2)
+
+
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+def test_an_all_gather_goes_the_way_of_its_axis(mode):
+    axis = Axis("ep", mode=mode)
+    check(parameters(16, 8), "ep=8", top_k=2, devices=8, ep=axis, dispatch="all_gather")

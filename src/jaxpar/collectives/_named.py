@@ -27,8 +27,8 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
 
     Args:
       x: pytree of local arrays of any shape and dtype.
-      axis: one mesh axis, or a tuple of them in any order; the logical index counts in the
-        order of the tuple, as in `lax.axis_index`.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`; the logical index
+        counts in the order of the names, as in `lax.axis_index`.
       offset: any integer, known while tracing. Device `i` receives what device `i - offset` held.
 
     Returns:
@@ -68,7 +68,7 @@ def ring_all_gather(
 
     Args:
       x: pytree of local arrays of any shape and dtype; each device's block.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       dim: the dimension along which blocks are laid, in logical order.
       tiled: concatenate along `dim` if True, stack along a new dimension there if False.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
@@ -119,7 +119,7 @@ def ring_reduce_scatter(
 
     Args:
       x: pytree of local arrays; each is this device's addend of the whole.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       dim: the dimension that is cut into one block a device, in logical order.
       tiled: keep that dimension, divided by n, if True; its size is n and it goes if False.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
@@ -175,7 +175,7 @@ def ring_all_reduce(
 
     Args:
       x: pytree of local arrays of any shape; each is this device's addend.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
         `"naive"` (`lax.psum`), or `"auto"`: the ring that suits the links, both ways on a torus,
         one way behind a switch or on CPU.

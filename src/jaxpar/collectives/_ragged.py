@@ -188,7 +188,7 @@ def ragged_all_to_all(
       output_offsets: integers `[n m]`, the first row in the output *of the device that receives*.
       recv_sizes: integers `[n m]`, the rows that arrive, slice by slice: the `send_sizes` of the
         devices that send, `lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)`.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
 
     Slices that are sent may overlap: the gradient of a row is the sum over those that it is in.
     Slices that arrive must not.

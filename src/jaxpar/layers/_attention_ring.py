@@ -34,7 +34,7 @@ KeySums = tuple[OfKeys, OfKeys]
 
 
 @dataclass(frozen=True)
-class Method:
+class RingAttention:
     """How attention runs, the same forward and backward."""
 
     way: Way
@@ -80,7 +80,7 @@ class Method:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(method: Method, q: Queries, keys: Keys) -> Queries:
+def attention(method: RingAttention, q: Queries, keys: Keys) -> Queries:
     """Attention of q to the keys and values of all devices.
 
     All vary over the same axes, the ring's among them. Queries are of the segments of their keys.
@@ -88,7 +88,7 @@ def attention(method: Method, q: Queries, keys: Keys) -> Queries:
     return _forward(method, q, keys).out
 
 
-def _forward(method: Method, q: Queries, keys: Keys) -> State:
+def _forward(method: RingAttention, q: Queries, keys: Keys) -> State:
     length, segments = q.shape[-2], keys.segments
 
     def consume(state: State | None, arrivals: Arrivals) -> State:
@@ -129,13 +129,13 @@ def _forward(method: Method, q: Queries, keys: Keys) -> State:
     )
 
 
-def _fwd(method: Method, q: Queries, keys: Keys) -> Any:
+def _fwd(method: RingAttention, q: Queries, keys: Keys) -> Any:
     state = _forward(method, q, keys)
     return method.way.forward_first(state.out, (q, keys, state))
 
 
 def _bwd(
-    method: Method, residuals: tuple[Queries, Keys, State], ct: Queries
+    method: RingAttention, residuals: tuple[Queries, Keys, State], ct: Queries
 ) -> tuple[Queries, Keys]:
     q, keys, state = residuals
     dtype = sum_dtype(q.dtype)

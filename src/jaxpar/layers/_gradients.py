@@ -122,7 +122,7 @@ def value_and_grad(
     limit = check_bucket(bucket_bytes)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
-        ring = bind(axis) if axis != () else Ring((), size=1)
+        ring = bind(axis) if axis not in ((), []) else Ring((), size=1)
         checked = checks_varying(manual_axes())
         params = jax.tree_util.tree_map_with_path(_check_parameter, params)
         sharded = sharded_axes(params, specs)
@@ -271,7 +271,10 @@ def _split(
 
 
 def _widened(x: Shaped[Array, "*shape"]) -> Num[Array, "*shape"]:
-    return x.astype("int32" if x.dtype == bool else sum_dtype(x.dtype))
+    """Returns x in the dtype of its sum: numbers of tokens as floats, which do not wrap around."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.astype(sum_dtype(x.dtype))
+    return x.astype("float64" if x.dtype.itemsize == 8 else "float32")
 
 
 def _total(x: Num[Array, ""], ring: Ring) -> Num[Array, ""]:

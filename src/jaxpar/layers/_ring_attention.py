@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from jax.lax import PrecisionLike
 from jaxtyping import Float, Int, Int32
+from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
@@ -18,7 +19,7 @@ from jaxpar._types import AxisLike, Flag, Integer, Number, Order, Values
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.layers._attention_block import Keys, Scores
-from jaxpar.layers._attention_ring import Method, attention
+from jaxpar.layers._attention_ring import RingAttention, attention
 
 
 @public
@@ -116,6 +117,9 @@ def ring_attention(
     if zigzag and (causal or lengths is not None):
         _check_even(q.shape, ring)
     ids = _segments(segments, lengths, k, ring, zigzag)
+    if ids is not None:  # what does not count may hold NaN, and 0 times NaN is NaN
+        counted = ids[..., 0, :, :, None] >= 0  # [*batch, positions, 1, 1]
+        q, k, v = (jnp.where(counted, x, jnp.zeros_like(x)) for x in (q, k, v))
     q, k, v, ids = vary_alike(ring.names, q, k, v, ids)
     if not q.size or not k.size:
         return q
@@ -125,7 +129,7 @@ def ring_attention(
     shapes, block_bytes = (q.shape, k.shape, v.shape), 2 * k.size * k.dtype.itemsize
     way = choose_way(Problem("attention", ring, shapes, flops, block_bytes))
     scores = Scores(_scale(scale, size), precision)
-    method = Method(way, causal, zigzag, scores)
+    method = RingAttention(way, causal, zigzag, scores)
     grouped = q.reshape(*batch, length, kv_heads, heads // kv_heads, size)
     keys = Keys(jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2), ids)
     out: Any = attention(method, jnp.moveaxis(grouped, -4, -2), keys)
@@ -184,8 +188,15 @@ def _segments(
     ids: Array | None = None
     if segments is not None:
         ids = _check_integers("segments", segments, (*batch, length), "one for each local position")
+        if not jnp.can_cast(ids.dtype, "int32"):
+            raise type_error(
+                f"segments are {ids.dtype}, which int32 does not hold; number the documents anew, "
+                "and cast them"
+            )
+        ids = ids.astype("int32")
     if lengths is not None:
         counts = _check_integers("lengths", lengths, tuple(batch), "one for each sequence")
+        counts = jnp.clip(counts, 0, length * ring.size).astype("int32")
         counted = _positions(length, ring, zigzag) < counts[..., None]  # [*batch, keys]
         ids = jnp.where(counted, 0 if ids is None else ids, -1)
     return None if ids is None else ids[..., None, :, None]
@@ -203,13 +214,13 @@ def _positions(length: int, ring: Ring, zigzag: bool) -> Int32[Array, " {length}
 
 def _check_integers(
     argument: str, given: Any, shape: tuple[int, ...], what: str
-) -> Int32[Array, " ..."]:
+) -> Integers[Array, " ..."]:
     x = jnp.asarray(given)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
     if x.shape != shape:
         raise value_error(f"{argument} has local shape {x.shape}, but must be {shape}, {what} of k")
-    return x.astype("int32")
+    return x
 
 
 def _scale(given: Any, size: int) -> float:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Num
 
-from jaxpar._calls import public, value_error
+from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._types import AxisLike, Integer, Weights
 from jaxpar.layers._projections import as_biases, bind_projection, fsdp_pair
 
@@ -231,12 +232,14 @@ def gated_mlp(
     def join(
         gate: Num[Array, "*tokens columns"], up: Num[Array, "*tokens columns"]
     ) -> Num[Array, "*tokens columns"]:
-        active = activation(gate)
-        if active.shape != gate.shape:
+        active = of_user(activation)(gate)
+        if getattr(active, "shape", None) != gate.shape:
+            returned = f"local shape {active.shape}" if hasattr(active, "shape") else repr(active)
             raise value_error(
-                f"activation returned local shape {active.shape} for {gate.shape}; it must be "
-                "elementwise"
+                f"activation returned {returned} for {gate.shape}; it must be elementwise"
             )
+        if jnp.iscomplexobj(active) and not jnp.iscomplexobj(gate):
+            raise type_error(f"activation returned {active.dtype} for {gate.dtype}; cast it")
         return (active * up).astype(w_down.dtype)
 
     hidden: Any = join(gate, up)

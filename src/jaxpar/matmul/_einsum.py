@@ -31,7 +31,7 @@ from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import (
     Arithmetic,
     Left,
-    Method,
+    RingEinsum,
     Out,
     Product,
     Right,
@@ -52,11 +52,11 @@ class Call:
     regather: bool = False
     recomputed: bool = False
 
-    def method(self, label: str, flops: float, block_bytes: int, *operands: Array) -> Method:
+    def method(self, label: str, flops: float, block_bytes: int, *operands: Array) -> RingEinsum:
         """Returns how to run over the ring."""
         shapes = tuple(x.shape for x in operands)
         problem = Problem("matmul", self.ring, shapes, flops, block_bytes)
-        return Method(choose_way(problem), label, self.arithmetic, self.recomputed)
+        return RingEinsum(choose_way(problem), label, self.arithmetic, self.recomputed)
 
     def result_dtype(self, lhs: Array) -> Any:
         """The dtype of the result."""
@@ -156,7 +156,7 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Out:
     return all_reduce_einsum(method, product, lhs, rhs)
 
 
-def all_reduce_einsum(method: Method, product: Product, left: Left, right: Right) -> Out:
+def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
     """Sums the product over all devices and gives every device the whole."""
     wire = method.way.ring.wire_dtype
 
@@ -179,13 +179,13 @@ def _shape(product: Product, left: Left, right: Right) -> list[int]:
     return [sizes[label] for label in product.out]
 
 
-def _multiply_replicated(method: Method, product: Product, left: Left, right: Right) -> Out:
+def _multiply_replicated(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
     """Computes the product of a `left` that is the same on all devices of the ring with `right`."""
     left = vary_over(method.way.ring.names, left)
     return multiply(method.arithmetic, product, left, right).astype(product.dtype)
 
 
-def _sum(method: Method, product: Product, left: Left, right: Right) -> Out:
+def _sum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
     """The sum of the product over all devices, scattered and gathered again."""
     size, shape = method.way.ring.size, _shape(product, left, right)
     # Any dimension of the result may be the one that is scattered and gathered again.
@@ -205,7 +205,7 @@ def _pad(x: Num[Array, "*left"], labels: str, label: str, by: int) -> Num[Array,
     return jnp.pad(x, [(0, by if name == label else 0) for name in labels])
 
 
-def _sum_bwd(method: Method, product: Product, residuals: Any, ct: Out) -> Any:
+def _sum_bwd(method: RingEinsum, product: Product, residuals: Any, ct: Out) -> Any:
     left, right = residuals
     # The cotangent of a replicated result is replicated: local products, with nothing to send.
     for_left = Product(product.out, product.right, product.left, left.dtype)
@@ -216,7 +216,7 @@ def _sum_bwd(method: Method, product: Product, residuals: Any, ct: Out) -> Any:
     )
 
 
-def _product_bwd(method: Method, product: Product, residuals: Any, ct: Out) -> Any:
+def _product_bwd(method: RingEinsum, product: Product, residuals: Any, ct: Out) -> Any:
     left, right = residuals
     # `left` is one array that every device used: its gradient is the sum of theirs.
     for_left = Product(product.out, product.right, product.left, left.dtype)
@@ -227,11 +227,11 @@ def _product_bwd(method: Method, product: Product, residuals: Any, ct: Out) -> A
     )
 
 
-def _sum_fwd(method: Method, product: Product, *operands: Array) -> Any:
+def _sum_fwd(method: RingEinsum, product: Product, *operands: Array) -> Any:
     return _replicated_sum(method, product, *operands), operands
 
 
-def _product_fwd(method: Method, product: Product, *operands: Array) -> Any:
+def _product_fwd(method: RingEinsum, product: Product, *operands: Array) -> Any:
     return _replicated_product(method, product, *operands), operands
 
 

@@ -36,7 +36,7 @@ def all_gather_matmul(
       lhs: local `[..., k]`.
       rhs: local `[k, n]`, or a tuple of such weights (their `n` may differ) that share one gather
         of lhs.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       gather: the operand that is sharded over `axis`, `"lhs"` or `"rhs"`.
       dim: the dimension of that operand along which it is sharded: rows or batch of lhs, columns
         of rhs, or the contracting dimension of either.
@@ -108,7 +108,7 @@ def matmul_reduce_scatter(
     Args:
       lhs: local `[..., k]`, this device's part of the contracting dimension.
       rhs: local `[k, n]`.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       dim: the dimension of the result that is scattered, in logical order.
       mode: None: that of `axis`, `"auto"` for a name. `"naive"` (one matmul, then
         `lax.psum_scatter`), `"unidirectional"`, `"bidirectional"`, or `"auto"`, as in
@@ -167,7 +167,7 @@ def matmul_all_reduce(
     Args:
       lhs: local `[..., k]`, this device's part of the contracting dimension.
       rhs: local `[k, n]`.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       mode: None: that of `axis`, `"auto"` for a name. `"naive"` (one matmul, then `lax.psum`),
         `"unidirectional"`, `"bidirectional"`, or `"auto"`, as in `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
@@ -229,7 +229,7 @@ def ring_einsum(
         result, none twice in one of them.
       lhs: local operand.
       rhs: local operand, or a tuple of operands of the same labels that share one gather of lhs.
-      axis: one mesh axis, or a tuple of them in any order.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       gather: the label along which an operand is sharded. If both operands have it, the sharded one
         is the one whose local size is 1/n of the other's.
       scatter: the label along which the result is scattered, after a sum over the ring. Exactly one

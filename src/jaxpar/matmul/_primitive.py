@@ -39,7 +39,7 @@ class Arithmetic:
 
 
 @dataclass(frozen=True)
-class Method:
+class RingEinsum:
     """How a ring einsum runs, the same in the forward pass and in every derivative."""
 
     way: Way
@@ -71,7 +71,7 @@ class Product:
 
 
 def _gather(
-    method: Method,
+    method: RingEinsum,
     products: tuple[Product, ...],
     left: Left,
     rights: tuple[Num[Array, "..."], ...],
@@ -115,7 +115,7 @@ def _gather(
 
 
 def _scatter(
-    method: Method, products: tuple[Product, ...], pairs: tuple[tuple[Array, Array], ...]
+    method: RingEinsum, products: tuple[Product, ...], pairs: tuple[tuple[Array, Array], ...]
 ) -> Out:
     """Sums all products over all devices, and keeps this device's block of the sum.
 
@@ -148,12 +148,12 @@ def _scatter(
     )
 
 
-def _gather_fwd(method: Method, products: Any, left: Left, rights: Any) -> Any:
+def _gather_fwd(method: RingEinsum, products: Any, left: Left, rights: Any) -> Any:
     out = gather_einsum(method, products, left, rights)
     return method.forward_first(out, (left, rights))
 
 
-def _gather_bwd(method: Method, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
+def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
     left, rights = residuals
     # The gradient of `left` sums, over products and devices, cotangents times `right`, and is
     # scattered as `left` is. Those of each `right` need all of `left`, which travels once more.
@@ -168,11 +168,11 @@ def _gather_bwd(method: Method, products: tuple[Product, ...], residuals: Any, c
     )
 
 
-def _scatter_fwd(method: Method, products: Any, pairs: Any) -> Any:
+def _scatter_fwd(method: RingEinsum, products: Any, pairs: Any) -> Any:
     return method.forward_first(scatter_einsum(method, products, pairs), pairs)
 
 
-def _scatter_bwd(method: Method, products: tuple[Product, ...], pairs: Any, ct: Out) -> Any:
+def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], pairs: Any, ct: Out) -> Any:
     # The cotangent is the one array that travels, on the left of all gradients, two for each pair.
     gradients: list[Product] = []
     partners: list[Array] = []
@@ -203,13 +203,13 @@ def multiply(arithmetic: Arithmetic, product: Product, left: Left, right: Right)
     )
 
 
-def _cut(method: Method, x: Array, labels: str, start: Any, size: int) -> Array:
+def _cut(method: RingEinsum, x: Array, labels: str, start: Any, size: int) -> Array:
     """Returns `size` positions of an operand that has the ring's label, all of any other."""
     return cut(x, start, size, labels.index(method.label)) if method.label in labels else x
 
 
 def _use_blocks(
-    method: Method,
+    method: RingEinsum,
     product: Product,
     result: Out | None,
     arrivals: list[tuple[Left, Array, Any]],

@@ -205,8 +205,11 @@ class Bounds:
     @property
     def targets(self) -> float:
         """Distinct devices that a token needs, on average, where each expert is as likely."""
-        missed = comb(self.experts - min(self.local, self.experts), self.top_k)
-        return self.devices * (1 - missed / comb(self.experts, self.top_k))
+        chosen = min(
+            self.top_k, self.experts
+        )  # a token may have more places than there are experts
+        missed = comb(self.experts - min(self.local, self.experts), chosen)
+        return self.devices * (1 - missed / comb(self.experts, chosen))
 
     @property
     def needed(self) -> float:

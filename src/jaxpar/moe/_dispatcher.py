@@ -77,7 +77,7 @@ class RaggedDispatcher:
           target_device_ids: integers, local `[t]` or `[t, k]`: the devices that each row goes to,
             as `lax.axis_index(axis)` counts them. An entry outside of 0 to n-1 sends nothing,
             and a device that a row names again gets it once.
-          axis: one mesh axis, or a tuple of them in any order.
+          axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
           mask: bool, like `target_device_ids`: False for entries that send nothing.
 
         Returns:

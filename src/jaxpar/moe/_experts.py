@@ -18,7 +18,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Int, Int32, Num
 
-from jaxpar._calls import public, type_error, value_error
+from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._dtypes import result_dtype
 from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike, zeros_alike
@@ -111,12 +111,14 @@ def closes_over_arrays(activation: Any, up: Num[Array, "groups d f"], dtype: Any
     Raises unless it takes hidden rows to as many features.
     """
     rows = zeros_alike((1, up.shape[2]), dtype, up)
-    out = jax.eval_shape(activation, rows)
+    out = jax.eval_shape(of_user(activation), rows)
     if getattr(out, "shape", None) != rows.shape:
         raise value_error(
             f"activation must return as many features as it is given, {rows.shape}, "
             f"but returned {getattr(out, 'shape', type(out).__name__)}"
         )
+    if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.iscomplexobj(rows):
+        raise type_error(f"activation returned {out.dtype} for {rows.dtype}; cast it")
     return bool(jax.closure_convert(activation, rows)[1])
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int32, Integer, Num
 
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_precision
-from jaxpar._dtypes import as_dtype, common_dtype, result_dtype, sum_dtype
+from jaxpar._dtypes import as_dtype, check_holds, common_dtype, result_dtype, sum_dtype
 from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike
 from jaxpar.moe._blocks import (
@@ -335,15 +335,8 @@ def bind_method(implementation: Any, precision: Any) -> Method:
 def bind_preferred(given: Any, operands: Any) -> Any:
     """Returns the dtype that a user prefers, or raises where it cannot hold the products."""
     preferred = as_dtype("preferred_element_type", given)
-    for kind in (jnp.complexfloating, jnp.inexact):
-        if preferred is None or not jnp.issubdtype(operands, kind):
-            continue
-        if not jnp.issubdtype(preferred, kind):
-            wanted = "complex" if kind is jnp.complexfloating else "float"
-            raise type_error(
-                f"preferred_element_type={preferred} cannot hold products of {operands} "
-                f"operands; choose a {wanted} dtype, or None"
-            )
+    if preferred is not None:
+        check_holds("preferred_element_type", preferred, operands, "products")
     return preferred
 
 

@@ -63,7 +63,7 @@ def bind_axes(
     """Returns the rings, or raises where one cannot be had here or two share an axis."""
     rings = {"axis": bind(axis)}
     for key, name in (("data_axis", data_axis), ("tp_axis", tp_axis)):
-        if name is not None and name != ():
+        if name is not None and name not in ((), []):
             rings[key] = bind(name)
     fsdp = None if fsdp_axis is None else bind(fsdp_axis)
     # Tokens are often sharded over the axes of fsdp, which are data axes then.
@@ -94,6 +94,9 @@ def check_tokens(tokens: Array, axes: Axes) -> None:
     """Raises unless each device has rows of its own."""
     check_rows(tokens)
     check_own("tokens", tokens, axes.expert, "shard them, or cut them by scatter_region")
+    if axes.data:
+        remedy = "shard them, or leave that axis out of data_axis"
+        check_own("tokens", tokens, axes.expert.over(axes.data), remedy)
     if axes.gathered_tensor is not None:
         remedy = "pass sequence_dim=None if all of them have the same tokens, or shard them"
         check_own("tokens", tokens, axes.gathered_tensor, remedy)

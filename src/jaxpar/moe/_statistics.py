@@ -58,8 +58,8 @@ def routing_statistics(
 
     Args:
       routing: of this device's tokens, as `route` or `limit_capacity` returns it.
-      axis: one mesh axis, or a tuple of them in any order: all over which tokens are sharded.
-        Empty: the statistics of this device's tokens.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`: all over which tokens
+        are sharded. Empty: the statistics of this device's tokens.
       mask: bool `[t]`, False for tokens that do not count. Those that `route` masked never do.
       overflow: a scalar integer, the rows that this device could not receive.
 
@@ -192,7 +192,7 @@ def router_z_loss(routing: Routing, axis: AxisLike = (), *, mask: Values | None 
 
 
 def _axes(axis: AxisLike) -> tuple[str, ...]:
-    return () if axis == () else bind(axis).names
+    return () if axis in ((), []) else bind(axis).names
 
 
 def _sums(axes: tuple[str, ...], *parts: Num[Array, " ..."]) -> tuple[Num[Array, " ..."], ...]:
