@@ -31,10 +31,10 @@ from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import (
     Arithmetic,
     Left,
-    RingEinsum,
     Out,
     Product,
     Right,
+    RingEinsum,
     gather_einsum,
     multiply,
     scatter_einsum,
