@@ -27,6 +27,7 @@ from jaxpar.layers import (
     ring_attention,
     value_and_grad,
 )
+from jaxpar.moe import moe_layer, route
 
 # -- names in errors ----------------------------------------------------------------------------
 
@@ -236,3 +237,21 @@ def test_scopes_of_nested_calls_are_nested():
 def test_no_axis_no_brackets():
     text = jax.jit(lambda x: outer(lambda: x + 1)).lower(jnp.ones(2)).as_text(debug_info=True)
     assert '"jit(<lambda>)/outer/add"' in text
+
+
+def test_a_gradient_shows_its_axes():
+    step = value_and_grad(lambda w, x: (jnp.sum(w * x), x.size), "tp", specs=P())
+    found = sent(step, (), (8,), in_specs=(P(), P("tp")), out_specs=P())
+    assert found
+    assert all(name.startswith("value_and_grad[tp]/") for name in found)
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "all_gather"])
+def test_experts_show_how_tokens_reach_them(dispatch):
+    def layer(x, up, down):
+        experts = {"up": up, "down": down}
+        return moe_layer(x, route(x, 2), experts, "tp", dispatch=dispatch)[0]
+
+    specs = {"in_specs": P("tp"), "out_specs": P("tp")}
+    found = names(layer, (16, 8), (8, 8, 4), (8, 4, 8), **specs)
+    assert any(name.startswith(f"moe_layer[tp]/{dispatch}/") for name in found)

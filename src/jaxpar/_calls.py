@@ -24,18 +24,19 @@ def called() -> str:
     return _called.get() or "jaxpar"
 
 
-def public(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[Given, Result]:
     """Has errors inside name the function that was called, and profiles show it with its axis.
 
     Of calls within calls the first one names the errors: the user knows that one. `help` shows the
-    annotations as the source has them, names for types written out.
+    annotations as the source has them, names for types written out. A function without a parameter
+    `axis` may say here which it is `over`.
     """
     parameters = list(signature(function).parameters)
     place = parameters.index("axis") if "axis" in parameters else None
 
     @wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        axis = kwargs.get("axis", args[place] if place is not None and place < len(args) else None)
+        axis = kwargs.get("axis", args[place] if place is not None and place < len(args) else over)
         with (
             naming(_called.get() or function.__qualname__),
             jax.named_scope(_scope(function, axis)),

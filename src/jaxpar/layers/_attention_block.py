@@ -26,7 +26,9 @@ Segments = Int32[Array, "*batch 1 positions 1"]
 class State(NamedTuple):
     """What queries got from the keys that they have seen."""
 
-    out: Queries  # the sum of exp(score - top) x value; in the end the mean of values
+    # The mean of values. Kept as a sum until the end it takes fewer operations, but a training step
+    # on v6e is longer by 1%.
+    out: Queries
     top: OfQueries  # the highest score, finite also before any
     total: OfQueries  # the sum of exp(score - top)
 
@@ -124,7 +126,8 @@ def attend(
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=jnp.finfo(logits.dtype).min / 2))
     weights = jnp.exp(logits - top[..., None])
     out = scores.product("...grqk,...gke->...grqe", weights.astype(keys.v.dtype), keys.v)
-    return State(out, top, jnp.sum(weights, axis=-1))
+    total = jnp.sum(weights, axis=-1)
+    return State(out * inverse_of(total)[..., None], top, total)
 
 
 def merge(state: State, tile: Tile, part: State) -> State:
@@ -135,19 +138,15 @@ def merge(state: State, tile: Tile, part: State) -> State:
         cut(state.total, tile.queries, -1),
     )
     top = lax.max(before.top, part.top)
-    old, new = jnp.exp(before.top - top), jnp.exp(part.top - top)
-    out = before.out * old[..., None] + part.out * new[..., None]
-    total = before.total * old + part.total * new
+    old = before.total * jnp.exp(before.top - top)
+    new = part.total * jnp.exp(part.top - top)
+    inverse = inverse_of(old + new)
+    out = before.out * (old * inverse)[..., None] + part.out * (new * inverse)[..., None]
     return State(
         put(state.out, out, tile.queries),
         put(state.top, top, tile.queries, -1),
-        put(state.total, total, tile.queries, -1),
+        put(state.total, old + new, tile.queries, -1),
     )
-
-
-def finish(state: State, dtype: Any) -> State:
-    """Returns the state whose `out` is the mean of values, 0 where no key is seen."""
-    return state._replace(out=(state.out * inverse_of(state.total)[..., None]).astype(dtype))
 
 
 def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Sums) -> Sums:

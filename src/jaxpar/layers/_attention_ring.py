@@ -24,7 +24,6 @@ from jaxpar.layers._attention_block import (
     Tile,
     add_gradients,
     attend,
-    finish,
     inverse_of,
     merge,
 )
@@ -124,9 +123,10 @@ def _forward(method: RingAttention, q: Queries, keys: Keys) -> State:
 
         return method.if_seen(source, compute, state)
 
-    return method.way.gather(
-        keys, consume, sums=as_it_is, finish=lambda state: finish(state, q.dtype), like=like
-    )
+    def finish(state: State) -> State:
+        return state._replace(out=state.out.astype(q.dtype))
+
+    return method.way.gather(keys, consume, sums=as_it_is, finish=finish, like=like)
 
 
 def _fwd(method: RingAttention, q: Queries, keys: Keys) -> Any:

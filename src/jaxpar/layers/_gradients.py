@@ -145,7 +145,7 @@ def value_and_grad(
         return ((mean, aux) if has_aux else mean), grads
 
     value_and_gradient.__qualname__ = "value_and_grad"  # which its errors bear
-    return public(value_and_gradient)
+    return public(value_and_gradient, over=axis)
 
 
 def _accumulate(

@@ -181,7 +181,8 @@ def moe_layer(
             routed = bias_once(axes.tensor, routed)
         summed = replicated.names if replicated else ()
         sent, given = vary_over(summed, (rows, weights))  # once here, not where they have arrived
-        out, pairs = way.apply((sent, chosen, given), routed, chunks)
+        with jax.named_scope("ragged" if isinstance(way, Ragged) else "all_gather"):
+            out, pairs = way.apply((sent, chosen, given), routed, chunks)
         if replicated is not None:
             wide = replicated.wire_dtype or addition_dtype(out.dtype)
             out = lax.psum(out.astype(wide), summed).astype(out.dtype)
