@@ -625,3 +625,15 @@ def test_what_does_not_count_may_hold_anything(causal, order):
     for found, wanted in zip(run(*dirty), run(*(x[places] for x in (q, k, v))), strict=True):
         np.testing.assert_array_equal(found[places >= 9], 0)
         np.testing.assert_allclose(found[places < 9], wanted[places < 9], atol=1e-6)
+
+
+def test_lengths_that_differ_over_the_ring():
+    x = jnp.ones((8, 2, 4))
+    attend = jax.shard_map(
+        lambda x, lengths: ring_attention(x, x, x, "x", lengths=lengths[0]),
+        mesh=line(4),
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    with pytest.raises(ValueError, match=r"^ring_attention: lengths of local shape \(\) vary over"):
+        jax.eval_shape(attend, x, jnp.arange(4))

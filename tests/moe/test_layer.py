@@ -530,6 +530,18 @@ def test_more_choices_than_experts():
         np.testing.assert_allclose(jax.jit(mapped)(tokens), np.full((4, D), wanted), rtol=1e-6)
 
 
+def test_buffers_of_any_factor_have_at_most_what_the_worst_case_needs():
+    worst, huge = (Bounds(4, 8, 2, 2, None, factor) for factor in (None, 1e308))
+    assert (huge.rows(16), huge.pairs(16, 4, 64)) == (worst.rows(16), worst.pairs(16, 4, 64))
+
+
+def test_a_capacity_factor_that_is_not_finite():
+    with pytest.raises(ValueError, match=r"^routed_moe_layer: capacity_factor=inf must be finite"):
+        routed_moe_layer(
+            *(jnp.ones((4, D)), jnp.ones((D, 8)), {}, "ep"), top_k=2, capacity_factor=float("inf")
+        )
+
+
 def test_unknown_options_of_the_routed_layer_are_named():
     with pytest.raises(TypeError, match=r"^routed_moe_layer: unknown options \['capacity'\]; .*"
                        r"\(capacity_factor limits the capacity\)"):  # fmt: skip

@@ -13,7 +13,7 @@ from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_precision, check_whole
+from jaxpar._checks import check_precision, check_replicated, check_whole
 from jaxpar._dtypes import check_wire, sum_dtype
 from jaxpar._types import AxisLike, Flag, Integer, Number, Order, Values
 from jaxpar._varying import vary_alike
@@ -196,6 +196,7 @@ def _segments(
         ids = ids.astype("int32")
     if lengths is not None:
         counts = _check_integers("lengths", lengths, tuple(batch), "one for each sequence")
+        check_replicated("lengths", counts, ring)
         counts = jnp.clip(counts, 0, length * ring.size).astype("int32")
         counted = _positions(length, ring, zigzag) < counts[..., None]  # [*batch, keys]
         ids = jnp.where(counted, 0 if ids is None else ids, -1)

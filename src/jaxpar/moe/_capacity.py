@@ -225,4 +225,5 @@ class Bounds:
     def _limit(self, worst: int, average: float) -> int:
         if self.buffer_factor is None:
             return worst
-        return min(worst, ceil(self.buffer_factor * average))
+        wanted = self.buffer_factor * average
+        return worst if wanted >= worst else ceil(wanted)

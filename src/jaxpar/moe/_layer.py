@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from math import isinf
 from typing import ParamSpec, TypedDict, TypeVar, Unpack
 
 import jax
@@ -12,7 +13,7 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int32
 
-from jaxpar._calls import public, type_error
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import addition_dtype, check_wire, common_dtype, sum_dtype
 from jaxpar._types import (
     AxisLike,
@@ -308,6 +309,10 @@ def routed_moe_layer(
     )
     capacity = None
     if capacity_factor is not None:
+        if isinstance(capacity_factor, float) and isinf(capacity_factor):
+            raise value_error(
+                f"capacity_factor={capacity_factor} must be finite; None is for dropping nothing"
+            )
         capacity = expert_capacity(len(rows), top_k, router.shape[1], capacity_factor)
         routing = limit_capacity(routing, capacity, policy=capacity_policy)
     return moe_layer(tokens, routing, experts, axis, capacity=capacity, **options)
