@@ -191,7 +191,8 @@ def spec_of(x: Array) -> tuple[Any, ...]:
 
 def unforeseen_zero(tree: Any) -> Array:
     """Returns a 0 that the compiler cannot know before every array of `tree` is there: int32[]."""
-    firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(tree) if x.size and not any(spec_of(x))]
+    leaves = [x for x in jax.tree.leaves(tree) if x.size and not any(spec_of(x))]
+    firsts = [lax.squeeze(_first(x), range(x.ndim)) for x in leaves]
     nonzero = [(first != jnp.zeros((), first.dtype)).astype("int32") for first in firsts]
     return sum((jnp.minimum(n, jnp.int32(0)) for n in nonzero), start=jnp.int32(0))
 
@@ -206,6 +207,11 @@ def written_after(before: Any, tree: Any) -> Any:
         """`x` with its first element written onto itself, in place, at the position 0."""
         if not x.size or any(spec_of(x)):
             return x
-        return lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], [start] * x.ndim)
+        return lax.dynamic_update_slice(x, _first(x), [start] * x.ndim)
 
     return jax.tree.map(rewritten, tree)
+
+
+def _first(x: Array) -> Array:
+    """The first element of `x`, in an array of as many dimensions."""
+    return lax.slice(x, [0] * x.ndim, [1] * x.ndim)

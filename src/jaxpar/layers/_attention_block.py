@@ -124,10 +124,10 @@ def attend(
     # Finite where no key is seen: -inf - -inf is NaN. The shift cancels in the result, and needs no
     # derivative.
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=jnp.finfo(logits.dtype).min / 2))
-    weights = jnp.exp(logits - top[..., None])
+    weights = jnp.exp(logits - _column(top))
     out = scores.product("...grqk,...gke->...grqe", weights.astype(keys.v.dtype), keys.v)
     total = jnp.sum(weights, axis=-1)
-    return State(out * inverse_of(total)[..., None], top, total)
+    return State(out * _column(inverse_of(total)), top, total)
 
 
 def merge(state: State, tile: Tile, part: State) -> State:
@@ -141,7 +141,7 @@ def merge(state: State, tile: Tile, part: State) -> State:
     old = before.total * jnp.exp(before.top - top)
     new = part.total * jnp.exp(part.top - top)
     inverse = inverse_of(old + new)
-    out = before.out * (old * inverse)[..., None] + part.out * (new * inverse)[..., None]
+    out = before.out * _column(old * inverse) + part.out * _column(new * inverse)
     return State(
         put(state.out, out, tile.queries),
         put(state.top, top, tile.queries, -1),
@@ -159,10 +159,10 @@ def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Su
     logits = scores(q, cut_keys, tile.causal, segments)
     # The weights of the whole softmax, not of the tile's: `top` and `inverse` are of all keys.
     # The difference first, which is exact where it matters.
-    weights = jnp.exp(logits - top[..., None]) * inverse[..., None]
+    weights = jnp.exp(logits - _column(top)) * _column(inverse)
     keys_span = tile.keys
     by_weight = scores.product("...grqe,...gke->...grqk", ct, v)
-    by_logit = weights * (by_weight - inner[..., None])  # scaled in what is made of it, s x e
+    by_logit = weights * (by_weight - _column(inner))  # scaled in what is made of it, s x e
     scale = jnp.asarray(scores.scale, inner.dtype)
     weights, by_logit = weights.astype(ct.dtype), by_logit.astype(q.dtype)
     new_q = scores.product("...grqk,...gke->...grqe", by_logit, k) * scale
@@ -178,6 +178,10 @@ def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Su
 def inverse_of(total: OfQueries) -> OfQueries:
     """1 / total. It is at least 1 where a key is seen; else 0, as all that is multiplied by it."""
     return 1 / jnp.maximum(total, 0.5)  # not 1, where the derivative of the larger one is a half
+
+
+def _column(x: Float[Array, "*shape"]) -> Float[Array, "*shape 1"]:
+    return lax.expand_dims(x, [x.ndim])  # indexing by None takes ten times as long to trace
 
 
 def _cut_keys(keys: Keys, span: tuple[Any, int]) -> Keys:
