@@ -89,8 +89,12 @@ def test_a_tpu_starts_all_transfers_first_without_a_barrier(compiled, barriers):
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the TPU compiler never does there")
 def test_what_is_placed_is_written_by_its_matmul(compiled):
     played = timeline(compiled(V5P, "v5p:2x2x2", "gather-lhs-rows", 4096, 4096, 4096))
-    matmuls = sum(event.seconds for event in played.events if event.is_matmul)
-    assert matmuls > 0.97 * played.compute
+    passes = [
+        event.name
+        for event in played.events
+        if event.kind == "compute" and not event.is_matmul and event.seconds > 1e-6
+    ]
+    assert len(passes) <= 3, passes  # the opposite block: cut in halves twice, and joined
 
 
 def test_sums_in_two_pieces_are_added_while_others_travel(compiled):
