@@ -104,6 +104,7 @@ NAMES = "axis must be a mesh axis name, a tuple or list of them, or an Axis, got
         ((("tp",),), TypeError, f"{NAMES} (('tp',),)"),
         ((), ValueError, "axis () must name at least one mesh axis, and each once"),
         ([], ValueError, "axis [] must name at least one mesh axis, and each once"),
+        ("", ValueError, "axis '' must name at least one mesh axis, and each once"),
         (("tp", "tp"), ValueError, "axis ('tp', 'tp') must name at least one mesh axis, and each"),
     ],
 )
@@ -300,6 +301,7 @@ FUNCTIONS = {
         (3, TypeError, f"{NAMES} 3"),
         ({"tp"}, TypeError, f"{NAMES} {{'tp'}}"),
         ([], ValueError, "axis [] must name at least one mesh axis, and each once"),
+        ("", ValueError, "axis '' must name at least one mesh axis, and each once"),
         (["tp", "tp"], ValueError, "axis ['tp', 'tp'] must name at least one mesh axis, and each"),
         ("dp", ValueError, "axis 'dp' is not bound: the axes bound here are {'tp': 8}. Call it"),
         (["tp", "dp"], ValueError, "axis 'dp' is not bound: the axes bound here are {'tp': 8}."),

@@ -27,7 +27,7 @@ from jaxpar.layers import (
     ring_attention,
     value_and_grad,
 )
-from jaxpar.moe import moe_layer, route
+from jaxpar.moe import moe_layer, route, routed_moe_layer
 
 # -- names in errors ----------------------------------------------------------------------------
 
@@ -126,6 +126,15 @@ def test_a_layer_of_the_user_inside_fsdp_scan_names_its_own_call():
     assert found.startswith(f"fsdp_scan: axis 'never' {bound}")
     found = message(trace, network(lambda w, x: right(w, x)[:2], "dp"), (4, 8))
     assert found.startswith("fsdp_scan: ")  # what it returns is fsdp_scan's to refuse
+
+
+@pytest.mark.parametrize("argument", ["tp_axis", "fsdp_axis", "data_axis"])
+def test_an_axis_that_is_not_there_is_named_by_its_argument(argument):
+    def layer(x):
+        return routed_moe_layer(x, x.T, {"up": x, "down": x}, "dp", top_k=1, **{argument: "no"})
+
+    found = message(trace, layer, (4, 8))
+    assert found.startswith(f"routed_moe_layer: {argument} 'no' is not bound: the axes bound here")
 
 
 def test_a_loss_of_the_user_names_its_own_call():

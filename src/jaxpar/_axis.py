@@ -105,14 +105,16 @@ class Ring(Axis):
         return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
 
 
-def bind(axis: AxisLike, *, mode: Any = None, wire_dtype: Any = None) -> Ring:
-    """Returns the ring over `axis`, or says why it cannot be had here.
+def bind(
+    axis: AxisLike, argument: str = "axis", *, mode: Any = None, wire_dtype: Any = None
+) -> Ring:
+    """Returns the ring over `axis`, the user's `argument`, or says why it cannot be had here.
 
     A mode and a wire's dtype that are given go before those of an `Axis`.
     """
     if isinstance(axis, Ring):  # bound already
         return axis
-    given = axis if isinstance(axis, Axis) else Axis(axis_names(axis))
+    given = axis if isinstance(axis, Axis) else Axis(axis_names(axis, argument))
     if mode is not None:
         check_mode(mode)
     mode = given.mode if mode is None else mode
@@ -127,18 +129,18 @@ def bind(axis: AxisLike, *, mode: Any = None, wire_dtype: Any = None) -> Ring:
             bound = {axis: mesh.shape[axis] for axis in mesh.manual_axes}
             found = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
             raise value_error(
-                f"axis {name!r} is not bound: {found}. Call it inside jax.shard_map over a mesh "
-                f"with an axis {name!r}"
+                f"{argument} {name!r} is not bound: {found}. Call it inside jax.shard_map "
+                f"over a mesh with an axis {name!r}"
             ) from None
     if len(names) > 1 and not set(names) <= set(mesh.axis_names):
         raise value_error(
-            f"axis {names!r} has axes that the mesh lacks, which has {dict(mesh.shape)}; a ring "
-            "over several axes needs mesh axes, whose order is known"
+            f"{argument} {names!r} has axes that the mesh lacks, which has {dict(mesh.shape)}; a "
+            "ring over several axes needs mesh axes, whose order is known"
         )
     return Ring(names, mode, wire, size=prod(sizes.values()))
 
 
-def axis_names(axis: Any) -> tuple[str, ...]:
+def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
     """Returns the distinct names of mesh axes in what names them."""
     names = axis.names if isinstance(axis, Axis) else axis
     names = (
@@ -146,10 +148,11 @@ def axis_names(axis: Any) -> tuple[str, ...]:
     )
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise type_error(
-            f"axis must be a mesh axis name, a tuple or list of them, or an Axis, got {axis!r}"
+            f"{argument} must be a mesh axis name, a tuple or list of them, or an Axis, "
+            f"got {axis!r}"
         )
-    if len(set(names)) != len(names) or not names:
-        raise value_error(f"axis {axis!r} must name at least one mesh axis, and each once")
+    if len(set(names)) != len(names) or not names or "" in names:
+        raise value_error(f"{argument} {axis!r} must name at least one mesh axis, and each once")
     return names
 
 

@@ -60,6 +60,7 @@ def readable(shown: Shown) -> Shown:
     """
 
     def text(annotation: Any) -> Any:
+        annotation = getattr(annotation, "__forward_arg__", annotation)  # of a NamedTuple
         if not isinstance(annotation, str):
             return annotation
         return _Text(re.sub(r"\w+", lambda name: SHOWN.get(name[0], name[0]), annotation))

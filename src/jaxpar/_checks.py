@@ -113,18 +113,23 @@ def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
         )
 
 
-def check_sharded(argument: str, w: Array, what: str, ring: Ring) -> None:
-    """Raises if `w` is typed as the same on devices that should each have their own `what`."""
+def check_own(argument: str, x: Array, ring: Ring, remedy: str, what: str = "its own") -> None:
+    """Raises if `x` is typed as the same on devices of the ring, each of which needs `what`."""
     if not checks_varying(ring.names):
         return
-    shared = set(ring.names) - varying_axes(w)
+    shared = set(ring.names) - varying_axes(x)
     copied = sorted(name for name in shared if lax.axis_size(name) > 1)
     if copied:
         raise value_error(
-            f"{argument} of local shape {w.shape} is replicated over {copied}, but "
-            f"each device of {ring} needs {what} of its own; shard it in in_specs, or cut it with "
-            "scatter_region"
+            f"{argument} of local shape {x.shape} is replicated over {copied}, but each device of "
+            f"{ring} needs {what}; {remedy}"
         )
+
+
+def check_sharded(argument: str, w: Array, what: str, ring: Ring) -> None:
+    """Raises if `w` is typed as the same on devices that should each have their own `what`."""
+    remedy = "shard it in in_specs, or cut it with scatter_region"
+    check_own(argument, w, ring, remedy, f"{what} of its own")
 
 
 def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:

@@ -12,13 +12,13 @@ def with_derivative(function: Function, fwd: Function, bwd: Function, statics: i
     """Returns `function(how, *operands)` with the derivative of `fwd` and `bwd`.
 
     They are those of `jax.custom_vjp`, whose first `statics` arguments are static. JAX's own
-    derivative, which has a forward mode too, is left where `how.transparent` says that it does.
+    derivative, which has a forward mode too, is left where `how.derived_by_jax` says that it does.
     """
     ruled = jax.custom_vjp(function, nondiff_argnums=tuple(range(statics)))
     ruled.defvjp(fwd, bwd)
 
     def call(how: Any, *operands: Any) -> Any:
-        return (function if how.transparent else ruled)(how, *operands)
+        return (function if how.derived_by_jax else ruled)(how, *operands)
 
     return call
 

@@ -64,15 +64,17 @@ def check_wire(wire_dtype: Any, summed: Any) -> None:
 
 
 def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
-    """Raises if `dtype` would lose signs, fractions or imaginary parts of what is `given`."""
+    """Raises if `dtype` would lose digits of integers, signs, fractions or imaginary parts."""
     order = ["an integer", "a float", "a complex"]
     signed = jnp.issubdtype(given, jnp.signedinteger)
+    narrower = jnp.issubdtype(given, jnp.integer) and dtype.itemsize < given.itemsize
     if (
-        order.index(_kind(dtype)) < order.index(_kind(given))
+        narrower
+        or order.index(_kind(dtype)) < order.index(_kind(given))
         or (signed and jnp.issubdtype(dtype, jnp.unsignedinteger))
         or jnp.issubdtype(dtype, jnp.bool_)
     ):
-        kind = "a signed" if signed else _kind(given)
+        kind = "a wider" if narrower else "a signed" if signed else _kind(given)
         raise type_error(
             f"{argument}={dtype} cannot hold {what} of {given} operands; choose {kind} "
             "dtype, or None"

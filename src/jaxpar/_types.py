@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Names = Any  # a tuple of strings, made of any of a string, a tuple and a list
     Mode = Literal["naive", "unidirectional", "bidirectional", "auto"]
     Operand = Literal["lhs", "rhs"]
-    Order = Literal["zigzag", "contiguous"]
+    SequenceOrder = Literal["zigzag", "contiguous"]
     Policy = Literal["probability", "position"]
     Dispatch = Literal["ragged", "all_gather", "auto"]
     Scoring = Literal["softmax", "selected_softmax", "sigmoid"]
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
     TreeDim = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
 else:
-    AxisLike = Mode = Operand = Order = Integer = Flag = Number = MeshAxes = Subscripts = Label = (
-        Weights
-    ) = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Names = Any
+    AxisLike = Mode = Operand = SequenceOrder = Integer = Flag = Number = MeshAxes = Subscripts = (
+        Label
+    ) = Weights = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Names = Any
     Values = Any
 
 # What `help` shows in their place: a static checker's types, which are not there at run time.
@@ -46,7 +46,7 @@ SHOWN = {
     "Names": "str | tuple[str, ...] | list[str]",
     "Mode": "Literal['naive', 'unidirectional', 'bidirectional', 'auto']",
     "Operand": "Literal['lhs', 'rhs']",
-    "Order": "Literal['zigzag', 'contiguous']",
+    "SequenceOrder": "Literal['zigzag', 'contiguous']",
     "Policy": "Literal['probability', 'position']",
     "Dispatch": "Literal['ragged', 'all_gather', 'auto']",
     "Scoring": "Literal['softmax', 'selected_softmax', 'sigmoid']",

@@ -327,3 +327,12 @@ def test_bools_and_unsigned_integers_hold_no_signed_sums(fn):
             f"preferred_element_type={dtype} cannot hold products of int8 operands; choose a "
             "signed dtype, or None"
         )
+
+
+@named
+def test_sums_need_the_width_of_their_operands(fn):
+    x, w = jnp.zeros((4, 2), jnp.int32), jnp.zeros((2, 8), jnp.int32)
+    assert error(TypeError, fn, x, w, "t", preferred_element_type="int16") == (
+        "preferred_element_type=int16 cannot hold products of int32 operands; choose a wider "
+        "dtype, or None"
+    )

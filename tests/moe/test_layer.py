@@ -18,10 +18,13 @@ from jaxpar.moe import (
     Routing,
     expert_capacity,
     limit_capacity,
+    load_balance_loss,
     moe_layer,
     pad_experts,
     route,
     routed_moe_layer,
+    router_z_loss,
+    routing_statistics,
 )
 from jaxpar.moe._capacity import Bounds
 
@@ -466,6 +469,29 @@ def test_routings_that_do_not_fit(error, message, routing):
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), parameters(32, 8))
     with pytest.raises(error, match=f"^moe_layer: {message}"):
         jax.eval_shape(lambda: split(lambda x, _, w, axis: moe_layer(x, routing, w, axis), params))
+
+
+def test_a_routing_of_lists():
+    """As arrays, wherever a routing is taken."""
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), parameters(32, 8))
+    listed = Routing([[0, 1], [1, -1], [0, 1], [-1, -1]], [[0.5, 0.5], [1.0, 0.0]] * 2,
+                     [[True, True], [True, False], [True, True], [False, False]],
+                     [[0.125] * 8] * 4, [[0.0] * 8] * 4, [True, True, True, False])  # fmt: skip
+    arrays = jax.tree.map(jnp.asarray, listed, is_leaf=lambda x: isinstance(x, list))
+    found, expected = (
+        split(lambda x, _, w, axis, r=r: moe_layer(x, r, w, axis), params) for r in (listed, arrays)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    limited = limit_capacity(listed, 2)
+    assert limited.kept.sum() == 4
+    assert routing_statistics(limited).dropped == 1
+    assert load_balance_loss(listed).shape == router_z_loss(listed).shape == ()
+
+
+@pytest.mark.parametrize("function", [load_balance_loss, router_z_loss, routing_statistics])
+def test_only_a_routing_has_statistics(function):
+    with pytest.raises(TypeError, match=f"^{function.__name__}: routing must be a Routing, got t"):
+        function((1, 2))
 
 
 def test_what_all_devices_have_alike():

@@ -45,12 +45,12 @@ class Blocks:
     Attributes:
       stages: the ways to gather, one after the other; the last one brings what are neighbours.
       groups: the leaves that are cut. All others are whole, and stay as they are.
-      transparent: JAX's derivatives and dtypes of sums are left as they are.
+      derived_by_jax: JAX's derivatives and dtypes of sums are left as they are.
     """
 
     stages: tuple[Way, ...]
     groups: tuple[Group, ...]
-    transparent: bool = False
+    derived_by_jax: bool = False
 
 
 def _gather(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
@@ -75,7 +75,7 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         if parts[0] is None:
             continue
         dtype = parts[0].dtype
-        wide = dtype if blocks.transparent else addition_dtype(dtype)
+        wide = dtype if blocks.derived_by_jax else addition_dtype(dtype)
         wire = blocks.stages[0].ring.wire_dtype if blocks.stages else None
         between = wide if wire is None else dtype  # rounded once, in the last stage
         for way in blocks.stages:
@@ -127,12 +127,12 @@ def cut(x: Array, start: Any, size: int, dim: int) -> Array:
 
 def gather_along(way: Way, x: Array, dim: int) -> Array:
     """Returns the blocks of all devices along `dim`."""
-    return gather_blocks(_one(way, dim, way.transparent), None, [x])[0]
+    return gather_blocks(_one(way, dim, way.derived_by_jax), None, [x])[0]
 
 
 def scatter_along(way: Way, x: Array, dim: int) -> Array:
     """Returns this device's block, along `dim`, of the sum of all devices' arrays."""
-    return scatter_sums(_one(way, dim, way.transparent), None, [x])[0]
+    return scatter_sums(_one(way, dim, way.derived_by_jax), None, [x])[0]
 
 
 def all_reduce(way: Way, x: Array) -> Array:
@@ -171,8 +171,8 @@ def gather_replicated(way: Way, block: Array, dim: int) -> Array:
     return gather_blocks(_one(way, dim), None, [block])[0]
 
 
-def _one(way: Way, dim: int, transparent: bool = False) -> Blocks:
-    return Blocks((way,), (Group((0,), dim),), transparent)
+def _one(way: Way, dim: int, derived_by_jax: bool = False) -> Blocks:
+    return Blocks((way,), (Group((0,), dim),), derived_by_jax)
 
 
 def _sum(blocks: Blocks, x: Array) -> Array:

@@ -121,59 +121,60 @@ class InTurns(Way):
         dtype: DTypeLike,
     ) -> Array:
         cuts = pieces_of(length, self.order.pieces if self.ring.size > 1 else 1)
+        turns = scatter_turns(self.ring.size, self.directions, len(cuts))
 
-        def turn(state: Any, t: Turn) -> Any:
-            index, leaving, arrived, written = state
+        def send(sums: list[Array], t: Turn) -> list[Array]:
+            return [self._moved(self._wire(x), leg) for x, leg in zip(sums, t.sums, strict=True)]
+
+        def take_all(index: Array, t: Turn) -> list[Any]:
             start, size = cuts[t.piece]
+            return [take(owner * length + start, size) for owner in self._owners(index, t, -1)]
+
+        def add(made: list[Array], arrived: list[Array], t: Turn) -> list[Array]:
+            """Adds to each sum what came by its leg; to that for this device all."""
+            for leg, x in zip(t.adds, arrived, strict=True):
+                made = [
+                    m + x.astype(m.dtype) if leg == to else m
+                    for m, to in zip(made, t.legs or [leg], strict=True)
+                ]
+            return made
+
+        def in_one(state: Any, t: Turn) -> Any:
+            """What was sent is under way while this turn computes, and added once it is here."""
+            index, leaving = state
+            work = Work(partial(take_all, t=t), lambda _, __, taken: [produce(x) for x in taken])
+            index, made, arrived = self.order.beside(index, leaving, partial(send, t=t), work)
+            return index, add(made, arrived, t)
+
+        def in_two(state: Any, t: Turn) -> Any:
+            """What is added came in the turn before, while the other piece was computed."""
+            index, leaving, arrived, written = state
             result: Any = written
-            if written is None and not t.legs and len(cuts) > 1:
+            if written is None and not t.legs:
                 result = empty_result(arrived[0].astype(dtype), dim, length)
 
-            def send(sums: list[Array]) -> list[Array]:
-                return [
-                    self._moved(self._wire(x), leg) for x, leg in zip(sums, t.sums, strict=True)
-                ]
-
-            def take_all(index: Array) -> list[Any]:
-                return [take(owner * length + start, size) for owner in self._owners(index, t, -1)]
-
-            def add(made: list[Array], arrived: list[Array]) -> list[Array]:
-                """Adds to each sum what came by its leg; to that for this device all."""
-                for leg, x in zip(t.adds, arrived, strict=True):
-                    made = [
-                        m + x.astype(m.dtype) if leg == to else m
-                        for m, to in zip(made, t.legs or [leg], strict=True)
-                    ]
-                return made
-
-            def make(_: Array, leaving: Any, taken: list[Any]) -> list[Array]:
-                return [produce(x) for x in taken]
-
-            def make_and_add(_: Array, leaving: Any, taken: list[Any]) -> Any:
-                sums = add([produce(x) for x in taken], arrived)
+            def compute(_: Array, leaving: Any, taken: list[Any]) -> Any:
+                sums = add([produce(x) for x in taken], arrived, t)
                 if t.legs:
                     return [self._wire(x) for x in sums]
+                start = cuts[t.piece][0]
                 return lax.dynamic_update_slice_in_dim(result, sums[0].astype(dtype), start, dim)
 
             def like() -> Any:
                 return arrived[:1] * len(t.legs) if t.legs else result
 
-            if len(cuts) == 1:  # what was sent is still under way: it is added once it is here
-                work = Work(take_all, make)
-                index, made, arriving = self.order.beside(index, leaving, send, work)
-                return index, add(made, arriving), [], None
-            work = Work(take_all, make_and_add, as_it_is, like if t.adds else None)
+            work = Work(partial(take_all, t=t), compute, as_it_is, like if t.adds else None)
             if t.awaited:
-                index, made, arriving = self.order.beside(index, leaving, send, work)
+                index, made, arriving = self.order.beside(index, leaving, partial(send, t=t), work)
             else:
-                arriving = send(leaving)
+                arriving = send(leaving, t)
                 index, made, _ = self.order.beside(index, (), as_it_is, work)
             return (index, made, arriving, None) if t.legs else (index, [], arriving, made)
 
-        turns = scatter_turns(self.ring.size, self.directions, len(cuts))
-        start = self.ring.index(), [], [], None
-        _, last, _, result = run(turns, start, turn, period=len(cuts))
-        return last[0].astype(dtype) if len(cuts) == 1 else result
+        if len(cuts) == 1:
+            _, last = run(turns, (self.ring.index(), []), in_one)
+            return last[0].astype(dtype)
+        return run(turns, (self.ring.index(), [], [], None), in_two, period=2)[-1]
 
     @flow
     def circulate(

@@ -56,12 +56,12 @@ class Way:
 
     Attributes:
       joins: whether arrays that travel at once had better be joined into one.
-      transparent: whether JAX's own derivatives of what it does are as good as any.
+      derived_by_jax: whether JAX's own derivatives of what it does are as good as any.
     """
 
     ring: Ring
     joins = True
-    transparent = False
+    derived_by_jax = False
 
     @property
     def mode(self) -> str:
@@ -177,7 +177,7 @@ class Naive(Way):
     """All at once, by a collective: gather and then use, make and then sum and scatter."""
 
     joins = False
-    transparent = True
+    derived_by_jax = True
 
     @property
     def mode(self) -> str:

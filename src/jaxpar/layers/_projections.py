@@ -170,7 +170,7 @@ def bind_projection(
 ) -> Projection:
     """Checks the axes of a layer."""
     ring = bind(axis)
-    fsdp = None if fsdp_axis is None else bind(fsdp_axis)
+    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis")
     shared = set(ring.names) & set(fsdp.names if fsdp else ())
     if shared:
         raise value_error(

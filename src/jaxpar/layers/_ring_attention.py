@@ -15,7 +15,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_precision, check_replicated, check_whole
 from jaxpar._dtypes import check_wire, sum_dtype
-from jaxpar._types import AxisLike, Flag, Integer, Number, Order, Values
+from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.layers._attention_block import Keys, Scores
@@ -32,7 +32,7 @@ def ring_attention(
     segments: Values | None = None,
     lengths: Values | None = None,
     causal: Flag = True,
-    order: Order = "zigzag",
+    order: SequenceOrder = "zigzag",
     scale: Number | None = None,
     precision: PrecisionLike = None,
 ) -> Array:

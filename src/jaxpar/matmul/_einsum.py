@@ -126,7 +126,7 @@ def gather(
         return gather_einsum(method, (product,) * len(rights), left, rights)
 
     # Rules of our own gather again anyway.
-    regather = call.regather and method.transparent
+    regather = call.regather and method.derived_by_jax
     return (jax.checkpoint(multiply) if regather else multiply)(left, rights)
 
 

@@ -51,9 +51,9 @@ class RingEinsum:
     recomputed: bool = False
 
     @property
-    def transparent(self) -> bool:
+    def derived_by_jax(self) -> bool:
         """Whether JAX's own derivatives are left as they are."""
-        return self.way.transparent
+        return self.way.derived_by_jax
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
         """Returns both, the residuals not before the result, unless nobody waits for that."""

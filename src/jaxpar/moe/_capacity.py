@@ -15,7 +15,7 @@ from jaxpar._calls import public, value_error
 from jaxpar._checks import check_number, check_whole
 from jaxpar._types import Integer, Number, Policy
 from jaxpar._varying import zeros_alike
-from jaxpar.moe._routing import Routing, of_chosen, of_experts
+from jaxpar.moe._routing import Routing, as_routing, of_chosen, of_experts
 
 POLICIES = ("probability", "position")
 
@@ -98,6 +98,7 @@ def limit_capacity(
     Source: Lepikhin et al., "GShard" (2020), by position; Riquelme et al., "Scaling vision with
     sparse mixture of experts" (2021), by weight.
     """
+    routing = as_routing(routing)
     most = check_whole("capacity", capacity, 0)
     check_policy("policy", policy)
     if most >= len(routing.experts):

@@ -68,7 +68,7 @@ def spread(
     """
     copies, x = vary_alike((), copies, x)
     differentiable = jnp.issubdtype(x.dtype, jnp.inexact)
-    out: Array = (_spread if differentiable else _copy)(Nobody(fill, blank), copies, x)
+    out: Array = (_spread if differentiable else _copy)(EmptyRows(fill, blank), copies, x)
     return out
 
 
@@ -83,7 +83,7 @@ def collect(
     copies, y = vary_alike((), copies, y)
     differentiable = jnp.issubdtype(y.dtype, jnp.inexact)
     # In the derivative nobody reads what is nobody's, with `blank`.
-    out: Array = (_collect if differentiable else _sum)(Nobody(not blank, blank), copies, y)
+    out: Array = (_collect if differentiable else _sum)(EmptyRows(not blank, blank), copies, y)
     return out
 
 
@@ -104,16 +104,16 @@ def take_rows(
 
 
 @dataclass(frozen=True)
-class Nobody:
+class EmptyRows:
     """What is known of rows that are nobody's copy."""
 
     fill: bool  # they are made 0 where rows are copied
     blank: bool  # the last is 0 where copies are summed
-    transparent: ClassVar[bool] = False
+    derived_by_jax: ClassVar[bool] = False
 
 
 def _copy(
-    how: Nobody, copies: Copies, x: Shaped[Array, "rows *row"]
+    how: EmptyRows, copies: Copies, x: Shaped[Array, "rows *row"]
 ) -> Shaped[Array, "copies *row"]:
     if how.fill:
         return take_rows(x, copies.source)
@@ -122,7 +122,7 @@ def _copy(
 
 
 def _sum(
-    how: Nobody, copies: Copies, y: Shaped[Array, "copies *row"]
+    how: EmptyRows, copies: Copies, y: Shaped[Array, "copies *row"]
 ) -> Shaped[Array, "rows *row"]:
     rows, k = copies.places.shape
     count = copies.source.size

@@ -23,7 +23,7 @@ from jaxpar.moe._capacity import Bounds
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
 from jaxpar.moe._dispatcher import RaggedDispatcher
 from jaxpar.moe._experts import apply_experts
-from jaxpar.moe._grouped import bind_method, fitting_sizes
+from jaxpar.moe._grouped import bind_kernels, fitting_sizes
 from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
 from jaxpar.moe._sharding import Axes
 
@@ -100,7 +100,7 @@ class LocalExperts:
     def _mlp(
         self, rows: Float[Array, "pairs features"], sizes: Int32[Array, " groups"]
     ) -> tuple[Mlp, WholeProducts]:
-        method = bind_method(self.implementation, self.precision)
+        method = bind_kernels(self.implementation, self.precision)
         mlp = Mlp(method, self.activation, None, rows.dtype)
         return mlp, WholeProducts(mlp, sizes, len(rows))
 

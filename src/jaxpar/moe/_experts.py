@@ -24,7 +24,7 @@ from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike, zeros_alike
 from jaxpar.moe._blocks import Block, Totals, fold_groups
 from jaxpar.moe._grouped import (
-    bind_method,
+    bind_kernels,
     bind_preferred,
     check_sizes,
     fitting_sizes,
@@ -93,7 +93,7 @@ def apply_experts(
     factors = None if weights is None else jnp.asarray(weights)
     if factors is not None:
         check_weights(factors, x)
-    method = bind_method(implementation, precision)
+    method = bind_kernels(implementation, precision)
     preferred = bind_preferred(preferred_element_type, x.dtype)
     dtype = result_dtype(x.dtype) if preferred is None else preferred
     sizes = fitting_sizes(sizes, len(x))

@@ -86,15 +86,15 @@ def grouped_matmul(
     """
     sizes = jnp.asarray(group_sizes)
     check_grouped(lhs, rhs, sizes)
-    method = bind_method(implementation, precision)
+    method = bind_kernels(implementation, precision)
     preferred = bind_preferred(preferred_element_type, lhs.dtype)
     dtype = result_dtype(lhs.dtype) if preferred is None else preferred
     lhs, rhs, sizes = vary_alike((), lhs, rhs, fitting_sizes(sizes, len(lhs)))
-    return rows_product(Product(method, 1, preferred, dtype), lhs, rhs, sizes)
+    return rows_product(GroupedProduct(method, 1, preferred, dtype), lhs, rhs, sizes)
 
 
 @dataclass(frozen=True)
-class Method:
+class Kernels:
     """How grouped products run, the same in the forward pass and in every derivative."""
 
     implementation: str
@@ -123,10 +123,10 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Product:
+class GroupedProduct:
     """A grouped product, apart from its operands."""
 
-    method: Method
+    method: Kernels
     contracted: int  # the dimension of weights along which rows are multiplied: 1 or 2
     preferred: Any  # the dtype of partial sums; None: the package's contract
     dtype: Any  # of the result
@@ -155,14 +155,14 @@ class Product:
             preferred_element_type=sums,
         ).astype(self.dtype)
 
-    def derivative(self, contracted: int, dtype: Any) -> Product:
+    def derivative(self, contracted: int, dtype: Any) -> GroupedProduct:
         """A product of the derivative."""
         return replace(self, contracted=contracted, dtype=dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rows_product(
-    product: Product,
+    product: GroupedProduct,
     lhs: Num[Array, "rows into"],
     rhs: Num[Array, "groups _ _"],
     group_sizes: Int32[Array, " groups"],
@@ -214,7 +214,7 @@ def rows_product(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def group_products(
-    product: Product,
+    product: GroupedProduct,
     lhs: Num[Array, "rows into"],
     rhs: Num[Array, "rows out"],
     group_sizes: Int32[Array, " groups"],
@@ -284,7 +284,7 @@ def in_groups(group_sizes: Int32[Array, " groups"], rows: int) -> Bool[Array, "{
 
 
 def _rows_fwd(
-    product: Product,
+    product: GroupedProduct,
     lhs: Num[Array, "rows into"],
     rhs: Num[Array, "groups _ _"],
     group_sizes: Int32[Array, " groups"],
@@ -292,7 +292,7 @@ def _rows_fwd(
     return rows_product(product, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
 
 
-def _rows_bwd(product: Product, residuals: Any, ct: Num[Array, "rows out"]) -> Any:
+def _rows_bwd(product: GroupedProduct, residuals: Any, ct: Num[Array, "rows out"]) -> Any:
     lhs, rhs, sizes = residuals
     # Rows go back along the weight's other dimension, 1 and 2 adding up to 3. A weight's gradient
     # has the dimensions in the weight's own order: the one that rows were multiplied along is that
@@ -304,7 +304,7 @@ def _rows_bwd(product: Product, residuals: Any, ct: Num[Array, "rows out"]) -> A
 
 
 def _groups_fwd(
-    product: Product,
+    product: GroupedProduct,
     lhs: Num[Array, "rows into"],
     rhs: Num[Array, "rows out"],
     group_sizes: Int32[Array, " groups"],
@@ -312,7 +312,7 @@ def _groups_fwd(
     return group_products(product, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
 
 
-def _groups_bwd(product: Product, residuals: Any, ct: Num[Array, "groups into out"]) -> Any:
+def _groups_bwd(product: GroupedProduct, residuals: Any, ct: Num[Array, "groups into out"]) -> Any:
     lhs, rhs, sizes = residuals
     to_lhs, to_rhs = product.derivative(2, lhs.dtype), product.derivative(1, rhs.dtype)
     return rows_product(to_lhs, rhs, ct, sizes), rows_product(to_rhs, lhs, ct, sizes), None
@@ -322,14 +322,14 @@ rows_product.defvjp(_rows_fwd, _rows_bwd)
 group_products.defvjp(_groups_fwd, _groups_bwd)
 
 
-def bind_method(implementation: Any, precision: Any) -> Method:
+def bind_kernels(implementation: Any, precision: Any) -> Kernels:
     """Returns the method, or raises for options that name none."""
     if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
         raise value_error(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
         )
     check_precision(precision)
-    return Method(implementation, precision)
+    return Kernels(implementation, precision)
 
 
 def bind_preferred(given: Any, operands: Any) -> Any:

@@ -30,7 +30,7 @@ from jaxpar.collectives._choice import Problem, applies_experts_in_stages, choos
 from jaxpar.moe._capacity import Bounds, check_policy, expert_capacity, limit_capacity
 from jaxpar.moe._dispatch import Gathered, LocalExperts, Ragged, apply_shared
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
-from jaxpar.moe._routing import RoutingLike, route
+from jaxpar.moe._routing import RoutingLike, as_routing, route
 from jaxpar.moe._sharding import (
     GATHERED,
     as_token_mask,
@@ -143,6 +143,7 @@ def moe_layer(
     axes = bind_axes(axis, data_axis, tp_axis, sequence_dim, fsdp_axis)
     routed, fused = as_experts(experts), None if shared is None else as_experts(shared)
     check_tokens(tokens, axes)
+    routing = as_routing(routing)
     check_routing(routing, tokens)
     known = routing.logits.shape[1]
     check_experts(tokens, known, routed, fused, axes)

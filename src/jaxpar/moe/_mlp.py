@@ -16,18 +16,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int32, Num, Shaped
 
-from jaxpar._calls import public, type_error
+from jaxpar._calls import public, readable, type_error
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar.moe._blocks import Block, block_dot
 from jaxpar.moe._grouped import (
-    Method,
-    Product,
+    GroupedProduct,
+    Kernels,
     group_products,
     in_groups,
     rows_product,
 )
 
 
+@readable
 class Experts(NamedTuple):
     """The weights of `e` experts, each `down(activation(gate x) * up x)`.
 
@@ -145,7 +146,7 @@ class Products(Protocol):
 class Mlp:
     """What the experts compute, apart from operands and products."""
 
-    method: Method
+    method: Kernels
     activation: Callable[[Array], Array]
     preferred: Any  # the dtype of partial sums; None: the package's contract
     dtype: Any  # of the result
@@ -279,13 +280,15 @@ class WholeProducts:
     def rows(
         self, x: Num[Array, "rows into"], w: Num[Array, "groups d f"], contracted: int, dtype: Any
     ) -> Num[Array, "rows out"]:
-        product = Product(self.mlp.method, contracted, self.mlp.preferred, dtype, cleared=False)
+        product = GroupedProduct(
+            self.mlp.method, contracted, self.mlp.preferred, dtype, cleared=False
+        )
         return rows_product(product, x, w, self.group_sizes)
 
     def outer(
         self, x: Num[Array, "rows into"], ct: Num[Array, "rows out"], dtype: Any
     ) -> Num[Array, "groups into out"]:
-        product = Product(self.mlp.method, 1, self.mlp.preferred, dtype, cleared=False)
+        product = GroupedProduct(self.mlp.method, 1, self.mlp.preferred, dtype, cleared=False)
         return group_products(product, x, ct, self.group_sizes)
 
     def spread(self, bias: Num[Array, "groups out"], dtype: Any) -> Num[Array, "rows out"]:
@@ -339,7 +342,7 @@ class BlockProducts:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def spread_rows(
-    method: Method,
+    method: Kernels,
     rows: int,
     dtype: Any,
     bias: Num[Array, "groups out"],
@@ -352,18 +355,18 @@ def spread_rows(
 
 
 def sum_rows(
-    method: Method, ct: Num[Array, "rows out"], group_sizes: Int32[Array, " groups"], dtype: Any
+    method: Kernels, ct: Num[Array, "rows out"], group_sizes: Int32[Array, " groups"], dtype: Any
 ) -> Num[Array, "groups out"]:
     """Sums each group's rows."""
     # In full precision, as a sum is, and not as a matmul may be.
-    exact = Method(method.implementation, lax.Precision.HIGHEST)
+    exact = Kernels(method.implementation, lax.Precision.HIGHEST)
     ones = jnp.ones_like(ct[:, :1])
-    sums: Any = group_products(Product(exact, 1, None, dtype), ones, ct, group_sizes)
+    sums: Any = group_products(GroupedProduct(exact, 1, None, dtype), ones, ct, group_sizes)
     return sums[:, 0]
 
 
 def _spread_fwd(
-    method: Method,
+    method: Kernels,
     rows: int,
     dtype: Any,
     bias: Num[Array, "groups out"],
@@ -372,7 +375,7 @@ def _spread_fwd(
     return spread_rows(method, rows, dtype, bias, group_sizes), (bias, group_sizes)
 
 
-def _spread_bwd(method: Method, rows: int, dtype: Any, residuals: Any, ct: Array) -> Any:
+def _spread_bwd(method: Kernels, rows: int, dtype: Any, residuals: Any, ct: Array) -> Any:
     bias, group_sizes = residuals
     return sum_rows(method, ct, group_sizes, bias.dtype), None
 

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Num
 from jaxtyping import Integer as Integers
 
-from jaxpar._calls import public, type_error, value_error
+from jaxpar._calls import public, readable, type_error, value_error
 from jaxpar._checks import check_number, check_whole
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import Integer, Number, Scoring, Values
@@ -19,6 +19,7 @@ from jaxpar._types import Integer, Number, Scoring, Values
 SCORINGS = ("softmax", "selected_softmax", "sigmoid")
 
 
+@readable
 class Routing(NamedTuple):
     """Where tokens go: `top_k` experts for each, as `route` chooses them.
 
@@ -52,6 +53,17 @@ if TYPE_CHECKING:
     RoutingLike = Routing
 else:
     RoutingLike = Any
+
+
+def as_routing(given: Any) -> Routing:
+    """Returns a `Routing` of arrays, or raises where a user gave something else."""
+    if not isinstance(given, Routing):
+        raise type_error(
+            f"routing must be a Routing, got {type(given).__name__}; make one by route, or call "
+            "routed_moe_layer, which routes by a matrix"
+        )
+    arrays: list[Any] = [None if x is None else jnp.asarray(x) for x in given]
+    return Routing(*arrays)
 
 
 @public

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_number, check_whole
+from jaxpar._checks import check_number, check_own, check_whole
 from jaxpar._types import AxisLike, Integer, Values
-from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar._varying import vary_over, varying_axes
 from jaxpar.layers import fsdp_gather
 from jaxpar.moe._experts import check_shapes
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
@@ -64,8 +64,8 @@ def bind_axes(
     rings = {"axis": bind(axis)}
     for key, name in (("data_axis", data_axis), ("tp_axis", tp_axis)):
         if name is not None and name not in ((), []):
-            rings[key] = bind(name)
-    fsdp = None if fsdp_axis is None else bind(fsdp_axis)
+            rings[key] = bind(name, key)
+    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis")
     # Tokens are often sharded over the axes of fsdp, which are data axes then.
     weights = {key: ring for key, ring in rings.items() if key != "data_axis"}
     for several in (rings, weights | ({"fsdp_axis": fsdp} if fsdp else {})):
@@ -113,19 +113,6 @@ def check_rows(tokens: Array) -> None:
         raise type_error(f"tokens must be floats, got {tokens.dtype}; embed them first")
 
 
-def check_own(argument: str, x: Array, ring: Ring, remedy: str) -> None:
-    """Raises if `x` is typed as the same on devices of the ring."""
-    if not checks_varying(ring.names):
-        return
-    shared = set(ring.names) - varying_axes(x)
-    copied = sorted(name for name in shared if lax.axis_size(name) > 1)
-    if copied:
-        raise value_error(
-            f"{argument} of local shape {x.shape} is replicated over {copied}, but each device of "
-            f"{ring} needs its own; {remedy}"
-        )
-
-
 def check_router(tokens: Array, router: Array) -> None:
     """Raises unless the router has a row for each feature."""
     check_rows(tokens)
@@ -151,13 +138,8 @@ def as_token_mask(given: Values, tokens: Float[Array, "... d"]) -> Bool[Array, "
     return mask.reshape(-1)
 
 
-def check_routing(routing: Any, tokens: Array) -> None:
+def check_routing(routing: Routing, tokens: Array) -> None:
     """Raises unless the routing is one of these tokens."""
-    if not isinstance(routing, Routing):
-        raise type_error(
-            f"routing must be a Routing, got {type(routing).__name__}; make one by route, or call "
-            "routed_moe_layer, which routes by a matrix"
-        )
     count = prod(tokens.shape[:-1])
     k, known = routing.experts.shape[-1:], routing.logits.shape[-1:]
     shapes = (count, *k), (count, *k), (count, *k), (count, *known), (count, *known), (count,)

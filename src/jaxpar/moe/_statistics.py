@@ -11,12 +11,13 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32, Num
 
 from jaxpar._axis import bind
-from jaxpar._calls import public, value_error
+from jaxpar._calls import public, readable, value_error
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_alike
-from jaxpar.moe._routing import Routing, as_mask, of_experts
+from jaxpar.moe._routing import Routing, as_mask, as_routing, of_experts
 
 
+@readable
 class Statistics(NamedTuple):
     """What `routing_statistics` computes of a routing, over all devices.
 
@@ -86,7 +87,7 @@ def routing_statistics(
     Source: Fedus et al., "Switch transformers" (2021), and Zoph et al., "ST-MoE" (2022), for the
     losses.
     """
-    axes = _axes(axis)
+    routing, axes = as_routing(routing), _axes(axis)
     counted = _counted(routing, mask)
     lost = jnp.asarray(overflow)
     if lost.ndim or not jnp.issubdtype(lost.dtype, jnp.integer):
@@ -151,7 +152,7 @@ def load_balance_loss(
 
     Source: Fedus et al., "Switch transformers" (2021).
     """
-    axes = _axes(axis)
+    routing, axes = as_routing(routing), _axes(axis)
     counted = _counted(routing, mask)
     tokens, counts = _sums(axes, _count(counted), _tokens_per_expert(routing, counted))
     scores = _normalized(routing.scores, counted)
@@ -184,7 +185,7 @@ def router_z_loss(routing: Routing, axis: AxisLike = (), *, mask: Values | None 
 
     Source: Zoph et al., "ST-MoE" (2022).
     """
-    axes = _axes(axis)
+    routing, axes = as_routing(routing), _axes(axis)
     counted = _counted(routing, mask)
     (tokens,) = _sums(axes, _count(counted))
     (total,) = _sums(axes, jnp.sum(_z_losses(routing, counted)))

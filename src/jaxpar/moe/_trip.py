@@ -194,13 +194,13 @@ class Trip(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
+class Exchange:
     """Between which devices, and into how many rows."""
 
     ring: Ring
     capacity: int
     clean: bool  # rows where nothing arrives are 0; otherwise they hold anything
-    transparent: ClassVar[bool] = False
+    derived_by_jax: ClassVar[bool] = False
 
 
 def send(
@@ -208,7 +208,7 @@ def send(
 ) -> list[Shaped[Array, "{capacity} ..."]]:
     """Returns of each leaf the rows that arrive, then rows of anything."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
-    arrived: list[Array] = _send(Way(ring, capacity, clean=False), trip, leaves)
+    arrived: list[Array] = _send(Exchange(ring, capacity, clean=False), trip, leaves)
     return arrived
 
 
@@ -219,11 +219,11 @@ def bring_back(
     trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
     # Rows that nothing was brought back from have the gradient 0, which is written.
-    sums: list[Array] = _bring_back(Way(ring, capacity, clean=True), trip, leaves)
+    sums: list[Array] = _bring_back(Exchange(ring, capacity, clean=True), trip, leaves)
     return sums
 
 
-def _there(how: Way, trip: Trip, tree: Any) -> Any:
+def _there(how: Exchange, trip: Trip, tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     packing = plan_packing(leaves, trip.copies.source.size)
 
@@ -248,7 +248,7 @@ def _where_valid(
     return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
-def _home(how: Way, trip: Trip, tree: Any) -> Any:
+def _home(how: Exchange, trip: Trip, tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     count = trip.copies.source.size
     packing = plan_packing(leaves, count)
