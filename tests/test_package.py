@@ -50,7 +50,7 @@ def test_everything_comes_with_the_package():
 @pytest.mark.parametrize("named", list(public_names()), ids=lambda named: named.__qualname__)
 def test_help_shows_readable_signatures(named):
     shown = str(inspect.signature(named))
-    assert not re.search(r"_src|Union\[|typing\.|jaxlib|SupportsDType|ForwardRef", shown), shown
+    assert not re.search(r"_src|AxisLike|RoutingLike|ExpertsLike|Union\[|typing\.|jaxlib|SupportsDType|ForwardRef", shown), shown
 
 
 def test_help_shows_what_may_be_given():
@@ -68,8 +68,8 @@ def test_help_and_static_checkers_see_the_same_types():
     exact = {
         node.targets[0].id: ast.unparse(node.value) for node in checked if type(node) is ast.Assign
     }
-    # An array each, one or several; what has no better text than its name.
-    apart = {"Weights", "Tree", "TreeDim", "Names"}
+    # An array each, one or several; what has no better text than its name; what is of experts.
+    apart = {"Weights", "Tree", "TreeDim", "Names", "RoutingLike", "ExpertsLike"}
     assert {k: v for k, v in _types.SHOWN.items() if k not in apart} == {
         k: v for k, v in exact.items() if k not in apart
     }

@@ -60,4 +60,6 @@ SHOWN = {
     "Label": "str | None",
     "Weights": "Array | tuple[Array, ...]",
     "Leaf": "Array",
+    "RoutingLike": "Routing",
+    "ExpertsLike": "Experts | Mapping[str, Any]",
 }

@@ -15,7 +15,7 @@ from jaxpar._calls import public, value_error
 from jaxpar._checks import check_number, check_whole
 from jaxpar._types import Integer, Number, Policy
 from jaxpar._varying import zeros_alike
-from jaxpar.moe._routing import Routing, as_routing, of_chosen, of_experts
+from jaxpar.moe._routing import Routing, RoutingLike, as_routing, of_chosen, of_experts
 
 POLICIES = ("probability", "position")
 
@@ -65,7 +65,7 @@ def expert_capacity(tokens: Integer, top_k: Integer, experts: Integer, factor: N
 
 @public
 def limit_capacity(
-    routing: Routing, capacity: Integer, *, policy: Policy = "probability"
+    routing: RoutingLike, capacity: Integer, *, policy: Policy = "probability"
 ) -> Routing:
     """Drops what is beyond each expert's capacity, of the tokens of this device.
 

@@ -14,7 +14,7 @@ from jaxpar._axis import bind
 from jaxpar._calls import public, readable, value_error
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_alike
-from jaxpar.moe._routing import Routing, as_mask, as_routing, of_experts
+from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_experts
 
 
 @readable
@@ -49,7 +49,7 @@ class Statistics(NamedTuple):
 
 @public
 def routing_statistics(
-    routing: Routing,
+    routing: RoutingLike,
     axis: AxisLike = (),
     *,
     mask: Values | None = None,
@@ -120,7 +120,7 @@ def routing_statistics(
 
 @public
 def load_balance_loss(
-    routing: Routing, axis: AxisLike = (), *, mask: Values | None = None
+    routing: RoutingLike, axis: AxisLike = (), *, mask: Values | None = None
 ) -> Array:
     """Computes the loss that is smallest where all experts get equally many tokens.
 
@@ -161,7 +161,9 @@ def load_balance_loss(
 
 
 @public
-def router_z_loss(routing: Routing, axis: AxisLike = (), *, mask: Values | None = None) -> Array:
+def router_z_loss(
+    routing: RoutingLike, axis: AxisLike = (), *, mask: Values | None = None
+) -> Array:
     """Computes the loss that keeps logits small: the mean over tokens of `logsumexp(logits)**2`.
 
     Args:
