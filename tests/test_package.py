@@ -50,7 +50,10 @@ def test_everything_comes_with_the_package():
 @pytest.mark.parametrize("named", list(public_names()), ids=lambda named: named.__qualname__)
 def test_help_shows_readable_signatures(named):
     shown = str(inspect.signature(named))
-    assert not re.search(r"_src|AxisLike|RoutingLike|ExpertsLike|Union\[|typing\.|jaxlib|SupportsDType|ForwardRef", shown), shown
+    assert not re.search(
+        r"_src|AxisLike|RoutingLike|ExpertsLike|Union\[|typing\.|jaxlib|SupportsDType|ForwardRef",
+        shown,
+    ), shown
 
 
 def test_help_shows_what_may_be_given():

@@ -25,6 +25,7 @@ from jaxpar.layers._attention_block import (
     add_gradients,
     attend,
     inverse_of,
+    mean_of,
     merge,
 )
 
@@ -107,7 +108,7 @@ def _forward(method: RingAttention, q: Queries, keys: Keys) -> State:
         parts = [attend(method.scores, tile, q, keys, segments) for tile in each]
         outs, tops, totals = zip(*parts, strict=True)
         along = q.ndim - 2  # positions, the last dimension of all but the results
-        state = State(*(lax.concatenate(x, along) for x in (outs, tops, totals)))
+        state = mean_of(State(*(lax.concatenate(x, along) for x in (outs, tops, totals))))
         for tile in rest:
             state = merge(state, tile, attend(method.scores, tile, q, keys, segments))
         return state
