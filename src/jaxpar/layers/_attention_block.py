@@ -134,23 +134,23 @@ def mean_of(sums: State) -> State:
     return sums._replace(out=sums.out * _column(inverse_of(sums.total)))
 
 
-def merge(state: State, tile: Tile, part: State) -> State:
-    """Adds to the state of all queries what a tile's queries got from keys not yet seen."""
+def merge(state: State, queries: tuple[Any, int], part: State) -> State:
+    """Adds to the state of all queries what some of them got, as a sum, from keys not yet seen."""
     before = State(
-        cut(state.out, tile.queries),
-        cut(state.top, tile.queries, -1),
-        cut(state.total, tile.queries, -1),
+        cut(state.out, queries),
+        cut(state.top, queries, -1),
+        cut(state.total, queries, -1),
     )
     top = lax.max(before.top, part.top)
     old = before.total * jnp.exp(before.top - top)
     new = jnp.exp(part.top - top)
     total = old + part.total * new
     inverse = inverse_of(total)
-    out = before.out * _column(old * inverse) + part.out * _column(new * inverse)
+    out = (before.out * _column(old) + part.out * _column(new)) * _column(inverse)
     return State(
-        put(state.out, out, tile.queries),
-        put(state.top, top, tile.queries, -1),
-        put(state.total, total, tile.queries, -1),
+        put(state.out, out, queries),
+        put(state.top, top, queries, -1),
+        put(state.total, total, queries, -1),
     )
 
 

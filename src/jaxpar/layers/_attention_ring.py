@@ -105,13 +105,17 @@ def _forward(method: RingAttention, q: Queries, keys: Keys) -> State:
 
     def own(keys: Keys) -> State:
         each, rest = method.own_tiles(length)
-        parts = [attend(method.scores, tile, q, keys, segments) for tile in each]
+        parts: list[State] = []
+        for tile in each:  # apart until the end: to write into the state of all is a pass over it
+            of_these = [*(other for other in rest if other.queries == tile.queries), tile]
+            first, *more = [attend(method.scores, t, q, keys, segments) for t in of_these]
+            state = mean_of(first)
+            for part in more:
+                state = merge(state, (0, tile.queries[1]), part)
+            parts.append(state)
         outs, tops, totals = zip(*parts, strict=True)
         along = q.ndim - 2  # positions, the last dimension of all but the results
-        state = mean_of(State(*(lax.concatenate(x, along) for x in (outs, tops, totals))))
-        for tile in rest:
-            state = merge(state, tile, attend(method.scores, tile, q, keys, segments))
-        return state
+        return State(*(lax.concatenate(x, along) for x in (outs, tops, totals)))
 
     def add(state: State, keys: Keys, source: Int[Array, ""]) -> State:
         def compute(state: State) -> State:
@@ -119,7 +123,7 @@ def _forward(method: RingAttention, q: Queries, keys: Keys) -> State:
                 # One tile after the other: their scores are most of the memory.
                 state, k = lax.optimization_barrier((state, keys.k))
                 part = attend(method.scores, tile, q, keys._replace(k=k), segments)
-                state = merge(state, tile, part)
+                state = merge(state, tile.queries, part)
             return state
 
         return method.if_seen(source, compute, state)
