@@ -9,7 +9,7 @@ nox.options.reuse_existing_virtualenvs = True
 
 OLDEST_JAX = "0.10.0"  # keep in step with pyproject.toml
 NEWEST_PYTHON = next((v for v in ("3.13", "3.12") if shutil.which(f"python{v}")), "3.12")
-PYTEST = ("pytest", "-n", "auto", "--dist", "worksteal")
+PYTEST = ("pytest", "-n", "auto", "--dist", "worksteal", "--durations", "25")
 
 
 @nox.session
