@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,8 +100,8 @@ class LocalExperts:
     def _mlp(
         self, rows: Float[Array, "pairs features"], sizes: Int32[Array, " groups"]
     ) -> tuple[Mlp, WholeProducts]:
-        method = bind_kernels(self.implementation, self.precision)
-        mlp = Mlp(method, self.activation, None, rows.dtype)
+        kernels = bind_kernels(self.implementation, self.precision)
+        mlp = Mlp(kernels, self.activation, None, rows.dtype)
         return mlp, WholeProducts(mlp, sizes, len(rows))
 
 
@@ -112,6 +112,8 @@ class Exchange(ABC):
     `tensor` is the ring over which the hidden features of each expert are sharded, if tokens are
     sharded over it too: those that have arrived are gathered over it.
     """
+
+    name: ClassVar[str]  # in profiles
 
     ring: Ring
     bounds: Bounds
@@ -198,6 +200,8 @@ class Exchange(ABC):
 class Ragged(Exchange):
     """Each token is sent to the devices that it needs, by a ragged all-to-all."""
 
+    name: ClassVar[str] = "ragged"
+
     def plan(self, tokens: Tokens) -> Any:
         """Tells all devices how many tokens will come from where."""
         _, chosen, _ = tokens
@@ -218,6 +222,8 @@ class Ragged(Exchange):
 @dataclass(frozen=True)
 class Gathered(Exchange):
     """Every token is sent to all devices, which ignore what is not for them."""
+
+    name: ClassVar[str] = "all_gather"
 
     def plan(self, tokens: Tokens) -> Any:
         """There is nothing to tell."""

@@ -93,12 +93,12 @@ def apply_experts(
     factors = None if weights is None else jnp.asarray(weights)
     if factors is not None:
         check_weights(factors, x)
-    method = bind_kernels(implementation, precision)
+    kernels = bind_kernels(implementation, precision)
     preferred = bind_preferred(preferred_element_type, x.dtype)
     dtype = result_dtype(x.dtype) if preferred is None else preferred
     sizes = fitting_sizes(sizes, len(x))
     operands, sizes = vary_alike((), Operands(x, experts, factors), sizes)
-    mlp = Mlp(method, activation, preferred, dtype)
+    mlp = Mlp(kernels, activation, preferred, dtype)
     if closes_over_arrays(activation, experts.up, dtype):
         return forward_whole(mlp, clear_rows(operands, sizes), sizes)[0]
     out: Any = expert_mlp(mlp, operands, sizes)
@@ -302,14 +302,14 @@ def expert_mlp(
         lengths: tuple[int, ...], operands: Operands, group_sizes: Int32[Array, " groups"]
     ) -> tuple[Num[Array, "rows d"], Projected]:
         out = forward_blocks(mlp, lengths, operands, group_sizes)
-        if mlp.method.implementation == "blocks":
+        if mlp.kernels.implementation == "blocks":
             return out, (None, None)
         # Nobody reads them here, but a program for several platforms has one type.
         shape = len(operands.x), operands.experts.up.shape[2]
         zeros = zeros_alike(shape, mlp.dtype, operands, group_sizes)
         return out, (zeros, None if operands.experts.gate is None else zeros)
 
-    return mlp.method.choose(len(operands.x), whole, whole, blocks, operands, group_sizes)
+    return mlp.kernels.choose(len(operands.x), whole, whole, blocks, operands, group_sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -322,7 +322,7 @@ def _mlp_gradients(
 ) -> Operands:
     given = operands, group_sizes, projected, ct
     whole, blocks = partial(gradients_whole, mlp), partial(gradients_blocks, mlp)
-    return mlp.method.choose(len(operands.x), whole, whole, blocks, *given)
+    return mlp.kernels.choose(len(operands.x), whole, whole, blocks, *given)
 
 
 def _mlp_fwd(mlp: Mlp, operands: Operands, group_sizes: Int32[Array, " groups"]) -> Any:

@@ -86,11 +86,11 @@ def grouped_matmul(
     """
     sizes = jnp.asarray(group_sizes)
     check_grouped(lhs, rhs, sizes)
-    method = bind_kernels(implementation, precision)
+    kernels = bind_kernels(implementation, precision)
     preferred = bind_preferred(preferred_element_type, lhs.dtype)
     dtype = result_dtype(lhs.dtype) if preferred is None else preferred
     lhs, rhs, sizes = vary_alike((), lhs, rhs, fitting_sizes(sizes, len(lhs)))
-    return rows_product(GroupedProduct(method, 1, preferred, dtype), lhs, rhs, sizes)
+    return rows_product(GroupedProduct(kernels, 1, preferred, dtype), lhs, rhs, sizes)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Kernels:
 class GroupedProduct:
     """A grouped product, apart from its operands."""
 
-    method: Kernels
+    kernels: Kernels
     contracted: int  # the dimension of weights along which rows are multiplied: 1 or 2
     preferred: Any  # the dtype of partial sums; None: the package's contract
     dtype: Any  # of the result
@@ -151,7 +151,7 @@ class GroupedProduct:
             rhs.astype(common),
             group_sizes,
             dims,
-            precision=self.method.precision,
+            precision=self.kernels.precision,
             preferred_element_type=sums,
         ).astype(self.dtype)
 
@@ -171,7 +171,7 @@ def rows_product(
 
     All operands vary alike.
     """
-    method, inner = product.method, product.contracted
+    kernels, inner = product.kernels, product.contracted
     sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
     def ragged_dot(
@@ -204,12 +204,12 @@ def rows_product(
         def multiply(
             block: Num[Array, "length into"], weight: Num[Array, "_ _"]
         ) -> Num[Array, "length out"]:
-            return block_dot(block, weight, (1, inner - 1), product.preferred, method.precision)
+            return block_dot(block, weight, (1, inner - 1), product.preferred, kernels.precision)
 
         columns = rhs.shape[3 - inner]
         return blocks_rows_product(lengths, multiply, lhs, rhs, group_sizes, columns, product.dtype)
 
-    return method.choose(len(lhs), kernel, masked, blocks, lhs, rhs, group_sizes)
+    return kernels.choose(len(lhs), kernel, masked, blocks, lhs, rhs, group_sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -223,7 +223,7 @@ def group_products(
 
     All operands vary alike.
     """
-    method = product.method
+    kernels = product.kernels
     sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
     def ragged_dot(
@@ -255,11 +255,11 @@ def group_products(
         def multiply(
             left: Num[Array, "length into"], right: Num[Array, "length out"]
         ) -> Num[Array, "into out"]:
-            return block_dot(left, right, (0, 0), product.preferred, method.precision)
+            return block_dot(left, right, (0, 0), product.preferred, kernels.precision)
 
         return blocks_group_products(lengths, multiply, lhs, rhs, group_sizes, product.dtype)
 
-    return method.choose(len(lhs), kernel, masked, blocks, lhs, rhs, group_sizes)
+    return kernels.choose(len(lhs), kernel, masked, blocks, lhs, rhs, group_sizes)
 
 
 def fitting_sizes(group_sizes: Integer[Array, " groups"], rows: int) -> Int32[Array, " groups"]:
@@ -323,7 +323,7 @@ group_products.defvjp(_groups_fwd, _groups_bwd)
 
 
 def bind_kernels(implementation: Any, precision: Any) -> Kernels:
-    """Returns the method, or raises for options that name none."""
+    """Returns the kernels, or raises for options that name none."""
     if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
         raise value_error(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"

@@ -146,7 +146,7 @@ class Products(Protocol):
 class Mlp:
     """What the experts compute, apart from operands and products."""
 
-    method: Kernels
+    kernels: Kernels
     activation: Callable[[Array], Array]
     preferred: Any  # the dtype of partial sums; None: the package's contract
     dtype: Any  # of the result
@@ -281,21 +281,21 @@ class WholeProducts:
         self, x: Num[Array, "rows into"], w: Num[Array, "groups d f"], contracted: int, dtype: Any
     ) -> Num[Array, "rows out"]:
         product = GroupedProduct(
-            self.mlp.method, contracted, self.mlp.preferred, dtype, cleared=False
+            self.mlp.kernels, contracted, self.mlp.preferred, dtype, cleared=False
         )
         return rows_product(product, x, w, self.group_sizes)
 
     def outer(
         self, x: Num[Array, "rows into"], ct: Num[Array, "rows out"], dtype: Any
     ) -> Num[Array, "groups into out"]:
-        product = GroupedProduct(self.mlp.method, 1, self.mlp.preferred, dtype, cleared=False)
+        product = GroupedProduct(self.mlp.kernels, 1, self.mlp.preferred, dtype, cleared=False)
         return group_products(product, x, ct, self.group_sizes)
 
     def spread(self, bias: Num[Array, "groups out"], dtype: Any) -> Num[Array, "rows out"]:
-        return spread_rows(self.mlp.method, self.length, dtype, bias, self.group_sizes)
+        return spread_rows(self.mlp.kernels, self.length, dtype, bias, self.group_sizes)
 
     def total(self, ct: Num[Array, "rows out"], dtype: Any) -> Num[Array, "groups out"]:
-        return sum_rows(self.mlp.method, ct, self.group_sizes, dtype)
+        return sum_rows(self.mlp.kernels, ct, self.group_sizes, dtype)
 
     def within(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
         return self.clear(x)
@@ -336,13 +336,13 @@ class BlockProducts:
     def _dot(
         self, left: Num[Array, "_ _"], right: Num[Array, "_ _"], left_dim: int, right_dim: int
     ) -> Num[Array, "_ _"]:
-        dims, precision = (left_dim, right_dim), self.mlp.method.precision
+        dims, precision = (left_dim, right_dim), self.mlp.kernels.precision
         return block_dot(left, right, dims, self.mlp.preferred, precision)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def spread_rows(
-    method: Kernels,
+    kernels: Kernels,
     rows: int,
     dtype: Any,
     bias: Num[Array, "groups out"],
@@ -355,29 +355,29 @@ def spread_rows(
 
 
 def sum_rows(
-    method: Kernels, ct: Num[Array, "rows out"], group_sizes: Int32[Array, " groups"], dtype: Any
+    kernels: Kernels, ct: Num[Array, "rows out"], group_sizes: Int32[Array, " groups"], dtype: Any
 ) -> Num[Array, "groups out"]:
     """Sums each group's rows."""
     # In full precision, as a sum is, and not as a matmul may be.
-    exact = Kernels(method.implementation, lax.Precision.HIGHEST)
+    exact = Kernels(kernels.implementation, lax.Precision.HIGHEST)
     ones = jnp.ones_like(ct[:, :1])
     sums: Any = group_products(GroupedProduct(exact, 1, None, dtype), ones, ct, group_sizes)
     return sums[:, 0]
 
 
 def _spread_fwd(
-    method: Kernels,
+    kernels: Kernels,
     rows: int,
     dtype: Any,
     bias: Num[Array, "groups out"],
     group_sizes: Int32[Array, " groups"],
 ) -> Any:
-    return spread_rows(method, rows, dtype, bias, group_sizes), (bias, group_sizes)
+    return spread_rows(kernels, rows, dtype, bias, group_sizes), (bias, group_sizes)
 
 
-def _spread_bwd(method: Kernels, rows: int, dtype: Any, residuals: Any, ct: Array) -> Any:
+def _spread_bwd(kernels: Kernels, rows: int, dtype: Any, residuals: Any, ct: Array) -> Any:
     bias, group_sizes = residuals
-    return sum_rows(method, ct, group_sizes, bias.dtype), None
+    return sum_rows(kernels, ct, group_sizes, bias.dtype), None
 
 
 spread_rows.defvjp(_spread_fwd, _spread_bwd)

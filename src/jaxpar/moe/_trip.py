@@ -194,8 +194,8 @@ class Trip(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Between which devices, and into how many rows."""
+class Receivers:
+    """Which devices receive, and into how many rows."""
 
     ring: Ring
     capacity: int
@@ -208,7 +208,7 @@ def send(
 ) -> list[Shaped[Array, "{capacity} ..."]]:
     """Returns of each leaf the rows that arrive, then rows of anything."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
-    arrived: list[Array] = _send(Exchange(ring, capacity, clean=False), trip, leaves)
+    arrived: list[Array] = _send(Receivers(ring, capacity, clean=False), trip, leaves)
     return arrived
 
 
@@ -219,11 +219,11 @@ def bring_back(
     trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
     # Rows that nothing was brought back from have the gradient 0, which is written.
-    sums: list[Array] = _bring_back(Exchange(ring, capacity, clean=True), trip, leaves)
+    sums: list[Array] = _bring_back(Receivers(ring, capacity, clean=True), trip, leaves)
     return sums
 
 
-def _there(how: Exchange, trip: Trip, tree: Any) -> Any:
+def _there(how: Receivers, trip: Trip, tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     packing = plan_packing(leaves, trip.copies.source.size)
 
@@ -248,7 +248,7 @@ def _where_valid(
     return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
-def _home(how: Exchange, trip: Trip, tree: Any) -> Any:
+def _home(how: Receivers, trip: Trip, tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     count = trip.copies.source.size
     packing = plan_packing(leaves, count)
