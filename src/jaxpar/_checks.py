@@ -83,8 +83,13 @@ def check_whole(
     return given
 
 
-def check_number(argument: str, given: Any, high: float | None = None) -> float:
-    """Returns a number from 0 to `high` that is known while tracing."""
+def check_number(
+    argument: str, given: Any, high: float | None = None, *, finite: str = ""
+) -> float:
+    """Returns a number from 0 to `high` that is known while tracing.
+
+    Infinity is one, but where `finite` says what to give instead.
+    """
     if isinstance(given, bool) or not isinstance(given, int | float | np.number):
         raise type_error(
             f"{argument} must be a number known while tracing, got {given!r} of type "
@@ -93,6 +98,8 @@ def check_number(argument: str, given: Any, high: float | None = None) -> float:
     if not given >= 0 or (high is not None and given > high):
         most = "" if high is None else f" and at most {high}"
         raise value_error(f"{argument}={given} must be at least 0{most}")
+    if finite and given == float("inf"):
+        raise value_error(f"{argument}={given} must be finite; {finite}")
     return float(given)
 
 

@@ -21,7 +21,9 @@ POLICIES = ("probability", "position")
 
 
 @public
-def expert_capacity(tokens: Integer, top_k: Integer, experts: Integer, factor: Number) -> int:
+def expert_capacity(
+    tokens: Integer, top_k: Integer, experts: Integer, factor: Number | Fraction
+) -> int:
     """Computes how many tokens each expert takes: `factor` times its even share, rounded up.
 
     Args:
@@ -50,17 +52,18 @@ def expert_capacity(tokens: Integer, top_k: Integer, experts: Integer, factor: N
     tokens = check_whole("tokens", tokens, 0)
     top_k = check_whole("top_k", top_k, 1)
     experts = check_whole("experts", experts, 1)
-    given: Any = factor
+    finite = f"an expert gets at most {tokens} tokens, and a capacity of so many drops none"
+    return ceil(as_factor("factor", factor, finite) * tokens * top_k / experts)
+
+
+def as_factor(argument: str, given: Any, finite: str) -> Fraction:
+    """Returns a number of at least 0 as it is written; `finite` says what to give for infinity."""
     if not isinstance(given, Fraction):
-        if check_number("factor", given) == float("inf"):
-            raise value_error(
-                f"factor={factor} must be finite; an expert gets at most {tokens} tokens, "
-                "and a capacity of so many drops none"
-            )
-        given = Fraction(str(given))
-    elif given < 0:
-        raise value_error(f"factor={factor} must be at least 0")
-    return ceil(given * tokens * top_k / experts)
+        check_number(argument, given, finite=finite)
+        return Fraction(str(given))
+    if given < 0:
+        raise value_error(f"{argument}={given} must be at least 0")
+    return given
 
 
 @public

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from inspect import signature
-from math import isinf
 from typing import ParamSpec, TypedDict, TypeVar, Unpack
 
 import jax
@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int32
 
-from jaxpar._calls import public, type_error, value_error
+from jaxpar._calls import public, type_error
 from jaxpar._dtypes import addition_dtype, check_wire, common_dtype, sum_dtype
 from jaxpar._types import (
     AxisLike,
@@ -27,7 +27,7 @@ from jaxpar._types import (
 )
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._choice import Problem, applies_experts_in_stages, choose_dispatch
-from jaxpar.moe._capacity import Bounds, check_policy, expert_capacity, limit_capacity
+from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity
 from jaxpar.moe._dispatch import Gathered, LocalExperts, Ragged, apply_shared
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
 from jaxpar.moe._routing import RoutingLike, as_routing, route
@@ -183,7 +183,7 @@ def moe_layer(
             routed = bias_once(axes.tensor, routed)
         summed = replicated.names if replicated else ()
         sent, given = vary_over(summed, (rows, weights))  # once here, not where they have arrived
-        with jax.named_scope("ragged" if isinstance(way, Ragged) else "all_gather"):
+        with jax.named_scope(way.name):
             out, pairs = way.apply((sent, chosen, given), routed, chunks)
         if replicated is not None:
             wide = replicated.wire_dtype or addition_dtype(out.dtype)
@@ -244,7 +244,7 @@ def routed_moe_layer(
     normalize: bool = False,
     scale: Number = 1.0,
     mask: Values | None = None,
-    capacity_factor: Number | None = None,
+    capacity_factor: Number | Fraction | None = None,
     capacity_policy: Policy = "probability",
     **options: Unpack[LayerOptions],
 ) -> tuple[Array, Statistics]:
@@ -310,11 +310,8 @@ def routed_moe_layer(
     )
     capacity = None
     if capacity_factor is not None:
-        if isinstance(capacity_factor, float) and isinf(capacity_factor):
-            raise value_error(
-                f"capacity_factor={capacity_factor} must be finite; None is for dropping nothing"
-            )
-        capacity = expert_capacity(len(rows), top_k, router.shape[1], capacity_factor)
+        factor = as_factor("capacity_factor", capacity_factor, "None is for dropping nothing")
+        capacity = expert_capacity(len(rows), top_k, router.shape[1], factor)
         routing = limit_capacity(routing, capacity, policy=capacity_policy)
     return moe_layer(tokens, routing, experts, axis, capacity=capacity, **options)
 

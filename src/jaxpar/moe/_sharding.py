@@ -236,11 +236,8 @@ def check_options(
     if capacity is not None:
         capacity = check_whole("capacity", capacity, 0)
     if buffer_factor is not None:
-        buffer_factor = check_number("buffer_factor", buffer_factor)
-        if buffer_factor == float("inf"):
-            raise value_error(
-                "buffer_factor=inf must be finite; None is for buffers that hold the worst case"
-            )
+        finite = "None is for buffers that hold the worst case"
+        buffer_factor = check_number("buffer_factor", buffer_factor, finite=finite)
     return chunks, capacity, buffer_factor
 
 
