@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jaxtyping import Float, TypeCheckError, jaxtyped
 
 import jaxpar
 from jaxpar import _types
+from jaxpar.moe._copies import take_rows
 
 SOURCES = sorted(Path(jaxpar.__file__).parent.rglob("*.py"))
 
@@ -24,6 +28,22 @@ def test_eight_devices():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_uses_only_public_jax(path):
     assert not re.search(r"jax\._src|jaxlib", path.read_text())
+
+
+def test_shapes_are_checked_here():
+    with pytest.raises(TypeCheckError, match="places"):
+        take_rows(jnp.ones((3, 2)), jnp.ones(2, bool))
+
+
+@pytest.mark.parametrize("attempt", ["first", "second"])
+def test_shapes_inside_of_a_function_are_checked_each_time(attempt):
+    @jaxtyped(typechecker=sys.modules["conftest"].checked)
+    def first_of(rows: Float[np.ndarray, "n"], others: Float[np.ndarray, "n"]) -> float:
+        return rows[0] + others[0]
+
+    assert first_of(np.ones(2), np.ones(2)) == 2
+    with pytest.raises(TypeCheckError, match="others"):
+        first_of(np.ones(2), np.ones(3))
 
 
 def test_needs_only_its_runtime_dependencies():

@@ -172,7 +172,7 @@ def _count(jaxpr: core.Jaxpr, share: float, results: Results) -> float:
         else:
             inner = [
                 _count(sub, _share(eqn, share), _needed_inside(eqn, sub, needed))
-                for sub in subjaxprs(list(eqn.params.values()))
+                for sub in subjaxprs(eqn.params)
             ]
             counted = max(inner, default=0.0) if name == "cond" else sum(inner)
             total += counted * (eqn.params["length"] if name == "scan" else 1)

@@ -82,7 +82,7 @@ def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) 
             add({name: weigh(name, eqn, sizes)})
             continue
         inner_sizes = {**sizes, **eqn.params["mesh"].shape} if primitive == "shard_map" else sizes
-        subs = list(subjaxprs(eqn.params))
+        subs = subjaxprs(eqn.params)
         if primitive == "cond":
             subs = _branches(eqn.params, subs, platform)
         inner = [_tally(sub, platform, weigh, inner_sizes) for sub in subs]
