@@ -1,6 +1,6 @@
 """Compiles for chips that are not there, and shows which communication their programs expose.
 
-A program is first read, then played. `_hlo`, `_loops`, `_costs` and `_operations` find out what its
+A program is first read, then played. `_hlo`, `_costs` and `_operations` find out what its
 instructions are, from the compiler's text and without a chip's figures. `_links`, `_player` and
 `_timeline` find out what time it is, from operations and figures and without the text.
 """
