@@ -2,33 +2,13 @@
 
 import jax
 import pytest
-from beartype import beartype
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-_checked = {}
-
-
-def checked(signature):
-    """As beartype, once for each signature: a function inside of another is made at every call.
-
-    jaxtyping gives a function without a body in place of each that it checks.
-    """
-    defaults = signature.__defaults__, tuple((signature.__kwdefaults__ or {}).items())
-    annotations = tuple(signature.__annotations__.items())
-    key = signature.__qualname__, signature.__module__, signature.__code__, annotations, defaults
-    try:
-        if key not in _checked:
-            _checked[key] = beartype(signature)
-    except TypeError:  # a default or an annotation that has no hash
-        return beartype(signature)
-    return _checked[key]
-
-
-with install_import_hook("jaxpar", f"{__name__}.checked"):
+with install_import_hook("jaxpar", "signatures.checked"):
     import jaxpar
     import jaxpar.layers
     import jaxpar.moe

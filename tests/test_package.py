@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Float, TypeCheckError, jaxtyped
+from signatures import checked
 
 import jaxpar
 from jaxpar import _types
@@ -37,7 +38,7 @@ def test_shapes_are_checked_here():
 
 @pytest.mark.parametrize("attempt", ["first", "second"])
 def test_shapes_inside_of_a_function_are_checked_each_time(attempt):
-    @jaxtyped(typechecker=sys.modules["conftest"].checked)
+    @jaxtyped(typechecker=checked)
     def first_of(rows: Float[np.ndarray, "n"], others: Float[np.ndarray, "n"]) -> float:
         return rows[0] + others[0]
 
