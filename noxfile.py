@@ -39,7 +39,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Times every matmul against its naive form, and compiles rings of 4 to 64 devices."""
+    """Times matmuls against their naive forms, and compiles rings of 4 to 64 devices."""
     session.install("-e", ".[bench]")
     session.run("python", "-m", "jaxpar", "bench", *session.posargs)
     session.run("python", "benchmarks/compile_time")

@@ -31,7 +31,7 @@ class Axis:
     Args:
       names: one mesh axis, or a tuple or list of them in any order. The logical index of a device
         counts in the order of the names, as in `jax.lax.axis_index`. Of an `Axis` the mode and
-        the dtype hold where no other is given.
+        the dtype hold where no other is given than the defaults.
       mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"unidirectional"`
         or `"bidirectional"` (around a ring), or `"auto"`: what is predicted to be the fastest.
       wire_dtype: the dtype in which partial sums travel. None: that in which they are added,
@@ -80,6 +80,17 @@ class Ring(Axis):
         """The logical index of the device that runs the program."""
         return lax.axis_index(self.names)
 
+    def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
+        """The axes in the mesh's order, of which there is only one reading.
+
+        With them, for each logical index the one that the device has in that order.
+        """
+        if len(self.names) < 2:
+            return self.names, list(range(self.size))
+        mesh = jax.sharding.get_abstract_mesh()
+        names = tuple(name for name in mesh.axis_names if name in self.names)
+        return names, ring_positions(mesh, self.names).tolist()
+
     def stages(self) -> list[Ring]:
         """The rings over one axis each, those of one device left out."""
         rings = [replace(self, names=(name,), size=lax.axis_size(name)) for name in self.names]
@@ -94,13 +105,9 @@ class Ring(Axis):
         (tree,) = vary_alike(self.names, tree)
         if offset % self.size == 0:
             return tree
-        axes, order = self.names, range(self.size)
-        if len(axes) > 1:
-            # Given a tuple, ppermute has counted its indices in mesh order, not in the order of the
-            # tuple (silently up to jax 0.11.0): naming the axes in mesh order leaves one reading.
-            mesh = jax.sharding.get_abstract_mesh()
-            axes = tuple(name for name in mesh.axis_names if name in self.names)
-            order = ring_positions(mesh, self.names).tolist()
+        # Given a tuple, ppermute has counted its indices in mesh order, not in the order of the
+        # tuple (silently up to jax 0.11.0).
+        axes, order = self.in_mesh_order()
         pairs = [(order[p], order[(p + offset) % self.size]) for p in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
 

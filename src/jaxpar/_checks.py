@@ -103,10 +103,10 @@ def check_number(
     return float(given)
 
 
-def check_tokens(argument: str, tokens: Array) -> None:
-    """Raises unless `tokens` are integers."""
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise type_error(f"{argument} must be integers, got {tokens.dtype}; cast them")
+def check_integers(argument: str, x: Array) -> None:
+    """Raises unless `x` are integers."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
 
 
 def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:

@@ -167,6 +167,32 @@ def test_scan(mode, layers, check_vma):
     )
 
 
+@pytest.mark.parametrize(("mode", "check_vma"), [("naive", True), ("bidirectional", False)])
+def test_scan_twice_in_reverse(mode, check_vma):
+    stack, x = stack_of(3), normal(4, 6)
+
+    def penalty(network):  # of the gradient of the network's sum of squares
+        def gradient(stack):
+            return jax.grad(lambda stack: jnp.sum(network(stack, x) ** 2))(stack)
+
+        return lambda stack: sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient(stack)))
+
+    mapped = jax.shard_map(
+        lambda stack, x: fsdp_scan(layer, stack, x, Axis("f", mode=mode), dim=SHARDED),
+        mesh=mesh_of("f=2"),
+        in_specs=({"w": P(None, "f"), "b": P(), "v": P(None, None, "f")}, P("f")),
+        out_specs=P("f"),
+        check_vma=check_vma,
+    )
+
+    def plain(stack, x):
+        return jax.lax.scan(lambda x, weights: (layer(weights, x), None), x, stack)[0]
+
+    found, wanted = (jax.jit(jax.grad(penalty(f)))(stack) for f in (mapped, plain))
+    for name, want in wanted.items():
+        np.testing.assert_allclose(found[name], want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
 @pytest.mark.parametrize(
     ("mesh", "axes", "data", "mode", "check_vma"),
     [

@@ -378,8 +378,11 @@ def test_errors():
         "the bias of w has local shape (3,), but the result has 4 columns here; the bias needs as "
         "many, or 2 over axis 'fsdp' (2)"
     )
-    assert error(ValueError, column, f32(2, 3), (f32(3, 4),), "tp", bias=f32(4)) == (
+    assert error(TypeError, column, f32(2, 3), (f32(3, 4),), "tp", bias=f32(4)) == (
         "bias must be a tuple of 1, an array or None for each of w[0]; got ArrayImpl"
+    )
+    assert error(TypeError, column, f32(2, 3), [f32(3, 4)], "tp") == (
+        "w is a list; pass one array, or a tuple of weights"
     )
     assert error(ValueError, column, f32(2, 3), f32(3, 4), "tp", fsdp_axis="tp") == (
         "fsdp_axis 'tp' and axis 'tp' share ['tp']; weights are sharded over both, so "

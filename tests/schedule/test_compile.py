@@ -110,8 +110,18 @@ def test_floor_of_a_program_and_figures_of_ones_own():
 
 def test_floors_need_figures():
     unknown = Target("x:4", V5E.mesh, None)
-    with pytest.raises(ValueError, match=r"floor: no figures are known of 'TPU v5 lite' \(x:4\)"):
+    with pytest.raises(ValueError, match=r"_floor: no figures are known of 'TPU v5 lite' \(x:4\)"):
         matmul_floor(unknown, "mk,kn->mn", (64, 64), (64, 64), 1.0)
+    known = replace(unknown, chip=V5E.chip)
+    assert matmul_floor(known, "mk,kn->mn", (64, 64), (64, 64), 1.0).compute > 0
+
+
+@pytest.mark.parametrize(
+    "subscripts", ["mk,kn", "mk->m", "mk,kn,no->mo", "m,kn->mn", "mk,kno->mno"]
+)
+def test_a_floor_of_two_operands(subscripts):
+    with pytest.raises(ValueError, match=r"matmul_floor: subscripts=.* must be like 'mk,kn->mn'"):
+        matmul_floor(V5E, subscripts, (64, 64), (64, 64), 1.0)
 
 
 def scanned(x):

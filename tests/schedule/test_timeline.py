@@ -420,6 +420,8 @@ def test_a_transfer_that_nothing_waits_for_still_takes_its_time():
 def test_unknown_chips_are_refused_unless_given():
     text = "ENTRY %main (p: s8[]) -> s8[] {\n  ROOT %p = s8[] parameter(0)\n}\n"
     program = CompiledProgram(Target("x:4", LINE, None), text, Memory(0, 0, 0, 0, 0), 0.0, None)
-    with pytest.raises(ValueError, match=r"no figures are known of 'TPU v5 lite' \(x:4\); pass"):
+    with pytest.raises(
+        ValueError, match=r"timeline: no figures are known of 'TPU v5 lite' \(x:4\); choose"
+    ):
         timeline(program)
     assert timeline(program, TORUS).total == 0

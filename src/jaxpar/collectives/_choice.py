@@ -15,6 +15,7 @@ from jaxpar._chips import Chip, traced_chip
 from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._in_turns import UNROLLED, InTurns
 from jaxpar.collectives._order import traced_order
+from jaxpar.collectives._turns import Turn, gather_turns, stretches
 from jaxpar.collectives._ways import Naive, Way
 
 # What a matmul costs beyond its FLOPs when it is cut into one more piece, in seconds. A ring must
@@ -130,7 +131,8 @@ def by_prefetching(problem: Problem) -> Way:
     nothing is hidden. A ring that runs in a loop has nothing beside it.
     """
     chip = problem.chip
-    unrolled = problem.ring.size <= 2 * (UNROLLED + 1)
+    turns = gather_turns(problem.ring.size, (1, -1), whole_opposite=True)
+    unrolled = all(times <= UNROLLED for _, times, _ in stretches(turns))
     rings = chip is not None and chip.torus and unrolled and not _synchronous(problem)
     return way_of(problem, "bidirectional" if rings else "naive")
 
@@ -158,16 +160,16 @@ def naive_time(chip: Chip, problem: Problem) -> float:
 
 def time_in_turns(chip: Chip, way: InTurns, problem: Problem) -> float:
     """Seconds for all turns, each as long as its work or its transfers."""
-    lanes = len(way.directions)
-    hops, opposite = divmod(way.ring.size - 1, lanes)
+    turns = gather_turns(way.ring.size, way.directions, whole_opposite=way.whole_opposite)
     piece = problem.flops / chip.flops / way.ring.size + PIECE_OVERHEAD
     hop = _hop_time(chip, problem)
-    # Work of each turn: this device's own block, then what each hop brought, then what is left.
-    work = [piece, *[lanes * piece] * hops, *[piece] * opposite]
-    # Transfers under way during each: the last turn has none left to cover.
-    final = hop if way.whole_opposite else hop / 2
-    transfers = [*[hop] * hops, *[final] * opposite, 0.0]
-    return sum(max(pair) for pair in zip(work, transfers, strict=True))
+
+    def seconds(turn: Turn) -> float:
+        whole = [leg for leg in turn.legs if leg.half is None]  # two halves are one block's work
+        links = [hop if leg.half is None else hop / 2 for leg in turn.blocks]
+        return max(piece * max(1, len(whole)), *links, 0.0)
+
+    return sum(map(seconds, turns))
 
 
 def joining_is_cheaper(length: int) -> bool:

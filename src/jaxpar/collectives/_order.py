@@ -3,6 +3,9 @@
 An algorithm says what leaves, what is computed meanwhile, and what of that is added to. An order
 says in which form a compiler must see it. `Order` is enough for GPUs and for chips that nobody
 knows; a platform that needs more is a class more, and `ORDERS` says which chip it is for.
+
+All of this is about transfers beside work. A barrier that keeps memory low or a layout apart, and a
+kernel that one platform has, stand where their arrays are: `_ragged.py`, `layers/`, `moe/`.
 """
 
 from collections.abc import Callable

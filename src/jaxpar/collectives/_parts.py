@@ -29,7 +29,8 @@ def empty_result(piece: Array, dim: int, length: int) -> Array:
 
 
 def pieces_of(length: int, pieces: int) -> list[tuple[int, int]]:
-    """Starts and sizes of the pieces of `length` that are not empty; one piece at least."""
+    """Starts and sizes of the one or two `pieces` of `length` that are not empty."""
+    assert pieces in (1, 2), pieces
     middle = -(-length // 2)
     halves = [(0, middle), (middle, length - middle)]
     return halves if pieces == 2 and length > 1 else [(0, length)]

@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int32, Shaped
 
-from jaxpar._axis import Ring, bind, ring_positions
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisLike
@@ -93,12 +93,9 @@ def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) 
 
 
 def _native(ring: Ring) -> Any:
-    """JAX's own collective, its axes in mesh order: there is only one reading of that order."""
-    names, at = ring.names, np.arange(ring.size)
-    if len(names) > 1:
-        mesh = jax.sharding.get_abstract_mesh()
-        names = tuple(name for name in mesh.axis_names if name in ring.names)
-        at = np.argsort(ring_positions(mesh, ring.names))
+    """JAX's own collective, its axes in mesh order."""
+    names, order = ring.in_mesh_order()
+    at = np.argsort(order)
 
     def native(operand: Operand, output: Output, slices: Slices) -> Output:
         if names != ring.names:

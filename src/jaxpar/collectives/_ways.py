@@ -1,7 +1,8 @@
 """Ways over a ring: what every one of them does, and the naive one, a collective of `jax.lax`.
 
 Three flows of data are all that the package needs of a ring: blocks that arrive, sums that leave,
-and both a turn apart. Who uses them does not know which way they go.
+and both a turn apart. Who uses them does not know which way they go. A sum that all devices need
+is one collective, or a scatter and a gather (`reduce`).
 """
 
 from collections.abc import Callable

@@ -13,13 +13,14 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Int, Num
 
-from jaxpar._calls import public, value_error
+from jaxpar._calls import public, readable, value_error
 from jaxpar._checks import check_dim, check_whole
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_wide, varying_axes
 from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_pair
 
 
+@readable
 @dataclass(frozen=True)
 class HeadLayout:
     """Query heads in blocks of equal size, one for each shard, and the key and value heads of each.
@@ -84,22 +85,94 @@ class HeadLayout:
 
     @public
     def pad_query(self, w: Array, dim: Integer = -1) -> Array:
-        """Pads `heads * e` columns of an unsharded query weight, or bias, to `padded_heads * e`."""
+        """Pads an unsharded query weight, or its bias, to the heads that all shards have.
+
+        Args:
+          w: `[..., heads * e]`, whole, of any dtype.
+          dim: the dimension of heads.
+
+        Returns:
+          `[..., padded_heads * e]`, zeros behind what was given.
+
+        Raises:
+          TypeError: a dim that is no integer.
+          ValueError: a dim out of range, or one that `heads` do not divide.
+
+        Cost: a copy.
+
+        Example:
+          >>> head_layout(6, 2, 4).pad_query(jnp.ones((16, 6 * 5))).shape
+          (16, 40)
+        """
         return self._pad(w, dim)
 
     @public
     def pad_output(self, w: Array, dim: Integer = 0) -> Array:
-        """Pads `heads * e` rows of an unsharded output weight to `padded_heads * e`."""
+        """As `pad_query`, for the rows of an unsharded output weight.
+
+        Args:
+          w: `[heads * e, ...]`, whole, of any dtype.
+          dim: the dimension of heads.
+
+        Returns:
+          `[padded_heads * e, ...]`, zeros behind what was given.
+
+        Raises:
+          TypeError: a dim that is no integer.
+          ValueError: a dim out of range, or one that `heads` do not divide.
+
+        Cost: a copy.
+
+        Example:
+          >>> head_layout(6, 2, 4).pad_output(jnp.ones((6 * 5, 16))).shape
+          (40, 16)
+        """
         return self._pad(w, dim)
 
     @public
     def unpad_query(self, w: Array, dim: Integer = -1) -> Array:
-        """Returns what `pad_query` was given."""
+        """Returns what `pad_query` was given.
+
+        Args:
+          w: `[..., padded_heads * e]`, as `pad_query` returned it.
+          dim: the dimension of heads.
+
+        Returns:
+          `[..., heads * e]`.
+
+        Raises:
+          TypeError: a dim that is no integer.
+          ValueError: a dim out of range, or one that `padded_heads` do not divide.
+
+        Cost: a copy.
+
+        Example:
+          >>> head_layout(6, 2, 4).unpad_query(jnp.ones((16, 8 * 5))).shape
+          (16, 30)
+        """
         return self._unpad(w, dim)
 
     @public
     def unpad_output(self, w: Array, dim: Integer = 0) -> Array:
-        """Returns what `pad_output` was given."""
+        """Returns what `pad_output` was given.
+
+        Args:
+          w: `[padded_heads * e, ...]`, as `pad_output` returned it.
+          dim: the dimension of heads.
+
+        Returns:
+          `[heads * e, ...]`.
+
+        Raises:
+          TypeError: a dim that is no integer.
+          ValueError: a dim out of range, or one that `padded_heads` do not divide.
+
+        Cost: a copy.
+
+        Example:
+          >>> head_layout(6, 2, 4).unpad_output(jnp.ones((8 * 5, 16))).shape
+          (30, 16)
+        """
         return self._unpad(w, dim)
 
     def _pad(self, w: Array, dim: int) -> Array:

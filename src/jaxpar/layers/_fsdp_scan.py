@@ -132,7 +132,7 @@ def fsdp_scan(
     their gradients, in the wire's dtype, backward. Kept for the backward pass are the layers'
     inputs and the shards; there each layer is computed again, from weights that are gathered again,
     while those of the layer before it arrive and the gradients of the layer after it leave. At no
-    time are more than two layers' weights gathered. It has no second derivative.
+    time are more than two layers' weights gathered.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

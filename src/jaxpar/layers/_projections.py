@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Num
 
@@ -45,6 +46,7 @@ class Projection:
 
         `select(name, whole)` takes of a weight, or of its bias, the columns that are used here.
         """
+        x, weights = _arrays(x, weights)
         along = self._check(x, weights, fsdp_dim)
 
         def product(
@@ -63,6 +65,7 @@ class Projection:
         self, x: Array, weights: Weights, bias: Array | None, fsdp_dim: Integer
     ) -> Num[Array, "*tokens columns"]:
         """Multiplies x by the one weight, sums over the axis, and adds the bias once."""
+        x, weights = _arrays(x, weights)
         along = self._check(x, weights, fsdp_dim)
 
         def product(
@@ -162,6 +165,10 @@ class Projection:
         return along
 
 
+def _arrays(x: Any, weights: Mapping[str, Any]) -> tuple[Array, Weights]:
+    return jnp.asarray(x), {name: jnp.asarray(w) for name, w in weights.items()}
+
+
 def bind_projection(
     axis: AxisLike,
     sequence_dim: Integer | None,
@@ -185,8 +192,12 @@ def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Arr
     if biases is None:
         return (None,) * len(weights)
     if not isinstance(biases, tuple) or len(biases) != len(weights):
-        given = f"{len(biases)}" if isinstance(biases, tuple) else type(biases).__name__
-        raise value_error(
+        error, given = (
+            (value_error, len(biases))
+            if isinstance(biases, tuple)
+            else (type_error, type(biases).__name__)
+        )
+        raise error(
             f"{argument} must be a tuple of {len(weights)}, an array or None for each "
             f"of {', '.join(weights)}; got {given}"
         )

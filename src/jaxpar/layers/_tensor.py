@@ -85,6 +85,9 @@ def column_parallel_linear(
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
+    given: Any = w
+    if isinstance(given, list):
+        raise type_error("w is a list; pass one array, or a tuple of weights")
     if isinstance(w, tuple):
         weights = {f"w[{i}]": weight for i, weight in enumerate(w)}
         biases = as_biases("bias", bias, tuple(weights))
@@ -201,8 +204,9 @@ def gated_mlp(
       ValueError: as `column_parallel_linear` and `row_parallel_linear`.
 
     Cost: one gather of x, which both products share, and one reduce-scatter of the result; three
-    matmuls. The derivative does so once each way for x and once for the result's cotangent, and
-    keeps the two products and the hidden activations.
+    matmuls. The derivative gathers x once more and the result's cotangent once, reduce-scatters the
+    gradient of x, and computes six matmuls. Kept for it are x, the two products and the hidden
+    activations.
 
     Example:
       >>> mesh = make_mesh("tp=8")

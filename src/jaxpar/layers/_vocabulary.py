@@ -16,11 +16,11 @@ from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import (
     as_signed,
     check_divides,
+    check_integers,
     check_number,
     check_replicated,
     check_sequence_dim,
     check_sharded,
-    check_tokens,
     check_whole,
 )
 from jaxpar._dtypes import addition_dtype, check_wire, sum_dtype
@@ -73,7 +73,7 @@ def vocabulary_parallel_embedding(
     """
     ring = bind(axis)
     tokens, table = jnp.asarray(tokens), jnp.asarray(table)
-    check_tokens("tokens", tokens)
+    check_integers("tokens", tokens)
     check_replicated("tokens", tokens, ring)
     if table.ndim != 2:
         raise value_error(f"table must be [v/n, d], got local shape {table.shape}")
@@ -258,4 +258,4 @@ def _check_operands(x: Array, w: Array, labels: Array) -> None:
             f"x is {x.dtype}{list(x.shape)} and w is {w.dtype}{list(w.shape)}, but "
             "they must be floats of one dtype; cast one of them with .astype"
         )
-    check_tokens("labels", labels)
+    check_integers("labels", labels)

@@ -1,9 +1,9 @@
 """From a call to a program: checks, choice of a way, and the einsums that it runs.
 
 An all-reduced einsum is typed as replicated, and its derivative sends nothing: under
-`check_vma=True` the cotangent of a replicated result is replicated too, so the gradients of
-`all_reduce_einsum` are products of local arrays. Those are `replicated_einsum`, whose own
-derivative with respect to its replicated operand is an `all_reduce_einsum` again.
+`check_vma=True` the cotangent of a replicated result is replicated too, so that the gradients of
+`_replicated_sum` are products of local arrays. Those are `_replicated_product`, whose own
+derivative with respect to its replicated operand is a `_replicated_sum` again.
 
 Under `check_vma=False` nothing says what is replicated: there an all-reduce is the scatter and the
 gather one after the other, and JAX differentiates the two.
@@ -120,14 +120,14 @@ def gather(
     flops = sum(2.0 * prod(s.values()) for s in sizes)
     method = call.method(label, flops, left.size * left.dtype.itemsize, left, *rights)
 
-    def multiply(
+    def gathered(
         left: Left, rights: tuple[Num[Array, "..."], ...]
     ) -> tuple[Num[Array, "..."], ...]:
         return gather_einsum(method, (product,) * len(rights), left, rights)
 
     # Rules of our own gather again anyway.
     regather = call.regather and method.derived_by_jax
-    return (jax.checkpoint(multiply) if regather else multiply)(left, rights)
+    return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
 
 
 def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Int32, Shaped
 
 from jaxpar._axis import Ring, bind
-from jaxpar._calls import public, type_error, value_error
+from jaxpar._calls import public, readable, type_error, value_error
 from jaxpar._checks import as_signed, check_whole
 from jaxpar._types import AxisLike, Integer, Leaf, Tree
 from jaxpar._varying import vary_alike, vary_over
@@ -23,6 +23,7 @@ from jaxpar.moe._copies import Copies, copies_by_key
 from jaxpar.moe._trip import Trip, bring_back, send
 
 
+@readable
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("_copies", "_devices", "_sizes"),
@@ -158,6 +159,15 @@ class RaggedDispatcher:
           ValueError: a capacity below 0.
 
         Cost: nothing is sent.
+
+        Example:
+          >>> mesh = make_mesh("ep=8")
+          >>> def lost(to):
+          ...     plan = RaggedDispatcher.from_target_device_ids(to, axis="ep")
+          ...     return plan.overflow(2)[None]
+          >>> count = jax.shard_map(lost, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+          >>> jax.jit(count)(jnp.array([0, 0, 0, 1, 1, 7, 8, -1]))
+          Array([1, 0, 0, 0, 0, 0, 0, 0], dtype=int32)
         """
         rows = check_whole("capacity", capacity, 0)
         return jnp.maximum(jnp.sum(self.recv_sizes, dtype="int32") - rows, 0)
@@ -184,6 +194,17 @@ class RaggedDispatcher:
         together in one if that has more than 8 MiB; each other has one of its own. Memory: the
         `t min(k, n)` copies that are sent at most, and the receive buffer. On a device
         alone nothing is sent.
+
+        Example:
+          >>> mesh = make_mesh("ep=8")
+          >>> def arrived(x, to):
+          ...     plan = RaggedDispatcher.from_target_device_ids(to, axis="ep")
+          ...     received, valid = plan.dispatch(x, capacity=2)
+          ...     return jnp.where(valid, received, -1)[None]
+          >>> f = jax.shard_map(arrived, mesh=mesh, in_specs=(P("ep"), P("ep")),
+          ...     out_specs=P("ep"))
+          >>> jax.jit(f)(jnp.arange(8), jnp.array([0, 3, 3, 3, 7, 7, 7, 7]))[3]
+          Array([1, 2], dtype=int32)
         """
         capacity = check_whole("capacity", capacity, 0)
         leaves, treedef = jax.tree.flatten(data)
@@ -213,6 +234,18 @@ class RaggedDispatcher:
           ValueError: a capacity below 0; arrays that do not have `capacity` rows.
 
         Cost: as `dispatch`, the other way.
+
+        Example:
+          >>> mesh = make_mesh("ep=8")
+          >>> def there_and_back(x, to):
+          ...     plan = RaggedDispatcher.from_target_device_ids(to, axis="ep")
+          ...     received, _ = plan.dispatch(x, capacity=8)
+          ...     sums, _ = plan.combine(received, capacity=8)
+          ...     return sums
+          >>> f = jax.shard_map(there_and_back, mesh=mesh, in_specs=(P("ep"), P("ep")),
+          ...     out_specs=P("ep"))
+          >>> jax.jit(f)(jnp.arange(8), jnp.array([[0, 1]] * 7 + [[3, -1]]))
+          Array([ 0,  2,  4,  6,  8, 10, 12,  7], dtype=int32)
         """
         capacity = check_whole("capacity", capacity, 0)
         leaves, treedef = jax.tree.flatten(data)
@@ -255,9 +288,7 @@ def _once_each(devices: Int32[Array, "tokens k"], ring: Ring) -> Int32[Array, "t
     k = devices.shape[1]
     left = np.tri(k, k=-1, dtype=bool)
     # [tokens, k, k]: whether an entry names the same device as another to its left.
-    again = jnp.any(
-        (devices[:, :, None] == devices[:, None, :]) & left, axis=2
-    )  # of [tokens, k, k]
+    again = jnp.any((devices[:, :, None] == devices[:, None, :]) & left, axis=2)
     return jnp.where(again, ring.size, devices)
 
 

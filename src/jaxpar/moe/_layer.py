@@ -38,9 +38,9 @@ from jaxpar.moe._sharding import (
     bind_axes,
     check_experts,
     check_options,
+    check_own_rows,
     check_router,
     check_routing,
-    check_tokens,
     gather_whole,
 )
 from jaxpar.moe._statistics import Statistics, routing_statistics
@@ -142,7 +142,7 @@ def moe_layer(
     """
     axes = bind_axes(axis, data_axis, tp_axis, sequence_dim, fsdp_axis)
     routed, fused = as_experts(experts), None if shared is None else as_experts(shared)
-    check_tokens(tokens, axes)
+    check_own_rows(tokens, axes)
     routing = as_routing(routing)
     check_routing(routing, tokens)
     known = routing.logits.shape[1]
@@ -285,6 +285,7 @@ def routed_moe_layer(
       >>> y.shape, int(statistics.tokens_per_expert.sum())
       ((64, 4), 128)
     """
+    router = jnp.asarray(router)
     check_router(tokens, router)
     check_policy("capacity_policy", capacity_policy)
     unknown = sorted(set(options) - set(LayerOptions.__annotations__))

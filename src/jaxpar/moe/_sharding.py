@@ -90,7 +90,7 @@ def bind_axes(
     )
 
 
-def check_tokens(tokens: Array, axes: Axes) -> None:
+def check_own_rows(tokens: Array, axes: Axes) -> None:
     """Raises unless each device has rows of its own."""
     check_rows(tokens)
     check_own("tokens", tokens, axes.expert, "shard them, or cut them by scatter_region")

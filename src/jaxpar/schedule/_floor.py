@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,15 +14,16 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from jaxpar._calls import readable
+from jaxpar._calls import naming, readable, value_error
 from jaxpar._chips import Chip
 from jaxpar._jaxprs import subjaxprs
-from jaxpar.schedule._target import Target
+from jaxpar.schedule._target import Target, figures_of
 from jaxpar.schedule._timeline import CompiledProgram, Timeline, compile_for, timeline
 
 Results = Sequence[core.Var | core.Literal]
 
 
+@readable
 @dataclass(frozen=True)
 class Floor:
     """The two times of which no schedule beats the longer one; seconds."""
@@ -36,6 +38,7 @@ class Floor:
 
 
 @readable
+@naming("matmul_floor")
 def matmul_floor(
     target: Target,
     subscripts: str,
@@ -61,14 +64,26 @@ def matmul_floor(
     Returns:
       A `Floor`. Its compute time is the compiler's own for the matmul in one piece, compiled here;
       its transfer time assumes both directions of one torus axis, or the port of a GPU.
+
+    Raises:
+      ValueError: a chip that jaxpar has no figures of; subscripts that do not fit the shapes.
+
+    Example:
+      >>> from jaxpar.schedule import matmul_floor, target
+      >>> floor = matmul_floor(target("v5e:2x2"), "mk,kn->mn", (1024, 512), (512, 1024), 0.0)
+      >>> floor.total == floor.compute > 0
+      True
     """
-    bandwidth = _bandwidth(target)
-    inputs, _, out = subscripts.partition("->")
-    left, _, right = inputs.partition(",")
-    shapes = dict(zip((left, right), (lhs, rhs), strict=True))
-    sizes = {
-        label: n for labels, shape in shapes.items() for label, n in zip(labels, shape, strict=True)
-    }
+    chip = figures_of(target)
+    bandwidth = chip.link * (2 if chip.torus else 1)
+    parsed = re.fullmatch(r"(\w+),(\w+)->(\w+)", subscripts)
+    if parsed is None or [len(parsed[1]), len(parsed[2])] != [len(lhs), len(rhs)]:
+        raise value_error(
+            f"subscripts={subscripts!r} must be like 'mk,kn->mn', with a label for each dimension "
+            f"of the operands, local shapes {lhs} and {rhs}"
+        )
+    left, right, out = parsed.groups()
+    sizes = dict(zip(left + right, (*lhs, *rhs), strict=True))
     products = [(left, right, out)]
     if grad:
         products += [(out, right, left), (left, out, right)]
@@ -77,6 +92,7 @@ def matmul_floor(
 
 
 @readable
+@naming("program_floor")
 def program_floor(
     program: CompiledProgram, played: Timeline | None = None, chip: Chip | None = None
 ) -> Floor:
@@ -104,7 +120,7 @@ def program_floor(
       0.0
     """
     target = program.target
-    chip = _chip(target) if chip is None else chip
+    chip = figures_of(target, chip)
     played = timeline(program, chip) if played is None else played
     flops = device_flops(program.jaxpr, target.mesh.size)
     links = 1
@@ -127,21 +143,6 @@ def _one_piece(
         out_specs=PartitionSpec(),
     )
     return timeline(compile_for(local, target, *operands)).compute
-
-
-def _bandwidth(target: Target) -> float:
-    chip = _chip(target)
-    return chip.link * (2 if chip.torus else 1)
-
-
-def _chip(target: Target) -> Chip:
-    if target.chip is None:
-        kind = target.mesh.devices.flat[0].device_kind
-        raise ValueError(
-            f"floor: no figures are known of {kind!r} ({target.name}); pass "
-            "chip=jaxpar.schedule.Chip(...) to program_floor, or choose a chip that is known"
-        )
-    return target.chip
 
 
 # -- FLOPs of a traced program ----------------------------------------------------------------

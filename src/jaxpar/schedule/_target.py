@@ -18,7 +18,7 @@ from typing import Any
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh
 
-from jaxpar._calls import readable
+from jaxpar._calls import readable, value_error
 from jaxpar._chips import Chip, chip_of
 from jaxpar._types import MeshAxes
 from jaxpar.mesh import make_mesh
@@ -119,6 +119,7 @@ _OFFLINE = {
 }
 
 
+@readable
 @dataclass(frozen=True)
 class Target:
     """Described devices to compile for.
@@ -137,6 +138,18 @@ class Target:
     def platform(self) -> str:
         """`"tpu"` or `"gpu"`."""
         return self.mesh.devices.flat[0].platform
+
+
+def figures_of(target: Target, chip: Chip | None = None) -> Chip:
+    """Returns the figures that are given, or else the target's, or says how to give some."""
+    chip = target.chip if chip is None else chip
+    if chip is None:
+        kind = target.mesh.devices.flat[0].device_kind
+        raise value_error(
+            f"no figures are known of {kind!r} ({target.name}); choose a chip that is known, or "
+            "give some: dataclasses.replace(target, chip=jaxpar.schedule.Chip(...))"
+        )
+    return chip
 
 
 @readable

@@ -10,14 +10,15 @@ from typing import Any
 
 import jax
 
-from jaxpar._calls import readable
+from jaxpar._calls import naming, readable
 from jaxpar._chips import Chip
 from jaxpar.schedule._links import Links
 from jaxpar.schedule._operations import Module, read
 from jaxpar.schedule._player import Assumed, Event, Player
-from jaxpar.schedule._target import Target
+from jaxpar.schedule._target import Target, figures_of
 
 
+@readable
 @dataclass(frozen=True)
 class Memory:
     """Bytes of HBM of one device, as the compiler planned them."""
@@ -29,6 +30,7 @@ class Memory:
     peak: int
 
 
+@readable
 @dataclass(frozen=True)
 class CompiledProgram:
     """A program compiled for a target: the scheduled module, its memory, and how long it took."""
@@ -98,6 +100,7 @@ def compile_for(
     )
 
 
+@readable
 @dataclass(frozen=True)
 class Timeline:
     """A program's schedule under the published model of a chip; seconds, for one device."""
@@ -125,6 +128,7 @@ class Timeline:
 
 
 @readable
+@naming("timeline")
 def timeline(
     program: CompiledProgram, chip: Chip | None = None, *, assumed: Assumed | None = None
 ) -> Timeline:
@@ -150,13 +154,7 @@ def timeline(
     Raises:
       ValueError: a chip that jaxpar has no figures of, and none given.
     """
-    chip = program.target.chip if chip is None else chip
-    if chip is None:
-        kind = program.target.mesh.devices.flat[0].device_kind
-        raise ValueError(
-            f"timeline: no figures are known of {kind!r} ({program.target.name}); pass "
-            "chip=jaxpar.schedule.Chip(...)"
-        )
+    chip = figures_of(program.target, chip)
     player = Player(Links(program.target.mesh, chip), assumed or Assumed())
     player.run(program.module.entry)
     events = player.finish()

@@ -147,6 +147,7 @@ def _bytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
 
 
+@readable
 @dataclass(frozen=True, repr=False)
 class CollectiveCounts:
     """What one device sends, by the names of `jax.lax`, and what it keeps for the backward.
