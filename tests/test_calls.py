@@ -66,11 +66,11 @@ def test_a_method_is_named_with_its_class():
 
 
 def test_a_function_of_the_user_names_its_own_calls():
-    assert message(outer, of_user(inner)) == "inner: no"
-    assert message(outer, lambda: outer(of_user(lambda: outer(inner)))) == "outer: no"
+    assert message(outer, of_user(inner, "f")) == "inner: no"
+    assert message(outer, lambda: outer(of_user(lambda: outer(inner), "f"))) == "outer: no"
 
     def then(function):
-        of_user(lambda: None)()
+        of_user(lambda: None, "f")()
         return function()
 
     assert message(outer, lambda: then(inner)) == "outer: no"  # restored behind the user's
@@ -78,7 +78,7 @@ def test_a_function_of_the_user_names_its_own_calls():
 
 def test_no_name_is_left_behind():
     assert called() == "jaxpar"
-    for function in (inner, lambda: outer(of_user(inner))):
+    for function in (inner, lambda: outer(of_user(inner, "f"))):
         message(function)
         assert called() == "jaxpar"
     with naming("one"):
@@ -264,3 +264,11 @@ def test_experts_show_how_tokens_reach_them(dispatch):
     specs = {"in_specs": P("tp"), "out_specs": P("tp")}
     found = names(layer, (16, 8), (8, 8, 4), (8, 4, 8), **specs)
     assert any(name.startswith(f"moe_layer[tp]/{dispatch}/") for name in found)
+
+
+def test_what_a_user_gives_as_a_function():
+    with (
+        naming("gated_mlp"),
+        pytest.raises(TypeError, match=r"^gated_mlp: activation must be a function, got None"),
+    ):
+        of_user(None, "activation")

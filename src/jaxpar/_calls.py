@@ -82,11 +82,13 @@ def type_error(text: str) -> TypeError:
     return TypeError(f"{called()}: {text}")
 
 
-def of_user(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Has errors in a function that a user gave name what is called in there."""
+def of_user(function: Any, argument: str) -> Callable[..., Any]:
+    """Has errors in a function that a user gave, as `argument`, name what is called in there."""
+    if not callable(function):
+        raise type_error(f"{argument} must be a function, got {function!r}")
 
     @wraps(function)
-    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with naming(None):
             return function(*args, **kwargs)
 

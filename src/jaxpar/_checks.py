@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring
 from jaxpar._calls import type_error, value_error
@@ -103,10 +104,20 @@ def check_number(
     return float(given)
 
 
-def check_integers(argument: str, x: Array) -> None:
-    """Raises unless `x` are integers."""
+def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
+    """Returns an array of integers, or raises for what is none.
+
+    Of NumPy's integers of 64 bits JAX keeps 32, without a word, unless it is told to have 64.
+    """
+    x = jnp.asarray(given)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
+    if isinstance(given, np.ndarray) and not np.array_equal(given, given.astype(x.dtype)):
+        raise value_error(
+            f"{argument} are {given.dtype} from {given.min()} to {given.max()}, of which "
+            f"{x.dtype} does not hold all; number them anew, or set jax_enable_x64"
+        )
+    return x
 
 
 def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:

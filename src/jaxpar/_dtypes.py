@@ -81,6 +81,17 @@ def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
         )
 
 
+def loses_parts(added: Any, dtype: Any) -> bool:
+    """Whether sums of `dtype` lose fractions or imaginary parts of what is added, or are none."""
+    real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    whole = not jnp.issubdtype(dtype, jnp.inexact)
+    return (
+        (real and jnp.issubdtype(added, jnp.complexfloating))
+        or (whole and jnp.issubdtype(added, jnp.inexact))
+        or jnp.issubdtype(added, jnp.bool_)
+    )
+
+
 def _kind(dtype: Any) -> str:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return "a complex"

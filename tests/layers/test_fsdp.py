@@ -463,6 +463,18 @@ def test_a_bias_over_fewer_axes_than_its_weight(over):
     np.testing.assert_allclose(grad, np.cos(x @ w + b).sum(0), rtol=1e-4, atol=1e-5)
 
 
+def test_a_bias_of_fractions_of_a_result_of_integers():
+    run = jax.shard_map(
+        lambda x, w, b: fsdp_linear(x, w, "f", bias=b),
+        mesh=mesh_of("f=4"),
+        in_specs=(P("f"), P("f"), P()),
+        out_specs=P("f"),
+    )
+    given = [np.ones(shape, np.int8) for shape in ((4, 8), (8, 12))]
+    with pytest.raises(TypeError, match="the bias is float32, but the result int32; cast one"):
+        jax.eval_shape(run, *given, np.ones(12, np.float32))
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
 def test_a_counter_stays_replicated(mode, dtype):

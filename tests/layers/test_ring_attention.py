@@ -558,6 +558,11 @@ def ring_on_one(q, k, v, **how):
             TypeError,
             "segments are uint32, which int32 does not hold; number the documents anew",
         ),
+        (
+            {"segments": np.full((2, 8), 2**32 + 7)},
+            ValueError,
+            "segments are int64 from 4294967303 to 4294967303, of which int32 does not hold all",
+        ),
         ({"causal": "no"}, TypeError, "causal must be True or False, got 'no'"),
     ],
 )
@@ -603,6 +608,14 @@ def test_a_length_beyond_the_sequence_is_all_of_it():
     x = normal(2, 8, 2, 4)
     most = np.array([2**32 - 1, 8], "uint32")
     np.testing.assert_array_equal(ring_on_one(x, x, x, lengths=most), ring_on_one(x, x, x))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_lengths_of_a_dtype_that_does_not_hold_the_sequence(dtype):
+    x = normal(2, 264, 1, 2)
+    lengths = np.array([100, 3])
+    found = ring_on_one(x, x, x, lengths=lengths.astype(dtype))
+    np.testing.assert_array_equal(found, ring_on_one(x, x, x, lengths=lengths))
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])

@@ -283,7 +283,7 @@ ERRORS = [
     (
         lambda: from_ids(X, axis="x"),
         TypeError,
-        FROM + "target_device_ids must be integers, got float32[3, 2]; cast them",
+        FROM + "target_device_ids must be integers, got float32; cast them",
     ),
     (
         lambda: from_ids(IDS[None], axis="x"),

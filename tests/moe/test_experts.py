@@ -328,12 +328,28 @@ ERRORS = [
         "one of them",
     ),
     (
-        {
-            "x": jnp.zeros((8, 4), bool),
-            "experts": jax.tree.map(lambda w: w.astype(bool), WHOLE),
-        },
+        {"experts": WHOLE._replace(down_bias=WHOLE.down_bias.astype(bool))},
         TypeError,
-        "apply_experts: x and experts are bool, which has no products; cast them to floats",
+        "apply_experts: x is float32 and experts.down_bias bool, which it cannot hold; cast one of "
+        "them",
+    ),
+    *(
+        (
+            {
+                "x": jnp.zeros((8, 4), dtype),
+                "experts": jax.tree.map(lambda w, dtype=dtype: w.astype(dtype), WHOLE),
+            },
+            TypeError,
+            f"apply_experts: x and experts are {dtype}, but hidden features are fractions; cast "
+            "them to floats, or multiply integers by grouped_matmul",
+        )
+        for dtype in ("bool", "int8")
+    ),
+    (
+        {"group_sizes": np.array([2**32, 2])},
+        ValueError,
+        "apply_experts: group_sizes are int64 from 2 to 4294967296, of which int32 does not hold "
+        "all; number them anew, or set jax_enable_x64",
     ),
     (
         {"preferred_element_type": "int32"},

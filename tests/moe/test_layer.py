@@ -528,6 +528,42 @@ def test_what_all_devices_have_alike():
     assert trace(experts=lambda: constants(True)).shape == (32, D)
 
 
+@pytest.mark.parametrize("name", ["experts", "shared"])
+def test_hidden_features_that_every_device_has(name):
+    """Each would be counted as often as there are devices."""
+    experts = {"up": P("ep", None, "tp"), "down": P("ep", "tp")}
+    shared = {"up": P(None, "tp"), "down": P("tp")}
+    specs = {"experts": experts, "shared": shared}
+    whole = {"up": P("ep"), "down": P("ep")} if name == "experts" else {"up": P(), "down": P()}
+    wrong = specs | {name: whole}
+    shapes = {
+        "experts": {"up": (2, D, 4), "down": (2, 4, D)},
+        "shared": {"up": (D, 4), "down": (4, D)},
+    }
+    weights = {key: {w: jnp.ones(s) for w, s in shapes[key].items()} for key in shapes}
+
+    def trace(specs):
+        def layer(tokens, weights):
+            given = weights["experts"], "ep"
+            router, more = jnp.eye(D, 2), {"shared": weights["shared"], "top_k": 1}
+            return routed_moe_layer(
+                tokens, router, *given, tp_axis="tp", sequence_dim=None, **more
+            )[0]
+
+        mapped = jax.shard_map(
+            layer, mesh=make_mesh("ep=2,tp=2", devices=jax.devices()[:4]),
+            in_specs=(P("ep"), specs), out_specs=P("ep"),
+        )  # fmt: skip
+        return jax.eval_shape(mapped, jnp.ones((4, D)), weights)
+
+    assert trace(specs).shape == (4, D)
+    with pytest.raises(ValueError, match=(
+        rf"{name}.up of local shape .* is replicated over \['tp'\], but each device of axis 'tp' "
+        r"\(2\) needs features of its own; shard its hidden features over tp_axis"
+    )):  # fmt: skip
+        trace(wrong)
+
+
 def test_a_router_of_complex_numbers():
     params = parameters(16, 8)
     router = jnp.asarray(params["router"], jnp.complex64)

@@ -215,6 +215,20 @@ def test_masks_and_loads_may_be_lists():
     np.testing.assert_array_equal(update_router_bias([0.0, 0.0], [3, 1], 0.5), [-0.5, 0.5])
 
 
+@pytest.mark.parametrize(
+    ("counts", "moves"),
+    [
+        (np.array([2**31 - 1, 2**31 - 1, 5, 0], np.int32), [-1, -1, 1, 1]),
+        (np.array([2**30, 2**30], np.int32), [0, 0]),
+        (np.array([100, 100, 0], np.int8), [-1, -1, 1]),
+        (np.array([2**32 - 1, 2**32 - 2], np.uint32), [-1, 1]),
+        (np.array([1] * 299 + [2], np.uint8), [1] * 299 + [-1]),
+    ],
+)
+def test_counts_whose_sum_their_dtype_does_not_hold(counts, moves):
+    np.testing.assert_array_equal(update_router_bias(jnp.zeros(len(counts)), counts, 1.0), moves)
+
+
 def test_update_router_bias():
     rng = np.random.default_rng(0)
     update = jax.jit(update_router_bias)

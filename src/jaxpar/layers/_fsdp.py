@@ -15,7 +15,7 @@ from jaxtyping import Num
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_dim
-from jaxpar._dtypes import check_wire
+from jaxpar._dtypes import check_wire, loses_parts
 from jaxpar._types import AxisLike, Integer, Tree, TreeDim
 from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar.collectives._blocks import Blocks, gather_blocks, group_leaves, scatter_sums
@@ -160,7 +160,7 @@ def add_bias(
     y: Num[Array, "*tokens columns"], bias: Num[Array, " columns"]
 ) -> Num[Array, "*tokens columns"]:
     """Returns y + bias in the dtype of y; the gradient of the bias is summed in that of sums."""
-    if jnp.iscomplexobj(bias) and not jnp.iscomplexobj(y):
+    if loses_parts(bias.dtype, y.dtype):
         raise type_error(f"the bias is {bias.dtype}, but the result {y.dtype}; cast one of them")
     wide = vary_wide(varying_axes(y), bias.astype(y.dtype))
     return (y.astype(wide.dtype) + wide).astype(y.dtype)

@@ -154,7 +154,8 @@ def fsdp_scan(
     shards = bind_shards(own, dims, bind(axis))
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:
-        out = of_user(layer_fn)(params_tree.unflatten(weights), state_tree.unflatten(state))
+        given = params_tree.unflatten(weights), state_tree.unflatten(state)
+        out = of_user(layer_fn, "layer_fn")(*given)
         return _check_state(x, out)
 
     def gather_first(stacked: Arrays) -> Arrays:

@@ -129,7 +129,7 @@ def value_and_grad(
         # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
         # would sum the gradient over devices in every microbatch.
         copies = vary_over(ring.names, params)
-        found = _accumulate(of_user(loss_fn), has_aux, ring, parts, copies, batch)
+        found = _accumulate(of_user(loss_fn, "loss_fn"), has_aux, ring, parts, copies, batch)
         (loss, weight, aux), grads = found
 
         total = _total(weight, ring)

@@ -13,7 +13,7 @@ from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_precision, check_replicated, check_whole
+from jaxpar._checks import as_integers, check_precision, check_replicated, check_whole
 from jaxpar._dtypes import check_wire, sum_dtype
 from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
 from jaxpar._varying import vary_alike
@@ -197,7 +197,8 @@ def _segments(
     if lengths is not None:
         counts = _check_integers("lengths", lengths, tuple(batch), "one for each sequence")
         check_replicated("lengths", counts, ring)
-        counts = jnp.clip(counts, 0, length * ring.size).astype("int32")
+        most = min(length * ring.size, int(jnp.iinfo(counts.dtype).max))
+        counts = jnp.clip(counts, 0, most).astype("int32")
         counted = _positions(length, ring, zigzag) < counts[..., None]  # [*batch, keys]
         ids = jnp.where(counted, 0 if ids is None else ids, -1)
     return None if ids is None else ids[..., None, :, None]
@@ -216,9 +217,7 @@ def _positions(length: int, ring: Ring, zigzag: bool) -> Int32[Array, " {length}
 def _check_integers(
     argument: str, given: Any, shape: tuple[int, ...], what: str
 ) -> Integers[Array, " ..."]:
-    x = jnp.asarray(given)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
+    x = as_integers(argument, given)
     if x.shape != shape:
         raise value_error(f"{argument} has local shape {x.shape}, but must be {shape}, {what} of k")
     return x

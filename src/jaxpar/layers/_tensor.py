@@ -236,7 +236,7 @@ def gated_mlp(
     def join(
         gate: Num[Array, "*tokens columns"], up: Num[Array, "*tokens columns"]
     ) -> Num[Array, "*tokens columns"]:
-        active = of_user(activation)(gate)
+        active = of_user(activation, "activation")(gate)
         if getattr(active, "shape", None) != gate.shape:
             returned = f"local shape {active.shape}" if hasattr(active, "shape") else repr(active)
             raise value_error(

@@ -14,9 +14,9 @@ from jaxtyping import Int, Num
 from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import (
+    as_integers,
     as_signed,
     check_divides,
-    check_integers,
     check_number,
     check_replicated,
     check_sequence_dim,
@@ -72,8 +72,7 @@ def vocabulary_parallel_embedding(
     model parallelism" (2019).
     """
     ring = bind(axis)
-    tokens, table = jnp.asarray(tokens), jnp.asarray(table)
-    check_integers("tokens", tokens)
+    tokens, table = as_integers("tokens", tokens), jnp.asarray(table)
     check_replicated("tokens", tokens, ring)
     if table.ndim != 2:
         raise value_error(f"table must be [v/n, d], got local shape {table.shape}")
@@ -212,7 +211,7 @@ def vocabulary_parallel_cross_entropy(
     chunks, of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024).
     """
     ring = bind(axis)
-    x, w, labels = jnp.asarray(x), jnp.asarray(w), jnp.asarray(labels)
+    x, w, labels = jnp.asarray(x), jnp.asarray(w), as_integers("labels", labels)
     _check_operands(x, w, labels)
     dim = check_sequence_dim("x", sequence_dim, x.shape)
     if dim is None:
@@ -258,4 +257,3 @@ def _check_operands(x: Array, w: Array, labels: Array) -> None:
             f"x is {x.dtype}{list(x.shape)} and w is {w.dtype}{list(w.shape)}, but "
             "they must be floats of one dtype; cast one of them with .astype"
         )
-    check_integers("labels", labels)

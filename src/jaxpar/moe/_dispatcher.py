@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int, Int32, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, readable, type_error, value_error
-from jaxpar._checks import as_signed, check_whole
+from jaxpar._checks import as_integers, as_signed, check_whole
 from jaxpar._types import AxisLike, Integer, Leaf, Tree
 from jaxpar._varying import vary_alike, vary_over
 from jaxpar.collectives._ragged import Slices
@@ -101,8 +101,12 @@ class RaggedDispatcher:
           Array([3, 2, 0, 0, 0, 0, 0, 1], dtype=int32)
         """
         ring = bind(axis)
-        ids = jnp.asarray(target_device_ids)
-        _check_ids(ids)
+        ids = as_integers("target_device_ids", target_device_ids)
+        if ids.ndim not in (1, 2):
+            raise value_error(
+                f"target_device_ids has local shape {ids.shape}, but needs one dimension of rows, "
+                "or a second one of the devices of each; reshape it"
+            )
         (ids,) = vary_alike(ring.names, as_signed(ids))
         send_it = (ids >= 0) & (ids < ring.size)
         if mask is not None:
@@ -290,19 +294,6 @@ def _once_each(devices: Int32[Array, "tokens k"], ring: Ring) -> Int32[Array, "t
     # [tokens, k, k]: whether an entry names the same device as another to its left.
     again = jnp.any((devices[:, :, None] == devices[:, None, :]) & left, axis=2)
     return jnp.where(again, ring.size, devices)
-
-
-def _check_ids(ids: Array) -> None:
-    argument = "target_device_ids"
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise type_error(
-            f"{argument} must be integers, got {ids.dtype}{list(ids.shape)}; cast them"
-        )
-    if ids.ndim not in (1, 2):
-        raise value_error(
-            f"{argument} has local shape {ids.shape}, but needs one dimension of rows, "
-            "or a second one of the devices of each; reshape it"
-        )
 
 
 def _check_mask(mask: Array, ids: Int[Array, "*ids"]) -> Bool[Array, "*ids"]:

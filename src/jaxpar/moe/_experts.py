@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Int32, Num
 
 from jaxpar._calls import of_user, public, type_error, value_error
-from jaxpar._dtypes import result_dtype
+from jaxpar._checks import as_integers
+from jaxpar._dtypes import loses_parts, result_dtype
 from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike, zeros_alike
 from jaxpar.moe._blocks import Block, Totals, fold_groups
@@ -88,7 +89,7 @@ def apply_experts(
     Source: Shazeer, "GLU variants improve transformer" (2020), for the gate.
     """
     experts = as_experts(experts)
-    sizes = jnp.asarray(group_sizes)
+    sizes = as_integers("group_sizes", group_sizes)
     check_experts(x, experts, sizes)
     factors = None if weights is None else jnp.asarray(weights)
     if factors is not None:
@@ -111,7 +112,7 @@ def closes_over_arrays(activation: Any, up: Num[Array, "groups d f"], dtype: Any
     Raises unless it takes hidden rows to as many features.
     """
     rows = zeros_alike((1, up.shape[2]), dtype, up)
-    out = jax.eval_shape(of_user(activation), rows)
+    out = jax.eval_shape(of_user(activation, "activation"), rows)
     if getattr(out, "shape", None) != rows.shape:
         raise value_error(
             f"activation must return as many features as it is given, {rows.shape}, "
@@ -142,22 +143,18 @@ def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
             raise type_error(
                 f"x is {x.dtype} and experts.{field} {w.dtype}; cast one to the other's dtype"
             )
-    if x.dtype == jnp.bool_:
-        raise type_error("x and experts are bool, which has no products; cast them to floats")
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise type_error(
+            f"x and experts are {x.dtype}, but hidden features are fractions; cast them to floats, "
+            "or multiply integers by grouped_matmul"
+        )
     for field in ("up_bias", "gate_bias", "down_bias"):
         w = getattr(experts, field)
-        if w is not None and not _can_hold(x.dtype, w.dtype):
+        if w is not None and loses_parts(w.dtype, x.dtype):
             raise type_error(
                 f"x is {x.dtype} and experts.{field} {w.dtype}, which it cannot hold; cast one of "
                 "them"
             )
-
-
-def _can_hold(dtype: Any, added: Any) -> bool:
-    """Whether numbers of dtype `added` keep all their parts in sums of `dtype`."""
-    if jnp.issubdtype(added, jnp.complexfloating):
-        return bool(jnp.issubdtype(dtype, jnp.complexfloating))
-    return added != jnp.bool_
 
 
 def check_shapes(experts: Experts) -> None:

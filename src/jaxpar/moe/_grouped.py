@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Int32, Integer, Num
 
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_precision
+from jaxpar._checks import as_integers, check_precision
 from jaxpar._dtypes import as_dtype, check_holds, common_dtype, result_dtype, sum_dtype
 from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike
@@ -84,7 +84,7 @@ def grouped_matmul(
     Source: Gale et al., "MegaBlocks: Efficient sparse training with mixture-of-experts" (2022), for
     products of groups of any size in place of padded ones.
     """
-    sizes = jnp.asarray(group_sizes)
+    sizes = as_integers("group_sizes", group_sizes)
     check_grouped(lhs, rhs, sizes)
     kernels = bind_kernels(implementation, precision)
     preferred = bind_preferred(preferred_element_type, lhs.dtype)
@@ -361,9 +361,7 @@ def check_grouped(lhs: Array, rhs: Array, group_sizes: Array) -> None:
 
 
 def check_sizes(group_sizes: Array, argument: str, shape: tuple[int, ...]) -> None:
-    """Raises unless `group_sizes` are as many integers as there are weights."""
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise type_error(f"group_sizes must be integers, got {group_sizes.dtype}; cast them")
+    """Raises unless there are as many `group_sizes` as weights."""
     if group_sizes.shape != shape[:1]:
         raise value_error(
             f"group_sizes has local shape {group_sizes.shape}, but {argument} of local "

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Num
 from jaxtyping import Integer as Integers
 
 from jaxpar._calls import public, readable, type_error, value_error
-from jaxpar._checks import check_number, check_whole
+from jaxpar._checks import as_integers, check_number, check_whole
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import Integer, Number, Scoring, Values
 
@@ -270,23 +270,26 @@ def update_router_bias(
     Source: Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts"
     (2024).
     """
-    bias, tokens_per_expert = jnp.asarray(bias), jnp.asarray(tokens_per_expert)
+    bias = jnp.asarray(bias)
+    tokens_per_expert = as_integers("tokens_per_expert", tokens_per_expert)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
-    if not jnp.issubdtype(tokens_per_expert.dtype, jnp.integer):
-        raise type_error(
-            f"tokens_per_expert must be integers, got {tokens_per_expert.dtype}; cast them"
-        )
     if bias.ndim != 1 or bias.shape != tokens_per_expert.shape:
         raise value_error(
             f"bias has local shape {bias.shape} and tokens_per_expert "
             f"{tokens_per_expert.shape}; both need one entry for each of all experts"
         )
-    # In integers: the mean, where it is no integer, is between `floor` and the next.
-    total = jnp.sum(tokens_per_expert, dtype=tokens_per_expert.dtype)
-    floor, rest = jnp.divmod(total, jnp.asarray(len(bias), total.dtype))
-    below = (tokens_per_expert < floor) | ((tokens_per_expert == floor) & (rest > 0))
-    above = tokens_per_expert > floor
+    # In integers: the mean, where it is no integer, is between `floor` and the next. Quotients are
+    # summed apart from rests: the sum of the counts may not fit.
+    counts = tokens_per_expert
+    if counts.dtype.itemsize < 4:
+        counts = counts.astype("int32")
+    experts = jnp.asarray(len(bias), counts.dtype)
+    quotients, rests = jnp.divmod(counts, experts)
+    more, rest = jnp.divmod(jnp.sum(rests, dtype=counts.dtype), experts)
+    floor = jnp.sum(quotients, dtype=counts.dtype) + more
+    below = (counts < floor) | ((counts == floor) & (rest > 0))
+    above = counts > floor
     sign = below.astype(bias.dtype) - above.astype(bias.dtype)
     return bias + jnp.asarray(rate, bias.dtype) * sign
 
