@@ -164,8 +164,9 @@ def test_the_backward_pass_stays_behind_the_forward_pass(compiled):
         compiled(order, "v5p:2x2x2", "scatter-rows", *shape, gradients=True)
         for order in (TpuOrder(), Mixed())
     )
-    # With jax 0.10.0 the cotangent, for which nothing waits, leaves while the last block arrives.
-    assert overlap(timeline(behind)) < 1.5 * behind.target.chip.latency < overlap(timeline(mixed))
+    # With jax 0.10.0 the cotangent, which waits for nothing, leaves while the last sum arrives.
+    early = 1.5 * behind.target.chip.latency if jax.__version_info__ < (0, 10, 2) else 0
+    assert overlap(timeline(behind)) < early < overlap(timeline(mixed))
     assert behind.memory.temporaries < 0.8 * mixed.memory.temporaries
 
 
