@@ -65,12 +65,11 @@ def check_wire(wire_dtype: Any, summed: Any) -> None:
 
 def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
     """Raises if `dtype` would lose digits of integers, signs, fractions or imaginary parts."""
-    order = ["an integer", "a float", "a complex"]
     signed = jnp.issubdtype(given, jnp.signedinteger)
     narrower = jnp.issubdtype(given, jnp.integer) and dtype.itemsize < given.itemsize
     if (
         narrower
-        or order.index(_kind(dtype)) < order.index(_kind(given))
+        or _KINDS.index(_kind(dtype)) < _KINDS.index(_kind(given))
         or (signed and jnp.issubdtype(dtype, jnp.unsignedinteger))
         or jnp.issubdtype(dtype, jnp.bool_)
     ):
@@ -83,13 +82,11 @@ def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
 
 def loses_parts(added: Any, dtype: Any) -> bool:
     """Whether sums of `dtype` lose fractions or imaginary parts of what is added, or are none."""
-    real = not jnp.issubdtype(dtype, jnp.complexfloating)
-    whole = not jnp.issubdtype(dtype, jnp.inexact)
-    return (
-        (real and jnp.issubdtype(added, jnp.complexfloating))
-        or (whole and jnp.issubdtype(added, jnp.inexact))
-        or jnp.issubdtype(added, jnp.bool_)
-    )
+    is_less = _KINDS.index(_kind(dtype)) < _KINDS.index(_kind(added))
+    return is_less or bool(jnp.issubdtype(added, jnp.bool_))
+
+
+_KINDS = ("an integer", "a float", "a complex")  # each holds what the ones before hold
 
 
 def _kind(dtype: Any) -> str:

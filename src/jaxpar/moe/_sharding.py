@@ -186,12 +186,12 @@ def check_experts(
     of_shared = {} if shared is None else shared._asdict()
     for kind, tree in (("experts", experts._asdict()), ("shared", of_shared)):
         for name, w in tree.items():
-            if axes.tensor is not None and w is not None and name != "down_bias":
+            if w is None:
+                continue
+            if axes.tensor is not None and name != "down_bias":
                 remedy = "shard its hidden features over tp_axis"
                 check_own(f"{kind}.{name}", w, axes.tensor, remedy, "features of its own")
-    for kind, tree in (("experts", experts._asdict()), ("shared", of_shared)):
-        for name, w in tree.items():
-            if w is not None and w.dtype != tokens.dtype:
+            if w.dtype != tokens.dtype:
                 raise type_error(
                     f"tokens are {tokens.dtype}{list(tokens.shape)} and {kind}.{name} "
                     f"{w.dtype}{list(w.shape)}; cast one of them with .astype"
