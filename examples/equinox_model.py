@@ -1,15 +1,18 @@
 """Layers of jaxpar in an Equinox model: data parallelism, FSDP and tensor parallelism at once."""
 
 from collections.abc import Callable
+from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar.layers import fsdp_linear, gated_mlp, mean_loss, rms_norm
 
 BATCH = P(("dp", "fsdp"), "tp")  # of [batch, sequence, features]
+OPTIONS = jaxpar.compiler_options()  # for the compiler, and for mode="auto" while it traces
 
 
 class Weight(eqx.Module):
@@ -48,7 +51,8 @@ def loss_fn(model, x, y):
     return mean_loss(jnp.sum((model(x) - y) ** 2), y.size, ("dp", "fsdp", "tp"))
 
 
-@eqx.filter_jit
+@partial(eqx.filter_jit, compiler_options=OPTIONS)
+@jaxpar.compiled_with(OPTIONS)
 def loss_and_gradients(model, x, y):  # global arrays, within jax.set_mesh(mesh)
     params, static = eqx.partition(model, eqx.is_array)
     specs = jax.tree.map(lambda w: w.spec, params, is_leaf=lambda w: isinstance(w, Weight))

@@ -1,10 +1,13 @@
 """Layers of jaxpar in a Flax NNX model: data parallelism, FSDP and tensor parallelism at once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar.layers import fsdp_linear, gated_mlp, mean_loss, rms_norm
 
 BATCH = P(("dp", "fsdp"), "tp")  # of [batch, sequence, features]
@@ -30,9 +33,12 @@ def loss_fn(model, x, y):
     return mean_loss(jnp.sum((model(x) - y) ** 2), y.size, ("dp", "fsdp", "tp"))
 
 
-@nnx.jit
 def loss_and_gradients(model, x, y):  # global arrays, within jax.set_mesh(mesh)
-    graph, params = nnx.split(model)
+    return _loss_and_gradients(*nnx.split(model), x, y)
+
+
+@partial(jaxpar.jit, static_argnums=0)  # nnx.jit takes no compiler options
+def _loss_and_gradients(graph, params, x, y):
     specs = nnx.get_partition_spec(params)
 
     @jax.shard_map(in_specs=(specs, BATCH, BATCH), out_specs=(P(), specs))

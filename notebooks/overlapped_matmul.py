@@ -466,8 +466,9 @@ for name, program in programs.items():
 # and the product then waits for the very arrival it was to hide. jaxpar ties `coming` and the
 # product together *before* it adds them.
 #
-# Sums are also where rounding lives. With bf16 operands jaxpar keeps and sends them in f32;
-# `wire_dtype=jnp.bfloat16` halves the bytes and rounds once a hop. It is your choice to make.
+# Sums are also where rounding lives. With bf16 operands jaxpar adds them in f32 and sends them in
+# bf16, as the collective would, which rounds once a hop. `wire_dtype="float32"` keeps them wide,
+# for twice the bytes. It is your choice to make.
 
 # %%
 halved = [a.astype(jnp.bfloat16) for a in (y, v)]

@@ -21,7 +21,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar.layers import column_parallel_linear
 from jaxpar.testing import count_collectives
 
-MODES = ("naive", "unidirectional", "bidirectional", "auto")
+MODES = ("naive", "chunked-2", "unidirectional", "bidirectional", "auto")
 
 
 # -- the Axis itself ----------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_an_axis_of_an_axis_keeps_what_is_not_said_anew():
 def test_what_an_axis_is_when_nothing_else_is_said():
     axis = Axis("tp")
     assert (axis.mode, axis.wire_dtype) == ("auto", None)
-    assert repr(axis) == "Axis(names=('tp',), mode='auto', wire_dtype=None)"
+    assert repr(axis) == "Axis(names=('tp',), mode='auto', wire_dtype=None, backward=None)"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,7 +118,7 @@ def test_names_that_name_no_axes(names, error, message):
 def test_an_unknown_mode(mode):
     with pytest.raises(ValueError, match="mode") as caught:
         Axis("tp", mode=mode)
-    choices = "naive, unidirectional, bidirectional, auto"
+    choices = "naive, chunked-2, chunked-4, chunked-8, unidirectional, bidirectional, auto"
     assert str(caught.value) == f"Axis: mode must be one of {choices}, got {mode!r}"
 
 
@@ -260,13 +260,22 @@ def test_a_wire_given_goes_before_that_of_the_axis(call):
         assert len(sent) == 7
         return set(sent)
 
-    assert run("tp") == {"f32"}
-    assert run(Axis("tp")) == {"f32"}
-    assert run(Axis("tp", wire_dtype="bfloat16")) == {"bf16"}
-    assert run("tp", wire_dtype="bfloat16") == {"bf16"}
+    assert run("tp") == {"bf16"}
+    assert run(Axis("tp")) == {"bf16"}
+    assert run(Axis("tp", wire_dtype="float32")) == {"f32"}
+    assert run("tp", wire_dtype="float32") == {"f32"}
     assert run(Axis("tp", wire_dtype="float32"), wire_dtype="bfloat16") == {"bf16"}
     assert run(Axis("tp", wire_dtype="bfloat16"), wire_dtype="float32") == {"f32"}
     assert run(Axis("tp", wire_dtype="bfloat16"), wire_dtype=None) == {"bf16"}
+
+
+def test_a_backward_mode_is_one_of_the_modes():
+    assert Axis("tp", backward="naive").backward == "naive"
+    assert Axis(Axis("tp", backward="naive"), mode="chunked-2").backward == "naive"
+    with pytest.raises(
+        ValueError, match=r"^Axis: backward must be one of naive, chunked-2, .*'up'"
+    ):
+        Axis("tp", backward="up")
 
 
 def test_a_bound_axis_has_all_that_the_axis_had():

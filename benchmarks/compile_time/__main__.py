@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import all_gather_matmul, make_mesh, matmul_reduce_scatter
+from jaxpar.cli._ops import with_gradients
 from jaxpar.collectives import _in_turns
 from jaxpar.collectives._turns import gather_turns, stretches
 
@@ -107,16 +108,6 @@ def steps(size: int, mode: str) -> int:
 def alike(size: int, mode: str) -> int:
     """The most turns that differ in distance alone."""
     return max(times for _, times, _ in stretches(gather_turns(size, DIRECTIONS[mode])))
-
-
-def with_gradients(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """Returns a function that gives the result and the gradients for a cotangent of the result."""
-
-    def forward_and_backward(lhs: Any, rhs: Any, ct: Any) -> Any:
-        result, pullback = jax.vjp(function, lhs, rhs)
-        return result, pullback(ct)
-
-    return forward_and_backward
 
 
 def measure_all(sizes: Sequence[int], repeats: int) -> Iterator[Row]:

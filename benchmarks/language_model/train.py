@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar import layers
 from jaxpar.cli._console import require_extra
 from language_model.config import Model, Training
@@ -159,7 +160,7 @@ class Trainer:
             return {"params": params, "optimizer": moments, "step": state["step"] + 1}, found
 
         out = (self.shardings(), NamedSharding(self.mesh, P()))
-        return jax.jit(step, donate_argnums=0, out_shardings=out)
+        return jaxpar.jit(step, mesh=self.mesh, donate_argnums=0, out_shardings=out)
 
     @cached_property
     def evaluate(self) -> Callable[[Any, Array, Array], tuple[Array, Array]]:
@@ -172,11 +173,7 @@ class Trainer:
         def sums(params: Any, tokens: Array, labels: Array) -> tuple[Array, Array]:
             return jax.lax.psum(function(params, tokens, labels)[0], AXES)
 
-        return jax.jit(
-            jax.shard_map(
-                sums,
-                mesh=self.mesh,
-                in_specs=(specs(self.table), TOKENS, LABELS),
-                out_specs=P(),
-            )
+        mapped = jax.shard_map(
+            sums, mesh=self.mesh, in_specs=(specs(self.table), TOKENS, LABELS), out_specs=P()
         )
+        return jaxpar.jit(mapped, mesh=self.mesh)

@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar.cli._ops import with_gradients
 from jaxpar.cli._processes import answer
 from jaxpar.moe import Experts, routed_moe_layer
 from moe import peers
@@ -69,14 +70,9 @@ def _operands(mesh: Any, experts: int) -> tuple[Any, ...]:
 
 def _jitted(mesh: Any, layer: Any) -> Any:
     """Output and gradients of a layer."""
-
-    def both(tokens: Array, router: Array, weights: Any, cotangent: Array) -> Any:
-        out, pull = jax.vjp(layer, tokens, router, weights)
-        return out, *pull(cotangent)
-
     every = P("ep")
     mapped = jax.shard_map(
-        both,
+        with_gradients(layer),
         mesh=mesh,
         in_specs=(every, P(), every, every),
         out_specs=(every, every, every, every),

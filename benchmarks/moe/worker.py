@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
+from jaxpar.cli._ops import with_gradients
 from jaxpar.cli._processes import answer, one_line
 from jaxpar.moe import Experts, routed_moe_layer
 from jaxpar.moe._blocks import GPU_LENGTHS
@@ -29,14 +31,8 @@ from moe import peers
 
 TOKENS = 4096  # of a device
 FACTOR = 1.25  # of the average load: receive buffers, or slots of an expert
-OPTIONS = {
-    "tpu": {"xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all": "true"},
-    # The sort of a library asks for a device.
-    "gpu": {
-        "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_enable_cub_radix_sort": False,
-    },
-}
+# Beside those that the chip should have: the sort of a library asks for a device.
+OPTIONS = {"gpu": {"xla_gpu_enable_cub_radix_sort": False}}
 
 
 @dataclass(frozen=True)
@@ -137,11 +133,7 @@ def build(case: Case, form: str, which: str, platform: str) -> Any:
         del cotangent
         return layer(tokens, router, weights)
 
-    def gradients(tokens: Array, router: Array, weights: Any, cotangent: Array) -> Any:
-        out, pull = jax.vjp(layer, tokens, router, weights)
-        return out, *pull(cotangent)
-
-    return forward if which == "forward" else gradients
+    return forward if which == "forward" else with_gradients(layer)
 
 
 def assumed(case: Case, form: str) -> Assumed:
@@ -188,7 +180,7 @@ def record(case: Case, form: str, which: str) -> dict[str, Any]:
         check_vma=False,
     )
     operands = (tokens, array((d, model.experts), P()), weights, tokens)
-    options = OPTIONS[target.platform]
+    options = {**jaxpar.compiler_options(target), **OPTIONS.get(target.platform, {})}
     program = compile_for(function, target, *operands, compiler_options=options)
     if path := os.environ.get("MOE_HLO"):
         with open(path, "w") as file:

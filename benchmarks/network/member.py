@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from jaxpar import make_mesh
 from jaxpar.cli._bench_times import place, tolerance
-from jaxpar.cli._ops import OPS, Shape
+from jaxpar.cli._ops import OPS, Shape, with_gradients
 from jaxpar.collectives import _choice
 from jaxpar.collectives._order import (
     Beside,
@@ -98,11 +98,7 @@ class Member:
         def forward(lhs: Any, rhs: Any) -> Any:
             return (function(lhs, rhs),)
 
-        def forward_and_backward(lhs: Any, rhs: Any, ct: Any) -> Any:
-            out, pull_back = jax.vjp(function, lhs, rhs)
-            return (out, *pull_back(ct))
-
-        program = forward_and_backward if backward else forward
+        program = with_gradients(function) if backward else forward
         if variant != "serial":
             return jax.jit(program).lower(*self.args).compile()
         with serial_rings():

@@ -1,5 +1,7 @@
 """The other ways to compute what jaxpar computes: the peers.
 
+All are compiled with the options that the chip should have, and `naive` once more without.
+
 `naive` is a collective and a matmul in `shard_map`; `XLA post_spmd` the same, which the TPU
 compiler is told to decompose; `XLA plain jit` a matmul of global arrays, left to the partitioner.
 It would use further axes of the mesh, over which the others repeat the work of one ring, to divide
@@ -21,7 +23,8 @@ from jaxpar.cli._ops import OPS, Ring, Shape, with_gradients
 
 Local = Callable[[Array, Array, Ring], Array]
 
-PEERS = ("naive", "XLA post_spmd", "XLA plain jit", "guide one way", "guide both ways")
+DEFAULT = "naive, default options"
+PEERS = ("naive", DEFAULT, "XLA post_spmd", "XLA plain jit", "guide one way", "guide both ways")
 POST_SPMD = {
     "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
     "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
@@ -46,8 +49,8 @@ def build(peer: str, op: str, mesh: Mesh, ring: Ring, *, grad: bool) -> Callable
       grad: forward and backward: of lhs, rhs and a cotangent, gives the result and both gradients.
     """
     lhs, rhs, out = OPS[op].specs(ring)
-    naive, one_way, both_ways = _LOCAL[op]
-    local = {"guide one way": one_way, "guide both ways": both_ways}.get(peer, naive)
+    one_way, both_ways = _rings(_GUIDE[op]) if op in _GUIDE else (None, None)
+    local = {"guide one way": one_way, "guide both ways": both_ways}.get(peer, _NAIVE[op])
     function = jax.shard_map(
         lambda x, w: local(x, w, ring), mesh=mesh, in_specs=(lhs, rhs), out_specs=out
     )
@@ -71,9 +74,11 @@ def plain_jit(
     return [(_matmul([x.sharding for x in layout], grad), layout) for layout in layouts]
 
 
-def compiler_options(peer: str) -> dict[str, Any] | None:
-    """The options that a peer is compiled with."""
-    return dict(POST_SPMD) if peer == "XLA post_spmd" else None
+def compiler_options(peer: str, common: dict[str, Any]) -> dict[str, Any]:
+    """The options that a peer is compiled with, of those that all forms get and its own."""
+    if peer == DEFAULT:
+        return {}
+    return {**common, **POST_SPMD} if peer == "XLA post_spmd" else common
 
 
 def _matmul(shardings: list[Any], grad: bool) -> Callable[..., Any]:
@@ -167,7 +172,7 @@ def scatter_rows(lhs: Array, rhs: Array, ring: Ring, *, both: bool) -> Array:
     return jnp.concatenate(sums) if both else sums[0]
 
 
-# -- naive, one way and both ways of every form --------------------------------------------------
+# -- every form --------------------------------------------------
 
 
 def _rings(ring_form: Callable[..., Array]) -> tuple[Local, Local]:
@@ -177,21 +182,28 @@ def _rings(ring_form: Callable[..., Array]) -> tuple[Local, Local]:
     )
 
 
-_LOCAL: dict[str, tuple[Local, Local, Local]] = {
-    "gather-lhs-rows": (
-        lambda lhs, rhs, ring: lax.all_gather(lhs, ring, axis=0, tiled=True) @ rhs,
-        *_rings(gather_lhs_rows),
-    ),
-    "gather-rhs-k": (
-        lambda lhs, rhs, ring: lhs @ lax.all_gather(rhs, ring, axis=0, tiled=True),
-        *_rings(gather_rhs_k),
-    ),
-    "gather-rhs-cols": (
-        lambda lhs, rhs, ring: lhs @ lax.all_gather(rhs, ring, axis=1, tiled=True),
-        *_rings(gather_rhs_cols),
-    ),
-    "scatter-rows": (
-        lambda lhs, rhs, ring: lax.psum_scatter(lhs @ rhs, ring, scatter_dimension=0, tiled=True),
-        *_rings(scatter_rows),
-    ),
+_GUIDE = {
+    "gather-lhs-rows": gather_lhs_rows,
+    "gather-rhs-k": gather_rhs_k,
+    "gather-rhs-cols": gather_rhs_cols,
+    "scatter-rows": scatter_rows,
+}
+
+
+def _gather(x: Array, ring: Ring, dim: int) -> Array:
+    return lax.all_gather(x, ring, axis=dim, tiled=True)
+
+
+def _scatter(x: Array, ring: Ring, dim: int) -> Array:
+    return lax.psum_scatter(x, ring, scatter_dimension=dim, tiled=True)
+
+
+_NAIVE: dict[str, Local] = {
+    "gather-lhs-rows": lambda lhs, rhs, ring: _gather(lhs, ring, 0) @ rhs,
+    "gather-lhs-k": lambda lhs, rhs, ring: _gather(lhs, ring, 1) @ rhs,
+    "gather-rhs-k": lambda lhs, rhs, ring: lhs @ _gather(rhs, ring, 0),
+    "gather-rhs-cols": lambda lhs, rhs, ring: lhs @ _gather(rhs, ring, 1),
+    "scatter-rows": lambda lhs, rhs, ring: _scatter(lhs @ rhs, ring, 0),
+    "scatter-cols": lambda lhs, rhs, ring: _scatter(lhs @ rhs, ring, 1),
+    "all-reduce": lambda lhs, rhs, ring: lax.psum(lhs @ rhs, ring),
 }

@@ -11,6 +11,7 @@ from overlap.report import results
 # The Okabe-Ito palette, which colour-blind readers tell apart, and a shape for each peer.
 MARKS = {
     "naive": ("0.55", "x"),
+    "naive, default options": ("0.75", "+"),
     "XLA post_spmd": ("#D55E00", "^"),
     "XLA plain jit": ("#CC79A7", "v"),
     "guide one way": ("#009E73", ">"),
@@ -43,5 +44,5 @@ def write_plot(path: str, found: Sequence[dict[str, Any]]) -> None:
     panel.set_axisbelow(True)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.tick_params(axis="y", length=0)
-    figure.legend(loc="outside upper center", ncols=6, fontsize=9, frameon=False)
+    figure.legend(loc="outside upper center", ncols=7, fontsize=9, frameon=False)
     figure.savefig(path)

@@ -10,7 +10,13 @@ from overlap.peers import PEERS
 from overlap.worker import GPUS, MODES, Case
 from tables import Table, made_by
 
-NAMES = {"naive": "naive", "unidirectional": "one way", "bidirectional": "both ways"}
+NAMES = {
+    "naive": "naive",
+    "chunked-4": "4 chunks",
+    "chunked-8": "8 chunks",
+    "unidirectional": "one way",
+    "bidirectional": "both ways",
+}
 
 
 @dataclass(frozen=True)
@@ -82,22 +88,6 @@ def main_table(cases: Sequence[Result]) -> Table:
     return Table(titles, rows)
 
 
-def wire_table(cases: Sequence[Result]) -> Table:
-    """The cases in which sums travel, with jaxpar's default wire."""
-    titles = ["case", "best peer", "auto, bfloat16 wire", "auto, default wire", "/ best peer"]
-    rows = []
-    for each in cases:
-        if not each.case.has_sums:
-            continue
-        default = each.ratio("default wire", "auto")
-        picked = _pick(each.record("default wire", "auto"))
-        values = (each.best_peer, each.ratio("mode", "auto"), default)
-        cells = [*map(_number, values), _number(_over(default, each.best_peer))]
-        cells[2] += picked
-        rows.append([f"{each.label}; {each.case.chip}", *cells])
-    return Table(titles, rows)
-
-
 def gpu_table(found: Sequence[dict[str, Any]]) -> Table:
     """The transfers of every operation on GPUs."""
     hosts = [each for chip in GPUS for each in found if each.get("gpu") == chip]
@@ -129,8 +119,6 @@ def tables(found: Sequence[dict[str, Any]]) -> str:
     parts = [
         made_by("python benchmarks/overlap", "libtpu", "jax-cuda13-pjrt"),
         "Time over floor:\n\n" + main_table(results(found)).markdown(),
-        "With the default wire, float32, against the same floor and peers (which send bfloat16):"
-        "\n\n" + wire_table(results(found)).markdown(),
         'GPUs, `mode="auto"`, bfloat16, M x K x N = 8192x8192x28672, default flags and wire: '
         "transfers that are asynchronous / of these, around at least one matmul / synchronous:"
         "\n\n" + gpu_table(found).markdown(),
@@ -143,7 +131,7 @@ def tables(found: Sequence[dict[str, Any]]) -> str:
 def print_tables(found: Sequence[dict[str, Any]]) -> None:
     """Prints the tables, and what failed."""
     cases = results(found)
-    for table in (main_table(cases), wire_table(cases), gpu_table(found)):
+    for table in (main_table(cases), gpu_table(found)):
         table.print(width=180)
     for line in failures(found):
         print(f"- {line}")

@@ -63,14 +63,15 @@ def test_forward_has_the_result_alone():
 
 def test_cases_are_what_they_say():
     cases = worker.load_cases()
-    assert len(cases) == 13
+    assert len(cases) == 21
     assert sum(case.fallback for case in cases) == 1
     assert {case.op for case in cases} == set(worker.FORMS)
     assert all(size % case.size == 0 for case in cases for size in (case.m, case.k, case.n))
     gather, scatter = cases[:2]
     assert gather.block_bytes == 16384 * 8192 * 2 // 8
     assert scatter.block_bytes == 16384 * 8192 * 2 // 8
-    assert [case.has_sums for case in cases[:3]] == [False, True, True]
+    assert sum(case.few_rows for case in cases) == 8
+    assert len({case.name for case in cases}) == 21
 
 
 def found(number, total, failed=()):
@@ -78,7 +79,7 @@ def found(number, total, failed=()):
     case = vars(worker.load_cases()[number])
     kinds = [("peer", name) for name in peers.PEERS] + [("mode", name) for name in worker.MODES]
     records = []
-    for kind, variant in [*kinds, ("default wire", "auto")]:
+    for kind, variant in kinds:
         record = {"kind": kind, "variant": variant, "same_as": "bidirectional"}
         if variant in failed:
             record["failure"] = "Error: too large"
@@ -96,13 +97,11 @@ def test_tables():
     ]
     rows = report.main_table(report.results(some)).rows
     first, fallback, _, mean, worst = rows
-    assert first[3] == "-"
+    assert first[4] == "-"
     assert first[-4:] == ["**1.10** (both ways)", "0.55", "1.00", "64 (2.0)"]
     assert "(fallback)" in fallback[0]
     assert mean[-4] == "1.15"
     assert worst[-4:-1] == ["1.20", "0.60", "1.00"]
-    wire = report.wire_table(report.results(some)).rows
-    assert [row[0].split(",")[0] for row in wire] == ["llama3-70b down", "v6e pod"]
     text = report.tables(some)
     assert text.startswith("`python benchmarks/overlap`, 20")
     assert "llama3-70b down, tp 8: peer XLA post_spmd: Error: too large" in text
@@ -124,7 +123,7 @@ def test_picture(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--cases", "0,99"], "--cases has '99'; choose from 0,1,2,3,4,5,6,7,8,9,10,11,12,gpu"),
+        (["--cases", "0,99"], "--cases has '99'; choose from 0,1,2,3,4,5,6,7,8,9,10,11,12,13,14"),
         (["--cases", ""], "--cases has ''"),
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
     ],
@@ -145,7 +144,7 @@ def test_names_the_command_that_installs_what_is_missing(monkeypatch, capsys):
 
 
 def test_chooses_cases_and_gpus():
-    assert len(command.parse([]).tasks) == 15
+    assert len(command.parse([]).tasks) == 23
     some = command.parse(["--cases", "gpu,3"]).tasks
     assert list(some) == ["llama3-8b gate/up, tp 4", "h100:8", "b200:8"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxpar
 from jaxpar.cli._ops import OPS, Op, with_gradients
 from jaxpar.cli._processes import answer, one_line, versions
 from jaxpar.schedule import Target, compile_for, matmul_floor, timeline
@@ -24,7 +25,7 @@ FORMS = {
     "gather rhs n": "gather-rhs-cols",
     "scatter rows": "scatter-rows",
 }
-MODES = ("naive", "unidirectional", "bidirectional", "auto")
+MODES = ("naive", "chunked-4", "chunked-8", "unidirectional", "bidirectional", "auto")
 GPUS = ("h100:8", "b200:8")
 GPU_SHAPE = (8192, 8192, 28672)
 
@@ -44,6 +45,7 @@ class Case:
     dtype: str
     grad: bool = False
     fallback: bool = False  # rings can only lose there
+    few_rows: bool = False  # a weight is most of what is read
 
     @property
     def size(self) -> int:
@@ -62,11 +64,6 @@ class Case:
         moved = {"lhs": self.m * self.k, "rhs": self.k * self.n, "out": self.m * self.n}
         which = "out" if form.lhs == form.rhs else "lhs" if form.rhs == form.out else "rhs"
         return moved[which] // self.size * jnp.dtype(self.dtype).itemsize
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether partial sums travel, whose dtype is the wire's."""
-        return self.grad or self.op.startswith("scatter")
 
 
 def load_cases() -> list[Case]:
@@ -88,13 +85,11 @@ def serve_case(case: Case) -> Iterator[dict[str, Any]]:
             yield min(plain, key=_total) | {"kind": "peer", "spent": sum(r["spent"] for r in plain)}
             continue
         function = peers.build(peer, case.form.name, mesh, ring, grad=case.grad)
-        yield compiler.record(peer, function, peers.compiler_options(peer)) | {"kind": "peer"}
+        options = peers.compiler_options(peer, compiler.options)
+        yield compiler.record(peer, function, options) | {"kind": "peer"}
     for mode in MODES:
-        function = _jit(case.form.bind(mesh, ring, mode, wire_dtype=case.dtype), case.grad)
+        function = _jit(case.form.bind(mesh, ring, mode), case.grad)
         yield compiler.record(mode, function) | {"kind": "mode"}
-    if case.has_sums:
-        functions = {mode: _jit(case.form.bind(mesh, ring, mode), case.grad) for mode in MODES}
-        yield compiler.record_auto(functions) | {"kind": "default wire"}
 
 
 def serve_gpu(chip: str) -> Iterator[dict[str, Any]]:
@@ -113,6 +108,7 @@ class Compiler:
 
     def __init__(self, target: Target, operands: list[Any], grad: bool):
         self._target = target
+        self.options = jaxpar.compiler_options(target)  # what every form gets
         self._operands = operands if grad else operands[:2]
         self._known: dict[str, dict[str, Any]] = {}  # by the traced program
 
@@ -121,6 +117,7 @@ class Compiler:
     ) -> dict[str, Any]:
         """Compiles a jitted function and plays its schedule; says why where that fails."""
         start = time.perf_counter()
+        options = self.options if options is None else options
         try:
             text = f"{options}\n{self._trace(function)}"
             if text in self._known:
@@ -152,7 +149,7 @@ class Compiler:
         return found
 
     def _trace(self, function: Any) -> str:
-        with jax.set_mesh(self._target.mesh):
+        with jax.set_mesh(self._target.mesh), jaxpar.compiled_with(self.options):
             return function.trace(*self._operands).lower().as_text()
 
 

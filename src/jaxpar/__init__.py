@@ -5,6 +5,7 @@ from jaxpar import moe as moe
 from jaxpar import schedule as schedule
 from jaxpar import testing as testing
 from jaxpar._axis import Axis
+from jaxpar._options import compiled_with, compiler_options, jit
 from jaxpar._types import AxisLike as AxisLike
 from jaxpar._types import Mode as Mode
 from jaxpar.collectives import (
@@ -20,6 +21,9 @@ from jaxpar.mesh import make_mesh, ring_hops, ring_order
 __all__ = [
     "Axis",
     "all_gather_matmul",
+    "compiled_with",
+    "compiler_options",
+    "jit",
     "make_mesh",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

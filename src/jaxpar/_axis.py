@@ -18,7 +18,8 @@ from jaxpar._dtypes import as_dtype
 from jaxpar._types import AxisLike, Mode, Names
 from jaxpar._varying import vary_alike
 
-MODES = ("naive", "unidirectional", "bidirectional", "auto")
+CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
+MODES = ("naive", *CHUNKED, "unidirectional", "bidirectional", "auto")
 
 
 @readable
@@ -32,10 +33,12 @@ class Axis:
       names: one mesh axis, or a tuple or list of them in any order. The logical index of a device
         counts in the order of the names, as in `jax.lax.axis_index`. Of an `Axis` the mode and
         the dtype hold where no other is given than the defaults.
-      mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"unidirectional"`
-        or `"bidirectional"` (around a ring), or `"auto"`: what is predicted to be the fastest.
-      wire_dtype: the dtype in which partial sums travel. None: that in which they are added,
-        float32 for 16-bit floats.
+      mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"chunked-2"`,
+        `"chunked-4"` or `"chunked-8"` (one for each of so many chunks), `"unidirectional"` or
+        `"bidirectional"` (around a ring), or `"auto"`: what is predicted to be the fastest.
+      backward: the mode in the backward pass of matmuls. None: `mode`.
+      wire_dtype: the dtype in which partial sums travel. None: that of the result, as
+        `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least.
 
     Raises:
       TypeError: names that are no strings, or what is no dtype.
@@ -43,12 +46,13 @@ class Axis:
 
     Example:
       >>> Axis("tp", mode="bidirectional", wire_dtype="bfloat16")
-      Axis(names=('tp',), mode='bidirectional', wire_dtype=dtype(bfloat16))
+      Axis(names=('tp',), mode='bidirectional', wire_dtype=dtype(bfloat16), backward=None)
     """
 
     names: Names
     mode: Mode = "auto"
     wire_dtype: DTypeLike | None = None
+    backward: Mode | None = None
 
     def __post_init__(self) -> None:
         with naming("Axis"):
@@ -58,8 +62,12 @@ class Axis:
                     object.__setattr__(self, "mode", inner.mode)
                 if self.wire_dtype is None:
                     object.__setattr__(self, "wire_dtype", inner.wire_dtype)
+                if self.backward is None:
+                    object.__setattr__(self, "backward", inner.backward)
             object.__setattr__(self, "names", axis_names(self.names))
             check_mode(self.mode)
+            if self.backward is not None:
+                check_mode(self.backward, "backward")
             object.__setattr__(self, "wire_dtype", as_dtype("wire_dtype", self.wire_dtype))
 
 
@@ -144,7 +152,7 @@ def bind(
             f"{argument} {names!r} has axes that the mesh lacks, which has {dict(mesh.shape)}; a "
             "ring over several axes needs mesh axes, whose order is known"
         )
-    return Ring(names, mode, wire, size=prod(sizes.values()))
+    return Ring(names, mode, wire, given.backward, size=prod(sizes.values()))
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
@@ -176,7 +184,7 @@ def ring_positions(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> Int[np.
     return positions.transpose([in_mesh_order.index(name) for name in names]).reshape(-1)
 
 
-def check_mode(mode: Any) -> None:
-    """Raises unless `mode` is one of the four."""
+def check_mode(mode: Any, argument: str = "mode") -> None:
+    """Raises unless `mode`, the user's `argument`, is one of those that there are."""
     if not isinstance(mode, str) or mode not in MODES:
-        raise value_error(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        raise value_error(f"{argument} must be one of {', '.join(MODES)}, got {mode!r}")

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     AxisLike = str | tuple[str, ...] | list[str] | Axis
     Names = Any  # a tuple of strings, made of any of a string, a tuple and a list
-    Mode = Literal["naive", "unidirectional", "bidirectional", "auto"]
+    Mode = Literal[
+        "naive",
+        "chunked-2",
+        "chunked-4",
+        "chunked-8",
+        "unidirectional",
+        "bidirectional",
+        "auto",
+    ]
     Operand = Literal["lhs", "rhs"]
     SequenceOrder = Literal["zigzag", "contiguous"]
     Policy = Literal["probability", "position"]
@@ -44,7 +52,8 @@ else:
 SHOWN = {
     "AxisLike": "str | tuple[str, ...] | list[str] | Axis",
     "Names": "str | tuple[str, ...] | list[str]",
-    "Mode": "Literal['naive', 'unidirectional', 'bidirectional', 'auto']",
+    "Mode": "Literal['naive', 'chunked-2', 'chunked-4', 'chunked-8', 'unidirectional', "
+    "'bidirectional', 'auto']",
     "Operand": "Literal['lhs', 'rhs']",
     "SequenceOrder": "Literal['zigzag', 'contiguous']",
     "Policy": "Literal['probability', 'position']",

@@ -71,7 +71,9 @@ def request_made():
         dtype="bfloat16",
         wire_dtype=None,
         grad=True,
+        bare=False,
         compiler_options={"xla_a": True},
+        figures="book",
     )
 
 
@@ -85,6 +87,7 @@ def report():
         ring=("tp",),
         links_apart=1,
         chip={"capacity": 2.0**34, "link": 4.5e10},
+        compiler_options={"xla_a": True},
         versions={"jax": "0.12", "libtpu": "0.0.50"},
     )
     return Report(

@@ -30,6 +30,7 @@ def requests(monkeypatch):
         ("--shapes 16x16", "--shapes '16x16' is not MxKxN, three positive integers such as"),
         ("--modes naive,fast", "--modes 'fast' is not among naive, unidirectional, bidirectional"),
         ("--dtype bf16", "--dtype 'bf16' is not among float32, bfloat16, float16"),
+        ("--figures mine", "--figures 'mine' is not among book, measured"),
         ("--wire-dtype half-float", "--wire-dtype 'half-float' is no dtype; write bfloat16"),
         ("--jobs -1", "--jobs -1 is negative"),
         ("--compiler-options fast", "--compiler-options 'fast' is not of the form key=value"),
@@ -78,6 +79,14 @@ def test_one_request_a_target_holds_all_that_was_asked(requests):
         assert (request.dtype, request.wire_dtype, request.grad) == ("float32", "bfloat16", True)
         wanted = {"xla_a": True, "xla_b": 3, "xla_c": 0.5, "xla_d": "text"}
         assert dict(request.compiler_options) == wanted
+        assert (request.bare, request.figures) == (False, "book")
+
+
+def test_the_chip_s_own_options_and_figures_may_be_left_out(requests):
+    assert main(["predict", "--compiler-options", "none", "xla_a=3", "--figures", "measured"]) == 0
+    assert requests[0].bare
+    assert dict(requests[0].compiler_options) == {"xla_a": 3}
+    assert requests[0].figures == "measured"
 
 
 @pytest.mark.parametrize(

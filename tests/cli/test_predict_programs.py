@@ -1,6 +1,7 @@
 """What is compiled: operands as text, the floors of the operations, gradients of functions."""
 
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar import all_gather_matmul, make_mesh
 from jaxpar.cli import _predict_programs as programs
 from jaxpar.cli._console import UsageError
-from jaxpar.cli._ops import OPS
+from jaxpar.cli._ops import OPS, with_gradients
 from jaxpar.cli._predict_programs import operand
 from jaxpar.cli._predict_results import Request
 from jaxpar.schedule import Floor, Target
@@ -28,7 +30,9 @@ REQUEST = Request(
     dtype="bfloat16",
     wire_dtype=None,
     grad=False,
+    bare=False,
     compiler_options={},
+    figures="book",
 )
 
 
@@ -135,6 +139,28 @@ def test_operations_compute_what_the_bench_computes(grad, target):
         lhs, rhs = values[:2]
         wanted = (lhs @ rhs, values[2] @ rhs.T, lhs.T @ values[2]) if grad else lhs @ rhs
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, wanted)
+
+
+def test_nothing_backward_is_computed_before_the_result():
+    """A second gather of what is kept as a shard, too, waits for it."""
+    matmul = partial(all_gather_matmul, axis="tp", mode="unidirectional")
+    mapped = jax.shard_map(
+        matmul,
+        mesh=make_mesh("tp=4", devices=jax.devices()[:4]),
+        in_specs=(P("tp"), P(None, "tp")),
+        out_specs=P(None, "tp"),
+    )
+    given = [jnp.ones(shape) for shape in ((8, 4), (4, 8), (8, 8))]
+    equations = jax.make_jaxpr(with_gradients(mapped))(*given).eqns
+    names = [equation.primitive.name for equation in equations]
+    place = names.index("optimization_barrier")
+    assert names[:place] == ["shard_map"]
+    assert names.count("shard_map") > 1
+    held = set(equations[place].outvars)
+    for equation in equations[place + 1 :]:
+        assert held & set(equation.invars)
+        held |= set(equation.outvars)
+        assert not set(equations[0].outvars) & set(equation.invars)
 
 
 def test_gradients_of_a_function_are_those_of_all_floats(target, monkeypatch, tmp_path):

@@ -9,7 +9,11 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter, ring_shift
 
 ALL = (ring_shift, ring_all_gather, ring_reduce_scatter, ring_all_reduce)
-MODES = ("naive", "unidirectional", "bidirectional", "auto")
+ALL_MODES = (
+    *("naive", "chunked-2", "chunked-4", "chunked-8"),
+    *("unidirectional", "bidirectional", "auto"),
+)
+MODES = ("naive", "chunked-2", "unidirectional", "bidirectional", "auto")
 every_function = pytest.mark.parametrize("function", ALL)
 every_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -88,7 +92,7 @@ def test_a_traced_offset_is_told_what_to_do():
 def test_an_unknown_mode(function):
     if function is ring_shift:
         return
-    choices = "must be one of naive, unidirectional, bidirectional, auto, got 'both'"
+    choices = f"must be one of {', '.join(ALL_MODES)}, got 'both'"
     with pytest.raises(ValueError, match=f"{function.__name__}: mode {choices}"):
         trace(lambda x: function(x, "x", mode="both"), 8)
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jaxpar import make_mesh
-from jaxpar.cli._ops import OPS, with_gradients
+from jaxpar.cli._ops import OPS
 from jaxpar.collectives._order import (
     ORDERS,
     ClusterOrder,
@@ -43,8 +43,13 @@ def compiled(monkeypatch):
             for shape, spec in zip(shapes, OPS[op].specs(("tp",)), strict=True)
         ]
         function = OPS[op].bind(described.mesh, ("tp",), mode, wire_dtype=jnp.bfloat16)
-        if gradients:
-            return compile_for(with_gradients(function), described, *args)
+        if gradients:  # of a cotangent that is there before the result, as in no model
+
+            def mixed(lhs, rhs, cotangent):
+                out, pull_back = jax.vjp(function, lhs, rhs)
+                return (out, *pull_back(cotangent))
+
+            return compile_for(mixed, described, *args)
         return compile_for(function, described, *args[:2])
 
     return compile_as
@@ -164,8 +169,8 @@ def test_the_backward_pass_stays_behind_the_forward_pass(compiled):
         compiled(order, "v5p:2x2x2", "scatter-rows", *shape, gradients=True)
         for order in (TpuOrder(), Mixed())
     )
-    # With jax 0.10.0 the cotangent, which waits for nothing, leaves while the last sum arrives.
-    early = 1.5 * behind.target.chip.latency if jax.__version_info__ < (0, 10, 2) else 0
+    # The cotangent, which waits for nothing, may leave during the last hop of the last sum.
+    early = 1.5 * behind.target.chip.latency
     assert overlap(timeline(behind)) < early < overlap(timeline(mixed))
     assert behind.memory.temporaries < 0.8 * mixed.memory.temporaries
 

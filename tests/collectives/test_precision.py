@@ -1,4 +1,4 @@
-"""Sums of 16-bit floats are kept in float32, and what travels is in the dtype asked for."""
+"""Sums of 16-bit floats are added in float32, and what travels is in the dtype asked for."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar import Axis, make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from jaxpar.testing import assert_matches_reference
 
 N = 8
@@ -14,18 +14,17 @@ both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"]
 narrow = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 
-def sums(mode, x, check_vma=True, **wire):
+def sums(mode, x, check_vma=True, wire_dtype=jnp.float32):
     """The sum of `x` over its first dimension by a reduce-scatter, an all-reduce and a gradient."""
+    axis = Axis("x", mode=mode, wire_dtype=wire_dtype)
 
     def run(x):
         x = x[0]
-        pull = jax.vjp(
-            lambda block: ring_all_gather(block, "x", tiled=True, mode=mode), x[: x.size // N]
-        )[1]
+        pull = jax.vjp(lambda block: ring_all_gather(block, axis, tiled=True), x[: x.size // N])[1]
         return (
-            ring_reduce_scatter(x, "x", tiled=True, mode=mode, **wire),
-            ring_all_reduce(x, "x", mode=mode, **wire)[None],
-            *([] if wire else pull(x)),
+            ring_reduce_scatter(x, axis, tiled=True),
+            ring_all_reduce(x, axis)[None],
+            *pull(x),
         )
 
     mapped = jax.shard_map(
@@ -44,7 +43,7 @@ def rounding(found, x):
 
 @both_rings
 @narrow
-def test_sums_are_rounded_once(mode, dtype):
+def test_sums_are_rounded_once_with_a_wide_wire(mode, dtype):
     x = np.random.default_rng(0).uniform(0.5, 1.5, (N, 256)).astype(jnp.dtype(dtype))
     carried = x[0]
     for addend in x[1:]:
@@ -67,7 +66,7 @@ def test_partial_sums_may_exceed_the_largest_float16(mode):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_narrow_wire(mode, check_vma):
     x = np.random.default_rng(0).uniform(0.5, 1.5, (N, 256)).astype(np.float32)
-    for found in sums(mode, x, check_vma, wire_dtype=jnp.bfloat16):
+    for found in sums(mode, x, check_vma, jnp.bfloat16):
         assert found.dtype == np.float32
         error = rounding(found, x) * float(jnp.finfo(np.float32).eps / jnp.finfo(jnp.bfloat16).eps)
         assert 0.05 < error < N  # rounded on the way, and at most half a unit a hop

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 RINGS = ("unidirectional", "bidirectional")
-MODES = ("naive", "auto", *RINGS)
+MODES = ("naive", "chunked-2", "auto", *RINGS)
 
 
 def line(n):

@@ -13,7 +13,7 @@ from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scat
 from jaxpar._axis import bind
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import ClusterOrder, CpuOrder, Order, TpuOrder
-from jaxpar.collectives._ways import Naive, as_it_is
+from jaxpar.collectives._ways import InChunks, Naive, as_it_is
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
@@ -42,7 +42,7 @@ def ways(mode):
     """Every way of a mode, also those that are for other chips than a CPU."""
     ring = bind("x", wire_dtype="int32")
     if mode == "naive":
-        return [Naive(ring)]
+        return [Naive(ring), InChunks(ring, 2), InChunks(ring, 3), InChunks(ring, 8)]
     directions = {"unidirectional": (1,), "bidirectional": (1, -1)}[mode]
     in_turns = [InTurns(ring, directions, order) for order in ORDERS]
     return [*in_turns, InTurns(ring, directions, Order(), whole_opposite=True)]
@@ -96,8 +96,8 @@ def test_a_gather_says_which_positions_it_brings(n, mode, loops):
                 parts = [jnp.sum(block * weights) for block, _, weights in arrivals]
                 return sum(parts, start=0 * x[0] if total is None else total)
 
-            def take(start, size):
-                return lax.dynamic_slice_in_dim(home, start, size)
+            def take(positions):
+                return positions.cut(home, 0)
 
             return way.gather(x, consume, take=take, dim=0, sums=as_it_is)[None]
 
@@ -116,8 +116,8 @@ def test_a_scatter_adds_what_every_device_made_for_an_owner(n, length, mode, loo
     def run(x):
         columns = jnp.arange(n * length, dtype=jnp.int32) + 100 * x[0]
 
-        def take(start, size):
-            return lax.dynamic_slice_in_dim(columns, start, size)
+        def take(positions):
+            return positions.cut(columns, 0)
 
         def produce(part):
             return jnp.stack([part, -part])

@@ -306,7 +306,7 @@ def test_what_is_sent_and_kept(mode, length, permutes):
         {"ppermute": permutes[1]},
     )
     assert found.forward_bytes == (n - 1) * block * 2
-    assert found.backward_bytes == (n - 1) * block * (2 + 4)
+    assert found.backward_bytes == (n - 1) * block * (2 + 2)
     # q and the result, k and v, and the logarithm of each query's sum
     assert found.residual_bytes == length * (2 * heads * size * 2 + 2 * size * 2 + 2 * heads * 4)
 
@@ -436,7 +436,7 @@ def test_what_is_wrong_is_said(shapes, options, error, text):
 
 
 def test_an_unknown_mode():
-    with pytest.raises(ValueError, match=r"^Axis: mode must be one of naive, unidirectional"):
+    with pytest.raises(ValueError, match=r"^Axis: mode must be one of naive, chunked-2"):
         Axis("x", mode="ring")
 
 

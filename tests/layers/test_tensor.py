@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh, ring_shift
 from jaxpar._jaxprs import subjaxprs
-from jaxpar.collectives._choice import choose_way
+from jaxpar.collectives._choice import choose_ways
 from jaxpar.collectives._order import Order, TpuOrder
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.testing import assert_matches_reference, count_collectives
@@ -225,8 +225,8 @@ def test_gathered_weights_are_not_kept(mode, check_vma, pieces, monkeypatch):
 
     order = TpuOrder() if pieces == 2 else Order()
     monkeypatch.setattr(
-        "jaxpar.matmul._einsum.choose_way",
-        lambda *asked: replace(choose_way(*asked), order=order),
+        "jaxpar.matmul._einsum.choose_ways",
+        lambda *asked: tuple(replace(way, order=order) for way in choose_ways(*asked)),
     )
     columns, tokens = P("fsdp", "tp"), P("fsdp", "tp")
     mapped = jax.shard_map(
@@ -431,3 +431,35 @@ def test_a_call_inside_an_activation_is_named():
     )
     with pytest.raises(ValueError, match=r"^ring_shift: axis 'zz' is not bound"):
         jax.eval_shape(layer)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("tokens", "dim"), [((4, 16, 8), -2), ((16, 3, 8), 0)])
+def test_rows_that_go_through_an_mlp_in_chunks(tokens, dim, check_vma, monkeypatch):
+    """Values and gradients of what `auto` does on TPU, with two collectives for each chunk."""
+    shape = tokens
+    wide = [normal(*shape), normal(8, 12), normal(8, 12), normal(12, 8)]
+
+    def spec(size):
+        places = [None] * len(shape)
+        places[dim] = size
+        return P(*places)
+
+    def mapped(axis):
+        return jax.shard_map(
+            lambda x, *w: gated_mlp(x, *w, axis, sequence_dim=dim),
+            mesh=mesh_of("tp=4"),
+            in_specs=(spec("tp"), P(None, "tp"), P(None, "tp"), P("tp")),
+            out_specs=spec("tp"),
+            check_vma=check_vma,
+        )
+
+    def with_gradients(axis):
+        return jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(mapped(axis)(*a))), range(4))
+
+    wanted = with_gradients(Axis("tp", mode="naive"))(*wide)
+    monkeypatch.setattr("jaxpar.layers._projections.choose_row_chunks", lambda _: 2)
+    assert count_collectives(mapped("tp"), *wide).forward == {"all_gather": 2, "psum_scatter": 2}
+    found = with_gradients("tp")(*wide)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

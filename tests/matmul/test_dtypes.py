@@ -16,7 +16,7 @@ from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_sc
 from jaxpar.testing import assert_matches_reference, tolerance
 
 rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
-modes = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive"])
+modes = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive", "chunked-2"])
 halves = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 GATHER = {"in_specs": (P("x"), P(None, "x")), "out_specs": P(None, "x")}
@@ -62,16 +62,16 @@ calls = pytest.mark.parametrize(("fn", "where", "options"), CALLS.values(), ids=
 @halves
 @modes
 @calls
-def test_16_bit_sums_are_rounded_once(fn, where, options, mode, dtype):
+def test_16_bit_sums_are_rounded_once_with_a_wide_wire(fn, where, options, mode, dtype):
     x, w = normal((8, 256), dtype), normal((256, 8), dtype)
-    found = shard(fn, where, mode=mode, **options)(x, w)
+    found = shard(fn, where, mode=mode, wire_dtype="float32", **options)(x, w)
     assert found.dtype == dtype
     assert roundings(found, x, w) < 1.01
 
 
 @rings
 @pytest.mark.parametrize(
-    "asked", [{"wire_dtype": "bfloat16"}, {"preferred_element_type": jnp.bfloat16}]
+    "asked", [{}, {"wire_dtype": "bfloat16"}, {"preferred_element_type": jnp.bfloat16}]
 )
 @pytest.mark.parametrize(("fn", "where"), [(c[0], c[1]) for c in list(CALLS.values())[1:]])
 def test_a_16_bit_wire_rounds_once_a_hop(fn, where, asked, mode):
@@ -84,14 +84,40 @@ def test_a_16_bit_wire_rounds_once_a_hop(fn, where, asked, mode):
     assert np.all(error < tolerance(jnp.bfloat16, 256) * terms)
 
 
+# Of the naive form with either wire, what a way's error may be: rings round once a hop, a wide wire
+# once. Chunks send what the naive form sends.
+ERRORS = {
+    "chunked-4": (1.0, 1.0),
+    "bidirectional": (1.3, 1.0),
+    "unidirectional": (1.6, 1.0),
+}
+
+
+@pytest.mark.parametrize("mode", ERRORS)
+def test_the_error_of_both_wires_beside_the_naive_form(mode):
+    x, w = normal((64, 512), "bfloat16"), normal((512, 64), "bfloat16")
+    exact = np.asarray(x, "float64") @ np.asarray(w, "float64")
+
+    def error(mode, **wire):
+        found = shard(matmul_reduce_scatter, SCATTER, mode=mode, **wire)(x, w)
+        return np.sqrt(np.mean((np.asarray(found, "float64") - exact) ** 2))
+
+    narrow, wide = ERRORS[mode]
+    naive = error("naive")
+    assert error(mode) <= narrow * naive * 1.001
+    assert error(mode, wire_dtype="float32") <= wide * error("naive", wire_dtype="float32") * 1.001
+    assert error(mode, wire_dtype="float32") < 0.8 * naive
+
+
 @pytest.mark.parametrize(
     ("dtype", "mode"), [("bfloat16", "bidirectional"), ("float16", "unidirectional")]
 )
-def test_16_bit_gradients_are_rounded_once(mode, dtype):
+def test_16_bit_gradients_are_rounded_once_with_a_wide_wire(mode, dtype):
     """The gradient of the gathered operand is a reduce-scatter; of the scattered, a gather."""
     x, w, ct = normal((8, 16), dtype), normal((16, 256), dtype), normal((8, 256), dtype)
     for fn, where in ((all_gather_matmul, GATHER), (matmul_reduce_scatter, SCATTER)):
-        _, gx, gw = value_and_pullback(shard(fn, where, mode=mode), x, w, ct)
+        wide = shard(fn, where, mode=mode, wire_dtype="float32")
+        _, gx, gw = value_and_pullback(wide, x, w, ct)
         assert gx.dtype == gw.dtype == dtype
         assert roundings(gx, ct, w.T) < 1.01
         assert roundings(gw, x.T, ct) < 1.01
@@ -102,7 +128,8 @@ def test_16_bit_gradients_are_rounded_once(mode, dtype):
 def test_wide_results_of_narrow_operands(fn, where, options, mode):
     """preferred_element_type=float32: nothing is rounded; gradients have the operands' dtype."""
     x, w, ct = (normal((8, 8), dtype) for dtype in ("bfloat16", "bfloat16", "float32"))
-    wide = shard(fn, where, mode=mode, preferred_element_type="float32", **options)
+    more = {"preferred_element_type": "float32", "wire_dtype": "float32", **options}
+    wide = shard(fn, where, mode=mode, **more)
     found, gx, gw = value_and_pullback(wide, x, w, ct)
     assert found.dtype == "float32"
     assert gx.dtype == gw.dtype == "bfloat16"
@@ -120,7 +147,7 @@ def wires(fn, *args):
 
 @pytest.mark.parametrize(
     ("options", "sums"),
-    [({}, "f32"), ({"wire_dtype": "bfloat16"}, "bf16"), ({"wire_dtype": "float32"}, "f32")],
+    [({}, "bf16"), ({"wire_dtype": "bfloat16"}, "bf16"), ({"wire_dtype": "float32"}, "f32")],
 )
 def test_what_travels(options, sums):
     """Gathered blocks in their own dtype, sums in the wire's."""

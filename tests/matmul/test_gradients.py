@@ -92,7 +92,7 @@ def test_gradients_inside_are_those_of_naive(fn, specs, n, mode, check_vma):
 
 
 @check
-@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive"])
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive", "chunked-2"])
 def test_gradients_inside_are_the_true_ones(mode, check_vma):
     """With the loss summed inside under check_vma=True, and with the local loss without it."""
     x, w = normal(4, 8), normal(8, 12)
@@ -103,7 +103,7 @@ def test_gradients_inside_are_the_true_ones(mode, check_vma):
 
 
 @check
-@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive"])
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive", "chunked-2"])
 def test_gradient_of_a_weight_that_is_replicated_over_a_second_axis(mode, check_vma):
     """Under check_vma=True it is summed over that axis already; without it, by a psum."""
     x, w = normal(8, 3), normal(3, 8)

@@ -182,7 +182,7 @@ def have_order(monkeypatch, *, sliced, whole=False):
     order = TpuOrder(delays_transfers=sliced, cuts_first=sliced)
     monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
     if whole:
-        monkeypatch.setattr("jaxpar.collectives._choice._opposite_is_covered", lambda _: True)
+        monkeypatch.setattr("jaxpar.collectives._choice._opposite_is_covered", lambda *_: True)
 
 
 @pytest.fixture

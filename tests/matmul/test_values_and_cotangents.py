@@ -15,7 +15,7 @@ from jaxpar.collectives import _in_turns
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.testing import assert_matches_reference, axis_orders, dtypes, meshes
 
-modes = st.sampled_from(["unidirectional", "bidirectional", "naive"])
+modes = st.sampled_from(["unidirectional", "bidirectional", "naive", "chunked-2", "chunked-8"])
 blocks = st.integers(1, 3)  # sizes of a dimension on one device: 1, even and odd
 few = settings(max_examples=8, deadline=None, database=None)
 
@@ -178,7 +178,7 @@ def test_matmul_all_reduce_of_sizes_that_need_not_divide(ring, mode, dtype, chec
     )
 
 
-@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive"])
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive", "chunked-2"])
 @pytest.mark.parametrize("n", [3, 4])
 def test_matmul_all_reduce_to_a_replicated_output(n, mode):
     """Here the ring divides no dimension, the first one, and the second one of the result."""
@@ -327,7 +327,7 @@ def test_a_ring_counts_in_the_order_of_the_tuple(axes, mode):
     )
 
 
-@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive"])
+@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive", "chunked-2"])
 def test_heads_of_several_weights_share_one_gather(mode):
     """Queries, and half as many keys: one gather of the sequence; heads are local."""
     assert_matches_reference(

@@ -52,7 +52,7 @@ class Program:
             target(self.target),
             jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=lhs),
             jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rhs),
-            compiler_options=self.options or None,
+            compiler_options=self.options,
         )
 
 
@@ -61,7 +61,8 @@ def _gather(mode: str) -> Callable[[Any, Any], Any]:
 
 
 def _scatter(mode: str) -> Callable[[Any, Any], Any]:
-    return lambda lhs, rhs: jaxpar.matmul_reduce_scatter(lhs, rhs, "tp", mode=mode)
+    wide = {"mode": mode, "wire_dtype": "float32"}
+    return lambda lhs, rhs: jaxpar.matmul_reduce_scatter(lhs, rhs, "tp", **wide)
 
 
 def _loop(lhs, rhs):

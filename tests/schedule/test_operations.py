@@ -97,10 +97,32 @@ def test_what_a_collective_sends_and_among_whom():
         "  %s = (s8[8], s8[8]) copy-start(%p)\n"
         "  %c = s8[8] copy-done(%s)\n"
     )
-    assert found["a"].message == Message("all-reduce", 8.0, groups=[[0, 1], [2, 3]], colors=2)
+    assert found["a"].message == Message("all-reduce", 8.0, groups=[[0, 1], [2, 3]], ways=4)
     assert found["b"].message == Message("all-gather", 8.0, groups=[])
     assert (type(found["s"]), found["s"].bytes) == (Copy, 8)
     assert (type(found["c"]), found["c"].pair) == (Done, found["s"].pair)
+
+
+@pytest.mark.parametrize(
+    ("said", "ways"),
+    [
+        ("StrategyRing{colors:1 phases:1 cores:{8}", 2),
+        (r"\nUniDirection1DRingStrategy{colors:2 phases:1", 2),
+        (r"\nUniDirectionNDRingStrategy{colors:6 phases:3", 6),
+        (r"\nStrategyND{colors:2 phases:2", 4),
+        ('"color_strategies":[{"phase_rings":[{"x":1},{"y":1}]},{"phase_rings":[{"y":1}]}]', 2),
+        ("", 2),  # one dimension, both ways
+    ],
+)
+def test_links_that_a_collective_uses_at_a_time(said: str, ways: int):
+    found = entry(
+        "  %p = s8[8] parameter(0)\n"
+        f"  %a = s8[8] all-reduce(%p), replica_groups={{}}, backend_config={{{said}}}\n"
+    )
+    message = found["a"].message
+    assert message.ways == ways
+    seconds = Links(LINE, CHIP).transfer(message, 1.0).route.seconds
+    assert seconds == pytest.approx(2 * 8 * 3 / 4 / ways / CHIP.link)
 
 
 def test_all_devices_take_part_where_no_groups_are_named():

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -201,3 +202,12 @@ def test_figures_by_kind():
     assert chip_of("TPU v5 lite").link == 4.5e10
     assert chip_of("TPU v5p") == chip_of("TPU v5")
     assert chip_of("cpu") is None
+
+
+def test_measured_figures_take_the_place_of_those_of_the_link():
+    v5p = target("v5p:2x2x1").chip
+    measured = v5p.measured()
+    assert (measured.link, measured.latency) == (8.63e10, 4.55e-6)
+    assert replace(measured, link=v5p.link, latency=v5p.latency) == v5p
+    with pytest.raises(ValueError, match=r"measured figures are known of 'TPU v5 lite', only of"):
+        target("v5e:2x2").chip.measured()

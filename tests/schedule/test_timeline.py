@@ -34,7 +34,7 @@ DOT = """
 
 def play(entry, computations="", chip=TORUS, assumed=None):
     """Plays an entry computation on a line of four devices."""
-    text = f"HloModule test, is_scheduled=true\n{ADD}{DOT}{computations}\n"
+    text = f"HloModule test, is_scheduled=true, num_partitions=4\n{ADD}{DOT}{computations}\n"
     text += "ENTRY %main (p: s8[10]) -> s8[10] {\n  %p = s8[10] parameter(0)\n"
     text += "  %q = s8[2,5] parameter(1)\n  %r = s8[5,1] parameter(2)\n" + entry + "}\n"
     program = CompiledProgram(
@@ -183,20 +183,58 @@ def test_a_transfer_is_awaited_in_the_next_trip(start_first):
     assert played.sent_bytes == 40
 
 
-def test_the_longer_branch_of_a_conditional_runs():
-    branches = "".join(
-        f"%{name} ({name}.p: s8[10]) -> s8[2,1] {{\n  %{name}.p = s8[10] parameter(0)\n"
-        f"  %{name}.x = s8[2,5] bitcast(%{name}.p)\n  %{name}.y = s8[5,1] constant({{...}})\n"
-        + "  ROOT" + work(f"{name}.w", cycles, f"%{name}.x", f"%{name}.y")[1:] + "}\n\n"
-        for name, cycles in (("short", 3), ("long", 8))
-    )  # fmt: skip
+BRANCHES = "".join(
+    f"%{name} ({name}.p: s8[10]) -> s8[2,1] {{\n  %{name}.p = s8[10] parameter(0)\n"
+    f"  %{name}.x = s8[2,5] bitcast(%{name}.p)\n  %{name}.y = s8[5,1] constant({{...}})\n"
+    + "  ROOT" + work(f"{name}.w", cycles, f"%{name}.x", f"%{name}.y")[1:] + "}\n\n"
+    for name, cycles in (("short", 3), ("long", 8))
+)  # fmt: skip
+# Scalars that devices differ in, or not: half of the index, a remainder that is 0, constants.
+INDEX = """
+  %id = u32[] partition-id()
+  %one = u32[] constant(1)
+  %half = u32[] shift-right-logical(%id, %one)
+  %rest = u32[] remainder(%id, %one)
+  %zero = u32[] constant(0)
+  %minus = s32[] constant(-1)
+  %three = s32[] constant(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("predicate", "runs"),
+    [
+        ("%which = pred[] constant(true)", "short"),
+        ("%which = pred[] constant(false)", "long"),
+        ("%which = pred[] compare(%half, %zero), direction=GE", "short"),  # on all devices
+        ("%which = pred[] compare(%rest, %zero), direction=NE", "long"),  # on none
+        ("%which = pred[] compare(%half, %zero), direction=EQ", "long"),  # on two of four
+        ("%which = pred[] compare(%p, %zero), direction=EQ", "long"),  # as data say
+    ],
+)
+def test_the_branch_that_all_devices_run(predicate, runs):
+    """Where they differ, or data decide, the longer one."""
     played = play(
-        "  %which = pred[] constant(true)\n"
-        "  %c = s8[2,1] conditional(%which, %p, %p), true_computation=%short, "
-        "false_computation=%long\n",
-        branches,
+        f"{INDEX}  {predicate}\n  %c = s8[2,1] conditional(%which, %p, %p), "
+        "true_computation=%short, false_computation=%long\n",
+        BRANCHES,
     )
-    assert [(e.name, e.seconds) for e in played.events] == [("long.w", 8)]
+    seconds = {"short": 3, "long": 8}[runs]
+    (matmul,) = (e for e in played.events if e.is_matmul)
+    assert (matmul.name, matmul.seconds) == (f"{runs}.w", pytest.approx(seconds))
+
+
+@pytest.mark.parametrize(
+    ("index", "runs"), [("zero", "short"), ("three", "long"), ("minus", "long")]
+)
+def test_a_branch_by_its_number(index, runs):
+    """One that is out of range is the last."""
+    played = play(
+        f"{INDEX}  %c = s8[2,1] conditional(%{index}, %p, %p), "
+        "branch_computations={%short, %long}\n",
+        BRANCHES,
+    )
+    assert [e.name for e in played.events if e.is_matmul] == [f"{runs}.w"]
 
 
 def test_a_call_runs_what_it_calls():

@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jaxpar
 from jaxpar.cli._ops import MODES, Op, Ring, Shape, ring_size, shape_text, with_gradients
 from jaxpar.testing import count_collectives
 
@@ -235,7 +236,7 @@ def _compile(function: Callable[[Any, Any], Any], args: list[jax.Array], mesh: M
 
     backward = len(args) == 3
     program = with_gradients(function) if backward else forward
-    compiled = jax.jit(program).lower(*args).compile()
+    compiled = jaxpar.jit(program, mesh=mesh).lower(*args).compile()
     memory = compiled.memory_analysis()
     counts = count_collectives(
         function, *args[:2], grad=backward, platform=mesh.devices.flat[0].platform

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpar
@@ -100,14 +101,26 @@ OPS = {
 DEFAULT_OPS = ("gather-lhs-rows", "gather-rhs-k", "scatter-rows")
 
 
-def with_gradients(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-    """The function of lhs, rhs and a cotangent that gives the result and both gradients."""
+def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of its operands and a cotangent that gives the result and all gradients."""
 
-    def forward_and_backward(lhs: Any, rhs: Any, cotangent: Any) -> Any:
-        out, pull_back = jax.vjp(function, lhs, rhs)
-        return (out, *pull_back(cotangent))  # with out, which a model would use
+    def forward_and_backward(*given: Any) -> Any:
+        *operands, cotangent = given
+        out, pull_back = jax.vjp(function, *operands)
+        out, gradients = pull_strictly(out, pull_back, cotangent)
+        return (out, *gradients)  # with out, which a model would use
 
     return forward_and_backward
+
+
+def pull_strictly(out: Any, pull_back: Any, cotangent: Any) -> tuple[Any, Any]:
+    """Returns the result and the gradients, of which nothing is computed before the result.
+
+    In a model the rest of it and the loss come between. Without the barrier a compiler hides what
+    the forward pass sends behind the matmuls of the backward pass, which no step can.
+    """
+    out, pull_back, cotangent = lax.optimization_barrier((out, pull_back, cotangent))
+    return out, pull_back(cotangent)
 
 
 def ring_size(mesh: Mesh, ring: Sequence[str]) -> int:

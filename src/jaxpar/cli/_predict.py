@@ -29,6 +29,7 @@ from jaxpar.cli._predict_views import print_notes, print_report, write_picture, 
 from jaxpar.cli._processes import compilers, converse
 
 MODES = ("naive", "unidirectional", "bidirectional", "auto")
+FIGURES = ("book", "measured")
 DEFAULT_SHAPE = "8192x8192x28672"
 
 DESCRIPTION = """\
@@ -54,6 +55,7 @@ examples:
   python -m jaxpar predict --targets v5p:8x8x8 --mesh dp=64,tp=8 --shapes 4096x8192x28672
   python -m jaxpar predict model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
   python -m jaxpar predict model:make_step     # called with the mesh, returns (function, args)
+  python -m jaxpar predict --targets v5p:4x4x4 --compiler-options none   # the compiler's defaults
 A trace opens in https://ui.perfetto.dev or chrome://tracing. The picture shows bars too short to be
 told apart, as of a long loop, as stacked shares of time.
 """
@@ -84,7 +86,19 @@ def add_parser(commands: Any) -> None:
         "GPU compiler is installed)",
     )
     add_mesh(add)
-    add("--compiler-options", nargs="+", default=[], metavar="KEY=VALUE", help="for the compiler")
+    add(
+        "--compiler-options",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="besides those of jaxpar.compiler_options; none in front of them: in place of those",
+    )
+    add(
+        "--figures",
+        default="book",
+        help="of the links: book, as published by the vendor, or measured, where someone has "
+        "published what transfers take (default: %(default)s)",
+    )
     add("--jobs", type=int, default=0, help="targets at a time (default: one a core)")
     add("--plot", metavar="FILE.png", help="draw the timelines")
     add("--json", metavar="FILE", help="write everything, each event and the figures included")
@@ -166,7 +180,9 @@ def parse_requests(args: argparse.Namespace) -> list[Request]:
         parse_operand(operand)
     dtype = parse_dtype(args.dtype or "bfloat16")
     _require_dtype(args.wire_dtype)
-    options = _parse_options(args.compiler_options)
+    bare = args.compiler_options[:1] == ["none"]
+    options = _parse_options(args.compiler_options[bare:])
+    [figures] = parse_names("--figures", args.figures, FIGURES)
     return [
         Request(
             target=target,
@@ -180,7 +196,9 @@ def parse_requests(args: argparse.Namespace) -> list[Request]:
             dtype=dtype,
             wire_dtype=args.wire_dtype,
             grad=args.grad,
+            bare=bare,
             compiler_options=options,
+            figures=figures,
         )
         for target in _parse_targets(args.targets)
     ]

@@ -16,7 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.cli._arguments import parse_ops, parse_shapes
 from jaxpar.cli._console import UsageError
-from jaxpar.cli._ops import Op, Ring, Shape, ring_size, shape_text, with_gradients
+from jaxpar.cli._ops import (
+    Op,
+    Ring,
+    Shape,
+    pull_strictly,
+    ring_size,
+    shape_text,
+    with_gradients,
+)
 from jaxpar.cli._predict_results import Request
 from jaxpar.schedule import CompiledProgram, Floor, Target, Timeline, matmul_floor, program_floor
 
@@ -162,7 +170,7 @@ def _with_gradients_of_floats(function: Callable[..., Any]) -> Callable[..., Any
             return _floats(out), out
 
         _, pull_back, out = jax.vjp(of_floats, *(leaves[i] for i in moving), has_aux=True)
-        return out, pull_back(cotangents)
+        return pull_strictly(out, pull_back, cotangents)
 
     return forward_and_backward
 

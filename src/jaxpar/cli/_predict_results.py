@@ -12,7 +12,8 @@ from jaxpar.schedule import Event, Floor, Memory, Timeline
 
 NOTE = (
     "This is the compiler's schedule played on a model of the chip with published figures, "
-    "not a measurement."
+    "not a measurement. Transfers have their links to themselves and take nothing of the memory's "
+    "bandwidth: how they contend with what computes is not known."
 )
 GPU_NOTE = (
     "~ GPU times are rooflines: its compiler gives no times without a device. The order of "
@@ -37,7 +38,9 @@ class Request:
     dtype: str
     wire_dtype: str | None
     grad: bool
-    compiler_options: Mapping[str, Any]
+    bare: bool  # without the compiler options that the chip should have
+    compiler_options: Mapping[str, Any]  # further ones
+    figures: str  # of the links: book or measured
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Facts:
     ring: tuple[str, ...]  # empty for a function, which has rings of its own
     links_apart: int  # at most, from one device of a ring to the next
     chip: dict[str, Any]  # the figures used
+    compiler_options: dict[str, Any]
     versions: dict[str, str]  # of jax and of the compiler
 
 
@@ -149,7 +153,10 @@ def compiled_by(report: Report) -> str:
     """The compiler that a target's results come from."""
     facts = report.facts
     found = {} if facts is None else facts.versions
-    return ", ".join(f"{name} {text}" for name, text in found.items())
+    text = ", ".join(f"{name} {text}" for name, text in found.items())
+    options = {} if facts is None else facts.compiler_options
+    given = " ".join(f"{name}={value}" for name, value in options.items())
+    return f"{text}, with {given or 'its default options'}"
 
 
 def phase(request: Request) -> str:

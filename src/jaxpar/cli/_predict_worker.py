@@ -1,7 +1,7 @@
 """The process of one target: reads a request, compiles, and says what it finds as it goes."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -33,7 +33,7 @@ def serve(request: Request) -> Iterator[Record]:
     except Exception as reason:
         yield _failure("", _where(reason))
         return
-    yield {"facts": asdict(_facts(target, ring))}
+    yield {"facts": asdict(_facts(request, target, ring))}
     texts: dict[tuple[str, str], str] = {}  # the mode that first compiled to a text
     for program in chosen:
         label = f"{program.case} {program.mode}".rstrip()
@@ -53,7 +53,7 @@ def _failure(label: str, reason: str, usage: bool = False) -> Record:
 def _predict(
     program: Program, request: Request, target: Target, texts: dict[tuple[str, str], str]
 ) -> Prediction:
-    options = dict(request.compiler_options) or None
+    options = _options(request, target)
     compiled = compile_for(program.function, target, *program.args, compiler_options=options)
     played = timeline(compiled)
     first = texts.setdefault((program.case, compiled.text), program.mode)
@@ -84,10 +84,20 @@ def _target(request: Request) -> Target:
             f"jaxpar has no published figures of {kind!r}; use a chip that it has, such as v5e:2x4 "
             "or h100:8"
         )
-    return found
+    if request.figures == "book":
+        return found
+    try:
+        return replace(found, chip=found.chip.measured())
+    except ValueError as reason:
+        raise UsageError(f"--figures measured: {reason}") from None
 
 
-def _facts(target: Target, ring: Ring) -> Facts:
+def _options(request: Request, target: Target) -> dict[str, Any]:
+    own = {} if request.bare else jaxpar.compiler_options(target)
+    return {**own, **request.compiler_options}
+
+
+def _facts(request: Request, target: Target, ring: Ring) -> Facts:
     first = target.mesh.devices.flat[0]
     compilers = ("jax", *_COMPILERS["tpu" if target.platform == "tpu" else "gpu"])
     return Facts(
@@ -98,6 +108,7 @@ def _facts(target: Target, ring: Ring) -> Facts:
         ring=ring,
         links_apart=int(jaxpar.ring_hops(target.mesh, ring).max()) if ring else 0,
         chip=asdict(target.chip) if target.chip else {},
+        compiler_options=_options(request, target),
         versions=versions(*compilers),
     )
 

@@ -10,8 +10,7 @@ from jax import Array, lax
 from jaxpar._derivatives import linear_pair, with_derivative
 from jaxpar._dtypes import addition_dtype
 from jaxpar._varying import checks_varying, vary_over
-from jaxpar.collectives._parts import place_block
-from jaxpar.collectives._ways import Arrivals, Way
+from jaxpar.collectives._ways import Arrivals, Positions, Way
 
 Leaves = list[Any]  # arrays
 
@@ -77,7 +76,7 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         dtype = parts[0].dtype
         wide = dtype if blocks.derived_by_jax else addition_dtype(dtype)
         wire = blocks.stages[0].ring.wire_dtype if blocks.stages else None
-        between = wide if wire is None else dtype  # rounded once, in the last stage
+        between = wide if wire == wide else dtype  # a wide wire: rounded once, in the last stage
         for way in blocks.stages:
             out = dtype if way is blocks.stages[-1] else between
             parts = _scatter_group(group, parts, way, wide, out)
@@ -94,9 +93,9 @@ def _gather_group(group: Group, parts: list[Array], way: Way) -> list[Array]:
 
     def place(wholes: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         wholes = [None] * len(parts) if wholes is None else wholes
-        for block, start, _ in arrivals:
+        for block, positions, _ in arrivals:
             wholes = [
-                place_block(whole, part, group.dim, start, size)
+                positions.place(whole, part, group.dim, size)
                 for whole, part, size in zip(wholes, group.split(block), sizes, strict=True)
             ]
         return wholes
@@ -107,8 +106,8 @@ def _gather_group(group: Group, parts: list[Array], way: Way) -> list[Array]:
 def _scatter_group(
     group: Group, parts: list[Array], way: Way, wide: Any, dtype: Any
 ) -> list[Array]:
-    def take(start: Any, size: int) -> Array:
-        return group.join([cut(part, start, size, group.dim) for part in parts])
+    def take(positions: Positions) -> Array:
+        return group.join([positions.cut(part, group.dim) for part in parts])
 
     sums = way.scatter(
         lambda block: block.astype(wide),
@@ -118,11 +117,6 @@ def _scatter_group(
         dtype=dtype,
     )
     return group.split(sums)
-
-
-def cut(x: Array, start: Any, size: int, dim: int) -> Array:
-    """Returns `size` positions of `x` along `dim`, all of it where it has no more."""
-    return x if size == x.shape[dim] else lax.dynamic_slice_in_dim(x, start, size, dim)
 
 
 def gather_along(way: Way, x: Array, dim: int) -> Array:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.collectives._order import Order, Work
 from jaxpar.collectives._parts import (
+    Span,
     empty_result,
     half_of,
     join_halves,
@@ -30,6 +31,7 @@ from jaxpar.collectives._turns import (
 from jaxpar.collectives._ways import (
     Arrivals,
     Pick,
+    Positions,
     Take,
     Visits,
     Way,
@@ -75,9 +77,8 @@ class InTurns(Way):
         finish: Pick = as_it_is,
         like: Callable[[], Any] | None = None,
     ) -> Any:
-        ring, length = self.ring, 1
-        if dim is not None:
-            length = jax.tree.leaves(block)[0].shape[dim]
+        ring = self.ring
+        length = 0 if dim is None else jax.tree.leaves(block)[0].shape[dim]
         turns = gather_turns(ring.size, self.directions, whole_opposite=self.whole_opposite)
 
         def turn(state: Any, t: Turn) -> Any:
@@ -91,19 +92,24 @@ class InTurns(Way):
                 for_legs = blocks if len(blocks) > 1 else blocks * len(t.blocks)
                 return [self._moved(b, leg) for b, leg in zip(for_legs, t.blocks, strict=False)]
 
-            def starts(index: Array) -> list[Array]:
-                return [owner * length for owner in self._owners(index, t)[: len(blocks)]]
+            def places(index: Array) -> list[Positions]:
+                owners = self._owners(index, t)[: len(blocks)]
+                return owners if dim is None else [Span(o * length, length) for o in owners]
 
             def take_all(index: Array) -> list[Any]:
-                return [take(start, length) for start in starts(index)]
+                return [take(positions) for positions in places(index)]
 
             # Starts are computed here once more, and not taken: one that comes through a barrier,
             # or into a conditional, is not known to be a multiple of `length`, and the TPU compiler
             # then writes what was made in a pass of its own, not as the matmul makes it.
             def compute(index: Array, blocks: list[Any], taken: list[Any]) -> Any:
-                return done(consume(carry, list(zip(blocks, starts(index), taken, strict=True))))
+                return done(consume(carry, list(zip(blocks, places(index), taken, strict=True))))
 
             alike = like if carry is None else partial(like_finished, done, carry)
+            if not t.blocks and sums is None:
+                # Nothing is under way beside the last turn, which only writes: a turn in one piece
+                # would copy all that was written before.
+                alike = None
             work = Work(take_all, compute, sums, alike)
             return self.order.beside(index, blocks, send, work)
 
@@ -124,11 +130,14 @@ class InTurns(Way):
         turns = scatter_turns(self.ring.size, self.directions, len(cuts))
 
         def send(sums: list[Array], t: Turn) -> list[Array]:
-            return [self._moved(self._wire(x), leg) for x, leg in zip(sums, t.sums, strict=True)]
+            return [
+                self._moved(self._wire(x, dtype), leg) for x, leg in zip(sums, t.sums, strict=True)
+            ]
 
         def take_all(index: Array, t: Turn) -> list[Any]:
             start, size = cuts[t.piece]
-            return [take(owner * length + start, size) for owner in self._owners(index, t, -1)]
+            owners = self._owners(index, t, -1)
+            return [take(Span(owner * length + start, size)) for owner in owners]
 
         def add(made: list[Array], arrived: list[Array], t: Turn) -> list[Array]:
             """Adds to each sum what came by its leg; to that for this device all."""
@@ -156,12 +165,13 @@ class InTurns(Way):
             def compute(_: Array, leaving: Any, taken: list[Any]) -> Any:
                 sums = add([produce(x) for x in taken], arrived, t)
                 if t.legs:
-                    return [self._wire(x) for x in sums]
+                    return [self._wire(x, dtype) for x in sums]
                 start = cuts[t.piece][0]
                 return lax.dynamic_update_slice_in_dim(result, sums[0].astype(dtype), start, dim)
 
             def like() -> Any:
-                return arrived[:1] * len(t.legs) if t.legs else result
+                # Other arrays wherever there are: one that is returned twice is copied.
+                return (arrived * 2)[: len(t.legs)] if t.legs else result
 
             work = Work(partial(take_all, t=t), compute, as_it_is, like if t.adds else None)
             if t.awaited:
@@ -191,6 +201,7 @@ class InTurns(Way):
         summed: Pick = as_it_is,
     ) -> tuple[Any, Any]:
         parts = split(block, len(self.directions))
+        dtypes = [jax.tree.map(lambda x: x.dtype, summed(part)) for part in parts]  # of results
         first, *between, last = circulate_turns(self.ring.size, self.directions[: len(parts)])
 
         def send(leaving: Any, t: Turn) -> Any:
@@ -202,7 +213,8 @@ class InTurns(Way):
 
         def beside(state: Any, t: Turn, compute: Any, like: Callable[[], Any]) -> Any:
             index, _, parts, sums = state
-            leaving = parts if t.blocks else [], jax.tree.map(self._wire, sums)
+            wired = jax.tree.map(self._wire, sums, dtypes[: len(sums)])
+            leaving = parts if t.blocks else [], wired
             here = () if t.blocks else parts  # what is not sent on is used where it is
 
             def on(index: Array, leaving: Any, _: Any) -> Any:

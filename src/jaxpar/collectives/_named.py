@@ -125,9 +125,8 @@ def ring_reduce_scatter(
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
         `"naive"` (`lax.psum_scatter`), or `"auto"`: the ring that suits the links, both ways on a
         torus, one way behind a switch or on CPU.
-      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or float32 for
-        narrower floats, in which rings keep their sums (`"naive"` leaves it to JAX), and otherwise
-        that of `x`.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
+        Rings add in float32 for 16-bit floats, and round once a hop.
 
     Returns:
       What `lax.psum_scatter(x, axis, scatter_dimension=..., tiled=tiled)` returns, with dtypes
@@ -179,9 +178,8 @@ def ring_all_reduce(
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
         `"naive"` (`lax.psum`), or `"auto"`: the ring that suits the links, both ways on a torus,
         one way behind a switch or on CPU.
-      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or float32 for
-        narrower floats, in which rings keep their sums (`"naive"` leaves it to JAX), and otherwise
-        that of `x`.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
+        Rings add in float32 for 16-bit floats, and round once a hop.
 
     Returns:
       What `lax.psum(x, axis)` returns. Under `check_vma=True` it is typed as replicated over
@@ -217,5 +215,4 @@ def ring_all_reduce(
 
 
 def _way(ring: Ring, x: Array) -> Way:
-    size = x.size * x.dtype.itemsize
-    return choose_way(Problem("collective", ring, (x.shape,), block_bytes=size))
+    return choose_way(Problem("collective", ring, (x.shape,)))

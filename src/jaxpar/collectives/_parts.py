@@ -1,6 +1,7 @@
-"""Parts of arrays: blocks placed in a whole, the two pieces of a sum, the two halves of a block."""
+"""Parts of arrays: positions in a whole, the two pieces of a sum, the two halves of a block."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,15 +12,87 @@ from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._order import spec_of
 
 
-def place_block(whole: Array | None, block: Array, dim: int, start: Any, size: int) -> Array:
-    """Writes `block` at `start` of `dim`, which has `size`; None is a whole yet unwritten."""
-    if block.shape[dim] == size:
-        return block
+@dataclass(frozen=True)
+class Span:
+    """Positions of a whole that follow one another: `size` of them from `start` on.
+
+    `start` is an integer or an int32[].
+    """
+
+    start: Any
+    size: int
+
+    def cut(self, x: Array, dim: int) -> Array:
+        """Returns these positions of `dim` of the whole `x`."""
+        if self.size == x.shape[dim]:
+            return x
+        return lax.dynamic_slice_in_dim(x, self.start, self.size, dim)
+
+    def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
+        """Writes `part` at these positions of `dim`, of `length`; None: a whole yet unwritten."""
+        if part.shape[dim] == length:
+            return part
+        into = _unwritten(whole, part, dim, length)
+        return lax.dynamic_update_slice_in_dim(into, part, self.start, dim)
+
+
+@dataclass(frozen=True)
+class Comb:
+    """The same positions of each of the `blocks` of a whole: `size` of each from `start` on.
+
+    Where they are cut, multiplied and placed, blocks are a dimension of their own, as positions are
+    neighbours within a block alone. Flattened, what a matmul makes would be placed in a pass of its
+    own:
+
+        convolution.1 = bf16[n*size, cols] fusion(chunk, rhs); fusion.2 = dynamic-update-slice(...)
+    """
+
+    start: int
+    size: int
+    blocks: int
+
+    def cut(self, x: Array, dim: int) -> Array:
+        """As that of a span."""
+        if self.size * self.blocks == x.shape[dim]:
+            return x
+        apart = split_dim(x, dim, self.blocks)
+        cut = lax.slice_in_dim(apart, self.start, self.start + self.size, axis=dim + 1)
+        return join_dims(cut, dim)
+
+    def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
+        """As that of a span."""
+        if part.shape[dim] == length:
+            return part
+        into = split_dim(_unwritten(whole, part, dim, length), dim, self.blocks)
+        start = [0] * into.ndim
+        start[dim + 1] = self.start
+        return join_dims(
+            lax.dynamic_update_slice(into, split_dim(part, dim, self.blocks), start), dim
+        )
+
+
+def split_dim(x: Array, dim: int, parts: int) -> Array:
+    """Returns `x` with `dim` as two dimensions, the first of them of so many `parts`."""
+    return x.reshape((*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :]))
+
+
+def join_dims(x: Array, dim: int) -> Array:
+    """Returns `x` with `dim` and the one behind it as one."""
+    return x.reshape((*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))
+
+
+def _unwritten(whole: Array | None, part: Array, dim: int, length: int) -> Array:
+    """Returns the whole; if there is none yet, memory for one, of which all will be written."""
     if whole is None:
         # Not zeros: filling what every turn overwrites would be one more pass over the result.
-        whole = empty_like_blocks(block, dim, size // block.shape[dim])
-    into: Array = vary_over(varying_axes(block), whole)
-    return lax.dynamic_update_slice_in_dim(into, block, start, dim)
+        whole = empty_like_blocks(part, dim, length // part.shape[dim])
+    return vary_over(varying_axes(part), whole)
+
+
+def even_cuts(length: int, most: int) -> list[tuple[int, int]]:
+    """Starts and sizes of as many equal parts of `length` as there can be, at `most` so many."""
+    parts = next(parts for parts in range(most, 0, -1) if length % parts == 0)
+    return [(number * (length // parts), length // parts) for number in range(parts)]
 
 
 def empty_result(piece: Array, dim: int, length: int) -> Array:

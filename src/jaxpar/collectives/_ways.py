@@ -7,7 +7,7 @@ is one collective, or a scatter and a gather (`reduce`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
@@ -17,11 +17,13 @@ from jax.typing import DTypeLike
 
 from jaxpar._axis import Ring
 from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._parts import Comb, Span, even_cuts
 
-# (block, where its positions start in the whole, what `take` gave for them)
-Arrivals = list[tuple[Any, Any, Any]]
+# Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
+Positions = Any  # Span | Comb | Array
+Arrivals = list[tuple[Any, Positions, Any]]  # (block, its positions, what `take` gave for them)
 Visits = list[tuple[Any, Array]]  # (part of a block, the logical index of its owner)
-Take = Callable[[Any, int], Any]
+Take = Callable[[Positions], Any]
 Pick = Callable[[Any], Any]
 
 Given = ParamSpec("Given")
@@ -29,7 +31,7 @@ Result = TypeVar("Result")
 Self = TypeVar("Self", bound="Way")
 
 
-def take_nothing(start: Any, size: int) -> None:
+def take_nothing(positions: Positions) -> None:
     """Takes nothing of what stays at home."""
 
 
@@ -85,11 +87,12 @@ class Way:
         Args:
           block: pytree of arrays, this device's block.
           consume: `(carry, arrivals)` to the next carry. The first carry is None. Each arrival is a
-            block, or several side by side, with the start of its positions in the whole and what
-            `take` gives for them.
-          take: `(start, size)` of positions of the whole to what stays at home and is used there.
-          dim: along which the blocks of all devices make a whole, and positions count. None: blocks
-            are used one by one, and positions count blocks.
+            block, or several side by side, with its positions in the whole and what `take` gives
+            for them.
+          take: positions of the whole to what stays at home and is used there.
+          dim: along which the blocks of all devices make a whole, of which positions are a `Span`
+            or a `Comb`. None: blocks are used one by one, and in place of positions there is the
+            logical index of their owner, int32[].
           sums: picks, of the carry, that which is added to, not only written into; None: nothing.
           finish: what is done with the carry in the end.
           like: makes arrays of the types of the first carry, where it is made of sums.
@@ -112,7 +115,7 @@ class Way:
 
         Args:
           produce: what `take` gave, to this device's addends for its positions.
-          take: `(start, size)` of positions along `dim` to what `produce` needs for them.
+          take: positions along `dim`, a `Span` or a `Comb`, to what `produce` needs for them.
           dim: the dimension of what is produced that is dealt out to the devices.
           length: how many positions each device owns.
           dtype: of the result.
@@ -165,9 +168,9 @@ class Way:
         """Returns both, in an order that keeps a backward pass behind its forward pass."""
         return out, residuals
 
-    def _wire(self, x: Array) -> Array:
-        """Returns sums in the dtype in which they travel."""
-        return x if self.ring.wire_dtype is None else x.astype(self.ring.wire_dtype)
+    def _wire(self, x: Array, dtype: DTypeLike) -> Array:
+        """Returns sums in the dtype in which they travel, that of their result if none is asked."""
+        return x.astype(self.ring.wire_dtype or dtype)
 
     def _psum(self, x: Array) -> Array:
         return lax.psum(x, self.ring.names)
@@ -199,9 +202,10 @@ class Naive(Way):
         if dim is not None:
             whole = jax.tree.map(lambda x: self._gathered(x, dim), block)
             size = jax.tree.leaves(whole)[0].shape[dim]
-            return finish(consume(None, [(whole, 0, take(0, size))]))
+            everything = Span(0, size)
+            return finish(consume(None, [(whole, everything, take(everything))]))
         index = self.ring.index()
-        first = consume(None, [(block, index, take(index, 1))])
+        first = consume(None, [(block, index, take(index))])
         return finish(self._visit(block, consume, take, first))
 
     @flow
@@ -214,8 +218,11 @@ class Naive(Way):
         length: int,
         dtype: DTypeLike,
     ) -> Array:
-        sums = produce(take(0, length * self.ring.size))
-        sums = self._wire(sums)
+        sums = produce(take(Span(0, length * self.ring.size)))
+        return self._scattered(sums, dim, length, dtype)
+
+    def _scattered(self, sums: Array, dim: int, length: int, dtype: DTypeLike) -> Array:
+        sums = self._wire(sums, dtype)
         if not sums.size:  # XLA does not scatter nothing
             return lax.slice_in_dim(sums, 0, length, axis=dim).astype(dtype)
         axes = self.ring.names
@@ -259,7 +266,9 @@ class Naive(Way):
         sums = put(vary_over(varying_axes(own), sums), own, self.ring.index())
         carry, sums = self._visit(block, consume, take_nothing, (carry, sums))
         axes = self.ring.names
-        return carry, jax.tree.map(lambda x: lax.psum_scatter(self._wire(x), axes), sums)
+        return carry, jax.tree.map(
+            lambda x, like: lax.psum_scatter(self._wire(x, like.dtype), axes), sums, summed(block)
+        )
 
     def _gathered(self, x: Array, dim: int) -> Array:
         if not x.size:  # nor gather it
@@ -276,6 +285,64 @@ class Naive(Way):
         def step(distance: Array, state: Any) -> Any:
             owner = (index - distance.astype("int32")) % self.ring.size
             at = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), blocks)
-            return consume(state, [(at, owner, take(owner, 1))])
+            return consume(state, [(at, owner, take(owner))])
 
         return lax.fori_loop(1, self.ring.size, step, state)
+
+
+@dataclass(frozen=True)
+class InChunks(Naive):
+    """A collective for each of some chunks of the blocks, beside the work on the one before.
+
+    For compilers that make collectives asynchronous. A chunk is the same part of every block, so
+    that it is a collective over all devices, and its positions are a comb.
+    """
+
+    chunks: int
+    derived_by_jax = False
+
+    @property
+    def mode(self) -> str:
+        return f"chunked-{self.chunks}"
+
+    @flow
+    def gather(
+        self,
+        block: Any,
+        consume: Callable[[Any, Arrivals], Any],
+        *,
+        take: Take = take_nothing,
+        dim: int | None = None,
+        sums: Pick | None = None,
+        finish: Pick = as_it_is,
+        like: Callable[[], Any] | None = None,
+    ) -> Any:
+        if dim is None:  # blocks that are used one by one
+            return super().gather(block, consume, take=take, finish=finish)
+        carry = None
+        for start, size in even_cuts(jax.tree.leaves(block)[0].shape[dim], self.chunks):
+            cut = partial(lax.slice_in_dim, start_index=start, limit_index=start + size, axis=dim)
+            chunk = jax.tree.map(lambda x, cut=cut: self._gathered(cut(x), dim), block)
+            positions = Comb(start, size, self.ring.size)
+            carry = consume(carry, [(chunk, positions, take(positions))])
+        return finish(carry)
+
+    @flow
+    def scatter(
+        self,
+        produce: Callable[[Any], Array],
+        take: Take,
+        *,
+        dim: int,
+        length: int,
+        dtype: DTypeLike,
+    ) -> Array:
+        parts = [
+            self._scattered(produce(take(Comb(start, size, self.ring.size))), dim, size, dtype)
+            for start, size in even_cuts(length, self.chunks)
+        ]
+        return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+
+    @flow
+    def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
+        return Way.reduce(self, addend, in_blocks)

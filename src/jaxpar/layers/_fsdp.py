@@ -58,8 +58,7 @@ def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring) -> Shards:
         if dim is not None and jnp.issubdtype(x.dtype, jnp.inexact):
             check_wire(ring.wire_dtype, x.dtype)
     cut = [x for x, dim in zip(leaves, counted, strict=True) if dim is not None]
-    shapes, size = tuple(x.shape for x in cut), sum(x.size * x.dtype.itemsize for x in cut)
-    stages = choose_stages(Problem("weights", ring, shapes, block_bytes=size))
+    stages = choose_stages(Problem("weights", ring, tuple(x.shape for x in cut)))
     groups = group_leaves(leaves, counted, join=all(way.joins for way in stages))
     return Shards(stages, groups, dims=tuple(counted))
 
@@ -102,8 +101,8 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
         `"unidirectional"` or `"bidirectional"` (rings, over one mesh axis of several after the
         other), or `"auto"`: rings on TPU, whose compiler runs a chain of permutes beside other work
         but waits for an all-gather, as long as they are short enough to be unrolled; naive
-        elsewhere. Its `wire_dtype` is that in which sums of gradients travel; None: float32 for
-        narrower floats.
+        elsewhere. Its `wire_dtype` is that in which sums of gradients travel; None: their
+        own.
       dim: the dimension along which a leaf is sharded, None for a leaf that is whole; one for all
         leaves, or a pytree of them that is a prefix of `tree`.
 
@@ -185,7 +184,7 @@ def fsdp_linear(
       axis: mesh axes, over which weights are sharded: a name, a tuple or list of them in any order,
         or an `Axis`, which says how data travel: its mode as in `all_gather_matmul`, and of a
         sharded bias as in `fsdp_gather`; its `wire_dtype` for the sums of the weight's gradient;
-        None: their own.
+        None: its own.
       bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it; its shape says which.
       dim: the dimension along which `w` is sharded.
       preferred_element_type: as in `all_gather_matmul`.

@@ -1,12 +1,14 @@
 """The two matmuls that tensor-parallel layers are made of: into columns, and out of rows."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._axis import Ring, bind
@@ -14,6 +16,9 @@ from jaxpar._calls import type_error, value_error
 from jaxpar._checks import check_dim, check_sequence_dim
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_over, vary_wide, varying_axes
+from jaxpar.collectives._choice import Problem, choose_row_chunks
+from jaxpar.collectives._cost_model import Flow
+from jaxpar.collectives._parts import even_cuts
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
@@ -80,6 +85,36 @@ class Projection:
         ((name, w),) = weights.items()
         return add_bias(y, self._whole_bias(name, w, bias, along))
 
+    def in_chunks(
+        self, block: Callable[[Projection, Array], Array], x: Array, weights: tuple[Array, ...]
+    ) -> Array:
+        """Applies a block of layers to the rows of x, in chunks where that is faster.
+
+        `block(layer, x)` gathers rows, uses all weights on each of them by itself, the last one in
+        the end, and scatters what that gives.
+        """
+        x, weights = jnp.asarray(x), tuple(map(jnp.asarray, weights))
+        if self.sequence_dim is None or self.fsdp is not None or x.ndim < 2:
+            return block(self, x)
+        dim: Any = check_sequence_dim("x", self.sequence_dim, x.shape)
+        rows, width = x.size // max(1, x.shape[-1]), x.dtype.itemsize
+        sizes = [w.size for w in weights]
+        last = rows * weights[-1].shape[-1] * width if weights[-1].ndim else 0
+        flows = (
+            Flow("gather", self._flops(rows, sizes[:-1]), x.size * width, sum(sizes[:-1]) * width),
+            Flow("scatter", self._flops(rows, sizes[-1:]), last, sizes[-1] * width),
+        )
+        problem = Problem("projection", self.ring, (x.shape, *(w.shape for w in weights)), flows)
+        cuts = even_cuts(x.shape[dim], choose_row_chunks(problem))
+        if len(cuts) < 2:
+            return block(self, x)
+        at_once = replace(self, ring=replace(self.ring, mode="naive"))
+        parts = [lax.slice_in_dim(x, start, start + size, axis=dim) for start, size in cuts]
+        return lax.concatenate([block(at_once, part) for part in parts], dim)
+
+    def _flops(self, rows: int, sizes: list[int]) -> float:
+        return 2.0 * rows * self.ring.size * sum(sizes)
+
     def _into_columns(
         self, x: Num[Array, "*tokens d"], weights: tuple[Num[Array, "d _"], ...]
     ) -> tuple[Num[Array, "..."], ...]:
@@ -109,7 +144,7 @@ class Projection:
 
     def _call(self, labels: Labels) -> _einsum.Call:
         call = _einsum.make_call(labels, self.ring, *self.options)
-        return replace(call, recomputed=self.fsdp is not None)
+        return replace(call, recomputed=self.fsdp is not None, in_layer=True)
 
     def _recomputed(self, product: Callable[..., Any]) -> Callable[..., Any]:
         """Weights that were gathered are not kept for the backward pass, but gathered again.

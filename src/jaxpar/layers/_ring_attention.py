@@ -18,6 +18,7 @@ from jaxpar._dtypes import check_wire, sum_dtype
 from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._choice import Problem, choose_way
+from jaxpar.collectives._cost_model import Flow
 from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_ring import RingAttention, attention
 
@@ -47,8 +48,8 @@ def ring_attention(
         order, or an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather` of
         k and v, then attention block by block), `"unidirectional"`, `"bidirectional"`, or
         `"auto"`: what a roofline of the forward predicts to be fastest, as in `all_gather_matmul`.
-        Its `wire_dtype` is that in which sums of the gradients of k and v travel; None: their own,
-        float32 for 16-bit floats.
+        Its `wire_dtype` is that in which sums of the gradients of k and v travel; None: that of k
+        and v.
       segments: local integers `[..., s/n]`, laid out like the positions: packed documents. A query
         sees keys of its own segment only, and none that is negative.
       lengths: integers `[...]`, the same on all devices of the ring: of each whole sequence only so
@@ -127,7 +128,7 @@ def ring_attention(
     kv_heads = k.shape[-2]
     flops = 4.0 * q.size * length * ring.size * (0.5 if causal else 1.0)
     shapes, block_bytes = (q.shape, k.shape, v.shape), 2 * k.size * k.dtype.itemsize
-    way = choose_way(Problem("attention", ring, shapes, flops, block_bytes))
+    way = choose_way(Problem("attention", ring, shapes, (Flow("gather", flops, block_bytes),)))
     scores = Scores(_scale(scale, size), precision)
     method = RingAttention(way, causal, zigzag, scores)
     grouped = q.reshape(*batch, length, kv_heads, heads // kv_heads, size)

@@ -18,7 +18,7 @@ from jaxtyping import Num
 
 from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._types import AxisLike, Integer, Weights
-from jaxpar.layers._projections import as_biases, bind_projection, fsdp_pair
+from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_pair
 
 
 @public
@@ -43,7 +43,7 @@ def column_parallel_linear(
         share the one gather. With `fsdp_axis`, of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel: its mode as in `all_gather_matmul`, its `wire_dtype` for the sums of the
-        backward reduce-scatter; None: that of partial sums.
+        backward reduce-scatter; None: that of the gradient.
       bias: local `[m/n]`, sharded as the columns of `w` are; with `fsdp_axis` also
         `[m/(n f)]`, which is gathered. For a tuple of weights a tuple of these, or of None.
       sequence_dim: the dimension of x that is sharded, any but the last, or None.
@@ -120,7 +120,7 @@ def row_parallel_linear(
         `[k/n, m/f]`.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel: its mode as in `matmul_reduce_scatter`, its `wire_dtype` for partial sums;
-        None: their own.
+        None: that of the result.
       bias: `[m]`, replicated over `axis`, and added once, after the sum; with `fsdp_axis` also
         `[m/f]`, which is gathered.
       sequence_dim: the dimension of the result that is scattered, any but the last, or None.
@@ -204,9 +204,11 @@ def gated_mlp(
       ValueError: as `column_parallel_linear` and `row_parallel_linear`.
 
     Cost: one gather of x, which both products share, and one reduce-scatter of the result; three
-    matmuls. The derivative gathers x once more and the result's cotangent once, reduce-scatters the
-    gradient of x, and computes six matmuls. Kept for it are x, the two products and the hidden
-    activations.
+    matmuls. With `mode="auto"`, where the compiler makes collectives asynchronous, the rows may go
+    through all of it in two or four chunks, so that those of one travel beside the matmuls of
+    another: then weights are read, and their gradients added up, once a chunk. The derivative
+    gathers x once more and the result's cotangent once, reduce-scatters the gradient of x, and
+    computes six matmuls. Kept for it are x, the two products and the hidden activations.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -224,12 +226,6 @@ def gated_mlp(
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
     into, out = fsdp_pair(fsdp_dim)
     b_gate, b_up, b_down = as_biases("biases", biases, ("w_gate", "w_up", "w_down"))
-    gate, up = layer.columns(x, {"w_gate": w_gate, "w_up": w_up}, (b_gate, b_up), into)
-    if gate.shape != up.shape:
-        raise value_error(
-            f"w_gate has local shape {w_gate.shape} and w_up {w_up.shape}; both need as "
-            "many columns"
-        )
 
     # Kept for the backward pass are gate, up and what they make, but not what is between.
     @jax.checkpoint
@@ -246,5 +242,14 @@ def gated_mlp(
             raise type_error(f"activation returned {active.dtype} for {gate.dtype}; cast it")
         return (active * up).astype(w_down.dtype)
 
-    hidden: Any = join(gate, up)
-    return layer.rows(hidden, {"w_down": w_down}, b_down, out)
+    def mlp(layer: Projection, x: Array) -> Array:
+        gate, up = layer.columns(x, {"w_gate": w_gate, "w_up": w_up}, (b_gate, b_up), into)
+        if gate.shape != up.shape:
+            raise value_error(
+                f"w_gate has local shape {w_gate.shape} and w_up {w_up.shape}; both need as "
+                "many columns"
+            )
+        hidden: Any = join(gate, up)
+        return layer.rows(hidden, {"w_down": w_down}, b_down, out)
+
+    return layer.in_chunks(mlp, x, (w_gate, w_up, w_down))

@@ -169,8 +169,7 @@ def vocabulary_parallel_cross_entropy(
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel: x, and its gradient. Its mode is as in `ring_all_gather`, but `"auto"` is
         `"naive"`, as nothing is computed meanwhile. Its `wire_dtype` is that in which partial sums
-        of the gradient of `x` travel; None: that in which they were added, float32 for 16-bit
-        floats.
+        of the gradient of `x` travel; None: that of `x`.
       vocabulary: the number of tokens, if columns pad `w` to a multiple of n: those from there on
         count for nothing and have zero gradients. None: all are tokens.
       sequence_dim: the dimension of `x` along which it is sharded, such as -2; None if it is not.

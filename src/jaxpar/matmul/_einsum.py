@@ -26,7 +26,8 @@ from jaxpar._dtypes import as_dtype, check_holds, check_wire, result_dtype, sum_
 from jaxpar._types import Operand
 from jaxpar._varying import checks_varying, vary_alike, vary_over
 from jaxpar.collectives._blocks import gather_replicated
-from jaxpar.collectives._choice import Problem, choose_way
+from jaxpar.collectives._choice import Problem, choose_ways
+from jaxpar.collectives._cost_model import Flow, FlowKind
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import (
     Arithmetic,
@@ -51,12 +52,22 @@ class Call:
     # The naive form gathers again in the backward pass, as rings do, instead of keeping the whole.
     regather: bool = False
     recomputed: bool = False
+    in_layer: bool = False  # other work of a layer is before and behind it
 
-    def method(self, label: str, flops: float, block_bytes: int, *operands: Array) -> RingEinsum:
+    def method(
+        self,
+        label: str,
+        operands: tuple[Array, ...],
+        forward: tuple[Flow, ...],
+        backward: tuple[Flow, ...] = (),
+    ) -> RingEinsum:
         """Returns how to run over the ring."""
         shapes = tuple(x.shape for x in operands)
-        problem = Problem("matmul", self.ring, shapes, flops, block_bytes)
-        return RingEinsum(choose_way(problem), label, self.arithmetic, self.recomputed)
+        kind = "projection" if self.in_layer else "matmul"
+        problem = Problem(kind, self.ring, shapes, forward, backward)
+        way, back = choose_ways(problem)
+        alone, _ = choose_ways(replace(problem, backward=()))
+        return RingEinsum(way, back, alone, label, self.arithmetic, self.recomputed)
 
     def result_dtype(self, lhs: Array) -> Any:
         """The dtype of the result."""
@@ -71,7 +82,7 @@ class Call:
         preferred = self.arithmetic.preferred_element_type
         summed = sum_dtype(lhs.dtype) if preferred is None else preferred
         check_wire(self.ring.wire_dtype, summed)
-        return self.ring.wire_dtype or summed
+        return self.ring.wire_dtype or self.result_dtype(lhs)
 
 
 def make_call(
@@ -117,8 +128,17 @@ def gather(
         (left,), rights = rhs, (lhs,)
         product = Product(labels.rhs, labels.lhs, labels.out, dtype)
 
-    flops = sum(2.0 * prod(s.values()) for s in sizes)
-    method = call.method(label, flops, left.size * left.dtype.itemsize, left, *rights)
+    width = left.dtype.itemsize
+    forth = _flow("gather", label, ring, [product] * len(rights), sizes, width, width)
+    # Backward the sums for `left` are scattered, and it is gathered again for those of the others.
+    for_left = Product(product.out, product.right, product.left, left.dtype)
+    for_right = Product(product.left, product.out, product.right, left.dtype)
+    wire = jnp.dtype(ring.wire_dtype or left.dtype).itemsize
+    back = (
+        _flow("scatter", label, ring, [for_left] * len(rights), sizes, width, wire),
+        _flow("gather", label, ring, [for_right] * len(rights), sizes, width, width),
+    )
+    method = call.method(label, (left, *rights), (forth,), back)
 
     def gathered(
         left: Left, rights: tuple[Num[Array, "..."], ...]
@@ -126,7 +146,7 @@ def gather(
         return gather_einsum(method, (product,) * len(rights), left, rights)
 
     # Rules of our own gather again anyway.
-    regather = call.regather and method.derived_by_jax
+    regather = call.regather and method.kept
     return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
 
 
@@ -139,8 +159,15 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
-    block_bytes = prod(shape) // ring.size * wire.itemsize
-    method = call.method(label, 2.0 * prod(sizes.values()), block_bytes, lhs, rhs)
+    width = lhs.dtype.itemsize
+    forth = _flow("scatter", label, ring, [product], [sizes], width, wire.itemsize)
+    # Backward the cotangent is gathered, for the gradients of both operands.
+    gradients = [
+        Product(labels.out, labels.rhs, labels.lhs, lhs.dtype),
+        Product(labels.out, labels.lhs, labels.rhs, lhs.dtype),
+    ]
+    back = _flow("gather", label, ring, gradients, [sizes] * 2, width, dtype.itemsize)
+    method = call.method(label, (lhs, rhs), (forth,), (back,))
     return scatter_einsum(method, (product,), ((lhs, rhs),))
 
 
@@ -151,18 +178,53 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Out:
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
-    block_bytes = prod(sizes[name] for name in labels.out) // ring.size * wire.itemsize
-    method = call.method(labels.out[0], 2.0 * prod(sizes.values()), block_bytes, lhs, rhs)
+    label, width = labels.out[0], lhs.dtype.itemsize
+    forth = _flow("all-reduce", label, ring, [product], [sizes], width, wire.itemsize)
+    method = call.method(label, (lhs, rhs), (forth,))
     return all_reduce_einsum(method, product, lhs, rhs)
+
+
+def _flow(
+    kind: FlowKind,
+    label: str,
+    ring: Ring,
+    products: list[Product],
+    sizes: list[dict[str, int]],
+    width: int,
+    wire: int,
+) -> Flow:
+    """What a device does for products, and what it sends.
+
+    Of a gather the left operand travels, which is the same in all products; of a scatter their sum.
+    Numbers have `width` bytes, and `wire` where they travel; `sizes` are by label, of the whole.
+    """
+    flops, whole, shared, sums, minor, sliced, travels = 0.0, 0, 0, 0, 0, 0, 0
+    for product, size in zip(products, sizes, strict=True):
+        flops += 2.0 * prod(size.values())
+        operands = (product.left, product.right)
+        for labels in (*operands, product.out):
+            numbers = prod(size[name] for name in labels)
+            if label in labels:
+                shared += numbers * width
+                last = numbers * width if labels.endswith(label) else 0
+                travels_here = kind == "gather" and labels is product.left
+                minor += 0 if travels_here else last
+                sliced += 0 if travels_here or labels is product.out else last
+            elif labels in operands:
+                whole += numbers * width
+            else:
+                sums += numbers * 4
+        moving = product.left if kind == "gather" else product.out
+        travels = prod(size[name] for name in moving)
+    return Flow(kind, flops, travels // ring.size * wire, whole, shared, sums, minor, sliced)
 
 
 def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
     """Sums the product over all devices and gives every device the whole."""
-    wire = method.way.ring.wire_dtype
+    wire = method.way.ring.wire_dtype or product.dtype
 
     def addend() -> Out:
-        sums = multiply(method.arithmetic, product, left, right)
-        return sums if wire is None else sums.astype(wire)
+        return multiply(method.arithmetic, product, left, right).astype(wire)
 
     def in_blocks() -> Out:
         # Under check_vma=False nothing says what is replicated.

@@ -48,7 +48,7 @@ def all_gather_matmul(
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
       wire_dtype: the dtype in which the partial sums of the backward reduce-scatter travel. None:
-        that of `axis`, or that of partial sums.
+        that of `axis`, or that of the gradient.
 
     Operands may vary over any axes; one that is replicated over an axis over which another varies
     gets its gradient summed there.
@@ -116,8 +116,9 @@ def matmul_reduce_scatter(
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of partial
-        sums. A 16-bit wire halves the bytes and rounds once a hop.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of the
+        result, as `lax.psum_scatter` of a matmul sends it: 16 bits round once a hop, and float32
+        costs twice the bytes.
 
     Returns:
       This device's block, along `dim`, of the sum over the ring of `lhs @ rhs`, varying over
@@ -173,8 +174,8 @@ def matmul_all_reduce(
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of partial
-        sums.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of the
+        result.
 
     Returns:
       The sum over the ring of `lhs @ rhs`. Under `check_vma=True` it is typed as replicated over
@@ -240,7 +241,7 @@ def ring_einsum(
         `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
       wire_dtype: the dtype in which partial sums travel, forward or backward. None: that of `axis`,
-        or their own.
+        or that of what they sum up to.
 
     Returns:
       The local result: with the gathered label whole, or this device's block along the scattered

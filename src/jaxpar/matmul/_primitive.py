@@ -8,19 +8,23 @@ of custom_vjp functions is closed under differentiation, and residuals are the o
 came in: shards.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from string import ascii_letters
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._derivatives import with_derivative
 from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar.collectives._blocks import cut
 from jaxpar.collectives._choice import joining_is_cheaper
-from jaxpar.collectives._parts import place_block
-from jaxpar.collectives._ways import Arrivals, Way
+from jaxpar.collectives._parts import join_dims, split_dim
+from jaxpar.collectives._ways import Arrivals, InChunks, Positions, Way
 
 # Labels of an einsum, known while tracing, name the dimensions of its arrays; sizes of all but the
 # label of the ring are the same in all arrays that have it. So annotations say only whose shape one
@@ -40,9 +44,17 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class RingEinsum:
-    """How a ring einsum runs, the same in the forward pass and in every derivative."""
+    """How a ring einsum runs.
+
+    Attributes:
+      way: forward, where a derivative is taken.
+      backward: in the derivative.
+      alone: where none is taken: what a naive forward pass keeps is then of no use.
+    """
 
     way: Way
+    backward: Way
+    alone: Way
     label: str  # the einsum label that is sharded over the ring
     arithmetic: Arithmetic
     # Runs again in the backward pass, within jax.checkpoint, where the result itself is dead code.
@@ -53,11 +65,28 @@ class RingEinsum:
     @property
     def derived_by_jax(self) -> bool:
         """Whether JAX's own derivatives are left as they are."""
-        return self.way.derived_by_jax
+        return self.kept and self.alone.derived_by_jax
+
+    @property
+    def kept(self) -> bool:
+        """Whether the derivative is JAX's own, for which the gathered operand is kept."""
+        return self.way.derived_by_jax and self.backward.derived_by_jax
+
+    def forward(self) -> RingEinsum:
+        """How the einsum runs where a derivative is taken."""
+        return replace(self, alone=self.way)
+
+    def derivative(self) -> RingEinsum:
+        """How the einsums of the derivative run."""
+        return replace(self, way=self.backward, alone=self.backward)
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
         """Returns both, the residuals not before the result, unless nobody waits for that."""
-        return (out, residuals) if self.recomputed else self.way.forward_first(out, residuals)
+        if self.recomputed:
+            return out, residuals
+        for way in dict.fromkeys((self.way, self.backward)):
+            out, residuals = way.forward_first(out, residuals)
+        return out, residuals
 
 
 @dataclass(frozen=True)
@@ -81,19 +110,20 @@ def _gather(
     `left` is this device's block along `method.label`; the right operands and the results have that
     label whole where they have it. All operands vary over the same axes, the ring's among them.
     """
+    method = replace(method, way=method.alone)
     dim = products[0].left.index(method.label)
     whole = left.shape[dim] * method.way.ring.size
 
-    def take(start: Any, size: int) -> list[Array]:
+    def take(positions: Positions) -> list[Array]:
         return [
-            _cut(method, right, p.right, start, size)
+            _cut(method, right, p.right, positions)
             for p, right in zip(products, rights, strict=True)
         ]
 
     def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         results = [None] * len(products) if results is None else results
         uses = [
-            [(block, taken[number], start) for block, start, taken in arrivals]
+            [(block, taken[number], positions) for block, positions, taken in arrivals]
             for number in range(len(products))
         ]
         return [
@@ -123,15 +153,17 @@ def _scatter(
     operands vary over the same axes, the ring's among them.
     """
 
-    def take(start: Any, size: int) -> list[tuple[Array, Array]]:
+    method = replace(method, way=method.alone)
+
+    def take(positions: Positions) -> list[tuple[Array, Array]]:
         return [
-            (_cut(method, left, p.left, start, size), _cut(method, right, p.right, start, size))
+            (_cut(method, left, p.left, positions), _cut(method, right, p.right, positions))
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
 
     def produce(taken: list[tuple[Array, Array]]) -> Out:
         parts = [
-            multiply(method.arithmetic, p, left, right)
+            _multiply_part(method, p, left, right)
             for p, (left, right) in zip(products, taken, strict=True)
         ]
         return sum(parts[1:], start=parts[0])
@@ -149,12 +181,17 @@ def _scatter(
 
 
 def _gather_fwd(method: RingEinsum, products: Any, left: Left, rights: Any) -> Any:
-    out = gather_einsum(method, products, left, rights)
-    return method.forward_first(out, (left, rights))
+    run = partial(gather_einsum, method.forward(), products)
+    if method.kept:
+        return jax.vjp(run, left, rights)
+    return method.forward_first(run(left, rights), (left, rights))
 
 
 def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
+    if method.kept:
+        return residuals(cts)
     left, rights = residuals
+    method = method.derivative()
     # The gradient of `left` sums, over products and devices, cotangents times `right`, and is
     # scattered as `left` is. Those of each `right` need all of `left`, which travels once more.
     for_left = tuple(Product(p.out, p.right, p.left, left.dtype) for p in products)
@@ -169,10 +206,14 @@ def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: An
 
 
 def _scatter_fwd(method: RingEinsum, products: Any, pairs: Any) -> Any:
-    return method.forward_first(scatter_einsum(method, products, pairs), pairs)
+    run = partial(scatter_einsum, method.forward(), products)
+    return jax.vjp(run, pairs) if method.kept else method.forward_first(run(pairs), pairs)
 
 
-def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], pairs: Any, ct: Out) -> Any:
+def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: Any, ct: Out) -> Any:
+    if method.kept:
+        return residuals(ct)
+    pairs, method = residuals, method.derivative()
     # The cotangent is the one array that travels, on the left of all gradients, two for each pair.
     gradients: list[Product] = []
     partners: list[Array] = []
@@ -203,31 +244,56 @@ def multiply(arithmetic: Arithmetic, product: Product, left: Left, right: Right)
     )
 
 
-def _cut(method: RingEinsum, x: Array, labels: str, start: Any, size: int) -> Array:
-    """Returns `size` positions of an operand that has the ring's label, all of any other."""
-    return cut(x, start, size, labels.index(method.label)) if method.label in labels else x
+def _multiply_part(
+    method: RingEinsum, product: Product, left: Left, right: Right, dtype: Any = None
+) -> Out:
+    """Computes one product of a part of the positions of the ring's label.
+
+    It is of `dtype`, or of that of partial sums.
+    """
+    if not isinstance(method.way, InChunks):
+        out = multiply(method.arithmetic, product, left, right)
+        return out if dtype is None else out.astype(dtype)
+    # The positions are a comb: blocks are a dimension of their own.
+    label, texts = method.label, (product.left, product.right, product.out)
+    block = next(letter for letter in ascii_letters if letter not in "".join(texts))
+    left, right = (
+        split_dim(x, labels.index(label), method.way.ring.size) if label in labels else x
+        for x, labels in ((left, product.left), (right, product.right))
+    )
+    of_left, of_right, of_out = (labels.replace(label, block + label) for labels in texts)
+    apart = Product(of_left, of_right, of_out, product.dtype)
+    out = multiply(method.arithmetic, apart, left, right)
+    # Rounded before the dimensions are joined: after it, placing is no part of the matmul.
+    out = out if dtype is None else out.astype(dtype)
+    return join_dims(out, product.out.index(label)) if label in product.out else out
+
+
+def _cut(method: RingEinsum, x: Array, labels: str, positions: Positions) -> Array:
+    """Returns these positions of an operand that has the ring's label, all of any other."""
+    return positions.cut(x, labels.index(method.label)) if method.label in labels else x
 
 
 def _use_blocks(
     method: RingEinsum,
     product: Product,
     result: Out | None,
-    arrivals: list[tuple[Left, Array, Any]],
+    arrivals: list[tuple[Left, Array, Positions]],
     whole: int,
 ) -> Out:
     """Multiplies blocks by their partners, and places or adds what they give."""
     label = method.label
     if label in product.out:
-        for block, right, start in arrivals:
-            part = multiply(method.arithmetic, product, block, right).astype(product.dtype)
-            result = place_block(result, part, product.out.index(label), start, whole)
+        for block, right, positions in arrivals:
+            part = _multiply_part(method, product, block, right, product.dtype)
+            result = positions.place(result, part, product.out.index(label), whole)
     else:
         blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
         dims = product.left.index(label), product.right.index(label)
         if len(blocks) > 1 and joining_is_cheaper(blocks[0].shape[dims[0]]):
             blocks, rights = [lax.concatenate(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
         for block, right in zip(blocks, rights, strict=True):
-            part = multiply(method.arithmetic, product, block, right)
+            part = _multiply_part(method, product, block, right)
             result = part if result is None else result + part
     assert result is not None
     return result

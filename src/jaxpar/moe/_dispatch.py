@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Int32
 
 from jaxpar._axis import Ring
 from jaxpar._compat import optimization_barrier
-from jaxpar._dtypes import addition_dtype, sum_dtype
+from jaxpar._dtypes import sum_dtype
 from jaxpar._varying import vary_alike, vary_wide, varying_axes
 from jaxpar.collectives._blocks import gather_along, scatter_along
 from jaxpar.collectives._choice import Problem, choose_way
@@ -250,8 +250,8 @@ def scatter(ring: Ring, x: Float[Array, "rows d"]) -> Float[Array, "own d"]:
     if ring.size == 1 or not len(x):
         return x
     way = choose_way(Problem("experts", ring))
-    (wide,) = vary_alike(ring.names, x.astype(addition_dtype(x.dtype)))
-    return scatter_along(way, wide, 0).astype(x.dtype)
+    (x,) = vary_alike(ring.names, x)
+    return scatter_along(way, x, 0)
 
 
 Activation = Callable[[Array], Array]

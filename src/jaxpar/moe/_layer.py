@@ -14,7 +14,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int32
 
 from jaxpar._calls import public, type_error
-from jaxpar._dtypes import addition_dtype, check_wire, common_dtype, sum_dtype
+from jaxpar._dtypes import check_wire, common_dtype, sum_dtype
 from jaxpar._types import (
     AxisLike,
     Dispatch,
@@ -186,7 +186,7 @@ def moe_layer(
         with jax.named_scope(way.name):
             out, pairs = way.apply((sent, chosen, given), routed, chunks)
         if replicated is not None:
-            wide = replicated.wire_dtype or addition_dtype(out.dtype)
+            wide = replicated.wire_dtype or out.dtype
             out = lax.psum(out.astype(wide), summed).astype(out.dtype)
             pairs = lax.psum(jnp.where(replicated.index() == 0, pairs, 0), summed)
         if fused is not None:

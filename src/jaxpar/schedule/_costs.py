@@ -55,7 +55,7 @@ class Message:
     rows: int = 0  # of a ragged all-to-all: in the payload, of which data say how many travel
     pairs: tuple[tuple[int, int], ...] = ()  # of a permute: sources and targets
     groups: Sequence[Sequence[int]] = ()  # of anything else; none: all devices are one group
-    colors: int = 0  # the rings that the TPU compiler says it uses at a time; 0: it does not say
+    ways: int = 2  # of a torus: links of a device that are in use at a time
 
 
 def work_of(i: Instruction) -> Work:
@@ -201,8 +201,22 @@ def message_of(i: Instruction, inner: Instruction) -> Message:
         return Message(kind, payload, pairs=inner.pairs)
     if kind == "all-reduce" and i is not inner and i.bytes < payload:
         kind = "reduce-scatter"  # what TPU makes of it: a fusion of all-reduce and slice
-    colors = int(i.after("colors:").partition(",")[0] or 0)
-    return Message(kind, payload, groups=inner.groups, colors=colors)
+    return Message(kind, payload, groups=inner.groups, ways=_ways(i) or _ways(inner) or 2)
+
+
+def _ways(i: Instruction) -> int:
+    """How many links of a device the TPU compiler says that a collective uses; 0: it does not.
+
+    It calls rings that are used at a time colours. Those of a SparseCore go one way each, as do
+    those of strategies that say so; all others go both ways.
+    """
+    if rings := i.attributes.count('"phase_rings":'):
+        return rings
+    found = re.search(r"(\w*Strategy\w*)\{colors:(\d+)", i.attributes)
+    if found is None:
+        return 0
+    strategy, colors = found.groups()
+    return int(colors) if "UniDirection" in strategy else 2 * int(colors)
 
 
 def _payload(i: Instruction) -> float:

@@ -151,6 +151,7 @@ class Hlo:
     computations: dict[str, Computation]
     entry: Computation
     is_scheduled: bool
+    partitions: int  # over how many devices the program runs
 
 
 def parse(text: str) -> Hlo:
@@ -175,7 +176,11 @@ def parse(text: str) -> Hlo:
         raise ValueError("parse: the text has no ENTRY computation; pass compiled.as_text()")
     for computation in computations.values():
         _join(computation, computations)
-    return Hlo(computations, entry, "is_scheduled=true" in text.partition("\n")[0])
+    header = text.partition("\n")[0]
+    partitions = re.search(r"num_partitions=(\d+)", header)
+    return Hlo(
+        computations, entry, "is_scheduled=true" in header, int(partitions[1]) if partitions else 1
+    )
 
 
 def _instruction(root: str | None, name: str, rest: str) -> Instruction:

@@ -71,8 +71,7 @@ class Links:
             return Transfer(row, sent, self.all_to_all(groups).of(payload))
         whole = payload * size if kind == "all-gather" else payload
         passes = 2 if kind == "all-reduce" else 1  # as a reduce-scatter and an all-gather
-        # Both directions of one axis, and of more axes where the compiler speaks of more colours.
-        ways = max(2, message.colors) if self.chip.torus else 1
+        ways = message.ways if self.chip.torus else 1
         route = self.ring(groups, passes * (size - 1) / size / ways, passes / min(ways, 2))
         return Transfer(row, passes * whole * (size - 1) / size, route.of(whole))
 

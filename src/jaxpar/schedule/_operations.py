@@ -6,30 +6,63 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
 from jaxpar.schedule._costs import Message, Work, collective_in, is_free, message_of, work_of
 from jaxpar.schedule._hlo import Computation, Instruction, parse
 
 MOST_TRIPS = 1_000_000
 
-Value = Any  # an integer or a truth value; of a tuple, a dict of those of its elements in question
+# An integer or a truth value; of a tuple, a dict of those of its elements in question. What devices
+# differ in is an array [devices] of NumPy's.
+Value = Any
+
+
+def _select(which: Value, yes: Value, no: Value) -> Value:
+    return np.where(which, yes, no) if isinstance(which, np.ndarray) else yes if which else no
+
+
+def _not(x: Value) -> Value:
+    return not x if isinstance(x, bool) else ~x
+
 
 _ARITHMETIC: dict[str, Callable[..., Value]] = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
-    "minimum": min,
-    "maximum": max,
+    "divide": lambda x, y: _towards_zero(x, y),
+    "remainder": lambda x, y: x - y * _towards_zero(x, y),
+    "minimum": lambda x, y: _select(x < y, x, y),
+    "maximum": lambda x, y: _select(x > y, x, y),
+    "shift-left": operator.lshift,
+    "shift-right-logical": operator.rshift,
     "and": operator.and_,
     "or": operator.or_,
-    "not": lambda x: not x if isinstance(x, bool) else ~x,
+    "not": _not,
     "negate": operator.neg,
-    "select": lambda which, yes, no: yes if which else no,
+    "select": _select,
 }
 _SAME = ("bitcast", "copy", "convert", "reshape", "copy-done", "broadcast", "optimization-barrier")
 
 
 class _UnknownError(Exception):
     """A value that depends on data."""
+
+
+def branch_taken(conditional: Instruction, partitions: int) -> int | None:
+    """Returns which of its branches runs on every device, None if devices or data differ."""
+    try:
+        value = _value(conditional.operands[0], None, devices=np.arange(partitions))
+    except (_UnknownError, KeyError, TypeError, ZeroDivisionError):
+        return None
+    found = np.unique(value)
+    if found.size > 1:
+        return None
+    number, last = int(found[0]), len(conditional.called) - 1
+    if "true_computation=" in conditional.attributes:
+        return 1 - number
+    return number if 0 <= number <= last else last
 
 
 def trip_count(loop: Instruction) -> int | None:
@@ -64,16 +97,18 @@ def _value(
     instruction: Instruction,
     arguments: Callable[[int], Value] | None,
     wanted: set[int] | None = None,
+    devices: Int[np.ndarray, " devices"] | None = None,
 ) -> Value:
     """The value of an instruction that results in an integer scalar, or in a tuple.
 
     Of a tuple only the elements `wanted` are computed, all if None. `arguments` gives the values of
-    the parameters of the instruction's computation; None: those depend on data.
+    the parameters of the instruction's computation; None: those depend on data. `devices` are the
+    partitions that are asked for; None: what they differ in is not known.
     """
     operands = instruction.operands
 
     def value(operand: Instruction, wanted: set[int] | None = None) -> Value:
-        return _value(operand, arguments, wanted)
+        return _value(operand, arguments, wanted, devices)
 
     match instruction.opcode:
         case "constant":
@@ -82,6 +117,10 @@ def _value(
             if arguments is None:
                 raise _UnknownError
             return arguments(int(instruction.operand_text))
+        case "partition-id":
+            if devices is None:
+                raise _UnknownError
+            return devices
         case "tuple":
             chosen = range(len(operands)) if wanted is None else wanted
             return {n: value(operands[n]) for n in chosen}
@@ -101,9 +140,14 @@ def _value(
             return _ARITHMETIC[opcode](*map(value, operands))
         case "fusion" | "call":
             # Only what the result needs: other operands of a fusion may be arrays.
-            return _value(instruction.called[0].root, lambda n: value(operands[n]), wanted)
+            root = instruction.called[0].root
+            return _value(root, lambda n: value(operands[n]), wanted, devices)
         case _:
             raise _UnknownError
+
+
+def _towards_zero(x: Value, y: Value) -> Value:
+    return (abs(x) // abs(y)) * _select((x < 0) == (y < 0), 1, -1)
 
 
 def _constant(text: str) -> int | bool:
@@ -189,8 +233,14 @@ class Call(Control):
     """Runs its one schedule."""
 
 
+@dataclass(frozen=True, eq=False)
 class Conditional(Control):
     """Runs one of its schedules."""
+
+    taken: int | None = None  # which one, on all devices; None: devices or data differ
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}{'' if self.taken is None else f', taken: {self.taken}'}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +290,7 @@ def read(text: str) -> Module:
             operations: dict[Instruction, Operation] = {}
             for i in computation.instructions:
                 operands = [operations[operand] for operand in i.operands if operand in operations]
-                operations[i] = _operation(i, tuple(operands), schedule)
+                operations[i] = _operation(i, tuple(operands), schedule, hlo.partitions)
             known[computation] = Schedule(computation.name, tuple(operations.values()))
         return known[computation]
 
@@ -252,6 +302,7 @@ def _operation(
     i: Instruction,
     operands: tuple[Operation, ...],
     schedule: Callable[[Computation], Schedule],
+    partitions: int,
 ) -> Operation:
     """Decides what an instruction is: here, and nowhere else.
 
@@ -259,6 +310,7 @@ def _operation(
       i: the instruction.
       operands: what its operands are.
       schedule: gives what a computation is that it runs.
+      partitions: over how many devices the program runs.
     """
     work = work_of(i)
     known = (i.name, i.op_name, operands, work)
@@ -266,7 +318,7 @@ def _operation(
         runs = (schedule(i.called_as("condition")), schedule(i.called_as("body")))
         return Loop(*known, runs, trip_count(i))
     if i.opcode == "conditional":
-        return Conditional(*known, tuple(map(schedule, i.called)))
+        return Conditional(*known, tuple(map(schedule, i.called)), branch_taken(i, partitions))
     if i.opcode == "call":
         return Call(*known, (schedule(i.called[0]),))
     pair = re.sub("-(start|update|done)$", "", i.opcode)

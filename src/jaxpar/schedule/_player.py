@@ -142,10 +142,9 @@ class Player:
             self.run(body)
 
     def _branch(self, conditional: Conditional) -> Schedule:
-        """The branch that is taken: the one that computes the longest, as all devices may.
-
-        Nothing else decides this.
-        """
+        """The branch that is taken: where devices or data differ, the one that computes longest."""
+        if conditional.taken is not None:
+            return conditional.runs[conditional.taken]
         return max(conditional.runs, key=self._length)
 
     def _computing(self, schedule: Schedule) -> float:

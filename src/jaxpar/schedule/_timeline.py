@@ -12,6 +12,8 @@ import jax
 
 from jaxpar._calls import naming, readable
 from jaxpar._chips import Chip
+from jaxpar._options import compiled_with
+from jaxpar._options import compiler_options as options_of
 from jaxpar.schedule._links import Links
 from jaxpar.schedule._operations import Module, read
 from jaxpar.schedule._player import Assumed, Event, Player
@@ -60,7 +62,8 @@ def compile_for(
       target: from `jaxpar.schedule.target`.
       *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec`
         will do). One without a sharding is laid out as the compiler likes.
-      compiler_options: as for `jax.stages.Lowered.compile`.
+      compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` is told of them. None:
+        those of `jaxpar.compiler_options(target)`; `{}`: none.
 
     Returns:
       A `CompiledProgram`.
@@ -77,10 +80,11 @@ def compile_for(
       1
     """
     start = time.perf_counter()
-    with jax.set_mesh(target.mesh):
+    options = options_of(target) if compiler_options is None else compiler_options
+    with jax.set_mesh(target.mesh), compiled_with(options):
         jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
         traced = jitted.trace(*args)
-        compiled = traced.lower().compile(compiler_options=compiler_options)
+        compiled = traced.lower().compile(compiler_options=options or None)
     seconds = time.perf_counter() - start
     stats: Any = compiled.memory_analysis()
     sizes = {
@@ -139,12 +143,13 @@ def timeline(
     without a device, and TPU instructions without cycles). A TPU kernel takes the FLOPs and bytes
     of its own estimate, a grouped matmul those of the tiles that two groups share twice. A transfer
     takes one latency a hop and its bytes over the bandwidth of the links on its way; transfers that
-    share a link take turns. A done waits.
+    share a link take turns. A done waits. Transfers take nothing of the memory's bandwidth, and
+    those of a SparseCore nothing of what computes: how they contend is not published.
 
     Args:
       program: from `compile_for`.
-      chip: figures to use in place of the published ones, made with `dataclasses.replace` of
-        `program.target.chip`.
+      chip: figures to use in place of the published ones: `program.target.chip.measured()`, or
+        what `dataclasses.replace` makes of that chip.
       assumed: what depends on data: the rows that ragged all-to-alls send and grouped matmuls
         multiply (default: as many as their operands have), the trips of loops.
 

@@ -1,0 +1,284 @@
+"""What the compiler should be told on each chip, and what it then runs beside other work."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any
+
+import jax
+
+from jaxpar._calls import naming, readable, type_error
+
+Options = dict[str, bool | str]
+
+# By their names in HLO.
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "ragged-all-to-all")
+
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the compiler that programs on a chip should have.
+
+    Attributes:
+      reason: what goes without it.
+      frees: the collective that it makes asynchronous, None if it does something else.
+    """
+
+    name: str
+    value: bool | str
+    reason: str
+    frees: str | None = None
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What is known of the compiler of one kind of chip: `options`, and what needs none of them.
+
+    Attributes:
+      frees: the collectives that are asynchronous in any case.
+    """
+
+    options: tuple[Option, ...] = ()
+    frees: frozenset[str] = frozenset()
+
+
+_SPARSE_CORES = tuple(
+    Option(
+        _OFFLOAD + name.replace("-", "_"),
+        "true",
+        f"without it the matrix units wait for each {name}; with it a SparseCore sends meanwhile",
+        frees=name,
+    )
+    for name in COLLECTIVES
+)
+_EARLY_STARTS = Option(
+    "xla_gpu_enable_latency_hiding_scheduler",
+    True,
+    "without it a collective starts where the program has it, not as early as its operands are "
+    "there",
+)
+
+# By the beginning of `device_kind`; seen in programs of jax 0.10.0, 0.10.2 and 0.12.0.1. What is
+# missing was tried, and is refused or changes nothing: the offload on v4 and v5e, the "async
+# collective fusion" on v5e (no change), v5p and v6e (refused).
+COMPILERS = {
+    "TPU v4": Compiler(),
+    "TPU v5 lite": Compiler(frees=frozenset({"all-gather"})),  # fused with a matmul beside it
+    "TPU v5": Compiler(_SPARSE_CORES),
+    "TPU v6 lite": Compiler(_SPARSE_CORES),
+    "TPU7x": Compiler(frees=frozenset(COLLECTIVES)),  # a SparseCore sends them without being told
+    "NVIDIA": Compiler((_EARLY_STARTS,), frozenset(COLLECTIVES)),
+}
+
+_told: ContextVar[Mapping[str, Any] | None] = ContextVar("told", default=None)
+
+
+@readable
+def compiler_options(devices: Any = None) -> Options:
+    """Returns the compiler options that programs with overlapped communication should have.
+
+    Args:
+      devices: a `jax.sharding.Mesh`, one of its devices, or a `jaxpar.schedule.Target`. None: the
+        context mesh (`jax.set_mesh`), and without one the default devices.
+
+    Returns:
+      A new dictionary for `jax.jit(compiler_options=...)`, by the kind of chip. Empty where the
+      compiler needs none, or none is known to help.
+
+    Raises:
+      TypeError: what is no mesh, device or target.
+
+    Tracing cannot see options, and `mode="auto"` chooses by what they make of collectives:
+    `jaxpar.jit` gives both to a program, `jaxpar.compiled_with` says it where programs are lowered
+    and compiled by hand.
+
+    Example:
+      >>> from jaxpar.schedule import target
+      >>> sorted(compiler_options(target("v5p:2x2x1")))[0]
+      'xla_tpu_enable_sparse_core_collective_offload_all_gather'
+      >>> compiler_options(target("v5e:2x2")), compiler_options(jax.devices("cpu")[0])
+      ({}, {})
+    """
+    with naming("compiler_options"):
+        return _options_of(_kind_of(devices))
+
+
+@readable
+@contextmanager
+def compiled_with(options: Mapping[str, Any]) -> Generator[None]:
+    """Says with which compiler options what is traced here will be compiled.
+
+    Args:
+      options: as for `jax.jit(compiler_options=...)`; `{}` for none.
+
+    `mode="auto"` takes other ways where the compiler makes collectives asynchronous, which depends
+    on its options, which tracing cannot see. Where nothing says what they are, it looks for them
+    in the environment (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`), reckons without them, and warns on chips
+    that should have some.
+
+    Example:
+      >>> options = compiler_options()
+      >>> with compiled_with(options):
+      ...     lowered = jax.jit(lambda x: 2 * x).lower(jnp.ones(8))
+      >>> compiled = lowered.compile(compiler_options=options)
+    """
+    token = _told.set(dict(options))
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+@readable
+def jit(
+    fun: Any,
+    *,
+    mesh: Any = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Jitted:
+    """`jax.jit` with the compiler options of the chip, and `mode="auto"` told of them.
+
+    Args:
+      fun: a function of global arrays, not called from another jitted one: JAX takes compiler
+        options at the outermost `jit` alone.
+      mesh: for whose devices. None: the context mesh where it is called or traced
+        (`jax.set_mesh`), and without one the default devices.
+      compiler_options: more options, or other values; `{}` for those of the chip alone.
+      **settings: as for `jax.jit`.
+
+    Returns:
+      A function with `trace`, `lower`, `eval_shape` and `clear_cache`, as `jax.jit` returns.
+
+    Raises:
+      TypeError: `fun` is no function, or `mesh` no mesh.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> step = jit(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"), mesh=mesh,
+      ...     in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")))
+      >>> step(jnp.ones((16, 4)), jnp.ones((4, 32))).shape
+      (16, 32)
+    """
+    with naming("jit"):
+        if not callable(fun):
+            raise type_error(f"fun must be a function, got {fun!r}")
+        if mesh is not None:
+            _kind_of(mesh)
+        return Jitted(fun, mesh, dict(compiler_options or {}), settings)
+
+
+class Jitted:
+    """A function that is jitted with the options of the chip for which it is called."""
+
+    def __init__(
+        self, fun: Callable[..., Any], mesh: Any, more: Options, settings: dict[str, Any]
+    ) -> None:
+        update_wrapper(self, fun)
+        self._fun, self._mesh, self._more, self._settings = fun, mesh, more, settings
+        self._jitted: dict[str, tuple[Options, Any]] = {}  # by the kind of chip
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        options, jitted = self._for_chip()
+        with compiled_with(options):
+            return jitted(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of `jax.jit`."""
+        options, jitted = self._for_chip()
+        with compiled_with(options):
+            return jitted.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of `jax.jit`; what it returns compiles with the options."""
+        options, jitted = self._for_chip()
+        with compiled_with(options):
+            return jitted.lower(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of `jax.jit`."""
+        options, jitted = self._for_chip()
+        with compiled_with(options):
+            return jitted.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """As that of `jax.jit`."""
+        for _, jitted in self._jitted.values():
+            jitted.clear_cache()
+
+    def _for_chip(self) -> tuple[Options, Any]:
+        kind = _kind_of(self._mesh)
+        if kind not in self._jitted:
+            options = {**_options_of(kind), **self._more}
+            jitted = jax.jit(self._fun, compiler_options=options or None, **self._settings)
+            self._jitted[kind] = options, jitted
+        return self._jitted[kind]
+
+
+def traced_asynchronous() -> frozenset[str]:
+    """Returns the collectives that the compiler runs beside other work, where it is traced.
+
+    They are those of the chip that the enclosing `shard_map` is traced for and of the options that
+    are said, or found in the environment.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    compiler = Compiler() if device is None else _compiler_of(device.device_kind)
+    options = _told.get()
+    freeing = [option for option in compiler.options if option.frees]
+    if options is None:
+        options = _of_environment()
+        if freeing and not any(option.name in options for option in freeing):
+            _warn()
+    frees = [o.frees for o in freeing if o.frees and str(options.get(o.name)).lower() == "true"]
+    return compiler.frees.union(frees)
+
+
+def _warn() -> None:
+    warnings.warn(
+        'mode="auto" cannot see compiler options, and reckons without those that make collectives '
+        "asynchronous on this chip. Write jaxpar.jit in place of jax.jit, which gives both; or say "
+        "with which options you compile: with jaxpar.compiled_with(options)",
+        stacklevel=3,
+    )
+
+
+def _of_environment() -> Options:
+    """The options of `--name=value` and `--name` in the variables that XLA reads."""
+    words = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {os.environ.get('XLA_FLAGS', '')}".split()
+    given = [word.removeprefix("--").partition("=") for word in words]
+    return {name: value or "true" for name, _, value in given}
+
+
+def _options_of(kind: str) -> Options:
+    return {option.name: option.value for option in _compiler_of(kind).options}
+
+
+def _compiler_of(kind: str) -> Compiler:
+    return next((found for name, found in COMPILERS.items() if kind.startswith(name)), Compiler())
+
+
+def _kind_of(devices: Any) -> str:
+    """The `device_kind` of a mesh, a device or a target; of None that of the context."""
+    if devices is None:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        return jax.devices()[0].device_kind if device is None else device.device_kind
+    mesh = getattr(devices, "mesh", devices)  # of a target
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.devices.flat[0].device_kind
+    device = getattr(mesh, "abstract_device", mesh)  # of an AbstractMesh
+    kind = getattr(device, "device_kind", None)
+    if not isinstance(kind, str):
+        raise type_error(
+            f"devices must be a mesh, a device or a target, got {devices!r}; pass a jax.sharding."
+            "Mesh, or none to take the context's (jax.set_mesh)"
+        )
+    return kind

@@ -1,0 +1,169 @@
+"""What a flow of work takes by each way: the one model by which `auto` chooses.
+
+It reckons with the matmuls at the share of peak that they reach, with what every piece reads and
+writes of HBM, with what is copied because work was cut, with bytes on the wire and a latency a hop,
+and with what the compiler runs beside other work. `benchmarks/sweep` compares it with compiled
+programs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import hypot
+from typing import Literal
+
+from jaxpar._chips import Chip
+from jaxpar.collectives._in_turns import InTurns
+from jaxpar.collectives._turns import Turn, gather_turns
+from jaxpar.collectives._ways import InChunks, Way
+
+# What one more piece of work costs beyond what it computes, reads and writes, in seconds; and what
+# one more collective does.
+PIECE_OVERHEAD = 2e-6
+CHUNK_OVERHEAD = 6e-6
+# Of peak, what large matmuls reach.
+MATMUL_SHARE = 0.9
+# Of HBM's speed, what a copy reaches that a compiler adds.
+COPY_SHARE = {"TPU v5 lite": 1.0, "TPU v5": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.4}
+# Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
+SCATTERED_SHARE = 0.2
+# How often a sum of float32 is read and written for each piece, apart from the matmul, in turns and
+# in chunks: not at all where the compiler adds in its epilogue at full speed.
+SUM_PASSES = {"TPU v5 lite": (2.0, 0.5), "TPU v6 lite": (1.0, 1.0), "TPU7x": (1.0, 1.0)}
+
+FlowKind = Literal["gather", "scatter", "all-reduce"]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Work of one device beside which blocks come or sums leave.
+
+    Attributes:
+      kind: blocks that are gathered, or sums that are scattered, or summed for all devices.
+      flops: over all pieces.
+      block_bytes: of one device's block on the wire.
+      whole: bytes that every piece reads, however small it is: an operand that has no part in what
+        travels, such as a weight beside rows.
+      shared: bytes of which each piece reads or writes its own share.
+      sums: bytes of what every piece adds to.
+      minor: bytes, of those that are shared, of arrays whose last dimension is dealt out: a chunk
+        of every block lies in many places there.
+      sliced: bytes, of those, of operands that stay and are cut for each piece.
+    """
+
+    kind: FlowKind
+    flops: float = 0.0
+    block_bytes: int = 0
+    whole: int = 0
+    shared: int = 0
+    sums: int = 0
+    minor: int = 0
+    sliced: int = 0
+
+
+def time_of(
+    chip: Chip, flows: Sequence[Flow], way: Way, beside: frozenset[str], *, kept: bool = False
+) -> float:
+    """Returns the seconds that flows take, one after the other, by a way.
+
+    Args:
+      chip: the figures.
+      flows: a gather, a scatter, or a scatter and then a gather that does not wait for it.
+      way: any.
+      beside: the collectives that the compiler runs beside other work.
+      kept: what the last one gathers is there already.
+    """
+    if isinstance(way, InTurns):
+        return sum((_in_turns(chip, flow, way) for flow in flows), 0.0)
+    if isinstance(way, InChunks):
+        return sum((_in_chunks(chip, flow, way, beside) for flow in flows), 0.0)
+    return _at_once(chip, flows, way, beside, kept)
+
+
+def chunked_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> float:
+    """Seconds of flows, one behind the other, through which rows go in chunks."""
+    work = sum((_work(chip, flow, chunks, 0.0) for flow in flows), 0.0)
+    sent = sum((_collective(chip, flow, size) for flow in flows), 0.0)
+    beside = sent * (chunks - 1) / chunks
+    return sent - beside + max(work, beside) + (chunks - 1) * len(flows) * CHUNK_OVERHEAD
+
+
+def _at_once(
+    chip: Chip, flows: Sequence[Flow], way: Way, beside: frozenset[str], kept: bool
+) -> float:
+    size = way.ring.size
+    work = [_work(chip, flow, 1, 0.0) for flow in flows]
+    sent = [_collective(chip, flow, size) for flow in flows]
+    if len(flows) < 2:
+        twice = [x for flow, x in zip(flows, sent, strict=True) if _reduces_twice(flow, size)]
+        return sum(work + sent + twice, 0.0)
+    # A scatter and a gather: the gather is under way while the scatter's work is done, the sums
+    # leave while the gather's work is done.
+    gathering = 0.0 if kept else sent[1]
+    first = max(work[0], gathering) if "all-gather" in beside else work[0] + gathering
+    second = max(work[1], sent[0]) if "reduce-scatter" in beside else work[1] + sent[0]
+    return first + second
+
+
+def _reduces_twice(flow: Flow, size: int) -> bool:
+    """Whether an all-reduce takes as long as a reduce-scatter and an all-gather over one axis.
+
+    Over a plane of the torus, as which a long axis may lie, XLA uses the links of both dimensions.
+    """
+    return flow.kind == "all-reduce" and size < 8
+
+
+def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) -> float:
+    chunks = way.chunks
+    work = _work(chip, flow, chunks, SUM_PASSES.get(chip.kind, (0.0, 0.0))[1])
+    sent = _collective(chip, flow, way.ring.size)
+    # Chunks are cut out of the block, or joined to it.
+    rest = _copy(chip, flow.block_bytes) + chunks * CHUNK_OVERHEAD
+    rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
+    rest += sent if flow.kind == "all-reduce" else 0.0  # gathered again
+    if ("all-gather" if flow.kind == "gather" else "reduce-scatter") not in beside:
+        return work + sent + rest
+    return rest + (work + sent + (chunks - 1) * max(work, sent)) / chunks
+
+
+def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
+    size = way.ring.size
+    turns = gather_turns(size, way.directions, whole_opposite=way.whole_opposite)
+    pieces = 1 if flow.kind == "gather" else way.order.pieces  # of each block
+    passes = SUM_PASSES.get(chip.kind, (0.0, 0.0))[0]
+    work = _work(chip, flow, size * pieces, passes) / size
+    hop = flow.block_bytes / chip.link + chip.latency
+
+    def seconds(turn: Turn) -> float:
+        whole = [leg for leg in turn.legs if leg.half is None]  # two halves are one block's work
+        links = [hop if leg.half is None else hop / 2 for leg in turn.blocks]
+        # A torus has a link each way; on a GPU both ways leave by one port.
+        sent = max(links, default=0.0) if chip.torus else sum(links, 0.0)
+        return max(work * max(1, len(whole)), sent)
+
+    halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
+    # The opposite block is cut in two, and joined again.
+    copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
+    gathered = _collective(chip, flow, size) if flow.kind == "all-reduce" else 0.0
+    return sum(map(seconds, turns), 0.0) + copied + _copy(chip, flow.sliced) + gathered
+
+
+def _work(chip: Chip, flow: Flow, pieces: int, passes: float) -> float:
+    """Seconds of all pieces: of each its FLOPs, or what it reads and writes, and what it adds to.
+
+    Near the ridge of the roofline neither is hidden by the other: hence the root of squares.
+    """
+    computed = flow.flops / (MATMUL_SHARE * chip.flops)
+    moved = (pieces * flow.whole + flow.shared + flow.sums) / chip.hbm
+    added = 2 * (pieces - 1) * flow.sums / chip.hbm * passes
+    return hypot(computed, moved) + added + (pieces - 1) * PIECE_OVERHEAD
+
+
+def _collective(chip: Chip, flow: Flow, size: int) -> float:
+    """Seconds of a collective by itself: both ways round a torus, through the port of a GPU."""
+    ways = 2 if chip.torus else 1
+    return (size - 1) / ways * (flow.block_bytes / chip.link + chip.latency)
+
+
+def _copy(chip: Chip, size: int) -> float:
+    """Seconds to read and write so many bytes in a pass of its own."""
+    return 2 * size / (COPY_SHARE.get(chip.kind, 1.0) * chip.hbm)

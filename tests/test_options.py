@@ -1,0 +1,191 @@
+"""Compiler options: what each chip gets, that its compiler takes them, and who is told."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar._options import COMPILERS, traced_asynchronous
+from jaxpar.schedule import compile_for, target, timeline
+
+SLICES = {
+    "TPU v4": "v4:2x2x2",
+    "TPU v5 lite": "v5e:2x2",
+    "TPU v5": "v5p:2x2x1",
+    "TPU v6 lite": "v6e:2x2",
+    "TPU7x": "tpu7x:2x2x1",
+}
+X = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=P("tp"))
+
+
+def _gather(x, axis="tp"):
+    return lax.all_gather(x, axis, tiled=True)
+
+
+def _exchange(x):
+    n = lax.axis_size("tp")
+    counts = jnp.full(n, 8, jnp.int32)
+    mine = jnp.full(n, 8 * lax.axis_index("tp"), jnp.int32)
+    theirs = 8 * jnp.arange(n, dtype=jnp.int32)
+    operands = x, jnp.zeros_like(x), theirs, counts, mine, counts
+    return lax.ragged_all_to_all(*operands, axis_name="tp")
+
+
+PROGRAMS = {
+    "all-gather": (_gather, P(None)),
+    "reduce-scatter": (
+        lambda x: lax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True),
+        P("tp", None),
+    ),
+    "all-reduce": (lambda x: lax.psum(x, "tp"), P(None)),
+    "ragged-all-to-all": (_exchange, P("tp")),
+}
+
+
+@pytest.mark.parametrize("kind", SLICES)
+def test_the_compiler_takes_the_options_and_frees_the_collectives(kind):
+    described = target(SLICES[kind])
+    options = jaxpar.compiler_options(described)
+    compiler = COMPILERS[kind]
+    assert options == {option.name: option.value for option in compiler.options}
+    freed = compiler.frees | {option.frees for option in compiler.options}
+    for name, (local, out) in PROGRAMS.items():
+        function = jax.shard_map(
+            lambda x, w, local=local: (local(x), w @ w),
+            in_specs=(P("tp"), P()),
+            out_specs=(out, P()),
+            check_vma=False,
+        )
+        w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P())
+        transfers = timeline(compile_for(function, described, X, w)).transfers
+        assert transfers, name
+        if name in freed:
+            assert not any(transfer.synchronous for transfer in transfers), name
+
+
+@pytest.mark.parametrize("kind", ["TPU v5", "TPU v6 lite"])
+def test_without_the_options_collectives_are_synchronous(kind):
+    gather = jax.shard_map(_gather, in_specs=P("tp"), out_specs=P(None), check_vma=False)
+    scatter = jax.shard_map(
+        lambda x: lax.psum_scatter(x, "tp", tiled=True), in_specs=P(None), out_specs=P("tp")
+    )
+    for function in (gather, scatter):
+        bare = compile_for(function, target(SLICES[kind]), X, compiler_options={})
+        assert any(transfer.synchronous for transfer in timeline(bare).transfers)
+
+
+def test_the_gpu_compiler_takes_its_options():
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    code = (
+        "import jax, jax.numpy as jnp, jaxpar\n"
+        "from jax.sharding import PartitionSpec as P\n"
+        "from jaxpar.schedule import compile_for, target\n"
+        "h100 = target('h100:8')\n"
+        "assert jaxpar.compiler_options(h100), 'none'\n"
+        "x = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=P('tp'))\n"
+        "print(len(compile_for(lambda x: 2 * x, h100, x).text) > 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "True", done.stderr[-2000:]
+
+
+def test_options_of_a_mesh_a_device_a_target_and_the_context():
+    v5p = target("v5p:2x2x1")
+    options = jaxpar.compiler_options(v5p)
+    assert "true" in options.values()
+    assert jaxpar.compiler_options(v5p.mesh) == options
+    assert jaxpar.compiler_options(v5p.mesh.abstract_mesh) == options
+    assert jaxpar.compiler_options(v5p.mesh.devices.flat[0]) == options
+    assert jaxpar.compiler_options() == {}  # of CPU devices
+    with jax.set_mesh(v5p.mesh):
+        assert jaxpar.compiler_options() == options
+    options.clear()
+    assert jaxpar.compiler_options(v5p)
+    with pytest.raises(TypeError, match=r"compiler_options: devices must be a mesh.*got 'v5p'"):
+        jaxpar.compiler_options("v5p")
+
+
+def _seen(described, trace):
+    """The collectives that are asynchronous where a function is traced."""
+    found = []
+
+    def local(x):
+        found.append(traced_asynchronous())
+        return x
+
+    with jax.set_mesh(described.mesh):
+        trace(jax.shard_map(local, in_specs=P("tp"), out_specs=P("tp")))
+    return found[-1]
+
+
+ALL = {"all-gather", "reduce-scatter", "all-reduce", "ragged-all-to-all"}
+
+
+def test_a_program_is_told_of_the_options_that_it_gets():
+    v5p = target("v5p:2x2x1")
+    assert _seen(v5p, lambda f: jaxpar.jit(f).trace(X)) == ALL
+    assert _seen(v5p, lambda f: jaxpar.jit(f).lower(X)) == ALL
+    assert _seen(v5p, lambda f: jaxpar.jit(f).eval_shape(X)) == ALL
+    assert _seen(v5p, lambda f: jaxpar.jit(f, mesh=v5p.mesh).trace(X)) == ALL
+    assert _seen(v5p, lambda f: compile_for(f, v5p, X)) == ALL
+    assert _seen(v5p, lambda f: compile_for(f, v5p, X, compiler_options={})) == set()
+    [gathers] = [name for name in jaxpar.compiler_options(v5p) if name.endswith("d_all_gather")]
+    off = {gathers: "false"}
+    assert _seen(v5p, lambda f: jaxpar.jit(f, compiler_options=off).trace(X)) == ALL - {
+        "all-gather"
+    }
+    with jaxpar.compiled_with({gathers: True}):
+        assert _seen(v5p, lambda f: jax.jit(f).trace(X)) == {"all-gather"}
+    assert _seen(target("v5e:2x2"), lambda f: jax.jit(f).trace(X)) == {"all-gather"}
+    assert _seen(target("tpu7x:2x2x1"), lambda f: jax.jit(f).trace(X)) == ALL
+
+
+def test_a_program_that_is_not_told_warns_and_the_environment_tells(monkeypatch):
+    v6e = target("v6e:2x2")
+    with pytest.warns(UserWarning, match=r"jaxpar\.jit in place of jax\.jit"):
+        assert _seen(v6e, lambda f: jax.jit(f).trace(X)) == set()
+    [gathers] = [name for name in jaxpar.compiler_options(v6e) if name.endswith("d_all_gather")]
+    for text in (f"--{gathers}=true", f"--{gathers}"):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=3 {text}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert _seen(v6e, lambda f: jax.jit(f).trace(X)) == {"all-gather"}
+
+
+def test_jit_runs_and_refuses_what_is_no_function_or_mesh():
+    calls = []
+
+    @jaxpar.jit
+    def double(x):
+        """Doubles."""
+        calls.append(x)
+        return 2 * x
+
+    assert double(jnp.float32(2)) == double(jnp.float32(2)) == 4
+    assert len(calls) == 1
+    assert (double.__name__, double.__doc__) == ("double", "Doubles.")
+    double.clear_cache()
+    assert double(jnp.float32(3)) == 6
+    assert len(calls) == 2
+    static = jaxpar.jit(lambda n: jnp.ones(n), static_argnums=0)
+    assert static(3).shape == (3,)
+    with pytest.raises(TypeError, match=r"jit: fun must be a function, got 3"):
+        jaxpar.jit(3)
+    with pytest.raises(TypeError, match=r"jit: devices must be a mesh"):
+        jaxpar.jit(lambda x: x, mesh="tp=8")
+    refused = jaxpar.jit(lambda x: x, compiler_options={"xla_no_such_option": "1"})
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        refused(jnp.float32(1))
