@@ -67,6 +67,13 @@ def overlap(session: nox.Session) -> None:
 
 
 @nox.session(python=NEWEST_PYTHON)
+def sweep(session: nox.Session) -> None:
+    """Compares auto with its peers at hundreds of points, by the TPU compiler."""
+    session.install("-e", ".[bench,tpu]")
+    session.run("python", "benchmarks/sweep", *(session.posargs or ["--ways"]))
+
+
+@nox.session(python=NEWEST_PYTHON)
 def training_step(session: nox.Session) -> None:
     """Compares a training step with FSDP and TP with naive and plain forms, by the TPU compiler."""
     session.install("-e", ".[bench,tpu]")

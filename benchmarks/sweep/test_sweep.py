@@ -1,0 +1,73 @@
+"""The points of the sweep, its tables, and a sample of it, compiled."""
+
+import pytest
+
+from sweep import __main__ as command
+from sweep.points import Point, point_from, points
+from tables import rewrite
+
+SOME = Point("v5e:2x4", "tp=8", "gather-lhs-rows", (256, 4096, 14336), grad=False, options=True)
+
+
+def forms(**times):
+    return {name.replace("_", " "): {"total": time} for name, time in times.items()}
+
+
+def test_there_are_hundreds_of_points_of_every_kind():
+    found = points()
+    assert len(set(found)) == len(found) >= 300
+    for part in (found, found[:120]):
+        assert len({(p.slice, p.mesh) for p in part}) == 12
+        assert len({p.op for p in part}) == 7
+        assert {p.shape[0] for p in part} == {256, 1024, 4096, 16384, 65536}
+        assert {(p.grad, p.options) for p in part} == {
+            (grad, options) for grad in (False, True) for options in (False, True)
+        }
+    assert all(point_from(p.record()) == p for p in found[:20])
+
+
+def test_losers_are_the_points_where_a_peer_is_ahead_the_worst_first():
+    other = Point("v6e:2x4", "tp=8", "all-reduce", (256, 4096, 14336), grad=True, options=False)
+    found = {
+        SOME: forms(auto=1.1, naive=1.0, XLA_plain_jit=2.0),
+        other: forms(auto=3.0, naive=2.0, XLA_plain_jit=1.5),
+        points()[5]: forms(auto=1.01, naive=1.0),
+        points()[6]: {"auto": {"failure": "Error: too large"}, **forms(naive=1.0)},
+    }
+    rows = command.losers(found).rows
+    assert [row[0] for row in rows[1:]] == [other.label, SOME.label]
+    assert [row[-1] for row in rows] == ["inf", "2.00", "1.10"]
+    assert rows[0][1] == "Error: too large"
+    assert other.label == "v6e:2x4 tp=8 all-reduce 256x4096x14336 gradients, no options"
+
+
+def test_the_summary_counts_peers_and_ways_apart():
+    times = forms(auto=1.03, naive=1.04, bidirectional=0.9) | {"XLA post_spmd": {"total": 1.0}}
+    [row] = command.summary({SOME: times}).rows
+    assert row == ["v5e:2x4", "forward", "1", "1.03", "1.03", "1", "1"]
+
+
+def test_the_readme_has_the_markers():
+    assert rewrite(command.README.read_text(), command.SECTION, "new").count("new") >= 1
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_refuses_arguments(jobs, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--jobs", jobs])
+    assert "--jobs must be at least 1" in capsys.readouterr().err
+
+
+def test_a_sample_compiled_and_kept(tmp_path, monkeypatch):
+    """Auto is not behind, and what was compiled once is not compiled again."""
+    monkeypatch.setattr(command, "CACHE", tmp_path / "found.jsonl")
+    large = Point("v5p:4x4x4", "dp=16,tp=4", "gather-lhs-rows", (8192, 4096, 14336), False, True)
+    for point in (SOME, large):
+        found = command.compile_all([point], ways=False, jobs=1)
+        assert set(found[point]) == {"auto", "naive", "XLA post_spmd", "XLA plain jit"}
+        over, _ = command.ratio(found[point], ("naive", "XLA post_spmd", "XLA plain jit"))
+        assert over <= command.MOST["peer"]
+    lines = command.CACHE.read_text().splitlines()
+    again = command.compile_all([SOME], ways=False, jobs=1)
+    assert again[SOME]["auto"]["total"] > 0
+    assert len(set(command.CACHE.read_text().splitlines())) == len(set(lines))

@@ -1,0 +1,107 @@
+"""A compiling process of the sweep: some points of one slice, every form of each."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxpar
+from jaxpar import Axis
+from jaxpar.cli._ops import OPS, with_gradients
+from jaxpar.cli._processes import answer, one_line, versions
+from jaxpar.schedule import Target, compile_for, timeline
+from jaxpar.schedule import target as describe
+from overlap import peers
+from sweep.points import Point, point_from
+
+RING = ("tp",)
+PEERS = ("naive", "XLA post_spmd", "XLA plain jit")
+MODES = ("naive", "chunked-2", "chunked-4", "chunked-8", "bidirectional", "unidirectional")
+
+
+class Compiler:
+    """Compiles programs that were not compiled before, by this process or an earlier one."""
+
+    def __init__(self, cache: Path) -> None:
+        lines = cache.read_text().splitlines() if cache.exists() else []
+        self.known: dict[str, dict[str, Any]] = dict(map(json.loads, lines))
+        self.versions = json.dumps(versions("jax", "libtpu"))
+
+    def figures(
+        self, function: Any, target: Target, operands: Any, options: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """Returns a key of the program, and what its schedule takes."""
+        with jax.set_mesh(target.mesh), jaxpar.compiled_with(options):
+            text = function.trace(*operands).lower().as_text()
+        mesh = dict(target.mesh.shape)
+        said = f"{target.name} {mesh} {sorted(options.items())} {self.versions}\n{text}"
+        key = hashlib.sha256(said.encode()).hexdigest()[:24]
+        if key not in self.known:
+            program = compile_for(function, target, *operands, compiler_options=options)
+            played = timeline(program)
+            self.known[key] = {
+                "total": played.total,
+                "compute": played.compute,
+                "exposed": played.exposed,
+                "temporaries": program.memory.temporaries,
+            }
+        return key, self.known[key]
+
+
+def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yields name, jitted function, operands and further options of each form of a point."""
+    op, matmul = OPS[point.op], (point.op, point.shape, jnp.bfloat16, target.mesh, RING)
+    operands = peers.operands(*matmul)[: 3 if point.grad else 2]
+    for peer in PEERS:
+        if peer == "XLA plain jit":
+            for function, args in peers.plain_jit(*matmul, grad=point.grad):
+                yield peer, function, args[: len(operands)], {}
+        else:
+            function = peers.build(peer, point.op, target.mesh, RING, grad=point.grad)
+            yield peer, function, operands, peers.compiler_options(peer, {})
+
+    def own(axis: Axis) -> Any:
+        lhs, rhs, out = op.specs(RING)
+        function = jax.shard_map(
+            lambda lhs, rhs: op.local(lhs, rhs, axis, None),
+            mesh=target.mesh,
+            in_specs=(lhs, rhs),
+            out_specs=out,
+        )
+        return jax.jit(with_gradients(function) if point.grad else function)
+
+    yield "auto", own(Axis(RING)), operands, {}
+    if ways:
+        both = product(MODES, MODES) if point.grad else zip(MODES, MODES, strict=True)
+        for mode, backward in both:
+            # Of two passes each is one piece of what the other one is beside: not all pairs.
+            if mode == backward or "naive" in (mode, backward):
+                name = mode if mode == backward else f"{mode} | {backward}"
+                yield name, own(Axis(RING, mode, backward=backward)), operands, {}
+
+
+def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields a record of each form of each point."""
+    compiler = Compiler(Path(task["cache"]))
+    for entry in task["points"]:
+        point = point_from(entry)
+        target = describe(point.slice, point.mesh)
+        common = jaxpar.compiler_options(target) if point.options else {}
+        for form, function, operands, more in forms(point, target, task["ways"]):
+            record: dict[str, Any] = {"point": entry, "form": form}
+            try:
+                options = {**common, **more}
+                record["key"], found = compiler.figures(function, target, operands, options)
+                record |= found
+            except Exception as reason:  # each compiler has its own
+                record["failure"] = one_line(reason)
+            yield record
+
+
+if __name__ == "__main__":
+    answer(serve)
