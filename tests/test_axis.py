@@ -118,7 +118,8 @@ def test_names_that_name_no_axes(names, error, message):
 def test_an_unknown_mode(mode):
     with pytest.raises(ValueError, match="mode") as caught:
         Axis("tp", mode=mode)
-    choices = "naive, chunked-2, chunked-4, chunked-8, unidirectional, bidirectional, auto"
+    choices = "naive, stationary, chunked-2, chunked-4, chunked-8"
+    choices += ", unidirectional, bidirectional, auto"
     assert str(caught.value) == f"Axis: mode must be one of {choices}, got {mode!r}"
 
 
@@ -273,7 +274,7 @@ def test_a_backward_mode_is_one_of_the_modes():
     assert Axis("tp", backward="naive").backward == "naive"
     assert Axis(Axis("tp", backward="naive"), mode="chunked-2").backward == "naive"
     with pytest.raises(
-        ValueError, match=r"^Axis: backward must be one of naive, chunked-2, .*'up'"
+        ValueError, match=r"^Axis: backward must be one of naive, stationary, .*'up'"
     ):
         Axis("tp", backward="up")
 

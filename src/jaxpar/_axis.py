@@ -19,7 +19,7 @@ from jaxpar._types import AxisLike, Mode, Names
 from jaxpar._varying import vary_alike
 
 CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
-MODES = ("naive", *CHUNKED, "unidirectional", "bidirectional", "auto")
+MODES = ("naive", "stationary", *CHUNKED, "unidirectional", "bidirectional", "auto")
 
 
 @readable
@@ -33,9 +33,11 @@ class Axis:
       names: one mesh axis, or a tuple or list of them in any order. The logical index of a device
         counts in the order of the names, as in `jax.lax.axis_index`. Of an `Axis` the mode and
         the dtype hold where no other is given than the defaults.
-      mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"chunked-2"`,
-        `"chunked-4"` or `"chunked-8"` (one for each of so many chunks), `"unidirectional"` or
-        `"bidirectional"` (around a ring), or `"auto"`: what is predicted to be the fastest.
+      mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"stationary"`
+        (the same, but of a matmul the other operand and the result travel in the place of the
+        gathered one), `"chunked-2"`, `"chunked-4"` or `"chunked-8"` (one for each of so many
+        chunks), `"unidirectional"` or `"bidirectional"` (around a ring), or `"auto"`: what is
+        predicted to be the fastest.
       backward: the mode in the backward pass of matmuls. None: `mode`.
       wire_dtype: the dtype in which partial sums travel. None: that of the result, as
         `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Names = Any  # a tuple of strings, made of any of a string, a tuple and a list
     Mode = Literal[
         "naive",
+        "stationary",
         "chunked-2",
         "chunked-4",
         "chunked-8",
@@ -52,8 +53,8 @@ else:
 SHOWN = {
     "AxisLike": "str | tuple[str, ...] | list[str] | Axis",
     "Names": "str | tuple[str, ...] | list[str]",
-    "Mode": "Literal['naive', 'chunked-2', 'chunked-4', 'chunked-8', 'unidirectional', "
-    "'bidirectional', 'auto']",
+    "Mode": "Literal['naive', 'stationary', 'chunked-2', 'chunked-4', 'chunked-8', "
+    "'unidirectional', 'bidirectional', 'auto']",
     "Operand": "Literal['lhs', 'rhs']",
     "SequenceOrder": "Literal['zigzag', 'contiguous']",
     "Policy": "Literal['probability', 'position']",

@@ -10,7 +10,7 @@ from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scat
 
 ALL = (ring_shift, ring_all_gather, ring_reduce_scatter, ring_all_reduce)
 ALL_MODES = (
-    *("naive", "chunked-2", "chunked-4", "chunked-8"),
+    *("naive", "stationary", "chunked-2", "chunked-4", "chunked-8"),
     *("unidirectional", "bidirectional", "auto"),
 )
 MODES = ("naive", "chunked-2", "unidirectional", "bidirectional", "auto")

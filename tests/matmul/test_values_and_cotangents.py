@@ -15,7 +15,8 @@ from jaxpar.collectives import _in_turns
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.testing import assert_matches_reference, axis_orders, dtypes, meshes
 
-modes = st.sampled_from(["unidirectional", "bidirectional", "naive", "chunked-2", "chunked-8"])
+MODES = ["unidirectional", "bidirectional", "naive", "stationary", "chunked-2", "chunked-8"]
+modes = st.sampled_from(MODES)
 blocks = st.integers(1, 3)  # sizes of a dimension on one device: 1, even and odd
 few = settings(max_examples=8, deadline=None, database=None)
 

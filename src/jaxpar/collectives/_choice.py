@@ -19,7 +19,7 @@ from jaxpar.collectives._cost_model import Flow, chunked_time, time_of
 from jaxpar.collectives._in_turns import UNROLLED, InTurns
 from jaxpar.collectives._order import traced_order
 from jaxpar.collectives._turns import gather_turns, stretches
-from jaxpar.collectives._ways import InChunks, Naive, Way
+from jaxpar.collectives._ways import InChunks, Naive, Stationary, Way
 
 # Another way than a collective must win by more than the model can be trusted for.
 MARGIN = 0.95
@@ -92,6 +92,8 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
     """Returns the way of a mode that is named, for the flows of a pass."""
     if mode == "naive":
         return Naive(problem.ring)
+    if mode == "stationary":
+        return Stationary(problem.ring)
     if mode in CHUNKED:
         return InChunks(problem.ring, CHUNKED[mode])
     directions = {"unidirectional": (1,), "bidirectional": (1, -1)}[mode]
@@ -131,7 +133,8 @@ def by_time(problem: Problem) -> Ways:
     # Of ways that take the same, the one that comes first; both ways round half goes over a link.
     chunked: list[Mode] = ["chunked-2", "chunked-4", "chunked-8"]
     turned: list[Mode] = ["bidirectional", "unidirectional"]
-    modes: list[Mode] = ["naive"]
+    stays: list[Mode] = ["stationary"] if _may_stay(problem) else []
+    modes: list[Mode] = ["naive", *stays]
     # Blocks of attention are used one by one: a chunk of each of them is of no use.
     chunks = chip.torus and problem.kind != "attention" and problem.beside
     modes += chunked if chunks else []
@@ -151,8 +154,8 @@ def by_time(problem: Problem) -> Ways:
         return best, best
 
     def both(pair: Ways) -> float:
-        # A naive forward pass keeps what it gathers for a naive backward pass.
-        kept = pair == (naive, naive)
+        # A forward pass by collectives keeps what it gathers for a backward pass that is alike.
+        kept = pair[0] == pair[1] and pair[0].derived_by_jax
         return seconds(problem.forward, pair[0]) + seconds(problem.backward, pair[1], kept)
 
     return min(product(ways(problem.forward), ways(problem.backward)), key=both)
@@ -214,6 +217,17 @@ RULES: dict[Kind, Callable[[Problem], Ways]] = {
 }
 
 
+def gathers_ahead(problem: Problem) -> bool:
+    """Whether a layer's weights had better be gathered while the layer before it runs.
+
+    Not where nothing is hidden, and not where a TPU's compiler makes collectives asynchronous: it
+    starts those of a layer behind the layer's own first matmuls, and weights of two layers would
+    take memory for nothing.
+    """
+    chip = problem.chip
+    return chip is not None and not (chip.torus and _asynchronous(problem))
+
+
 def joining_is_cheaper(length: int) -> bool:
     """Whether two blocks of `length` are better joined along it, contracted, and multiplied once.
 
@@ -273,6 +287,11 @@ def _synchronous(problem: Problem) -> bool:
         and chip.synchronous_from is not None
         and problem.devices >= chip.synchronous_from
     )
+
+
+def _may_stay(problem: Problem) -> bool:
+    """Whether a matmul gathers an operand in the place of which others can travel."""
+    return any(flow.partners + flow.exchanged for flow in problem.forward)
 
 
 def _opposite_is_covered(problem: Problem, flows: tuple[Flow, ...]) -> bool:

@@ -7,14 +7,14 @@ programs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot
 from typing import Literal
 
 from jaxpar._chips import Chip
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._turns import Turn, gather_turns
-from jaxpar.collectives._ways import InChunks, Way
+from jaxpar.collectives._ways import InChunks, Stationary, Way
 
 # What one more piece of work costs beyond what it computes, reads and writes, in seconds; and what
 # one more collective does.
@@ -48,6 +48,9 @@ class Flow:
       minor: bytes, of those that are shared, of arrays whose last dimension is dealt out: a chunk
         of every block lies in many places there.
       sliced: bytes, of those, of operands that stay and are cut for each piece.
+      partners: bytes that are gathered, or summed and scattered, where the operand stays that
+        would be gathered; as one device's block of them.
+      exchanged: bytes of one device that go all to all there.
     """
 
     kind: FlowKind
@@ -58,6 +61,8 @@ class Flow:
     sums: int = 0
     minor: int = 0
     sliced: int = 0
+    partners: int = 0
+    exchanged: int = 0
 
 
 def time_of(
@@ -76,13 +81,15 @@ def time_of(
         return sum((_in_turns(chip, flow, way) for flow in flows), 0.0)
     if isinstance(way, InChunks):
         return sum((_in_chunks(chip, flow, way, beside) for flow in flows), 0.0)
+    if isinstance(way, Stationary):
+        return sum((_staying(chip, flow, way.ring.size, kept) for flow in flows), 0.0)
     return _at_once(chip, flows, way, beside, kept)
 
 
 def chunked_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> float:
     """Seconds of flows, one behind the other, through which rows go in chunks."""
     work = sum((_work(chip, flow, chunks, 0.0) for flow in flows), 0.0)
-    sent = sum((_collective(chip, flow, size) for flow in flows), 0.0)
+    sent = sum((collective_time(chip, flow, size) for flow in flows), 0.0)
     beside = sent * (chunks - 1) / chunks
     return sent - beside + max(work, beside) + (chunks - 1) * len(flows) * CHUNK_OVERHEAD
 
@@ -92,7 +99,7 @@ def _at_once(
 ) -> float:
     size = way.ring.size
     work = [_work(chip, flow, 1, 0.0) for flow in flows]
-    sent = [_collective(chip, flow, size) for flow in flows]
+    sent = [collective_time(chip, flow, size) for flow in flows]
     if len(flows) < 2:
         twice = [x for flow, x in zip(flows, sent, strict=True) if _reduces_twice(flow, size)]
         return sum(work + sent + twice, 0.0)
@@ -102,6 +109,19 @@ def _at_once(
     first = max(work[0], gathering) if "all-gather" in beside else work[0] + gathering
     second = max(work[1], sent[0]) if "reduce-scatter" in beside else work[1] + sent[0]
     return first + second
+
+
+def _staying(chip: Chip, flow: Flow, size: int, kept: bool) -> float:
+    """Seconds of a flow whose gathered operand stays, and of its sums, which stay with it."""
+    if flow.kind != "gather" and not kept:
+        return _work(chip, flow, 1, 0.0) + collective_time(chip, flow, size)
+    moved = flow.block_bytes + size * (flow.partners + flow.exchanged)
+    computed = flow.flops / (MATMUL_SHARE * chip.flops)
+    # All to all, a byte crosses a quarter of the ring on average, one way or the other.
+    around = size / 8 if chip.torus else 1.0
+    sent = collective_time(chip, replace(flow, block_bytes=flow.partners), size)
+    sent += flow.exchanged * around / chip.link + size / 2 * chip.latency
+    return hypot(computed, moved / chip.hbm) + (sent if flow.kind == "gather" else 0.0)
 
 
 def _reduces_twice(flow: Flow, size: int) -> bool:
@@ -115,7 +135,7 @@ def _reduces_twice(flow: Flow, size: int) -> bool:
 def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) -> float:
     chunks = way.chunks
     work = _work(chip, flow, chunks, SUM_PASSES.get(chip.kind, (0.0, 0.0))[1])
-    sent = _collective(chip, flow, way.ring.size)
+    sent = collective_time(chip, flow, way.ring.size)
     # Chunks are cut out of the block, or joined to it.
     rest = _copy(chip, flow.block_bytes) + chunks * CHUNK_OVERHEAD
     rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
@@ -143,7 +163,7 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
     # The opposite block is cut in two, and joined again.
     copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
-    gathered = _collective(chip, flow, size) if flow.kind == "all-reduce" else 0.0
+    gathered = collective_time(chip, flow, size) if flow.kind == "all-reduce" else 0.0
     return sum(map(seconds, turns), 0.0) + copied + _copy(chip, flow.sliced) + gathered
 
 
@@ -158,7 +178,7 @@ def _work(chip: Chip, flow: Flow, pieces: int, passes: float) -> float:
     return hypot(computed, moved) + added + (pieces - 1) * PIECE_OVERHEAD
 
 
-def _collective(chip: Chip, flow: Flow, size: int) -> float:
+def collective_time(chip: Chip, flow: Flow, size: int) -> float:
     """Seconds of a collective by itself: both ways round a torus, through the port of a GPU."""
     ways = 2 if chip.torus else 1
     return (size - 1) / ways * (flow.block_bytes / chip.link + chip.latency)

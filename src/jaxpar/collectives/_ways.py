@@ -291,6 +291,18 @@ class Naive(Way):
 
 
 @dataclass(frozen=True)
+class Stationary(Naive):
+    """The naive way, but that of a matmul the operand stays that would be gathered.
+
+    Where its partners and its results are less than what its blocks make together.
+    """
+
+    @property
+    def mode(self) -> str:
+        return "stationary"
+
+
+@dataclass(frozen=True)
 class InChunks(Naive):
     """A collective for each of some chunks of the blocks, beside the work on the one before.
 

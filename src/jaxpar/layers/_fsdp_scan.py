@@ -1,4 +1,4 @@
-"""A scan over layers whose weights travel while the layer before them computes."""
+"""A scan over layers whose weights are gathered beside the work that hides them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisLike, Tree, TreeDim
 from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._choice import Problem, gathers_ahead
 from jaxpar.layers._fsdp import (
     Shards,
     bind_shards,
@@ -58,11 +59,17 @@ def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer as a function of lists of arrays, the same for all layers."""
+    """One layer as a function of lists of arrays, the same for all layers.
+
+    Attributes:
+      ahead: its weights are gathered while the layer before it runs, and its gradients scattered
+        while that is pulled back; if not, both are beside its own work.
+    """
 
     jaxpr: Any  # of (consts; weights, state) to the next state
     shards: Shards
     count: int  # of layers
+    ahead: bool
 
     def __call__(self, consts: Arrays, weights: Arrays, state: Arrays) -> Arrays:
         return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, consts))(*weights, *state)
@@ -91,8 +98,9 @@ class Layer:
                 self(with_floats(consts, c), with_floats(weights, w), with_floats(state, s))
             )
 
-        # Computing one layer again before the other is done would take the memory of both.
-        weights, state, cts = optimization_barrier((weights, state, cts))
+        # Computing one layer again before the other is done would take the memory of both. Not
+        # with the weights: a barrier is passed when all is there, and some are needed first.
+        state, cts = optimization_barrier((state, cts))
         _, pullback = jax.vjp(of_floats, floats_of(consts), floats_of(weights), floats_of(state))
         return pullback(cts)
 
@@ -106,7 +114,7 @@ def fsdp_scan(
     *,
     dim: TreeDim = 0,
 ) -> Tree:
-    """Applies layer after layer, the weights of the next one travelling while one computes.
+    """Applies layer after layer, each one's weights gathered beside the work that hides them.
 
     Args:
       layer_fn: `(params, x) -> x`: one layer, given its whole parameters. It may close over other
@@ -130,9 +138,12 @@ def fsdp_scan(
 
     Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
     their gradients, in the wire's dtype, backward. Kept for the backward pass are the layers'
-    inputs and the shards; there each layer is computed again, from weights that are gathered again,
-    while those of the layer before it arrive and the gradients of the layer after it leave. At no
-    time are more than two layers' weights gathered.
+    inputs and the shards; there each layer is computed again, from weights that are gathered again.
+    Where the compiler makes collectives asynchronous on TPU (`jaxpar.compiler_options`) they travel
+    beside the layer's own work, and one layer's weights are gathered at a time. On other chips they
+    do so while the layer before computes, and gradients while that is pulled back: two layers'
+    weights, and one transfer more than there are layers, which the last one hides. On CPU devices
+    nothing is hidden.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -151,7 +162,8 @@ def fsdp_scan(
     count = _count_layers(stacked)
     own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
     dims = broadcast_dim(dim, stacked_params)
-    shards = bind_shards(own, dims, bind(axis))
+    ring = bind(axis)
+    shards = bind_shards(own, dims, ring)
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:
         given = params_tree.unflatten(weights), state_tree.unflatten(state)
@@ -173,7 +185,7 @@ def fsdp_scan(
             break
         state = wider
     consts = [jnp.asarray(const) for const in closed.consts]
-    layer = Layer(closed.jaxpr, shards, count)
+    layer = Layer(closed.jaxpr, shards, count, gathers_ahead(Problem("weights", ring)))
     return state_tree.unflatten(_run(layer, consts, stacked, state))
 
 
@@ -183,65 +195,61 @@ def _run(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Arrays
 
 
 def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Any:
-    """Returns the last state, and what the backward pass needs."""
+    """Returns the last state, and what the backward pass needs.
+
+    Ahead, the last layer's weights arrive again beside it: the backward pass begins with them.
+    """
 
     def step(carry: Any, index: Array) -> Any:
-        state, weights = carry
-        following, state = layer.gather(stacked, index + 1, state)
-        return (layer(consts, weights, state), following), state
+        given, weights = carry
+        arriving = jnp.minimum(index + 1, layer.count - 1) if layer.ahead else index
+        following, given = layer.gather(stacked, arriving, given)
+        if not layer.ahead:
+            weights, following = following, []
+        return (layer(consts, weights, given), following), given
 
-    weights, state = layer.gather(stacked, 0, state)
-    (state, weights), given = lax.scan(step, (state, weights), jnp.arange(layer.count - 1))
-    return layer(consts, weights, state), (consts, stacked, given, state)
+    weights, state = layer.gather(stacked, 0, state) if layer.ahead else ([], state)
+    (state, weights), given = lax.scan(step, (state, weights), jnp.arange(layer.count))
+    return state, (consts, stacked, given, weights)
 
 
 def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
     """Returns the gradients, from those of the last state.
 
-    Layers go from the last to the first. While one is pulled back the weights of the one before it
-    arrive, and the gradients of the one behind it, `unscattered` until then, leave. So the last
-    layer has no gradients to send yet and the first has no weights to wait for: both are outside of
-    the scan, and the first two layers' gradients are scattered behind it.
+    Layers go from the last to the first. Ahead, while one is pulled back, the weights of the one
+    before it arrive, and the gradients of the one behind it, `unscattered` until then, leave. The
+    last layer has none to send, and sends zeros; beside the first one its own weights arrive again:
+    a transfer more than needed, and every layer is in the loop, of which a compiler sees one.
     """
-    consts, stacked, given, last = residuals  # given: the states of all layers but the last one
-    end = layer.count - 1
-    cts = floats_of(cts)
-    weights, _ = layer.gather(stacked, end, [])
-    if end == 0:
-        of_consts, unscattered, cts = layer.pull(consts, weights, last, cts)
-        of_stacked = [x[None] for x in layer.scatter(unscattered, weights)]
-        return (
-            all_gradients(consts, of_consts),
-            all_gradients(stacked, of_stacked),
-            all_gradients(last, cts),
-        )
+    consts, stacked, given, weights = residuals
 
     def step(carry: Any, indexed_state: Any) -> Any:
         cts, weights, unscattered, total = carry
         index, state = indexed_state
-        before, cts = layer.gather(stacked, index - 1, cts)
-        scattered = layer.scatter(unscattered, weights)
-        of_consts, unscattered, cts = layer.pull(consts, weights, state, cts)
+        arriving = jnp.maximum(index - 1, 0) if layer.ahead else index
+        before, cts = layer.gather(stacked, arriving, cts)
+        if layer.ahead:
+            scattered = layer.scatter(unscattered, weights)
+            of_consts, unscattered, cts = layer.pull(consts, weights, state, cts)
+        else:
+            of_consts, gradients, cts = layer.pull(consts, before, state, cts)
+            scattered, before = layer.scatter(gradients, before), []
         return (cts, before, unscattered, _add(total, of_consts)), scattered
 
-    before, cts = layer.gather(stacked, end - 1, cts)
-    of_consts, unscattered, cts = layer.pull(consts, weights, last, cts)
-    total = [x.astype(addition_dtype(x.dtype)) for x in of_consts]
-    between = jnp.arange(1, end), [x[1:] for x in given]
-    carry, scattered = lax.scan(step, (cts, before, unscattered, total), between, reverse=True)
-    cts, weights, unscattered, total = carry
-    second = layer.scatter(unscattered, weights)
-    of_consts, unscattered, cts = layer.pull(consts, weights, [x[0] for x in given], cts)
-    first = layer.scatter(unscattered, weights)
-    of_stacked = [
-        lax.concatenate([a[None], b[None], rest], 0)
-        for a, b, rest in zip(first, second, scattered, strict=True)
-    ]
-    of_consts = _add(total, of_consts)
+    total = [jnp.zeros_like(x, addition_dtype(x.dtype)) for x in floats_of(consts)]
+    unscattered = jax.tree.map(jnp.zeros_like, floats_of(weights))
+    carry = floats_of(cts), weights, unscattered, total
+    layers = jnp.arange(layer.count), given
+    (cts, weights, unscattered, total), of_stacked = lax.scan(step, carry, layers, reverse=True)
+    if layer.ahead:  # each turn has sent the gradients of the layer behind its own
+        first = layer.scatter(unscattered, weights)
+        of_stacked = [
+            lax.concatenate([x[None], xs[:-1]], 0) for x, xs in zip(first, of_stacked, strict=True)
+        ]
     return (
-        all_gradients(consts, of_consts),
+        all_gradients(consts, total),
         all_gradients(stacked, of_stacked),
-        all_gradients(last, cts),
+        all_gradients([x[0] for x in given], cts),
     )
 
 

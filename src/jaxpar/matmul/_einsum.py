@@ -28,6 +28,7 @@ from jaxpar._varying import checks_varying, vary_alike, vary_over
 from jaxpar.collectives._blocks import gather_replicated
 from jaxpar.collectives._choice import Problem, choose_ways
 from jaxpar.collectives._cost_model import Flow, FlowKind
+from jaxpar.collectives._ways import Stationary
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import (
     Arithmetic,
@@ -145,8 +146,8 @@ def gather(
     ) -> tuple[Num[Array, "..."], ...]:
         return gather_einsum(method, (product,) * len(rights), left, rights)
 
-    # Rules of our own gather again anyway.
-    regather = call.regather and method.kept
+    # Rules of our own gather again anyway, and an operand that stays is gathered nowhere.
+    regather = call.regather and method.kept and not isinstance(method.way, Stationary)
     return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
 
 
@@ -199,6 +200,7 @@ def _flow(
     Numbers have `width` bytes, and `wire` where they travel; `sizes` are by label, of the whole.
     """
     flops, whole, shared, sums, minor, sliced, travels = 0.0, 0, 0, 0, 0, 0, 0
+    partners = exchanged = 0
     for product, size in zip(products, sizes, strict=True):
         flops += 2.0 * prod(size.values())
         operands = (product.left, product.right)
@@ -214,9 +216,13 @@ def _flow(
                 whole += numbers * width
             else:
                 sums += numbers * 4
+            if kind == "gather" and labels is not product.left:
+                exchanged += numbers * width if label in labels else 0
+                partners += 0 if label in labels else numbers * width
         moving = product.left if kind == "gather" else product.out
         travels = prod(size[name] for name in moving)
-    return Flow(kind, flops, travels // ring.size * wire, whole, shared, sums, minor, sliced)
+    block = travels // ring.size * wire
+    return Flow(kind, flops, block, whole, shared, sums, minor, sliced, partners, exchanged)
 
 
 def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:

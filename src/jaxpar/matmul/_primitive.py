@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from string import ascii_letters
 from typing import Any
 
 import jax
@@ -24,7 +23,8 @@ from jaxpar._derivatives import with_derivative
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar.collectives._choice import joining_is_cheaper
 from jaxpar.collectives._parts import join_dims, split_dim
-from jaxpar.collectives._ways import Arrivals, InChunks, Positions, Way
+from jaxpar.collectives._ways import Arrivals, InChunks, Positions, Stationary, Way
+from jaxpar.matmul._stationary import return_result, send_partner, unused_label
 
 # Labels of an einsum, known while tracing, name the dimensions of its arrays; sizes of all but the
 # label of the ring are the same in all arrays that have it. So annotations say only whose shape one
@@ -111,6 +111,10 @@ def _gather(
     label whole where they have it. All operands vary over the same axes, the ring's among them.
     """
     method = replace(method, way=method.alone)
+    if isinstance(method.way, Stationary) and all(x.size for x in (left, *rights)):
+        return tuple(
+            _stay(method, p, left, right) for p, right in zip(products, rights, strict=True)
+        )
     dim = products[0].left.index(method.label)
     whole = left.shape[dim] * method.way.ring.size
 
@@ -142,6 +146,18 @@ def _gather(
         left, consume, take=take, dim=dim, sums=sums if adds else None, finish=finish
     )
     return tuple(results)
+
+
+def _stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
+    """Computes one product of a gather, `left` staying where it is."""
+    ring, label = method.way.ring, method.label
+    dims = [x.index(label) if label in x else None for x in (product.right, product.out)]
+    device = unused_label(product.left, product.right)
+    apart = Product(product.left, device + product.right, device + product.out, product.dtype)
+    y = multiply(method.arithmetic, apart, left, send_partner(ring, right, dims[0]))
+    wire = ring.wire_dtype or product.dtype
+    y = y if dims[1] is None else y.astype(product.dtype)
+    return return_result(ring, y, dims[1], wire).astype(product.dtype)
 
 
 def _scatter(
@@ -256,7 +272,7 @@ def _multiply_part(
         return out if dtype is None else out.astype(dtype)
     # The positions are a comb: blocks are a dimension of their own.
     label, texts = method.label, (product.left, product.right, product.out)
-    block = next(letter for letter in ascii_letters if letter not in "".join(texts))
+    block = unused_label(*texts)
     left, right = (
         split_dim(x, labels.index(label), method.way.ring.size) if label in labels else x
         for x, labels in ((left, product.left), (right, product.right))
