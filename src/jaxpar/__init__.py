@@ -5,7 +5,8 @@ from jaxpar import moe as moe
 from jaxpar import schedule as schedule
 from jaxpar import testing as testing
 from jaxpar._axis import Axis
-from jaxpar._options import compiled_with, compiler_options, jit
+from jaxpar._jit import jit
+from jaxpar._options import compiled_with, compiler_options
 from jaxpar._types import AxisLike as AxisLike
 from jaxpar._types import Mode as Mode
 from jaxpar.collectives import (
