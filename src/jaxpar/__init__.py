@@ -7,6 +7,7 @@ from jaxpar import testing as testing
 from jaxpar._axis import Axis
 from jaxpar._jit import jit
 from jaxpar._options import compiled_with, compiler_options
+from jaxpar._tuning import Tuning, tuned
 from jaxpar._types import AxisLike as AxisLike
 from jaxpar._types import Mode as Mode
 from jaxpar.collectives import (
@@ -21,6 +22,7 @@ from jaxpar.mesh import make_mesh, ring_hops, ring_order
 
 __all__ = [
     "Axis",
+    "Tuning",
     "all_gather_matmul",
     "compiled_with",
     "compiler_options",
@@ -36,6 +38,7 @@ __all__ = [
     "ring_order",
     "ring_reduce_scatter",
     "ring_shift",
+    "tuned",
 ]
 
 __version__ = "0.5.0"

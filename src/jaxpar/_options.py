@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -152,6 +152,16 @@ def traced_asynchronous() -> frozenset[str]:
             _warn()
     frees = [o.frees for o in freeing if o.frees and str(options.get(o.name)).lower() == "true"]
     return compiler.frees.union(frees)
+
+
+def traced_options(names: Collection[str]) -> Options:
+    """Returns the options that are said, where it is traced; or those of `names` found elsewhere.
+
+    The environment has options of other programs, too: there only those count that are asked for.
+    """
+    told = _told.get()
+    found = _of_environment() if told is None else told
+    return {name: value for name, value in found.items() if told is not None or name in names}
 
 
 def _warn() -> None:
