@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--modes",
         dest="tried",
-        help=f"that are tried, besides auto (default: all of {', '.join(NAMED)})",
+        help=f"to try besides auto (default: {', '.join(NAMED)})",
     )
     add("--most", type=int, default=200, help="programs to compile (default: %(default)s)")
     add("-o", "--output", default="tuned.json", metavar="FILE", help="(default: %(default)s)")
@@ -186,15 +186,20 @@ def _tuning(report: Report, args: argparse.Namespace) -> Tuning:
         **report.facts,
         sites=found["sites"],
         clock=found["clock"],
-        milliseconds={"auto": before * 1e3, "tuned": after * 1e3},
+        milliseconds={"auto": _rounded(before), "tuned": _rounded(after)},
         tried={
             site: {
-                part: {t.way: t.note if t.seconds is None else t.seconds * 1e3 for t in ways}
+                part: {t.way: t.note if t.seconds is None else _rounded(t.seconds) for t in ways}
                 for part, ways in groupby(parts, lambda tried: tried.part)
             }
             for site, parts in groupby(_by_site(report.tried), lambda tried: tried.site)
         },
     )
+
+
+def _rounded(seconds: float) -> float:
+    """Milliseconds, as a person reads them."""
+    return float(f"{seconds * 1e3:.5g}")
 
 
 def _by_site(tried: list[Tried]) -> list[Tried]:

@@ -153,12 +153,8 @@ class Timed(Traces):
             # The compiler says how it likes those that nobody said.
             compiled = self._compile(self.lower({}).lowered.lower())
             shardings = jax.tree.leaves(compiled.input_shardings[0])
-        made = [
-            _array(leaf, sharding, self.mesh, seed) if a else leaf
-            for seed, (leaf, sharding, a) in enumerate(
-                zip(leaves, shardings, abstract, strict=True)
-            )
-        ]
+        found = enumerate(zip(leaves, shardings, abstract, strict=True))
+        made = [_array(x, place, self.mesh, seed) if a else x for seed, (x, place, a) in found]
         return list(jax.tree.unflatten(tree, made))
 
 

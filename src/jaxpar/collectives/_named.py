@@ -100,9 +100,8 @@ def ring_all_gather(
 
     def gather(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
-        return gather_along(
-            _way("all-gather", ring, x), x if tiled else jnp.expand_dims(x, along), along
-        )
+        way = _way("all-gather", ring, x)
+        return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 
     return jax.tree.map(gather, x)
 
