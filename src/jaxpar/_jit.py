@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import update_wrapper
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxpar._calls import naming, readable, type_error
 from jaxpar._options import Options, compiled_with, kind_of, options_of
-from jaxpar._tuning import Tuning, is_trying, load, tuned
+from jaxpar._tuning import is_trying, load
+from jaxpar._tuning import tuned as tuned_by
+from jaxpar._types import TuningLike
 
 
 @readable
@@ -21,7 +22,7 @@ def jit(
     *,
     mesh: Any = None,
     compiler_options: Mapping[str, Any] | None = None,
-    tuned: str | Path | Tuning | None = None,
+    tuned: TuningLike | None = None,
     **settings: Any,
 ) -> Jitted:
     """`jax.jit` with the compiler options of the chip, and `mode="auto"` told of them.
@@ -65,7 +66,7 @@ class Jitted:
         fun: Callable[..., Any],
         mesh: Any,
         more: Options,
-        tuning: str | Path | Tuning | None,
+        tuning: TuningLike | None,
         settings: dict[str, Any],
     ) -> None:
         update_wrapper(self, fun)
@@ -109,7 +110,7 @@ class Jitted:
                 yield
                 return
             self._tuning = load(self._tuning)  # read once
-            with tuned(self._tuning):
+            with tuned_by(self._tuning):
                 yield
 
     def _for_chip(self) -> tuple[Options, Any]:

@@ -154,7 +154,7 @@ def traced_asynchronous() -> frozenset[str]:
     return compiler.frees.union(frees)
 
 
-def traced_options(names: Collection[str]) -> Options:
+def traced_options(names: Collection[str]) -> dict[str, Any]:
     """Returns the options that are said, where it is traced; or those of `names` found elsewhere.
 
     The environment has options of other programs, too: there only those count that are asked for.

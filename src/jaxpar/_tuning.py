@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +16,7 @@ import jax
 
 from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._options import traced_options
+from jaxpar._types import TuningLike
 
 AUTO = "auto"
 
@@ -41,6 +42,11 @@ class Tuning:
       milliseconds: of the whole program, all by `auto`, and with these ways.
       tried: of each part of each site what was tried and what the whole program took with it, or
         why there is no time. For who reads the file.
+
+    Example:
+      >>> tuning = Tuning("by hand", "-", {}, "TPU v6 lite", {"tp": 4}, {}, {})
+      >>> tuning.device_kind, tuning.mesh
+      ('TPU v6 lite', {'tp': 4})
     """
 
     name: str
@@ -49,7 +55,7 @@ class Tuning:
     device_kind: str
     mesh: Mapping[str, int]
     compiler_options: Mapping[str, Any]
-    sites: Choices
+    sites: Mapping[str, Mapping[str, str]]
     clock: str = ""
     milliseconds: Mapping[str, float] = field(default_factory=dict[str, float])
     tried: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -59,20 +65,19 @@ class Tuning:
 
     @staticmethod
     def read(path: str | Path) -> Tuning:
-        """Reads the file that `write` wrote."""
+        """Reads the file that `write` wrote, or raises a `ValueError` that says what it is."""
         with naming("tuned"):
-            again = "write it: python -m jaxpar tune module:function"
+            again = f"write it: python -m jaxpar tune module:function -o {path}"
             try:
                 record = json.loads(Path(path).read_text())
             except FileNotFoundError:
-                raise value_error(f"there is no file {path}; {again} -o {path}") from None
+                raise value_error(f"there is no file {path}; {again}") from None
             except ValueError as reason:
-                raise value_error(f"{path} is no JSON: {reason}; {again} -o {path}") from None
-            try:
-                return Tuning(str(path), **record)
-            except TypeError as reason:
-                said = str(reason).partition("() ")[2]
-                raise value_error(f"{path} {said}; {again} -o {path}") from None
+                raise value_error(f"{path} is no JSON: {reason}; {again}") from None
+            wanted = [field.name for field in fields(Tuning) if field.name != "name"]
+            if not isinstance(record, dict) or list(record) != wanted:
+                raise value_error(f"{path} does not have {', '.join(wanted)}; {again}")
+            return Tuning(str(path), **record)
 
     def write(self, path: str | Path) -> None:
         """Writes a file that a person can read, and change."""
@@ -159,7 +164,7 @@ _using: Any = jax.make_user_context(default_value=None)
 
 @readable
 @contextmanager
-def tuned(tuning: str | Path | Tuning) -> Generator[None]:
+def tuned(tuning: TuningLike) -> Generator[None]:
     """Has `mode="auto"` take, in what is traced here, the ways that `python -m jaxpar tune` found.
 
     Args:
@@ -192,7 +197,7 @@ def tuned(tuning: str | Path | Tuning) -> Generator[None]:
         yield
 
 
-def load(tuning: str | Path | Tuning) -> Tuning:
+def load(tuning: TuningLike) -> Tuning:
     """Returns what a file has, or raises if it is of other versions than those that are here."""
     with naming("tuned"):
         given: Any = tuning
