@@ -128,12 +128,13 @@ class Report:
         """Takes in that a process died; returns whether it was while a way was being tried."""
         site, _, rest = self.begun.partition(" | ")
         part, _, way = rest.partition(" | ")
-        if way:
+        again = self.begun in {tried.key for tried in self.tried}
+        if way and not again:
             self._add(Tried(site, part, way, None, f"failed: the process {died}"))
         else:
             what = f"the process of {self.begun}" if self.begun else "the process"
             self.failure = {"reason": f"{what} {died}", "usage": False}
-        return bool(way)
+        return self.failure is None
 
     def _add(self, tried: Tried) -> None:
         if tried.key not in {known.key for known in self.tried}:

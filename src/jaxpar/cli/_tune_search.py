@@ -1,7 +1,8 @@
 """The search: one decision after the other, every way of it, and what is the fastest is kept."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -86,74 +87,97 @@ def search(
       modes: those that are tried, of all that there are.
 
     Yields:
-      `begin` before each program that is compiled, `tried` after each way, and `found` in the end.
+      `begin` before each way, `tried` after it, and `found` in the end.
     """
     yield {"begin": AUTO}
-    first = best = clock.lower({})
+    first = clock.lower({})
     first.seconds = clock.time(first)
     yield {"begin": ""}
-    same = {first.digest: AUTO}  # what had a program first
-    done: set[tuple[str, str]] = set()
-    compiled, left = 1, 0
-    while todo := [asked for key, asked in best.asked.items() if key not in done]:
-        decision = max(todo, key=lambda asked: asked.size)  # of several, that of the first call
-        done.add((decision.site, decision.part))
-        yield {"tried": asdict(Tried(decision.site, decision.part, AUTO, best.seconds))}
+    so_far = _Search(clock, known, most, first, {first.digest: AUTO})
+    for decision in so_far.decisions():
+        here = partial(Tried, decision.site, decision.part)
+        yield {"tried": asdict(here(AUTO, so_far.best.seconds))}
         for way in decision.ways:
             if way in MODES and way not in modes:
                 continue
-            tried, candidate = Tried(decision.site, decision.part, way), None
-            if known_here := known.get(tried.key):
-                tried = known_here
-                if tried.wins:
-                    candidate = clock.lower(_with(best.choices, tried))
-                    candidate.seconds = tried.seconds or 0.0
-            else:
-                try:
-                    candidate = clock.lower(_with(best.choices, tried))
-                    digest = candidate.digest
-                    if digest in same:
-                        tried = _noted(tried, f"the same program as with {same[digest]}")
-                    elif compiled >= most:
-                        left += 1
-                        continue
-                    else:
-                        yield {"begin": tried.key}
-                        wins = clock.wins(candidate, best)
-                        tried = Tried(
-                            *(tried.site, tried.part, way), candidate.seconds, "", wins, digest
-                        )
-                except Exception as reason:
-                    tried = _noted(tried, f"failed: {one_line(reason)}")
-            if tried.digest:
-                compiled += 1
-                same.setdefault(tried.digest, f"{way} ({tried.part})")
-            if tried.wins and candidate is not None:
-                best = candidate
-            yield {"tried": asdict(tried)}
+            if here(way).key not in known:
+                yield {"begin": here(way).key}
+            if tried := so_far.attempt(here(way)):
+                yield {"tried": asdict(tried)}
     yield {"begin": "the comparison"}
-    before, after = first.seconds, first.seconds
+    best, before, after = so_far.best, first.seconds, first.seconds
     if best is not first:
         before, after = clock.compare(first, best)
-        best = best if after < before else first
+    faster = after < before
     yield {
         "found": {
-            "sites": _sites(best),
+            "sites": _sites(best if faster else first),
             "clock": clock.name,
             "before": before,
-            "after": min(before, after),
-            "left": left,
+            "after": after if faster else before,
+            "left": so_far.left,
         }
     }
+
+
+@dataclass
+class _Search:
+    """A search under way.
+
+    Attributes:
+      same: by digest, with what a program was first compiled.
+      compiled: programs.
+      left: ways that were not tried, because there were as many programs as there may be.
+    """
+
+    clock: Clock
+    known: Mapping[str, Tried]
+    most: int
+    best: Candidate
+    same: dict[str, str]
+    compiled: int = 1
+    left: int = 0
+
+    def decisions(self) -> Iterator[Asked]:
+        """What is to be decided; a better program may ask for more."""
+        done: set[tuple[str, str]] = set()
+        while todo := [asked for key, asked in self.best.asked.items() if key not in done]:
+            decision = max(todo, key=lambda asked: asked.size)  # of several, that of the first call
+            done.add((decision.site, decision.part))
+            yield decision
+
+    def attempt(self, way: Tried) -> Tried | None:
+        """Tries a way, and keeps it if it is better; None: there were too many programs before."""
+        tried, candidate = self.known.get(way.key), None
+        try:
+            if tried is None or tried.wins:
+                candidate = self.clock.lower(_with(self.best.choices, way))
+            if tried is None and candidate is not None:
+                tried = self._time(way, candidate)
+        except Exception as reason:
+            tried = replace(way, note=f"failed: {one_line(reason)}")
+        if tried is not None and tried.digest:
+            self.compiled += 1
+            self.same.setdefault(tried.digest, f"{tried.way} ({tried.part})")
+        if tried is not None and tried.wins and candidate is not None:
+            candidate.seconds = tried.seconds or 0.0
+            self.best = candidate
+        return tried
+
+    def _time(self, way: Tried, candidate: Candidate) -> Tried | None:
+        digest = candidate.digest
+        if digest in self.same:
+            return replace(way, note=f"the same program as with {self.same[digest]}")
+        if self.compiled >= self.most:
+            self.left += 1
+            return None
+        wins = self.clock.wins(candidate, self.best)
+        return replace(way, seconds=candidate.seconds, wins=wins, digest=digest)
 
 
 def _with(choices: Choices, tried: Tried) -> Choices:
     parts = {**choices.get(tried.site, {}), tried.part: tried.way}
     return {**choices, tried.site: parts}
-
-
-def _noted(tried: Tried, note: str) -> Tried:
-    return Tried(tried.site, tried.part, tried.way, None, note)
 
 
 def _sites(best: Candidate) -> dict[str, dict[str, str]]:
