@@ -84,6 +84,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--modes",
         dest="tried",
+        metavar="MODES",
         help=f"to try besides auto (default: {', '.join(NAMED)})",
     )
     add("--most", type=int, default=200, help="programs to compile (default: %(default)s)")
