@@ -17,7 +17,7 @@ with install_import_hook("jaxpar", "signatures.checked"):
 
 QUICKLY_COMPILED = {
     *("language_model", "layers", "moe"),
-    *("test_interop.py", "test_ragged.py", "test_ways.py"),
+    *("test_interop.py", "test_ragged.py", "test_tuning.py", "test_ways.py"),
 }
 
 

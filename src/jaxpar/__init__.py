@@ -5,7 +5,9 @@ from jaxpar import moe as moe
 from jaxpar import schedule as schedule
 from jaxpar import testing as testing
 from jaxpar._axis import Axis
-from jaxpar._options import compiled_with, compiler_options, jit
+from jaxpar._jit import jit
+from jaxpar._options import compiled_with, compiler_options
+from jaxpar._tuning import Tuning, tuned
 from jaxpar._types import AxisLike as AxisLike
 from jaxpar._types import Mode as Mode
 from jaxpar.collectives import (
@@ -20,6 +22,7 @@ from jaxpar.mesh import make_mesh, ring_hops, ring_order
 
 __all__ = [
     "Axis",
+    "Tuning",
     "all_gather_matmul",
     "compiled_with",
     "compiler_options",
@@ -35,6 +38,7 @@ __all__ = [
     "ring_order",
     "ring_reduce_scatter",
     "ring_shift",
+    "tuned",
 ]
 
 __version__ = "0.5.0"

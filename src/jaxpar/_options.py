@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import update_wrapper
 from typing import Any
 
 import jax
@@ -108,7 +107,7 @@ def compiler_options(devices: Any = None) -> Options:
       ({}, {})
     """
     with naming("compiler_options"):
-        return _options_of(_kind_of(devices))
+        return options_of(kind_of(devices))
 
 
 @readable
@@ -137,93 +136,6 @@ def compiled_with(options: Mapping[str, Any]) -> Generator[None]:
         _told.reset(token)
 
 
-@readable
-def jit(
-    fun: Any,
-    *,
-    mesh: Any = None,
-    compiler_options: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Jitted:
-    """`jax.jit` with the compiler options of the chip, and `mode="auto"` told of them.
-
-    Args:
-      fun: a function of global arrays, not called from another jitted one: JAX takes compiler
-        options at the outermost `jit` alone.
-      mesh: for whose devices. None: the context mesh where it is called or traced
-        (`jax.set_mesh`), and without one the default devices.
-      compiler_options: more options, or other values; `{}` for those of the chip alone.
-      **settings: as for `jax.jit`.
-
-    Returns:
-      A function with `trace`, `lower`, `eval_shape` and `clear_cache`, as `jax.jit` returns.
-
-    Raises:
-      TypeError: `fun` is no function, or `mesh` no mesh.
-
-    Example:
-      >>> mesh = make_mesh("tp=8")
-      >>> step = jit(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"), mesh=mesh,
-      ...     in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")))
-      >>> step(jnp.ones((16, 4)), jnp.ones((4, 32))).shape
-      (16, 32)
-    """
-    with naming("jit"):
-        if not callable(fun):
-            raise type_error(f"fun must be a function, got {fun!r}")
-        if mesh is not None:
-            _kind_of(mesh)
-        return Jitted(fun, mesh, dict(compiler_options or {}), settings)
-
-
-class Jitted:
-    """A function that is jitted with the options of the chip for which it is called."""
-
-    def __init__(
-        self, fun: Callable[..., Any], mesh: Any, more: Options, settings: dict[str, Any]
-    ) -> None:
-        update_wrapper(self, fun)
-        self._fun, self._mesh, self._more, self._settings = fun, mesh, more, settings
-        self._jitted: dict[str, tuple[Options, Any]] = {}  # by the kind of chip
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function."""
-        options, jitted = self._for_chip()
-        with compiled_with(options):
-            return jitted(*args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of `jax.jit`."""
-        options, jitted = self._for_chip()
-        with compiled_with(options):
-            return jitted.trace(*args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of `jax.jit`; what it returns compiles with the options."""
-        options, jitted = self._for_chip()
-        with compiled_with(options):
-            return jitted.lower(*args, **kwargs)
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of `jax.jit`."""
-        options, jitted = self._for_chip()
-        with compiled_with(options):
-            return jitted.eval_shape(*args, **kwargs)
-
-    def clear_cache(self) -> None:
-        """As that of `jax.jit`."""
-        for _, jitted in self._jitted.values():
-            jitted.clear_cache()
-
-    def _for_chip(self) -> tuple[Options, Any]:
-        kind = _kind_of(self._mesh)
-        if kind not in self._jitted:
-            options = {**_options_of(kind), **self._more}
-            jitted = jax.jit(self._fun, compiler_options=options or None, **self._settings)
-            self._jitted[kind] = options, jitted
-        return self._jitted[kind]
-
-
 def traced_asynchronous() -> frozenset[str]:
     """Returns the collectives that the compiler runs beside other work, where it is traced.
 
@@ -242,6 +154,16 @@ def traced_asynchronous() -> frozenset[str]:
     return compiler.frees.union(frees)
 
 
+def traced_options(names: Collection[str]) -> dict[str, Any]:
+    """Returns the options that are said, where it is traced; or those of `names` found elsewhere.
+
+    The environment has options of other programs, too: there only those count that are asked for.
+    """
+    told = _told.get()
+    found = _of_environment() if told is None else told
+    return {name: value for name, value in found.items() if told is not None or name in names}
+
+
 def _warn() -> None:
     warnings.warn(
         'mode="auto" cannot see compiler options, and reckons without those that make collectives '
@@ -258,7 +180,8 @@ def _of_environment() -> Options:
     return {name: value or "true" for name, _, value in given}
 
 
-def _options_of(kind: str) -> Options:
+def options_of(kind: str) -> Options:
+    """The options that programs for a kind of chip should have."""
     return {option.name: option.value for option in _compiler_of(kind).options}
 
 
@@ -266,7 +189,7 @@ def _compiler_of(kind: str) -> Compiler:
     return next((found for name, found in COMPILERS.items() if kind.startswith(name)), Compiler())
 
 
-def _kind_of(devices: Any) -> str:
+def kind_of(devices: Any) -> str:
     """The `device_kind` of a mesh, a device or a target; of None that of the context."""
     if devices is None:
         device = jax.sharding.get_abstract_mesh().abstract_device

@@ -6,6 +6,7 @@ checker sees the exact types, and a reader of `help` their text.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jax import Array
@@ -13,6 +14,7 @@ from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
     from jaxpar._axis import Axis
+    from jaxpar._tuning import Tuning
 
     AxisLike = str | tuple[str, ...] | list[str] | Axis
     Names = Any  # a tuple of strings, made of any of a string, a tuple and a list
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     MeshAxes = str | Mapping[str, int]
     Subscripts = str
     Label = str | None
+    TuningLike = str | Path | Tuning
     Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
     Tree = TypeVar("Tree")  # a pytree of arrays
     Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
@@ -46,7 +49,9 @@ if TYPE_CHECKING:
 else:
     AxisLike = Mode = Operand = SequenceOrder = Integer = Flag = Number = MeshAxes = Subscripts = (
         Label
-    ) = Weights = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Names = Any
+    ) = Weights = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Names = (
+        TuningLike
+    ) = Any
     Values = Any
 
 # What `help` shows in their place: a static checker's types, which are not there at run time.
@@ -68,6 +73,7 @@ SHOWN = {
     "MeshAxes": "str | Mapping[str, int]",
     "Subscripts": "str",
     "Label": "str | None",
+    "TuningLike": "str | Path | Tuning",
     "Weights": "Array | tuple[Array, ...]",
     "Leaf": "Array",
     "RoutingLike": "Routing",

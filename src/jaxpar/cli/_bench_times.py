@@ -209,11 +209,13 @@ def time_interleaved(
     args: Sequence[Any],
     repeats: int,
     tick: Callable[[], None],
+    renew: Callable[[Any], Any] = lambda x: x,
 ) -> list[list[float]]:
     """Times each function once a round, so that drift of the machine meets all of them alike.
 
     From round to round the order is rotated and turned around, so that no function always runs in
-    the wake of the same one. The first round, which warms up, is dropped.
+    the wake of the same one. The first round, which warms up, is dropped. `renew` makes, outside of
+    the time that counts, copies of arguments that a call uses up.
     """
     seconds: list[list[float]] = [[] for _ in functions]
     for turn in range(-1, repeats):
@@ -222,8 +224,9 @@ def time_interleaved(
             if jax.process_count() > 1:
                 # Or a process would be charged for the lateness of its peers in the call before.
                 multihost_utils.sync_global_devices("jaxpar bench")
+            given = jax.block_until_ready([renew(x) for x in args])
             start = perf_counter()
-            jax.block_until_ready(functions[which](*args))
+            jax.block_until_ready(functions[which](*given))
             if turn >= 0:
                 seconds[which].append(perf_counter() - start)
         tick()

@@ -47,13 +47,13 @@ def open_console(stderr: bool = False) -> Any:
 
 @contextmanager
 def progress(
-    first: str, total: int, *, shown: bool = True, still: bool = False
+    first: str, total: int | None, *, shown: bool = True, still: bool = False
 ) -> Generator[Callable[[str], None], None, None]:
     """Shows a bar on a terminal; yields what to call with a label after each of `total` steps.
 
     Args:
       first: what the bar says before the first step is over.
-      total: steps.
+      total: steps; None where nobody knows.
       shown: whether there is a bar at all.
       still: draw between the steps alone, lest a thread draws while the clock runs.
     """

@@ -7,33 +7,34 @@ from traceback import extract_tb
 from typing import Any
 
 import jaxpar
+from jaxpar._tuning import versions
 from jaxpar.cli._arguments import mesh_error, parse_ring
 from jaxpar.cli._console import UsageError
 from jaxpar.cli._ops import Ring
 from jaxpar.cli._predict_programs import Program, programs
 from jaxpar.cli._predict_results import Facts, Failure, Prediction, Request, request_from
-from jaxpar.cli._processes import answer, first_line, one_line, versions
+from jaxpar.cli._processes import answer, first_line, one_line
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
-_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
+COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
 
 
 def serve(request: Request) -> Iterator[Record]:
     """Yields `facts`, then for each program `begin`, and a `prediction` or a `failure`."""
     try:
-        target = _target(request)
+        target = target_of(request)
         ring = () if request.function else parse_ring(request.axis, target.mesh)
         chosen = programs(request, target, ring)
     except UsageError as reason:
         yield _failure("", str(reason), usage=True)
         return
     except Exception as reason:
-        yield _failure("", _where(reason))
+        yield _failure("", where(reason))
         return
-    yield {"facts": asdict(_facts(request, target, ring))}
+    yield {"facts": asdict(facts_of(request, target, ring))}
     texts: dict[tuple[str, str], str] = {}  # the mode that first compiled to a text
     for program in chosen:
         label = f"{program.case} {program.mode}".rstrip()
@@ -41,7 +42,7 @@ def serve(request: Request) -> Iterator[Record]:
         try:
             prediction = _predict(program, request, target, texts)
         except Exception as reason:
-            yield _failure(label, _where(reason))
+            yield _failure(label, where(reason))
         else:
             yield {"prediction": asdict(prediction)}
 
@@ -53,7 +54,7 @@ def _failure(label: str, reason: str, usage: bool = False) -> Record:
 def _predict(
     program: Program, request: Request, target: Target, texts: dict[tuple[str, str], str]
 ) -> Prediction:
-    options = _options(request, target)
+    options = options_of(request, target)
     compiled = compile_for(program.function, target, *program.args, compiler_options=options)
     played = timeline(compiled)
     first = texts.setdefault((program.case, compiled.text), program.mode)
@@ -68,7 +69,7 @@ def _predict(
     )
 
 
-def _target(request: Request) -> Target:
+def target_of(request: Request) -> Target:
     try:
         found = describe(request.target, request.mesh)
     except (ImportError, ValueError) as reason:
@@ -92,14 +93,14 @@ def _target(request: Request) -> Target:
         raise UsageError(f"--figures measured: {reason}") from None
 
 
-def _options(request: Request, target: Target) -> dict[str, Any]:
+def options_of(request: Request, target: Target) -> dict[str, Any]:
     own = {} if request.bare else jaxpar.compiler_options(target)
     return {**own, **request.compiler_options}
 
 
-def _facts(request: Request, target: Target, ring: Ring) -> Facts:
+def facts_of(request: Request, target: Target, ring: Ring) -> Facts:
     first = target.mesh.devices.flat[0]
-    compilers = ("jax", *_COMPILERS["tpu" if target.platform == "tpu" else "gpu"])
+    compilers = ("jax", *COMPILERS["tpu" if target.platform == "tpu" else "gpu"])
     return Facts(
         platform=target.platform,
         device_kind=first.device_kind,
@@ -108,17 +109,17 @@ def _facts(request: Request, target: Target, ring: Ring) -> Facts:
         ring=ring,
         links_apart=int(jaxpar.ring_hops(target.mesh, ring).max()) if ring else 0,
         chip=asdict(target.chip) if target.chip else {},
-        compiler_options=_options(request, target),
+        compiler_options=options_of(request, target),
         versions=versions(*compilers),
     )
 
 
-def _where(reason: BaseException) -> str:
+def where(reason: BaseException) -> str:
     """What went wrong, and in which line of a file of the user's."""
     frames = extract_tb(reason.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).parent == Path.cwd()]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return f"{one_line(reason)}{where}"
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{one_line(reason)}{place}"
 
 
 if __name__ == "__main__":

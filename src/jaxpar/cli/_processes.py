@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -106,15 +105,6 @@ def compilers() -> set[str]:
     """Which of the compilers, tpu and gpu, are installed."""
     found = {"tpu": importlib.util.find_spec("libtpu"), "gpu": find_plugin()}
     return {name for name, place in found.items() if place is not None}
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """The versions of those that are installed."""
-    found: dict[str, str] = {}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._cost_model import Flow, chunked_time, time_of
 from jaxpar.collectives._in_turns import UNROLLED, InTurns
 from jaxpar.collectives._order import traced_order
+from jaxpar.collectives._sites import settled, settled_chunks, settled_dispatch
 from jaxpar.collectives._turns import gather_turns, stretches
 from jaxpar.collectives._ways import InChunks, Naive, Stationary, Way
 
@@ -50,6 +51,7 @@ class Problem:
       devices: of the whole mesh.
       told: the collectives that the compiler runs beside other work; None: those of the program
         that is traced.
+      what: by which it differs from other work of equal shapes, in words.
     """
 
     kind: Kind
@@ -61,6 +63,7 @@ class Problem:
     chip: Chip | None = field(default_factory=traced_chip)
     devices: int = field(default_factory=_traced_devices)
     told: frozenset[str] | None = None
+    what: str = ""
 
     @property
     def beside(self) -> frozenset[str]:
@@ -75,6 +78,10 @@ def choose_way(problem: Problem) -> Way:
 
 def choose_ways(problem: Problem) -> tuple[Way, Way]:
     """Returns the ways of the forward and of the backward pass."""
+    return _ways(settled(problem))
+
+
+def _ways(problem: Problem) -> Ways:
     forward, backward = problem.ring.mode, problem.ring.backward or problem.ring.mode
     if "auto" not in (forward, backward):
         return (
@@ -106,13 +113,14 @@ def choose_stages(problem: Problem) -> tuple[Way, ...]:
     A collective takes all axes at once; in turns, blocks of the last axis, which are neighbours, go
     round before those of the others. Axes of one device have no stage.
     """
+    problem = settled(problem)
     rings = problem.ring.stages()
     if not rings:
         return ()
     longest = max(rings, key=lambda ring: ring.size)
-    if isinstance(choose_way(replace(problem, ring=longest)), Naive):
-        return (choose_way(problem),)
-    return tuple(choose_way(replace(problem, ring=ring)) for ring in rings)
+    if isinstance(_ways(replace(problem, ring=longest))[0], Naive):
+        return (_ways(problem)[0],)
+    return tuple(_ways(replace(problem, ring=ring))[0] for ring in rings)
 
 
 def by_time(problem: Problem) -> Ways:
@@ -246,6 +254,8 @@ def choose_dispatch(problem: Problem) -> Dispatch:
     axis is on slices of two dimensions, a row goes n/4 places to each device that it needs, and
     one way or the other past all of them in n - 1.
     """
+    if tuned := settled_dispatch(problem):
+        return tuned
     needed, n, chip = problem.needed, problem.ring.size, problem.chip
     around = chip is not None and chip.dimensions == 2 and needed * n / 4 > n - 1
     return "all_gather" if around or needed > 0.9 * n else "ragged"
@@ -269,6 +279,8 @@ def choose_row_chunks(problem: Problem) -> int:
     """
     chip, ring = problem.chip, problem.ring
     named = ring.mode != "auto" or ring.backward not in (None, "auto")
+    if not named and (tuned := settled_chunks(problem)):
+        return tuned
     if named or chip is None or not chip.torus or ring.size == 1 or not _asynchronous(problem):
         return 1
     return min((1, 2, 4), key=lambda chunks: chunked_time(chip, problem.forward, ring.size, chunks))

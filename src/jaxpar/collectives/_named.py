@@ -100,7 +100,8 @@ def ring_all_gather(
 
     def gather(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
-        return gather_along(_way(ring, x), x if tiled else jnp.expand_dims(x, along), along)
+        way = _way("all-gather", ring, x)
+        return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 
     return jax.tree.map(gather, x)
 
@@ -160,7 +161,7 @@ def ring_reduce_scatter(
         if x.dtype == bool:
             raise type_error(f"x is bool{list(x.shape)}, which has no sum; cast it to int32")
         check_wire(ring.wire_dtype, x.dtype)
-        out = scatter_along(_way(ring, x), x, along)
+        out = scatter_along(_way("reduce-scatter", ring, x), x, along)
         return out if tiled else lax.squeeze(out, [along])
 
     return jax.tree.map(scatter, x)
@@ -209,10 +210,11 @@ def ring_all_reduce(
     def reduce(x: Array) -> Array:
         x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
         check_wire(ring.wire_dtype, x.dtype)
-        return all_reduce(_way(ring, x), x)
+        return all_reduce(_way("all-reduce", ring, x), x)
 
     return jax.tree.map(reduce, x)
 
 
-def _way(ring: Ring, x: Array) -> Way:
-    return choose_way(Problem("collective", ring, (x.shape,)))
+def _way(collective: str, ring: Ring, x: Array) -> Way:
+    what = f"{collective} of {x.dtype}"
+    return choose_way(Problem("collective", ring, (x.shape,), what=what))

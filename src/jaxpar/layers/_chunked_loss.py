@@ -41,7 +41,7 @@ class ChunkedLoss:
 
     def way(self, ring: Ring, x: Array) -> Way:
         """How tokens or their gradients travel over a ring."""
-        return choose_way(Problem("loss", ring, (x.shape,)))
+        return choose_way(Problem("loss", ring, (x.shape,), what=str(x.dtype)))
 
     def whole(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*all d"]:
         """The tokens of all devices, where they are sharded."""

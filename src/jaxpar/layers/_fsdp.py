@@ -58,7 +58,8 @@ def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring) -> Shards:
         if dim is not None and jnp.issubdtype(x.dtype, jnp.inexact):
             check_wire(ring.wire_dtype, x.dtype)
     cut = [x for x, dim in zip(leaves, counted, strict=True) if dim is not None]
-    stages = choose_stages(Problem("weights", ring, tuple(x.shape for x in cut)))
+    shapes, what = tuple(x.shape for x in cut), " and ".join(sorted({str(x.dtype) for x in cut}))
+    stages = choose_stages(Problem("weights", ring, shapes, what=what))
     groups = group_leaves(leaves, counted, join=all(way.joins for way in stages))
     return Shards(stages, groups, dims=tuple(counted))
 

@@ -104,7 +104,8 @@ class Projection:
             Flow("gather", self._flops(rows, sizes[:-1]), x.size * width, sum(sizes[:-1]) * width),
             Flow("scatter", self._flops(rows, sizes[-1:]), last, sizes[-1] * width),
         )
-        problem = Problem("projection", self.ring, (x.shape, *(w.shape for w in weights)), flows)
+        shapes, what = (x.shape, *(w.shape for w in weights)), f"a block of {x.dtype}"
+        problem = Problem("projection", self.ring, shapes, flows, what=what)
         cuts = even_cuts(x.shape[dim], choose_row_chunks(problem))
         if len(cuts) < 2:
             return block(self, x)

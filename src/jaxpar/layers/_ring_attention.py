@@ -128,7 +128,9 @@ def ring_attention(
     kv_heads = k.shape[-2]
     flops = 4.0 * q.size * length * ring.size * (0.5 if causal else 1.0)
     shapes, block_bytes = (q.shape, k.shape, v.shape), 2 * k.size * k.dtype.itemsize
-    way = choose_way(Problem("attention", ring, shapes, (Flow("gather", flops, block_bytes),)))
+    flows = (Flow("gather", flops, block_bytes),)
+    what = f"{'causal ' if causal else ''}{q.dtype}"
+    way = choose_way(Problem("attention", ring, shapes, flows, what=what))
     scores = Scores(_scale(scale, size), precision)
     method = RingAttention(way, causal, zigzag, scores)
     grouped = q.reshape(*batch, length, kv_heads, heads // kv_heads, size)

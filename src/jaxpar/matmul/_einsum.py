@@ -65,7 +65,8 @@ class Call:
         """Returns how to run over the ring."""
         shapes = tuple(x.shape for x in operands)
         kind = "projection" if self.in_layer else "matmul"
-        problem = Problem(kind, self.ring, shapes, forward, backward)
+        what = f"{forward[0].kind} {label} of {self.labels}, {operands[0].dtype}"
+        problem = Problem(kind, self.ring, shapes, forward, backward, what=what)
         way, back = choose_ways(problem)
         alone, _ = choose_ways(replace(problem, backward=()))
         return RingEinsum(way, back, alone, label, self.arithmetic, self.recomputed)

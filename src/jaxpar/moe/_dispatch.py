@@ -241,7 +241,9 @@ def gather(ring: Ring, tree: Any) -> Any:
     """The rows of all devices of the ring."""
     if ring.size == 1 or not len(jax.tree.leaves(tree)[0]):
         return tree
-    way = choose_way(Problem("experts", ring))
+    leaves = jax.tree.leaves(tree)
+    what = f"gather of {' and '.join(str(x.dtype) for x in leaves)}"
+    way = choose_way(Problem("experts", ring, tuple(x.shape for x in leaves), what=what))
     return jax.tree.map(lambda x: gather_along(way, x, 0), vary_alike(ring.names, *tree))
 
 
@@ -249,7 +251,7 @@ def scatter(ring: Ring, x: Float[Array, "rows d"]) -> Float[Array, "own d"]:
     """The sums over the ring of this device's own rows."""
     if ring.size == 1 or not len(x):
         return x
-    way = choose_way(Problem("experts", ring))
+    way = choose_way(Problem("experts", ring, (x.shape,), what=f"scatter of {x.dtype}"))
     (x,) = vary_alike(ring.names, x)
     return scatter_along(way, x, 0)
 

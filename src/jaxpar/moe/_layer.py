@@ -159,7 +159,8 @@ def moe_layer(
     top_k = routing.experts.shape[1]
     bounds = Bounds(axes.expert.size, known, len(routed.up), top_k, capacity, buffer_factor)
     if dispatch == "auto":
-        problem = Problem("experts", axes.expert, (rows.shape,), needed=bounds.needed)
+        what = f"{top_k} of {known} for each token, {rows.dtype}"
+        problem = Problem("experts", axes.expert, (rows.shape,), needed=bounds.needed, what=what)
         dispatch = choose_dispatch(problem)
     way = (Ragged if dispatch == "ragged" and axes.expert.size > 1 else Gathered)(
         axes.expert,

@@ -1,0 +1,69 @@
+"""Call sites: what a problem is called in a file of ways that were tried out, and what that says.
+
+Two problems of one name are one site, and get one way. So the name has all by which the fastest way
+may differ, but for the chip, the mesh and the compiler, which hold for a whole file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from jaxpar._axis import MODES
+from jaxpar._tuning import AUTO, decide, is_tuning
+from jaxpar._types import Dispatch
+
+if TYPE_CHECKING:
+    from jaxpar.collectives._choice import Problem
+
+NAMED = tuple(mode for mode in MODES if mode != AUTO)
+ROW_CHUNKS = ("1", "2", "4")
+DISPATCHES = ("ragged", "all_gather")
+
+
+def site_of(problem: Problem) -> str:
+    """Returns the name, such as `matmul over tp=4: gather a of ak,kn->an, bfloat16; 64x8, 8x16`."""
+    ring = problem.ring
+    runs = [(shape, len(list(alike))) for shape, alike in groupby(problem.shapes)]
+    texts = [("x".join(map(str, shape)) or "()", times) for shape, times in runs]
+    shapes = ", ".join(text if times == 1 else f"{times} of {text}" for text, times in texts)
+    sums = "" if ring.wire_dtype is None else f"sums in {ring.wire_dtype}"
+    what = ", ".join(filter(None, (problem.what, sums)))
+    return f"{problem.kind} over {','.join(ring.names)}={ring.size}: {what}; {shapes}"
+
+
+def settled(problem: Problem) -> Problem:
+    """Names the modes that were found to be the fastest, where the ring's is `auto`."""
+    ring = problem.ring
+    forward, backward = ring.mode, ring.backward or ring.mode
+    if not is_tuning() or ring.size == 1 or AUTO not in (forward, backward):
+        return problem
+    if forward == AUTO:
+        forward = _decide(problem, "forward", NAMED)
+    if backward == AUTO and problem.backward:
+        backward = _decide(problem, "backward", NAMED)
+    elif backward == ring.mode == AUTO:
+        backward = forward  # one way for both
+    return replace(problem, ring=replace(ring, mode=forward, backward=backward))
+
+
+def settled_chunks(problem: Problem) -> int | None:
+    """Returns in how many chunks rows were the fastest, None where that is for `auto` to say."""
+    if not is_tuning() or problem.ring.size == 1:
+        return None
+    chunks = _decide(problem, "row chunks", ROW_CHUNKS)
+    return None if chunks == AUTO else int(chunks)
+
+
+def settled_dispatch(problem: Problem) -> Dispatch | None:
+    """Returns how tokens were the fastest at their experts, None where `auto` is to say."""
+    if not is_tuning() or problem.ring.size == 1:
+        return None
+    dispatch: Any = _decide(problem, "dispatch", DISPATCHES)
+    return None if dispatch == AUTO else dispatch
+
+
+def _decide(problem: Problem, part: str, ways: tuple[str, ...]) -> Any:
+    return decide(site_of(problem), part, ways, sum(map(prod, problem.shapes)))
