@@ -31,6 +31,7 @@ from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import Order, TpuOrder, traced_order
 from jaxpar.collectives._turns import gather_turns
 from jaxpar.collectives._ways import InChunks, Naive
+from jaxpar.layers import fsdp_linear
 from jaxpar.matmul import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -455,12 +456,13 @@ def test_what_the_model_is_asked(monkeypatch):
     )
     flops = 2 * 2.0 * 8 * 12 * 4
     whole, moving = 2 * 12 * 4 * 2, 2 * (8 * 12 + 8 * 4) * 2
-    assert rows == Flow("gather", flops, 2 * 12 * 2, whole, moving)
+    instead = {"partners": 2 * 12 * 4 * 2, "exchanged": 2 * 8 * 4 * 2}
+    assert rows == Flow("gather", flops, 2 * 12 * 2, whole, moving, **instead)
     assert for_x == Flow("scatter", flops, 2 * 12 * 2, whole, moving)
-    assert for_w == Flow("gather", flops, 2 * 12 * 2, 0, moving, 2 * 12 * 4 * 4)
+    assert for_w == Flow("gather", flops, 2 * 12 * 2, 0, moving, 2 * 12 * 4 * 4, **instead)
     (columns,), _ = run(lambda x, w: all_gather_matmul(x, w, "x", gather="rhs"), P("x"), P("x"))
     assert columns == Flow(
-        "gather", 2.0 * 2 * 12 * 16, 3 * 16 * 2, 0, (12 * 16 + 24) * 2, 128, 48, 48
+        "gather", 2.0 * 2 * 12 * 16, 3 * 16 * 2, 0, (12 * 16 + 24) * 2, 128, 48, 48, 64, 48
     )
 
     def scatter(**wire):
@@ -470,7 +472,10 @@ def test_what_the_model_is_asked(monkeypatch):
     flops = 2.0 * 8 * 3 * 16
     assert narrow == Flow("scatter", flops, 2 * 16 * 2, 3 * 16 * 2, (8 * 3 + 8 * 16) * 2)
     shared = (8 * 16 + 8 * 3) * 2 + (8 * 16 + 8 * 3) * 2
-    assert for_both == Flow("gather", 2 * flops, 2 * 16 * 2, 3 * 16 * 2, shared, 3 * 16 * 4)
+    instead = {"partners": 2 * 3 * 16 * 2, "exchanged": 2 * 8 * 3 * 2}
+    assert for_both == Flow(
+        "gather", 2 * flops, 2 * 16 * 2, 3 * 16 * 2, shared, 3 * 16 * 4, **instead
+    )
     (wide,), _ = scatter(wire_dtype=jnp.float32)
     assert wide == replace(narrow, block_bytes=2 * 16 * 4)
 
@@ -494,6 +499,26 @@ def test_what_the_model_is_asked(monkeypatch):
 def test_other_kinds_of_work(kind, chip_kind, n, mode):
     mesh = described(chip_kind, n)
     assert named(traced(lambda: choose_way(Problem(kind, ring(n), told=NONE)), mesh)) == mode
+
+
+@pytest.mark.parametrize(("rows", "mode"), [(4, "stationary"), (64, "stationary"), (8192, None)])
+@pytest.mark.parametrize("kind", ["TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x", "NVIDIA H100"])
+@pytest.mark.parametrize("contracted", [False, True])
+def test_a_large_weight_stays_where_few_rows_meet_it(kind, rows, mode, contracted):
+    """Rows of one device times a weight whose blocks are sharded, forward and backward."""
+    k, spec = 8192, P("x") if contracted else P(None, "x")
+    shapes = [(8 * rows, k), (k, k)]
+
+    def loss(x, w):
+        y = fsdp_linear(x, w, "x", dim=0 if contracted else 1)
+        return jax.lax.psum(jnp.sum(y.astype(jnp.float32)), "x")
+
+    mesh = described(kind, 8)
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P("x"), spec), out_specs=P())
+    with compiled_with({}):
+        jaxpr = str(jax.make_jaxpr(jax.grad(mapped, argnums=(0, 1)))(*args))
+    assert ("all_to_all" in jaxpr) == (mode == "stationary")
 
 
 def test_weights_are_gathered_by_collectives_where_those_are_asynchronous():
