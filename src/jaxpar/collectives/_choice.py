@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 
 from jaxpar._axis import CHUNKED, Ring
-from jaxpar._chips import Chip, traced_chip
+from jaxpar._chips import Chip, traced_chip, traced_for_cpu
 from jaxpar._options import traced_asynchronous
 from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._cost_model import Flow, chunked_time, time_of
@@ -244,6 +244,26 @@ def applies_experts_in_stages(chunks: int) -> bool:
     """
     chip = traced_chip()
     return chunks > 1 and chip is not None and chip.torus
+
+
+def applies_experts_in_slots(average: float) -> bool:
+    """Whether experts that have `average` rows each are applied to a static number of rows at once.
+
+    A TPU has a kernel for groups of any size; what is in no table may have one too. Slots read the
+    weights of experts that have no rows, which most have where the average is below one.
+    """
+    chip = traced_chip()
+    without_kernel = traced_for_cpu() if chip is None else not chip.torus
+    return without_kernel and average >= 1
+
+
+def gathers_apart() -> bool:
+    """Whether rows that are summed are better gathered by an instruction of their own.
+
+    A TPU gathers rows by itself; elsewhere a gather is part of the loop that adds.
+    """
+    chip = traced_chip()
+    return not traced_for_cpu() if chip is None else chip.torus
 
 
 def choose_row_chunks(problem: Problem) -> int:

@@ -206,6 +206,10 @@ class Bounds:
         share = min(self.local, self.experts) / self.experts  # of a device that is full of experts
         return self._limit(worst, tokens * sources * self.top_k * share)
 
+    def average(self, tokens: int, sources: int) -> float:
+        """Pairs that an expert has, on average, of `tokens` tokens of each of `sources` devices."""
+        return tokens * sources * self.top_k / self.experts
+
     @property
     def targets(self) -> float:
         """Distinct devices that a token needs, on average, where each expert is as likely."""
