@@ -183,7 +183,9 @@ class Exchange(ABC):
         stage.
         """
         ends = [len(tokens[0]) * i // chunks for i in range(chunks + 1)]
-        left = [jax.tree.map(lambda x: x[i:j], tokens) for i, j in pairwise(ends)]  # noqa: B023
+        sizes = [j - i for i, j in pairwise(ends)]
+        # Cut by one operation, whose gradients are joined by one, and not padded and added.
+        left = list(zip(*(lax.split(x, sizes) for x in tokens), strict=True))
         # All plans first: what they send would wait behind the tokens.
         plans = [self.plan(piece) for piece in left]
         if chunks > 1:
@@ -192,7 +194,7 @@ class Exchange(ABC):
         computed: Any = 0
         following: Any = self.send(left.pop(0), plans[0])
         made: Any = None
-        for number, size in enumerate(j - i for i, j in pairwise(ends)):
+        for number, size in enumerate(sizes):
             arrived, following = following, None
             if left:
                 following = self.send(left.pop(0), plans[number + 1])

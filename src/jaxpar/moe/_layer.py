@@ -86,7 +86,8 @@ def moe_layer(
       dispatch: `"ragged"`: each token travels once to each device that it needs, by a ragged
         all-to-all, and a row comes back. `"all_gather"`: all tokens to all devices, and a
         reduce-scatter. `"auto"`: ragged, or all-gather where nearly every token needs nearly every
-        device, or a way round a ring of links to each costs more than one past all.
+        device, or a way round a ring of links to each costs more than one past all, or (GPU) the
+        copies that are sent cost more than what an all-gather sends in excess.
       chunks: so many pieces of the tokens are sent one after the other, each while the experts
         compute the one before.
       capacity: that to which `limit_capacity` limited the routing, if it did: buffers need no more.
@@ -159,7 +160,8 @@ def moe_layer(
     top_k = routing.experts.shape[1]
     bounds = Bounds(axes.expert.size, known, len(routed.up), top_k, capacity, buffer_factor)
     if dispatch == "auto":
-        problem = Problem("experts", axes.expert, (rows.shape,), needed=bounds.needed)
+        shapes = rows.shape, routing.experts.shape
+        problem = Problem("experts", axes.expert, shapes, needed=bounds.needed)
         dispatch = choose_dispatch(problem)
     way = (Ragged if dispatch == "ragged" and axes.expert.size > 1 else Gathered)(
         axes.expert,
