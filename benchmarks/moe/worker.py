@@ -97,6 +97,7 @@ def _cases() -> dict[str, Case]:
         "v5p:4x4x4": ("dp=-1,ep=16", 16),
         "v6e:16x16": ("dp=-1,ep=16", 16),
         "h100:8": ("ep=8", 8),
+        "b200:8": ("ep=8", 8),
     }
     return {
         f"{name}, {target}": Case(model, target, *mesh)

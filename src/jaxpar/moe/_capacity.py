@@ -17,6 +17,9 @@ from jaxpar._types import Integer, Number, Policy
 from jaxpar._varying import zeros_alike
 from jaxpar.moe._routing import Routing, RoutingLike, as_routing, of_chosen, of_experts
 
+# Buffers of so many rows have a multiple of the rows of a tile.
+_MANY, _TILE = 512, 16
+
 POLICIES = ("probability", "position")
 
 
@@ -233,5 +236,7 @@ class Bounds:
     def _limit(self, worst: int, average: float) -> int:
         if self.buffer_factor is None:
             return worst
-        wanted = self.buffer_factor * average
-        return worst if wanted >= worst else ceil(wanted)
+        wanted = ceil(self.buffer_factor * average)
+        if wanted >= _MANY:  # a TPU pads other numbers of rows, in passes of their own
+            wanted = ceil(wanted / _TILE) * _TILE
+        return min(worst, wanted)

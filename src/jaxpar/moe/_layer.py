@@ -107,7 +107,9 @@ def moe_layer(
       fsdp_dim: the dimension of matrices `[e, d, f]` and `[e, f, d]` along which they are, 1 or 2;
         of shared experts, which lack the first, one less. Biases are sharded along their last.
       precision: as in `jax.lax.dot_general`.
-      implementation: as in `grouped_matmul`.
+      implementation: as in `grouped_matmul`, but for `"auto"` on GPUs and CPUs: a batched matmul
+        over slots, as many for each expert as it has rows by random routing and three standard
+        deviations more, and blocks for rows beyond them.
 
     Returns:
       The results, like `tokens`, and `Statistics` over `axis` and `data_axis`. What is
@@ -125,7 +127,10 @@ def moe_layer(
     Cost: with r the rows that reach a device, at most tokens x distinct target devices in all:
       `"ragged"` sends those rows, with k integers and k weights each, and one row back for each.
       `"all_gather"` sends (n-1) t rows each way. Matmuls of every pair of a token and an expert,
-      2 d f each. The derivative sends as much again, and computes twice as much.
+      2 d f each; in slots of every slot, with m rows an expert on average m + 3 sqrt(m) of them,
+      rounded up to a multiple of 32 (on CPUs 16). The derivative sends as much again, and
+      computes twice as much; of rows beyond slots it computes the projections again. Each chunk
+      adds its own gradients of the experts' weights.
 
     Example:
       >>> mesh = make_mesh("ep=8")

@@ -28,7 +28,7 @@ from jaxpar.moe._grouped import fitting_sizes
 from jaxpar.moe._mlp import BlockProducts, Experts, Mlp, Operands, Projected, WholeProducts
 
 # What the slots of an expert are a multiple of.
-CPU_TILE, GPU_TILE = 16, 128
+CPU_TILE, GPU_TILE = 16, 32
 
 
 def slots_for(average: float, tile: int, most: int) -> int:
