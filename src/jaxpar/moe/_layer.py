@@ -28,7 +28,8 @@ from jaxpar._types import (
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._choice import Problem, applies_experts_in_stages, choose_dispatch
 from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity
-from jaxpar.moe._dispatch import Gathered, LocalExperts, Ragged, apply_shared
+from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared
+from jaxpar.moe._local import LocalExperts
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
 from jaxpar.moe._routing import RoutingLike, as_routing, route
 from jaxpar.moe._sharding import (

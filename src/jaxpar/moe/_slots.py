@@ -179,7 +179,7 @@ def _gradients(
 ) -> Inputs:
     copies = _copies(plan)
     cut = _cut(inputs, plan)
-    d = how.mlp.gradients(_products(how, plan), cut, projected, take_rows(ct, copies.source))
+    d: Any = how.mlp.gradients(_products(how, plan), cut, projected, take_rows(ct, copies.source))
     # A choice is in one slot at most.
     d_weights = take_rows(d.weights, plan.places.reshape(-1)).reshape(plan.places.shape)
     grads = Inputs(collect(copies, d.x), d.experts, d_weights)
