@@ -236,7 +236,10 @@ class Bounds:
     def _limit(self, worst: int, average: float) -> int:
         if self.buffer_factor is None:
             return worst
-        wanted = ceil(self.buffer_factor * average)
+        exact = self.buffer_factor * average
+        if exact >= worst:  # it may be infinite
+            return worst
+        wanted = ceil(exact)
         if wanted >= _MANY:  # a TPU pads other numbers of rows, in passes of their own
             wanted = ceil(wanted / _TILE) * _TILE
         return min(worst, wanted)
