@@ -97,6 +97,7 @@ def _cases() -> dict[str, Case]:
         "v5p:4x4x4": ("dp=-1,ep=16", 16),
         "v6e:16x16": ("dp=-1,ep=16", 16),
         "h100:8": ("ep=8", 8),
+        "b200:8": ("ep=8", 8),
     }
     return {
         f"{name}, {target}": Case(model, target, *mesh)
@@ -148,7 +149,7 @@ def assumed(case: Case, form: str) -> Assumed:
 
 
 def _trips(case: Case, pairs: float) -> dict[str, int]:
-    """Trips of the loops of `implementation="blocks"`, if all experts have as many pairs."""
+    """Trips of the loops over blocks, if all experts have as many pairs."""
     experts = min(case.local, case.model.experts)
     trips: dict[str, int] = {}
     left = pairs / experts
@@ -157,7 +158,8 @@ def _trips(case: Case, pairs: float) -> dict[str, int]:
         blocks = max(0, ceil((left - least) / length))
         trips[f"blocks_of_{length}/"] = blocks
         left -= blocks * length
-    return {**trips, "filled_groups/": experts}
+    # No rows are beyond the slots of experts, which have room for three standard deviations more.
+    return {"beyond_slots/": 0, **trips, "filled_groups/": experts}
 
 
 def record(case: Case, form: str, which: str) -> dict[str, Any]:

@@ -372,6 +372,24 @@ def test_auto():
     assert choice(*deepseek, kind="TPU v5") == "ragged"
 
 
+@pytest.mark.parametrize(
+    ("devices", "count", "top_k", "dispatch"),
+    [
+        (8, 256, 8, "ragged"),  # DeepSeek-V3: 3% ahead of an all-gather on H100
+        (8, 8, 2, "ragged"),  # Mixtral
+        (8, 64, 12, "all_gather"),  # 6.6 of 8 devices are needed, and 8 copies are written
+        (2, 64, 8, "all_gather"),
+        (64, 256, 8, "ragged"),  # over the network
+    ],
+)
+def test_auto_behind_a_switch(devices, count, top_k, dispatch):
+    bounds = Bounds(devices, count, count // devices, top_k, None, None)
+    ring, shapes = Ring(("x",), size=devices), ((16, 8), (16, top_k))
+    for kind in ("NVIDIA H100", "NVIDIA B200"):
+        problem = Problem("experts", ring, shapes, needed=bounds.needed, chip=chip_of(kind))
+        assert choose_dispatch(problem) == dispatch
+
+
 ERRORS = {
     "chunks=0 must be at least 1": {"chunks": 0},
     "dispatch must be one of ragged, all_gather, auto, got 'dense'": {"dispatch": "dense"},

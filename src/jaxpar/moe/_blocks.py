@@ -179,7 +179,7 @@ def blocks_group_products(
 class Totals:
     """Sums over a group's blocks, on their way into arrays with a place for each group.
 
-    Where these have the dtype of sums, what they hold is added to: their places are 0 at first.
+    What these hold is added to.
     """
 
     group: Int[Array, ""]
@@ -189,7 +189,9 @@ class Totals:
 
         def start(x: Num[Array, "groups *weight"]) -> Num[Array, "..."]:
             wide = sum_dtype(x.dtype)
-            return x if wide == x.dtype else zeros_alike(x.shape[1:], wide, x)
+            if wide == x.dtype:
+                return x
+            return lax.dynamic_index_in_dim(x, self.group, keepdims=False).astype(wide)
 
         return jax.tree.map(start, out)
 

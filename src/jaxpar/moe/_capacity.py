@@ -17,6 +17,9 @@ from jaxpar._types import Integer, Number, Policy
 from jaxpar._varying import zeros_alike
 from jaxpar.moe._routing import Routing, RoutingLike, as_routing, of_chosen, of_experts
 
+# Buffers of so many rows have a multiple of the rows of a tile.
+_MANY, _TILE = 512, 16
+
 POLICIES = ("probability", "position")
 
 
@@ -206,6 +209,10 @@ class Bounds:
         share = min(self.local, self.experts) / self.experts  # of a device that is full of experts
         return self._limit(worst, tokens * sources * self.top_k * share)
 
+    def average(self, tokens: int, sources: int) -> float:
+        """Pairs that an expert has, on average, of `tokens` tokens of each of `sources` devices."""
+        return tokens * sources * self.top_k / self.experts
+
     @property
     def targets(self) -> float:
         """Distinct devices that a token needs, on average, where each expert is as likely."""
@@ -229,5 +236,10 @@ class Bounds:
     def _limit(self, worst: int, average: float) -> int:
         if self.buffer_factor is None:
             return worst
-        wanted = self.buffer_factor * average
-        return worst if wanted >= worst else ceil(wanted)
+        exact = self.buffer_factor * average
+        if exact >= worst:  # it may be infinite
+            return worst
+        wanted = ceil(exact)
+        if wanted >= _MANY:  # a TPU pads other numbers of rows, in passes of their own
+            wanted = ceil(wanted / _TILE) * _TILE
+        return min(worst, wanted)

@@ -17,6 +17,7 @@ from jaxpar._derivatives import linear_pair
 from jaxpar._dtypes import addition_dtype
 from jaxpar._unwritten import unwritten
 from jaxpar._varying import vary_alike, zeros_alike
+from jaxpar.collectives._choice import gathers_apart
 
 
 class Copies(NamedTuple):
@@ -126,6 +127,8 @@ def _sum(
 ) -> Shaped[Array, "rows *row"]:
     rows, k = copies.places.shape
     count = copies.source.size
+    if not gathers_apart():
+        return _sum_at_once(y, copies.places)
     # Of `count` copies, at most count / j rows have j or more; in whole tiles of TPUs.
     lengths = [min(rows, -(-count // (16 * (j + 1))) * 16) for j in range(k)]
     if sum(lengths) + rows >= rows * k:
@@ -140,6 +143,17 @@ def _sum(
     _, back = lax.sort((order, numbers), num_keys=1)
     sums = _sum_firsts(y, take_rows(places, order, None), lengths, how.blank)
     return take_rows(sums, back, None)
+
+
+def _sum_at_once(
+    y: Shaped[Array, "copies *row"], places: Int[Array, "rows k"]
+) -> Shaped[Array, "rows *row"]:
+    """Gathers as part of the additions: of what is not there nothing is read."""
+    dtype = addition_dtype(y.dtype)
+    total = zeros_alike((len(places), *y.shape[1:]), dtype, y, places)
+    for column in range(places.shape[1]):
+        total = total + take_rows(y, places[:, column]).astype(dtype)
+    return total.astype(y.dtype)
 
 
 def _sum_firsts(

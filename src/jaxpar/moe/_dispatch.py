@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,89 +20,12 @@ from jaxpar.collectives._blocks import gather_along, scatter_along
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.moe._capacity import Bounds
-from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
 from jaxpar.moe._dispatcher import RaggedDispatcher
-from jaxpar.moe._experts import apply_experts
-from jaxpar.moe._grouped import bind_kernels, fitting_sizes
-from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
+from jaxpar.moe._local import InSlots, LocalExperts, Pairs, Tokens
+from jaxpar.moe._mlp import Experts
 from jaxpar.moe._sharding import Axes
 
-# Rows, the experts that they chose, -1 for none, and how much these count.
-Tokens = tuple[Float[Array, "rows d"], Int[Array, "rows k"], Float[Array, "rows k"]]
 Arrived = tuple[Float[Array, "arrived d"], Int[Array, "arrived k"], Float[Array, "arrived k"]]
-
-
-class Pairs(NamedTuple):
-    """Pairs of a row and an expert of this device, sorted by expert, on their way through it."""
-
-    # Where experts are applied in two stages these are hidden rows, [pairs, f].
-    rows: Float[Array, "pairs d"]
-    weights: Float[Array, " pairs"]
-    sizes: Int32[Array, " groups"]  # how many pairs each expert has
-    copies: Copies  # where each row's pairs are
-
-
-_BLANK = 16  # rows behind the pairs, a TPU's tile, whose results are 0
-
-
-@dataclass(frozen=True)
-class LocalExperts:
-    """The experts of a device, applied at once or in two stages."""
-
-    activation: Callable[[Array], Array]
-    precision: Any
-    implementation: Any
-    staged: bool
-
-    def begin(self, tokens: Tokens, experts: Experts, first: Int[Array, ""], pairs: int) -> Pairs:
-        """Sorts at most `pairs` pairs by expert; of two stages it is the one up to hidden features.
-
-        `first` is the number of the device's first expert. Rows may hold anything where they chose
-        none of its experts.
-        """
-        rows, chosen, weights = tokens
-        # Choices are sorted, each with one key. A copy of a choice is one of its row too, whose
-        # number is that of the choice over k; none stays none.
-        keys = (chosen - first).reshape(-1, 1)
-        choices, sizes = copies_by_key(keys, len(experts.up), pairs, _BLANK)
-        source = choices.source // max(chosen.shape[1], 1)
-        copies = Copies(source, choices.places.reshape(chosen.shape))
-        sizes = fitting_sizes(sizes, pairs)  # the last are dropped
-        # Now [pairs, d]; the gradients of both stages together are 0 where there is no pair.
-        sorted_rows = spread(copies, rows, fill=False, blank=not self.staged)
-        sorted_weights = spread(choices, weights.reshape(-1))
-        if self.staged:
-            operands = sorted_rows, experts, sorted_weights, sizes
-            sorted_rows, experts, sorted_weights, sizes = vary_alike((), *operands)
-            mlp, on = self._mlp(sorted_rows, sizes)
-            sorted_rows, _ = mlp.begin(on, sorted_rows, experts, sorted_weights)
-        return Pairs(sorted_rows, sorted_weights, sizes, copies)
-
-    def finish(self, pairs: Pairs, experts: Experts) -> Float[Array, "rows d"]:
-        """Returns, for each row, the weighted sum of what its experts made of it."""
-        rows, weights, sizes, copies = pairs
-        if self.staged:
-            rows, experts, weights, sizes = vary_alike((), rows, experts, weights, sizes)
-            mlp, on = self._mlp(rows, sizes)
-            made = mlp.finish(on, rows, experts, weights)
-        else:
-            made = apply_experts(
-                rows,
-                experts,
-                sizes,
-                activation=self.activation,
-                weights=weights,
-                implementation=self.implementation,
-                precision=self.precision,
-            )
-        return collect(copies, made, blank=True)
-
-    def _mlp(
-        self, rows: Float[Array, "pairs features"], sizes: Int32[Array, " groups"]
-    ) -> tuple[Mlp, WholeProducts]:
-        kernels = bind_kernels(self.implementation, self.precision)
-        mlp = Mlp(kernels, self.activation, None, rows.dtype)
-        return mlp, WholeProducts(mlp, sizes, len(rows))
 
 
 @dataclass(frozen=True)
@@ -133,7 +56,9 @@ class Exchange(ABC):
         stage.
         """
         ends = [len(tokens[0]) * i // chunks for i in range(chunks + 1)]
-        left = [jax.tree.map(lambda x: x[i:j], tokens) for i, j in pairwise(ends)]  # noqa: B023
+        sizes = [j - i for i, j in pairwise(ends)]
+        # Cut by one operation, whose gradients are joined by one, and not padded and added.
+        left = list(zip(*(lax.split(x, sizes) for x in tokens), strict=True))
         # All plans first: what they send would wait behind the tokens.
         plans = [self.plan(piece) for piece in left]
         if chunks > 1:
@@ -142,7 +67,7 @@ class Exchange(ABC):
         computed: Any = 0
         following: Any = self.send(left.pop(0), plans[0])
         made: Any = None
-        for number, size in enumerate(j - i for i, j in pairwise(ends)):
+        for number, size in enumerate(sizes):
             arrived, following = following, None
             if left:
                 following = self.send(left.pop(0), plans[number + 1])
@@ -172,7 +97,7 @@ class Exchange(ABC):
     def home(self, made: Float[Array, "arrived d"], plan: Any) -> Float[Array, "rows d"]:
         """Sends what was made of tokens back, and sums it for each token."""
 
-    def begin(self, tokens: Arrived, experts: Experts, sent: int, sources: int) -> Pairs:
+    def begin(self, tokens: Arrived, experts: Experts, sent: int, sources: int) -> Pairs | InSlots:
         """Takes tokens into the hidden features of this device's experts.
 
         Each of `sources` devices sent at most `sent` of them.
@@ -180,12 +105,12 @@ class Exchange(ABC):
         if self.tensor is not None:
             tokens, sources = gather(self.tensor, tokens), sources * self.tensor.size
         first = self.ring.index().astype("int32") * self.bounds.local
-        return self.local.begin(
-            tokens, experts, first, self.bounds.pairs(sent, sources, len(tokens[0]))
-        )
+        pairs = self.bounds.pairs(sent, sources, len(tokens[0]))
+        average = self.bounds.average(sent, sources)
+        return self.local.begin(tokens, experts, first, pairs, average)
 
     def finish(
-        self, pairs: Pairs, experts: Experts
+        self, pairs: Pairs | InSlots, experts: Experts
     ) -> tuple[Float[Array, "arrived d"], Int32[Array, ""]]:
         """Returns this device's share of the results, and how many pairs it is made of."""
         out, computed = self.local.finish(pairs, experts), jnp.sum(pairs.sizes, dtype="int32")

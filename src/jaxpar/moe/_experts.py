@@ -223,7 +223,7 @@ def forward_blocks(
     def one_group(
         out: Num[Array, "rows d"], group: Int[Array, ""], fold: Callable[..., Array]
     ) -> Num[Array, "rows d"]:
-        own = _of_group(experts, group)
+        own = of_group(experts, group)
 
         def step(out: Num[Array, "rows d"], block: Block) -> Num[Array, "rows d"]:
             cut = Operands(block.cut(x), own, None if weights is None else block.cut(weights))
@@ -248,7 +248,7 @@ def gradients_blocks(
     x, experts, weights = operands
 
     def one_group(grads: Operands, group: Int[Array, ""], fold: Callable[..., Any]) -> Operands:
-        own, totals = _of_group(experts, group), Totals(group)
+        own, totals = of_group(experts, group), Totals(group)
 
         def step(state: Any, block: Block) -> Any:
             placed, sums = state
@@ -277,7 +277,7 @@ def gradients_blocks(
     return fold_groups(lengths, group_sizes, len(x), zeros, one_group)
 
 
-def _of_group(experts: Experts, group: Int[Array, ""]) -> Experts:
+def of_group(experts: Experts, group: Int[Array, ""]) -> Experts:
     """The weights of one expert, without the first dimension."""
     own: Experts = jax.tree.map(
         lambda w: lax.dynamic_index_in_dim(w, group, keepdims=False), experts

@@ -28,7 +28,8 @@ from jaxpar._types import (
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._choice import Problem, applies_experts_in_stages, choose_dispatch
 from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity
-from jaxpar.moe._dispatch import Gathered, LocalExperts, Ragged, apply_shared
+from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared
+from jaxpar.moe._local import LocalExperts
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
 from jaxpar.moe._routing import RoutingLike, as_routing, route
 from jaxpar.moe._sharding import (
@@ -86,7 +87,8 @@ def moe_layer(
       dispatch: `"ragged"`: each token travels once to each device that it needs, by a ragged
         all-to-all, and a row comes back. `"all_gather"`: all tokens to all devices, and a
         reduce-scatter. `"auto"`: ragged, or all-gather where nearly every token needs nearly every
-        device, or a way round a ring of links to each costs more than one past all.
+        device, or a way round a ring of links to each costs more than one past all, or (GPU) the
+        copies that are sent cost more than what an all-gather sends in excess.
       chunks: so many pieces of the tokens are sent one after the other, each while the experts
         compute the one before.
       capacity: that to which `limit_capacity` limited the routing, if it did: buffers need no more.
@@ -106,7 +108,9 @@ def moe_layer(
       fsdp_dim: the dimension of matrices `[e, d, f]` and `[e, f, d]` along which they are, 1 or 2;
         of shared experts, which lack the first, one less. Biases are sharded along their last.
       precision: as in `jax.lax.dot_general`.
-      implementation: as in `grouped_matmul`.
+      implementation: as in `grouped_matmul`, but for `"auto"` on GPUs and CPUs: a batched matmul
+        over slots, as many for each expert as it has rows by random routing and three standard
+        deviations more, and blocks for rows beyond them.
 
     Returns:
       The results, like `tokens`, and `Statistics` over `axis` and `data_axis`. What is
@@ -124,7 +128,10 @@ def moe_layer(
     Cost: with r the rows that reach a device, at most tokens x distinct target devices in all:
       `"ragged"` sends those rows, with k integers and k weights each, and one row back for each.
       `"all_gather"` sends (n-1) t rows each way. Matmuls of every pair of a token and an expert,
-      2 d f each. The derivative sends as much again, and computes twice as much.
+      2 d f each; in slots of every slot, with m rows an expert on average m + 3 sqrt(m) of them,
+      rounded up to a multiple of 32 (on CPUs 16). The derivative sends as much again, and
+      computes twice as much; of rows beyond slots it computes the projections again. Each chunk
+      adds its own gradients of the experts' weights.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -160,7 +167,8 @@ def moe_layer(
     bounds = Bounds(axes.expert.size, known, len(routed.up), top_k, capacity, buffer_factor)
     if dispatch == "auto":
         what = f"{top_k} of {known} for each token, {rows.dtype}"
-        problem = Problem("experts", axes.expert, (rows.shape,), needed=bounds.needed, what=what)
+        shapes = rows.shape, routing.experts.shape
+        problem = Problem("experts", axes.expert, shapes, needed=bounds.needed, what=what)
         dispatch = choose_dispatch(problem)
     way = (Ragged if dispatch == "ragged" and axes.expert.size > 1 else Gathered)(
         axes.expert,

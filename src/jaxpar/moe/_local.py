@@ -1,0 +1,141 @@
+"""The experts of a device, applied to the rows that have arrived."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax import Array
+from jaxtyping import Float, Int, Int32
+
+from jaxpar._chips import traced_for_cpu
+from jaxpar._varying import vary_alike
+from jaxpar.collectives._choice import applies_experts_in_slots
+from jaxpar.moe._blocks import CPU_LENGTHS, GPU_LENGTHS
+from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
+from jaxpar.moe._experts import apply_experts, closes_over_arrays
+from jaxpar.moe._grouped import bind_kernels, fitting_sizes
+from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
+from jaxpar.moe._slots import (
+    CPU_TILE,
+    GPU_TILE,
+    Inputs,
+    Plan,
+    SlotMlp,
+    experts_in_slots,
+    plan_slots,
+    slots_for,
+)
+
+# Rows, the experts that they chose, -1 for none, and how much these count.
+Tokens = tuple[Float[Array, "rows d"], Int[Array, "rows k"], Float[Array, "rows k"]]
+
+
+class Pairs(NamedTuple):
+    """Pairs of a row and an expert of this device, sorted by expert, on their way through it."""
+
+    # Where experts are applied in two stages these are hidden rows, [pairs, f].
+    rows: Float[Array, "pairs d"]
+    weights: Float[Array, " pairs"]
+    sizes: Int32[Array, " groups"]  # how many pairs each expert has
+    copies: Copies  # where each row's pairs are
+
+
+class InSlots(NamedTuple):
+    """Rows, and which of their choices are in which slot of this device's experts."""
+
+    rows: Float[Array, "rows d"]
+    weights: Float[Array, "rows k"]
+    plan: Plan
+
+    @property
+    def sizes(self) -> Int32[Array, " groups"]:
+        """How many pairs each expert has."""
+        return self.plan.sizes
+
+
+_BLANK = 16  # rows behind the pairs, a TPU's tile, whose results are 0
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts of a device, applied at once or in two stages."""
+
+    activation: Callable[[Array], Array]
+    precision: Any
+    implementation: Any
+    staged: bool
+
+    def begin(
+        self,
+        tokens: Tokens,
+        experts: Experts,
+        first: Int[Array, ""],
+        pairs: int,
+        average: float,
+    ) -> Pairs | InSlots:
+        """Sorts at most `pairs` pairs by expert; of two stages it is the one up to hidden features.
+
+        `first` is the number of the device's first expert, `average` how many pairs one has on
+        average. Rows may hold anything where they chose none of its experts.
+        """
+        rows, chosen, weights = tokens
+        if slots := self._slots(experts, rows, pairs, average):
+            plan = plan_slots(chosen - first, len(experts.up), slots, pairs)
+            return InSlots(rows, weights, plan)
+        # Choices are sorted, each with one key. A copy of a choice is one of its row too, whose
+        # number is that of the choice over k; none stays none.
+        keys = (chosen - first).reshape(-1, 1)
+        choices, sizes = copies_by_key(keys, len(experts.up), pairs, _BLANK)
+        source = choices.source // max(chosen.shape[1], 1)
+        copies = Copies(source, choices.places.reshape(chosen.shape))
+        sizes = fitting_sizes(sizes, pairs)  # the last are dropped
+        # Now [pairs, d]; the gradients of both stages together are 0 where there is no pair.
+        sorted_rows = spread(copies, rows, fill=False, blank=not self.staged)
+        sorted_weights = spread(choices, weights.reshape(-1))
+        if self.staged:
+            operands = sorted_rows, experts, sorted_weights, sizes
+            sorted_rows, experts, sorted_weights, sizes = vary_alike((), *operands)
+            mlp = self._mlp(sorted_rows)
+            on = WholeProducts(mlp, sizes, len(sorted_rows))
+            sorted_rows, _ = mlp.begin(on, sorted_rows, experts, sorted_weights)
+        return Pairs(sorted_rows, sorted_weights, sizes, copies)
+
+    def finish(self, pairs: Pairs | InSlots, experts: Experts) -> Float[Array, "rows d"]:
+        """Returns, for each row, the weighted sum of what its experts made of it."""
+        if isinstance(pairs, InSlots):
+            slots = len(pairs.plan.slots) // len(experts.up)
+            lengths = CPU_LENGTHS if traced_for_cpu() else GPU_LENGTHS
+            how = SlotMlp(self._mlp(pairs.rows), slots, lengths)
+            return experts_in_slots(how, Inputs(pairs.rows, experts, pairs.weights), pairs.plan)
+        rows, weights, sizes, copies = pairs
+        if self.staged:
+            rows, experts, weights, sizes = vary_alike((), rows, experts, weights, sizes)
+            mlp = self._mlp(rows)
+            on = WholeProducts(mlp, sizes, len(rows))
+            made = mlp.finish(on, rows, experts, weights)
+        else:
+            made = apply_experts(
+                rows,
+                experts,
+                sizes,
+                activation=self.activation,
+                weights=weights,
+                implementation=self.implementation,
+                precision=self.precision,
+            )
+        return collect(copies, made, blank=True)
+
+    def _slots(
+        self, experts: Experts, rows: Float[Array, "rows d"], pairs: int, average: float
+    ) -> int:
+        """How many slots each expert has; 0 where they are applied without."""
+        most = min(pairs, len(rows))
+        if self.implementation != "auto" or not most or not applies_experts_in_slots(average):
+            return 0
+        if closes_over_arrays(self.activation, experts.up, rows.dtype):
+            return 0
+        return slots_for(average, CPU_TILE if traced_for_cpu() else GPU_TILE, most)
+
+    def _mlp(self, rows: Float[Array, "pairs features"]) -> Mlp:
+        kernels = bind_kernels(self.implementation, self.precision)
+        return Mlp(kernels, self.activation, None, rows.dtype)
