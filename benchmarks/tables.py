@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from jaxpar._tuning import versions
 from jaxpar.cli._console import open_console, require_extra
-from jaxpar.cli._processes import versions
 
 
 @dataclass(frozen=True)

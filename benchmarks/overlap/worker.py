@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxpar
+from jaxpar._tuning import versions
 from jaxpar.cli._ops import OPS, Op, with_gradients
-from jaxpar.cli._processes import answer, one_line, versions
+from jaxpar.cli._processes import answer, one_line
 from jaxpar.schedule import Target, compile_for, matmul_floor, timeline
 from jaxpar.schedule import target as describe
 from overlap import peers
