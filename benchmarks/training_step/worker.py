@@ -144,13 +144,9 @@ class Step:
         weights = (w[name] for name in ("query", "key", "value", "output"))
         heads = {"heads": self.model.heads, "kv_heads": self.model.kv_heads}
         tp = over("tp", mode)
-
-        def then(y: Array, x: Array) -> Array:
-            x = x + y
-            normed = rms_norm(x, w["mlp_norm"])
-            return x + gated_mlp(normed, w["gate"], w["up"], w["down"], tp)
-
-        return parallel_attention(normed, *weights, tp, attend, **heads, then=then, residual=x)
+        x = x + parallel_attention(normed, *weights, tp, attend, **heads)
+        normed = rms_norm(x, w["mlp_norm"])
+        return x + gated_mlp(normed, w["gate"], w["up"], w["down"], tp)
 
     def plain(self, weights: Any, x: Array) -> Array:
         """The same on global arrays; attention in a shard_map of its own, as kernels are."""

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh
-from jaxpar.layers import gated_mlp, head_layout, parallel_attention
+from jaxpar.layers import head_layout, parallel_attention
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 check = pytest.mark.parametrize("check_vma", [True, False])
@@ -348,95 +348,6 @@ def test_no_tokens(kv_heads):
     gradient = jax.grad(lambda *args: jnp.sum(mapped(*args)), argnums=tuple(range(len(args))))
     assert jax.eval_shape(mapped, *args).shape == (0, S, M)
     assert [g.shape for g in jax.eval_shape(gradient, *args)] == [x.shape for x in args]
-
-
-# -- what follows -------------------------------------------------------------------------------
-
-
-@check
-@pytest.mark.parametrize(("tokens", "dim"), [((2, 16), -2), ((16, 3), 0)])
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_what_follows_goes_in_chunks_of_rows(monkeypatch, chunks, tokens, dim, check_vma):
-    """Values and gradients of a layer in chunks, against its parts one after the other."""
-    layout = head_layout(4, 2, 4)
-    x, *weights = arrays(layout, tokens=tokens, k=M)
-    mlp = normal(M, 12), normal(M, 12, seed=1), normal(12, M)
-    heads = {"heads": 4, "kv_heads": 2, "sequence_dim": dim}
-    over = P("tp") if dim == 0 else P(None, "tp")
-
-    def attend_along(q, k, v):
-        moved = (jnp.moveaxis(a, dim - 1 if dim else 0, -3) for a in (q, k, v))
-        return jnp.moveaxis(attend(*moved), -3, dim - 1 if dim else 0)
-
-    def layer(axis, apart, x, *weights):
-        *attention, w_gate, w_up, w_down = weights
-        calls = []
-
-        def then(y, residual):
-            calls.append(y.shape)
-            (x,) = residual
-            out = x + y
-            return out + gated_mlp(jnp.tanh(out), w_gate, w_up, w_down, axis, sequence_dim=dim)
-
-        if apart:
-            y = parallel_attention(x, *attention, axis, attend_along, **heads)
-            return then(y, [x])
-        out = parallel_attention(
-            x, *attention, axis, attend_along, then=then, residual=[x], **heads
-        )
-        # Once to be counted, whole, then of each chunk.
-        rows = tokens[0 if dim == 0 else 1] // 4
-        assert [shape[dim] for shape in calls] == (
-            [rows] * 2 if chunks == 1 else [rows] + [rows // chunks] * chunks
-        )
-        return out
-
-    def run(axis, apart):
-        mapped = jax.shard_map(
-            lambda *args: layer(axis, apart, *args),
-            mesh=line(4),
-            in_specs=(over, *specs(layout, -2)[0][1:], P(None, "tp"), P(None, "tp"), P("tp")),
-            out_specs=over,
-            check_vma=check_vma,
-        )
-        loss = lambda *args: jnp.sum(jnp.sin(mapped(*args)))  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss, argnums=range(8)))(x, *weights, *mlp)
-
-    wanted = run(Axis("tp", mode="naive"), apart=True)
-    monkeypatch.setattr("jaxpar.layers._projections.choose_row_chunks", lambda _: chunks)
-    monkeypatch.setattr("jaxpar.layers._projections.may_chunk_rows", lambda _: True)
-    found = run("tp", apart=False)
-    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
-
-
-def test_what_follows_is_told_what_it_may_return(monkeypatch):
-    x, *weights = (jnp.zeros(s) for s in ((1, 8, 3), (3, 8), (3, 4), (3, 4), (8, 4)))
-
-    def message(then, residual=()):
-        run = jax.shard_map(
-            lambda x, *w: parallel_attention(
-                x, *w, "tp", attend, heads=8, kv_heads=4, then=then, residual=residual
-            ),
-            mesh=line(2),
-            in_specs=P(),
-            out_specs=P(),
-            check_vma=False,
-        )
-        with pytest.raises(ValueError, match=r"^") as caught:
-            jax.eval_shape(run, x, *weights)
-        return str(caught.value)
-
-    assert message(lambda y, _: y[:, 1:]) == (
-        "parallel_attention: then returned local shape (1, 7, 4) for rows of local shape "
-        "(1, 8, 4); it must return an array [1, 8] and features"
-    )
-    assert message(lambda y, _: "rows").startswith("parallel_attention: then returned 'rows' for")
-    monkeypatch.setattr("jaxpar.layers._projections.may_chunk_rows", lambda _: True)
-    assert message(lambda y, x: x + y, jnp.zeros((1, 7, 4))) == (
-        "parallel_attention: residual has local shape (1, 7, 4), but must have the rows of the "
-        "result, 8 = 16 / 2 along dimension 1"
-    )
 
 
 # -- errors -------------------------------------------------------------------------------------

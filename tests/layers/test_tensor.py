@@ -459,7 +459,6 @@ def test_rows_that_go_through_an_mlp_in_chunks(tokens, dim, check_vma, monkeypat
 
     wanted = with_gradients(Axis("tp", mode="naive"))(*wide)
     monkeypatch.setattr("jaxpar.layers._projections.choose_row_chunks", lambda _: 2)
-    monkeypatch.setattr("jaxpar.layers._projections.may_chunk_rows", lambda _: True)
     assert count_collectives(mapped("tp"), *wide).forward == {"all_gather": 2, "psum_scatter": 2}
     found = with_gradients("tp")(*wide)
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

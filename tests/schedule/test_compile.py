@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar._jaxprs import device_flops
 from jaxpar.schedule import Target, compile_for, matmul_floor, program_floor, target, timeline
+from jaxpar.schedule._floor import device_flops
 
 V5E = target("v5e:2x2")
 ROWS = P("tp")

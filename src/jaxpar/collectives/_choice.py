@@ -14,7 +14,6 @@ import jax
 from jaxpar._axis import CHUNKED, Ring
 from jaxpar._chips import Chip, traced_chip, traced_for_cpu
 from jaxpar._options import traced_asynchronous
-from jaxpar._tuning import is_tuning
 from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._cost_model import Flow, chunked_time, time_of
 from jaxpar.collectives._in_turns import UNROLLED, InTurns
@@ -313,25 +312,12 @@ def choose_row_chunks(problem: Problem) -> int:
     matmuls, forward and backward, and nothing is placed: but each chunk reads all weights.
     """
     chip, ring = problem.chip, problem.ring
-    if not may_chunk_rows(problem):
-        return 1
-    if tuned := settled_chunks(problem):
+    named = ring.mode != "auto" or ring.backward not in (None, "auto")
+    if not named and (tuned := settled_chunks(problem)):
         return tuned
-    if chip is None or not _chunks_help(problem):
+    if named or chip is None or not chip.torus or ring.size == 1 or not _asynchronous(problem):
         return 1
     return min((1, 2, 4), key=lambda chunks: chunked_time(chip, problem.forward, ring.size, chunks))
-
-
-def may_chunk_rows(problem: Problem) -> bool:
-    """Whether rows might go in chunks, whatever there is to do with them."""
-    ring = problem.ring
-    named = ring.mode != "auto" or ring.backward not in (None, "auto")
-    return not named and ring.size > 1 and (is_tuning() or _chunks_help(problem))
-
-
-def _chunks_help(problem: Problem) -> bool:
-    chip = problem.chip
-    return chip is not None and chip.torus and _asynchronous(problem)
 
 
 def _asynchronous(problem: Problem) -> bool:

@@ -247,8 +247,6 @@ def parallel_attention(
     *,
     heads: Integer,
     kv_heads: Integer,
-    then: Callable[[Array, Any], Array] | None = None,
-    residual: Any = None,
     biases: tuple[Array | None, ...] | None = None,
     sequence_dim: Integer | None = -2,
     fsdp_axis: AxisLike | None = None,
@@ -276,11 +274,6 @@ def parallel_attention(
         further axes over which the sequence is sharded are its own affair.
       heads: query heads in all, without padding.
       kv_heads: key and value heads in all.
-      then: `(y, residual) -> rows`, what the layer does with the result y, with each of its rows by
-        itself: `residual + y`, a norm, a `gated_mlp`, say. Where the compiler makes collectives
-        asynchronous, rows may go through the last projection and `then` in chunks, so that the
-        collectives of one travel beside the matmuls of another. None: y is returned.
-      residual: pytree of arrays with the rows of the result, `[..., s/n, any]`, for `then`.
       biases: of q, k, v and o, each an array or None, sharded as the columns of the weight are.
       sequence_dim: the dimension of x and of the result that is sharded, or None.
       fsdp_axis: as in `column_parallel_linear`.
@@ -296,8 +289,7 @@ def parallel_attention(
     Heads that are padding are zeros before and after `attend`: their weights get zero gradients.
 
     Returns:
-      `[..., s/n, m]`; with `sequence_dim=None` `[..., s, m]`, typed as replicated. Or what `then`
-      makes of it.
+      `[..., s/n, m]`; with `sequence_dim=None` `[..., s, m]`, typed as replicated.
 
     Raises:
       TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
@@ -347,10 +339,8 @@ def parallel_attention(
             f"and v {v.shape}; it must be {q.shape[:-1]} and the size of a head"
         )
     o = own.mask(attended).astype(w_o.dtype)
-    if then is None:
-        o = o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1])
-        return layer.rows(o, {"w_o": w_o}, b_o, out)
-    return layer.rows_then(o, {"w_o": w_o}, b_o, out, then, residual)
+    o = o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1])
+    return layer.rows(o, {"w_o": w_o}, b_o, out)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,14 +12,13 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._axis import Ring, bind
-from jaxpar._calls import of_user, type_error, value_error
+from jaxpar._calls import type_error, value_error
 from jaxpar._checks import check_dim, check_sequence_dim
-from jaxpar._jaxprs import device_flops
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_over, vary_wide, varying_axes
-from jaxpar.collectives._choice import Problem, choose_row_chunks, may_chunk_rows
+from jaxpar.collectives._choice import Problem, choose_row_chunks
 from jaxpar.collectives._cost_model import Flow
-from jaxpar.collectives._parts import Comb, even_cuts, join_dims
+from jaxpar.collectives._parts import even_cuts
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
@@ -31,9 +28,6 @@ Weights = Mapping[str, Array]  # by the names that errors use
 Biases = tuple[Array | None, ...]
 Options = tuple[Any, Any]  # preferred_element_type, precision
 Select = Callable[[str, Array], Array]
-
-# What is traced are rows that were cut into chunks: they are not cut once more.
-_in_chunk: ContextVar[bool] = ContextVar("in_chunk", default=False)
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,7 @@ class Projection:
         the end, and scatters what that gives.
         """
         x, weights = jnp.asarray(x), tuple(map(jnp.asarray, weights))
-        if not self._may_chunk(x):
+        if self.sequence_dim is None or self.fsdp is not None or x.ndim < 2:
             return block(self, x)
         dim: Any = check_sequence_dim("x", self.sequence_dim, x.shape)
         rows, width = x.size // max(1, x.shape[-1]), x.dtype.itemsize
@@ -113,103 +107,11 @@ class Projection:
         shapes, what = (x.shape, *(w.shape for w in weights)), f"a block of {x.dtype}"
         problem = Problem("projection", self.ring, shapes, flows, what=what)
         cuts = even_cuts(x.shape[dim], choose_row_chunks(problem))
-
-        def of_rows(layer: Projection, start: int, size: int) -> Array:
-            return block(layer, lax.slice_in_dim(x, start, start + size, axis=dim))
-
-        return self._chunked(of_rows, cuts, dim) if len(cuts) > 1 else block(self, x)
-
-    def rows_then(
-        self,
-        x: Num[Array, "*tokens heads size"],
-        weights: Weights,
-        bias: Array | None,
-        fsdp_dim: Integer,
-        then: Callable[[Array, Any], Array],
-        residual: Any,
-    ) -> Array:
-        """Applies `then` to the rows of a product out of rows, and to those of `residual`.
-
-        Both are done chunk by chunk of the rows where that is faster: what follows on a sum that is
-        scattered hides the sums of the next chunk. Rows are cut before the heads of `x` are joined:
-        behind it, the compiler would copy all of them into another layout.
-        """
-        residual = jax.tree.map(jnp.asarray, residual)
-
-        def block(layer: Projection, x: Array, residual: Any) -> Array:
-            y = layer.rows(join_dims(x, x.ndim - 2), weights, bias, fsdp_dim)
-            out: Any = of_user(then, "then")(y, residual)
-            if getattr(out, "shape", ())[:-1] != y.shape[:-1]:
-                given = f"local shape {out.shape}" if hasattr(out, "shape") else repr(out)
-                raise value_error(
-                    f"then returned {given} for rows of local shape {y.shape}; it must return an "
-                    f"array {list(y.shape[:-1])} and features"
-                )
-            return out
-
-        dim: Any = check_sequence_dim("x", self.sequence_dim, x.shape[:-1])
-        if not self._may_chunk(x) or x.shape[dim] % self.ring.size:
-            return block(self, x, residual)
-        length = x.shape[dim] // self.ring.size
-        for leaf in jax.tree.leaves(residual):
-            if leaf.ndim <= dim or leaf.shape[dim] != length:
-                raise value_error(
-                    f"residual has local shape {leaf.shape}, but must have the rows of the result, "
-                    f"{length} = {x.shape[dim]} / {self.ring.size} along dimension {dim}"
-                )
-        problem = self._tail(partial(block, self), x, residual, weights, length)
-        cuts = even_cuts(length, choose_row_chunks(problem))
-
-        def of_rows(layer: Projection, start: int, size: int) -> Array:
-            own = jax.tree.map(
-                lambda leaf: lax.slice_in_dim(leaf, start, start + size, axis=dim), residual
-            )
-            return block(layer, Comb(start, size, self.ring.size).cut(x, dim), own)
-
-        return self._chunked(of_rows, cuts, dim) if len(cuts) > 1 else block(self, x, residual)
-
-    def _tail(
-        self,
-        block: Callable[[Array, Any], Array],
-        x: Array,
-        residual: Any,
-        weights: Weights,
-        length: int,
-    ) -> Problem:
-        """What a product out of rows and all that follows on it do, which is traced to be counted.
-
-        Its sums are scattered; what follows gathers them, and scatters sums once more.
-        """
-        (w,) = map(jnp.asarray, weights.values())
-        width, rows = x.dtype.itemsize, x.size // max(1, x.shape[-1] * x.shape[-2])
-        traced = jax.make_jaxpr(block)(x, residual)
-        flops, first = device_flops(traced, 1), 2.0 * rows * w.size
-        read = sum(c.nbytes for c in map(jnp.asarray, traced.consts) if c.ndim > 1)
-        sent = rows // self.ring.size * w.shape[-1] * width
-        flows = (
-            Flow("scatter", first, sent, w.nbytes),
-            Flow("gather", max(0.0, flops - first), sent, max(0, read - w.nbytes)),
-            Flow("scatter", 0.0, sent),
-        )
-        what = f"what follows on {length} rows of {x.dtype}"
-        return Problem("projection", self.ring, (x.shape, w.shape), flows, what=what)
-
-    def _may_chunk(self, x: Array) -> bool:
-        """Whether rows are sharded, and not chunks of others already."""
-        whole = self.sequence_dim is None or self.fsdp is not None or x.ndim < 2
-        return not (whole or _in_chunk.get()) and may_chunk_rows(Problem("projection", self.ring))
-
-    def _chunked(
-        self, of_rows: Callable[[Projection, int, int], Array], cuts: Any, dim: int
-    ) -> Array:
-        """Joins what becomes of chunks of rows, each by collectives."""
+        if len(cuts) < 2:
+            return block(self, x)
         at_once = replace(self, ring=replace(self.ring, mode="naive"))
-        token = _in_chunk.set(True)
-        try:
-            parts = [of_rows(at_once, start, size) for start, size in cuts]
-        finally:
-            _in_chunk.reset(token)
-        return lax.concatenate(parts, dim)
+        parts = [lax.slice_in_dim(x, start, start + size, axis=dim) for start, size in cuts]
+        return lax.concatenate([block(at_once, part) for part in parts], dim)
 
     def _flops(self, rows: int, sizes: list[int]) -> float:
         return 2.0 * rows * self.ring.size * sum(sizes)
