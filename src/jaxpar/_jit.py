@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import update_wrapper
+from types import MethodType
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ def jit(
         if not callable(fun):
             raise type_error(f"fun must be a function, got {fun!r}")
         if mesh is not None:
-            kind_of(mesh)
+            kind_of(mesh, "mesh")
         return Jitted(fun, mesh, dict(compiler_options or {}), tuned, settings)
 
 
@@ -79,6 +80,10 @@ class Jitted:
         options, jitted = self._for_chip()
         with self._told(options):
             return jitted(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method of an instance, which is then the first argument."""
+        return self if instance is None else MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As that of `jax.jit`."""

@@ -189,7 +189,7 @@ def _compiler_of(kind: str) -> Compiler:
     return next((found for name, found in COMPILERS.items() if kind.startswith(name)), Compiler())
 
 
-def kind_of(devices: Any) -> str:
+def kind_of(devices: Any, argument: str = "devices") -> str:
     """The `device_kind` of a mesh, a device or a target; of None that of the context."""
     if devices is None:
         device = jax.sharding.get_abstract_mesh().abstract_device
@@ -201,7 +201,7 @@ def kind_of(devices: Any) -> str:
     kind = getattr(device, "device_kind", None)
     if not isinstance(kind, str):
         raise type_error(
-            f"devices must be a mesh, a device or a target, got {devices!r}; pass a jax.sharding."
-            "Mesh, or none to take the context's (jax.set_mesh)"
+            f"{argument} must be a mesh, a device or a target, got {devices!r}; pass a "
+            "jax.sharding.Mesh, or none to take the context's (jax.set_mesh)"
         )
     return kind

@@ -49,8 +49,8 @@ def compiled(monkeypatch):
                 out, pull_back = jax.vjp(function, lhs, rhs)
                 return (out, *pull_back(cotangent))
 
-            return compile_for(mixed, described, *args)
-        return compile_for(function, described, *args[:2])
+            return compile_for(mixed, described, *args, compiler_options={})
+        return compile_for(function, described, *args[:2], compiler_options={})
 
     return compile_as
 
@@ -169,8 +169,8 @@ def test_the_backward_pass_stays_behind_the_forward_pass(compiled):
         compiled(order, "v5p:2x2x2", "scatter-rows", *shape, gradients=True)
         for order in (TpuOrder(), Mixed())
     )
-    # The cotangent, which waits for nothing, may leave during the last hop of the last sum.
-    early = 1.5 * behind.target.chip.latency
+    # With jax 0.10.0 the cotangent, which waits for nothing, leaves while the last sum arrives.
+    early = 1.5 * behind.target.chip.latency if jax.__version_info__ < (0, 10, 2) else 0
     assert overlap(timeline(behind)) < early < overlap(timeline(mixed))
     assert behind.memory.temporaries < 0.8 * mixed.memory.temporaries
 

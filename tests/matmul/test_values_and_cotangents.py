@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpar import Axis
 from jaxpar.collectives import _in_turns
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.testing import assert_matches_reference, axis_orders, dtypes, meshes
@@ -23,10 +24,16 @@ few = settings(max_examples=8, deadline=None, database=None)
 
 @dataclass(frozen=True)
 class RingOnMesh:
-    """A mesh, an `axis` argument on it, and the axes that the argument leaves over."""
+    """A mesh, an axis on it, the mode of the backward pass, and the axes that are left over."""
 
     mesh: Mesh
     axis: str | tuple[str, ...]
+    backward: str | None = None
+
+    @property
+    def over(self):
+        """The `axis` argument."""
+        return Axis(self.axis, backward=self.backward)
 
     @property
     def names(self):
@@ -45,7 +52,11 @@ class RingOnMesh:
         return self.mesh.size // self.size
 
 
-rings = meshes().flatmap(lambda mesh: axis_orders(mesh).map(lambda axis: RingOnMesh(mesh, axis)))
+rings = meshes().flatmap(
+    lambda mesh: st.builds(
+        RingOnMesh, st.just(mesh), axis_orders(mesh), st.sampled_from([None, None, *MODES])
+    )
+)
 
 
 def normal(shape, dtype="float32", seed=0):
@@ -77,7 +88,7 @@ def test_all_gather_matmul_gathers_lhs(data, ring, mode, dtype, check_vma, rank,
     out_spec = P(*rows_spec(rank - 1, {}, others), last) if rank > 1 else P(last)
     weights = tuple(normal((shape[-1], width * ring.size), dtype, width) for width in widths)
     assert_matches_reference(
-        lambda x, ws: all_gather_matmul(x, ws, ring.axis, dim=dim, mode=mode),
+        lambda x, ws: all_gather_matmul(x, ws, ring.over, dim=dim, mode=mode),
         lambda x, ws: tuple(x @ w for w in ws) if count else x @ ws,
         normal(shape, dtype),
         weights if count else weights[0],  # an array, or a tuple of one or two
@@ -108,9 +119,9 @@ def test_all_gather_matmul_gathers_rhs(ring, mode, dtype, check_vma, sizes, rank
 
     def fn(x, w):
         if rank == 1:
-            y = all_gather_matmul(x[0], w, ring.axis, gather="rhs", dim=dim, mode=mode)
+            y = all_gather_matmul(x[0], w, ring.over, gather="rhs", dim=dim, mode=mode)
             return y[None]
-        return all_gather_matmul(x, w, ring.axis, gather="rhs", dim=dim, mode=mode)
+        return all_gather_matmul(x, w, ring.over, gather="rhs", dim=dim, mode=mode)
 
     assert_matches_reference(
         fn,
@@ -136,7 +147,7 @@ def test_matmul_reduce_scatter(data, ring, mode, dtype, check_vma, rank, n):
     columns = ring.others if rank == 1 else ()
     lhs_spec = rows_spec(rank, {rank - 1: ring.names}, ring.others if rank > 1 else ())
     assert_matches_reference(
-        lambda x, w: matmul_reduce_scatter(x, w, ring.axis, dim=dim, mode=mode),
+        lambda x, w: matmul_reduce_scatter(x, w, ring.over, dim=dim, mode=mode),
         np.matmul,
         lhs,
         normal((lhs.shape[-1], result[-1]), dtype),
@@ -168,7 +179,7 @@ def test_matmul_all_reduce_of_sizes_that_need_not_divide(ring, mode, dtype, chec
         n *= ring.replicas
         lhs_spec, columns, out_spec = P(ring.names), ring.others, P(ring.others)
     assert_matches_reference(
-        lambda x, w: matmul_all_reduce(x, w, ring.axis, mode=mode),
+        lambda x, w: matmul_all_reduce(x, w, ring.over, mode=mode),
         np.matmul,
         normal(shape, dtype),
         normal((shape[-1], n), dtype),
@@ -237,7 +248,7 @@ def test_ring_einsum_gathers(data, ring, mode, dtype, check_vma, labels, blocks)
     }
     subscripts = f"{lhs},{rhs}->{out}"
     assert_matches_reference(
-        lambda x, w: ring_einsum(subscripts, x, w, ring.axis, gather=label, mode=mode),
+        lambda x, w: ring_einsum(subscripts, x, w, ring.over, gather=label, mode=mode),
         lambda x, w: np.einsum(subscripts, x, w),
         normal([sizes[name] for name in lhs], dtype),
         normal([sizes[name] for name in rhs], dtype),
@@ -260,7 +271,7 @@ def test_ring_einsum_scatters(data, ring, mode, dtype, check_vma, labels, blocks
     }
     subscripts = f"{lhs},{rhs}->{out}"
     assert_matches_reference(
-        lambda x, w: ring_einsum(subscripts, x, w, ring.axis, scatter=label, mode=mode),
+        lambda x, w: ring_einsum(subscripts, x, w, ring.over, scatter=label, mode=mode),
         lambda x, w: np.einsum(subscripts, x, w),
         normal([sizes[name] for name in lhs], dtype),
         normal([sizes[name] for name in rhs], dtype),

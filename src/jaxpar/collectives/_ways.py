@@ -199,11 +199,13 @@ class Naive(Way):
         finish: Pick = as_it_is,
         like: Callable[[], Any] | None = None,
     ) -> Any:
+        carry = None
         if dim is not None:
-            whole = jax.tree.map(lambda x: self._gathered(x, dim), block)
-            size = jax.tree.leaves(whole)[0].shape[dim]
-            everything = Span(0, size)
-            return finish(consume(None, [(whole, everything, take(everything))]))
+            for start, size, positions in self._parts(jax.tree.leaves(block)[0].shape[dim]):
+                cut = partial(_cut, start=start, size=size, dim=dim)
+                part = jax.tree.map(lambda x, cut=cut: self._gathered(cut(x), dim), block)
+                carry = consume(carry, [(part, positions, take(positions))])
+            return finish(carry)
         index = self.ring.index()
         first = consume(None, [(block, index, take(index))])
         return finish(self._visit(block, consume, take, first))
@@ -218,8 +220,18 @@ class Naive(Way):
         length: int,
         dtype: DTypeLike,
     ) -> Array:
-        sums = produce(take(Span(0, length * self.ring.size)))
-        return self._scattered(sums, dim, length, dtype)
+        parts = [
+            self._scattered(produce(take(positions)), dim, size, dtype)
+            for _, size, positions in self._parts(length)
+        ]
+        return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+
+    def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
+        """The parts of a block of `length` that travel one after the other: start and size.
+
+        With them, where those of all devices lie in the whole.
+        """
+        return [(0, length, Span(0, length * self.ring.size))]
 
     def _scattered(self, sums: Array, dim: int, length: int, dtype: DTypeLike) -> Array:
         sums = self._wire(sums, dtype)
@@ -317,44 +329,17 @@ class InChunks(Naive):
     def mode(self) -> str:
         return f"chunked-{self.chunks}"
 
-    @flow
-    def gather(
-        self,
-        block: Any,
-        consume: Callable[[Any, Arrivals], Any],
-        *,
-        take: Take = take_nothing,
-        dim: int | None = None,
-        sums: Pick | None = None,
-        finish: Pick = as_it_is,
-        like: Callable[[], Any] | None = None,
-    ) -> Any:
-        if dim is None:  # blocks that are used one by one
-            return super().gather(block, consume, take=take, finish=finish)
-        carry = None
-        for start, size in even_cuts(jax.tree.leaves(block)[0].shape[dim], self.chunks):
-            cut = partial(lax.slice_in_dim, start_index=start, limit_index=start + size, axis=dim)
-            chunk = jax.tree.map(lambda x, cut=cut: self._gathered(cut(x), dim), block)
-            positions = Comb(start, size, self.ring.size)
-            carry = consume(carry, [(chunk, positions, take(positions))])
-        return finish(carry)
-
-    @flow
-    def scatter(
-        self,
-        produce: Callable[[Any], Array],
-        take: Take,
-        *,
-        dim: int,
-        length: int,
-        dtype: DTypeLike,
-    ) -> Array:
-        parts = [
-            self._scattered(produce(take(Comb(start, size, self.ring.size))), dim, size, dtype)
-            for start, size in even_cuts(length, self.chunks)
-        ]
-        return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+    def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
+        cuts = even_cuts(length, self.chunks)
+        return [(start, size, Comb(start, size, self.ring.size)) for start, size in cuts]
 
     @flow
     def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
         return Way.reduce(self, addend, in_blocks)
+
+
+def _cut(x: Array, start: int, size: int, dim: int) -> Array:
+    """Returns positions of a dimension, of which it may have no more."""
+    if size == x.shape[dim]:
+        return x
+    return lax.slice_in_dim(x, start, start + size, axis=dim)
