@@ -175,7 +175,7 @@ STALE = {
     "way": (
         {"sites": {GATHER: {"forward": "fast"}}},
         f"all_gather_matmul: tuned.json has 'fast' for the forward of '{GATHER}'; write one of "
-        "naive, chunked-2, chunked-4, chunked-8, unidirectional, bidirectional, auto",
+        "naive, stationary, chunked-2, chunked-4, chunked-8, unidirectional, bidirectional, auto",
     ),
 }
 
@@ -338,7 +338,7 @@ def test_rows_in_chunks_and_the_dispatch_of_tokens_are_decided_too():
 
     args = [jnp.ones((64, 4)), jnp.ones((8, 4, 8)), jnp.ones((8, 8, 4))]
     mapped = jax.shard_map(experts, mesh=MESH, in_specs=(P("tp"),) * 3, out_specs=P("tp"))
-    site = "experts over tp=8: 2 of 8 for each token, float32; 8x4"
+    site = "experts over tp=8: 2 of 8 for each token, float32; 8x4, 8x2"
     ragged = tuning({site: {"dispatch": "ragged"}})
     gathered = tuning(
         {

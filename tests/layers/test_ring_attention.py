@@ -436,7 +436,9 @@ def test_what_is_wrong_is_said(shapes, options, error, text):
 
 
 def test_an_unknown_mode():
-    with pytest.raises(ValueError, match=r"^Axis: mode must be one of naive, chunked-2"):
+    with pytest.raises(
+        ValueError, match=r"^Axis: mode must be one of naive, stationary, chunked-2"
+    ):
         Axis("x", mode="ring")
 
 

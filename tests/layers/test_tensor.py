@@ -455,7 +455,8 @@ def test_rows_that_go_through_an_mlp_in_chunks(tokens, dim, check_vma, monkeypat
         )
 
     def with_gradients(axis):
-        return jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(mapped(axis)(*a))), range(4))
+        loss = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(mapped(axis)(*a))), range(4))
+        return jax.jit(loss)
 
     wanted = with_gradients(Axis("tp", mode="naive"))(*wide)
     monkeypatch.setattr("jaxpar.layers._projections.choose_row_chunks", lambda _: 2)

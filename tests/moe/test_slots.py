@@ -83,7 +83,7 @@ def test_with_all_beyond_slots_some_or_none(slots):
         keys, inputs = make()
         own = partial(in_slots, slots, (8, 4))
         assert_alike(jax.jit(own)(keys, inputs), reference(keys, inputs), atol=1e-10)
-        for order in (loss, second):
+        for order in (loss, second) if slots == 2 else (loss,):  # both ways of rows there
             found, wanted = (jax.grad(order(f), argnums=1) for f in (own, reference))
             assert_alike(jax.jit(found)(keys, inputs), wanted(keys, inputs), atol=1e-6)
 
@@ -105,7 +105,7 @@ def test_the_last_pairs_are_dropped():
     kept = np.full(flat.size, -1)
     kept[order[:30]] = flat[order[:30]]
     for slots in (4, 16):
-        found = in_slots(slots, (8, 4), keys, inputs, pairs=30)
+        found = jax.jit(partial(in_slots, slots, (8, 4), pairs=30))(keys, inputs)
         wanted = reference(kept.reshape(keys.shape), inputs)
         assert_alike(found, wanted, rtol=1e-4, atol=1e-4)
 
@@ -115,8 +115,8 @@ def test_no_rows_at_all():
     keys = jnp.full_like(keys, -1)
     inputs = inputs._replace(x=jnp.full_like(inputs.x, jnp.nan))
     own = partial(in_slots, 8, (8, 4))
-    assert not np.any(own(keys, inputs))
-    grads = jax.grad(loss(own), argnums=1)(keys, inputs)
+    assert not np.any(jax.jit(own)(keys, inputs))
+    grads = jax.jit(jax.grad(loss(own), argnums=1))(keys, inputs)
     assert not any(np.any(d) for d in jax.tree.leaves(grads))
 
 
@@ -129,7 +129,7 @@ def test_bfloat16_is_summed_in_float32():
         def total(inputs):
             return jnp.sum(function(keys, inputs).astype("float32"))
 
-        return jax.tree.leaves(jax.grad(total)(inputs))
+        return jax.tree.leaves(jax.jit(jax.grad(total))(inputs))
 
     found = gradients(partial(in_slots, 4, (8, 4)), inputs)
     for a, b in zip(found, gradients(reference, wide), strict=True):
