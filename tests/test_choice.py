@@ -213,7 +213,7 @@ def test_no_ring_where_permutes_are_synchronous(kind, devices, mode):
     assert named(chosen(mesh, 8, LARGE)) == mode
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None)
 @given(
     st.sampled_from(CHIPS),
     st.integers(1, 64),
