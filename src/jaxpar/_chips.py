@@ -23,6 +23,7 @@ class Chip:
     switched: int | None = None
     network: float = 0.0  # bytes per second of one device beyond its switch, one way
     latency: float = 1e-6  # seconds a hop
+    vmem: float = 0.0  # bytes that a core keeps on the chip, of a TPU
     # Programs on slices of at least this many devices get synchronous permutes from the compiler
     # (seen on v5e from 8x8 up): a ring then only loses.
     synchronous_from: int | None = None
@@ -51,22 +52,23 @@ def _gpu(kind: str, flops: float, hbm: float, capacity: float, link: float, **mo
     return Chip(kind, flops, hbm, capacity, link, torus=False, **more)
 
 
-_GIB = 2.0**30
+_GIB, _MIB = 2.0**30, 2.0**20
 
-# Sources: the vendors' product pages, and the public book "How to scale your model". FLOP/s of GPUs
-# are without sparsity. A TPU's clock is the one at which the compiler's cycles at full use of the
-# matrix units give the published peak. The order matters where one kind begins another.
+# Sources: the vendors' product pages, the public book "How to scale your model", and for VMEM the
+# "TPU hardware reference" of JAX. FLOP/s of GPUs are without sparsity. A TPU's clock is the one at
+# which the compiler's cycles at full use of the matrix units give the published peak. The order
+# matters where one kind begins another.
 CHIPS = (
     _tpu("TPU v4", flops=2.75e14, hbm=1.23e12, capacity=32 * _GIB, link=4.5e10, clock=1.05e9,
-         cores=2),
+         cores=2, vmem=16 * _MIB),
     _tpu("TPU v5 lite", flops=1.97e14, hbm=8.1e11, capacity=16 * _GIB, link=4.5e10, clock=1.5e9,
-         dimensions=2, synchronous_from=64),
+         dimensions=2, synchronous_from=64, vmem=128 * _MIB),
     _tpu("TPU v5", flops=4.59e14, hbm=2.76e12, capacity=95 * _GIB, link=9e10, clock=1.75e9,
-         cores=2),
+         cores=2, vmem=64 * _MIB),
     _tpu("TPU v6 lite", flops=9.18e14, hbm=1.64e12, capacity=32 * _GIB, link=9e10, clock=1.75e9,
-         dimensions=2),
+         dimensions=2, vmem=128 * _MIB),
     _tpu("TPU7x", flops=2.307e15, hbm=7.38e12, capacity=192 * _GIB, link=1e11, clock=2.2e9,
-         cores=2),
+         cores=2, vmem=64 * _MIB),
     _gpu("NVIDIA A100-SXM4-40GB", 3.12e14, 1.555e12, 4e10, link=3e11, network=2.5e10),
     _gpu("NVIDIA A100 80GB PCIe", 3.12e14, 1.935e12, 8e10, link=3.2e10, network=2.5e10),
     _gpu("NVIDIA A100", 3.12e14, 2.039e12, 8e10, link=3e11, network=2.5e10),

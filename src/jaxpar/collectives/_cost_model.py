@@ -26,6 +26,8 @@ MATMUL_SHARE = 0.9
 COPY_SHARE = {"TPU v5 lite": 1.0, "TPU v5": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.4}
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
 SCATTERED_SHARE = 0.2
+# Of VMEM, what an operand takes at most that is read from HBM once for all pieces.
+VMEM_SHARE = 0.6
 # How often a sum of float32 is read and written for each piece, apart from the matmul, in turns and
 # in chunks: not at all where the compiler adds in its epilogue at full speed.
 SUM_PASSES = {"TPU v5 lite": (2.0, 0.5), "TPU v6 lite": (1.0, 1.0), "TPU7x": (1.0, 1.0)}
@@ -51,6 +53,8 @@ class Flow:
       partners: bytes that are gathered, or summed and scattered, where the operand stays that
         would be gathered; as one device's block of them.
       exchanged: bytes of one device that go all to all there.
+      along: the label of what is cut into pieces, of arrays that have labels.
+      across: the same work, cut along another label of what travels, as only chunks can be.
     """
 
     kind: FlowKind
@@ -63,6 +67,19 @@ class Flow:
     sliced: int = 0
     partners: int = 0
     exchanged: int = 0
+    along: str = ""
+    across: tuple["Flow", ...] = ()
+
+    def in_chunks(self, chunks: int) -> "Flow":
+        """The flow in chunks along the label with which they move the fewest bytes."""
+        return min((*self.across, self), key=lambda flow: flow._moved_by(chunks, flow is self))
+
+    def _moved_by(self, chunks: int, comb: bool) -> float:
+        """Bytes of HBM that chunks move, and one piece does not."""
+        # Of the ring's label each block has its part of a chunk: it is cut and placed with blocks
+        # as a dimension of their own.
+        apart = self.shared + 2 * self.minor / SCATTERED_SHARE if comb else 0.0
+        return (chunks - 1) * (self.whole + 2.5 * self.sums) + apart
 
 
 def time_of(
@@ -133,8 +150,9 @@ def _reduces_twice(flow: Flow, size: int) -> bool:
 
 
 def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) -> float:
-    chunks = way.chunks
-    work = _work(chip, flow, chunks, SUM_PASSES.get(chip.kind, (0.0, 0.0))[1])
+    chunks, flow = way.chunks, flow.in_chunks(way.chunks)
+    passes, fit = SUM_PASSES.get(chip.kind, (0.0, 0.0))[1], chunks * flow.sums <= chip.vmem
+    work = _work(chip, flow, chunks, passes, kept=fit)
     sent = collective_time(chip, flow, way.ring.size)
     # Chunks are cut out of the block, or joined to it.
     rest = _copy(chip, flow.block_bytes) + chunks * CHUNK_OVERHEAD
@@ -167,15 +185,19 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     return sum(map(seconds, turns), 0.0) + copied + _copy(chip, flow.sliced) + gathered
 
 
-def _work(chip: Chip, flow: Flow, pieces: int, passes: float) -> float:
+def _work(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = False) -> float:
     """Seconds of all pieces: of each its FLOPs, or what it reads and writes, and what it adds to.
 
-    Near the ridge of the roofline neither is hidden by the other: hence the root of squares.
+    Near the ridge of the roofline neither is hidden by the other: hence the root of squares. Sums
+    are read and written again for each piece: in `passes` of their own, in the matmul's epilogue
+    where there are none, or not at all where they are `kept` on the chip until the last piece.
     """
     computed = flow.flops / (MATMUL_SHARE * chip.flops)
-    moved = (pieces * flow.whole + flow.shared + flow.sums) / chip.hbm
-    added = 2 * (pieces - 1) * flow.sums / chip.hbm * passes
-    return hypot(computed, moved) + added + (pieces - 1) * PIECE_OVERHEAD
+    reads = 1 if flow.whole <= VMEM_SHARE * chip.vmem else pieces
+    again = 0.0 if kept else 2.0 * (pieces - 1) * flow.sums
+    moved = reads * flow.whole + flow.shared + flow.sums + (0.0 if passes else again)
+    added = again * passes / chip.hbm
+    return hypot(computed, moved / chip.hbm) + added + (pieces - 1) * PIECE_OVERHEAD
 
 
 def collective_time(chip: Chip, flow: Flow, size: int) -> float:

@@ -21,8 +21,9 @@ from jaxpar.collectives._cost_model import Flow
 from jaxpar.collectives._parts import even_cuts
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
+from jaxpar.matmul._flow import Product
 from jaxpar.matmul._labels import Labels, matmul_labels
-from jaxpar.matmul._primitive import Product, multiply
+from jaxpar.matmul._primitive import multiply
 
 Weights = Mapping[str, Array]  # by the names that errors use
 Biases = tuple[Array | None, ...]

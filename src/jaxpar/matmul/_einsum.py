@@ -10,7 +10,6 @@ gather one after the other, and JAX differentiates the two.
 """
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -27,14 +26,14 @@ from jaxpar._types import Operand
 from jaxpar._varying import checks_varying, vary_alike, vary_over
 from jaxpar.collectives._blocks import gather_replicated
 from jaxpar.collectives._choice import Problem, choose_ways
-from jaxpar.collectives._cost_model import Flow, FlowKind
+from jaxpar.collectives._cost_model import Flow
 from jaxpar.collectives._ways import Stationary
+from jaxpar.matmul._flow import Product, flow_of
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import (
     Arithmetic,
     Left,
     Out,
-    Product,
     Right,
     RingEinsum,
     gather_einsum,
@@ -131,14 +130,14 @@ def gather(
         product = Product(labels.rhs, labels.lhs, labels.out, dtype)
 
     width = left.dtype.itemsize
-    forth = _flow("gather", label, ring, [product] * len(rights), sizes, width, width)
+    forth = flow_of("gather", label, ring.size, [product] * len(rights), sizes, width, width)
     # Backward the sums for `left` are scattered, and it is gathered again for those of the others.
     for_left = Product(product.out, product.right, product.left, left.dtype)
     for_right = Product(product.left, product.out, product.right, left.dtype)
     wire = jnp.dtype(ring.wire_dtype or left.dtype).itemsize
     back = (
-        _flow("scatter", label, ring, [for_left] * len(rights), sizes, width, wire),
-        _flow("gather", label, ring, [for_right] * len(rights), sizes, width, width),
+        flow_of("scatter", label, ring.size, [for_left] * len(rights), sizes, width, wire),
+        flow_of("gather", label, ring.size, [for_right] * len(rights), sizes, width, width),
     )
     method = call.method(label, (left, *rights), (forth,), back)
 
@@ -162,13 +161,13 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     width = lhs.dtype.itemsize
-    forth = _flow("scatter", label, ring, [product], [sizes], width, wire.itemsize)
+    forth = flow_of("scatter", label, ring.size, [product], [sizes], width, wire.itemsize)
     # Backward the cotangent is gathered, for the gradients of both operands.
     gradients = [
         Product(labels.out, labels.rhs, labels.lhs, lhs.dtype),
         Product(labels.out, labels.lhs, labels.rhs, lhs.dtype),
     ]
-    back = _flow("gather", label, ring, gradients, [sizes] * 2, width, dtype.itemsize)
+    back = flow_of("gather", label, ring.size, gradients, [sizes] * 2, width, dtype.itemsize)
     method = call.method(label, (lhs, rhs), (forth,), (back,))
     return scatter_einsum(method, (product,), ((lhs, rhs),))
 
@@ -181,49 +180,9 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Out:
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     label, width = labels.out[0], lhs.dtype.itemsize
-    forth = _flow("all-reduce", label, ring, [product], [sizes], width, wire.itemsize)
+    forth = flow_of("all-reduce", label, ring.size, [product], [sizes], width, wire.itemsize)
     method = call.method(label, (lhs, rhs), (forth,))
     return all_reduce_einsum(method, product, lhs, rhs)
-
-
-def _flow(
-    kind: FlowKind,
-    label: str,
-    ring: Ring,
-    products: list[Product],
-    sizes: list[dict[str, int]],
-    width: int,
-    wire: int,
-) -> Flow:
-    """What a device does for products, and what it sends.
-
-    Of a gather the left operand travels, which is the same in all products; of a scatter their sum.
-    Numbers have `width` bytes, and `wire` where they travel; `sizes` are by label, of the whole.
-    """
-    flops, whole, shared, sums, minor, sliced, travels = 0.0, 0, 0, 0, 0, 0, 0
-    partners = exchanged = 0
-    for product, size in zip(products, sizes, strict=True):
-        flops += 2.0 * prod(size.values())
-        operands = (product.left, product.right)
-        for labels in (*operands, product.out):
-            numbers = prod(size[name] for name in labels)
-            if label in labels:
-                shared += numbers * width
-                last = numbers * width if labels.endswith(label) else 0
-                travels_here = kind == "gather" and labels is product.left
-                minor += 0 if travels_here else last
-                sliced += 0 if travels_here or labels is product.out else last
-            elif labels in operands:
-                whole += numbers * width
-            else:
-                sums += numbers * 4
-            if kind == "gather" and labels is not product.left:
-                exchanged += numbers * width if label in labels else 0
-                partners += 0 if label in labels else numbers * width
-        moving = product.left if kind == "gather" else product.out
-        travels = prod(size[name] for name in moving)
-    block = travels // ring.size * wire
-    return Flow(kind, flops, block, whole, shared, sums, minor, sliced, partners, exchanged)
 
 
 def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:

@@ -10,6 +10,7 @@ came in: shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,9 +23,11 @@ from jaxtyping import Num
 from jaxpar._derivatives import with_derivative
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar.collectives._choice import joining_is_cheaper
-from jaxpar.collectives._parts import join_dims, split_dim
-from jaxpar.collectives._ways import Arrivals, InChunks, Positions, Stationary, Way
-from jaxpar.matmul._stationary import return_result, send_partner, unused_label
+from jaxpar.collectives._cost_model import FlowKind
+from jaxpar.collectives._parts import Span, even_cuts, join_dims, split_dim
+from jaxpar.collectives._ways import Arrivals, InChunks, Naive, Positions, Stationary, Way
+from jaxpar.matmul._flow import Product, flow_of
+from jaxpar.matmul._stationary import return_result, send_partner, unused_label, with_devices
 
 # Labels of an einsum, known while tracing, name the dimensions of its arrays; sizes of all but the
 # label of the ring are the same in all arrays that have it. So annotations say only whose shape one
@@ -89,16 +92,6 @@ class RingEinsum:
         return out, residuals
 
 
-@dataclass(frozen=True)
-class Product:
-    """The labels of one einsum, `left,right->out`, and the dtype of what it gives."""
-
-    left: str
-    right: str
-    out: str
-    dtype: Any
-
-
 def _gather(
     method: RingEinsum,
     products: tuple[Product, ...],
@@ -117,10 +110,14 @@ def _gather(
         )
     dim = products[0].left.index(method.label)
     whole = left.shape[dim] * method.way.ring.size
+    if isinstance(method.way, InChunks):
+        along = _cut_label(method, method.way, "gather", products, [(left, r) for r in rights])
+        if along != method.label:
+            return _gather_across(method, method.way, along, products, left, rights)
 
     def take(positions: Positions) -> list[Array]:
         return [
-            _cut(method, right, p.right, positions)
+            _cut(method.label, right, p.right, positions)
             for p, right in zip(products, rights, strict=True)
         ]
 
@@ -153,7 +150,8 @@ def _stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out
     ring, label = method.way.ring, method.label
     dims = [x.index(label) if label in x else None for x in (product.right, product.out)]
     device = unused_label(product.left, product.right)
-    apart = Product(product.left, device + product.right, device + product.out, product.dtype)
+    right_apart, out_apart = (with_devices(x, label, device) for x in (product.right, product.out))
+    apart = Product(product.left, right_apart, out_apart, product.dtype)
     y = multiply(method.arithmetic, apart, left, send_partner(ring, right, dims[0]))
     wire = ring.wire_dtype or product.dtype
     y = y if dims[1] is None else y.astype(product.dtype)
@@ -170,10 +168,17 @@ def _scatter(
     """
 
     method = replace(method, way=method.alone)
+    if isinstance(method.way, InChunks):
+        along = _cut_label(method, method.way, "scatter", products, pairs)
+        if along != method.label:
+            return _scatter_across(method, method.way, along, products, pairs)
 
     def take(positions: Positions) -> list[tuple[Array, Array]]:
         return [
-            (_cut(method, left, p.left, positions), _cut(method, right, p.right, positions))
+            (
+                _cut(method.label, left, p.left, positions),
+                _cut(method.label, right, p.right, positions),
+            )
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
 
@@ -194,6 +199,89 @@ def _scatter(
         length=sizes[method.label] // method.way.ring.size,
         dtype=first.dtype,
     )
+
+
+def _cut_label(
+    method: RingEinsum,
+    way: InChunks,
+    kind: FlowKind,
+    products: Sequence[Product],
+    pairs: Sequence[tuple[Array, Array]],
+) -> str:
+    """Returns the label of what travels along which chunks are cut, at the least cost."""
+    sizes: list[dict[str, int]] = []
+    for p, (left, right) in zip(products, pairs, strict=True):
+        sizes.append(dict(zip(p.left + p.right, left.shape + right.shape, strict=True)))
+        if kind == "gather":
+            sizes[-1][method.label] = left.shape[p.left.index(method.label)] * way.ring.size
+    width, size = pairs[0][0].dtype.itemsize, way.ring.size
+    flow = flow_of(kind, method.label, size, products, sizes, width, width)
+    fitting = tuple(f for f in flow.across if sizes[0][f.along] % way.chunks == 0)
+    return replace(flow, across=fitting).in_chunks(way.chunks).along
+
+
+def _at_once(method: RingEinsum) -> RingEinsum:
+    """The naive way, for one chunk of arrays that are cut along another label than the ring's."""
+    way = Naive(method.way.ring)
+    return replace(method, way=way, backward=way, alone=way)
+
+
+def _gather_across(
+    method: RingEinsum,
+    way: InChunks,
+    along: str,
+    products: tuple[Product, ...],
+    left: Left,
+    rights: tuple[Num[Array, "..."], ...],
+) -> tuple[Num[Array, "..."], ...]:
+    """A gather for each chunk of another label than the ring's, of all operands that have it."""
+    once = _at_once(method)
+    length = left.shape[products[0].left.index(along)]
+    wide = [
+        p if along in p.out else replace(p, dtype=_partial_dtype(method.arithmetic, left, right))
+        for p, right in zip(products, rights, strict=True)
+    ]
+    results: list[Any] = [None] * len(products)
+    for start, size in even_cuts(length, way.chunks):
+        chunk = Span(start, size)
+        parts = _gather(
+            once,
+            tuple(wide),
+            _cut(along, left, products[0].left, chunk),
+            tuple(_cut(along, r, p.right, chunk) for p, r in zip(products, rights, strict=True)),
+        )
+        for number, (p, part) in enumerate(zip(products, parts, strict=True)):
+            result = results[number]
+            if along in p.out:
+                results[number] = chunk.place(result, part, p.out.index(along), length)
+            else:
+                results[number] = part if result is None else result + part
+    return tuple(r.astype(p.dtype) for r, p in zip(results, products, strict=True))
+
+
+def _scatter_across(
+    method: RingEinsum,
+    way: InChunks,
+    along: str,
+    products: tuple[Product, ...],
+    pairs: tuple[tuple[Array, Array], ...],
+) -> Out:
+    """A scatter for each chunk of another label than the ring's, of all operands that have it."""
+    once, dim = _at_once(method), products[0].out.index(along)
+    first, operands = products[0], pairs[0]
+    sizes = dict(zip(first.left + first.right, operands[0].shape + operands[1].shape, strict=True))
+    parts = [
+        _scatter(
+            once,
+            products,
+            tuple(
+                (_cut(along, left, p.left, chunk), _cut(along, right, p.right, chunk))
+                for p, (left, right) in zip(products, pairs, strict=True)
+            ),
+        )
+        for chunk in (Span(*cut) for cut in even_cuts(sizes[along], way.chunks))
+    ]
+    return lax.concatenate(parts, dim)
 
 
 def _gather_fwd(method: RingEinsum, products: Any, left: Left, rights: Any) -> Any:
@@ -250,14 +338,19 @@ scatter_einsum = with_derivative(_scatter, _scatter_fwd, _scatter_bwd, statics=2
 def multiply(arithmetic: Arithmetic, product: Product, left: Left, right: Right) -> Out:
     """Computes one product of local arrays, in the dtype of partial sums."""
     dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
-    sums = arithmetic.preferred_element_type
     return jnp.einsum(
         f"{product.left},{product.right}->{product.out}",
         left.astype(dtype),
         right.astype(dtype),
         precision=arithmetic.precision,
-        preferred_element_type=sum_dtype(dtype) if sums is None else sums,
+        preferred_element_type=_partial_dtype(arithmetic, left, right),
     )
+
+
+def _partial_dtype(arithmetic: Arithmetic, left: Left, right: Right) -> Any:
+    """The dtype of partial sums."""
+    sums = arithmetic.preferred_element_type
+    return sum_dtype(common_dtype(left.dtype, right.dtype)) if sums is None else sums
 
 
 def _multiply_part(
@@ -285,9 +378,9 @@ def _multiply_part(
     return join_dims(out, product.out.index(label)) if label in product.out else out
 
 
-def _cut(method: RingEinsum, x: Array, labels: str, positions: Positions) -> Array:
-    """Returns these positions of an operand that has the ring's label, all of any other."""
-    return positions.cut(x, labels.index(method.label)) if method.label in labels else x
+def _cut(label: str, x: Array, labels: str, positions: Positions) -> Array:
+    """Returns these positions of an operand that has the label, all of any other."""
+    return positions.cut(x, labels.index(label)) if label in labels else x
 
 
 def _use_blocks(

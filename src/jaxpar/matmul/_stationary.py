@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._axis import Ring
+from jaxpar.collectives._parts import join_dims, split_dim
 
 
 def unused_label(*labels: str) -> str:
@@ -18,25 +19,30 @@ def unused_label(*labels: str) -> str:
     return next(letter for letter in ascii_letters if letter not in "".join(labels))
 
 
-def send_partner(
-    ring: Ring, x: Num[Array, "*right"], dim: int | None
-) -> Num[Array, "devices *part"]:
-    """Returns what this device's block meets of all devices' `x`, in logical order.
+def with_devices(labels: str, label: str, devices: str) -> str:
+    """Returns labels with one more, of devices: in front of the ring's, or of all."""
+    return labels.replace(label, devices + label) if label in labels else devices + labels
 
-    That is all of it, or the block's own positions where the ring's label is dimension `dim` of x.
+
+def send_partner(ring: Ring, x: Num[Array, "*right"], dim: int | None) -> Num[Array, "*apart"]:
+    """Returns what this device's block meets of all devices' `x`.
+
+    That is all of it, with devices in front; or, where the ring's label is dimension `dim` of x,
+    the block's own positions, with devices as a dimension in front of that.
     """
     if dim is None:
         return lax.all_gather(x, ring.names)
-    return lax.all_to_all(x[None], ring.names, dim + 1, 0, tiled=True)
+    # Split and joined along one dimension: its derivative is itself, and nothing is transposed.
+    return split_dim(lax.all_to_all(x, ring.names, dim, dim, tiled=True), dim, ring.size)
 
 
 def return_result(
-    ring: Ring, y: Num[Array, "devices *part"], dim: int | None, wire: Any
+    ring: Ring, y: Num[Array, "*apart"], dim: int | None, wire: Any
 ) -> Num[Array, "*out"]:
-    """Sends every device what was computed for it, `y[i]` to device i.
+    """Sends every device what was computed for it; devices are dimension `dim` of y, or the first.
 
     Blocks make a whole along `dim`; without one, they are addends, which travel in `wire`.
     """
     if dim is None:
         return lax.psum_scatter(y.astype(wire), ring.names)
-    return lax.all_to_all(y, ring.names, 0, dim + 1, tiled=True)[0]
+    return lax.all_to_all(join_dims(y, dim), ring.names, dim, dim, tiled=True)
