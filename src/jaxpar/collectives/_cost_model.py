@@ -18,7 +18,7 @@ from jaxpar.collectives._ways import InChunks, Stationary, Way
 
 # What one more piece of work costs beyond what it computes, reads and writes, in seconds; and what
 # one more collective does.
-PIECE_OVERHEAD = 2e-6
+PIECE_OVERHEAD = 3e-6
 CHUNK_OVERHEAD = 6e-6
 # Of peak, what large matmuls reach.
 MATMUL_SHARE = 0.9
@@ -150,12 +150,14 @@ def _reduces_twice(flow: Flow, size: int) -> bool:
 
 
 def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) -> float:
-    chunks, flow = way.chunks, flow.in_chunks(way.chunks)
+    chunks, comb = way.chunks, flow
+    flow = flow.in_chunks(chunks)
     passes, fit = SUM_PASSES.get(chip.kind, (0.0, 0.0))[1], chunks * flow.sums <= chip.vmem
     work = _work(chip, flow, chunks, passes, kept=fit)
     sent = collective_time(chip, flow, way.ring.size)
-    # Chunks are cut out of the block, or joined to it.
-    rest = _copy(chip, flow.block_bytes) + chunks * CHUNK_OVERHEAD
+    # Chunks are cut out of the block, or joined to it; of blocks, which lie apart, at less speed.
+    copied = _copy(chip, flow.block_bytes) if flow is comb else 2 * flow.block_bytes / chip.hbm
+    rest = copied + chunks * CHUNK_OVERHEAD
     rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
     rest += sent if flow.kind == "all-reduce" else 0.0  # gathered again
     if ("all-gather" if flow.kind == "gather" else "reduce-scatter") not in beside:
@@ -193,11 +195,14 @@ def _work(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = Fa
     where there are none, or not at all where they are `kept` on the chip until the last piece.
     """
     computed = flow.flops / (MATMUL_SHARE * chip.flops)
-    reads = 1 if flow.whole <= VMEM_SHARE * chip.vmem else pieces
+    # Two cores that make one device keep nothing.
+    fits = chip.cores == 1 and flow.whole <= VMEM_SHARE * chip.vmem
+    reads = 1 if fits else pieces
     again = 0.0 if kept else 2.0 * (pieces - 1) * flow.sums
-    moved = reads * flow.whole + flow.shared + flow.sums + (0.0 if passes else again)
+    moved = reads * flow.whole + flow.shared + flow.sums
+    work = hypot(computed, moved / chip.hbm)
     added = again * passes / chip.hbm
-    return hypot(computed, moved / chip.hbm) + added + (pieces - 1) * PIECE_OVERHEAD
+    return max(work, (moved + again) / chip.hbm) + added + (pieces - 1) * PIECE_OVERHEAD
 
 
 def collective_time(chip: Chip, flow: Flow, size: int) -> float:
