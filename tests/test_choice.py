@@ -1,6 +1,7 @@
 """mode="auto": a cost model over static shapes, the ring's size, the chip and its compiler."""
 
 import inspect
+import re
 from dataclasses import replace
 from typing import get_args
 
@@ -561,3 +562,49 @@ def test_experts_in_two_stages_where_one_exchange_is_under_way_at_a_time(kind, s
     mesh = described(kind)
     assert traced(lambda: applies_experts_in_stages(2), mesh) == stages
     assert not traced(lambda: applies_experts_in_stages(1), mesh)
+
+
+@pytest.mark.parametrize(("rows", "block"), [(64, "8,512"), (65536, "8192,512")])
+def test_chunks_of_a_scatter_are_columns(rows, block):
+    """Each chunk reads its own columns of the weight, and rows of all devices are one product."""
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in [(rows, 4096), (4096, 1024)]]
+    specs = (P(None, "x"), P("x"), P("x"))
+    mode = {"mode": "chunked-2"}
+    run = sharded(lambda x, w, mode: matmul_reduce_scatter(x, w, "x", mode=mode), specs, **mode)
+    found = re.findall(r":bf16\[([\d,]+)\]\S* = reduce_scatter", str(jax.make_jaxpr(run)(*args)))
+    assert found == [block] * 2
+
+
+def test_chunks_of_a_gather_with_few_rows_are_cut_along_what_is_contracted():
+    columns = Flow("gather", 1e9, 1, sums=10**6, along="k")
+    few = Flow("gather", 1e9, 1, whole=10**8, along="a", across=(columns,))
+    many = replace(few, across=(replace(columns, sums=10**8),))
+    assert (few.in_chunks(2).along, many.in_chunks(2).along) == ("k", "a")
+
+
+@pytest.mark.parametrize(("kind", "times"), [("TPU v6 lite", 1), ("TPU v5", 8)])
+def test_a_weight_that_stays_on_the_chip_is_read_once(kind, times):
+    """On a chip of one core a weight that fits is read once for all turns."""
+    ring_way = chosen(described(kind), 8, TINY, "unidirectional")
+    without, with_it = (
+        time_of(chip(kind), (gather(1.0, 8, whole=whole),), ring_way, NONE) for whole in (0, 2**24)
+    )
+    assert with_it - without == pytest.approx(times * 2**24 / chip(kind).hbm, rel=0.01)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_sums_of_a_layer_go_in_chunks_where_they_hide(asynchronous):
+    """An output projection of Llama 3 8B over four devices; its backward pass is one collective."""
+    rows, hidden, width = 8192, 1024, 4096
+    columns = Flow("scatter", 2.0 * rows * hidden * width, rows * width // 2, along="n",
+                   whole=2 * rows * hidden, shared=2 * (hidden + rows) * width)  # fmt: skip
+    scattered = replace(columns, along="a", across=(columns,))
+    backward = (Flow("gather", 2 * columns.flops, columns.block_bytes),)
+    told = ALL if asynchronous else NONE
+
+    def ways():
+        return choose_ways(Problem("projection", ring(4), (), (scattered,), backward, told=told))
+
+    forward, back = traced(ways, described("TPU v6 lite", 4))
+    assert isinstance(forward, InChunks) == asynchronous
+    assert (named(back) == "naive") or not asynchronous

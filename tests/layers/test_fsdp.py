@@ -16,6 +16,13 @@ from jaxpar.testing import assert_matches_reference, count_collectives
 MODES = ("naive", "unidirectional", "bidirectional")
 
 
+@pytest.fixture(autouse=True)
+def smallest(request, monkeypatch):
+    """Leaves travel by themselves, though they are small, but in the tests of buckets."""
+    if "bucket" not in request.node.name:
+        monkeypatch.setattr("jaxpar.collectives._blocks.SMALL", 0)
+
+
 def normal(*shape, dtype="float32"):
     return np.random.default_rng([*shape]).standard_normal(shape).astype(dtype)
 
@@ -124,6 +131,50 @@ def test_gather(mesh, axes, mode, check_vma):
         check_vma=check_vma,
         max_directions=4,
     )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "mode", "check_vma"),
+    [
+        ("a=2,b=3", ("b", "a"), "naive", True),
+        ("a=2,b=3", ("b", "a"), "bidirectional", False),
+        ("a=8", "a", "unidirectional", True),
+        ("a=1", "a", "naive", False),
+    ],
+)
+def test_a_bucket_of_small_leaves(mesh, axes, mode, check_vma):
+    """Leaves of any shapes, cut along any dimensions, and what a bucket cannot hold."""
+    size = mesh_of(mesh).size
+    cut = {"w": 1, "b": 0, "v": -1, "whole": None}
+    specs = {"w": P(None, axes), "b": P(axes), "v": P(None, None, axes), "whole": P()}
+    assert_matches_reference(
+        lambda tree: jax.tree.map(
+            lambda x: x[None], fsdp_gather(tree, Axis(axes, mode=mode), dim=cut)
+        ),
+        lambda tree: jax.tree.map(lambda x: np.stack([x] * size), tree),
+        {"w": normal(3, 24, 2), "b": normal(24), "v": normal(2, 1, 48), "whole": normal(5)},
+        mesh=mesh_of(mesh),
+        in_specs=(specs,),
+        out_specs=dict.fromkeys(cut, P(axes)),
+        check_vma=check_vma,
+        max_directions=4,
+    )
+
+
+def test_a_bucket_is_one_collective_of_a_dtype():
+    """Its members share one each way; large leaves, and those of another dtype, have their own."""
+    leaves = {"a": (8,), "b": (16, 3), "c": (8, 2), "large": (2048, 128)}
+    tree = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in leaves.items()}
+    tree["half"] = jax.ShapeDtypeStruct((8,), "bfloat16")
+
+    def squares(tree):
+        whole = fsdp_gather(tree, Axis("a", mode="naive"))
+        return sum(jnp.sum(x.astype("float32") ** 2) for x in jax.tree.leaves(whole))[None]
+
+    run = jax.shard_map(squares, mesh=mesh_of("a=8"), in_specs=(P("a"),), out_specs=P("a"))
+    found = count_collectives(run, tree)
+    assert found.forward == {"all_gather": 3}
+    assert found.backward == {"reduce_scatter": 3}
 
 
 def layer(weights, x):

@@ -10,9 +10,13 @@ from jax import Array, lax
 from jaxpar._derivatives import linear_pair, with_derivative
 from jaxpar._dtypes import addition_dtype
 from jaxpar._varying import checks_varying, vary_over
+from jaxpar.collectives._order import spec_of
 from jaxpar.collectives._ways import Arrivals, Positions, Way
 
 Leaves = list[Any]  # arrays
+# Of blocks this small the latency of a collective is more than their bytes take: they travel in
+# one, which costs a pass over them on each side.
+SMALL = 2**16
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,28 @@ class Group:
     dim: int  # along which they are cut
     joined: int = 0  # along which they are joined
     lengths: tuple[int, ...] = (0,)  # of the members along it
+    # Of a bucket, of blocks of any shapes in a row each: those of the members, and where they are
+    # cut. None: members travel in their own shapes.
+    flat: tuple[tuple[tuple[int, ...], int], ...] | None = None
+
+    def laid_out(self, parts: list[Array]) -> list[Array]:
+        """Returns members as they travel: of a bucket [blocks, numbers of a block]."""
+        if self.flat is None:
+            return parts
+        rows: list[Array] = []
+        for x, (shape, dim) in zip(parts, self.flat, strict=True):
+            rows.append(jnp.moveaxis(x, dim, 0).reshape(x.shape[dim] // shape[dim], -1))
+        return rows
+
+    def as_they_were(self, rows: list[Array]) -> list[Array]:
+        """The inverse of `laid_out`."""
+        if self.flat is None:
+            return rows
+        parts: list[Array] = []
+        for x, (shape, dim) in zip(rows, self.flat, strict=True):
+            others = shape[:dim] + shape[dim + 1 :]
+            parts.append(jnp.moveaxis(x.reshape(x.shape[0] * shape[dim], *others), 0, dim))
+        return parts
 
     def join(self, parts: list[Array]) -> Array:
         """Returns one array of all members' parts."""
@@ -59,9 +85,10 @@ def _gather(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         parts = [leaves[n] for n in group.members]
         if parts[0] is None:
             continue
+        parts = group.laid_out(parts)
         for way in reversed(blocks.stages):
             parts = _gather_group(group, parts, way)
-        for number, part in zip(group.members, parts, strict=True):
+        for number, part in zip(group.members, group.as_they_were(parts), strict=True):
             whole[number] = part
     return whole
 
@@ -77,10 +104,11 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         wide = dtype if blocks.derived_by_jax else addition_dtype(dtype)
         wire = blocks.stages[0].ring.wire_dtype if blocks.stages else None
         between = wide if wire == wide else dtype  # a wide wire: rounded once, in the last stage
+        parts = group.laid_out(parts)
         for way in blocks.stages:
             out = dtype if way is blocks.stages[-1] else between
             parts = _scatter_group(group, parts, way, wide, out)
-        for number, part in zip(group.members, parts, strict=True):
+        for number, part in zip(group.members, group.as_they_were(parts), strict=True):
             scattered[number] = part
     return scattered
 
@@ -190,9 +218,11 @@ def group_leaves(leaves: Leaves, dims: list[int | None], *, join: bool) -> tuple
     """Returns the groups of the leaves that are cut along `dims`, None for those that are whole.
 
     To `join`, leaves must be of one dtype and differ in one dimension, not the one they are cut in.
+    Small ones of one dtype make a bucket.
     """
-    left = [n for n, dim in enumerate(dims) if dim is not None]
-    groups: list[Group] = []
+    groups = _buckets(leaves, dims)
+    joined_already = {n for group in groups for n in group.members}
+    left = [n for n, dim in enumerate(dims) if dim is not None and n not in joined_already]
     while left:
         first = left[0]
         x, dim = leaves[first], dims[first]
@@ -207,6 +237,27 @@ def group_leaves(leaves: Leaves, dims: list[int | None], *, join: bool) -> tuple
         groups.append(Group(tuple(members), dim, joined, lengths))
         left = [n for n in left if n not in members]
     return tuple(groups)
+
+
+def _buckets(leaves: Leaves, dims: list[int | None]) -> list[Group]:
+    """A bucket for all small leaves of a type, where there are several."""
+    alike: dict[Any, list[int]] = {}
+    for number, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
+        small = x.size and x.size * x.dtype.itemsize <= SMALL and not any(spec_of(x))
+        if dim is not None and small:
+            key = x.dtype, jax.typeof(x).manual_axis_type.varying
+            alike.setdefault(key, []).append(number)
+    return [
+        Group(
+            tuple(members),
+            dim=0,
+            joined=1,
+            lengths=tuple(leaves[n].size for n in members),
+            flat=tuple((leaves[n].shape, dims[n] or 0) for n in members),
+        )
+        for members in alike.values()
+        if len(members) > 1
+    ]
 
 
 def _fits(x: Any, other: Any, joined: int) -> bool:
