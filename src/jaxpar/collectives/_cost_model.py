@@ -32,6 +32,9 @@ VMEM_SHARE = 0.6
 # in chunks: not at all where the compiler adds in its epilogue at full speed.
 SUM_PASSES = {"TPU v5 lite": (2.0, 0.5), "TPU v6 lite": (1.0, 1.0), "TPU7x": (1.0, 1.0)}
 
+# Of the time in which gradients of weights are added up, what is not beside transfers.
+GRADIENTS_SHARE = 2 / 3
+
 FlowKind = Literal["gather", "scatter", "all-reduce"]
 
 
@@ -108,7 +111,11 @@ def chunked_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> f
     work = sum((_work(chip, flow, chunks, 0.0) for flow in flows), 0.0)
     sent = sum((collective_time(chip, flow, size) for flow in flows), 0.0)
     beside = sent * (chunks - 1) / chunks
-    return sent - beside + max(work, beside) + (chunks - 1) * len(flows) * CHUNK_OVERHEAD
+    # Backward each chunk has gradients of all weights, which are added up: a third of three passes.
+    passes = SUM_PASSES.get(chip.kind, (0.0, 0.0))[1]
+    added = (chunks - 1) * sum(flow.whole for flow in flows) / chip.hbm * passes * GRADIENTS_SHARE
+    overhead = (chunks - 1) * len(flows) * CHUNK_OVERHEAD
+    return sent - beside + max(work, beside) + added + overhead
 
 
 def _at_once(

@@ -319,7 +319,8 @@ class InChunks(Naive):
     """A collective for each of some chunks of the blocks, beside the work on the one before.
 
     For compilers that make collectives asynchronous. A chunk is the same part of every block, so
-    that it is a collective over all devices, and its positions are a comb.
+    that it is a collective over all devices, and its positions are a comb. A matmul may cut along
+    another of its labels instead, and run a naive one for each chunk.
     """
 
     chunks: int

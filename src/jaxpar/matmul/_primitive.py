@@ -113,7 +113,8 @@ def _gather(
     if isinstance(method.way, InChunks):
         along = _cut_label(method, method.way, "gather", products, [(left, r) for r in rights])
         if along != method.label:
-            return _gather_across(method, method.way, along, products, left, rights)
+            with jax.named_scope(method.way.mode):
+                return _gather_across(method, method.way, along, products, left, rights)
 
     def take(positions: Positions) -> list[Array]:
         return [
@@ -171,7 +172,8 @@ def _scatter(
     if isinstance(method.way, InChunks):
         along = _cut_label(method, method.way, "scatter", products, pairs)
         if along != method.label:
-            return _scatter_across(method, method.way, along, products, pairs)
+            with jax.named_scope(method.way.mode):
+                return _scatter_across(method, method.way, along, products, pairs)
 
     def take(positions: Positions) -> list[tuple[Array, Array]]:
         return [
@@ -190,8 +192,7 @@ def _scatter(
         return sum(parts[1:], start=parts[0])
 
     # All products have the result's labels, and so any of them knows its shape.
-    first, (left, right) = products[0], pairs[0]
-    sizes = dict(zip(first.left + first.right, left.shape + right.shape, strict=True))
+    first, sizes = products[0], _sizes(products[0], *pairs[0])
     return method.way.scatter(
         produce,
         take,
@@ -211,13 +212,18 @@ def _cut_label(
     """Returns the label of what travels along which chunks are cut, at the least cost."""
     sizes: list[dict[str, int]] = []
     for p, (left, right) in zip(products, pairs, strict=True):
-        sizes.append(dict(zip(p.left + p.right, left.shape + right.shape, strict=True)))
+        sizes.append(_sizes(p, left, right))
         if kind == "gather":
             sizes[-1][method.label] = left.shape[p.left.index(method.label)] * way.ring.size
     width, size = pairs[0][0].dtype.itemsize, way.ring.size
     flow = flow_of(kind, method.label, size, products, sizes, width, width)
     fitting = tuple(f for f in flow.across if sizes[0][f.along] % way.chunks == 0)
     return replace(flow, across=fitting).in_chunks(way.chunks).along
+
+
+def _sizes(product: Product, left: Left, right: Right) -> dict[str, int]:
+    """The size of each label of two arrays."""
+    return dict(zip(product.left + product.right, left.shape + right.shape, strict=True))
 
 
 def _at_once(method: RingEinsum) -> RingEinsum:
@@ -267,9 +273,7 @@ def _scatter_across(
     pairs: tuple[tuple[Array, Array], ...],
 ) -> Out:
     """A scatter for each chunk of another label than the ring's, of all operands that have it."""
-    once, dim = _at_once(method), products[0].out.index(along)
-    first, operands = products[0], pairs[0]
-    sizes = dict(zip(first.left + first.right, operands[0].shape + operands[1].shape, strict=True))
+    once, length = _at_once(method), _sizes(products[0], *pairs[0])[along]
     parts = [
         _scatter(
             once,
@@ -279,9 +283,9 @@ def _scatter_across(
                 for p, (left, right) in zip(products, pairs, strict=True)
             ),
         )
-        for chunk in (Span(*cut) for cut in even_cuts(sizes[along], way.chunks))
+        for chunk in (Span(*cut) for cut in even_cuts(length, way.chunks))
     ]
-    return lax.concatenate(parts, dim)
+    return lax.concatenate(parts, products[0].out.index(along))
 
 
 def _gather_fwd(method: RingEinsum, products: Any, left: Left, rights: Any) -> Any:
