@@ -61,7 +61,7 @@ def test_refuses_arguments(jobs, capsys):
 def test_a_sample_compiled_and_kept(tmp_path, monkeypatch):
     """Auto is not behind, and what was compiled once is not compiled again."""
     monkeypatch.setattr(command, "CACHE", tmp_path / "found.jsonl")
-    large = Point("v5p:4x4x4", "dp=16,tp=4", "gather-lhs-rows", (8192, 4096, 14336), False, True)
+    large = Point("v5p:2x2x1", "tp=4", "gather-lhs-rows", (8192, 4096, 14336), False, True)
     found = command.compile_all([SOME, large], ways=False, jobs=1)
     for point in (SOME, large):
         assert set(found[point]) == {"auto", "naive", "XLA post_spmd", "XLA plain jit"}
