@@ -14,9 +14,9 @@ from jaxpar.collectives._order import spec_of
 from jaxpar.collectives._ways import Arrivals, Positions, Way
 
 Leaves = list[Any]  # arrays
-# Of blocks this small the latency of a collective is more than their bytes take: they travel in
-# one, which costs a pass over them on each side.
-SMALL = 2**16
+# Bytes of a whole leaf, norms' scales and biases, for which a collective has more latency than
+# bytes: they travel in one. Not of a weight, whose passes over memory on each side cost more.
+SMALL = 2**18
 
 
 @dataclass(frozen=True)
@@ -214,13 +214,15 @@ def _sum_bwd(blocks: Blocks, _: None, ct: Array) -> tuple[Array]:
 _replicated_sum = with_derivative(_sum, _sum_fwd, _sum_bwd)
 
 
-def group_leaves(leaves: Leaves, dims: list[int | None], *, join: bool) -> tuple[Group, ...]:
+def group_leaves(
+    leaves: Leaves, dims: list[int | None], *, size: int, join: bool
+) -> tuple[Group, ...]:
     """Returns the groups of the leaves that are cut along `dims`, None for those that are whole.
 
     To `join`, leaves must be of one dtype and differ in one dimension, not the one they are cut in.
-    Small ones of one dtype make a bucket.
+    Small ones of one dtype make a bucket; `size` devices have a block each.
     """
-    groups = _buckets(leaves, dims)
+    groups = _buckets(leaves, dims, size)
     joined_already = {n for group in groups for n in group.members}
     left = [n for n, dim in enumerate(dims) if dim is not None and n not in joined_already]
     while left:
@@ -239,11 +241,11 @@ def group_leaves(leaves: Leaves, dims: list[int | None], *, join: bool) -> tuple
     return tuple(groups)
 
 
-def _buckets(leaves: Leaves, dims: list[int | None]) -> list[Group]:
+def _buckets(leaves: Leaves, dims: list[int | None], size: int) -> list[Group]:
     """A bucket for all small leaves of a type, where there are several."""
     alike: dict[Any, list[int]] = {}
     for number, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
-        small = x.size and x.size * x.dtype.itemsize <= SMALL and not any(spec_of(x))
+        small = 0 < x.size * x.dtype.itemsize * size <= SMALL and not any(spec_of(x))
         if dim is not None and small:
             key = x.dtype, jax.typeof(x).manual_axis_type.varying
             alike.setdefault(key, []).append(number)

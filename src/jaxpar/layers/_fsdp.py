@@ -60,7 +60,8 @@ def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring) -> Shards:
     cut = [x for x, dim in zip(leaves, counted, strict=True) if dim is not None]
     shapes, what = tuple(x.shape for x in cut), " and ".join(sorted({str(x.dtype) for x in cut}))
     stages = choose_stages(Problem("weights", ring, shapes, what=what))
-    groups = group_leaves(leaves, counted, join=all(way.joins for way in stages))
+    join = all(way.joins for way in stages)
+    groups = group_leaves(leaves, counted, size=ring.size, join=join)
     return Shards(stages, groups, dims=tuple(counted))
 
 
