@@ -39,6 +39,7 @@ from jaxpar.matmul import (
     matmul_reduce_scatter,
     ring_einsum,
 )
+from jaxpar.matmul._flow import Product, flow_of
 from jaxpar.testing import count_collectives
 
 # On one of 8 devices, in bf16: FLOPs, and bytes of a block that travels.
@@ -573,6 +574,23 @@ def test_chunks_of_a_scatter_are_columns(rows, block):
     run = sharded(lambda x, w, mode: matmul_reduce_scatter(x, w, "x", mode=mode), specs, **mode)
     found = re.findall(r":bf16\[([\d,]+)\]\S* = reduce_scatter", str(jax.make_jaxpr(run)(*args)))
     assert found == [block] * 2
+
+
+def test_flows_cut_along_other_labels():
+    """Of a scatter along columns each piece has its own of the weight, and reads all rows."""
+    product = Product("ak", "kn", "an", jnp.bfloat16)
+    sizes = {"a": 64, "k": 8, "n": 32}
+    for kind in ("scatter", "all-reduce"):
+        rows = flow_of(kind, "a", 4, [product], [sizes], 2, 4)
+        (columns,) = rows.across
+        assert (rows.along, columns.along) == ("a", "n")
+        assert (rows.whole, columns.whole) == (8 * 32 * 2, 64 * 8 * 2)
+        assert columns.shared == (8 * 32 + 64 * 32) * 2
+        assert columns.block_bytes == rows.block_bytes == 16 * 32 * 4
+        assert columns.sums == columns.minor == 0
+    gathered = flow_of("gather", "a", 4, [product], [sizes], 2, 2)
+    (contracted,) = gathered.across
+    assert (contracted.along, contracted.whole, contracted.sums) == ("k", 0, 64 * 32 * 4)
 
 
 def test_chunks_of_a_gather_with_few_rows_are_cut_along_what_is_contracted():

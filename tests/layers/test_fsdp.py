@@ -108,7 +108,7 @@ def test_linear_keeps_the_shards(mode):
     assert sorted(s for s in shapes if len(s) == 2) == [(1, 24), (6, 12)]
 
 
-@pytest.mark.parametrize(
+over_meshes = pytest.mark.parametrize(
     ("mesh", "axes", "mode", "check_vma"),
     [
         ("a=2,b=3", ("b", "a"), "naive", True),
@@ -117,6 +117,9 @@ def test_linear_keeps_the_shards(mode):
         ("a=1", "a", "unidirectional", False),
     ],
 )
+
+
+@over_meshes
 def test_gather(mesh, axes, mode, check_vma):
     size = mesh_of(mesh).size
     assert_matches_reference(
@@ -133,15 +136,7 @@ def test_gather(mesh, axes, mode, check_vma):
     )
 
 
-@pytest.mark.parametrize(
-    ("mesh", "axes", "mode", "check_vma"),
-    [
-        ("a=2,b=3", ("b", "a"), "naive", True),
-        ("a=2,b=3", ("b", "a"), "bidirectional", False),
-        ("a=8", "a", "unidirectional", True),
-        ("a=1", "a", "naive", False),
-    ],
-)
+@over_meshes
 def test_a_bucket_of_small_leaves(mesh, axes, mode, check_vma):
     """Leaves of any shapes, cut along any dimensions, and what a bucket cannot hold."""
     size = mesh_of(mesh).size

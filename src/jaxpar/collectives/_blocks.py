@@ -223,8 +223,8 @@ def group_leaves(
     Small ones of one dtype make a bucket; `size` devices have a block each.
     """
     groups = _buckets(leaves, dims, size)
-    joined_already = {n for group in groups for n in group.members}
-    left = [n for n, dim in enumerate(dims) if dim is not None and n not in joined_already]
+    bucketed = {n for group in groups for n in group.members}
+    left = [n for n, dim in enumerate(dims) if dim is not None and n not in bucketed]
     while left:
         first = left[0]
         x, dim = leaves[first], dims[first]

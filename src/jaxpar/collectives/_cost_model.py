@@ -31,7 +31,6 @@ VMEM_SHARE = 0.6
 # How often a sum of float32 is read and written for each piece, apart from the matmul, in turns and
 # in chunks: not at all where the compiler adds in its epilogue at full speed.
 SUM_PASSES = {"TPU v5 lite": (2.0, 0.5), "TPU v6 lite": (1.0, 1.0), "TPU7x": (1.0, 1.0)}
-
 # Of the time in which gradients of weights are added up, what is not beside transfers.
 GRADIENTS_SHARE = 2 / 3
 
