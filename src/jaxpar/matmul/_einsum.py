@@ -190,7 +190,7 @@ def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: R
     wire = method.way.ring.wire_dtype or product.dtype
 
     def addend() -> Out:
-        return multiply(method.arithmetic, product, left, right).astype(wire)
+        return multiply(method.arithmetic, product, left, right, wire)
 
     def in_blocks() -> Out:
         # Under check_vma=False nothing says what is replicated.
@@ -210,7 +210,7 @@ def _shape(product: Product, left: Left, right: Right) -> list[int]:
 def _multiply_replicated(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
     """Computes the product of a `left` that is the same on all devices of the ring with `right`."""
     left = vary_over(method.way.ring.names, left)
-    return multiply(method.arithmetic, product, left, right).astype(product.dtype)
+    return multiply(method.arithmetic, product, left, right, product.dtype)
 
 
 def _sum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:

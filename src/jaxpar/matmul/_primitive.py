@@ -153,10 +153,10 @@ def _stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out
     device = unused_label(product.left, product.right)
     right_apart, out_apart = (with_devices(x, label, device) for x in (product.right, product.out))
     apart = Product(product.left, right_apart, out_apart, product.dtype)
-    y = multiply(method.arithmetic, apart, left, send_partner(ring, right, dims[0]))
-    wire = ring.wire_dtype or product.dtype
-    y = y if dims[1] is None else y.astype(product.dtype)
-    return return_result(ring, y, dims[1], wire).astype(product.dtype)
+    # Results travel as they are; addends of them, where the label is none of theirs, as sums do.
+    wire = product.dtype if dims[1] is not None else ring.wire_dtype or product.dtype
+    y = multiply(method.arithmetic, apart, left, send_partner(ring, right, dims[0]), wire)
+    return return_result(ring, y, dims[1]).astype(product.dtype)
 
 
 def _scatter(
@@ -184,9 +184,13 @@ def _scatter(
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
 
+    # One product of which nothing is added on this device is rounded as it travels.
+    alone = len(products) == 1 and isinstance(method.way, Naive)
+    dtype = (method.way.ring.wire_dtype or products[0].dtype) if alone else None
+
     def produce(taken: list[tuple[Array, Array]]) -> Out:
         parts = [
-            _multiply_part(method, p, left, right)
+            _multiply_part(method, p, left, right, dtype)
             for p, (left, right) in zip(products, taken, strict=True)
         ]
         return sum(parts[1:], start=parts[0])
@@ -339,16 +343,23 @@ gather_einsum = with_derivative(_gather, _gather_fwd, _gather_bwd, statics=2)
 scatter_einsum = with_derivative(_scatter, _scatter_fwd, _scatter_bwd, statics=2)
 
 
-def multiply(arithmetic: Arithmetic, product: Product, left: Left, right: Right) -> Out:
-    """Computes one product of local arrays, in the dtype of partial sums."""
-    dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
-    return jnp.einsum(
+def multiply(
+    arithmetic: Arithmetic, product: Product, left: Left, right: Right, dtype: Any = None
+) -> Out:
+    """Computes one product of local arrays, rounded to `dtype`, or in that of partial sums."""
+    given = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
+    sums = _partial_dtype(arithmetic, left, right)
+    dtype = sums if dtype is None else dtype
+    out = jnp.einsum(
         f"{product.left},{product.right}->{product.out}",
-        left.astype(dtype),
-        right.astype(dtype),
+        left.astype(given),
+        right.astype(given),
         precision=arithmetic.precision,
-        preferred_element_type=_partial_dtype(arithmetic, left, right),
+        # A matmul sums in float32 in any case. One that rounds by itself has a derivative of
+        # narrow operands; behind a cast it would multiply float32, at half the speed on GPUs.
+        preferred_element_type=dtype if dtype == given else sums,
     )
+    return out.astype(dtype)
 
 
 def _partial_dtype(arithmetic: Arithmetic, left: Left, right: Right) -> Any:
@@ -365,8 +376,7 @@ def _multiply_part(
     It is of `dtype`, or of that of partial sums.
     """
     if not isinstance(method.way, InChunks):
-        out = multiply(method.arithmetic, product, left, right)
-        return out if dtype is None else out.astype(dtype)
+        return multiply(method.arithmetic, product, left, right, dtype)
     # The positions are a comb: blocks are a dimension of their own.
     label, texts = method.label, (product.left, product.right, product.out)
     block = unused_label(*texts)
@@ -376,9 +386,8 @@ def _multiply_part(
     )
     of_left, of_right, of_out = (labels.replace(label, block + label) for labels in texts)
     apart = Product(of_left, of_right, of_out, product.dtype)
-    out = multiply(method.arithmetic, apart, left, right)
     # Rounded before the dimensions are joined: after it, placing is no part of the matmul.
-    out = out if dtype is None else out.astype(dtype)
+    out = multiply(method.arithmetic, apart, left, right, dtype)
     return join_dims(out, product.out.index(label)) if label in product.out else out
 
 
@@ -406,7 +415,9 @@ def _use_blocks(
         if len(blocks) > 1 and joining_is_cheaper(blocks[0].shape[dims[0]]):
             blocks, rights = [lax.concatenate(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
         for block, right in zip(blocks, rights, strict=True):
-            part = _multiply_part(method, product, block, right)
+            # The whole at once is rounded by the matmul; sums are, when they are finished.
+            dtype = product.dtype if block.shape[dims[0]] == whole else None
+            part = _multiply_part(method, product, block, right, dtype)
             result = part if result is None else result + part
     assert result is not None
     return result

@@ -5,7 +5,6 @@ multiplies all devices' rows by its own block, and reads no more of the weight t
 """
 
 from string import ascii_letters
-from typing import Any
 
 from jax import Array, lax
 from jaxtyping import Num
@@ -36,13 +35,11 @@ def send_partner(ring: Ring, x: Num[Array, "*right"], dim: int | None) -> Num[Ar
     return split_dim(lax.all_to_all(x, ring.names, dim, dim, tiled=True), dim, ring.size)
 
 
-def return_result(
-    ring: Ring, y: Num[Array, "*apart"], dim: int | None, wire: Any
-) -> Num[Array, "*out"]:
+def return_result(ring: Ring, y: Num[Array, "*apart"], dim: int | None) -> Num[Array, "*out"]:
     """Sends every device what was computed for it; devices are dimension `dim` of y, or the first.
 
-    Blocks make a whole along `dim`; without one, they are addends, which travel in `wire`.
+    Blocks make a whole along `dim`; without one, they are addends.
     """
     if dim is None:
-        return lax.psum_scatter(y.astype(wire), ring.names)
+        return lax.psum_scatter(y, ring.names)
     return lax.all_to_all(join_dims(y, dim), ring.names, dim, dim, tiled=True)

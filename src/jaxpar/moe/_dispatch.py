@@ -213,9 +213,11 @@ def _apply_whole(
         bias: Float[Array, " columns"] | None,
     ) -> Float[Array, "rows columns"]:
         w = vary_wide(axes, w).astype(w.dtype)  # its gradient is summed over devices in float32
+        if bias is None:  # narrow, and so is its derivative
+            return lax.dot(x, w, precision=precision, preferred_element_type=x.dtype)
         wide = sum_dtype(x.dtype)
         y = lax.dot(x, w, precision=precision, preferred_element_type=wide)
-        return (y if bias is None else y + vary_wide(axes, bias).astype(wide)).astype(x.dtype)
+        return (y + vary_wide(axes, bias).astype(wide)).astype(x.dtype)
 
     hidden = linear(rows, experts.up, experts.up_bias)
     if experts.gate is None:
