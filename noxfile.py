@@ -75,8 +75,8 @@ def sweep(session: nox.Session) -> None:
 
 @nox.session(python=NEWEST_PYTHON)
 def training_step(session: nox.Session) -> None:
-    """Compares a training step with FSDP and TP with naive and plain forms, by the TPU compiler."""
-    session.install("-e", ".[bench,tpu]")
+    """Compares a training step with FSDP and TP with naive and plain forms, for TPU and GPU."""
+    session.install("-e", ".[bench,tpu,gpu]")
     session.run("python", "benchmarks/training_step", *session.posargs)
 
 

@@ -610,8 +610,15 @@ def test_a_weight_that_stays_on_the_chip_is_read_once(kind, times):
     assert with_it - without == pytest.approx(times * 2**24 / chip(kind).hbm, rel=0.01)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_sums_of_a_layer_go_in_chunks_where_they_hide(asynchronous):
+@pytest.mark.parametrize(
+    ("kind", "asynchronous", "chunked"),
+    [
+        ("TPU v6 lite", True, True),
+        ("TPU v6 lite", False, False),
+        ("NVIDIA H100", True, False),  # whose compiler joins them again
+    ],
+)
+def test_sums_of_a_layer_go_in_chunks_where_they_hide(kind, asynchronous, chunked):
     """An output projection of Llama 3 8B over four devices; its backward pass is one collective."""
     rows, hidden, width = 8192, 1024, 4096
     columns = Flow("scatter", 2.0 * rows * hidden * width, rows * width // 2, along="n",
@@ -623,6 +630,6 @@ def test_sums_of_a_layer_go_in_chunks_where_they_hide(asynchronous):
     def ways():
         return choose_ways(Problem("projection", ring(4), (), (scattered,), backward, told=told))
 
-    forward, back = traced(ways, described("TPU v6 lite", 4))
-    assert isinstance(forward, InChunks) == asynchronous
+    forward, back = traced(ways, described(kind, 4))
+    assert isinstance(forward, InChunks) == chunked
     assert (named(back) == "naive") or not asynchronous

@@ -1,8 +1,8 @@
-"""A training step with FSDP and TP, as the TPU compiler schedules it, next to its peers.
+"""A training step with FSDP and TP, as compilers schedule it, next to its peers.
 
     python benchmarks/training_step [--cases 0,3] [--jobs 2] [--json F]
 
-Compiles two layers of published models, with gradients, for TPUs that need not be there, in three
+Compiles two layers of published models, with gradients, for chips that need not be there, in three
 forms (worker.py says which), and rewrites the table of README.md. With --cases, some are shown and
 nothing is rewritten. Nothing runs: what is compared is the compiler's schedule under published
 figures of the chips.
@@ -49,7 +49,8 @@ def _cell(record: dict[str, Any]) -> str:
     if "total" not in record:
         return "failed" if "failure" in record else "-"
     share = record["exposed"] / record["total"]
-    return f"{record['total'] * 1e3:.2f}, {share:.1%}, {record['peak'] / 2**30:.2f} GiB"
+    time = f"{'~' if record['estimate'] == 'roofline' else ''}{record['total'] * 1e3:.2f}"
+    return f"{time}, {share:.1%}, {record['peak'] / 2**30:.2f} GiB"
 
 
 def _ratio(records: Sequence[dict[str, Any]], quantity: str) -> str:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "failure" in record:
             print(f"- {', '.join(task)}: {record['failure']}")
     if args.cases is None:
-        line = made_by("python benchmarks/training_step", "libtpu")
+        line = made_by("python benchmarks/training_step", "libtpu", "jax-cuda13-pjrt")
         update(README, SECTION, f"{line}\n\n{shown.markdown()}")
     return 0
 

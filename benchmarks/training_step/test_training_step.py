@@ -33,7 +33,7 @@ def test_all_forms_compute_the_same():
 
 def results(**changed):
     record = {"total": 1e-3, "exposed": 1e-4, "peak": 2**30, "sent": 2**20, "unknown loops": 0}
-    record |= {"seconds": 1.0, "compute": 9e-4, "temporaries": 2**29}
+    record |= {"seconds": 1.0, "estimate": "compiler", "compute": 9e-4, "temporaries": 2**29}
     return {("a case", form): record | changed.get(form, {}) for form in ("jaxpar", "naive")}
 
 
@@ -42,6 +42,11 @@ def test_the_table_compares_with_the_peers():
     assert rows == [
         ["a case", "1.00, 10.0%, 1.00 GiB", "2.00, 5.0%, 0.50 GiB", "-", "0.50", "2.00"]
     ]
+
+
+def test_rooflines_are_marked():
+    roofline = {form: {"estimate": "roofline"} for form in ("jaxpar", "naive")}
+    assert command.table(results(**roofline)).rows[0][1] == "~1.00, 10.0%, 1.00 GiB"
 
 
 def test_a_failure_is_shown():
@@ -60,5 +65,5 @@ def test_an_error_is_a_record():
 
 def test_an_unknown_case(capsys):
     with pytest.raises(SystemExit):
-        command.main(["--cases", "9"])
-    assert "choose from 0,1,2,3" in capsys.readouterr().err
+        command.main(["--cases", "8"])
+    assert "choose from 0,1,2,3,4,5,6,7" in capsys.readouterr().err

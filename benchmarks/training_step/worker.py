@@ -79,11 +79,16 @@ class Case:
     sequence: int
 
 
+SLICES = {
+    "v5p:8x8x8": "fx=8,fy=16,cp=1,tp=4",
+    "v6e:16x16": "fx=16,fy=4,cp=1,tp=4",
+    "h100:8": "fx=2,fy=1,cp=1,tp=4",
+    "b200:8": "fx=2,fy=1,cp=1,tp=4",
+}
 CASES = {
-    "Llama 3 8B, v5p:8x8x8": Case(LLAMA_8B, "v5p:8x8x8", "fx=8,fy=16,cp=1,tp=4", 8192),
-    "Llama 3 70B, v5p:8x8x8": Case(LLAMA_70B, "v5p:8x8x8", "fx=8,fy=16,cp=1,tp=4", 8192),
-    "Llama 3 8B, v6e:16x16": Case(LLAMA_8B, "v6e:16x16", "fx=16,fy=4,cp=1,tp=4", 8192),
-    "Llama 3 70B, v6e:16x16": Case(LLAMA_70B, "v6e:16x16", "fx=16,fy=4,cp=1,tp=4", 8192),
+    f"Llama 3 {size}, {chips}": Case(model, chips, mesh, 8192)
+    for chips, mesh in SLICES.items()
+    for size, model in (("8B", LLAMA_8B), ("70B", LLAMA_70B))
 }
 FORMS = ("jaxpar", "naive", "plain jit")
 FSDP = ("fx", "fy")  # two axes: rings of a length that is unrolled
@@ -192,6 +197,7 @@ def record(case: Case, form: str) -> dict[str, Any]:
             file.write(program.text)
     return {
         "total": played.total,
+        "estimate": played.estimate,
         "compute": played.compute,
         "exposed": played.exposed,
         "sent": played.sent_bytes,

@@ -177,14 +177,14 @@ def in_a_layer(problem: Problem) -> Ways:
     What is before and behind a matmul hides its collectives as well as its own pieces would, and
     pieces cost copies to and from the layouts of their neighbours: two layers of Llama 3 8B on v6e
     take 43.9 ms so, and 46.5 by `by_time`. Sums that are scattered may go in chunks of another
-    label than the sequence's, which cost next to nothing: 42.5 ms for 42.9. Elsewhere a matmul has
-    nothing but itself.
+    label than the sequence's, which cost next to nothing: 42.5 ms for 42.9; not on GPUs, whose
+    compiler joins the chunks' collectives again. Elsewhere a matmul has nothing but itself.
     """
     if not _asynchronous(problem):
         return by_time(problem)
     naive, chip = Naive(problem.ring), problem.chip
     scatters = all(flow.kind == "scatter" and flow.across for flow in problem.forward)
-    if chip is None or not scatters:
+    if chip is None or not chip.torus or not scatters:
         return naive, naive
     # Two chunks are predicted to be as fast where four are, but leave more of the sums exposed.
     ways = naive, InChunks(problem.ring, 4)
@@ -238,12 +238,12 @@ RULES: dict[Kind, Callable[[Problem], Ways]] = {
 def gathers_ahead(problem: Problem) -> bool:
     """Whether a layer's weights had better be gathered while the layer before it runs.
 
-    Not where nothing is hidden, and not where a TPU's compiler makes collectives asynchronous: it
+    Not where nothing is hidden, and not where the compiler makes collectives asynchronous: it
     starts those of a layer behind the layer's own first matmuls, and weights of two layers would
-    take memory for nothing.
+    take memory, and a transfer more than there are layers, for nothing.
     """
     chip = problem.chip
-    return chip is not None and not (chip.torus and _asynchronous(problem))
+    return chip is not None and not _asynchronous(problem)
 
 
 def joining_is_cheaper(length: int) -> bool:

@@ -139,11 +139,10 @@ def fsdp_scan(
     Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
     their gradients, in the wire's dtype, backward. Kept for the backward pass are the layers'
     inputs and the shards; there each layer is computed again, from weights that are gathered again.
-    Where the compiler makes collectives asynchronous on TPU (`jaxpar.compiler_options`) they travel
-    beside the layer's own work, and one layer's weights are gathered at a time. On other chips they
-    do so while the layer before computes, and gradients while that is pulled back: two layers'
-    weights, and one transfer more than there are layers, which the last one hides. On CPU devices
-    nothing is hidden.
+    Where the compiler makes collectives asynchronous (`jaxpar.compiler_options`) they travel beside
+    the layer's own work, and one layer's weights are gathered at a time. Elsewhere they do so while
+    the layer before computes, and gradients while that is pulled back: two layers' weights, and one
+    transfer more than there are layers, which the last one hides. On CPU devices nothing is hidden.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
