@@ -39,7 +39,8 @@ from jaxpar.matmul import (
     matmul_reduce_scatter,
     ring_einsum,
 )
-from jaxpar.matmul._flow import Product, flow_of
+from jaxpar.matmul._flow import flow_of
+from jaxpar.matmul._product import Product
 from jaxpar.testing import count_collectives
 
 # On one of 8 devices, in bf16: FLOPs, and bytes of a block that travels.

@@ -21,9 +21,8 @@ from jaxpar.collectives._cost_model import Flow
 from jaxpar.collectives._parts import even_cuts
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
-from jaxpar.matmul._flow import Product
 from jaxpar.matmul._labels import Labels, matmul_labels
-from jaxpar.matmul._primitive import multiply
+from jaxpar.matmul._product import Product, multiply
 
 Weights = Mapping[str, Array]  # by the names that errors use
 Biases = tuple[Array | None, ...]
@@ -130,7 +129,7 @@ class Projection:
         axes = varying_axes(x, weights, self.ring.index())
         wide = vary_wide(axes, x)
         return tuple(
-            multiply(call.arithmetic, product, wide.astype(x.dtype), w).astype(product.dtype)
+            multiply(call.arithmetic, product, wide.astype(x.dtype), w, product.dtype)
             for w in vary_over(axes, weights)
         )
 

@@ -28,18 +28,10 @@ from jaxpar.collectives._blocks import gather_replicated
 from jaxpar.collectives._choice import Problem, choose_ways
 from jaxpar.collectives._cost_model import Flow
 from jaxpar.collectives._ways import Stationary
-from jaxpar.matmul._flow import Product, flow_of
+from jaxpar.matmul._flow import flow_of
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
-from jaxpar.matmul._primitive import (
-    Arithmetic,
-    Left,
-    Out,
-    Right,
-    RingEinsum,
-    gather_einsum,
-    multiply,
-    scatter_einsum,
-)
+from jaxpar.matmul._primitive import RingEinsum, gather_einsum, scatter_einsum
+from jaxpar.matmul._product import Arithmetic, Left, Out, Product, Right, multiply, sizes_of
 
 
 @dataclass(frozen=True)
@@ -203,7 +195,7 @@ def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: R
 
 def _shape(product: Product, left: Left, right: Right) -> list[int]:
     """The shape of the product."""
-    sizes = dict(zip(product.left + product.right, left.shape + right.shape, strict=True))
+    sizes = sizes_of(product, left, right)
     return [sizes[label] for label in product.out]
 
 

@@ -1,21 +1,11 @@
 """What a matmul over a ring does and sends, as the cost model sees it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import Any
 
 from jaxpar.collectives._cost_model import Flow, FlowKind
-
-
-@dataclass(frozen=True)
-class Product:
-    """The labels of one einsum, `left,right->out`, and the dtype of what it gives."""
-
-    left: str
-    right: str
-    out: str
-    dtype: Any
+from jaxpar.matmul._product import Product
 
 
 def flow_of(

@@ -16,33 +16,26 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._derivatives import with_derivative
-from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar.collectives._choice import joining_is_cheaper
 from jaxpar.collectives._cost_model import FlowKind
 from jaxpar.collectives._parts import Span, even_cuts, join_dims, split_dim
 from jaxpar.collectives._ways import Arrivals, InChunks, Naive, Positions, Stationary, Way
-from jaxpar.matmul._flow import Product, flow_of
+from jaxpar.matmul._flow import flow_of
+from jaxpar.matmul._product import (
+    Arithmetic,
+    Left,
+    Out,
+    Product,
+    Right,
+    multiply,
+    partial_dtype,
+    sizes_of,
+)
 from jaxpar.matmul._stationary import return_result, send_partner, unused_label, with_devices
-
-# Labels of an einsum, known while tracing, name the dimensions of its arrays; sizes of all but the
-# label of the ring are the same in all arrays that have it. So annotations say only whose shape one
-# is.
-Left = Num[Array, "*left"]
-Right = Num[Array, "*right"]
-Out = Num[Array, "*out"]
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """The numerical options of a matmul, the same in the forward pass and in every derivative."""
-
-    preferred_element_type: Any  # dtype of partial sums and result; None: the package's contract
-    precision: Any
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,7 @@ def _scatter(
         return sum(parts[1:], start=parts[0])
 
     # All products have the result's labels, and so any of them knows its shape.
-    first, sizes = products[0], _sizes(products[0], *pairs[0])
+    first, sizes = products[0], sizes_of(products[0], *pairs[0])
     return method.way.scatter(
         produce,
         take,
@@ -216,18 +209,13 @@ def _cut_label(
     """Returns the label of what travels along which chunks are cut, at the least cost."""
     sizes: list[dict[str, int]] = []
     for p, (left, right) in zip(products, pairs, strict=True):
-        sizes.append(_sizes(p, left, right))
+        sizes.append(sizes_of(p, left, right))
         if kind == "gather":
             sizes[-1][method.label] = left.shape[p.left.index(method.label)] * way.ring.size
     width, size = pairs[0][0].dtype.itemsize, way.ring.size
     flow = flow_of(kind, method.label, size, products, sizes, width, width)
     fitting = tuple(f for f in flow.across if sizes[0][f.along] % way.chunks == 0)
     return replace(flow, across=fitting).in_chunks(way.chunks).along
-
-
-def _sizes(product: Product, left: Left, right: Right) -> dict[str, int]:
-    """The size of each label of two arrays."""
-    return dict(zip(product.left + product.right, left.shape + right.shape, strict=True))
 
 
 def _at_once(method: RingEinsum) -> RingEinsum:
@@ -248,7 +236,7 @@ def _gather_across(
     once = _at_once(method)
     length = left.shape[products[0].left.index(along)]
     wide = [
-        p if along in p.out else replace(p, dtype=_partial_dtype(method.arithmetic, left, right))
+        p if along in p.out else replace(p, dtype=partial_dtype(method.arithmetic, left, right))
         for p, right in zip(products, rights, strict=True)
     ]
     results: list[Any] = [None] * len(products)
@@ -277,7 +265,7 @@ def _scatter_across(
     pairs: tuple[tuple[Array, Array], ...],
 ) -> Out:
     """A scatter for each chunk of another label than the ring's, of all operands that have it."""
-    once, length = _at_once(method), _sizes(products[0], *pairs[0])[along]
+    once, length = _at_once(method), sizes_of(products[0], *pairs[0])[along]
     parts = [
         _scatter(
             once,
@@ -341,31 +329,6 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
 
 gather_einsum = with_derivative(_gather, _gather_fwd, _gather_bwd, statics=2)
 scatter_einsum = with_derivative(_scatter, _scatter_fwd, _scatter_bwd, statics=2)
-
-
-def multiply(
-    arithmetic: Arithmetic, product: Product, left: Left, right: Right, dtype: Any = None
-) -> Out:
-    """Computes one product of local arrays, rounded to `dtype`, or in that of partial sums."""
-    given = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
-    sums = _partial_dtype(arithmetic, left, right)
-    dtype = sums if dtype is None else dtype
-    out = jnp.einsum(
-        f"{product.left},{product.right}->{product.out}",
-        left.astype(given),
-        right.astype(given),
-        precision=arithmetic.precision,
-        # A matmul sums in float32 in any case. One that rounds by itself has a derivative of
-        # narrow operands; behind a cast it would multiply float32, at half the speed on GPUs.
-        preferred_element_type=dtype if dtype == given else sums,
-    )
-    return out.astype(dtype)
-
-
-def _partial_dtype(arithmetic: Arithmetic, left: Left, right: Right) -> Any:
-    """The dtype of partial sums."""
-    sums = arithmetic.preferred_element_type
-    return sum_dtype(common_dtype(left.dtype, right.dtype)) if sums is None else sums
 
 
 def _multiply_part(
