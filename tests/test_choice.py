@@ -27,7 +27,7 @@ from jaxpar.collectives._choice import (
     choose_ways,
     joining_is_cheaper,
 )
-from jaxpar.collectives._cost_model import Flow, time_of
+from jaxpar.collectives._cost_model import Flow, collective_time, time_of
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import Order, TpuOrder, traced_order
 from jaxpar.collectives._turns import gather_turns
@@ -423,8 +423,8 @@ def test_auto_asks_for_each_call(fn, specs, kind, size):
     """
     mesh = described(kind)
     mode = {"TPU v5": "bidirectional", "NVIDIA H100": "unidirectional"}[kind]
-    # A collective over 8 devices may have the links of two dimensions.
-    mode = "naive" if fn is CALLS["all-reduce"][0] else mode
+    # An all-reduce over 8 TPUs may have the links of three dimensions.
+    mode = "naive" if fn is CALLS["all-reduce"][0] and kind == "TPU v5" else mode
     wide = fn is CALLS["einsum"][0]  # there it is x that travels
     shapes = [(size, size), (size, 8 * size)] if wide else [(8 * size, size), (size, size)]
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -599,6 +599,32 @@ def test_chunks_of_a_gather_with_few_rows_are_cut_along_what_is_contracted():
     few = Flow("gather", 1e9, 1, whole=10**8, along="a", across=(columns,))
     many = replace(few, across=(replace(columns, sums=10**8),))
     assert (few.in_chunks(2).along, many.in_chunks(2).along) == ("k", "a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "size", "beside", "times"),
+    [
+        ("TPU v5 lite", 16, 4, NONE, 2),  # 4x4, along one dimension
+        ("TPU v5 lite", 16, 16, NONE, 1),  # all of it
+        ("TPU v5 lite", 8, 8, NONE, 2),  # 2x4: too narrow
+        ("TPU v6 lite", 8, 8, ALL, 1),
+        ("TPU v6 lite", 256, 16, ALL, 2),
+        ("TPU v6 lite", 32, 8, ALL, 2),
+        ("TPU v5", 64, 16, NONE, 1),
+        ("TPU v5", 512, 8, ALL, 2),
+        ("TPU v5", 8, 8, NONE, 2 / 3),  # a cube
+        ("TPU v5", 4, 4, NONE, 1),
+        ("TPU7x", 16, 8, ALL, 1),
+        ("NVIDIA H100", 8, 8, ALL, 2),
+    ],
+)
+def test_an_all_reduce_has_the_links_of_all_dimensions_of_its_ring(
+    kind, devices, size, beside, times
+):
+    """As XLA schedules `psum` of 1024x4096 and 4096x4096 bfloat16."""
+    flow, way = Flow("all-reduce", 0.0, 2**20), Naive(ring(size))
+    found = time_of(chip(kind), (flow,), way, beside, devices=devices)
+    assert found == pytest.approx(times * collective_time(chip(kind), flow, size))
 
 
 @pytest.mark.parametrize(("kind", "times"), [("TPU v6 lite", 1), ("TPU v5", 8)])

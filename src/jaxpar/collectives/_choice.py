@@ -153,7 +153,7 @@ def by_time(problem: Problem) -> Ways:
         return [way_of(problem, mode, flows) for mode in modes]
 
     def seconds(flows: tuple[Flow, ...], way: Way, kept: bool = False) -> float:
-        time = time_of(chip, flows, way, problem.beside, kept=kept)
+        time = time_of(chip, flows, way, problem.beside, kept=kept, devices=problem.devices)
         # Of rings that take the same but for rounding, the one that sends half over a link.
         alike = 1 + 1e-9 * (way.mode == "unidirectional")
         margin = CHUNKED_MARGIN if isinstance(way, InChunks) else MARGIN

@@ -8,7 +8,7 @@ programs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import hypot
+from math import hypot, prod
 from typing import Literal
 
 from jaxpar._chips import Chip
@@ -24,6 +24,8 @@ CHUNK_OVERHEAD = 6e-6
 MATMUL_SHARE = 0.9
 # Of HBM's speed, what a copy reaches that a compiler adds.
 COPY_SHARE = {"TPU v5 lite": 1.0, "TPU v5": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.4}
+# And where what is gathered last is copied into the result.
+RESULT_COPY_SHARE = {"TPU v5 lite": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.2}
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
 SCATTERED_SHARE = 0.2
 # Of VMEM, what an operand takes at most that is read from HBM once for all pieces.
@@ -85,7 +87,13 @@ class Flow:
 
 
 def time_of(
-    chip: Chip, flows: Sequence[Flow], way: Way, beside: frozenset[str], *, kept: bool = False
+    chip: Chip,
+    flows: Sequence[Flow],
+    way: Way,
+    beside: frozenset[str],
+    *,
+    kept: bool = False,
+    devices: int = 0,
 ) -> float:
     """Returns the seconds that flows take, one after the other, by a way.
 
@@ -95,6 +103,7 @@ def time_of(
       way: any.
       beside: the collectives that the compiler runs beside other work.
       kept: what the last one gathers is there already.
+      devices: of the whole mesh; 0: no more than those of the ring.
     """
     if isinstance(way, InTurns):
         return sum((_in_turns(chip, flow, way) for flow in flows), 0.0)
@@ -102,7 +111,7 @@ def time_of(
         return sum((_in_chunks(chip, flow, way, beside) for flow in flows), 0.0)
     if isinstance(way, Stationary):
         return sum((_staying(chip, flow, way.ring.size, kept) for flow in flows), 0.0)
-    return _at_once(chip, flows, way, beside, kept)
+    return _at_once(chip, flows, way, beside, kept, max(devices, way.ring.size))
 
 
 def chunked_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> float:
@@ -118,14 +127,15 @@ def chunked_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> f
 
 
 def _at_once(
-    chip: Chip, flows: Sequence[Flow], way: Way, beside: frozenset[str], kept: bool
+    chip: Chip, flows: Sequence[Flow], way: Way, beside: frozenset[str], kept: bool, devices: int
 ) -> float:
     size = way.ring.size
     work = [_work(chip, flow, 1, 0.0) for flow in flows]
     sent = [collective_time(chip, flow, size) for flow in flows]
     if len(flows) < 2:
-        twice = [x for flow, x in zip(flows, sent, strict=True) if _reduces_twice(flow, size)]
-        return sum(work + sent + twice, 0.0)
+        reduces = any(flow.kind == "all-reduce" for flow in flows)
+        passes = 2 / _spanned(chip, size, devices, "all-reduce" in beside) if reduces else 1
+        return sum(work, 0.0) + sum(sent, 0.0) * passes
     # A scatter and a gather: the gather is under way while the scatter's work is done, the sums
     # leave while the gather's work is done.
     gathering = 0.0 if kept else sent[1]
@@ -147,12 +157,19 @@ def _staying(chip: Chip, flow: Flow, size: int, kept: bool) -> float:
     return hypot(computed, moved / chip.hbm) + (sent if flow.kind == "gather" else 0.0)
 
 
-def _reduces_twice(flow: Flow, size: int) -> bool:
-    """Whether an all-reduce takes as long as a reduce-scatter and an all-gather over one axis.
+def _spanned(chip: Chip, size: int, devices: int, offloaded: bool) -> int:
+    """How many dimensions of the torus a ring probably spans: XLA all-reduces over all their links.
 
-    Over a plane of the torus, as which a long axis may lie, XLA uses the links of both dimensions.
+    Over one, a reduce-scatter and an all-gather follow each other. Not over the second one of a
+    slice of two dimensions that is two devices wide, unless a SparseCore sends. Tracing does not
+    see where devices are: the slice is taken for one whose sides are as even as can be.
     """
-    return flow.kind == "all-reduce" and size < 8
+    sides = [1] * max(1, chip.dimensions)
+    while prod(sides) < devices:
+        sides[sides.index(min(sides))] *= 2
+    sides.sort(reverse=True)
+    spanned = next((n for n in range(1, len(sides)) if prod(sides[:n]) >= size), len(sides))
+    return 1 if chip.dimensions == 2 and size < 16 and not offloaded else spanned
 
 
 def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) -> float:
@@ -165,7 +182,7 @@ def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) ->
     copied = _copy(chip, flow.block_bytes) if flow is comb else 2 * flow.block_bytes / chip.hbm
     rest = copied + chunks * CHUNK_OVERHEAD
     rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
-    rest += sent if flow.kind == "all-reduce" else 0.0  # gathered again
+    rest += _gathered(chip, flow, way.ring.size)
     if ("all-gather" if flow.kind == "gather" else "reduce-scatter") not in beside:
         return work + sent + rest
     return rest + (work + sent + (chunks - 1) * max(work, sent)) / chunks
@@ -189,8 +206,17 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
     # The opposite block is cut in two, and joined again.
     copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
-    gathered = collective_time(chip, flow, size) if flow.kind == "all-reduce" else 0.0
-    return sum(map(seconds, turns), 0.0) + copied + _copy(chip, flow.sliced) + gathered
+    copied += _copy(chip, flow.sliced) + _gathered(chip, flow, size)
+    return sum(map(seconds, turns), 0.0) + copied
+
+
+def _gathered(chip: Chip, flow: Flow, size: int) -> float:
+    """Seconds in which sums that all devices need are gathered again."""
+    if flow.kind != "all-reduce":
+        return 0.0
+    share = RESULT_COPY_SHARE.get(chip.kind)
+    copied = 2 * size * flow.block_bytes / (share * chip.hbm) if share else 0.0
+    return collective_time(chip, flow, size) + copied
 
 
 def _work(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = False) -> float:
