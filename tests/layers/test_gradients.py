@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh
+from jaxpar import Axis, make_mesh
 from jaxpar.layers import (
     copy_region,
     gather_region,
@@ -343,19 +343,40 @@ def test_reduce_gradients_leaves_what_is_sharded_or_summed_already():
     np.testing.assert_array_equal(found["shard"], np.arange(4.0))
 
 
-def test_reduce_gradients_adds_16_bit_floats_wide():
-    mapped = jax.shard_map(
-        lambda x: reduce_gradients({"a": x, "b": (x,)}, ("tp", "dp"), bucket_bytes=1000),
-        mesh=make_mesh("dp=4,tp=2"),
-        in_specs=P(("dp", "tp")),
-        out_specs=P(),
-        check_vma=False,
+@pytest.mark.parametrize(("wire", "bytes_sent"), [(None, 7), ("float32", 14)])
+def test_gradients_travel_in_the_dtype_of_the_wire(wire, bytes_sent):
+    def reduce(x):
+        tree = {"a": x, "b": (x,)}
+        return reduce_gradients(tree, Axis(("tp", "dp"), wire_dtype=wire), bucket_bytes=1000)
+
+    def of_loss(w, x):
+        step = value_and_grad(lambda w, x: (jnp.sum(w * x), 8), Axis(("tp", "dp"), wire_dtype=wire),
+                              specs=P())  # fmt: skip
+        return step(w, x)[1]
+
+    mesh, spec = make_mesh("dp=4,tp=2"), P(("dp", "tp"))
+    x, one = jnp.asarray([256, *[1] * 7], "bfloat16"), jnp.ones((), "bfloat16")
+    for fn, args, specs, total in (
+        (reduce, (x,), (spec,), 264.0),  # the neighbour of 263
+        (of_loss, (one, 8 * x), (P(), spec), 8 * 263 / 64),
+    ):
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        for leaf in jax.tree.leaves(jax.jit(mapped)(*args)):
+            assert leaf.dtype == "bfloat16"
+            assert float(leaf.reshape(())) == pytest.approx(total, rel=0.004)
+    counts = count_collectives(
+        jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False),
+        x,
+        grad=False,
     )
-    found = jax.jit(mapped)(jnp.asarray([256, *[1] * 7], "bfloat16"))
-    for leaf in jax.tree.leaves(found):
-        assert leaf.dtype == "bfloat16"
-        assert float(leaf[0]) == 264.0  # the neighbour of 263
-    assert count_collectives(mapped, jnp.ones(8, "bfloat16"), grad=False).forward_bytes == 14
+    assert counts.forward_bytes == bytes_sent
+
+
+def test_gradients_of_many_tokens_do_not_overflow_on_a_narrow_wire():
+    step = value_and_grad(lambda w, x: (jnp.sum(w * x), x.size), "dp", specs=P())
+    mapped = jax.shard_map(step, mesh=make_mesh("dp=8"), in_specs=(P(), P("dp")), out_specs=P())
+    _, gradient = jax.jit(mapped)(jnp.ones((), "float16"), jnp.full(8 * 8, 2000.0, "float16"))
+    assert float(gradient) == 2000.0
 
 
 # -- errors -------------------------------------------------------------------------------------

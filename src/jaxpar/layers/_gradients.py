@@ -100,8 +100,8 @@ def value_and_grad(
         scalars, or are typed as varying over an axis not in `axis`; no specs under
         `check_vma=False`, or wrong ones; an unknown axis name; a call outside shard_map.
 
-    Cost: gradients are summed where the parameter is replicated, 2 (n-1)/n of their bytes in
-    float32 or wider: over `axis` once. Over other axes JAX sums them under `check_vma=True`,
+    Cost: gradients are summed where the parameter is replicated, 2 (n-1)/n of their bytes on the
+    wire: over `axis` once. Over other axes JAX sums them under `check_vma=True`,
     in the backward of each microbatch; under `check_vma=False` all is summed at once, at the end.
     More than one microbatch keeps gradients of all parameters in float32 or wider.
 
@@ -137,9 +137,12 @@ def value_and_grad(
         # Otherwise each device's loss has counted, and no gradient is summed yet.
         axes = ring.names if checked else manual_axes()
         count = 1 if checked else prod(lax.axis_size(a) for a in axes if a not in ring.names)
+        # Divided before they are summed: sums of many tokens' gradients would overflow float16.
         leaves, treedef = jax.tree.flatten(grads)
-        leaves = sum_leaves(leaves, [set(axes) - names for names in sharded], limit)
-        grads = treedef.unflatten([_quotient(leaf, total, count) for leaf in leaves])
+        leaves = [_quotient(leaf, total, count) for leaf in leaves]
+        wires = [ring.wire_dtype or param.dtype for param in jax.tree.leaves(params)]
+        leaves = sum_leaves(leaves, [set(axes) - names for names in sharded], limit, wires)
+        grads = treedef.unflatten(leaves)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
         mean = _quotient(_total(loss, ring), total)
         return ((mean, aux) if has_aux else mean), grads

@@ -14,7 +14,7 @@ from jaxtyping import Float, Num
 from jaxpar._axis import bind
 from jaxpar._calls import called, public, type_error, value_error
 from jaxpar._checks import check_whole
-from jaxpar._dtypes import addition_dtype, common_dtype
+from jaxpar._dtypes import addition_dtype, check_wire, common_dtype
 from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
 
@@ -31,7 +31,7 @@ def reduce_gradients(
       grads: pytree of local arrays; each is this device's addend, the gradient of its own share of
         the loss.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.psum`.
+        data travel: here always by `lax.psum`, in its `wire_dtype`; None: each leaf's own dtype.
       specs: pytree prefix of `PartitionSpec`s, as `in_specs`: a leaf is not summed over the axes
         that it is sharded over. None: leaves are summed over all of `axis`.
       bucket_bytes: None for one psum a leaf. Otherwise leaves that are of one dtype, and are summed
@@ -68,7 +68,8 @@ def reduce_gradients(
     summed = [set(ring.names) - axes for axes in sharded]
     if checks_varying(ring.names):
         summed = [axes & varying_axes(leaf) for axes, leaf in zip(summed, leaves, strict=True)]
-    return treedef.unflatten(sum_leaves(leaves, summed, limit))
+    wires = [ring.wire_dtype or leaf.dtype for leaf in leaves]
+    return treedef.unflatten(sum_leaves(leaves, summed, limit, wires))
 
 
 @public
@@ -112,10 +113,14 @@ def global_norm(tree: Any, *, specs: Any = None) -> Array:
     return jnp.sqrt(total)
 
 
-def sum_leaves(leaves: list[Array], axes: Iterable[set[str]], bucket_bytes: int | None) -> Any:
-    """Sums each leaf over its axes, those alike in buckets, and keeps its dtype."""
+def sum_leaves(
+    leaves: list[Array], axes: Iterable[set[str]], bucket_bytes: int | None, wires: list[Any]
+) -> Any:
+    """Sums each leaf over its axes in its wire's dtype, those alike in buckets; keeps its dtype."""
     dtypes = [leaf.dtype for leaf in leaves]
-    sums = [leaf.astype(addition_dtype(leaf.dtype)) for leaf in leaves]
+    for wire, dtype in zip(wires, dtypes, strict=True):
+        check_wire(wire, dtype)
+    sums = [leaf.astype(wire) for leaf, wire in zip(leaves, wires, strict=True)]
     alike: dict[Any, list[int]] = {}
     for at, (leaf, names) in enumerate(zip(sums, axes, strict=True)):
         if names:  # what varies over different axes cannot be joined without losing its type
