@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxpar._dtypes import addition_dtype
+from jaxpar._dtypes import addition_dtype, common_dtype
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
@@ -48,6 +48,16 @@ def vary_over(axes: Iterable[str], tree: Any) -> Any:
 def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
     """Returns x in the dtype of sums, varying over `axes`: its derivative sums in that dtype."""
     return vary_over(axes, x.astype(addition_dtype(x.dtype)))
+
+
+def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Array:
+    """Returns x in the dtype of sums, varying over `axes`.
+
+    Its derivative adds in that dtype what is on this device, and sums over devices in that of x, or
+    in `wire_dtype` if it is wider.
+    """
+    wire = x.dtype if wire_dtype is None else common_dtype(x.dtype, wire_dtype)
+    return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))
 
 
 def vary_alike(axis: tuple[str, ...], *trees: Any) -> Any:

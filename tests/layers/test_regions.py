@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh
+from jaxpar import Axis, make_mesh
 from jaxpar.layers import copy_region, gather_region, reduce_region, scatter_region
 from jaxpar.testing import assert_matches_reference, count_collectives
 
@@ -137,15 +137,24 @@ def test_gradients_inside_of_replicated_values():
     np.testing.assert_allclose(copied[:2], np.sum(w.reshape(4, 2), axis=0), rtol=1e-5)
 
 
-def test_sums_of_16_bit_floats_travel_in_32():
-    """As their bytes show: CPU devices add 16-bit floats in 32 bits whatever they are asked for."""
-    x = jnp.ones(8, "bfloat16")
-    reduce = count_collectives(mapped(lambda x: reduce_region(x, "x"), P("x"), P()), x)
-    copy = count_collectives(mapped(lambda x: copy_region(x, "x"), P(), P("x")), x)
-    assert reduce.forward_bytes == 2 * 3 / 4 * 2 * 4
-    assert copy.backward_bytes == 2 * 3 / 4 * 8 * 4
-    total = mapped(lambda x: reduce_region(x, "x"), P("x"), P())(x)
+@pytest.mark.parametrize(
+    ("wire", "forward", "backward"), [(None, 2, 2), ("float32", 4, 4), ("float16", 2, 4)]
+)
+def test_sums_travel_in_the_dtype_of_the_wire(wire, forward, backward):
+    """A wire that does not hold what is copied would round it, and carries float32."""
+    axis, x = Axis("x", wire_dtype=wire), jnp.ones(8, "bfloat16")
+    reduce = count_collectives(mapped(lambda x: reduce_region(x, axis), P("x"), P()), x)
+    copy = count_collectives(mapped(lambda x: copy_region(x, axis), P(), P("x")), x)
+    assert reduce.forward_bytes == 2 * 3 / 4 * 2 * forward
+    assert copy.backward_bytes == 2 * 3 / 4 * 8 * backward
+    total = mapped(lambda x: reduce_region(x, axis), P("x"), P())(x)
     assert total.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("region", [copy_region, reduce_region])
+def test_a_wire_of_another_kind(region):
+    with pytest.raises(TypeError, match="wire_dtype=int8 cannot carry sums of float32"):
+        mapped(lambda x: region(x, Axis("x", wire_dtype="int8")), P(), P("x"))(jnp.ones(4))
 
 
 @check

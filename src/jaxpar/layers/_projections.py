@@ -15,7 +15,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import type_error, value_error
 from jaxpar._checks import check_dim, check_sequence_dim
 from jaxpar._types import AxisLike, Integer
-from jaxpar._varying import vary_over, vary_wide, varying_axes
+from jaxpar._varying import vary_on_wire, vary_over, varying_axes
 from jaxpar.collectives._choice import Problem, choose_row_chunks
 from jaxpar.collectives._cost_model import Flow
 from jaxpar.collectives._parts import even_cuts
@@ -125,9 +125,9 @@ class Projection:
         if dim is not None:
             return _einsum.gather(call, "lhs", labels.lhs[dim], x, weights)
         product = Product(labels.lhs, labels.rhs, labels.out, call.result_dtype(x))
-        # The derivative of this cast sums over the axis, and over weights, in float32.
+        # The derivative adds over weights in float32, and sums over the axis.
         axes = varying_axes(x, weights, self.ring.index())
-        wide = vary_wide(axes, x)
+        wide = vary_on_wire(axes, x, self.ring.wire_dtype)
         return tuple(
             multiply(call.arithmetic, product, wide.astype(x.dtype), w, product.dtype)
             for w in vary_over(axes, weights)

@@ -21,8 +21,9 @@ from jaxtyping import Shaped
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
 from jaxpar._checks import check_dim, check_divides
+from jaxpar._dtypes import check_wire
 from jaxpar._types import AxisLike, Integer, Tree
-from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
+from jaxpar._varying import checks_varying, vary_on_wire, vary_over, varying_axes
 
 
 @public
@@ -32,15 +33,15 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
     Args:
       x: pytree of local arrays of any shape, replicated over `axis`.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.psum`, in the derivative.
+        data travel: here always by `lax.psum`, in the derivative; in its `wire_dtype`, where that
+        is wider than a leaf's own dtype.
 
     Returns:
-      `x`, typed as varying over `axis`. The derivative sums over it, in float32 for 16-bit
-      floats: each device's part has used the value. Over an axis over which `x` varies already
-      there is nothing to sum.
+      `x`, typed as varying over `axis`. The derivative sums over it: each device's part has used
+      the value. Over an axis over which `x` varies already there is nothing to sum.
 
     Raises:
-      TypeError: an axis whose names are no strings.
+      TypeError: an axis whose names are no strings; a wire dtype of another kind than a leaf.
       ValueError: an unknown axis name, a call outside shard_map.
 
     Cost: nothing forward; backward one psum a leaf. Under `check_vma=False` nothing either way,
@@ -56,12 +57,12 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
     Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
     model parallelism" (2019), its operator f.
     """
-    names = bind(axis).names
+    ring = bind(axis)
 
     def copy(x: Any) -> Array:
         x = jnp.asarray(x)
-        # The cast there and back is exact, and its derivative sums wide.
-        return vary_wide(names, x).astype(x.dtype)
+        check_wire(ring.wire_dtype, x.dtype)
+        return vary_on_wire(ring.names, x, ring.wire_dtype).astype(x.dtype)
 
     return jax.tree.map(copy, x)
 
@@ -73,15 +74,14 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     Args:
       x: pytree of local arrays of any shape; each is this device's addend.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.psum`.
+        data travel: here always by `lax.psum`, in its `wire_dtype`; None: each leaf's own dtype.
 
     Returns:
-      The sum over `axis`, in the dtype of `x`, added in float32 for 16-bit floats; typed as
-      replicated under `check_vma=True`, so that `out_specs=P()` holds. The derivative hands each
-      device the cotangent as it is.
+      The sum over `axis`, in the dtype of `x`; typed as replicated under `check_vma=True`, so that
+      `out_specs=P()` holds. The derivative hands each device the cotangent as it is.
 
     Raises:
-      TypeError: an axis whose names are no strings.
+      TypeError: an axis whose names are no strings; a wire dtype of another kind than a leaf.
       ValueError: an unknown axis name, a call outside shard_map.
 
     Cost: one psum a leaf forward; nothing backward, but a psum under `check_vma=False`.
@@ -95,11 +95,13 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
 
     Source: as `copy_region`, its operator g.
     """
-    names = bind(axis).names
+    ring = bind(axis)
 
     def reduce(x: Any) -> Array:
         x = jnp.asarray(x)
-        return lax.psum(vary_wide(names, x), names).astype(x.dtype)
+        check_wire(ring.wire_dtype, x.dtype)
+        wide = x.astype(ring.wire_dtype or x.dtype)
+        return lax.psum(vary_over(ring.names, wide), ring.names).astype(x.dtype)
 
     return jax.tree.map(reduce, x)
 

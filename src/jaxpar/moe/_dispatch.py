@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Int32
 from jaxpar._axis import Ring
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import sum_dtype
-from jaxpar._varying import vary_alike, vary_wide, varying_axes
+from jaxpar._varying import vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.collectives._blocks import gather_along, scatter_along
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
@@ -212,7 +212,7 @@ def _apply_whole(
         w: Float[Array, "features columns"],
         bias: Float[Array, " columns"] | None,
     ) -> Float[Array, "rows columns"]:
-        w = vary_wide(axes, w).astype(w.dtype)  # its gradient is summed over devices in float32
+        w = vary_over(axes, w)
         if bias is None:  # narrow, and so is its derivative
             return lax.dot(x, w, precision=precision, preferred_element_type=x.dtype)
         wide = sum_dtype(x.dtype)
