@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxpar._dtypes import addition_dtype, common_dtype
+from jaxpar._dtypes import addition_dtype, check_wire, common_dtype
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
@@ -54,8 +54,9 @@ def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Arra
     """Returns x in the dtype of sums, varying over `axes`.
 
     Its derivative adds in that dtype what is on this device, and sums over devices in that of x, or
-    in `wire_dtype` if it is wider.
+    in `wire_dtype` if it is wider. Raises if that is of another kind.
     """
+    check_wire(wire_dtype, x.dtype)
     wire = x.dtype if wire_dtype is None else common_dtype(x.dtype, wire_dtype)
     return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))
 

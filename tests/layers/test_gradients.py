@@ -372,6 +372,18 @@ def test_gradients_travel_in_the_dtype_of_the_wire(wire, bytes_sent):
     assert counts.forward_bytes == bytes_sent
 
 
+def test_what_does_not_travel_is_not_rounded():
+    axis, third = Axis("dp", wire_dtype="bfloat16"), jnp.full(8, 1 / 3)
+    reduce = jax.shard_map(
+        lambda x: reduce_gradients({"shard": x}, axis, specs=P("dp")),
+        mesh=make_mesh("dp=8"),
+        in_specs=P("dp"),
+        out_specs=P("dp"),
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(reduce)(third)["shard"], third)
+
+
 def test_gradients_of_many_tokens_do_not_overflow_on_a_narrow_wire():
     step = value_and_grad(lambda w, x: (jnp.sum(w * x), x.size), "dp", specs=P())
     mapped = jax.shard_map(step, mesh=make_mesh("dp=8"), in_specs=(P(), P("dp")), out_specs=P())

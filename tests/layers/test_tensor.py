@@ -353,6 +353,10 @@ def test_errors():
         "x is float32[4, 3] and w is bfloat16[3, 4]; cast one of them with .astype, and choose the "
         "dtype of the result with preferred_element_type"
     )
+    integers = f32(2, 3).astype("int32"), f32(3, 4).astype("int32")
+    assert error(TypeError, column, *integers, Axis("tp", wire_dtype="float32")) == (
+        "wire_dtype=float32 cannot carry sums of int32; choose an integer dtype, or None"
+    )
     assert error(ValueError, column, f32(2, 6), (f32(6, 4), f32(3, 4)), "tp") == (
         "x has local shape (2, 6) and w[1] (3, 4), but 6 columns of x cannot meet 3 rows of w[1]; "
         "they must be equal: check how both are sharded over axis 'tp' (4)"

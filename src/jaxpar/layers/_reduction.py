@@ -117,14 +117,13 @@ def sum_leaves(
     leaves: list[Array], axes: Iterable[set[str]], bucket_bytes: int | None, wires: list[Any]
 ) -> Any:
     """Sums each leaf over its axes in its wire's dtype, those alike in buckets; keeps its dtype."""
-    dtypes = [leaf.dtype for leaf in leaves]
-    for wire, dtype in zip(wires, dtypes, strict=True):
-        check_wire(wire, dtype)
-    sums = [leaf.astype(wire) for leaf, wire in zip(leaves, wires, strict=True)]
+    dtypes, sums = [leaf.dtype for leaf in leaves], list(leaves)
     alike: dict[Any, list[int]] = {}
-    for at, (leaf, names) in enumerate(zip(sums, axes, strict=True)):
+    for at, (leaf, names, wire) in enumerate(zip(leaves, axes, wires, strict=True)):
+        check_wire(wire, leaf.dtype)
         if names:  # what varies over different axes cannot be joined without losing its type
-            key = leaf.dtype, tuple(sorted(names)), varying_axes(leaf) | names
+            sums[at] = leaf.astype(wire)
+            key = sums[at].dtype, tuple(sorted(names)), varying_axes(leaf) | names
             alike.setdefault(key, []).append(at)
     for (_, names, varying), places in alike.items():
         for bucket in _buckets(sums, places, bucket_bytes):
