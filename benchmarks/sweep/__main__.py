@@ -139,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     behind.print(width=140)
     table.print(width=140)
     if not some:
-        line = made_by("python benchmarks/sweep --ways", "libtpu")
+        command = "python benchmarks/sweep" + (" --ways" if args.ways else "")
+        line = made_by(command, "libtpu")
         update(README, SECTION, f"{line}\n\n{table.markdown()}\n\n{behind.markdown()}")
     return 0
 
