@@ -28,7 +28,10 @@ def requests(monkeypatch):
     [
         ("--ops scatter", "--ops 'scatter' is not among gather-lhs-rows, gather-lhs-k, "),
         ("--shapes 16x16", "--shapes '16x16' is not MxKxN, three positive integers such as"),
-        ("--modes naive,fast", "--modes 'fast' is not among naive, unidirectional, bidirectional"),
+        (
+            "--modes naive,fast",
+            "--modes 'fast' is not among naive, stationary, chunked-2, chunked-4",
+        ),
         ("--dtype bf16", "--dtype 'bf16' is not among float32, bfloat16, float16"),
         ("--figures mine", "--figures 'mine' is not among book, measured"),
         ("--wire-dtype half-float", "--wire-dtype 'half-float' is no dtype; write bfloat16"),
@@ -68,13 +71,13 @@ def test_bad_arguments_are_one_line_and_status_2(args, text, requests, capsys):
 
 def test_one_request_a_target_holds_all_that_was_asked(requests):
     args = "--targets v5p:8x8x8,h100:8 --mesh dp=-1,tp=8 --axis tp --ops all-reduce --grad"
-    more = "--shapes 64x64x64,8x8x8 --modes naive --dtype float32 --wire-dtype bfloat16"
+    more = "--shapes 64x64x64,8x8x8 --modes naive,chunked-4 --dtype float32 --wire-dtype bfloat16"
     options = ["--compiler-options", "xla_a=true", "xla_b=3", "xla_c=0.5", "xla_d=text"]
     assert main(["predict", *args.split(), *more.split(), *options]) == 0
     assert [request.target for request in requests] == ["v5p:8x8x8", "h100:8"]
     for request in requests:
         assert (request.mesh, request.axis, request.function) == ("dp=-1,tp=8", "tp", None)
-        assert (request.ops, request.modes) == (("all-reduce",), ("naive",))
+        assert (request.ops, request.modes) == (("all-reduce",), ("naive", "chunked-4"))
         assert request.shapes == ("64x64x64", "8x8x8")
         assert (request.dtype, request.wire_dtype, request.grad) == ("float32", "bfloat16", True)
         wanted = {"xla_a": True, "xla_b": 3, "xla_c": 0.5, "xla_d": "text"}

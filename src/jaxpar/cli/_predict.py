@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpar._axis import MODES
 from jaxpar.cli._arguments import (
     add_command,
     add_dtype,
@@ -28,7 +29,7 @@ from jaxpar.cli._predict_results import Failure, Report, Request, Tick, write_js
 from jaxpar.cli._predict_views import print_notes, print_report, write_picture, write_trace
 from jaxpar.cli._processes import compilers, converse
 
-MODES = ("naive", "unidirectional", "bidirectional", "auto")
+DEFAULT_MODES = ("naive", "unidirectional", "bidirectional", "auto")
 FIGURES = ("book", "measured")
 DEFAULT_SHAPE = "8192x8192x28672"
 
@@ -76,7 +77,7 @@ def add_parser(commands: Any) -> None:
         "several; without them the function is called with the mesh and returns (function, args)",
     )
     add_operations(add, DEFAULT_SHAPE)
-    add("--modes", help=f"{', '.join(MODES)} (default: all)")
+    add("--modes", help=f"of {', '.join(MODES)} (default: {','.join(DEFAULT_MODES)})")
     add_dtype(add, "bfloat16")
     add("--wire-dtype", help="dtype in which partial sums travel")
     add("--grad", action="store_true", help="forward and backward, with all gradients")
@@ -192,7 +193,7 @@ def parse_requests(args: argparse.Namespace) -> list[Request]:
             args=tuple(args.args),
             ops=tuple(op.name for op in parse_ops(ops)),
             shapes=tuple(shapes.split(",")),
-            modes=tuple(parse_names("--modes", args.modes, MODES) if args.modes else MODES),
+            modes=tuple(parse_names("--modes", args.modes, MODES)) if args.modes else DEFAULT_MODES,
             dtype=dtype,
             wire_dtype=args.wire_dtype,
             grad=args.grad,

@@ -24,7 +24,7 @@ CHUNK_OVERHEAD = 6e-6
 MATMUL_SHARE = 0.9
 # Of HBM's speed, what a copy reaches that a compiler adds.
 COPY_SHARE = {"TPU v5 lite": 1.0, "TPU v5": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.4}
-# And where what is gathered last is copied into the result.
+# The same of a last gather, where a compiler copies what it brings into the result.
 RESULT_COPY_SHARE = {"TPU v5 lite": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.2}
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
 SCATTERED_SHARE = 0.2
