@@ -16,8 +16,9 @@ with install_import_hook("jaxpar", "signatures.checked"):
 
 
 QUICKLY_COMPILED = {
-    *("language_model", "layers", "moe"),
-    *("test_interop.py", "test_ragged.py", "test_tuning.py", "test_ways.py"),
+    *("language_model", "layers", "matmul", "moe", "training_step"),
+    *("test_gradients.py", "test_interop.py", "test_ragged.py", "test_reference.py"),
+    *("test_tuning.py", "test_ways.py"),
 }
 
 

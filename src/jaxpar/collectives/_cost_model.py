@@ -28,8 +28,9 @@ COPY_SHARE = {"TPU v5 lite": 1.0, "TPU v5": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.
 RESULT_COPY_SHARE = {"TPU v5 lite": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.2}
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
 SCATTERED_SHARE = 0.2
-# Of VMEM, what an operand takes at most that is read from HBM once for all pieces.
-VMEM_SHARE = 0.6
+# Of VMEM, what an operand takes at most that is read from HBM once for all pieces; and how much
+# faster each piece feeds it from there to the matrix units, however few rows it multiplies.
+VMEM_SHARE, VMEM_SPEED = 0.6, 3.5
 # How often a sum of float32 is read and written for each piece, apart from the matmul, in turns and
 # in chunks: not at all where the compiler adds in its epilogue at full speed.
 SUM_PASSES = {"TPU v5 lite": (2.0, 0.5), "TPU v6 lite": (1.0, 1.0), "TPU7x": (1.0, 1.0)}
@@ -53,7 +54,8 @@ class Flow:
       sums: bytes of what every piece adds to.
       minor: bytes, of those that are shared, of arrays whose last dimension is dealt out: a chunk
         of every block lies in many places there.
-      sliced: bytes, of those, of operands that stay and are cut for each piece.
+      cut: bytes, of those that are shared, of operands that stay and are cut for each piece.
+      sliced: bytes, of those, of operands whose last dimension is cut.
       partners: bytes that are gathered, or summed and scattered, where the operand stays that
         would be gathered; as one device's block of them.
       exchanged: bytes of one device that go all to all there.
@@ -68,6 +70,7 @@ class Flow:
     shared: int = 0
     sums: int = 0
     minor: int = 0
+    cut: int = 0
     sliced: int = 0
     partners: int = 0
     exchanged: int = 0
@@ -206,7 +209,8 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
     # The opposite block is cut in two, and joined again.
     copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
-    copied += _copy(chip, flow.sliced) + _gathered(chip, flow, size)
+    copied += _copy(chip, flow.cut if way.order.cuts_first else flow.sliced)
+    copied += _gathered(chip, flow, size)
     return sum(map(seconds, turns), 0.0) + copied
 
 
@@ -229,6 +233,8 @@ def _work(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = Fa
     computed = flow.flops / (MATMUL_SHARE * chip.flops)
     # Two cores that make one device keep nothing.
     fits = chip.cores == 1 and flow.whole <= VMEM_SHARE * chip.vmem
+    if fits:
+        computed = max(computed, pieces * flow.whole / (VMEM_SPEED * chip.hbm))
     reads = 1 if fits else pieces
     again = 0.0 if kept else 2.0 * (pieces - 1) * flow.sums
     moved = reads * flow.whole + flow.shared + flow.sums

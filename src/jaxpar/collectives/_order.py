@@ -51,6 +51,7 @@ class Order:
     """
 
     pieces = 1  # in how many parts sums are made and sent
+    cuts_first = False  # whether operands are cut by an instruction of their own
 
     def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
         """Computes while a transfer is under way.

@@ -33,28 +33,30 @@ def flow_of(
     moving = products[0].left if kind == "gather" else products[0].out
     block = prod(sizes[0][name] for name in moving) // size * wire
 
-    def cut_along(cut: str) -> Flow:
-        whole, shared, sums, minor, sliced, partners, exchanged = 0, 0, 0, 0, 0, 0, 0
+    def cut_along(along: str) -> Flow:
+        whole, shared, sums, minor, cut, sliced, partners, exchanged = 0, 0, 0, 0, 0, 0, 0, 0
         for product, numbers_of in zip(products, sizes, strict=True):
-            operands = (product.left, product.right)
-            for labels in (*operands, product.out):
+            for role in ("left", "right", "out"):
+                labels = getattr(product, role)
                 numbers = prod(numbers_of[name] for name in labels)
-                travels = kind == "gather" and labels is product.left
-                if cut in labels:
+                travels = kind == "gather" and role == "left"
+                stays = role != "out" and not travels
+                if along in labels:
                     shared += numbers * width
-                    last = 0 if travels or not labels.endswith(cut) else numbers * width
-                    minor += last if cut == label else 0
-                    sliced += 0 if labels is product.out else last
-                elif labels in operands:
-                    whole += numbers * width
-                else:
+                    cut += numbers * width if stays else 0
+                    last = not travels and labels.endswith(along)
+                    minor += numbers * width if last and along == label else 0
+                    sliced += numbers * width if last and stays else 0
+                elif role == "out":
                     sums += numbers * 4
+                else:
+                    whole += numbers * width
                 if kind == "gather" and not travels:
                     exchanged += numbers * width if label in labels else 0
                     partners += 0 if label in labels else numbers * width
         flops = sum(2.0 * prod(numbers_of.values()) for numbers_of in sizes)
-        read = (whole, shared, sums, minor, sliced, partners, exchanged)
-        return Flow(kind, flops, block, *read, along=cut)
+        read = (whole, shared, sums, minor, cut, sliced, partners, exchanged)
+        return Flow(kind, flops, block, *read, along=along)
 
     others = moving.replace(label, "")
     return replace(cut_along(label), across=tuple(map(cut_along, others)))
