@@ -28,6 +28,8 @@ COPY_SHARE = {"TPU v5 lite": 1.0, "TPU v5": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.
 RESULT_COPY_SHARE = {"TPU v5 lite": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.2}
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
 SCATTERED_SHARE = 0.2
+# Where columns that a turn computes are placed by a pass of its own, not by the matmul.
+PLACED_APART = frozenset({"TPU7x"})
 # Of VMEM, what an operand takes at most that is read from HBM once for all pieces; and how much
 # faster each piece feeds it from there to the matrix units, however few rows it multiplies.
 VMEM_SHARE, VMEM_SPEED = 0.6, 3.5
@@ -210,6 +212,8 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     # The opposite block is cut in two, and joined again.
     copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
     copied += _copy(chip, flow.cut if way.order.cuts_first else flow.sliced)
+    if chip.kind in PLACED_APART and flow.kind == "gather":
+        copied += _copy(chip, flow.minor - flow.sliced)
     copied += _gathered(chip, flow, size)
     return sum(map(seconds, turns), 0.0) + copied
 

@@ -172,6 +172,7 @@ ORDERS = {
     "TPU v5 lite": TpuOrder(),
     "TPU v5": TpuOrder(delays_transfers=True, cuts_first=True),
     "TPU v6 lite": TpuOrder(delays_transfers=True),
+    "TPU7x": TpuOrder(cuts_first=True),
     "TPU": TpuOrder(),
 }
 
