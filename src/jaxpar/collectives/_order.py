@@ -171,7 +171,7 @@ ORDERS = {
     "TPU v4": TpuOrder(delays_transfers=True),
     "TPU v5 lite": TpuOrder(),
     "TPU v5": TpuOrder(delays_transfers=True, cuts_first=True),
-    "TPU v6 lite": TpuOrder(delays_transfers=True),
+    "TPU v6 lite": TpuOrder(delays_transfers=True, cuts_first=True),
     "TPU7x": TpuOrder(cuts_first=True),
     "TPU": TpuOrder(),
 }
