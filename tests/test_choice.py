@@ -148,8 +148,8 @@ def test_without_a_mesh_auto_is_naive_and_rings_are_plain():
         ("TPU v4", TpuOrder(delays_transfers=True)),
         ("TPU v5 lite", TpuOrder()),
         ("TPU v5", TpuOrder(delays_transfers=True, cuts_first=True)),
-        ("TPU v6 lite", TpuOrder(delays_transfers=True)),
-        ("TPU7x", TpuOrder()),
+        ("TPU v6 lite", TpuOrder(delays_transfers=True, cuts_first=True)),
+        ("TPU7x", TpuOrder(cuts_first=True)),
         ("TPU v9", TpuOrder()),  # not in the table of chips
         ("NVIDIA H100", Order()),
         (None, Order()),
@@ -424,8 +424,11 @@ def test_auto_asks_for_each_call(fn, specs, kind, size):
     """
     mesh = described(kind)
     mode = {"TPU v5": "bidirectional", "NVIDIA H100": "unidirectional"}[kind]
-    # An all-reduce over 8 TPUs may have the links of three dimensions.
-    mode = "naive" if fn is CALLS["all-reduce"][0] and kind == "TPU v5" else mode
+    # An all-reduce over 8 TPUs may have the links of three dimensions. GPUs add sums by passes of
+    # their own: scatters are at once there, or where they are large in two chunks.
+    mode = "naive" if fn is CALLS["all-reduce"][0] else mode
+    if fn is CALLS["scatter"][0] and kind == "NVIDIA H100":
+        mode = "chunked-2"
     wide = fn is CALLS["einsum"][0]  # there it is x that travels
     shapes = [(size, size), (size, 8 * size)] if wide else [(8 * size, size), (size, size)]
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -463,7 +466,9 @@ def test_what_the_model_is_asked(monkeypatch):
     whole, moving = 2 * 12 * 4 * 2, 2 * (8 * 12 + 8 * 4) * 2
     instead = {"partners": 2 * 12 * 4 * 2, "exchanged": 2 * 8 * 4 * 2}
     assert rows == Flow("gather", flops, 2 * 12 * 2, whole, moving, **instead)
-    assert for_x == Flow("scatter", flops, 2 * 12 * 2, whole, moving, cut=2 * 8 * 4 * 2)
+    assert for_x == Flow(
+        "scatter", flops, 2 * 12 * 2, whole, moving, cut=2 * 8 * 4 * 2, added=8 * 12 * 4
+    )
     sums = 2 * 12 * 4 * 4
     assert for_w == Flow("gather", flops, 2 * 12 * 2, 0, moving, sums, cut=2 * 8 * 4 * 2, **instead)
     (columns,), _ = run(lambda x, w: all_gather_matmul(x, w, "x", gather="rhs"), P("x"), P("x"))
@@ -477,7 +482,9 @@ def test_what_the_model_is_asked(monkeypatch):
     (narrow,), (for_both,) = scatter()
     flops = 2.0 * 8 * 3 * 16
     moved = (8 * 3 + 8 * 16) * 2
-    assert narrow == Flow("scatter", flops, 2 * 16 * 2, 3 * 16 * 2, moved, cut=8 * 3 * 2)
+    assert narrow == Flow(
+        "scatter", flops, 2 * 16 * 2, 3 * 16 * 2, moved, cut=8 * 3 * 2, added=8 * 16 * 4
+    )
     shared = (8 * 16 + 8 * 3) * 2 + (8 * 16 + 8 * 3) * 2
     instead = {"partners": 2 * 3 * 16 * 2, "exchanged": 2 * 8 * 3 * 2}
     assert for_both == Flow(
@@ -640,14 +647,24 @@ def test_a_weight_that_stays_on_the_chip_is_read_once(kind, times):
     assert with_it - without == pytest.approx(times * 2**24 / chip(kind).hbm, rel=0.01)
 
 
-@pytest.mark.parametrize(("kind", "copies"), [("TPU v5", 2 / 0.4), ("TPU v6 lite", 0)])
+@pytest.mark.parametrize(("kind", "copies"), [("TPU v5", 2 / 0.4), ("TPU v5 lite", 0)])
 def test_operands_that_are_cut_by_an_instruction_of_their_own_are_copied(kind, copies):
-    """A ring that gathers along k cuts the weight: on v5p before each matmul, on v6e within it."""
+    """A ring that gathers along k cuts the weight: on v5p before each matmul, on v5e within it."""
     ring_way = chosen(described(kind), 8, TINY, "unidirectional")
     without, with_it = (
         time_of(chip(kind), (gather(1.0, 8, cut=cut),), ring_way, NONE) for cut in (0, 2**24)
     )
     assert with_it - without == pytest.approx(copies * 2**24 / chip(kind).hbm)
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("NVIDIA H100", 2), ("TPU v5 lite", 0)])
+def test_a_gpu_adds_sums_by_passes_of_their_own(kind, passes):
+    way = chosen(described(kind), 8, TINY, "unidirectional")
+    flow = Flow("scatter", 1.0, 8)
+    without, with_it = (
+        time_of(chip(kind), (replace(flow, added=added),), way, NONE) for added in (0, 2**24)
+    )
+    assert with_it - without == pytest.approx(passes * 2**24 / chip(kind).hbm)
 
 
 @pytest.mark.parametrize(

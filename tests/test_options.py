@@ -155,10 +155,60 @@ def test_a_program_is_told_of_the_options_that_it_gets():
     assert _seen(target("tpu7x:2x2x1"), lambda f: jax.jit(f).trace(X)) == ALL
 
 
+def test_a_program_is_traced_again_with_other_options():
+    """What was traced with some is not taken for the same with others, or with none."""
+    v6e, modes = target("v6e:2x2"), []
+    options = jaxpar.compiler_options(v6e)
+
+    def local(x):
+        modes.append(traced_asynchronous())
+        return x
+
+    f = jax.shard_map(local, mesh=v6e.mesh, in_specs=P("tp"), out_specs=P("tp"))
+    inner = jax.jit(f)
+    with jax.set_mesh(v6e.mesh):
+        for given in (options, {}, options):
+            with jaxpar.compiled_with(given):
+                inner.trace(X)
+        jaxpar.jit(lambda x: inner(x)).trace(X)
+        jaxpar.jit(f, compiler_options=dict.fromkeys(options, "false")).trace(X)
+        jaxpar.jit(f).trace(X)
+    # The third one is the first again; `jaxpar.jit` says of which chip options are.
+    assert modes == [ALL, set(), ALL, set()]
+
+
+def test_options_of_another_chip_are_refused():
+    v6e = target("v6e:2x2")
+    f = jax.shard_map(
+        lambda x, w: jaxpar.all_gather_matmul(x, w, "tp"),
+        mesh=v6e.mesh,
+        in_specs=(P("tp"), P(None, "tp")),
+        out_specs=P(None, "tp"),
+    )
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    said = r"for 'TPU v6 lite' is traced with the compiler options of 'cpu'; give its mesh"
+    with pytest.raises(ValueError, match=said):
+        jaxpar.jit(f).trace(x, x)
+    jaxpar.jit(f, mesh=v6e.mesh).trace(x, x)
+
+
+def test_given_options_take_the_place_of_the_chips_in_a_program_of_jit():
+    v5p = target("v5p:2x2x1")
+    own = {"xla_tpu_enable_sparse_core_collective_offload_all_gather": "true"}
+
+    def compiled(options, **more):
+        return _seen(v5p, lambda f: compile_for(jaxpar.jit(f, **more), v5p, X, **options))
+
+    assert compiled({}) == ALL
+    assert compiled({"compiler_options": {}}) == set()
+    assert compiled({"compiler_options": {}}, compiler_options=own) == {"all-gather"}
+
+
 def test_a_program_that_is_not_told_warns_and_the_environment_tells(monkeypatch):
     v6e = target("v6e:2x2")
-    with pytest.warns(UserWarning, match=r"jaxpar\.jit in place of jax\.jit"):
+    with pytest.warns(UserWarning, match=r"jaxpar\.jit in place of jax\.jit") as caught:
         assert _seen(v6e, lambda f: jax.jit(f).trace(X)) == set()
+    assert "src/jaxpar" not in caught[0].filename
     [gathers] = [name for name in jaxpar.compiler_options(v6e) if name.endswith("d_all_gather")]
     for text in (f"--{gathers}=true", f"--{gathers}"):
         monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=3 {text}")
@@ -182,8 +232,18 @@ def test_jit_runs_and_refuses_what_is_no_function_or_mesh():
     double.clear_cache()
     assert double(jnp.float32(3)) == 6
     assert len(calls) == 2
-    static = jaxpar.jit(lambda n: jnp.ones(n), static_argnums=0)
-    assert static(3).shape == (3,)
+    for static in (
+        jaxpar.jit(jnp.ones, static_argnums=0),
+        jaxpar.jit(static_argnums=0)(lambda n: jnp.ones(n)),
+    ):
+        assert static(3).shape == (3,)
+    with pytest.raises(TypeError, match="nonsense"):
+        jaxpar.jit(jnp.ones, nonsense=1)
+    for options in (3, "abc"):
+        with pytest.raises(TypeError, match=r"jit: compiler options must be a mapping of names"):
+            jaxpar.jit(jnp.ones, compiler_options=options)
+    with pytest.raises(TypeError, match=r"compiled_with: compiler options must be a mapping"):
+        jaxpar.compiled_with(None).__enter__()
     with pytest.raises(TypeError, match=r"jit: fun must be a function, got 3"):
         jaxpar.jit(3)
     with pytest.raises(TypeError, match=r"jit: mesh must be a mesh"):

@@ -220,6 +220,12 @@ def test_options_are_those_that_are_told_or_else_of_the_environment(monkeypatch)
         ("{{", "{0} is no JSON: Expecting property name"),
         ("[]", "{0} does not have command, versions, device_kind, mesh, compiler_options, "),
         ('{{"sites": 3}}', "{0} does not have command, versions, device_kind, mesh, "),
+        (
+            '{{"command": "", "versions": {{}}, "device_kind": "", "mesh": {{}}, '
+            '"compiler_options": {{}}, "sites": {{"a": []}}, "clock": "", "milliseconds": {{}}, '
+            '"tried": {{}}}}',
+            "{0} must have a way for each part of each of its sites",
+        ),
     ],
 )
 def test_a_file_that_nobody_wrote(content, said, tmp_path):
@@ -230,7 +236,9 @@ def test_a_file_that_nobody_wrote(content, said, tmp_path):
         with pytest.raises(ValueError, match=re.escape(f"tuned: {said.format(path)}")):
             run(X, UP, DOWN)
     with pytest.raises(TypeError, match=r"tuned: tuning must be a path or a jaxpar.Tuning, got 3"):
-        jaxpar.jit(mlp(), tuned=3)(X, UP, DOWN)
+        jaxpar.tuned(3).__enter__()
+    with pytest.raises(TypeError, match=r"jit: tuned must be a path or a jaxpar.Tuning, got 3"):
+        jaxpar.jit(mlp(), tuned=3)
 
 
 def asked(local, *specs, mesh="fsdp=2,tp=4", args):

@@ -127,14 +127,15 @@ def bind(
 ) -> Ring:
     """Returns the ring over `axis`, the user's `argument`, or says why it cannot be had here.
 
-    A mode and a wire's dtype that are given go before those of an `Axis`.
+    A mode and a wire's dtype that are given go before those of an `Axis`; a mode is that of both
+    passes.
     """
     if isinstance(axis, Ring):  # bound already
         return axis
     given = axis if isinstance(axis, Axis) else Axis(axis_names(axis, argument))
     if mode is not None:
         check_mode(mode)
-    mode = given.mode if mode is None else mode
+    mode, backward = (given.mode, given.backward) if mode is None else (mode, None)
     wire = given.wire_dtype if wire_dtype is None else as_dtype("wire_dtype", wire_dtype)
     names: tuple[str, ...] = given.names
     sizes: dict[str, int] = {}
@@ -154,7 +155,7 @@ def bind(
             f"{argument} {names!r} has axes that the mesh lacks, which has {dict(mesh.shape)}; a "
             "ring over several axes needs mesh axes, whose order is known"
         )
-    return Ring(names, mode, wire, given.backward, size=prod(sizes.values()))
+    return Ring(names, mode, wire, backward, size=prod(sizes.values()))
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:

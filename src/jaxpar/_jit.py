@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import partial, update_wrapper
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import jax
 
 from jaxpar._calls import naming, readable, type_error
-from jaxpar._options import Options, compiled_with, kind_of, options_of
-from jaxpar._tuning import is_trying, load
+from jaxpar._options import Options, kind_of, options_like, options_of, telling
+from jaxpar._tuning import Tuning, is_trying, load
 from jaxpar._tuning import tuned as tuned_by
 from jaxpar._types import TuningLike
 
 
 @readable
 def jit(
-    fun: Any,
+    fun: Any = None,
     *,
     mesh: Any = None,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Any = None,
     tuned: TuningLike | None = None,
     **settings: Any,
-) -> Jitted:
+) -> Any:
     """`jax.jit` with the compiler options of the chip, and `mode="auto"` told of them.
 
     Args:
       fun: a function of global arrays, not called from another jitted one: JAX takes compiler
-        options at the outermost `jit` alone.
+        options at the outermost `jit` alone. None: a decorator is returned, as by `jax.jit`.
       mesh: for whose devices. None: the context mesh where it is called or traced
         (`jax.set_mesh`), and without one the default devices.
-      compiler_options: more options, or other values; `{}` for those of the chip alone.
+      compiler_options: a mapping: more options, or other values; `{}` for those of the chip alone.
       tuned: a file of `python -m jaxpar tune`, as for `jaxpar.tuned`. None: what holds around it.
       **settings: as for `jax.jit`.
 
@@ -41,8 +42,10 @@ def jit(
       A function with `trace`, `lower`, `eval_shape` and `clear_cache`, as `jax.jit` returns.
 
     Raises:
-      TypeError: `fun` is no function, or `mesh` no mesh.
-      ValueError: `tuned` is stale, as soon as it is called or traced.
+      TypeError: `fun` is no function, `mesh` no mesh, options are no mapping, or `jax.jit` has no
+        such setting.
+      ValueError: as soon as it is called or traced, `tuned` is stale, or the program is for another
+        kind of device than the one whose options it got.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -52,11 +55,19 @@ def jit(
       (16, 32)
     """
     with naming("jit"):
+        if fun is None:
+            settings |= {"mesh": mesh, "compiler_options": compiler_options, "tuned": tuned}
+            return partial(jit, **settings)
         if not callable(fun):
             raise type_error(f"fun must be a function, got {fun!r}")
         if mesh is not None:
             kind_of(mesh, "mesh")
-        return Jitted(fun, mesh, dict(compiler_options or {}), tuned, settings)
+        tuning: Any = tuned
+        if tuning is not None and not isinstance(tuning, (str, Path, Tuning)):
+            raise type_error(f"tuned must be a path or a jaxpar.Tuning, got {tuned!r}")
+        more = {} if compiler_options is None else options_like(compiler_options)
+        jax.jit(fun, **settings)  # so that a wrong setting is refused here
+        return Jitted(fun, mesh, more, tuned, settings)
 
 
 class Jitted:
@@ -69,11 +80,17 @@ class Jitted:
         more: Options,
         tuning: TuningLike | None,
         settings: dict[str, Any],
+        base: Options | None = None,
     ) -> None:
         update_wrapper(self, fun)
         self._fun, self._mesh, self._more, self._settings = fun, mesh, more, settings
-        self._tuning = tuning
+        self._tuning, self._base = tuning, base
         self._jitted: dict[str, tuple[Options, Any]] = {}  # by the kind of chip
+
+    def over(self, base: Options) -> tuple[Jitted, Options]:
+        """The same with `base` in the place of the chip's options; and what it compiles with."""
+        new = Jitted(self._fun, self._mesh, self._more, self._tuning, self._settings, base)
+        return new, {**base, **self._more}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
@@ -110,7 +127,7 @@ class Jitted:
 
     @contextmanager
     def _told(self, options: Options) -> Generator[None]:
-        with compiled_with(options):
+        with telling(options, kind_of(self._mesh) if self._base is None else None):
             if self._tuning is None or is_trying():
                 yield
                 return
@@ -121,7 +138,17 @@ class Jitted:
     def _for_chip(self) -> tuple[Options, Any]:
         kind = kind_of(self._mesh)
         if kind not in self._jitted:
-            options = {**options_of(kind), **self._more}
+            options = {**(options_of(kind) if self._base is None else self._base), **self._more}
             jitted = jax.jit(self._fun, compiler_options=options or None, **self._settings)
             self._jitted[kind] = options, jitted
         return self._jitted[kind]
+
+
+def jitted_with(fn: Any, options: Options) -> tuple[Any, Options]:
+    """Returns `fn` jitted, if it is not yet, and the options it compiles with.
+
+    Those are `options`, and what a function of `jaxpar.jit` got besides the chip's.
+    """
+    if isinstance(fn, Jitted):
+        return fn.over(options)
+    return fn if hasattr(fn, "trace") else jax.jit(fn), options

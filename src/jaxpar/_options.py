@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxpar._calls import naming, readable, type_error
+from jaxpar._calls import naming, readable, type_error, value_error
 
-Options = dict[str, bool | str]
+Options = dict[str, bool | int | float | str]
 
 # By their names in HLO.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "ragged-all-to-all")
@@ -77,7 +78,18 @@ COMPILERS = {
     "NVIDIA": Compiler((_EARLY_STARTS,), frozenset(COLLECTIVES)),
 }
 
-_told: ContextVar[Mapping[str, Any] | None] = ContextVar("told", default=None)
+
+@dataclass(frozen=True)
+class _Told:
+    """Options that are said; and for which kind of device they were looked up, if they were."""
+
+    options: tuple[tuple[str, Any], ...]
+    kind: str | None = None
+
+
+# JAX traces again where the value of such a context is another one: a program that was traced with
+# other options is not taken for this one.
+_told: Any = jax.make_user_context(default_value=None)
 
 
 @readable
@@ -112,11 +124,16 @@ def compiler_options(devices: Any = None) -> Options:
 
 @readable
 @contextmanager
-def compiled_with(options: Mapping[str, Any]) -> Generator[None]:
+def compiled_with(options: Any) -> Generator[None]:
     """Says with which compiler options what is traced here will be compiled.
 
     Args:
-      options: as for `jax.jit(compiler_options=...)`; `{}` for none.
+      options: a mapping, as for `jax.jit(compiler_options=...)`; `{}` for none.
+
+    Raises:
+      TypeError: what is no mapping.
+
+    Cost: programs are traced again that were traced with other options.
 
     `mode="auto"` takes other ways where the compiler makes collectives asynchronous, which depends
     on its options, which tracing cannot see. Where nothing says what they are, it looks for them
@@ -129,11 +146,27 @@ def compiled_with(options: Mapping[str, Any]) -> Generator[None]:
       ...     lowered = jax.jit(lambda x: 2 * x).lower(jnp.ones(8))
       >>> compiled = lowered.compile(compiler_options=options)
     """
-    token = _told.set(dict(options))
-    try:
+    with naming("compiled_with"):
+        options = options_like(options)
+    with telling(options):
         yield
-    finally:
-        _told.reset(token)
+
+
+@contextmanager
+def telling(options: Options, kind: str | None = None) -> Generator[None]:
+    """Says the options of what is traced here, and of which kind of device they are."""
+    with _told(_Told(tuple(sorted(options.items())), kind)):
+        yield
+
+
+def options_like(options: Any) -> Options:
+    """Returns a new dictionary of compiler options, or raises a `TypeError` of what is none."""
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise type_error(
+            f"compiler options must be a mapping of names to values, got {options!r}; pass what "
+            "jaxpar.compiler_options returns, or {} for none"
+        )
+    return dict(options)
 
 
 def traced_asynchronous() -> frozenset[str]:
@@ -144,7 +177,14 @@ def traced_asynchronous() -> frozenset[str]:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     compiler = Compiler() if device is None else _compiler_of(device.device_kind)
-    options = _told.get()
+    told: _Told | None = _told.value
+    options = None if told is None else dict(told.options)
+    if told is not None and device is not None and told.kind not in (None, device.device_kind):
+        raise value_error(
+            f"a program for {device.device_kind!r} is traced with the compiler options of "
+            f"{told.kind!r}; give its mesh: jaxpar.jit(..., mesh=mesh), or call it in "
+            "jax.set_mesh(mesh)"
+        )
     freeing = [option for option in compiler.options if option.frees]
     if options is None:
         options = _of_environment()
@@ -159,17 +199,21 @@ def traced_options(names: Collection[str]) -> dict[str, Any]:
 
     The environment has options of other programs, too: there only those count that are asked for.
     """
-    told = _told.get()
-    found = _of_environment() if told is None else told
+    told: _Told | None = _told.value
+    found = _of_environment() if told is None else dict(told.options)
     return {name: value for name, value in found.items() if told is not None or name in names}
 
 
 def _warn() -> None:
+    # The line of the user's, behind however many of the package's.
+    package, frame, level = str(Path(__file__).parent), sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
     warnings.warn(
-        'mode="auto" cannot see compiler options, and reckons without those that make collectives '
-        "asynchronous on this chip. Write jaxpar.jit in place of jax.jit, which gives both; or say "
-        "with which options you compile: with jaxpar.compiled_with(options)",
-        stacklevel=3,
+        "tracing cannot see compiler options, and jaxpar reckons without those that make "
+        "collectives asynchronous on this chip. Write jaxpar.jit in place of jax.jit, which gives "
+        "both; or say with which options you compile: with jaxpar.compiled_with(options)",
+        stacklevel=level,
     )
 
 

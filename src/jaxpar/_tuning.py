@@ -72,11 +72,20 @@ class Tuning:
                 record = json.loads(Path(path).read_text())
             except FileNotFoundError:
                 raise value_error(f"there is no file {path}; {again}") from None
+            except OSError as reason:
+                raise value_error(f"{path} cannot be read: {reason.strerror}; {again}") from None
             except ValueError as reason:
                 raise value_error(f"{path} is no JSON: {reason}; {again}") from None
             wanted = [field.name for field in fields(Tuning) if field.name != "name"]
-            if not isinstance(record, dict) or list(record) != wanted:
+            if not isinstance(record, dict) or set(record) != set(wanted):
                 raise value_error(f"{path} does not have {', '.join(wanted)}; {again}")
+            found = record["sites"]
+            parts = found.values() if isinstance(found, dict) else [found]
+            if not all(isinstance(ways, dict) for ways in parts):
+                raise value_error(
+                    f"{path} must have a way for each part of each of its sites, such as "
+                    f'{{"forward": "naive", "backward": "auto"}}; {again}'
+                )
             return Tuning(str(path), **record)
 
     def write(self, path: str | Path) -> None:

@@ -144,8 +144,10 @@ def require_reportable(args: argparse.Namespace, files: Sequence[str]) -> None:
 
 
 def require_folders(args: argparse.Namespace, files: Sequence[str]) -> None:
-    """Raises `UsageError` where the folder of a file to be written does not exist."""
+    """Raises `UsageError` where a file cannot be written because of its folder."""
     for option in files:
         path = getattr(args, option.replace("-", "_"))
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"--{option} {path}: its directory does not exist")
+        if path and Path(path).is_dir():
+            raise UsageError(f"--{option} {path}: this is a directory, not a file")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpar
+from jaxpar._jit import jitted_with
 from jaxpar._options import compiled_with
 from jaxpar._tuning import Choices, Trial, trying, versions
 from jaxpar.cli._arguments import mesh_error
@@ -32,7 +33,7 @@ LEAST_TIMED = 0.02
 class Traces:
     """A program for a mesh, lowered with one choice of ways or another."""
 
-    function: Any
+    jitted: Any
     args: Sequence[Any]
     mesh: Mesh
     options: Mapping[str, Any]
@@ -41,8 +42,7 @@ class Traces:
         """Traces the program with these choices."""
         trial = Trial(choices)
         with jax.set_mesh(self.mesh), compiled_with(self.options), trying(trial):
-            jitted = self.function if hasattr(self.function, "trace") else jax.jit(self.function)
-            lowered = _Lowered(jitted.trace(*self.args))
+            lowered = _Lowered(self.jitted.trace(*self.args))
         return Candidate(choices, lowered, trial.asked)
 
 
@@ -181,12 +181,12 @@ def serve(task: Mapping[str, Any]) -> Iterator[Record]:
         request = request_from(task["request"])
         target = _here(request) if request.target == HERE else target_of(request)
         [program] = programs(request, target, ())
-        options, mesh = options_of(request, target), target.mesh
+        jitted, options = jitted_with(program.function, options_of(request, target))
         yield {"facts": _facts(target, options)}
         if request.target == HERE:
-            clock = Timed(program.function, program.args, mesh, options, task["repeats"])
+            clock = Timed(jitted, program.args, target.mesh, options, task["repeats"])
         else:
-            clock = Predicted(program.function, program.args, mesh, options, target)
+            clock = Predicted(jitted, program.args, target.mesh, options, target)
         known = {tried.key: tried for tried in (Tried(**entry) for entry in task["known"])}
         yield from search(clock, known, task["most"], task["modes"])
     except UsageError as reason:

@@ -26,6 +26,10 @@ from jaxpar.collectives._ways import InChunks, Naive, Stationary, Way
 # which each is a matmul that a compiler tiles by itself, by more than in turns.
 MARGIN, CHUNKED_MARGIN = 0.96, 0.9
 
+# The compiler of GPUs joins the collectives of more than two chunks again, and of two that have
+# fewer bytes than this together.
+JOINED = 2**28
+
 Kind = Literal["matmul", "projection", "attention", "collective", "weights", "loss", "experts"]
 Shape = tuple[int, ...]
 Ways = tuple[Way, Way]  # of the forward and of the backward pass
@@ -145,12 +149,16 @@ def by_time(problem: Problem) -> Ways:
     stays: list[Mode] = ["stationary"] if _may_stay(problem) else []
     modes: list[Mode] = ["naive", *stays]
     # Blocks of attention are used one by one: a chunk of each of them is of no use.
-    chunks = chip.torus and problem.kind != "attention" and problem.beside
-    modes += chunked if chunks else []
+    chunks = problem.kind != "attention" and problem.beside
+    modes += (chunked if chip.torus else chunked[:1]) if chunks else []
     modes += turned[0 if chip.torus else 1 :] if rings else []
 
     def ways(flows: tuple[Flow, ...]) -> list[Way]:
-        return [way_of(problem, mode, flows) for mode in modes]
+        found = [way_of(problem, mode, flows) for mode in modes]
+        # What a GPU's compiler would join again, or have wait for copies of what is gathered.
+        sent = sum(flow.block_bytes * ring.size for flow in flows if flow.kind == "scatter")
+        joined = not chip.torus and (sent < JOINED or any(f.kind != "scatter" for f in flows))
+        return [way for way in found if not (joined and isinstance(way, InChunks))]
 
     def seconds(flows: tuple[Flow, ...], way: Way, kept: bool = False) -> float:
         time = time_of(chip, flows, way, problem.beside, kept=kept, devices=problem.devices)

@@ -61,6 +61,7 @@ class Flow:
       partners: bytes that are gathered, or summed and scattered, where the operand stays that
         would be gathered; as one device's block of them.
       exchanged: bytes of one device that go all to all there.
+      added: bytes of the float32 numbers that are made for all devices, where sums are scattered.
       along: the label of what is cut into pieces, of arrays that have labels.
       across: the same work, cut along another label of what travels, as only chunks can be.
     """
@@ -76,6 +77,7 @@ class Flow:
     sliced: int = 0
     partners: int = 0
     exchanged: int = 0
+    added: int = 0
     along: str = ""
     across: tuple["Flow", ...] = ()
 
@@ -212,6 +214,8 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     # The opposite block is cut in two, and joined again.
     copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
     copied += _copy(chip, flow.cut if way.order.cuts_first else flow.sliced)
+    # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
+    copied += 0.0 if chip.torus else 2 * flow.added / chip.hbm
     if chip.kind in PLACED_APART and flow.kind == "gather":
         copied += _copy(chip, flow.minor - flow.sliced)
     copied += _gathered(chip, flow, size)

@@ -33,6 +33,8 @@ def flow_of(
     moving = products[0].left if kind == "gather" else products[0].out
     block = prod(sizes[0][name] for name in moving) // size * wire
 
+    added = 0 if kind == "gather" else prod(sizes[0][name] for name in moving) * 4
+
     def cut_along(along: str) -> Flow:
         whole, shared, sums, minor, cut, sliced, partners, exchanged = 0, 0, 0, 0, 0, 0, 0, 0
         for product, numbers_of in zip(products, sizes, strict=True):
@@ -55,7 +57,7 @@ def flow_of(
                     exchanged += numbers * width if label in labels else 0
                     partners += 0 if label in labels else numbers * width
         flops = sum(2.0 * prod(numbers_of.values()) for numbers_of in sizes)
-        read = (whole, shared, sums, minor, cut, sliced, partners, exchanged)
+        read = (whole, shared, sums, minor, cut, sliced, partners, exchanged, added)
         return Flow(kind, flops, block, *read, along=along)
 
     others = moving.replace(label, "")

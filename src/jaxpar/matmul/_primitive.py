@@ -66,7 +66,7 @@ class RingEinsum:
     @property
     def kept(self) -> bool:
         """Whether the derivative is JAX's own, for which the gathered operand is kept."""
-        return self.way.derived_by_jax and self.backward.derived_by_jax
+        return self.way.derived_by_jax and self.way == self.backward
 
     def forward(self) -> RingEinsum:
         """How the einsum runs where a derivative is taken."""

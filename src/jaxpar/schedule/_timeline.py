@@ -12,6 +12,7 @@ import jax
 
 from jaxpar._calls import naming, readable
 from jaxpar._chips import Chip
+from jaxpar._jit import jitted_with
 from jaxpar._options import compiled_with
 from jaxpar._options import compiler_options as options_of
 from jaxpar.schedule._links import Links
@@ -63,7 +64,8 @@ def compile_for(
       *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec`
         will do). One without a sharding is laid out as the compiler likes.
       compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` is told of them. None:
-        those of `jaxpar.compiler_options(target)`; `{}`: none.
+        those of `jaxpar.compiler_options(target)`; `{}`: none. A function of `jaxpar.jit` keeps
+        what it got besides.
 
     Returns:
       A `CompiledProgram`.
@@ -81,8 +83,8 @@ def compile_for(
     """
     start = time.perf_counter()
     options = options_of(target) if compiler_options is None else compiler_options
+    jitted, options = jitted_with(fn, options)
     with jax.set_mesh(target.mesh), compiled_with(options):
-        jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
         traced = jitted.trace(*args)
         compiled = traced.lower().compile(compiler_options=options or None)
     seconds = time.perf_counter() - start
