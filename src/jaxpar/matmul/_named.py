@@ -40,10 +40,13 @@ def all_gather_matmul(
       gather: the operand that is sharded over `axis`, `"lhs"` or `"rhs"`.
       dim: the dimension of that operand along which it is sharded: rows or batch of lhs, columns
         of rhs, or the contracting dimension of either.
-      mode: None: that of `axis`, `"auto"` for a name. `"naive"` (`lax.all_gather`, then one
-        matmul), `"unidirectional"`, `"bidirectional"`, or `"auto"`: what a roofline over the static
-        shapes, the ring's size and the chip predicts to be fastest; naive on CPU devices, on
-        unknown chips and on rings of 1 or 2.
+      mode: of both passes; None: those of `axis`, `"auto"` for a name. `"naive"`
+        (`lax.all_gather`, then one matmul), `"stationary"` (the operand stays, the other one and
+        the result travel), `"unidirectional"` and `"bidirectional"` (rings), `"chunked-2"`,
+        `"chunked-4"` and `"chunked-8"` (a collective for each chunk), or `"auto"`: what a cost
+        model of the static shapes, the ring's size, the chip and its compiler options predicts to
+        be fastest, for forward and backward apart; naive on CPU devices and unknown chips.
+        `Axis(axis, backward=...)` names that of the backward pass.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
@@ -111,8 +114,7 @@ def matmul_reduce_scatter(
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       dim: the dimension of the result that is scattered, in logical order.
       mode: None: that of `axis`, `"auto"` for a name. `"naive"` (one matmul, then
-        `lax.psum_scatter`), `"unidirectional"`, `"bidirectional"`, or `"auto"`, as in
-        `all_gather_matmul`.
+        `lax.psum_scatter`), or another one, as in `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
@@ -170,7 +172,7 @@ def matmul_all_reduce(
       rhs: local `[k, n]`.
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       mode: None: that of `axis`, `"auto"` for a name. `"naive"` (one matmul, then `lax.psum`),
-        `"unidirectional"`, `"bidirectional"`, or `"auto"`, as in `all_gather_matmul`.
+        or another one, as in `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
@@ -235,8 +237,7 @@ def ring_einsum(
         is the one whose local size is 1/n of the other's.
       scatter: the label along which the result is scattered, after a sum over the ring. Exactly one
         of `gather` and `scatter` is given.
-      mode: None: that of `axis`, `"auto"` for a name. `"naive"`, `"unidirectional"`,
-        `"bidirectional"` or `"auto"`, as in `all_gather_matmul`.
+      mode: None: that of `axis`, `"auto"` for a name; as in `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result, as in
         `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
