@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import currentframe
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +206,8 @@ def traced_options(names: Collection[str]) -> dict[str, Any]:
 
 def _warn() -> None:
     # The line of the user's, behind however many of the package's.
-    package, frame, level = str(Path(__file__).parent), sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+    package, frame, level = str(Path(__file__).parent), currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
     warnings.warn(
         "tracing cannot see compiler options, and jaxpar reckons without those that make "
