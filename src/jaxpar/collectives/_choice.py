@@ -26,7 +26,7 @@ from jaxpar.collectives._ways import InChunks, Naive, Stationary, Way
 # which each is a matmul that a compiler tiles by itself, by more than in turns; most on v6e, where
 # operands that a SparseCore gathers are not ahead in VMEM.
 MARGIN = 0.96
-CHUNKED_MARGIN = {"TPU v6 lite": 0.9}
+CHUNKED_MARGIN = {"TPU v5": 0.92, "TPU v6 lite": 0.9}
 OTHER_CHUNKED_MARGIN = 0.94
 
 # The compiler of GPUs joins the collectives of more than two chunks again, and of two that have
