@@ -95,8 +95,8 @@ def losers(found: Found) -> Table:
     return Table(["point", "auto, us", "best peer", "auto / best"], [row for _, row in rows])
 
 
-def summary(found: Found) -> Table:
-    """One row a slice and pass: how `auto` stands against peers, and against all named ways."""
+def summary(found: Found, ways: bool) -> Table:
+    """One row a slice and pass: how `auto` stands against peers, and against `ways` if asked."""
     rows: list[list[str]] = []
     groups: dict[tuple[str, str], list[dict[str, dict[str, Any]]]] = {}
     for point, forms in found.items():
@@ -105,18 +105,15 @@ def summary(found: Found) -> Table:
         groups.setdefault((point.slice, passes + options), []).append(forms)
     for (chips, passes), group in sorted(groups.items()):
         peers = [ratio(forms, PEERS)[0] for forms in group]
-        ways = [
-            ratio(forms, [name for name in forms if name not in (*PEERS[1:], "auto")])[0]
-            for forms in group
-        ]
         late = sum(over > MOST["peer"] for over in peers)
-        slow = sum(over > MOST["way"] for over in ways)
         mean, worst = exp(sum(map(log, peers)) / len(peers)), max(peers)
-        rows.append(
-            [chips, passes, str(len(group)), f"{mean:.2f}", f"{worst:.2f}", str(late), str(slow)]
-        )
-    titles = ["slice", "passes", "points", "auto / best peer", "worst"]
-    return Table([*titles, "above 1.02 of peers", "above 1.05 of ways"], rows)
+        row = [chips, passes, str(len(group)), f"{mean:.2f}", f"{worst:.2f}", str(late)]
+        if ways:
+            named = [ratio(forms, sorted({*forms} - {*PEERS[1:], "auto"}))[0] for forms in group]
+            row.append(str(sum(over > MOST["way"] for over in named)))
+        rows.append(row)
+    titles = ["slice", "passes", "points", "auto / best peer", "worst", "above 1.02 of peers"]
+    return Table(titles + ["above 1.05 of ways"] * ways, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [p for p in points() if args.slices is None or p.slice in args.slices.split(",")]
     found = compile_all(chosen[: args.points], args.ways, args.jobs)
     write_json(args.json, [{**p.record(), "forms": forms} for p, forms in found.items()])
-    behind, table = losers(found), summary(found)
+    behind, table = losers(found), summary(found, args.ways)
     behind.print(width=140)
     table.print(width=140)
     if not some:

@@ -65,14 +65,17 @@ def points() -> list[Point]:
 
 
 def _points() -> Iterator[Point]:
-    for number, (rows, (chips, mesh), op) in enumerate(product(ROWS, MESHES, OPS)):
-        narrow, wide = LAYERS[number % 2]
+    every = product(enumerate(ROWS), enumerate(MESHES), enumerate(OPS))
+    for (row, rows), (slot, (chips, mesh)), (form, op) in every:
+        # Every mesh and form has both passes, with both sizes of a layer, and both options: rows
+        # alternate between passes, and pairs of rows between layers.
+        grad = (row + slot + form) % 2 == 1
+        narrow, wide = LAYERS[(row // 2 + form) % 2]
         down = op.startswith("scatter") or op == "all-reduce"
         shape = (rows, wide, narrow) if down else (rows, narrow, wide)
         if op.startswith("gather-rhs"):  # weights that are gathered: a square
             shape = (rows, narrow, narrow)
-        grad = bool(number % 2)
         # Chips that need options are compiled with them, and every third time without.
         yield Point(chips, mesh, op, shape, grad, options=True)
-        if chips.startswith(("v5p", "v6e")) and number % 3 == 0:
+        if chips.startswith(("v5p", "v6e")) and (row + slot + form) % 3 == 0:
             yield Point(chips, mesh, op, shape, grad, options=False)

@@ -3,10 +3,13 @@
 import pytest
 
 from sweep import __main__ as command
-from sweep.points import Point, point_from, points
+from sweep.points import LAYERS, Point, point_from, points
 from tables import rewrite
 
 SOME = Point("v5e:2x4", "tp=8", "gather-lhs-rows", (256, 4096, 14336), grad=False, options=True)
+
+
+NARROW = [narrow for narrow, _ in LAYERS]
 
 
 def forms(**times):
@@ -26,6 +29,20 @@ def test_there_are_hundreds_of_points_of_every_kind():
     assert all(point_from(p.record()) == p for p in found[:20])
 
 
+def test_no_two_properties_of_points_go_together():
+    """Every mesh and form has both passes with both sizes of a layer, and is without options."""
+    found = points()
+    forms = {(p.slice, p.mesh, p.op) for p in found}
+    every = {(*form, grad, narrow) for form in forms for grad in (False, True) for narrow in NARROW}
+    sizes = {p: min(p.shape[1:]) for p in found}
+    assert {(p.slice, p.mesh, p.op, p.grad, sizes[p]) for p in found if p.options} == every
+    without = [p for p in found if not p.options]
+    assert {(p.slice, p.mesh, p.op) for p in without} == {
+        form for form in forms if form[0].startswith(("v5p", "v6e"))
+    }
+    assert {(p.op, p.grad, sizes[p]) for p in without} == {form[2:] for form in every}
+
+
 def test_losers_are_the_points_where_a_peer_is_ahead_the_worst_first():
     other = Point("v6e:2x4", "tp=8", "all-reduce", (256, 4096, 14336), grad=True, options=False)
     found = {
@@ -43,8 +60,10 @@ def test_losers_are_the_points_where_a_peer_is_ahead_the_worst_first():
 
 def test_the_summary_counts_peers_and_ways_apart():
     times = forms(auto=1.03, naive=1.04, bidirectional=0.9) | {"XLA post_spmd": {"total": 1.0}}
-    [row] = command.summary({SOME: times}).rows
+    [row] = command.summary({SOME: times}, ways=True).rows
     assert row == ["v5e:2x4", "forward", "1", "1.03", "1.03", "1", "1"]
+    peers = command.summary({SOME: times}, ways=False)
+    assert peers.rows == [row[:-1]] and "ways" not in " ".join(peers.titles)
 
 
 def test_the_readme_has_the_markers():

@@ -15,6 +15,7 @@ from jaxpar import Axis
 from jaxpar._tuning import versions
 from jaxpar.cli._ops import OPS, with_gradients
 from jaxpar.cli._processes import answer, one_line
+from jaxpar.collectives._sites import NAMED
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 from overlap import peers
@@ -22,7 +23,6 @@ from sweep.points import Point, point_from
 
 RING = ("tp",)
 PEERS = ("naive", "XLA post_spmd", "XLA plain jit")
-MODES = ("naive", "chunked-2", "chunked-4", "chunked-8", "bidirectional", "unidirectional")
 
 
 class Compiler:
@@ -78,7 +78,7 @@ def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, 
 
     yield "auto", own(Axis(RING)), operands, {}
     if ways:
-        both = product(MODES, MODES) if point.grad else zip(MODES, MODES, strict=True)
+        both = product(NAMED, NAMED) if point.grad else zip(NAMED, NAMED, strict=True)
         for mode, backward in both:
             # Of two passes each is one piece of what the other one is beside: not all pairs.
             if mode == backward or "naive" in (mode, backward):
