@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar._axis import MODES, Ring
 from jaxpar._chips import CHIPS
-from jaxpar._options import compiled_with
+from jaxpar._options import compiled_with, options_of
 from jaxpar.collectives._choice import (
     Kind,
     Problem,
@@ -448,7 +448,8 @@ def test_what_the_model_is_asked(monkeypatch):
         assert asked_for.kind == "matmul"
         if asked_for.backward:  # the forward pass is asked for alone, too
             flows = (asked_for.forward, asked_for.backward)
-            asked.append([tuple(replace(f, along="", across=()) for f in some) for some in flows])
+            plain = {"along": "", "length": 0, "across": ()}
+            asked.append([tuple(replace(f, **plain) for f in some) for some in flows])
         return Naive(asked_for.ring), Naive(asked_for.ring)
 
     monkeypatch.setattr("jaxpar.matmul._einsum.choose_ways", record)
@@ -605,10 +606,38 @@ def test_flows_cut_along_other_labels():
 
 
 def test_chunks_of_a_gather_with_few_rows_are_cut_along_what_is_contracted():
-    columns = Flow("gather", 1e9, 1, sums=10**6, along="k")
+    columns = Flow("gather", 1e9, 1, sums=10**6, along="k", length=6)
     few = Flow("gather", 1e9, 1, whole=10**8, along="a", across=(columns,))
     many = replace(few, across=(replace(columns, sums=10**8),))
     assert (few.in_chunks(2).along, many.in_chunks(2).along) == ("k", "a")
+    assert few.in_chunks(4).along == "a"  # chunks that are no alike parts of what is contracted
+
+
+@pytest.mark.parametrize("call", [all_gather_matmul, matmul_reduce_scatter])
+@pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU7x"])
+def test_a_batch_of_one_changes_no_choice(call, kind, monkeypatch):
+    """No chunks are cut of a dimension that they do not divide, and none are reckoned with."""
+    found, gathers = [], call is all_gather_matmul
+
+    def spy(asked):
+        found.append(choose_ways(asked))
+        return found[-1]
+
+    monkeypatch.setattr("jaxpar.matmul._einsum.choose_ways", spy)
+    rows, narrow, wide = (16384, 8192, 28672) if kind == "TPU7x" else (16384, 4096, 14336)
+    k, n = (narrow, wide) if gathers else (wide, narrow)
+
+    def ways(*batch):
+        deep = [None] * len(batch)
+        apart, whole = P(*deep, "x"), P(*deep, None, "x")
+        specs = (apart, P(None, "x"), whole) if gathers else (whole, P("x"), apart)
+        args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((*batch, rows, k), (k, n))]
+        fn = sharded(lambda x, w: call(x, w, "x", dim=-2), specs, described(kind))
+        with compiled_with(options_of(kind)):
+            jax.eval_shape(fn, *args)
+        return [tuple(map(named, found.pop())) for _ in range(2)]
+
+    assert ways() == ways(1) == ways(1, 1)
 
 
 @pytest.mark.parametrize(

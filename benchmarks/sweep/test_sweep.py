@@ -63,7 +63,8 @@ def test_the_summary_counts_peers_and_ways_apart():
     [row] = command.summary({SOME: times}, ways=True).rows
     assert row == ["v5e:2x4", "forward", "1", "1.03", "1.03", "1", "1"]
     peers = command.summary({SOME: times}, ways=False)
-    assert peers.rows == [row[:-1]] and "ways" not in " ".join(peers.titles)
+    assert peers.rows == [row[:-1]]
+    assert "ways" not in " ".join(peers.titles)
 
 
 def test_the_readme_has_the_markers():

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
@@ -89,6 +90,10 @@ class Ring(Axis):
     def index(self) -> jax.Array:
         """The logical index of the device that runs the program."""
         return lax.axis_index(self.names)
+
+    def wire(self, dtype: Any) -> Any:
+        """The dtype in which sums travel that are asked for in `dtype`."""
+        return jnp.dtype(self.wire_dtype or dtype)
 
     def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
         """The axes in the mesh's order, of which there is only one reading.

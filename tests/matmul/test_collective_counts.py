@@ -8,8 +8,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpar import Axis
 from jaxpar.collectives import _in_turns
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.mesh import make_mesh
 from jaxpar.testing import count_collectives
 
 check = pytest.mark.parametrize("check_vma", [True, False])
@@ -34,7 +36,7 @@ def scattered(n):
 # Call, specs of operands and result, shapes; and folds in the forward and in the backward.
 GATHERS = {
     "rows": (
-        lambda x, w, mode: all_gather_matmul(x, w, "x", mode=mode),
+        lambda x, w, mode, axis="x": all_gather_matmul(x, w, axis, mode=mode),
         (P("x"), P(None, "x"), P(None, "x")),
         ((M, K), (K, N)),
     ),
@@ -123,6 +125,29 @@ def test_scatter(form, n, mode, check_vma):
     assert found.forward == {"ppermute": scattered(n)}
     assert found.backward == {"ppermute": gathered(n, mode)}
     assert found.residual_bytes <= shard_bytes(form, n)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "kept"),
+    [
+        ("naive", "naive", M * K + K * N // 8),  # JAX's own derivative: the gathered operand
+        ("naive", "unidirectional", (M * K + K * N) // 8),
+        ("unidirectional", "naive", (M * K + K * N) // 8),
+        ("chunked-2", "chunked-2", (M * K + K * N) // 8),
+        ("stationary", "stationary", M * K // 8 + K * N),  # what travels in its place
+        ("stationary", "bidirectional", (M * K + K * N) // 8),
+    ],
+)
+def test_what_is_kept_from_forward_to_backward(forward, backward, kept):
+    fn, specs, shapes = GATHERS["rows"]
+    mapped = jax.shard_map(
+        lambda x, w: fn(x, w, None, axis=Axis("x", forward, backward=backward)),
+        mesh=make_mesh("x=8"),
+        in_specs=specs[:2],
+        out_specs=specs[2],
+    )
+    found = count_collectives(mapped, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    assert found.residual_bytes == 4 * kept
 
 
 def all_reduce(n):

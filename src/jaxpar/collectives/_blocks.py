@@ -169,7 +169,7 @@ def all_reduce(way: Way, x: Array) -> Array:
         return whole[: x.size].reshape(x.shape)
 
     def addend() -> Array:
-        return x.astype(way.ring.wire_dtype or x.dtype)
+        return x.astype(way.ring.wire(x.dtype))
 
     return way.reduce(addend, in_blocks if x.size else None).astype(x.dtype)
 

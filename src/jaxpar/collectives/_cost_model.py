@@ -63,6 +63,7 @@ class Flow:
       exchanged: bytes of one device that go all to all there.
       added: bytes of the float32 numbers that are made for all devices, where sums are scattered.
       along: the label of what is cut into pieces, of arrays that have labels.
+      length: of that label, of the whole; 0: not known.
       across: the same work, cut along another label of what travels, as only chunks can be.
     """
 
@@ -79,11 +80,16 @@ class Flow:
     exchanged: int = 0
     added: int = 0
     along: str = ""
+    length: int = 0
     across: tuple["Flow", ...] = ()
 
     def in_chunks(self, chunks: int) -> "Flow":
-        """The flow in chunks along the label with which they move the fewest bytes."""
-        return min((*self.across, self), key=lambda flow: flow._moved_by(chunks, flow is self))
+        """The flow in chunks along the label with which they move the fewest bytes.
+
+        Along the ring's label blocks can be cut into parts that differ; along another one not.
+        """
+        even = [flow for flow in self.across if flow.length % chunks == 0]
+        return min((*even, self), key=lambda flow: flow._moved_by(chunks, flow is self))
 
     def _moved_by(self, chunks: int, comb: bool) -> float:
         """Bytes of HBM that chunks move, and one piece does not."""

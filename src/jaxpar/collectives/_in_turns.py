@@ -36,7 +36,7 @@ from jaxpar.collectives._ways import (
     Visits,
     Way,
     as_it_is,
-    flow,
+    in_scope,
     take_nothing,
 )
 
@@ -65,7 +65,7 @@ class InTurns(Way):
         """One way round, or both ways."""
         return "unidirectional" if len(self.directions) == 1 else "bidirectional"
 
-    @flow
+    @in_scope
     def gather(
         self,
         block: Any,
@@ -116,7 +116,7 @@ class InTurns(Way):
         _, carry, _ = run(turns, (ring.index(), None, [block]), turn)
         return carry
 
-    @flow
+    @in_scope
     def scatter(
         self,
         produce: Callable[[Any], Array],
@@ -186,7 +186,7 @@ class InTurns(Way):
             return last[0].astype(dtype)
         return run(turns, (self.ring.index(), [], [], None), in_two, period=2)[-1]
 
-    @flow
+    @in_scope
     def circulate(
         self,
         block: Any,

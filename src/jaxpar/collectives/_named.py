@@ -72,8 +72,9 @@ def ring_all_gather(
       dim: the dimension along which blocks are laid, in logical order.
       tiled: concatenate along `dim` if True, stack along a new dimension there if False.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
-        `"naive"` (`lax.all_gather`), or `"auto"`: the ring that suits the links, both ways on a
-        torus, one way behind a switch or on CPU.
+        `"naive"` (`lax.all_gather`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
+        `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the links, both
+        ways on a torus, one way behind a switch or on CPU.
 
     Returns:
       What `lax.all_gather(x, axis, axis=dim, tiled=tiled)` returns, varying over `axis`.
@@ -124,8 +125,9 @@ def ring_reduce_scatter(
       dim: the dimension that is cut into one block a device, in logical order.
       tiled: keep that dimension, divided by n, if True; its size is n and it goes if False.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
-        `"naive"` (`lax.psum_scatter`), or `"auto"`: the ring that suits the links, both ways on a
-        torus, one way behind a switch or on CPU.
+        `"naive"` (`lax.psum_scatter`; `"stationary"` is the same here), `"chunked-2"`,
+        `"chunked-4"`, `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the
+        links, both ways on a torus, one way behind a switch or on CPU.
       wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
         Rings add in float32 for 16-bit floats, and round once a hop.
 
@@ -177,8 +179,9 @@ def ring_all_reduce(
       x: pytree of local arrays of any shape; each is this device's addend.
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
-        `"naive"` (`lax.psum`), or `"auto"`: the ring that suits the links, both ways on a torus,
-        one way behind a switch or on CPU.
+        `"naive"` (`lax.psum`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
+        `"chunked-8"` (a scatter and a gather of each), or `"auto"`: the ring that suits the links,
+        both ways on a torus, one way behind a switch or on CPU.
       wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
         Rings add in float32 for 16-bit floats, and round once a hop.
 

@@ -40,7 +40,7 @@ def as_it_is(x: Any) -> Any:
     return x
 
 
-def flow(
+def in_scope(
     method: Callable[Concatenate[Self, Given], Result],
 ) -> Callable[Concatenate[Self, Given], Result]:
     """Has profiles show the mode of the way that a method of one takes."""
@@ -60,11 +60,17 @@ class Way:
     Attributes:
       joins: whether arrays that travel at once had better be joined into one.
       derived_by_jax: whether JAX's own derivatives of what it does are as good as any.
+      adds: whether devices add sums that travel; a collective does it otherwise.
+      stays: whether of a matmul the operand stays that would be gathered.
+      chunks: of how many parts of a block each has a collective of its own.
     """
 
     ring: Ring
     joins = True
     derived_by_jax = False
+    adds = True
+    stays = False
+    chunks = 1
 
     @property
     def mode(self) -> str:
@@ -170,7 +176,7 @@ class Way:
 
     def _wire(self, x: Array, dtype: DTypeLike) -> Array:
         """Returns sums in the dtype in which they travel, that of their result if none is asked."""
-        return x.astype(self.ring.wire_dtype or dtype)
+        return x.astype(self.ring.wire(dtype))
 
     def _psum(self, x: Array) -> Array:
         return lax.psum(x, self.ring.names)
@@ -182,12 +188,13 @@ class Naive(Way):
 
     joins = False
     derived_by_jax = True
+    adds = False
 
     @property
     def mode(self) -> str:
         return "naive"
 
-    @flow
+    @in_scope
     def gather(
         self,
         block: Any,
@@ -210,7 +217,7 @@ class Naive(Way):
         first = consume(None, [(block, index, take(index))])
         return finish(self._visit(block, consume, take, first))
 
-    @flow
+    @in_scope
     def scatter(
         self,
         produce: Callable[[Any], Array],
@@ -240,11 +247,11 @@ class Naive(Way):
         axes = self.ring.names
         return lax.psum_scatter(sums, axes, scatter_dimension=dim, tiled=True).astype(dtype)
 
-    @flow
+    @in_scope
     def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
         return self._psum(addend())
 
-    @flow
+    @in_scope
     def circulate(
         self,
         block: Any,
@@ -309,6 +316,8 @@ class Stationary(Naive):
     Where its partners and its results are less than what its blocks make together.
     """
 
+    stays = True
+
     @property
     def mode(self) -> str:
         return "stationary"
@@ -323,7 +332,7 @@ class InChunks(Naive):
     another of its labels instead, and run a naive one for each chunk.
     """
 
-    chunks: int
+    chunks: int = 1
     derived_by_jax = False
 
     @property
@@ -334,7 +343,7 @@ class InChunks(Naive):
         cuts = even_cuts(length, self.chunks)
         return [(start, size, Comb(start, size, self.ring.size)) for start, size in cuts]
 
-    @flow
+    @in_scope
     def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
         return Way.reduce(self, addend, in_blocks)
 

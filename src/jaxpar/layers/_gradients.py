@@ -140,7 +140,7 @@ def value_and_grad(
         # Divided before they are summed: sums of many tokens' gradients would overflow float16.
         leaves, treedef = jax.tree.flatten(grads)
         leaves = [_quotient(leaf, total, count) for leaf in leaves]
-        wires = [ring.wire_dtype or param.dtype for param in jax.tree.leaves(params)]
+        wires = [ring.wire(param.dtype) for param in jax.tree.leaves(params)]
         leaves = sum_leaves(leaves, [set(axes) - names for names in sharded], limit, wires)
         grads = treedef.unflatten(leaves)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)

@@ -68,7 +68,7 @@ def reduce_gradients(
     summed = [set(ring.names) - axes for axes in sharded]
     if checks_varying(ring.names):
         summed = [axes & varying_axes(leaf) for axes, leaf in zip(summed, leaves, strict=True)]
-    wires = [ring.wire_dtype or leaf.dtype for leaf in leaves]
+    wires = [ring.wire(leaf.dtype) for leaf in leaves]
     return treedef.unflatten(sum_leaves(leaves, summed, limit, wires))
 
 

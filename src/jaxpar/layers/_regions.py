@@ -99,7 +99,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     def reduce(x: Any) -> Array:
         x = jnp.asarray(x)
         check_wire(ring.wire_dtype, x.dtype)
-        wide = x.astype(ring.wire_dtype or x.dtype)
+        wide = x.astype(ring.wire(x.dtype))
         return lax.psum(vary_over(ring.names, wide), ring.names).astype(x.dtype)
 
     return jax.tree.map(reduce, x)

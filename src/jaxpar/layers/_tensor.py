@@ -208,7 +208,8 @@ def gated_mlp(
     through all of it in two or four chunks, so that those of one travel beside the matmuls of
     another: then weights are read, and their gradients added up, once a chunk. The derivative
     gathers x once more and the result's cotangent once, reduce-scatters the gradient of x, and
-    computes six matmuls. Kept for it are x, the two products and the hidden activations.
+    computes six matmuls. Kept for it are x, the two products and the hidden activations; of naive
+    passes, as chunks of rows are, the gathered x in the place of x, which is not gathered again.
 
     Example:
       >>> mesh = make_mesh("tp=8")

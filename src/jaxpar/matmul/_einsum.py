@@ -27,11 +27,20 @@ from jaxpar._varying import checks_varying, vary_alike, vary_over
 from jaxpar.collectives._blocks import gather_replicated
 from jaxpar.collectives._choice import Problem, choose_ways
 from jaxpar.collectives._cost_model import Flow
-from jaxpar.collectives._ways import Stationary
 from jaxpar.matmul._flow import flow_of
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import RingEinsum, gather_einsum, scatter_einsum
-from jaxpar.matmul._product import Arithmetic, Left, Out, Product, Right, multiply, sizes_of
+from jaxpar.matmul._product import (
+    Arithmetic,
+    Left,
+    Out,
+    Product,
+    Right,
+    gradients_of_gather,
+    gradients_of_scatter,
+    multiply,
+    sizes_of,
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Call:
         preferred = self.arithmetic.preferred_element_type
         summed = sum_dtype(lhs.dtype) if preferred is None else preferred
         check_wire(self.ring.wire_dtype, summed)
-        return self.ring.wire_dtype or self.result_dtype(lhs)
+        return self.ring.wire(self.result_dtype(lhs))
 
 
 def make_call(
@@ -121,15 +130,13 @@ def gather(
         (left,), rights = rhs, (lhs,)
         product = Product(labels.rhs, labels.lhs, labels.out, dtype)
 
-    width = left.dtype.itemsize
-    forth = flow_of("gather", label, ring.size, [product] * len(rights), sizes, width, width)
-    # Backward the sums for `left` are scattered, and it is gathered again for those of the others.
-    for_left = Product(product.out, product.right, product.left, left.dtype)
-    for_right = Product(product.left, product.out, product.right, left.dtype)
-    wire = jnp.dtype(ring.wire_dtype or left.dtype).itemsize
+    products, width = [product] * len(rights), left.dtype.itemsize
+    forth = flow_of("gather", label, ring.size, products, sizes, width, width)
+    for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
+    wire = ring.wire(left.dtype).itemsize
     back = (
-        flow_of("scatter", label, ring.size, [for_left] * len(rights), sizes, width, wire),
-        flow_of("gather", label, ring.size, [for_right] * len(rights), sizes, width, width),
+        flow_of("scatter", label, ring.size, for_left, sizes, width, wire),
+        flow_of("gather", label, ring.size, for_rights, sizes, width, width),
     )
     method = call.method(label, (left, *rights), (forth,), back)
 
@@ -139,7 +146,7 @@ def gather(
         return gather_einsum(method, (product,) * len(rights), left, rights)
 
     # Rules of our own gather again anyway, and an operand that stays is gathered nowhere.
-    regather = call.regather and method.kept and not isinstance(method.way, Stationary)
+    regather = call.regather and method.kept and not method.way.stays
     return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
 
 
@@ -154,11 +161,7 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     width = lhs.dtype.itemsize
     forth = flow_of("scatter", label, ring.size, [product], [sizes], width, wire.itemsize)
-    # Backward the cotangent is gathered, for the gradients of both operands.
-    gradients = [
-        Product(labels.out, labels.rhs, labels.lhs, lhs.dtype),
-        Product(labels.out, labels.lhs, labels.rhs, lhs.dtype),
-    ]
+    gradients = gradients_of_scatter([product], [(lhs.dtype, rhs.dtype)])
     back = flow_of("gather", label, ring.size, gradients, [sizes] * 2, width, dtype.itemsize)
     method = call.method(label, (lhs, rhs), (forth,), (back,))
     return scatter_einsum(method, (product,), ((lhs, rhs),))
@@ -179,7 +182,7 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Out:
 
 def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
     """Sums the product over all devices and gives every device the whole."""
-    wire = method.way.ring.wire_dtype or product.dtype
+    wire = method.way.ring.wire(product.dtype)
 
     def addend() -> Out:
         return multiply(method.arithmetic, product, left, right, wire)

@@ -58,7 +58,7 @@ def flow_of(
                     partners += 0 if label in labels else numbers * width
         flops = sum(2.0 * prod(numbers_of.values()) for numbers_of in sizes)
         read = (whole, shared, sums, minor, cut, sliced, partners, exchanged, added)
-        return Flow(kind, flops, block, *read, along=along)
+        return Flow(kind, flops, block, *read, along=along, length=sizes[0][along])
 
     others = moving.replace(label, "")
     return replace(cut_along(label), across=tuple(map(cut_along, others)))

@@ -64,11 +64,13 @@ def all_gather_matmul(
       TypeError: operands of different dtypes, or an option of the wrong type.
       ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
 
-    Cost: a device sends (n-1)/n of the gathered operand and computes the whole local product in n
-    pieces. One way takes n-1 transfers, towards higher logical indices; both ways takes n/2, with
-    half the bytes on each link (on an even ring whose matmuls cover it, half a block more on one
-    and less on the other). The derivative gathers once more and reduce-scatters once, overlapped
-    alike, and keeps the operands as they came in.
+    Cost: a device sends (n-1)/n of the gathered operand, and computes the local product in one
+    piece, in as many as there are chunks, or around a ring in n. One way takes n-1 transfers,
+    towards higher logical indices; both ways takes n/2, with half the bytes on each link (on an
+    even ring whose matmuls cover it, half a block more on one and less on the other). The
+    derivative gathers once more and reduce-scatters once, overlapped alike, and keeps the operands
+    as they came in; where both passes are naive (or stationary) it is JAX's own, which keeps the
+    gathered operand (or what travelled in its place) and gathers nothing again.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -131,10 +133,10 @@ def matmul_reduce_scatter(
       ValueError: a dimension that the ring does not divide, wrong ranks or sizes, an unknown mode
         or axis name, a call outside shard_map.
 
-    Cost: a device sends (n-1)/n of the whole result in the wire's dtype, one way towards lower
-    logical indices, and computes the local product in n pieces. The derivative gathers the
-    cotangent once, overlapped alike, for the gradients of both operands, and keeps the operands as
-    they came in.
+    Cost: a device sends (n-1)/n of the whole result in the wire's dtype, and computes the local
+    product in one piece, in as many as there are chunks, or around a ring in n; one way sends
+    towards lower logical indices. The derivative gathers the cotangent once, overlapped alike, for
+    the gradients of both operands, and keeps the operands as they came in.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -255,8 +257,9 @@ def ring_einsum(
         not there, wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the gathered operand, or of the result before the scatter, and
-    computes the local einsum in n pieces. The derivative is made of the same rings, and keeps the
-    operands as they came in.
+    computes the local einsum in as many pieces as `all_gather_matmul` and `matmul_reduce_scatter`
+    do. The derivative is a gather and a scatter again, and keeps the operands as they came in;
+    where both passes are naive or stationary it is JAX's own, which keeps what was gathered.
 
     Example:
       >>> mesh = make_mesh("tp=8")

@@ -5,7 +5,8 @@ scatter sums all products into one travelling result. The derivative of a gather
 the travelling operand, over all its products) and one gather (for all the others); the derivative
 of a scatter is one gather of the cotangent, which feeds the gradients of all operands. So one pair
 of custom_vjp functions is closed under differentiation, and residuals are the operands as they
-came in: shards.
+came in: shards. Where both passes are naive the derivative is JAX's own, which keeps the gathered
+operand and does not gather it again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxpar._derivatives import with_derivative
 from jaxpar.collectives._choice import joining_is_cheaper
 from jaxpar.collectives._cost_model import FlowKind
 from jaxpar.collectives._parts import Span, even_cuts, join_dims, split_dim
-from jaxpar.collectives._ways import Arrivals, InChunks, Naive, Positions, Stationary, Way
+from jaxpar.collectives._ways import Arrivals, Naive, Positions, Way
 from jaxpar.matmul._flow import flow_of
 from jaxpar.matmul._product import (
     Arithmetic,
@@ -31,6 +32,8 @@ from jaxpar.matmul._product import (
     Out,
     Product,
     Right,
+    gradients_of_gather,
+    gradients_of_scatter,
     multiply,
     partial_dtype,
     sizes_of,
@@ -97,17 +100,17 @@ def _gather(
     label whole where they have it. All operands vary over the same axes, the ring's among them.
     """
     method = replace(method, way=method.alone)
-    if isinstance(method.way, Stationary) and all(x.size for x in (left, *rights)):
+    if method.way.stays and all(x.size for x in (left, *rights)):
         return tuple(
             _stay(method, p, left, right) for p, right in zip(products, rights, strict=True)
         )
     dim = products[0].left.index(method.label)
     whole = left.shape[dim] * method.way.ring.size
-    if isinstance(method.way, InChunks):
-        along = _cut_label(method, method.way, "gather", products, [(left, r) for r in rights])
+    if method.way.chunks > 1:
+        along = _cut_label(method, "gather", products, [(left, r) for r in rights])
         if along != method.label:
             with jax.named_scope(method.way.mode):
-                return _gather_across(method, method.way, along, products, left, rights)
+                return _gather_across(method, along, products, left, rights)
 
     def take(positions: Positions) -> list[Array]:
         return [
@@ -147,7 +150,7 @@ def _stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out
     right_apart, out_apart = (with_devices(x, label, device) for x in (product.right, product.out))
     apart = Product(product.left, right_apart, out_apart, product.dtype)
     # Results travel as they are; addends of them, where the label is none of theirs, as sums do.
-    wire = product.dtype if dims[1] is not None else ring.wire_dtype or product.dtype
+    wire = product.dtype if dims[1] is not None else ring.wire(product.dtype)
     y = multiply(method.arithmetic, apart, left, send_partner(ring, right, dims[0]), wire)
     return return_result(ring, y, dims[1]).astype(product.dtype)
 
@@ -162,11 +165,11 @@ def _scatter(
     """
 
     method = replace(method, way=method.alone)
-    if isinstance(method.way, InChunks):
-        along = _cut_label(method, method.way, "scatter", products, pairs)
+    if method.way.chunks > 1:
+        along = _cut_label(method, "scatter", products, pairs)
         if along != method.label:
             with jax.named_scope(method.way.mode):
-                return _scatter_across(method, method.way, along, products, pairs)
+                return _scatter_across(method, along, products, pairs)
 
     def take(positions: Positions) -> list[tuple[Array, Array]]:
         return [
@@ -178,8 +181,8 @@ def _scatter(
         ]
 
     # One product of which nothing is added on this device is rounded as it travels.
-    alone = len(products) == 1 and isinstance(method.way, Naive)
-    dtype = (method.way.ring.wire_dtype or products[0].dtype) if alone else None
+    alone = len(products) == 1 and not method.way.adds
+    dtype = method.way.ring.wire(products[0].dtype) if alone else None
 
     def produce(taken: list[tuple[Array, Array]]) -> Out:
         parts = [
@@ -201,21 +204,19 @@ def _scatter(
 
 def _cut_label(
     method: RingEinsum,
-    way: InChunks,
     kind: FlowKind,
     products: Sequence[Product],
     pairs: Sequence[tuple[Array, Array]],
 ) -> str:
     """Returns the label of what travels along which chunks are cut, at the least cost."""
+    ring, width = method.way.ring, pairs[0][0].dtype.itemsize
     sizes: list[dict[str, int]] = []
     for p, (left, right) in zip(products, pairs, strict=True):
         sizes.append(sizes_of(p, left, right))
         if kind == "gather":
-            sizes[-1][method.label] = left.shape[p.left.index(method.label)] * way.ring.size
-    width, size = pairs[0][0].dtype.itemsize, way.ring.size
-    flow = flow_of(kind, method.label, size, products, sizes, width, width)
-    fitting = tuple(f for f in flow.across if sizes[0][f.along] % way.chunks == 0)
-    return replace(flow, across=fitting).in_chunks(way.chunks).along
+            sizes[-1][method.label] = left.shape[p.left.index(method.label)] * ring.size
+    flow = flow_of(kind, method.label, ring.size, products, sizes, width, width)
+    return flow.in_chunks(method.way.chunks).along
 
 
 def _at_once(method: RingEinsum) -> RingEinsum:
@@ -226,7 +227,6 @@ def _at_once(method: RingEinsum) -> RingEinsum:
 
 def _gather_across(
     method: RingEinsum,
-    way: InChunks,
     along: str,
     products: tuple[Product, ...],
     left: Left,
@@ -240,7 +240,7 @@ def _gather_across(
         for p, right in zip(products, rights, strict=True)
     ]
     results: list[Any] = [None] * len(products)
-    for start, size in even_cuts(length, way.chunks):
+    for start, size in even_cuts(length, method.way.chunks):
         chunk = Span(start, size)
         parts = _gather(
             once,
@@ -259,7 +259,6 @@ def _gather_across(
 
 def _scatter_across(
     method: RingEinsum,
-    way: InChunks,
     along: str,
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
@@ -275,7 +274,7 @@ def _scatter_across(
                 for p, (left, right) in zip(products, pairs, strict=True)
             ),
         )
-        for chunk in (Span(*cut) for cut in even_cuts(length, way.chunks))
+        for chunk in (Span(*cut) for cut in even_cuts(length, method.way.chunks))
     ]
     return lax.concatenate(parts, products[0].out.index(along))
 
@@ -292,13 +291,7 @@ def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: An
         return residuals(cts)
     left, rights = residuals
     method = method.derivative()
-    # The gradient of `left` sums, over products and devices, cotangents times `right`, and is
-    # scattered as `left` is. Those of each `right` need all of `left`, which travels once more.
-    for_left = tuple(Product(p.out, p.right, p.left, left.dtype) for p in products)
-    for_rights = tuple(
-        Product(p.left, p.out, p.right, right.dtype)
-        for p, right in zip(products, rights, strict=True)
-    )
+    for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     return (
         scatter_einsum(method, for_left, tuple(zip(cts, rights, strict=True))),
         gather_einsum(method, for_rights, left, tuple(cts)),
@@ -314,16 +307,9 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
     if method.kept:
         return residuals(ct)
     pairs, method = residuals, method.derivative()
-    # The cotangent is the one array that travels, on the left of all gradients, two for each pair.
-    gradients: list[Product] = []
-    partners: list[Array] = []
-    for p, (left, right) in zip(products, pairs, strict=True):
-        gradients += [
-            Product(p.out, p.right, p.left, left.dtype),
-            Product(p.out, p.left, p.right, right.dtype),
-        ]
-        partners += [right, left]
-    grads: Any = gather_einsum(method, tuple(gradients), ct, tuple(partners))
+    gradients = gradients_of_scatter(products, [(left.dtype, right.dtype) for left, right in pairs])
+    partners = tuple(x for left, right in pairs for x in (right, left))
+    grads: Any = gather_einsum(method, gradients, ct, partners)
     return (tuple(zip(grads[::2], grads[1::2], strict=True)),)
 
 
@@ -338,7 +324,7 @@ def _multiply_part(
 
     It is of `dtype`, or of that of partial sums.
     """
-    if not isinstance(method.way, InChunks):
+    if method.way.chunks == 1:
         return multiply(method.arithmetic, product, left, right, dtype)
     # The positions are a comb: blocks are a dimension of their own.
     label, texts = method.label, (product.left, product.right, product.out)

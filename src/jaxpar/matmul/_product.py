@@ -1,5 +1,6 @@
 """One einsum of two local arrays, by its labels: what it computes, and in which dtypes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,45 @@ def multiply(
         preferred_element_type=dtype if rounds else sums,
     )
     return out.astype(dtype)
+
+
+def gradients_of_gather(
+    products: Sequence[Product], left: Any, rights: Sequence[Any]
+) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+    """Returns the products of a gather's derivative: for the left operand, and for the others.
+
+    The gradient of the left one sums, over products and devices, cotangents times right operands,
+    and is scattered as it is. Those of each right one need all of the left one, which travels once
+    more.
+
+    Args:
+      products: that share the left operand, which is gathered.
+      left: its dtype.
+      rights: the dtypes of the others.
+    """
+    for_left = tuple(Product(p.out, p.right, p.left, left) for p in products)
+    for_rights = tuple(
+        Product(p.left, p.out, p.right, right) for p, right in zip(products, rights, strict=True)
+    )
+    return for_left, for_rights
+
+
+def gradients_of_scatter(
+    products: Sequence[Product], dtypes: Sequence[tuple[Any, Any]]
+) -> tuple[Product, ...]:
+    """Returns the products of a scatter's derivative: two for each of its own, with these dtypes.
+
+    The cotangent, on the left of all of them, is the one array that travels. Its partners are the
+    right operand and the left one, for the gradient of the other.
+    """
+    return tuple(
+        gradient
+        for p, (left, right) in zip(products, dtypes, strict=True)
+        for gradient in (
+            Product(p.out, p.right, p.left, left),
+            Product(p.out, p.left, p.right, right),
+        )
+    )
 
 
 def partial_dtype(arithmetic: Arithmetic, left: Left, right: Right) -> Any:

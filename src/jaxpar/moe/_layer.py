@@ -195,7 +195,7 @@ def moe_layer(
         with jax.named_scope(way.name):
             out, pairs = way.apply((sent, chosen, given), routed, chunks)
         if replicated is not None:
-            wide = replicated.wire_dtype or out.dtype
+            wide = replicated.wire(out.dtype)
             out = lax.psum(out.astype(wide), summed).astype(out.dtype)
             pairs = lax.psum(jnp.where(replicated.index() == 0, pairs, 0), summed)
         if fused is not None:
