@@ -16,18 +16,16 @@ from jaxpar._chips import Chip, traced_chip, traced_for_cpu
 from jaxpar._options import traced_asynchronous
 from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._cost_model import Flow, chunked_time, time_of
+from jaxpar.collectives._fitted import fitted_to
 from jaxpar.collectives._in_turns import UNROLLED, InTurns
 from jaxpar.collectives._order import traced_order
 from jaxpar.collectives._sites import settled, settled_chunks, settled_dispatch
 from jaxpar.collectives._turns import gather_turns, stretches
 from jaxpar.collectives._ways import InChunks, Naive, Stationary, Way
 
-# Another way than a collective must win by more than the model can be trusted for: in chunks, of
-# which each is a matmul that a compiler tiles by itself, by more than in turns; most on v6e, where
-# operands that a SparseCore gathers are not ahead in VMEM.
+# Another way than a collective must win by more than the model can be trusted for; in chunks by
+# more than in turns.
 MARGIN = 0.96
-CHUNKED_MARGIN = {"TPU v5": 0.92, "TPU v6 lite": 0.9}
-OTHER_CHUNKED_MARGIN = 0.94
 
 # The compiler of GPUs joins the collectives of more than two chunks again, and of two that have
 # fewer bytes than this together.
@@ -161,14 +159,13 @@ def by_time(problem: Problem) -> Ways:
         # What a GPU's compiler would join again, or have wait for copies of what is gathered.
         sent = sum(flow.block_bytes * ring.size for flow in flows if flow.kind == "scatter")
         joined = not chip.torus and (sent < JOINED or any(f.kind != "scatter" for f in flows))
-        return [way for way in found if not (joined and isinstance(way, InChunks))]
+        return [way for way in found if not (joined and way.chunks > 1)]
 
     def seconds(flows: tuple[Flow, ...], way: Way, kept: bool = False) -> float:
         time = time_of(chip, flows, way, problem.beside, kept=kept, devices=problem.devices)
         # Of rings that take the same but for rounding, the one that sends half over a link.
         alike = 1 + 1e-9 * (way.mode == "unidirectional")
-        chunked = CHUNKED_MARGIN.get(chip.kind, OTHER_CHUNKED_MARGIN)
-        margin = chunked if isinstance(way, InChunks) else MARGIN
+        margin = fitted_to(chip.kind).chunked_margin if way.chunks > 1 else MARGIN
         return time if way == naive else time / margin * alike
 
     if not problem.backward:

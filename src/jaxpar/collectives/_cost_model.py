@@ -12,6 +12,7 @@ from math import hypot, prod
 from typing import Literal
 
 from jaxpar._chips import Chip
+from jaxpar.collectives._fitted import fitted_to
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._turns import Turn, gather_turns
 from jaxpar.collectives._ways import InChunks, Stationary, Way
@@ -22,20 +23,11 @@ PIECE_OVERHEAD = 3e-6
 CHUNK_OVERHEAD = 6e-6
 # Of peak, what large matmuls reach.
 MATMUL_SHARE = 0.9
-# Of HBM's speed, what a copy reaches that a compiler adds.
-COPY_SHARE = {"TPU v5 lite": 1.0, "TPU v5": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.4}
-# The same of a last gather, where a compiler copies what it brings into the result.
-RESULT_COPY_SHARE = {"TPU v5 lite": 0.4, "TPU v6 lite": 0.4, "TPU7x": 0.2}
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
 SCATTERED_SHARE = 0.2
-# Where columns that a turn computes are placed by a pass of its own, not by the matmul.
-PLACED_APART = frozenset({"TPU7x"})
 # Of VMEM, what an operand takes at most that is read from HBM once for all pieces; and how much
 # faster each piece feeds it from there to the matrix units, however few rows it multiplies.
 VMEM_SHARE, VMEM_SPEED = 0.6, 3.5
-# How often a sum of float32 is read and written for each piece, apart from the matmul, in turns and
-# in chunks: not at all where the compiler adds in its epilogue at full speed.
-SUM_PASSES = {"TPU v5 lite": (2.0, 0.5), "TPU v6 lite": (1.0, 1.0), "TPU7x": (1.0, 1.0)}
 # Of the time in which gradients of weights are added up, what is not beside transfers.
 GRADIENTS_SHARE = 2 / 3
 
@@ -133,7 +125,7 @@ def chunked_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> f
     sent = sum((collective_time(chip, flow, size) for flow in flows), 0.0)
     beside = sent * (chunks - 1) / chunks
     # Backward each chunk has gradients of all weights, which are added up: a third of three passes.
-    passes = SUM_PASSES.get(chip.kind, (0.0, 0.0))[1]
+    passes = fitted_to(chip.kind).chunk_passes
     added = (chunks - 1) * sum(flow.whole for flow in flows) / chip.hbm * passes * GRADIENTS_SHARE
     overhead = (chunks - 1) * len(flows) * CHUNK_OVERHEAD
     return sent - beside + max(work, beside) + added + overhead
@@ -188,8 +180,8 @@ def _spanned(chip: Chip, size: int, devices: int, offloaded: bool) -> int:
 def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) -> float:
     chunks, comb = way.chunks, flow
     flow = flow.in_chunks(chunks)
-    passes, fit = SUM_PASSES.get(chip.kind, (0.0, 0.0))[1], chunks * flow.sums <= chip.vmem
-    work = _work(chip, flow, chunks, passes, kept=fit)
+    fit = chunks * flow.sums <= chip.vmem
+    work = _work(chip, flow, chunks, fitted_to(chip.kind).chunk_passes, kept=fit)
     sent = collective_time(chip, flow, way.ring.size)
     # Chunks are cut out of the block, or joined to it; of blocks, which lie apart, at less speed.
     copied = _copy(chip, flow.block_bytes) if flow is comb else 2 * flow.block_bytes / chip.hbm
@@ -205,8 +197,8 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     size = way.ring.size
     turns = gather_turns(size, way.directions, whole_opposite=way.whole_opposite)
     pieces = 1 if flow.kind == "gather" else way.order.pieces  # of each block
-    passes = SUM_PASSES.get(chip.kind, (0.0, 0.0))[0]
-    work = _work(chip, flow, size * pieces, passes) / size
+    fitted = fitted_to(chip.kind)
+    work = _work(chip, flow, size * pieces, fitted.turn_passes) / size
     hop = flow.block_bytes / chip.link + chip.latency
 
     def seconds(turn: Turn) -> float:
@@ -219,10 +211,11 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
     # The opposite block is cut in two, and joined again.
     copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
-    copied += _copy(chip, flow.cut if way.order.cuts_first else flow.sliced)
+    cut = flow.cut if way.order.cuts_first else flow.sliced if fitted.columns_cut else 0
+    copied += 2 * cut / (fitted.slices * chip.hbm)
     # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
     copied += 0.0 if chip.torus else 2 * flow.added / chip.hbm
-    if chip.kind in PLACED_APART and flow.kind == "gather":
+    if fitted.placed_apart and flow.kind == "gather":
         copied += _copy(chip, flow.minor - flow.sliced)
     copied += _gathered(chip, flow, size)
     return sum(map(seconds, turns), 0.0) + copied
@@ -232,7 +225,7 @@ def _gathered(chip: Chip, flow: Flow, size: int) -> float:
     """Seconds in which sums that all devices need are gathered again."""
     if flow.kind != "all-reduce":
         return 0.0
-    share = RESULT_COPY_SHARE.get(chip.kind)
+    share = fitted_to(chip.kind).last_gather
     copied = 2 * size * flow.block_bytes / (share * chip.hbm) if share else 0.0
     return collective_time(chip, flow, size) + copied
 
@@ -265,4 +258,4 @@ def collective_time(chip: Chip, flow: Flow, size: int) -> float:
 
 def _copy(chip: Chip, size: int) -> float:
     """Seconds to read and write so many bytes in a pass of its own."""
-    return 2 * size / (COPY_SHARE.get(chip.kind, 1.0) * chip.hbm)
+    return 2 * size / (fitted_to(chip.kind).copies * chip.hbm)
