@@ -686,6 +686,23 @@ def test_operands_that_are_cut_by_an_instruction_of_their_own_are_copied(kind, c
     assert with_it - without == pytest.approx(copies * 2**24 / chip(kind).hbm)
 
 
+@pytest.mark.parametrize(
+    ("kind", "direction", "copies"),
+    [
+        ("TPU v5 lite", "scatter", 0),  # the matmul cuts by itself
+        ("TPU v5 lite", "gather", 2),
+        ("NVIDIA H100", "scatter", 2),
+    ],
+)
+def test_columns_are_cut_by_the_matmul_of_a_scatter_on_a_tpu(kind, direction, copies):
+    ring_way = chosen(described(kind), 8, TINY, "unidirectional")
+    without, with_it = (
+        time_of(chip(kind), (Flow(direction, 1.0, 8, sliced=sliced),), ring_way, NONE)
+        for sliced in (0, 2**24)
+    )
+    assert with_it - without == pytest.approx(copies * 2**24 / chip(kind).hbm)
+
+
 @pytest.mark.parametrize(("kind", "passes"), [("NVIDIA H100", 2), ("TPU v5 lite", 0)])
 def test_a_gpu_adds_sums_by_passes_of_their_own(kind, passes):
     way = chosen(described(kind), 8, TINY, "unidirectional")

@@ -211,7 +211,10 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
     # The opposite block is cut in two, and joined again.
     copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
-    cut = flow.cut if way.order.cuts_first else flow.sliced if fitted.columns_cut else 0
+    # Cuts of what stays are instructions of their own where the order says so; elsewhere those of
+    # columns are, but for a TPU's scatter, whose matmul cuts by itself.
+    cuts_columns = flow.kind == "gather" or not chip.torus
+    cut = flow.cut if way.order.cuts_first else flow.sliced if cuts_columns else 0
     copied += 2 * cut / (fitted.slices * chip.hbm)
     # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
     copied += 0.0 if chip.torus else 2 * flow.added / chip.hbm

@@ -1,9 +1,9 @@
 """What the compiler of each kind of chip does to a program: figures of the cost model.
 
 Fitted to schedules of jax 0.10.2 and 0.12.0.1 with libtpu 0.0.50.1, and of the GPU compiler of jax
-0.12.0.1. `python benchmarks/sweep --ways` compiles what they decide, and shows where they are wrong:
-it is run again after a change of compilers, and a figure that is changed must make points better
-that weigh more than those that it makes worse.
+0.12.0.1. `python benchmarks/sweep --ways` compiles what they decide, and shows where they are
+wrong. It is run again after a change of compilers, and a figure is changed where more points get
+better.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ class Fitted:
     Attributes:
       copies: what a copy reaches that a compiler adds.
       slices: what a slice reaches that is cut for a matmul, by an instruction of its own.
-      columns_cut: columns of an operand are cut by such an instruction too.
       last_gather: what the copy reaches by which a gather enters the result of a program; None:
         there is none.
       placed_apart: columns that a turn computes are placed by a pass of its own.
@@ -29,7 +28,6 @@ class Fitted:
 
     copies: float = 1.0
     slices: float = 1.0
-    columns_cut: bool = True
     last_gather: float | None = None
     placed_apart: bool = False
     turn_passes: float = 0.0
