@@ -146,6 +146,7 @@ def header(report: Report, request: Request) -> str:
         ring = f", ring {','.join(facts.ring)}" if facts.ring else ""
         parts += [f"{facts.devices} x {facts.device_kind}", f"mesh {mesh}{ring}"]
     parts.append(phase(request) if request.function else f"{request.dtype} {phase(request)}")
+    parts += ["measured links"] if request.figures == "measured" else []
     return " | ".join(parts)
 
 

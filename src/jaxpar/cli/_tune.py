@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from jaxpar._tuning import Tuning
+from jaxpar._tuning import AUTO, Tuning
 from jaxpar.cli._arguments import add_command, parse_names, require_folders
 from jaxpar.cli._console import (
     Column,
@@ -23,7 +23,7 @@ from jaxpar.cli._console import (
 from jaxpar.cli._predict import FIGURES, parse_requests
 from jaxpar.cli._predict_results import Request
 from jaxpar.cli._processes import COMPILING, converse
-from jaxpar.cli._tune_search import Tried
+from jaxpar.cli._tune_search import SAME, Tried
 from jaxpar.cli._tune_worker import HERE
 from jaxpar.collectives._sites import NAMED
 
@@ -48,6 +48,8 @@ examples:
 and in the program:
   step = jaxpar.jit(step, tuned="tuned.json")    # or: with jaxpar.tuned("tuned.json"): ...
 """
+
+REPEATS, MOST = 20, 200  # rounds by the clock, and programs
 
 _COLUMNS = [
     Column("", 12, left=True),
@@ -80,14 +82,14 @@ def add_parser(commands: Any) -> None:
         help="besides those of jaxpar.compiler_options; none in front of them: in place of those",
     )
     add("--figures", default="book", help=f"of the links: {', '.join(FIGURES)}, as for predict")
-    add("--repeats", type=int, default=20, help="rounds by the clock (default: %(default)s)")
+    add("--repeats", type=int, default=REPEATS, help="rounds by the clock (default: %(default)s)")
     add(
         "--modes",
         dest="tried",
         metavar="MODES",
         help=f"to try besides auto (default: {', '.join(NAMED)})",
     )
-    add("--most", type=int, default=200, help="programs to compile (default: %(default)s)")
+    add("--most", type=int, default=MOST, help="programs to compile (default: %(default)s)")
     add("-o", "--output", default="tuned.json", metavar="FILE", help="(default: %(default)s)")
     # What predict takes besides.
     others = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
@@ -221,6 +223,8 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--compiler-options", *args.compiler_options] if args.compiler_options else []
     words += ["--figures", args.figures] if args.figures != "book" else []
     words += ["--modes", args.tried] if args.tried else []
+    words += ["--repeats", str(args.repeats)] if args.repeats != REPEATS else []
+    words += ["--most", str(args.most)] if args.most != MOST else []
     return shlex.join([*words, "-o", args.output])
 
 
@@ -246,6 +250,13 @@ def print_report(report: Report, tuning: Tuning, function: str) -> None:
         f"\nwhole program: {auto:.3f} ms with auto, {best:.3f} ms tuned ({best / auto:.3f})",
         highlight=False,
     )
+    passes = [tried for tried in report.tried if tried.part == "backward" and tried.way != AUTO]
+    if passes and all(tried.note.startswith(SAME) for tried in passes):
+        console.print(
+            "no way of a backward pass makes a difference: if the program takes no gradients, "
+            "--grad has them taken; backward passes are left to auto",
+            highlight=False,
+        )
     if found["left"]:
         console.print(f"{found['left']} ways were not tried: raise --most", highlight=False)
     console.print(f'{tuning.name} is for jaxpar.jit(..., tuned="{tuning.name}")', highlight=False)
@@ -253,6 +264,8 @@ def print_report(report: Report, tuning: Tuning, function: str) -> None:
 
 def _cells(tried: Tried, chosen: str | None, auto: float) -> list[str]:
     says = "chosen" if tried.way == chosen else tried.note
+    if says == "chosen" and tried.part == "row chunks" and tried.way not in (AUTO, "1"):
+        says = "chosen: the matmuls of each chunk are naive"
     if tried.seconds is None:
         return ["", tried.way, "", "", says]
     milliseconds = tried.seconds * 1e3

@@ -10,6 +10,8 @@ from jaxpar._axis import MODES
 from jaxpar._tuning import AUTO, Asked, Choices
 from jaxpar.cli._processes import one_line
 
+SAME = "the same program"  # so begins the note of what need not be timed
+
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
 
@@ -167,7 +169,7 @@ class _Search:
     def _time(self, way: Tried, candidate: Candidate) -> Tried | None:
         digest = candidate.digest
         if digest in self.same:
-            return replace(way, note=f"the same program as with {self.same[digest]}")
+            return replace(way, note=f"{SAME} as with {self.same[digest]}")
         if self.compiled >= self.most:
             self.left += 1
             return None
