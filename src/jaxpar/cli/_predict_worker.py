@@ -19,7 +19,7 @@ from jaxpar.schedule import target as describe
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
-COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
+COMPILER_PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
 
 
 def serve(request: Request) -> Iterator[Record]:
@@ -54,7 +54,7 @@ def _failure(label: str, reason: str, usage: bool = False) -> Record:
 def _predict(
     program: Program, request: Request, target: Target, texts: dict[tuple[str, str], str]
 ) -> Prediction:
-    options = options_of(request, target)
+    options = requested_options(request, target)
     compiled = compile_for(program.function, target, *program.args, compiler_options=options)
     played = timeline(compiled)
     first = texts.setdefault((program.case, compiled.text), program.mode)
@@ -93,14 +93,14 @@ def target_of(request: Request) -> Target:
         raise UsageError(f"--figures measured: {reason}") from None
 
 
-def options_of(request: Request, target: Target) -> dict[str, Any]:
+def requested_options(request: Request, target: Target) -> dict[str, Any]:
     own = {} if request.bare else jaxpar.compiler_options(target)
     return {**own, **request.compiler_options}
 
 
 def facts_of(request: Request, target: Target, ring: Ring) -> Facts:
     first = target.mesh.devices.flat[0]
-    compilers = ("jax", *COMPILERS["tpu" if target.platform == "tpu" else "gpu"])
+    compilers = ("jax", *COMPILER_PACKAGES["tpu" if target.platform == "tpu" else "gpu"])
     return Facts(
         platform=target.platform,
         device_kind=first.device_kind,
@@ -109,7 +109,7 @@ def facts_of(request: Request, target: Target, ring: Ring) -> Facts:
         ring=ring,
         links_apart=int(jaxpar.ring_hops(target.mesh, ring).max()) if ring else 0,
         chip=asdict(target.chip) if target.chip else {},
-        compiler_options=options_of(request, target),
+        compiler_options=requested_options(request, target),
         versions=versions(*compilers),
     )
 

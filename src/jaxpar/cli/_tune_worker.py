@@ -17,7 +17,7 @@ from jaxpar.cli._bench_times import quartiles, time_interleaved
 from jaxpar.cli._console import UsageError
 from jaxpar.cli._predict_programs import programs
 from jaxpar.cli._predict_results import Request, request_from
-from jaxpar.cli._predict_worker import COMPILERS, options_of, target_of, where
+from jaxpar.cli._predict_worker import COMPILER_PACKAGES, requested_options, target_of, where
 from jaxpar.cli._processes import answer, start_jax
 from jaxpar.cli._tune_search import Candidate, Record, Tried, search
 from jaxpar.schedule import Target, compile_for, timeline
@@ -181,7 +181,7 @@ def serve(task: Mapping[str, Any]) -> Iterator[Record]:
         request = request_from(task["request"])
         target = _here(request) if request.target == HERE else target_of(request)
         [program] = programs(request, target, ())
-        jitted, options = jitted_with(program.function, options_of(request, target))
+        jitted, options = jitted_with(program.function, requested_options(request, target))
         yield {"facts": _facts(target, options)}
         if request.target == HERE:
             clock = Timed(jitted, program.args, target.mesh, options, task["repeats"])
@@ -210,7 +210,7 @@ def _here(request: Request) -> Target:
 
 
 def _facts(target: Target, options: Mapping[str, Any]) -> Record:
-    packages = ("jaxpar", "jax", "jaxlib", *COMPILERS.get(target.platform, ()))
+    packages = ("jaxpar", "jax", "jaxlib", *COMPILER_PACKAGES.get(target.platform, ()))
     return {
         "versions": versions(*packages),
         "device_kind": target.mesh.devices.flat[0].device_kind,

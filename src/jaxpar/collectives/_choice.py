@@ -2,10 +2,12 @@
 
 A `Problem` says what is to be done; `choose_way` returns the way over the ring, of the mode
 that the ring has. The rules of `auto` are the functions of `RULES`, one for each kind of work,
-and can be replaced here without touching anything else."""
+and can be replaced here without touching anything else.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
@@ -15,11 +17,11 @@ from jaxpar._axis import CHUNKED, Ring
 from jaxpar._chips import Chip, traced_chip, traced_for_cpu
 from jaxpar._options import traced_asynchronous
 from jaxpar._types import Dispatch, Mode
-from jaxpar.collectives._cost_model import Flow, chunked_time, time_of
+from jaxpar.collectives._cost_model import Flow, row_chunks_time, time_of
 from jaxpar.collectives._fitted import fitted_to
 from jaxpar.collectives._in_turns import UNROLLED, InTurns
 from jaxpar.collectives._order import traced_order
-from jaxpar.collectives._sites import settled, settled_chunks, settled_dispatch
+from jaxpar.collectives._sites import ROW_CHUNKS, settled, settled_chunks, settled_dispatch
 from jaxpar.collectives._turns import gather_turns, stretches
 from jaxpar.collectives._ways import InChunks, Naive, Stationary, Way
 
@@ -71,7 +73,7 @@ class Problem:
     told: frozenset[str] | None = None
     what: str = ""
 
-    @property
+    @cached_property
     def beside(self) -> frozenset[str]:
         """The collectives that the compiler runs beside other work."""
         return traced_asynchronous() if self.told is None else self.told
@@ -185,18 +187,22 @@ def in_a_layer(problem: Problem) -> Ways:
 
     What is before and behind a matmul hides its collectives as well as its own pieces would, and
     pieces cost copies to and from the layouts of their neighbours: two layers of Llama 3 8B on v6e
-    take 43.9 ms so, and 46.5 by `by_time`. Sums that are scattered may go in chunks of another
-    label than the sequence's, which cost next to nothing: 42.5 ms for 42.9; not on GPUs, whose
-    compiler joins the chunks' collectives again. Elsewhere a matmul has nothing but itself.
+    took 6% longer by `by_time`. Sums that are scattered may go in chunks of another label than the
+    sequence's, which cost next to nothing (1% less time there); not on GPUs, whose compiler joins
+    the chunks' collectives again. Elsewhere a matmul has nothing but itself.
     """
     if not _asynchronous(problem):
         return by_time(problem)
     naive, chip = Naive(problem.ring), problem.chip
-    scatters = all(flow.kind == "scatter" and flow.across for flow in problem.forward)
-    if chip is None or not chip.torus or not scatters:
-        return naive, naive
     # Two chunks are predicted to be as fast where four are, but leave more of the sums exposed.
-    ways = naive, InChunks(problem.ring, 4)
+    chunked = InChunks(problem.ring, 4)
+    cut_across = all(
+        flow.kind == "scatter" and flow.in_chunks(chunked.chunks).along != flow.along
+        for flow in problem.forward
+    )
+    if chip is None or not chip.torus or not cut_across:
+        return naive, naive
+    ways = naive, chunked
     return min(ways, key=lambda way: time_of(chip, problem.forward, way, problem.beside)), naive
 
 
@@ -336,7 +342,11 @@ def choose_row_chunks(problem: Problem) -> int:
         return tuned
     if named or chip is None or not chip.torus or ring.size == 1 or not _asynchronous(problem):
         return 1
-    return min((1, 2, 4), key=lambda chunks: chunked_time(chip, problem.forward, ring.size, chunks))
+
+    def seconds(chunks: int) -> float:
+        return row_chunks_time(chip, problem.forward, ring.size, chunks)
+
+    return min(ROW_CHUNKS, key=seconds)
 
 
 def _asynchronous(problem: Problem) -> bool:

@@ -119,7 +119,7 @@ def time_of(
     return _at_once(chip, flows, way, beside, kept, max(devices, way.ring.size))
 
 
-def chunked_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> float:
+def row_chunks_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> float:
     """Seconds of flows, one behind the other, through which rows go in chunks."""
     work = sum((_work(chip, flow, chunks, 0.0) for flow in flows), 0.0)
     sent = sum((collective_time(chip, flow, size) for flow in flows), 0.0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxpar.collectives._choice import Problem
 
 NAMED = tuple(mode for mode in MODES if mode != AUTO)
-ROW_CHUNKS = ("1", "2", "4")
+ROW_CHUNKS = (1, 2, 4)
 DISPATCHES = ("ragged", "all_gather")
 
 
@@ -53,7 +53,7 @@ def settled_chunks(problem: Problem) -> int | None:
     """Returns in how many chunks rows were the fastest, None where that is for `auto` to say."""
     if not is_tuning() or problem.ring.size == 1:
         return None
-    chunks = _decide(problem, "row chunks", ROW_CHUNKS)
+    chunks = _decide(problem, "row chunks", tuple(map(str, ROW_CHUNKS)))
     return None if chunks == AUTO else int(chunks)
 
 

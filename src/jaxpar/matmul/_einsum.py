@@ -68,8 +68,8 @@ class Call:
         what = f"{forward[0].kind} {label} of {self.labels}, {operands[0].dtype}"
         problem = Problem(kind, self.ring, shapes, forward, backward, what=what)
         way, back = choose_ways(problem)
-        alone, _ = choose_ways(replace(problem, backward=()))
-        return RingEinsum(way, back, alone, label, self.arithmetic, self.recomputed)
+        underived, _ = choose_ways(replace(problem, backward=()))
+        return RingEinsum(way, back, underived, label, self.arithmetic, self.recomputed)
 
     def result_dtype(self, lhs: Array) -> Any:
         """The dtype of the result."""

@@ -48,12 +48,12 @@ class RingEinsum:
     Attributes:
       way: forward, where a derivative is taken.
       backward: in the derivative.
-      alone: where none is taken: what a naive forward pass keeps is then of no use.
+      underived: where none is taken: what a naive forward pass keeps is then of no use.
     """
 
     way: Way
     backward: Way
-    alone: Way
+    underived: Way
     label: str  # the einsum label that is sharded over the ring
     arithmetic: Arithmetic
     # Runs again in the backward pass, within jax.checkpoint, where the result itself is dead code.
@@ -64,7 +64,7 @@ class RingEinsum:
     @property
     def derived_by_jax(self) -> bool:
         """Whether JAX's own derivatives are left as they are."""
-        return self.kept and self.alone.derived_by_jax
+        return self.kept and self.underived.derived_by_jax
 
     @property
     def kept(self) -> bool:
@@ -73,11 +73,11 @@ class RingEinsum:
 
     def forward(self) -> RingEinsum:
         """How the einsum runs where a derivative is taken."""
-        return replace(self, alone=self.way)
+        return replace(self, underived=self.way)
 
     def derivative(self) -> RingEinsum:
         """How the einsums of the derivative run."""
-        return replace(self, way=self.backward, alone=self.backward)
+        return replace(self, way=self.backward, underived=self.backward)
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
         """Returns both, the residuals not before the result, unless nobody waits for that."""
@@ -99,7 +99,7 @@ def _gather(
     `left` is this device's block along `method.label`; the right operands and the results have that
     label whole where they have it. All operands vary over the same axes, the ring's among them.
     """
-    method = replace(method, way=method.alone)
+    method = replace(method, way=method.underived)
     if method.way.stays and all(x.size for x in (left, *rights)):
         return tuple(
             _stay(method, p, left, right) for p, right in zip(products, rights, strict=True)
@@ -164,7 +164,7 @@ def _scatter(
     operands vary over the same axes, the ring's among them.
     """
 
-    method = replace(method, way=method.alone)
+    method = replace(method, way=method.underived)
     if method.way.chunks > 1:
         along = _cut_label(method, "scatter", products, pairs)
         if along != method.label:
@@ -222,7 +222,7 @@ def _cut_label(
 def _at_once(method: RingEinsum) -> RingEinsum:
     """The naive way, for one chunk of arrays that are cut along another label than the ring's."""
     way = Naive(method.way.ring)
-    return replace(method, way=way, backward=way, alone=way)
+    return replace(method, way=way, backward=way, underived=way)
 
 
 def _gather_across(

@@ -15,15 +15,16 @@ from jaxtyping import Bool, Float
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_number, check_own, check_whole
+from jaxpar._tuning import AUTO
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_over, varying_axes
+from jaxpar.collectives._sites import DISPATCHES
 from jaxpar.layers import fsdp_gather
 from jaxpar.moe._experts import check_shapes
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
 from jaxpar.moe._routing import Routing
 
 GATHERED = "gathered experts"  # what is not kept for the backward pass
-DISPATCHES = ("ragged", "all_gather", "auto")
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,9 @@ def check_options(
     tokens: int, dispatch: Any, chunks: Any, capacity: Any, buffer_factor: Any
 ) -> tuple[int, int | None, float | None]:
     """Returns the number of chunks, the capacity and the factor, or raises."""
-    if not isinstance(dispatch, str) or dispatch not in DISPATCHES:
-        raise value_error(f"dispatch must be one of {', '.join(DISPATCHES)}, got {dispatch!r}")
+    if not isinstance(dispatch, str) or dispatch not in (*DISPATCHES, AUTO):
+        known = ", ".join((*DISPATCHES, AUTO))
+        raise value_error(f"dispatch must be one of {known}, got {dispatch!r}")
     chunks = check_whole("chunks", chunks, 1, max(1, tokens), "the number of local tokens")
     if capacity is not None:
         capacity = check_whole("capacity", capacity, 0)
