@@ -45,7 +45,6 @@ _BY_KIND = {
         last_gather=0.4,
         turn_passes=1.0,
         chunk_passes=1.0,
-        chunked_margin=0.9,  # operands that a SparseCore gathers are not ahead in VMEM
     ),
     "TPU7x": Fitted(
         copies=0.4,
