@@ -1,8 +1,8 @@
 """What `auto` means: every choice of a way over a ring, and all that it may depend on.
 
-A `Problem` says what is to be done; `choose_way` returns the way over the ring, of the mode
-that the ring has. The rules of `auto` are the functions of `RULES`, one for each kind of work,
-and can be replaced here without touching anything else.
+A `Problem` says what is to be done; `choose_ways` returns the ways over the ring of both passes,
+those that are named or those of `auto`. The rules of `auto` are the functions of `RULES`, one for
+each kind of work, and can be replaced here without touching anything else.
 """
 
 from collections.abc import Callable

@@ -55,7 +55,7 @@ def in_scope(
 
 @dataclass(frozen=True)
 class Way:
-    """How blocks and sums get round a ring: static, the same forward and backward.
+    """How blocks and sums get round a ring, of one pass; static.
 
     Attributes:
       joins: whether arrays that travel at once had better be joined into one.
