@@ -33,7 +33,7 @@ def test_reports_on_terminal_json_and_plot(tmp_path, capsys):
     record = json.loads(data.read_text())
     assert record.keys() == {
         *("jaxpar", "jax", "python", "device_kind", "platform", "devices", "processes", "mesh"),
-        *("ring", "dtype", "repeats", "notes", "rows", "refused"),
+        *("ring", "dtype", "modes", "repeats", "notes", "rows", "refused"),
     }
     assert record["jax"] == jax.__version__
     assert record["mesh"] == {"tp": 8}
@@ -54,6 +54,16 @@ def test_reports_on_terminal_json_and_plot(tmp_path, capsys):
             assert "ppermute" not in row["collectives"]
         else:
             assert row["collectives"].keys() == {"ppermute"}
+
+
+def test_any_modes_against_naive(tmp_path):
+    data, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    modes = ["chunked-2", "stationary", "auto"]
+    files = ["--json", str(data), "--plot", str(plot)]
+    assert main([*SMALL, "--modes", ",".join(modes), *files]) == 0
+    record = json.loads(data.read_text())
+    assert [row["mode"] for row in record["rows"]] == ["naive", *modes] * 2
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +95,7 @@ def test_other_meshes_and_dtypes(mesh, axis, ring, capsys):
         ("--axis dp", "--axis dp must name distinct axes of the mesh, which has tp"),
         ("--axis tp,tp", "--axis tp,tp must name distinct axes"),
         ("--dtype f32", "--dtype 'f32' is not among float32, bfloat16, float16"),
+        ("--modes naive,fast", "--modes 'fast' is not among naive, stationary, chunked-2"),
         ("--repeats 0", "--repeats 0 is not positive"),
         ("--repeats two", "argument --repeats: invalid int value: 'two'"),
         ("--json /missing/a.json", "--json /missing/a.json: its directory does not exist"),

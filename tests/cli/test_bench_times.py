@@ -25,7 +25,7 @@ M, K, N = 16, 32, 64
 def _measured(op, phase):
     mesh = jaxpar.make_mesh("tp=8")
     problem = make_problem((M, K, N), "float32")
-    rows, refusals = measure(OPS[op], problem, phase, mesh, ("tp",), 1, lambda: None)
+    rows, refusals = measure(OPS[op], problem, phase, mesh, ("tp",), MODES, 1, lambda: None)
     assert not refusals
     assert [row.mode for row in rows] == list(MODES)
     return rows

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 import jaxpar
+from jaxpar._axis import MODES as ALL_MODES
 from jaxpar.cli._arguments import (
     add_command,
     add_dtype,
@@ -22,6 +23,7 @@ from jaxpar.cli._arguments import (
     add_processes,
     mesh_error,
     parse_dtype,
+    parse_names,
     parse_ops,
     parse_processes,
     parse_ring,
@@ -69,6 +71,7 @@ class Run:
     mesh: dict[str, int]
     ring: list[str]
     dtype: str
+    modes: tuple[str, ...]
     repeats: dict[str, int]  # by phase
 
     @property
@@ -151,11 +154,19 @@ def _row_record(row: Row) -> dict[str, Any]:
 
 
 # Two hues of the Okabe-Ito palette, which colour-blind readers tell apart, and two marks.
-_STYLES = {"unidirectional": ("#0072B2", "o"), "bidirectional": ("#D55E00", "D")}
+_STYLES = {
+    "unidirectional": ("#0072B2", "o"),
+    "bidirectional": ("#D55E00", "D"),
+    "stationary": ("#CC79A7", "X"),
+    "chunked-2": ("#56B4E9", "^"),
+    "chunked-4": ("#009E73", "s"),
+    "chunked-8": ("#E69F00", "v"),
+    "auto": ("#000000", "*"),
+}
 
 
 def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
-    """Draws the median ratio of every ring mode, with whiskers from quartile to quartile."""
+    """Draws the median ratio of every mode but naive, with whiskers from quartile to quartile."""
     figures = require_extra("matplotlib.figure")  # not pyplot, which keeps global state
     cases = list(dict.fromkeys((row.op, row.shape) for row in rows))
     figure = figures.Figure(figsize=(9.5, 2.1 + 0.5 * len(cases)), layout="constrained", dpi=150)
@@ -177,7 +188,9 @@ def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
 
 def _draw_panel(panel: Any, cases: list[tuple[str, str]], rows: Sequence[Row]) -> None:
     panel.axvline(1, color="0.3", linewidth=1, linestyle="--", zorder=1, label="naive")
-    for offset, mode in zip((-0.15, 0.15), MODES[1:], strict=True):
+    modes = [mode for mode in dict.fromkeys(row.mode for row in rows) if mode != "naive"]
+    for number, mode in enumerate(modes):
+        offset = 0.6 * (number + 0.5) / len(modes) - 0.3
         chosen = [row for row in rows if row.mode == mode]
         ratios = [quartiles(row.ratios) for row in chosen]
         colour, mark = _STYLES[mode]
@@ -204,7 +217,7 @@ DEFAULT_SHAPES = "1024x4096x256,2048x2048x2048"
 
 DESCRIPTION = """\
 Times the overlapped matmuls on the devices present: the naive form (XLA's own collective beside one
-matmul) against the ring that sends one way and the ring that sends both ways.
+matmul) against the ring that sends one way and the ring that sends both ways, or other modes.
 
 Each result is first checked against a float64 reference; a case with a wrong result is not timed
 and ends the command with status 1. The modes then take turns, round by round, forward and
@@ -238,6 +251,11 @@ def add_parser(commands: Any) -> None:
     add_mesh(add)
     add_dtype(add, "float32")
     add(
+        "--modes",
+        default=",".join(MODES[1:]),
+        help=f"against naive, of {', '.join(ALL_MODES)} (default: %(default)s)",
+    )
+    add(
         "--repeats",
         type=int,
         default=20,
@@ -258,6 +276,7 @@ def _run(args: argparse.Namespace) -> int:
     # All that can be refused is refused before the minutes of measuring.
     ops, shapes = parse_ops(args.ops), parse_shapes(args.shapes)
     dtype = parse_dtype(args.dtype)
+    modes = tuple(dict.fromkeys(["naive", *parse_names("--modes", args.modes, ALL_MODES)]))
     if args.repeats < 1:
         raise UsageError(f"--repeats {args.repeats} is not positive")
     process_id, num_processes = parse_processes(args)
@@ -279,6 +298,7 @@ def _run(args: argparse.Namespace) -> int:
             mesh=dict(mesh.shape),
             ring=list(ring),
             dtype=dtype,
+            modes=modes,
             repeats=dict(zip(PHASES, (args.repeats, (args.repeats + 2) // 3), strict=True)),
         )
         console = open_console() if reports else None
@@ -312,7 +332,8 @@ def _measure_all(
                     def tick(label: str = f"{op.name} {problem.label} {phase}") -> None:
                         advance(label)
 
-                    done = measure(op, problem, phase, mesh, ring, facts.repeats[phase], tick)
+                    repeats = facts.repeats[phase]
+                    done = measure(op, problem, phase, mesh, ring, facts.modes, repeats, tick)
                     rows += done[0]
                     refusals += done[1]
     return rows, refusals
