@@ -217,6 +217,56 @@ def test_a_program_that_is_not_told_warns_and_the_environment_tells(monkeypatch)
             assert _seen(v6e, lambda f: jax.jit(f).trace(X)) == {"all-gather"}
 
 
+@pytest.mark.parametrize(
+    "modes", [{"mode": "chunked-2"}, {"mode": "naive", "backward": "chunked-4"}]
+)
+def test_chunks_that_are_named_warn_where_nothing_says_how_they_are_compiled(modes):
+    v6e = target("v6e:2x2")
+    gathered = jax.shard_map(
+        lambda x: jaxpar.all_gather_matmul(
+            x, jnp.ones((2048, 8), x.dtype), jaxpar.Axis("tp", **modes)
+        ),
+        mesh=v6e.mesh,
+        in_specs=P("tp"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with jax.set_mesh(v6e.mesh):
+        with pytest.warns(UserWarning, match=r"jaxpar\.jit in place of jax\.jit"):
+            jax.jit(gathered).trace(X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            jaxpar.jit(gathered).trace(X)
+
+
+def test_a_function_of_jit_has_the_options_of_the_one_that_calls_it():
+    v6e = target("v6e:2x2")
+    inner = jaxpar.jit(jax.shard_map(_gather, mesh=v6e.mesh, in_specs=P("tp"), out_specs=P("tp")))
+    gathers = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+
+    def sums(x):
+        return jnp.sum(inner(x).astype("float32"))
+
+    def step(x):
+        return jax.grad(jax.checkpoint(sums))(x)
+
+    def events(program):
+        return [(event.name, event.seconds) for event in timeline(program).events]
+
+    found = events(compile_for(step, v6e, X))
+    assert events(compile_for(jaxpar.jit(step), v6e, X)) == found
+    assert events(compile_for(step, v6e, X, compiler_options={})) != found
+    with jax.set_mesh(v6e.mesh):
+        assert jaxpar.jit(step).trace(X).lower().compile() is not None
+        assert _seen(v6e, lambda f: jaxpar.jit(lambda x: jaxpar.jit(f)(x)).trace(X)) == ALL
+        assert jaxpar.jit(sums).eval_shape(X).shape == ()
+    own = jaxpar.jit(lambda x: 2 * x, compiler_options={gathers: "false"})
+    text = rf"jit: <lambda> has compiler options that .* calls it has not: {{'{gathers}': 'false'}}"
+    with pytest.raises(ValueError, match=text):
+        compile_for(lambda x: own(x), v6e, X)
+    compile_for(lambda x: own(x), v6e, X, compiler_options={gathers: "false"})
+
+
 def test_jit_runs_and_refuses_what_is_no_function_or_mesh():
     calls = []
 

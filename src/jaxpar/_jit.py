@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import MethodType
@@ -11,8 +11,15 @@ from typing import Any
 
 import jax
 
-from jaxpar._calls import naming, readable, type_error
-from jaxpar._options import Options, kind_of, options_like, options_of, telling
+from jaxpar._calls import naming, readable, type_error, value_error
+from jaxpar._options import (
+    Options,
+    enclosing_options,
+    kind_of,
+    options_like,
+    options_of,
+    telling,
+)
 from jaxpar._tuning import Tuning, is_trying, load
 from jaxpar._tuning import tuned as tuned_by
 from jaxpar._types import TuningLike
@@ -30,8 +37,10 @@ def jit(
     """`jax.jit` with the compiler options of the chip, and `mode="auto"` told of them.
 
     Args:
-      fun: a function of global arrays, not called from another jitted one: JAX takes compiler
-        options at the outermost `jit` alone. None: a decorator is returned, as by `jax.jit`.
+      fun: a function of global arrays. JAX takes compiler options at the outermost `jit` alone:
+        called from another function of `jaxpar.jit` it has the options of that one, from one of
+        `jax.jit` it is refused where the chip has options. None: a decorator is returned, as by
+        `jax.jit`.
       mesh: for whose devices. None: the context mesh where it is called or traced
         (`jax.set_mesh`), and without one the default devices.
       compiler_options: a mapping: more options, or other values; `{}` for those of the chip alone.
@@ -44,8 +53,9 @@ def jit(
     Raises:
       TypeError: `fun` is no function, `mesh` no mesh, options are no mapping, or `jax.jit` has no
         such setting.
-      ValueError: as soon as it is called or traced, `tuned` is stale, or the program is for another
-        kind of device than the one whose options it got.
+      ValueError: as soon as it is called or traced, `tuned` is stale, the program is for another
+        kind of device than the one whose options it got, or it has options of its own that the
+        function which calls it has not.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -66,7 +76,6 @@ def jit(
         if tuning is not None and not isinstance(tuning, (str, Path, Tuning)):
             raise type_error(f"tuned must be a path or a jaxpar.Tuning, got {tuned!r}")
         more = {} if compiler_options is None else options_like(compiler_options)
-        jax.jit(fun, **settings)  # so that a wrong setting is refused here
         return Jitted(fun, mesh, more, tuned, settings)
 
 
@@ -86,16 +95,20 @@ class Jitted:
         self._fun, self._mesh, self._more, self._settings = fun, mesh, more, settings
         self._tuning, self._base = tuning, base
         self._jitted: dict[str, tuple[Options, Any]] = {}  # by the kind of chip
+        self._within: Any = jax.jit(fun, **settings)  # called from another of these
 
     def over(self, base: Options) -> tuple[Jitted, Options]:
         """The same with `base` in the place of the chip's options; and what it compiles with."""
         new = Jitted(self._fun, self._mesh, self._more, self._tuning, self._settings, base)
         return new, {**base, **self._more}
 
+    def calling(self, caller: Callable[..., Any]) -> Jitted:
+        """Jits a function that calls this one, with the same but for settings."""
+        return Jitted(caller, self._mesh, self._more, self._tuning, {}, self._base)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
-        options, jitted = self._for_chip()
-        with self._told(options):
+        with self._ready() as jitted:
             return jitted(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -104,36 +117,50 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As that of `jax.jit`."""
-        options, jitted = self._for_chip()
-        with self._told(options):
+        with self._ready() as jitted:
             return jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As that of `jax.jit`; what it returns compiles with the options."""
-        options, jitted = self._for_chip()
-        with self._told(options):
+        with self._ready() as jitted:
             return jitted.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As that of `jax.jit`."""
-        options, jitted = self._for_chip()
-        with self._told(options):
+        with self._ready() as jitted:
             return jitted.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """As that of `jax.jit`."""
-        for _, jitted in self._jitted.values():
+        for jitted in (self._within, *(jitted for _, jitted in self._jitted.values())):
             jitted.clear_cache()
 
     @contextmanager
-    def _told(self, options: Options) -> Generator[None]:
-        with telling(options, kind_of(self._mesh) if self._base is None else None):
-            if self._tuning is None or is_trying():
-                yield
-                return
-            self._tuning = load(self._tuning)  # read once
-            with tuned_by(self._tuning):
-                yield
+    def _ready(self) -> Generator[Any]:
+        """Gives the jitted function, and says with what it is compiled and tuned."""
+        with ExitStack() as said:
+            outer = enclosing_options()
+            if outer is None:
+                options, jitted = self._for_chip()
+                kind = kind_of(self._mesh) if self._base is None else None
+                said.enter_context(telling(options, kind, enclosing=True))
+            else:
+                self._require(outer)
+                jitted = self._within
+            if self._tuning is not None and not is_trying():
+                self._tuning = load(self._tuning)  # read once
+                said.enter_context(tuned_by(self._tuning))
+            yield jitted
+
+    def _require(self, outer: Options) -> None:
+        """Refuses options of its own where the outermost function is compiled without them."""
+        missing = {name: value for name, value in self._more.items() if outer.get(name) != value}
+        if missing:
+            name = getattr(self._fun, "__name__", self._fun)
+            raise value_error(
+                f"jit: {name} has compiler options that the jitted function which calls it has "
+                f"not: {missing}; a program has those of its outermost function: give them there"
+            )
 
     def _for_chip(self) -> tuple[Options, Any]:
         kind = kind_of(self._mesh)
@@ -151,4 +178,9 @@ def jitted_with(fn: Any, options: Options) -> tuple[Any, Options]:
     """
     if isinstance(fn, Jitted):
         return fn.over(options)
-    return fn if hasattr(fn, "trace") else jax.jit(fn), options
+    return fn if hasattr(fn, "trace") else Jitted(fn, None, {}, None, {}, options), options
+
+
+def jitted_like(fn: Any, caller: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `caller`, which calls `fn`, with what `fn` got from `jaxpar.jit` if it did."""
+    return fn.calling(caller) if isinstance(fn, Jitted) else caller

@@ -81,10 +81,16 @@ COMPILERS = {
 
 @dataclass(frozen=True)
 class _Told:
-    """Options that are said; and for which kind of device they were looked up, if they were."""
+    """Options that are said.
+
+    Attributes:
+      kind: for which kind of device they were looked up, if they were.
+      enclosing: whether what is traced now is part of the function that they are compiled with.
+    """
 
     options: tuple[tuple[str, Any], ...]
     kind: str | None = None
+    enclosing: bool = False
 
 
 # JAX traces again where the value of such a context is another one: a program that was traced with
@@ -153,10 +159,16 @@ def compiled_with(options: Any) -> Generator[None]:
 
 
 @contextmanager
-def telling(options: Options, kind: str | None = None) -> Generator[None]:
-    """Says the options of what is traced here, and of which kind of device they are."""
-    with _told(_Told(tuple(sorted(options.items())), kind)):
+def telling(options: Options, kind: str | None = None, enclosing: bool = False) -> Generator[None]:
+    """Says the options of what is traced here, as `_Told` has them."""
+    with _told(_Told(tuple(sorted(options.items())), kind, enclosing)):
         yield
+
+
+def enclosing_options() -> Options | None:
+    """Returns the options of the function of `jaxpar.jit` that is traced here, None if none is."""
+    told: _Told | None = _told.value
+    return dict(told.options) if told is not None and told.enclosing else None
 
 
 def options_like(options: Any) -> Options:
@@ -173,7 +185,7 @@ def traced_asynchronous() -> frozenset[str]:
     """Returns the collectives that the compiler runs beside other work, where it is traced.
 
     They are those of the chip that the enclosing `shard_map` is traced for and of the options that
-    are said, or found in the environment.
+    are said, or found in the environment. On a chip that should have some, none found is a warning.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     compiler = Compiler() if device is None else _compiler_of(device.device_kind)

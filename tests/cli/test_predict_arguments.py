@@ -45,7 +45,8 @@ def requests(monkeypatch):
         ("--args f32[8]", "--args are of a module:function, which is missing"),
         (
             "model:layer --modes naive --wire-dtype bfloat16",
-            "--modes and --wire-dtype is of the operations; with model:layer write --args",
+            "--modes and --wire-dtype is of the operations; model:layer names its own axes and "
+            "modes, and gets shapes and dtypes by --args",
         ),
         ("m:f --args f32(8)", "--args 'f32(8)' is not dtype[shape]@axes, as in 'bf16[8192,8192]@"),
         ("m:f --args f33[8]", "--args 'f33[8]': no dtype is called 'f33'; write bf16, f32, ..."),

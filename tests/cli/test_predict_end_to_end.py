@@ -39,6 +39,10 @@ def cannot_compile(x):
     return x @ x.reshape(3, -1)
 
 value = 3
+
+import jaxpar
+
+of_jit = jaxpar.jit(layer, compiler_options={"xla_tpu_enable_async_collective_fusion": "false"})
 """
 
 
@@ -107,6 +111,13 @@ def test_a_function_with_its_arguments(model, capsys):
     out = capsys.readouterr().out
     assert "model:layer\n" in out
     assert "as written" in out
+
+
+def test_a_function_of_jit_keeps_its_options_with_gradients_too(model, capsys):
+    args = ["--args", "bf16[512,256]@tp,-", "bf16[256,512]@-,tp", "--targets", "v5e:2x2"]
+    for more in ([], ["--grad"]):
+        assert main(["predict", "model:of_jit", *args, *more]) == 0
+        assert "xla_tpu_enable_async_collective_fusion=false" in capsys.readouterr().out
 
 
 def test_a_process_that_dies_takes_only_its_target_with_it(model, capsys):

@@ -222,7 +222,8 @@ def _require_one_kind(args: argparse.Namespace) -> None:
     ]
     if given:
         raise UsageError(
-            f"{' and '.join(given)} is of the operations; with {args.function} write --args"
+            f"{' and '.join(given)} is of the operations; {args.function} names its own axes and "
+            "modes, and gets shapes and dtypes by --args"
         )
 
 

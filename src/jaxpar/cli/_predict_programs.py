@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar._jit import jitted_like, jitted_with
+from jaxpar._options import compiler_options
 from jaxpar.cli._arguments import parse_ops, parse_shapes
 from jaxpar.cli._console import UsageError
 from jaxpar.cli._ops import (
@@ -59,6 +61,12 @@ def programs(request: Request, target: Target, ring: Ring) -> list[Program]:
         for op in ops
         for program in _of_op(request, target, ring, op, shape)
     ]
+
+
+def requested_options(request: Request, target: Target) -> dict[str, Any]:
+    """Returns the compiler options of a request: the target's, unless it is bare, and further."""
+    own = {} if request.bare else compiler_options(target)
+    return {**own, **request.compiler_options}
 
 
 def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request) -> Floor:
@@ -116,8 +124,11 @@ def _of_function(request: Request, target: Target) -> Program:
         function, args = _ask(function, text, target)
     if request.grad:
         with jax.set_mesh(target.mesh):
-            floats = jax.eval_shape(lambda *args: _floats(function(*args)), *args)
-        function, args = _with_gradients_of_floats(function), (*args, floats)
+            of_floats = jitted_like(function, lambda *args: _floats(function(*args)))
+            jitted, _ = jitted_with(of_floats, requested_options(request, target))
+            floats = jitted.eval_shape(*args)
+        function = jitted_like(function, _with_gradients_of_floats(function))
+        args = (*args, floats)
     return Program(text, "", function, args, program_floor)
 
 

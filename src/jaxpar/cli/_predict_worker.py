@@ -7,11 +7,12 @@ from traceback import extract_tb
 from typing import Any
 
 import jaxpar
+from jaxpar._jit import jitted_with
 from jaxpar._tuning import versions
 from jaxpar.cli._arguments import mesh_error, parse_ring
 from jaxpar.cli._console import UsageError
 from jaxpar.cli._ops import Ring
-from jaxpar.cli._predict_programs import Program, programs
+from jaxpar.cli._predict_programs import Program, programs, requested_options
 from jaxpar.cli._predict_results import Facts, Failure, Prediction, Request, request_from
 from jaxpar.cli._processes import answer, first_line, one_line
 from jaxpar.schedule import Target, compile_for, timeline
@@ -34,7 +35,7 @@ def serve(request: Request) -> Iterator[Record]:
     except Exception as reason:
         yield _failure("", where(reason))
         return
-    yield {"facts": asdict(facts_of(request, target, ring))}
+    yield {"facts": asdict(facts_of(request, target, ring, chosen))}
     texts: dict[tuple[str, str], str] = {}  # the mode that first compiled to a text
     for program in chosen:
         label = f"{program.case} {program.mode}".rstrip()
@@ -93,13 +94,10 @@ def target_of(request: Request) -> Target:
         raise UsageError(f"--figures measured: {reason}") from None
 
 
-def requested_options(request: Request, target: Target) -> dict[str, Any]:
-    own = {} if request.bare else jaxpar.compiler_options(target)
-    return {**own, **request.compiler_options}
-
-
-def facts_of(request: Request, target: Target, ring: Ring) -> Facts:
+def facts_of(request: Request, target: Target, ring: Ring, chosen: list[Program]) -> Facts:
     first = target.mesh.devices.flat[0]
+    # Besides those requested, a function of `jaxpar.jit` keeps its own.
+    _, options = jitted_with(chosen[0].function, requested_options(request, target))
     compilers = ("jax", *COMPILER_PACKAGES["tpu" if target.platform == "tpu" else "gpu"])
     return Facts(
         platform=target.platform,
@@ -109,7 +107,7 @@ def facts_of(request: Request, target: Target, ring: Ring) -> Facts:
         ring=ring,
         links_apart=int(jaxpar.ring_hops(target.mesh, ring).max()) if ring else 0,
         chip=asdict(target.chip) if target.chip else {},
-        compiler_options=requested_options(request, target),
+        compiler_options=options,
         versions=versions(*compilers),
     )
 

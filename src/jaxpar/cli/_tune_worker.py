@@ -15,9 +15,9 @@ from jaxpar._tuning import Choices, Trial, trying, versions
 from jaxpar.cli._arguments import mesh_error
 from jaxpar.cli._bench_times import quartiles, time_interleaved
 from jaxpar.cli._console import UsageError
-from jaxpar.cli._predict_programs import programs
+from jaxpar.cli._predict_programs import programs, requested_options
 from jaxpar.cli._predict_results import Request, request_from
-from jaxpar.cli._predict_worker import COMPILER_PACKAGES, requested_options, target_of, where
+from jaxpar.cli._predict_worker import COMPILER_PACKAGES, target_of, where
 from jaxpar.cli._processes import answer, start_jax
 from jaxpar.cli._tune_search import Candidate, Record, Tried, search
 from jaxpar.schedule import Target, compile_for, timeline

@@ -91,6 +91,8 @@ def choose_ways(problem: Problem) -> tuple[Way, Way]:
 
 def _ways(problem: Problem) -> Ways:
     forward, backward = problem.ring.mode, problem.ring.backward or problem.ring.mode
+    if problem.told is None and {forward, backward} & CHUNKED.keys():
+        traced_asynchronous()  # warns where nothing says so, and each chunk may be waited for
     if "auto" not in (forward, backward):
         return (
             way_of(problem, forward, problem.forward),
