@@ -24,9 +24,9 @@ class Chip:
     network: float = 0.0  # bytes per second of one device beyond its switch, one way
     latency: float = 1e-6  # seconds a hop
     vmem: float = 0.0  # bytes that a core keeps on the chip, of a TPU
-    # Programs on slices of at least this many devices get synchronous permutes from the compiler
-    # (seen on v5e from 8x8 up): a ring then only loses.
-    synchronous_from: int | None = None
+    # Of a ring that closes over the wrap-around links of a dimension of so many devices, the
+    # compiler makes all permutes synchronous (seen on v5e:8x16 and 16x16): it then only loses.
+    synchronous_around: int | None = None
 
     def measured(self) -> "Chip":
         """Returns the chip with the link and latency that someone has measured and published.
@@ -62,7 +62,7 @@ CHIPS = (
     _tpu("TPU v4", flops=2.75e14, hbm=1.23e12, capacity=32 * _GIB, link=4.5e10, clock=1.05e9,
          cores=2, vmem=16 * _MIB),
     _tpu("TPU v5 lite", flops=1.97e14, hbm=8.1e11, capacity=16 * _GIB, link=4.5e10, clock=1.5e9,
-         dimensions=2, synchronous_from=64, vmem=128 * _MIB),
+         dimensions=2, synchronous_around=16, vmem=128 * _MIB),
     _tpu("TPU v5", flops=4.59e14, hbm=2.76e12, capacity=95 * _GIB, link=9e10, clock=1.75e9,
          cores=2, vmem=64 * _MIB),
     _tpu("TPU v6 lite", flops=9.18e14, hbm=1.64e12, capacity=32 * _GIB, link=9e10, clock=1.75e9,

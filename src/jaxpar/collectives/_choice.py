@@ -78,6 +78,14 @@ class Problem:
         """The collectives that the compiler runs beside other work."""
         return traced_asynchronous() if self.told is None else self.told
 
+    @property
+    def innermost(self) -> bool:
+        """Whether devices of the ring are next to each other in the mesh: no axis is within it."""
+        sizes = dict(jax.sharding.get_abstract_mesh().shape)
+        axes = [name for name, size in sizes.items() if size > 1]
+        within = [name for name in self.ring.names if sizes.get(name, 1) > 1]
+        return set(axes[len(axes) - len(within) :]) == set(within)
+
 
 def choose_way(problem: Problem) -> Way:
     """Returns the way of the ring's mode, of `auto` that which is predicted to be the fastest."""
@@ -357,13 +365,17 @@ def _asynchronous(problem: Problem) -> bool:
 
 
 def _synchronous(problem: Problem) -> bool:
-    """Whether the compiler makes permutes synchronous there, so that a ring can only lose."""
-    chip = problem.chip
-    return (
-        chip is not None
-        and chip.synchronous_from is not None
-        and problem.devices >= chip.synchronous_from
-    )
+    """Whether the compiler makes permutes synchronous there, so that a ring can only lose.
+
+    Tracing does not see where devices are. A slice of eight times the dimension has it; a ring of
+    all of it closes over its wrap-around links, and so does a shorter one with gaps. What is longer
+    turns corners, and what is shorter has links of its own.
+    """
+    chip, size = problem.chip, problem.ring.size
+    around = None if chip is None else chip.synchronous_around
+    if around is None or problem.devices < 8 * around:
+        return False
+    return size == around or (size < around and not problem.innermost)
 
 
 def _may_stay(problem: Problem) -> bool:
