@@ -180,3 +180,24 @@ def test_flops_of_a_shard_map_over_some_axes():
     with jax.set_mesh(described.mesh):
         jaxpr = jax.jit(fn).trace(jax.ShapeDtypeStruct((512, 512), jnp.float32)).jaxpr
     assert device_flops(jaxpr, 8) == 2 * 128 * 512 * 128 / 2
+
+
+def test_sums_of_the_matmul_beside_a_gather_are_sent_too():
+    """The compiler of v5e fuses the matmul with the gather, but not the scatter of its sums."""
+    described = target("v5e:2x4")
+
+    def local(x, a, b, c):
+        y = lax.all_gather(x, "tp", tiled=True)
+        return lax.psum_scatter(a @ b, "tp", tiled=True), y @ c
+
+    def array(rows, cols, spec=None):
+        return jax.ShapeDtypeStruct((rows, cols), jnp.bfloat16, sharding=spec or P())
+
+    function = jax.shard_map(
+        local, in_specs=(P("tp"), P(), P(), P()), out_specs=(P("tp"), P()), check_vma=False
+    )
+    arrays = array(8192, 4096, P("tp")), array(16384, 2048), array(2048, 4096), array(4096, 1024)
+    played = timeline(compile_for(function, described, *arrays))
+    sent = {e.row: (e.bytes, e.synchronous, bool(e.covers)) for e in played.transfers}
+    assert sent["tp all-gather"] == (8192 * 4096 * 2 * 7 / 8, False, True)
+    assert sent["tp reduce-scatter"] == (16384 * 4096 * 2 * 7 / 8, True, False)

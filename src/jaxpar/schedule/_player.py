@@ -124,7 +124,7 @@ class Player:
                 self._done(operation)
             case Copy():
                 self._copy(operation)
-            case Collective() if operation.is_fused and self._used(operation):
+            case Collective() if self._is_under_way(operation):
                 self._compute(operation)
             case Collective():
                 self._send(operation)
@@ -228,6 +228,15 @@ class Player:
         if (event := transfer.event) is not None:
             self.events.append(replace(event, covers=tuple(transfer.covers)))
             self._wait(transfer.start, event.end, "memory" if event.kind == "copy" else "compute")
+
+    def _is_under_way(self, collective: Collective) -> bool:
+        """Whether it is no collective of its own, but what computes beside one that has started."""
+        found = self._used(collective) if collective.is_fused else None
+        return (
+            found is not None
+            and isinstance(found.start, Collective)
+            and found.start.message == collective.message
+        )
 
     def _used(self, operation: Operation) -> _Open | None:
         """Of what is under way, what an operation uses: an operand, or what that is part of."""
