@@ -108,6 +108,7 @@ def _cases() -> dict[str, Case]:
 
 CASES = _cases()
 OWN: dict[str, dict[str, Any]] = {
+    "jaxpar auto": {},
     "jaxpar ragged": {"dispatch": "ragged"},
     "jaxpar ragged, 4 chunks": {"dispatch": "ragged", "chunks": 4},
 }
