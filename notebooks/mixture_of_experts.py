@@ -48,6 +48,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from matplotlib.patches import ConnectionPatch
 
+import jaxpar
 from jaxpar import make_mesh
 from jaxpar.layers import mean_loss
 from jaxpar.moe import (
@@ -163,7 +164,7 @@ mesh = make_mesh("ep=8")
 def sharded(fn, out_specs=P("ep")):  # noqa: B008
     """`fn` of tokens, the router and experts, these over the axis."""
     specs = {"in_specs": (P("ep"), P(), P("ep")), "out_specs": out_specs}
-    return jax.jit(jax.shard_map(fn, mesh=mesh, **specs))
+    return jaxpar.jit(jax.shard_map(fn, mesh=mesh, **specs))
 
 
 def numbers_that_arrive(capacity):
@@ -353,7 +354,7 @@ def results_and_gradients(apply):
         y, statistics = apply(x, router, experts)
         return jnp.sum((y - target) ** 2), (y, statistics)
 
-    (_, results), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(
+    (_, results), grads = jaxpar.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(
         x, router, experts
     )
     return *results, grads

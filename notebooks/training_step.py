@@ -47,6 +47,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar import make_mesh
 from jaxpar.layers import (
     column_parallel_linear,
@@ -170,7 +171,7 @@ def local_loss(params, x, target):  # x, target: f32[b/8, s, d]
     return squared_error(scan(block, params, x), target)
 
 
-data_parallel = jax.jit(
+data_parallel = jaxpar.jit(
     jax.shard_map(
         value_and_grad(local_loss, "dp"),
         mesh=mesh,
@@ -190,7 +191,7 @@ assert largest_error(data_parallel(params, x, target)) < TOLERANCE
 def in_parts(microbatches):
     step = value_and_grad(local_loss, "dp", microbatches=microbatches)
     specs = {"in_specs": (P(), P("dp"), P("dp")), "out_specs": (P(), P())}
-    return jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+    return jaxpar.jit(jax.shard_map(step, mesh=mesh, **specs))
 
 
 assert largest_error(in_parts(2)(params, x, target)) < TOLERANCE
@@ -214,7 +215,7 @@ def make_step(axes, specs, data, local_loss):
     mesh = make_mesh(axes)
     step = value_and_grad(local_loss, mesh.axis_names)
     every = {"in_specs": (specs, data, data), "out_specs": (P(), specs)}
-    return jax.jit(jax.shard_map(step, mesh=mesh, **every))
+    return jaxpar.jit(jax.shard_map(step, mesh=mesh, **every))
 
 
 def make_loss(axes, specs, data, local_loss, check_vma=True):
@@ -529,7 +530,7 @@ for check_vma in (True, False):
         "value_and_grad inside": inside(check_vma, value_and_grad(mlp_loss, AXES, specs=specs)),
     }
     for name, step in ways.items():
-        found[name, check_vma] = jax.jit(step)(LAYER, x, target)
+        found[name, check_vma] = jaxpar.jit(step)(LAYER, x, target)
         error = largest_error(found[name, check_vma], wanted)
         print(f"check_vma={check_vma!s:5} {name:>21}: largest error {error:.1e}")
         if error > TOLERANCE:

@@ -22,7 +22,7 @@ NAMES = {name: getattr(module, name) for module, name in PUBLIC}
     ("module", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_example(module, name):
-    names = {**NAMES, "jax": jax, "jnp": jnp, "np": np, "P": P}
+    names = {**NAMES, "jaxpar": jaxpar, "jax": jax, "jnp": jnp, "np": np, "P": P}
     examples = doctest.DocTestFinder(recurse=False).find(
         getattr(module, name), name, module=False, globs=names
     )

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar._options import COMPILERS, traced_asynchronous
 from jaxpar.schedule import compile_for, target, timeline
+from jaxpar.testing import count_collectives
 
 SLICES = {
     "TPU v4": "v4:2x2x2",
@@ -260,6 +261,8 @@ def test_a_function_of_jit_has_the_options_of_the_one_that_calls_it():
         assert jaxpar.jit(step).trace(X).lower().compile() is not None
         assert _seen(v6e, lambda f: jaxpar.jit(lambda x: jaxpar.jit(f)(x)).trace(X)) == ALL
         assert jaxpar.jit(sums).eval_shape(X).shape == ()
+    with jax.set_mesh(v6e.mesh):
+        assert count_collectives(inner, X).forward == {"all_gather": 1}
     own = jaxpar.jit(lambda x: 2 * x, compiler_options={gathers: "false"})
     text = rf"jit: <lambda> has compiler options that .* calls it has not: {{'{gathers}': 'false'}}"
     with pytest.raises(ValueError, match=text):

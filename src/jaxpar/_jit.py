@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import MethodType
@@ -108,7 +108,7 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
-        with self._ready() as jitted:
+        with self.ready() as jitted:
             return jitted(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -117,17 +117,17 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As that of `jax.jit`."""
-        with self._ready() as jitted:
+        with self.ready() as jitted:
             return jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As that of `jax.jit`; what it returns compiles with the options."""
-        with self._ready() as jitted:
+        with self.ready() as jitted:
             return jitted.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As that of `jax.jit`."""
-        with self._ready() as jitted:
+        with self.ready() as jitted:
             return jitted.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
@@ -136,7 +136,7 @@ class Jitted:
             jitted.clear_cache()
 
     @contextmanager
-    def _ready(self) -> Generator[Any]:
+    def ready(self) -> Generator[Any]:
         """Gives the jitted function, and says with what it is compiled and tuned."""
         with ExitStack() as said:
             outer = enclosing_options()
@@ -184,3 +184,10 @@ def jitted_with(fn: Any, options: Options) -> tuple[Any, Options]:
 def jitted_like(fn: Any, caller: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `caller`, which calls `fn`, with what `fn` got from `jaxpar.jit` if it did."""
     return fn.calling(caller) if isinstance(fn, Jitted) else caller
+
+
+@contextmanager
+def enclosing(fn: Any) -> Generator[None]:
+    """Has `fn`, if it is of `jaxpar.jit`, traced here as a part of others, with its own options."""
+    with fn.ready() if isinstance(fn, Jitted) else nullcontext():
+        yield

@@ -43,7 +43,7 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> shift = jax.jit(jax.shard_map(lambda x: ring_shift(x, "tp"), mesh=mesh,
+      >>> shift = jaxpar.jit(jax.shard_map(lambda x: ring_shift(x, "tp"), mesh=mesh,
       ...     in_specs=P("tp"), out_specs=P("tp")))
       >>> shift(jnp.arange(8))
       Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
@@ -88,7 +88,7 @@ def ring_all_gather(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> gather = jax.jit(jax.shard_map(lambda x: ring_all_gather(x, "tp", tiled=True),
+      >>> gather = jaxpar.jit(jax.shard_map(lambda x: ring_all_gather(x, "tp", tiled=True),
       ...     mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
       >>> gather(jnp.arange(16.0)).shape
       (128,)
@@ -147,7 +147,7 @@ def ring_reduce_scatter(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> scatter = jax.jit(jax.shard_map(lambda x: ring_reduce_scatter(x, "tp", tiled=True),
+      >>> scatter = jaxpar.jit(jax.shard_map(lambda x: ring_reduce_scatter(x, "tp", tiled=True),
       ...     mesh=mesh, in_specs=P(), out_specs=P("tp")))
       >>> scatter(jnp.arange(16.0))[:3]
       Array([ 0.,  8., 16.], dtype=float32)
@@ -200,7 +200,7 @@ def ring_all_reduce(
 
     Example:
       >>> mesh = make_mesh("dp=8")
-      >>> total = jax.jit(jax.shard_map(lambda x: ring_all_reduce(x, "dp"),
+      >>> total = jaxpar.jit(jax.shard_map(lambda x: ring_all_reduce(x, "dp"),
       ...     mesh=mesh, in_specs=P("dp"), out_specs=P()))
       >>> total(jnp.arange(8.0))
       Array([28.], dtype=float32)

@@ -209,7 +209,7 @@ def ragged_all_to_all(
       >>> mesh = make_mesh("ep=2", devices=jax.devices()[:2])
       >>> def exchange(x, starts, sizes, places, arriving):
       ...     return ragged_all_to_all(x, jnp.zeros(4), starts, sizes, places, arriving, "ep")
-      >>> f = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+      >>> f = jaxpar.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
       >>> f(jnp.array([1.0, 2.0, 2.0, 3.0, 4.0, 0.0]), jnp.array([0, 1, 0, 1]),
       ...   jnp.array([1, 2, 1, 1]), jnp.array([0, 0, 1, 2]), jnp.array([1, 1, 2, 1]))
       Array([1., 3., 0., 0., 2., 2., 4., 0.], dtype=float32)

@@ -306,7 +306,7 @@ def parallel_attention(
       ...     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
       >>> def layer(x, *weights):
       ...     return parallel_attention(x, *weights, "tp", attend, heads=6, kv_heads=2)
-      >>> f = jax.jit(jax.shard_map(layer, mesh=mesh, out_specs=P(None, "tp"),
+      >>> f = jaxpar.jit(jax.shard_map(layer, mesh=mesh, out_specs=P(None, "tp"),
       ...     in_specs=(P(None, "tp"), P(None, "tp"), P(), P(), P("tp"))))
       >>> q, kv, o = jnp.ones((16, 6 * 8)), jnp.ones((16, 2 * 8)), jnp.ones((6 * 8, 16))
       >>> f(jnp.ones((3, 24, 16)), layout.pad_query(q), kv, kv, layout.pad_output(o)).shape

@@ -123,7 +123,7 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     Example:
       >>> mesh = make_mesh("fsdp=8")
       >>> dim, specs = {"w": 0, "b": None}, {"w": P("fsdp"), "b": P()}
-      >>> gather = jax.jit(jax.shard_map(lambda tree: fsdp_gather(tree, "fsdp", dim=dim),
+      >>> gather = jaxpar.jit(jax.shard_map(lambda tree: fsdp_gather(tree, "fsdp", dim=dim),
       ...     mesh=mesh, in_specs=(specs,), out_specs=specs))
       >>> gather({"w": jnp.ones((16, 4)), "b": jnp.ones(4)})["w"].shape  # 8 wholes
       (128, 4)
@@ -206,7 +206,7 @@ def fsdp_linear(
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
-      >>> f = jax.jit(jax.shard_map(lambda x, w, b: fsdp_linear(x, w, "fsdp", bias=b),
+      >>> f = jaxpar.jit(jax.shard_map(lambda x, w, b: fsdp_linear(x, w, "fsdp", bias=b),
       ...     mesh=mesh, in_specs=(P("fsdp"), P("fsdp"), P("fsdp")), out_specs=P("fsdp")))
       >>> f(jnp.ones((8, 16)), jnp.ones((16, 24)), jnp.ones(24)).shape
       (8, 24)

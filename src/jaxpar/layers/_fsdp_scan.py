@@ -148,7 +148,7 @@ def fsdp_scan(
       >>> mesh = make_mesh("fsdp=8")
       >>> def network(weights, x):  # weights [3, 8/8, 8], x [16/8, 8]
       ...     return fsdp_scan(lambda w, x: jnp.tanh(x @ w), weights, x, "fsdp")
-      >>> f = jax.jit(jax.shard_map(network, mesh=mesh, in_specs=(P(None, "fsdp"), P("fsdp")),
+      >>> f = jaxpar.jit(jax.shard_map(network, mesh=mesh, in_specs=(P(None, "fsdp"), P("fsdp")),
       ...     out_specs=P("fsdp")))
       >>> f(jnp.ones((3, 8, 8)), jnp.ones((16, 8))).shape
       (16, 8)

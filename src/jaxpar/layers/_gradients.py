@@ -45,7 +45,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
 
     Example:
       >>> mesh = make_mesh("dp=8")
-      >>> mean = jax.jit(jax.shard_map(lambda x: mean_loss(jnp.sum(x), x.size, "dp"),
+      >>> mean = jaxpar.jit(jax.shard_map(lambda x: mean_loss(jnp.sum(x), x.size, "dp"),
       ...     mesh=mesh, in_specs=P("dp"), out_specs=P()))
       >>> mean(jnp.arange(16.0))
       Array(7.5, dtype=float32)
@@ -110,7 +110,7 @@ def value_and_grad(
       >>> def loss(w, x):
       ...     y = reduce_region(x @ w, "tp")  # columns of x and rows of w are sharded over tp
       ...     return jnp.sum(y**2), len(y)
-      >>> step = jax.jit(jax.shard_map(value_and_grad(loss, "dp", microbatches=2), mesh=mesh,
+      >>> step = jaxpar.jit(jax.shard_map(value_and_grad(loss, "dp", microbatches=2), mesh=mesh,
       ...     in_specs=(P("tp"), P("dp", "tp")), out_specs=(P(), P("tp"))))
       >>> mean, grads = step(jnp.ones(4), jnp.ones((8, 4)))
       >>> float(mean), grads

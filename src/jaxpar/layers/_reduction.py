@@ -52,7 +52,7 @@ def reduce_gradients(
 
     Example:
       >>> mesh = make_mesh("dp=8")
-      >>> total = jax.jit(jax.shard_map(
+      >>> total = jaxpar.jit(jax.shard_map(
       ...     lambda g: reduce_gradients({"w": g, "b": 2 * g}, "dp", bucket_bytes=1024),
       ...     mesh=mesh, in_specs=P("dp"), out_specs=P()))
       >>> total(jnp.arange(8.0))
@@ -95,7 +95,7 @@ def global_norm(tree: Any, *, specs: Any = None) -> Array:
 
     Example:
       >>> mesh = make_mesh("dp=2,tp=4")
-      >>> norm = jax.jit(jax.shard_map(lambda w, b: global_norm((w, b)),
+      >>> norm = jaxpar.jit(jax.shard_map(lambda w, b: global_norm((w, b)),
       ...     mesh=mesh, in_specs=(P("tp"), P()), out_specs=P()))
       >>> norm(jnp.ones(8), jnp.ones(1))
       Array(3., dtype=float32)

@@ -51,7 +51,7 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
       >>> mesh = make_mesh("tp=8")
       >>> loss = jax.shard_map(lambda x, w: reduce_region(jnp.vdot(copy_region(x, "tp"), w), "tp"),
       ...     mesh=mesh, in_specs=(P(), P(None, "tp")), out_specs=P())
-      >>> jax.jit(jax.grad(loss))(jnp.ones((2, 1)), jnp.ones((2, 8))).ravel()
+      >>> jaxpar.jit(jax.grad(loss))(jnp.ones((2, 1)), jnp.ones((2, 8))).ravel()
       Array([8., 8.], dtype=float32)
 
     Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
@@ -87,7 +87,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> total = jax.jit(jax.shard_map(lambda x: reduce_region(x, "tp"),
+      >>> total = jaxpar.jit(jax.shard_map(lambda x: reduce_region(x, "tp"),
       ...     mesh=mesh, in_specs=P("tp"), out_specs=P()))
       >>> total(jnp.arange(8.0))
       Array([28.], dtype=float32)
@@ -128,7 +128,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> whole = jax.jit(jax.shard_map(lambda x: gather_region(x, "tp"),
+      >>> whole = jaxpar.jit(jax.shard_map(lambda x: gather_region(x, "tp"),
       ...     mesh=mesh, in_specs=P("tp"), out_specs=P()))
       >>> whole(jnp.arange(8.0))
       Array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)
@@ -176,7 +176,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> blocks = jax.jit(jax.shard_map(lambda x: 2 * scatter_region(x, "tp"),
+      >>> blocks = jaxpar.jit(jax.shard_map(lambda x: 2 * scatter_region(x, "tp"),
       ...     mesh=mesh, in_specs=P(), out_specs=P("tp")))
       >>> blocks(jnp.arange(8.0))
       Array([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.], dtype=float32)

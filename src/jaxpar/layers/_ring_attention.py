@@ -88,7 +88,7 @@ def ring_attention(
 
     Example:
       >>> mesh = make_mesh("cp=8")
-      >>> attend = jax.jit(jax.shard_map(lambda q, k, v: ring_attention(q, k, v, "cp"),
+      >>> attend = jaxpar.jit(jax.shard_map(lambda q, k, v: ring_attention(q, k, v, "cp"),
       ...     mesh=mesh, in_specs=(P(None, "cp"),) * 3, out_specs=P(None, "cp")))
       >>> q, k = jnp.ones((2, 32, 4, 8)), jnp.ones((2, 32, 2, 8))
       >>> v = jnp.arange(32.0)[None, :, None, None] * jnp.ones_like(k)

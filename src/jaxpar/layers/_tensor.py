@@ -75,7 +75,7 @@ def column_parallel_linear(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> f = jax.jit(jax.shard_map(lambda x, w: column_parallel_linear(x, w, "tp"),
+      >>> f = jaxpar.jit(jax.shard_map(lambda x, w: column_parallel_linear(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P(None, None, "tp")))
       >>> f(jnp.ones((2, 16, 4)), jnp.ones((4, 24))).shape
       (2, 16, 24)
@@ -145,7 +145,7 @@ def row_parallel_linear(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> f = jax.jit(jax.shard_map(lambda x, w: row_parallel_linear(x, w, "tp"),
+      >>> f = jaxpar.jit(jax.shard_map(lambda x, w: row_parallel_linear(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P(None, None, "tp"), P("tp")), out_specs=P(None, "tp")))
       >>> f(jnp.ones((2, 16, 24)), jnp.ones((24, 4)))[0, 0]
       Array([24., 24., 24., 24.], dtype=float32)
@@ -213,7 +213,7 @@ def gated_mlp(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> f = jax.jit(jax.shard_map(lambda x, *w: gated_mlp(x, *w, "tp"), mesh=mesh,
+      >>> f = jaxpar.jit(jax.shard_map(lambda x, *w: gated_mlp(x, *w, "tp"), mesh=mesh,
       ...     in_specs=(P(None, "tp"), P(None, "tp"), P(None, "tp"), P("tp")),
       ...     out_specs=P(None, "tp")))
       >>> w = jnp.ones((4, 24))

@@ -62,7 +62,7 @@ def vocabulary_parallel_embedding(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> embed = jax.jit(jax.shard_map(
+      >>> embed = jaxpar.jit(jax.shard_map(
       ...     lambda tokens, table: vocabulary_parallel_embedding(tokens, table, "tp"),
       ...     mesh=mesh, in_specs=(P(), P("tp")), out_specs=P()))
       >>> embed(jnp.array([2, 15, -1]), jnp.arange(16.0)[:, None]).ravel()
@@ -199,7 +199,7 @@ def vocabulary_parallel_cross_entropy(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> losses = jax.jit(jax.shard_map(
+      >>> losses = jaxpar.jit(jax.shard_map(
       ...     lambda x, w, y: vocabulary_parallel_cross_entropy(x, w, y, "tp", vocabulary=10),
       ...     mesh=mesh, in_specs=(P(), P(None, "tp"), P()), out_specs=P()))
       >>> found = losses(jnp.ones((3, 4)), jnp.ones((4, 16)), jnp.array([0, 9, -1]))

@@ -74,7 +74,7 @@ def all_gather_matmul(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> f = jax.jit(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"),
+      >>> f = jaxpar.jit(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")))
       >>> f(jnp.ones((16, 4)), jnp.ones((4, 24))).shape
       (16, 24)
@@ -140,7 +140,7 @@ def matmul_reduce_scatter(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> f = jax.jit(jax.shard_map(lambda x, w: matmul_reduce_scatter(x, w, "tp"),
+      >>> f = jaxpar.jit(jax.shard_map(lambda x, w: matmul_reduce_scatter(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp")))
       >>> f(jnp.ones((16, 8)), jnp.ones((8, 24)))[0, 0]
       Array(8., dtype=float32)
@@ -197,7 +197,7 @@ def matmul_all_reduce(
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> f = jax.jit(jax.shard_map(lambda x, w: matmul_all_reduce(x, w, "tp"),
+      >>> f = jaxpar.jit(jax.shard_map(lambda x, w: matmul_all_reduce(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P()))
       >>> f(jnp.ones((3, 8)), jnp.ones((8, 5)))[0, 0]
       Array(8., dtype=float32)
@@ -265,7 +265,7 @@ def ring_einsum(
       >>> mesh = make_mesh("tp=8")
       >>> def heads(x, w):  # gathers the sequence s; heads h are local
       ...     return ring_einsum("bsd,dhe->bhse", x, w, "tp", gather="s")
-      >>> f = jax.jit(jax.shard_map(heads, mesh=mesh,
+      >>> f = jaxpar.jit(jax.shard_map(heads, mesh=mesh,
       ...     in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P(None, "tp")))
       >>> f(jnp.ones((2, 16, 4)), jnp.ones((4, 8, 3))).shape
       (2, 8, 16, 3)

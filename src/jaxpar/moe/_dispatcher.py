@@ -48,7 +48,7 @@ class RaggedDispatcher:
       ...     received, valid = dispatcher.dispatch(x, capacity=16)
       ...     combined, made_it = dispatcher.combine(2 * received, capacity=16)
       ...     return combined
-      >>> f = jax.jit(jax.shard_map(double_elsewhere, mesh=mesh, in_specs=(P("ep"), P("ep")),
+      >>> f = jaxpar.jit(jax.shard_map(double_elsewhere, mesh=mesh, in_specs=(P("ep"), P("ep")),
       ...     out_specs=P("ep")))
       >>> f(jnp.arange(8.0), jnp.array([[0, 5]] * 7 + [[3, 3]]))  # to two devices, or one
       Array([ 0.,  4.,  8., 12., 16., 20., 24., 14.], dtype=float32)

@@ -79,7 +79,7 @@ def routing_statistics(
 
     Example:
       >>> mesh = make_mesh("ep=8")
-      >>> f = jax.jit(jax.shard_map(lambda x: routing_statistics(route(x, 2), "ep"),
+      >>> f = jaxpar.jit(jax.shard_map(lambda x: routing_statistics(route(x, 2), "ep"),
       ...     mesh=mesh, in_specs=P("ep"), out_specs=P()))
       >>> f(jnp.tile(jnp.array([3.0, 2.0, 1.0, 0.0]), (16, 1))).tokens_per_expert
       Array([16, 16,  0,  0], dtype=int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from jax.extend import core
 
 from jaxpar._calls import readable
 from jaxpar._jaxprs import subjaxprs
+from jaxpar._jit import enclosing
 
 Var: TypeAlias = Any  # jax.extend publishes no types of jaxpr variables that hold on all versions
 
@@ -231,6 +232,13 @@ def count_collectives(
         CollectiveCounts(forward={'all_gather': 1}, backward={'psum_scatter': 1}, forward_bytes=0,
         backward_bytes=0, residual_bytes=0)
     """
+    with enclosing(fn):
+        return _counts_of(fn, args, grad, platform)
+
+
+def _counts_of(
+    fn: Callable[..., Any], args: Sequence[Any], grad: bool, platform: str | None
+) -> CollectiveCounts:
     # A new function each time: make_jaxpr caches by function, and fn may read what has changed.
     outputs = jax.eval_shape(lambda *a: fn(*a), *args)
     if not (grad and _floats(args) and _floats(outputs)):

@@ -35,7 +35,7 @@ def poisoned_rows() -> Generator[None]:
       ...     rows, valid = dispatcher.dispatch(x, 2)
       ...     return rows, jnp.where(valid, rows, 0)
       >>> with poisoned_rows():
-      ...     seen, masked = jax.jit(jax.shard_map(send, mesh=mesh, in_specs=(P("ep"), P("ep")),
+      ...     seen, masked = jaxpar.jit(jax.shard_map(send, mesh=mesh, in_specs=(P("ep"), P("ep")),
       ...         out_specs=P("ep")))(jnp.arange(8.0), jnp.arange(8))
       >>> print(seen[:4], masked[:4])
       [ 0. nan  1. nan] [0. 0. 1. 0.]

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxpar._calls import readable
+from jaxpar._jit import jit
 from jaxpar.testing._compare import Report, coarser
 from jaxpar.testing._oracle import (
     Expected,
@@ -200,7 +201,7 @@ def assert_matches_reference(
         vma: jax.shard_map(fn, mesh=auto, in_specs=in_specs, out_specs=out_specs, check_vma=vma)
         for vma in settings
     }
-    values = {vma: _run(vma, function, *inputs) for vma, function in mapped.items()}
+    values = {vma: _run(vma, mesh, function, *inputs) for vma, function in mapped.items()}
     out_paths, out_tree = jax.tree_util.tree_flatten_with_path(values[settings[0]])
     outputs = [np.asarray(out) for _, out in out_paths]
 
@@ -237,7 +238,7 @@ def assert_matches_reference(
             else gradients_of(_flat_vjp(reference_vjp, in_tree, out_tree), exact, wide, rng)
         )
         for vma, function in mapped.items():
-            found, pulled = _run(vma, pullback(function, inputs), leaves, floating)
+            found, pulled = _run(vma, mesh, pullback(function, inputs), leaves, floating)
             compare_values(f"check_vma={vma}: value under jax.vjp", found)
             for gradient, truth in zip(pulled, expect, strict=True):
                 name = f"args{jax.tree_util.keystr(paths[truth.at][0])}"
@@ -252,9 +253,9 @@ def assert_matches_reference(
         )
 
 
-def _run(vma: bool, function: Callable[..., Any], *args: Any) -> Any:
+def _run(vma: bool, mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
     try:
-        return jax.jit(function)(*args)
+        return jit(function, mesh=mesh)(*args)
     except Exception as error:
         error.add_note(f"assert_matches_reference: this happened under check_vma={vma}")
         raise
