@@ -72,7 +72,7 @@ def test_any_modes_against_naive(tmp_path):
 )
 def test_other_meshes_and_dtypes(mesh, axis, ring, capsys):
     extra = ["--axis", axis] if axis else []
-    assert main([*SMALL, "--mesh", mesh, "--dtype", "bfloat16", *extra]) == 0
+    assert main([*SMALL, "--modes", "auto", "--mesh", mesh, "--dtype", "bfloat16", *extra]) == 0
     shown = mesh.replace("-1", "4")
     assert f"mesh {shown}, ring {ring} | bfloat16" in capsys.readouterr().out
 
