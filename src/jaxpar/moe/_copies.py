@@ -5,8 +5,9 @@ other. Scattering additions, which accelerators do one by one, never happens.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -129,8 +130,9 @@ def _sum(
     count = copies.source.size
     if not gathers_apart():
         return _sum_at_once(y, copies.places)
-    # Of `count` copies, at most count / j rows have j or more; in whole tiles of TPUs.
-    lengths = [min(rows, -(-count // (16 * (j + 1))) * 16) for j in range(k)]
+    # Of `count` copies, at most count / j rows have j or more; in whole tiles of TPUs, with one row
+    # more, which has none.
+    lengths = [min(rows, (count // (j + 1) // 16 + 1) * 16) for j in range(k)]
     if sum(lengths) + rows >= rows * k:
         return _sum_firsts(y, copies.places, [rows] * k, how.blank)
     # Rows in the order of how many copies they have, the most first: their first copies, then the
@@ -142,7 +144,8 @@ def _sum(
     _, order = lax.sort((-having, numbers), num_keys=1)
     _, back = lax.sort((order, numbers), num_keys=1)
     sums = _sum_firsts(y, take_rows(places, order, None), lengths, how.blank)
-    return take_rows(sums, back, None)
+    # Rows behind them have no copies, as the last of them then: its sum is 0.
+    return take_rows(sums, jnp.minimum(back, len(sums) - 1), None)
 
 
 def _sum_at_once(
@@ -158,26 +161,30 @@ def _sum_at_once(
 
 def _sum_firsts(
     y: Shaped[Array, "copies *row"], places: Int[Array, "rows k"], lengths: list[int], blank: bool
-) -> Shaped[Array, "rows *row"]:
-    """Sums what is at `places`, of column j for the first lengths[j] rows only."""
-    rows, dtype = len(places), addition_dtype(y.dtype)
-    total = zeros_alike((rows, *y.shape[1:]), dtype, y, places)
-    if not total.size or not len(y):
-        return total.astype(y.dtype)
+) -> Shaped[Array, "sums *row"]:
+    """Sums what is at `places`, of column j for the first lengths[j] rows only, which get fewer.
+
+    There are as many sums as the first column has.
+    """
+    dtype, shape = addition_dtype(y.dtype), (lengths[0], *y.shape[1:])
+    if not prod(shape) or not len(y):
+        return zeros_alike(shape, y.dtype, y, places)
     at = jnp.concatenate([places[:length, j] for j, length in enumerate(lengths)])
     # One gather: k of them take the compiler for TPU k times as long. And one that is alone: masks
     # belong to the additions, and their layout is not the gather's.
     each, at = lax.optimization_barrier((take_rows(y, at, None), at))  # [sum(lengths), *row]
     inside = (at < len(y)).reshape(-1, *[1] * (y.ndim - 1))
-    start = 0
-    for length in lengths:
-        part = each[start : start + length]
+    # The last column first, so that no pass is longer than the column that it adds.
+    total: Any = None
+    for length, end in zip(reversed(lengths), reversed(list(accumulate(lengths))), strict=True):
+        part = each[end - length : end]
         if not blank:
-            valid = inside[start : start + length]
-            part = jnp.where(valid, part, jnp.zeros((), y.dtype))
-        margin = [(0, rows - length)] + [(0, 0)] * (y.ndim - 1)
-        total = total + jnp.pad(part.astype(dtype), margin)
-        start += length
+            part = jnp.where(inside[end - length : end], part, jnp.zeros((), y.dtype))
+        part = part.astype(dtype)
+        if total is not None:
+            margin = [(0, length - len(total))] + [(0, 0)] * (y.ndim - 1)
+            part = part + jnp.pad(total, margin)
+        total = part
     return total.astype(y.dtype)
 
 
