@@ -196,8 +196,8 @@ class Collective(Operation):
     pair: str  # what a start and its done have in common
     has_done: bool  # which waits for it
     is_synchronous: bool  # nothing runs beside it
-    # It is a fusion with a collective in it and no mark. Where a collective is under way that it
-    # descends from, it is none: it computes beside that one.
+    # It is a fusion with a collective in it and no mark. Where one with the same message is under
+    # way that it descends from, it is no other: it computes beside that one.
     is_fused: bool
 
     def __str__(self) -> str:
