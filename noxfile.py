@@ -22,9 +22,24 @@ def tests(session: nox.Session) -> None:
 @nox.session(python=["3.11", "3.12", "3.13"])
 def tests_all(session: nox.Session) -> None:
     """Runs the tests on 3.11 with the oldest supported jax, on 3.12 and 3.13 with the newest."""
-    oldest = (f"jax=={OLDEST_JAX}", f"jaxlib=={OLDEST_JAX}") if session.python == "3.11" else ()
-    session.install("-e", ".[test]", *oldest)
+    session.install("-e", ".[test]", *_jax_for(session.python))
     session.run(*PYTEST, *session.posargs)
+
+
+@nox.session(python=["3.11", "3.13"])
+def tests_of_versions(session: nox.Session) -> None:
+    """Runs what depends on jax's version most, with the oldest on 3.11, the newest on 3.13."""
+    needed = ("pytest", "pytest-xdist", "hypothesis", "beartype")  # a part of `.[test]`
+    session.install("-e", ".[gpu,tpu]", *needed, *_jax_for(session.python))
+    found = ("collectives/test_shift", "collectives/test_ragged", "schedule/test_recorded")
+    if not _jax_for(session.python):
+        found += ("test_package", "test_readme")
+    session.run(*PYTEST, *(f"tests/{name}.py" for name in found), *session.posargs)
+
+
+def _jax_for(python: str | bool | None) -> tuple[str, ...]:
+    """The oldest that is supported on 3.11, and the newest elsewhere."""
+    return (f"jax=={OLDEST_JAX}", f"jaxlib=={OLDEST_JAX}") if python == "3.11" else ()
 
 
 @nox.session

@@ -113,7 +113,8 @@ def test_a_function_with_its_arguments(model, capsys):
     assert "as written" in out
 
 
-def test_a_function_of_jit_keeps_its_options_with_gradients_too(model, capsys):
+def test_a_function_of_jit_keeps_its_options_with_gradients_too(model, monkeypatch, capsys):
+    monkeypatch.setattr(_predict, "run_all", run_all_here)
     args = ["--args", "bf16[512,256]@tp,-", "bf16[256,512]@-,tp", "--targets", "v5e:2x2"]
     for more in ([], ["--grad"]):
         assert main(["predict", "model:of_jit", *args, *more]) == 0

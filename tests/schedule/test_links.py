@@ -122,6 +122,18 @@ def test_messages_that_share_a_link_add_up():
     assert sorted(route.seconds * TORUS.link) == [1, 1, 2]
 
 
+@pytest.mark.parametrize(("name", "along", "size"), [("v5e:16x16", 1, 16), ("v5e:4x4", 0, 4)])
+def test_groups_that_lie_between_each_other_on_a_line_share_its_links(name, along, size):
+    links = Links(in_order(name, along=along), TORUS)
+    beside = [list(range(size // 2)), list(range(size // 2, size))]
+    between = [list(range(0, size, 2)), list(range(1, size, 2))]
+    assert (links.ring(beside, 1.0, 1.0).seconds * TORUS.link == 1).all()
+    shared = links.ring(between, 1.0, 1.0).seconds * TORUS.link
+    assert shared.max() == 2
+    # On an open line nothing goes beyond the outermost members of a group.
+    assert sorted(set(shared)) == ([2] if size == 16 else [1, 2])
+
+
 def test_half_way_round_each_way_takes_half():
     route = Links(in_order("v5p:4x4x4", along=1), TORUS).permute(ring(4, 2))
     assert route.hops == 2

@@ -85,19 +85,26 @@ class Links:
         """A collective of XLA's own: each device sends `share` of a message, going `passes` round.
 
         It is laid on the links between the members of a group, in both directions, at one message
-        a link: XLA orders the members as it likes. One pass takes a hop to each further member, on
-        a torus along one dimension after the other.
+        a link: XLA orders the members as it likes. Groups that lie between each other along one
+        dimension share its links; over several, they are taken to find links of their own. One
+        pass takes a hop to each further member, on a torus along one dimension after the other.
         """
         members = np.array(groups)  # [groups, size]
         if not self.chip.torus:
             return self._route(self._ports(members) * share, ceil(passes * (members.shape[1] - 1)))
-        along = sum(len(set(dim.tolist())) - 1 for dim in self.coords[members[0]].T)
-        rounds = passes * max(along, 1)
-        following = np.roll(members, -1, axis=1)
+        further = [len(set(dim.tolist())) - 1 for dim in self.coords[members[0]].T]
+        rounds = passes * max(sum(further), 1)
+        together = members[:, None] if np.count_nonzero(further) == 1 else members[None]
+        load = sum((self._round(some) for some in together), np.zeros(self.count))
+        return self._route(load * share, ceil(rounds))
+
+    def _round(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
+        """The links between following members, one message each."""
+        following = np.roll(members, -1, axis=-1)
         load = np.zeros(self.count)
         for source, target in ((members, following), (following, members)):
-            load += np.minimum(self._load(source.reshape(-1), target.reshape(-1))[0], 1.0)
-        return self._route(np.minimum(load, 1.0) * share, ceil(rounds))
+            load += self._load(source.reshape(-1), target.reshape(-1))[0]
+        return np.minimum(load, 1.0)
 
     def _ports(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
         """Messages over each port in a collective that uses all of them, the network's too."""
