@@ -10,12 +10,19 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 import jaxpar.layers
+import jaxpar.layout
 import jaxpar.moe
 import jaxpar.testing
 
-MODULES = (jaxpar, jaxpar.layers, jaxpar.moe, jaxpar.testing)
-PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
+MODULES = (jaxpar, jaxpar.layers, jaxpar.layout, jaxpar.moe, jaxpar.testing)
+PUBLIC = [
+    (module, name)
+    for module in MODULES
+    for name in module.__all__
+    if callable(getattr(module, name))
+]
 NAMES = {name: getattr(module, name) for module, name in PUBLIC}
+NAMES["REPLICATED"] = jaxpar.layout.REPLICATED
 
 
 @pytest.mark.parametrize(

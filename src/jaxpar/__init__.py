@@ -1,6 +1,7 @@
 """Collective matmuls, ring collectives, layers and experts for `jax.shard_map` by hand."""
 
 from jaxpar import layers as layers
+from jaxpar import layout as layout
 from jaxpar import moe as moe
 from jaxpar import schedule as schedule
 from jaxpar import testing as testing

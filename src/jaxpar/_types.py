@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jax import Array
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     Number = float
     Values = ArrayLike | Sequence[Any]  # an array, or what jnp.asarray makes one of
     MeshAxes = str | Mapping[str, int]
+    RulesLike = Mapping[str, Any]
+    AnyMesh = Mesh | AbstractMesh
     Subscripts = str
     Label = str | None
     TuningLike = str | Path | Tuning
@@ -51,7 +54,7 @@ else:
         Label
     ) = Weights = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Names = (
         TuningLike
-    ) = Any
+    ) = RulesLike = AnyMesh = Any
     Values = Any
 
 # What `help` shows in their place: a static checker's types, which are not there at run time.
@@ -71,6 +74,8 @@ SHOWN = {
     "Number": "float",
     "Values": "ArrayLike | Sequence[Any]",
     "MeshAxes": "str | Mapping[str, int]",
+    "RulesLike": "Mapping[str, Any]",
+    "AnyMesh": "Mesh | AbstractMesh",
     "Subscripts": "str",
     "Label": "str | None",
     "TuningLike": "str | Path | Tuning",

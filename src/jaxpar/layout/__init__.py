@@ -1,0 +1,22 @@
+"""Layouts of whole models: rules by path, and everything that follows from them on a mesh."""
+
+from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.layout._layout import Layout
+from jaxpar.layout._map import LayoutMap
+from jaxpar.layout._problem import LayoutError, Problem
+from jaxpar.layout._rule import REPLICATED
+from jaxpar.layout._split import Padded, Replicate, Split
+from jaxpar.layout._table import Table
+
+__all__ = [
+    "REPLICATED",
+    "ArrayLayout",
+    "Layout",
+    "LayoutError",
+    "LayoutMap",
+    "Padded",
+    "Problem",
+    "Replicate",
+    "Split",
+    "Table",
+]

@@ -1,0 +1,114 @@
+"""How one array lies on a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.layout._blocks import AnyArray, Blocks
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """One array of a layout.
+
+    Attributes:
+      path: in the pytree, with slashes.
+      shape: without padding.
+      dtype: of its entries.
+      rule: the key of the rule that matched; None where none did.
+      spec: of the padded array, with as many entries as the rule has.
+      blocks: for each dimension how its entries lie on the devices of its mesh axes.
+      mesh: the mesh.
+
+    Example:
+      >>> layout = LayoutMap({"w": (None, "tp")}).layout({"w": jnp.ones((2, 8))}, make_mesh("tp=8"))
+      >>> layout["w"].local_shape, layout["w"].bytes_per_device
+      ((2, 1), 8)
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    rule: str | None
+    spec: PartitionSpec
+    blocks: tuple[Blocks, ...]
+    mesh: Mesh | AbstractMesh
+
+    @cached_property
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that shard each dimension."""
+        given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in self.spec]
+        return (*given, *[()] * (len(self.shape) - len(given)))
+
+    @cached_property
+    def logical_spec(self) -> PartitionSpec:
+        """That of the array without padding, which is whole along dimensions that have padding."""
+        pairs = zip(self.spec, self.blocks, strict=False)
+        return PartitionSpec(*(None if b.size != b.padded else entry for entry, b in pairs))
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The sharding of the padded array."""
+        return NamedSharding(self.mesh, self.spec)
+
+    @property
+    def logical_sharding(self) -> NamedSharding:
+        """The sharding of the array without padding."""
+        return NamedSharding(self.mesh, self.logical_spec)
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The global shape, with padding."""
+        return tuple(blocks.padded for blocks in self.blocks)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of a device's block, as a function under `jax.shard_map` sees it."""
+        return tuple(blocks.block for blocks in self.blocks)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Of one block, padding included."""
+        return prod(self.local_shape) * itemsize(self.dtype)
+
+    @property
+    def shards(self) -> int:
+        """Into how many different blocks it is cut."""
+        return prod(self.mesh.shape[name] for axes in self.axes for name in axes)
+
+    @property
+    def copies(self) -> int:
+        """How many devices hold the same block."""
+        return self.mesh.size // self.shards
+
+    @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which it is replicated, and its gradient summed."""
+        return tuple(n for n in self.mesh.axis_names if not any(n in axes for axes in self.axes))
+
+    def pad(self, array: AnyArray) -> AnyArray:
+        """Adds the zeros that the mesh needs."""
+        for dim, blocks in enumerate(self.blocks):
+            array = blocks.pad(array, dim)
+        return array
+
+    def unpad(self, array: AnyArray) -> AnyArray:
+        """Takes them away."""
+        for dim, blocks in enumerate(self.blocks):
+            array = blocks.unpad(array, dim)
+        return array
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of an entry; of a key of `jax.random`, of its words."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4
+    return np.dtype(dtype).itemsize

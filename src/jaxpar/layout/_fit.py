@@ -1,0 +1,332 @@
+"""Fits rules to the arrays of a pytree and to a mesh, and collects all that does not fit."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jaxpar._calls import naming
+from jaxpar.layout._array_layout import ArrayLayout, itemsize
+from jaxpar.layout._blocks import Blocks
+from jaxpar.layout._problem import Problem, shape_text, size_text
+from jaxpar.layout._rule import Axes, Entry, Rule, axes_of, nearest
+from jaxpar.layout._split import Padded, Replicate, Split
+
+if TYPE_CHECKING:
+    from jaxpar.layout._map import LayoutMap
+
+AnyMesh = Mesh | AbstractMesh
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """An array of the pytree, without its values."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __str__(self) -> str:
+        text = shape_text(self.dtype, self.shape)
+        return f"{self.path!r} {text}" if self.path else text
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+def replicated(array: Shaped, mesh: AnyMesh) -> ArrayLayout:
+    """Whole on every device, because no rule says anything else."""
+    whole = tuple(Blocks.at_the_end(size, 1, size) for size in array.shape)
+    return ArrayLayout(array.path, array.shape, array.dtype, None, PartitionSpec(), whole, mesh)
+
+
+def fit(
+    rules: LayoutMap, arrays: Sequence[Shaped], mesh: AnyMesh, *, strict: bool
+) -> tuple[list[ArrayLayout], list[Problem]]:
+    """Returns a layout for each array, and the problems; of arrays with problems, replicated.
+
+    Args:
+      rules: the map.
+      arrays: of the pytree.
+      mesh: the mesh.
+      strict: whether what nothing says is a problem, too.
+    """
+    found: list[ArrayLayout] = []
+    problems: list[Problem] = []
+    placed: list[_Placed] = []
+    used: set[str] = set()
+    hints: dict[str, str] = {}  # at the nearest rule; layers share one
+    for array in arrays:
+        keys = rules.matching(array.path)
+        used.update(keys)
+        if len(keys) == 1:
+            placed.append(_Placed(array, keys[0], rules.rule(keys[0]), mesh))
+            laid = placed[-1].lay(problems)
+        else:
+            laid = None
+            if keys:
+                problems.append(_of_several(array, keys))
+            elif strict:
+                alike = _any_index(array.path)
+                if alike not in hints:
+                    hints[alike] = nearest(array.path, rules, "the nearest rule is {}")
+                problems.append(_of_none(array, hints[alike]))
+        found.append(laid or replicated(array, mesh))
+    if strict:
+        problems += _exchanged(placed)
+        problems += _unused_rules(rules, used, [array.path for array in arrays])
+        problems += _unused_axes(rules, mesh, found, problems)
+    return found, problems
+
+
+def _of_several(array: Shaped, keys: Sequence[str]) -> Problem:
+    return Problem(
+        array.path,
+        None,
+        f"{array} is matched by {len(keys)} rules: {', '.join(map(repr, keys))}",
+        "have one of them match less, or give the path itself as a key, which goes first",
+    )
+
+
+def _of_none(array: Shaped, hint: str) -> Problem:
+    return Problem(
+        array.path,
+        None,
+        f"{array} is matched by no rule{hint}",
+        f"add one, {array.path!r}: REPLICATED where each device is to hold all "
+        f"{size_text(array.bytes)}",
+    )
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An array, the one rule that matches it, and the mesh."""
+
+    array: Shaped
+    key: str
+    rule: Rule
+    mesh: AnyMesh
+
+    def lay(self, problems: list[Problem]) -> ArrayLayout | None:
+        """Returns its layout, or adds what is wrong."""
+        wrong = self._refusal()
+        if wrong:
+            problems.append(wrong)
+            return None
+        entries = self._entries()
+        padding = (*entries, *[()] * (len(self.array.shape) - len(entries)))
+        blocks = [self._blocks(dim, entry) for dim, entry in enumerate(padding)]
+        wrongs = [block for block in blocks if isinstance(block, Problem)]
+        problems += wrongs
+        if wrongs:
+            return None
+        spec = PartitionSpec(
+            *(None if not a else a[0] if len(a) == 1 else a for a in map(axes_of, entries))
+        )
+        array, fine = self.array, tuple(b for b in blocks if isinstance(b, Blocks))
+        return ArrayLayout(array.path, array.shape, array.dtype, self.key, spec, fine, self.mesh)
+
+    def problem(self, text: str, remedy: str) -> Problem:
+        return Problem(
+            self.array.path, self.key, f"{self.array}: rule {self.key!r}: {text}", remedy
+        )
+
+    def _refusal(self) -> Problem | None:
+        """What is wrong with the rule whatever the sizes are."""
+        rule, rank, given = self.rule, len(self.array.shape), self.rule.given
+        match rule.action:
+            case Split(axes=()):
+                return self.problem(
+                    f"{given!r} says how many shards, and not over which mesh axis",
+                    f"name one, as in Split('tp', {given.dim}); the mesh has {_text(self.mesh)}",
+                )
+            case Split(dim=dim) if not -rank <= dim < rank:
+                return self.problem(
+                    f"{given!r} is of a dimension that the array lacks, which has {rank}",
+                    f"choose from {-rank} to {rank - 1}" if rank else "say REPLICATED",
+                )
+            case Replicate(count=count) if count != self.mesh.size:
+                return self.problem(
+                    f"{given!r} is for {count} devices, and the mesh has {self.mesh.size}",
+                    "say REPLICATED",
+                )
+            case _:
+                pass
+        if rule.names is not None and len(rule.names) != rank:
+            return self.problem(
+                f"{given!r} names {len(rule.names)} dimensions, and the array has {rank}",
+                "name every dimension, or have another rule match this array",
+            )
+        if len(rule.entries) > rank:
+            return self.problem(
+                f"{rule.layout} is of {len(rule.entries)} dimensions, and the array has {rank}",
+                f"give at most {rank}, or have another rule match this array",
+            )
+        for name in rule.mesh_axes:
+            if name not in self.mesh.shape:
+                return self.problem(
+                    f"the mesh has no axis {name!r}, but {_text(self.mesh)}",
+                    "name one of those, or None for a whole dimension"
+                    + nearest(name, map(str, self.mesh.axis_names)),
+                )
+        return None
+
+    def _entries(self) -> tuple[Entry, ...]:
+        """The rule's, a Split's dimension counted from the front."""
+        split = self.rule.action
+        if not isinstance(split, Split):
+            return self.rule.entries
+        return (*[()] * (split.dim % len(self.array.shape)), split.axes)
+
+    def _blocks(self, dim: int, entry: Entry) -> Blocks | Problem:
+        size, names = self.array.shape[dim], axes_of(entry)
+        count = _size(self.mesh, names)
+        if isinstance(self.rule.action, Split):
+            return Blocks.evenly(size, count)
+        if isinstance(entry, Padded):
+            try:
+                with naming(""):
+                    return entry.blocks(size, count)
+            except ValueError as reason:
+                text = str(reason).removeprefix(": ")
+                return self.problem(f"dimension {dim}: {text}", "give such a size, or none")
+        if size % count:
+            return self._undivided(dim, names)
+        return Blocks.at_the_end(size, count, size // count)
+
+    def _undivided(self, dim: int, names: Axes) -> Problem:
+        """The three ways out, each with what a device then holds."""
+        shape, size, count = self.array.shape, self.array.shape[dim], _size(self.mesh, names)
+        axes = [axes_of(entry) for entry in self.rule.entries]
+        axes += [()] * (len(shape) - len(axes))
+        whole = [() if d == dim else some for d, some in enumerate(axes)]
+
+        def held(axes: Sequence[Axes], padded: int = size) -> str:
+            cut = prod(_size(self.mesh, some) for some in axes)
+            return f"{size_text(self.array.bytes / size * padded / cut)} a device"
+
+        shown = repr(names[0] if len(names) == 1 else names)
+        padded = -(-size // count) * count
+        used = {name for some in axes for name in some}
+        elsewhere = [
+            (f"shard dimension {d} of {n}", [names if e == d else a for e, a in enumerate(whole)])
+            for d, n in enumerate(shape)
+            if d != dim and not axes[d] and n and not n % count
+        ] + [
+            (f"shard it over {name!r}", [(name,) if d == dim else a for d, a in enumerate(whole)])
+            for name, parts in self.mesh.shape.items()
+            if name not in used and parts > 1 and not size % parts
+        ]
+        other = next((f"{text}, {held(moved)}" for text, moved in elsewhere), None)
+        named = f" ({self.rule.names[dim]!r})" if self.rule.names else ""
+        return self.problem(
+            f"{shown} ({count}) does not divide dimension {dim}{named}: {size} = "
+            f"{size // count} x {count} + {size % count}",
+            f"pad it to {padded}, Padded({shown}), {held(axes, padded)}; have it whole, None, "
+            f"{held(whole)}; or {other or 'use another axis, of which none fits here'}",
+        )
+
+
+def _exchanged(placed: Sequence[_Placed]) -> list[Problem]:
+    """Arrays whose sizes agree with those of others if the names change places, and only then."""
+    named = [
+        p
+        for p in placed
+        if p.rule.names is not None
+        and len(p.rule.names) == len(p.array.shape) == len(set(p.rule.names))
+    ]
+    # By name of a dimension and key of a rule, how many arrays have which size.
+    sizes: dict[str, dict[str, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
+    for one in named:
+        for name, size in zip(one.rule.names or (), one.array.shape, strict=True):
+            sizes[name][one.key][size] += 1
+    problems: list[Problem] = []
+    for one in named:
+        names, shape = one.rule.names or (), one.array.shape
+        usual: dict[str, int] = {}
+        for name, size in zip(names, shape, strict=True):
+            # One vote a rule: all arrays of a wrong one agree with each other.
+            votes = Counter(c.most_common(1)[0][0] for k, c in sizes[name].items() if k != one.key)
+            votes = votes or sizes[name][one.key] - Counter([size])
+            if votes:
+                usual[name] = votes.most_common(1)[0][0]
+        wrong = [n for n, s in zip(names, shape, strict=True) if usual.get(n, s) != s]
+        # Of one name that is at odds no exchange is the reason: such names have several sizes.
+        if len(wrong) < 2 or len(names) > 6:
+            continue
+        for order in permutations(names):
+            if all(usual.get(n, s) == s for n, s in zip(order, shape, strict=True)):
+                first = wrong[0]
+                problems.append(
+                    one.problem(
+                        f"as {one.rule.given!r} its {first!r} has {shape[names.index(first)]} "
+                        f"entries, and {usual[first]} in other arrays",
+                        f"write {' '.join(order)!r}, with which all sizes agree",
+                    )
+                )
+                break
+    return problems
+
+
+def _unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[Problem]:
+    problems: list[Problem] = []
+    kinds = list({_any_index(path): path for path in reversed(paths)}.values())
+    for key in rules:
+        if key in used:
+            continue
+        own = [path for path in paths if path in used and rules.pattern(key).fullmatch(path)]
+        why = (
+            f": what it would match has rules of its own, such as {own[0]!r}"
+            if own
+            else nearest(key, kinds[:1000], "the nearest path is {}")
+        )
+        problems.append(
+            Problem(
+                None,
+                key,
+                f"rule {key!r} matches no array{why}",
+                "it must match a whole path, `.*` standing for anything: mend it or take it out",
+            )
+        )
+    return problems
+
+
+def _unused_axes(
+    rules: LayoutMap, mesh: AnyMesh, found: Sequence[ArrayLayout], problems: Sequence[Problem]
+) -> list[Problem]:
+    used = {name for array in found for names in array.axes for name in names}
+    others = [rules.rule(problem.rule) for problem in problems if problem.rule is not None]
+    others += [rules.batch] if rules.batch else []
+    others += list(rules.results.rules()) if rules.results else []
+    used |= {name for rule in others for name in rule.mesh_axes}
+    return [
+        Problem(
+            None,
+            None,
+            f"mesh axis {name!r} shards nothing: its {size} devices would do the same work",
+            f"name it in a rule, or in batch, if data lie over it: batch=P({name!r})",
+        )
+        for name, size in mesh.shape.items()
+        if size > 1 and name not in used
+    ]
+
+
+def _any_index(path: str) -> str:
+    """The same for layers that differ in their index alone."""
+    return re.sub(r"\d+", "#", path)
+
+
+def _size(mesh: AnyMesh, names: Axes) -> int:
+    return prod(mesh.shape[name] for name in names)
+
+
+def _text(mesh: AnyMesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())

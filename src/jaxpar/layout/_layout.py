@@ -1,0 +1,392 @@
+"""Where a model's arrays lie on a mesh: specs, shards and padding follow from one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxpar._axis import axis_names
+from jaxpar._calls import called, of_user, public, readable, type_error, value_error
+from jaxpar._checks import check_whole
+from jaxpar._types import AxisLike
+from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.layout._fit import Shaped, fit
+from jaxpar.layout._paths import arrays_of
+from jaxpar.layout._problem import LayoutError, Problem, shape_text
+from jaxpar.layout._rule import nearest
+from jaxpar.layout._table import Table
+
+if TYPE_CHECKING:
+    from jaxpar.layout._map import LayoutMap
+
+
+@readable
+class Layout(Mapping[str, ArrayLayout]):
+    """How the arrays of one pytree lie on one mesh; made by `LayoutMap.layout`.
+
+    A mapping from paths to what is known of each array (`ArrayLayout`). Properties that are
+    pytrees have the structure of the parameters, with None for leaves that are no arrays.
+
+    Example:
+      >>> rules = LayoutMap({"up": (None, "tp"), "down": (Padded("tp"),)})
+      >>> params = {"up": jnp.ones((4, 8)), "down": jnp.ones((6, 4))}
+      >>> mesh = make_mesh("tp=8")
+      >>> layout = rules.layout(params, mesh)
+      >>> layout["down"].local_shape
+      (1, 4)
+      >>> layout.place(params)["down"].shape
+      (8, 4)
+    """
+
+    def __init__(
+        self,
+        rules: LayoutMap,
+        mesh: Mesh | AbstractMesh,
+        arrays: list[ArrayLayout | None],
+        tree: Any,
+    ) -> None:
+        self._rules, self._mesh, self._tree = rules, mesh, tree
+        self._leaves = tuple(arrays)  # None: no array
+        self._by_path = {array.path: array for array in arrays if array is not None}
+
+    @property
+    def rules(self) -> LayoutMap:
+        """The map that it was made from."""
+        return self._rules
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        """The mesh."""
+        return self._mesh
+
+    def __getitem__(self, path: str) -> ArrayLayout:
+        if path not in self._by_path:
+            raise KeyError(f"Layout: no array of path {path!r}{nearest(str(path), self._by_path)}")
+        return self._by_path[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_path)
+
+    def __len__(self) -> int:
+        return len(self._by_path)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return (self._mesh, self._leaves, self._tree) == (other._mesh, other._leaves, other._tree)
+
+    def __hash__(self) -> int:
+        return hash((self._mesh, self._leaves, self._tree))
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    @cached_property
+    def specs(self) -> Any:
+        """The `PartitionSpec` of each array: `in_specs` and `out_specs` of `jax.shard_map`."""
+        return self._map(lambda array: array.spec)
+
+    @cached_property
+    def shardings(self) -> Any:
+        """The `NamedSharding` of each array, padded: for `jax.jit` and `jax.device_put`."""
+        return self._map(lambda array: array.sharding)
+
+    @cached_property
+    def shapes(self) -> Any:
+        """Shape, dtype and sharding of each array, padded (`jax.ShapeDtypeStruct`)."""
+        return self._map(
+            lambda a: jax.ShapeDtypeStruct(a.padded_shape, a.dtype, sharding=a.sharding)
+        )
+
+    @cached_property
+    def logical_shardings(self) -> Any:
+        """As `shardings`, of arrays without padding: whole along dimensions that have some."""
+        return self._map(lambda array: array.logical_sharding)
+
+    @cached_property
+    def logical_shapes(self) -> Any:
+        """As `shapes`, of arrays without padding."""
+        return self._map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.logical_sharding)
+        )
+
+    @cached_property
+    def gradient_axes(self) -> Any:
+        """The mesh axes over which each gradient is summed: those that do not shard the array."""
+        return self._map(lambda array: array.gradient_axes)
+
+    @public
+    def fsdp_dims(self, axis: AxisLike = "fsdp", *, stacked: int = 0) -> Any:
+        """Returns the dimension of each array that `axis` shards: `dim` of `fsdp_scan`.
+
+        Args:
+          axis: the mesh axis, or axes.
+          stacked: leading dimensions that are not counted: 1 where layers are stacked, of which
+            `fsdp_scan` takes one at a time.
+
+        Returns:
+          A pytree like the parameters, None for arrays that it does not shard.
+
+        Raises:
+          ValueError: an axis that the mesh lacks; one that shards a stacked dimension; axes of
+            which only some shard an array, or that are not the last ones of a dimension.
+        """
+        names = axis_names(axis)
+        stacked = check_whole("stacked", stacked, 0)
+        for name in names:
+            if name not in self._mesh.shape:
+                raise value_error(
+                    f"axis {name!r} is not an axis of the mesh, which has {dict(self._mesh.shape)}"
+                )
+
+        def dim_of(array: ArrayLayout) -> int | None:
+            dims = [d for d, axes in enumerate(array.axes) if set(names) & set(axes)]
+            if not dims:
+                return None
+            (dim, *more), where = dims, f"{array.path!r} is sharded as {array.spec}"
+            if more or array.axes[dim][-len(names) :] != names:
+                raise value_error(
+                    f"{where}, of which no one dimension can be gathered over {names}: they must "
+                    "be the last axes of one dimension, in this order"
+                )
+            if dim < stacked:
+                raise value_error(
+                    f"{where}: {names} shards dimension {dim}, one of the {stacked} that are "
+                    "stacked; shard a dimension of the layer itself"
+                )
+            return dim - stacked
+
+        return self._map(dim_of)
+
+    @public
+    def pad(self, params: Any) -> Any:
+        """Adds the zeros that the mesh needs: of whole arrays, also inside of `jax.jit`."""
+        return self._each(params, lambda a: a.shape, lambda a, x: a.pad(x))
+
+    @public
+    def unpad(self, params: Any) -> Any:
+        """Takes the zeros away: the inverse of `pad`."""
+        return self._each(params, lambda a: a.padded_shape, lambda a, x: a.unpad(x))
+
+    @public
+    def place(self, params: Any) -> Any:
+        """Pads arrays and puts them on the devices of the mesh.
+
+        Args:
+          params: arrays without padding, of NumPy or JAX, with the structure of the parameters; in
+            several processes each has all of them, and uploads what its own devices hold.
+
+        Returns:
+          Global arrays with the shardings of the layout. Leaves that are no arrays are as given.
+
+        Raises:
+          TypeError: shapes in the place of arrays; a layout of an `AbstractMesh`.
+          ValueError: arrays of other paths or shapes.
+        """
+        self._need_devices()
+        return self._each(params, lambda a: a.shape, _put)
+
+    @public
+    def gather(self, params: Any) -> Any:
+        """Returns the arrays without padding, as NumPy arrays: the inverse of `place`.
+
+        In several processes all must call it.
+        """
+        self._need_devices()
+
+        def whole(array: ArrayLayout, x: Any) -> np.ndarray:
+            if not getattr(x, "is_fully_addressable", True):
+                x = jax.jit(lambda y: y, out_shardings=NamedSharding(array.mesh, PartitionSpec()))(
+                    x
+                )
+            found: Any = array.unpad(np.asarray(x))
+            return found
+
+        return self._each(params, lambda a: a.padded_shape, whole)
+
+    @public
+    def init(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function that makes parameters, each device making its own shards.
+
+        Args:
+          function: returns arrays without padding, in the structure of the parameters: that of
+            `jax.eval_shape` from which the layout was made.
+          args: what it is called with, a key for instance.
+          kwargs: the same, by name.
+
+        Returns:
+          Global arrays with the shardings of the layout. No device and no host holds a whole
+          array that is sharded, but along dimensions that have padding.
+
+        Raises:
+          ValueError: other paths or shapes come back.
+
+        Example:
+          >>> def init(key):
+          ...     return {"w": jax.random.uniform(key, (8, 4))}
+          >>> shapes = jax.eval_shape(init, jax.random.key(0))
+          >>> layout = LayoutMap({"w": ("tp", None)}).layout(shapes, make_mesh("tp=8"))
+          >>> layout.init(init, jax.random.key(0))["w"].sharding.spec == P("tp", None)
+          True
+        """
+        self._need_devices()
+        make = of_user(function, "function")
+
+        def padded(*args: Any, **kwargs: Any) -> Any:
+            return self.pad(make(*args, **kwargs))
+
+        made: Any = jax.jit(padded, out_shardings=self.shardings)(*args, **kwargs)
+        return made
+
+    @public
+    def constrain(self, x: Array, path: str) -> Array:
+        """Shards an intermediate result as the rules of `results` say, outside of `jax.shard_map`.
+
+        Args:
+          x: a global array, under `jax.jit`.
+          path: its path, which one rule of `results` must match.
+
+        Returns:
+          x, with a sharding that the compiler keeps to.
+
+        Raises:
+          LayoutError: no rule, or several; a rule that does not fit.
+        """
+        if self._rules.results is None:
+            raise value_error(
+                "the map has no rules for results; give some, LayoutMap(..., results={...})"
+            )
+        shaped = Shaped(path, tuple(jnp.shape(x)), jnp.result_type(x))
+        (array,), problems = fit(self._rules.results, [shaped], self._mesh, strict=True)
+        problems = [problem for problem in problems if problem.path is not None]
+        if problems:
+            raise LayoutError(called(), problems)
+        if array.padded_shape != array.shape:
+            raise value_error(
+                f"{shaped} would be padded to {array.padded_shape}; results are not: name axes "
+                "that divide it"
+            )
+        constrained: Array = jax.lax.with_sharding_constraint(x, array.sharding)
+        return constrained
+
+    @public
+    def like(self, tree: Any, rules: LayoutMap | None = None) -> Layout:
+        """Returns the layout of what is made like the parameters: an optimizer's state, averages.
+
+        An array whose path ends in a parameter's path, and that has its shape (padded or not), lies
+        like it. So does one that lacks one of its dimensions, as factored moments do. Scalars and
+        arrays of one entry are replicated.
+
+        Args:
+          tree: arrays or shapes: `jax.eval_shape(optimizer.init, layout.shapes)`.
+          rules: for arrays that are like no parameter.
+
+        Returns:
+          A `Layout` of the tree, whose arrays have the padding of their parameters.
+
+        Raises:
+          LayoutError: arrays that are like no parameter, and that no rule matches.
+        """
+        from jaxpar.layout._like import like
+
+        return like(self, tree, rules)
+
+    @public
+    def table(self) -> Table:
+        """Returns what each device holds, the arrays that are replicated most first."""
+        return Table(self)
+
+    def _map(self, function: Callable[[ArrayLayout], Any]) -> Any:
+        found = [None if array is None else function(array) for array in self._leaves]
+        return jax.tree.unflatten(self._tree, found)
+
+    def _each(
+        self,
+        params: Any,
+        shape_of: Callable[[ArrayLayout], tuple[int, ...]],
+        function: Callable[[ArrayLayout, Any], Any],
+    ) -> Any:
+        """Maps over arrays that have been checked to be those of the layout."""
+        arrays, _ = arrays_of(params)
+        given = {found[0]: found[1] for found in arrays if found is not None}
+        problems = [
+            Problem(path, None, f"{path!r} is missing", "give all arrays of the layout")
+            for path in self._by_path
+            if path not in given
+        ]
+        for path, x in given.items():
+            array = self._by_path.get(path)
+            if array is None:
+                problems.append(
+                    Problem(
+                        path, None, f"{path!r} is not in the layout", "make one of these arrays"
+                    )
+                )
+                continue
+            shape, wanted = tuple(jnp.shape(x)), shape_of(array)
+            if shape != wanted:
+                have = shape_text(jnp.result_type(x), shape)
+                what = "with" if wanted == array.padded_shape != array.shape else "without"
+                problems.append(
+                    Problem(
+                        path,
+                        array.rule,
+                        f"{path!r} is {have}, but has shape {wanted} here, {what} padding",
+                        "give such an array, or make a layout of these",
+                    )
+                )
+            if isinstance(x, jax.ShapeDtypeStruct):
+                raise type_error(f"{path!r} is a shape, {x}; give an array")
+        if problems:
+            raise LayoutError(called(), problems)
+        leaves, tree = jax.tree.flatten(params)
+        of_leaf = [None if found is None else self._by_path[found[0]] for found in arrays]
+        mapped = [
+            x if array is None else function(array, x)
+            for array, x in zip(of_leaf, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, mapped)
+
+    def _need_devices(self) -> None:
+        if not isinstance(self._mesh, Mesh):
+            raise type_error(f"the layout is of {self._mesh}, which has no devices; give a Mesh")
+
+
+def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layout:
+    """Fits the rules, or raises all that is wrong."""
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise type_error(
+            f"mesh must be a jax.sharding.Mesh, got {mesh!r} of type {type(mesh).__name__}; "
+            "make_mesh makes one"
+        )
+    leaves, tree = arrays_of(params)
+    arrays = [Shaped(*_shaped(*found)) for found in leaves if found is not None]
+    found, problems = fit(rules, arrays, mesh, strict=strict)
+    if problems:
+        raise LayoutError(called(), problems)
+    given = iter(found)
+    return Layout(rules, mesh, [None if leaf is None else next(given) for leaf in leaves], tree)
+
+
+def _shaped(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
+    return path, tuple(jnp.shape(leaf)), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+
+
+def _put(array: ArrayLayout, x: Any) -> Array:
+    """Places one array; an array that another process holds a part of moves by itself."""
+    if isinstance(x, Array) and not x.is_fully_addressable:
+        padded: Array = jax.jit(array.pad, out_shardings=array.sharding)(x)
+        return padded
+    if isinstance(x, Array) and array.padded_shape == array.shape and jax.process_count() == 1:
+        return jax.device_put(x, array.sharding)
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return jax.device_put(array.pad(x), array.sharding)
+    whole = array.pad(np.asarray(x))
+    return jax.make_array_from_callback(whole.shape, array.sharding, lambda index: whole[index])

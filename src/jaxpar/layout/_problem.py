@@ -1,0 +1,78 @@
+"""What is wrong with a layout: each array and rule that does not fit, and the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpar._types import Number
+
+SHOWN = 40  # of the kinds of problems in the text of an error
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One array, rule or mesh axis that does not fit.
+
+    Attributes:
+      path: of the array; None where the problem is that of a rule or of the mesh.
+      rule: the key of the rule, if there is one.
+      text: what is wrong, with the numbers.
+      remedy: the edit.
+
+    Example:
+      >>> print(Problem("w", "w", "'w' float32[6]: 'tp' (4) does not divide it", "pad it"))
+      'w' float32[6]: 'tp' (4) does not divide it; pad it
+    """
+
+    path: str | None
+    rule: str | None
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.text}; {self.remedy}"
+
+
+class LayoutError(ValueError):
+    """A layout that was refused; `problems` has everything that is wrong with it.
+
+    Attributes:
+      problems: a tuple of `Problem`: of arrays in the order of the pytree, of rules, of the mesh.
+
+    Example:
+      >>> try:
+      ...     LayoutMap({}).layout({"w": jnp.ones((2, 4))}, make_mesh("tp=8"))
+      ... except LayoutError as error:
+      ...     print(error.problems[0].remedy)
+      add one, 'w': REPLICATED where each device is to hold all 32 B
+    """
+
+    def __init__(self, where: str, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        alike: dict[str, list[Problem]] = {}  # layers that have the same problem are shown once
+        for problem in problems:
+            alike.setdefault(re.sub(r"\d+(?=/|'|:)", "#", str(problem)), []).append(problem)
+        lines = [
+            f"  {some[0]}" + (f" (and {len(some) - 1} more like it)" if len(some) > 1 else "")
+            for some in list(alike.values())[:SHOWN]
+        ]
+        if len(alike) > SHOWN:
+            lines.append(f"  ... and {len(alike) - SHOWN} kinds more, in `problems` of this error")
+        count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        super().__init__(f"{where}: {count}:\n" + "\n".join(lines))
+
+
+def shape_text(dtype: object, shape: Sequence[int]) -> str:
+    """An array in a line, as in `bfloat16[8,4]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def size_text(size: Number) -> str:
+    """Bytes, in the unit that makes them readable."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"

@@ -1,0 +1,141 @@
+"""One rule of a map: what its value says of the dimensions of an array."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jaxpar._axis import axis_names
+from jaxpar._calls import type_error, value_error
+from jaxpar.layout._split import Padded, Replicate, Split
+
+Axes = tuple[str, ...]  # of one dimension; none: not sharded
+Entry = Axes | Padded
+
+REPLICATED = PartitionSpec()
+"""The value of a rule for arrays that every device holds whole."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A value, as its user gave it and as it acts on dimensions."""
+
+    given: Any
+    entries: tuple[Entry, ...]  # of the first dimensions; the others are whole
+    names: tuple[str, ...] | None = None  # of all dimensions
+    action: Split | Replicate | None = None
+
+    @property
+    def layout(self) -> Any:
+        """What a lookup returns: the action, or the entries as a `PartitionSpec`."""
+        return self.action or PartitionSpec(*map(_shown, self.entries))
+
+    @property
+    def mesh_axes(self) -> Axes:
+        """All mesh axes that it names, one after the other."""
+        return tuple(name for entry in self.entries for name in axes_of(entry))
+
+
+def axes_of(entry: Entry) -> Axes:
+    """The mesh axes of one dimension."""
+    return axis_names(entry.axes) if isinstance(entry, Padded) else entry
+
+
+def rule_of(given: Any, key: str, axes: Mapping[str, Entry]) -> Rule:
+    """Reads the value of the rule `key`.
+
+    Raises:
+      TypeError: a value of another type.
+      ValueError: text with a name of a dimension that `axes` lacks, or one mesh axis twice.
+    """
+    match given:
+        case str():
+            names = tuple(given.split())
+            rule = Rule(given, tuple(_named(name, key, given, axes) for name in names), names)
+        case Split():
+            rule = Rule(given, _of_split(given), action=given)
+        case Replicate():
+            rule = Rule(given, (), action=given)
+        case PartitionSpec() | tuple() | list():
+            rule = Rule(given, tuple(entry_of(entry, f"rule {key!r}") for entry in given))
+        case _:
+            hint = "; say REPLICATED where every device is to hold it whole" * (given is None)
+            raise type_error(
+                f"the value of rule {key!r} must be a PartitionSpec, a tuple or list of mesh axes, "
+                "names of dimensions such as 'embed heads', a Split or a Replicate, got "
+                f"{given!r} of type {type(given).__name__}{hint}"
+            )
+    twice = sorted({name for name in rule.mesh_axes if rule.mesh_axes.count(name) > 1})
+    if twice:
+        by_name = f", which is {rule.layout}" if rule.names else ""
+        raise value_error(
+            f"rule {key!r}: {given!r}{by_name} shards over the mesh axis {twice[0]!r} twice; "
+            "an axis can shard one dimension of an array"
+        )
+    return rule
+
+
+def entry_of(given: Any, where: str) -> Entry:
+    """Reads what stands for one dimension: None, a mesh axis, several, or `Padded`."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, Padded):
+        return given
+    if isinstance(given, Iterable):
+        names = tuple(given)
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise type_error(
+        f"{where}: a dimension is None, a mesh axis, a tuple of mesh axes or Padded(...), got "
+        f"{given!r} of type {type(given).__name__}"
+    )
+
+
+def axes_table(given: Any) -> dict[str, Entry]:
+    """Reads which mesh axes names of dimensions stand for."""
+    if given is not None and not isinstance(given, Mapping):
+        raise type_error(
+            "axes must map names of dimensions to mesh axes, as in {'embed': 'fsdp'}, got "
+            f"{given!r} of type {type(given).__name__}"
+        )
+    table: dict[str, Entry] = {}
+    for name, entry in dict[Any, Any](given or {}).items():
+        if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
+            raise value_error(f"axes has {name!r}, which is no name of a dimension: one word")
+        table[name] = entry_of(entry, f"axes[{name!r}]")
+    return table
+
+
+def nearest(name: str, others: Iterable[str], text: str = "did you mean {}?") -> str:
+    """A hint at the closest of `others`, or nothing."""
+    close = difflib.get_close_matches(name, list(others), 1, 0.6)
+    return f"; {text.format(repr(close[0]))}" if close else ""
+
+
+def _named(name: str, key: str, given: str, axes: Mapping[str, Entry]) -> Entry:
+    if name not in axes:
+        known = f"axes has {', '.join(map(repr, axes))}" if axes else "axes is empty"
+        raise value_error(
+            f"rule {key!r}: {given!r} names a dimension {name!r}, but {known}; add it to axes, "
+            f"None for one that is whole{nearest(name, axes)}. Text is names of dimensions: one "
+            f"mesh axis alone is ({name!r},)"
+        )
+    return axes[name]
+
+
+def _of_split(split: Split) -> tuple[Entry, ...]:
+    """Its mesh axis at its dimension, where that can be known without an array."""
+    return () if split.dim < 0 or not split.axes else (*[()] * split.dim, split.axes)
+
+
+def _shown(entry: Entry) -> Any:
+    if isinstance(entry, Padded):
+        return entry
+    return None if not entry else entry[0] if len(entry) == 1 else entry

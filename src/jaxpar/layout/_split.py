@@ -1,0 +1,260 @@
+"""Actions: shards of an array whose dimension need not divide, and the array from its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Int
+
+from jaxpar._axis import axis_names, bind
+from jaxpar._calls import naming, public, readable, type_error, value_error
+from jaxpar._checks import check_dim, check_whole
+from jaxpar._types import AxisLike, Integer, Leaf
+from jaxpar.layout._blocks import AnyArray, Blocks
+
+
+@readable
+@dataclass(frozen=True)
+class Split:
+    """An array in shards along one dimension; what does not divide goes to the first ones.
+
+    10 rows in 3 shards are 4, 3 and 3 rows, 2 in 4 are 1, 1, 0 and 0. Called with an array it gives
+    the list of shards, which `undo` joins to exactly the array: of any rank, dimension and dtype,
+    on arrays of NumPy and JAX, inside of `jax.jit` too.
+
+    As the value of a rule it shards that dimension over a mesh axis. Each device's block has the
+    size of the largest shard then, zeros behind its own rows (`local`, `local_size`, `local_mask`).
+
+    Args:
+      count: how many shards; or the mesh axis, or axes, whose devices have one each.
+      dim: the dimension, counted from the end where it is negative.
+
+    Raises:
+      TypeError: a count that is neither a whole number nor mesh axes; a dimension that is none.
+      ValueError: fewer than one shard.
+
+    Example:
+      >>> action = Split(3, 0)
+      >>> [shard.shape for shard in action(jnp.zeros((10, 2)))]
+      [(4, 2), (3, 2), (3, 2)]
+      >>> action.undo(action(jnp.arange(4.0)))
+      Array([0., 1., 2., 3.], dtype=float32)
+    """
+
+    count: Integer | AxisLike
+    dim: Integer = 0
+
+    def __post_init__(self) -> None:
+        with naming("Split"):
+            given: Any = self.count
+            if isinstance(given, bool) or not hasattr(given, "__index__"):
+                object.__setattr__(self, "count", axis_names(given, "count"))
+            else:
+                object.__setattr__(self, "count", check_whole("count", given, 1))
+            object.__setattr__(self, "dim", check_whole("dim", self.dim))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes; none where a number was given."""
+        return () if isinstance(self.count, int) else axis_names(self.count)
+
+    def blocks(self, shape: Sequence[int], count: int | None = None) -> tuple[int, Blocks]:
+        """Returns the dimension of an array of this shape, from the front, and its blocks."""
+        if count is None:
+            if not isinstance(self.count, int):
+                raise value_error(
+                    f"Split({self.count!r}, {self.dim}) is over mesh axes, and a mesh knows their "
+                    "size: use it in a rule or inside jax.shard_map (`local`), or give "
+                    f"the number of shards, as in Split(4, {self.dim})"
+                )
+            count = self.count
+        dim = check_dim("dim", self.dim, tuple(shape))
+        return dim, Blocks.evenly(shape[dim], count)
+
+    @public
+    def __call__(self, array: Leaf) -> list[AnyArray]:
+        """Returns the shards, in the order of their devices."""
+        whole = _as_array(array)
+        dim, blocks = self.blocks(whole.shape)
+        ends = np.cumsum(blocks.sizes)
+        return [
+            whole[(slice(None),) * dim + (slice(end - size, end),)]
+            for end, size in zip(ends.tolist(), blocks.sizes, strict=True)
+        ]
+
+    @public
+    def undo(self, shards: Sequence[AnyArray]) -> AnyArray:
+        """Returns the array that these are the shards of.
+
+        Raises:
+          ValueError: too few or too many shards, or shards that are none of one array's.
+        """
+        found = [_as_array(shard) for shard in shards]
+        count = self.count if isinstance(self.count, int) else len(found)
+        if len(found) != count:
+            raise value_error(
+                f"Split({self.count}, {self.dim}) has {count} shards, got {len(found)}; give "
+                "all of them, in the order in which it returned them"
+            )
+        if not found:
+            raise value_error("no shards")
+        dim = check_dim("dim", self.dim, found[0].shape)
+        shapes = [shard.shape for shard in found]
+        alike = {(shape[:dim], shape[dim + 1 :]) for shape in shapes}
+        if len(alike) > 1 or len({shard.dtype for shard in found}) > 1:
+            raise value_error(
+                f"shards must have one dtype, and differ in dimension {dim} alone, got "
+                f"{', '.join(f'{shard.dtype}{list(shard.shape)}' for shard in found)}"
+            )
+        sizes = tuple(shape[dim] for shape in shapes)
+        wanted = Blocks.evenly(sum(sizes), count).sizes
+        if sizes != wanted:
+            raise value_error(
+                f"shards have {sizes} entries along dimension {dim}, but {sum(sizes)} entries in "
+                f"{count} shards are {wanted}; give them in order, and without padding"
+            )
+        xp = np if all(isinstance(shard, np.ndarray) for shard in found) else jnp
+        return xp.concatenate(found, axis=dim)
+
+    @public
+    def local(self, array: Array) -> Array:
+        """Inside `jax.shard_map`: this device's block of an array that it holds whole.
+
+        Returns:
+          The rows of this device and zeros behind them: as many in all as the largest shard has.
+        """
+        array = jnp.asarray(array)
+        dim, blocks, index = self._here(array.shape)
+        return lax.dynamic_slice_in_dim(
+            blocks.pad(array, dim), index * blocks.block, blocks.block, dim
+        )
+
+    @public
+    def local_size(self, size: int) -> Int[Array, ""]:
+        """Inside `jax.shard_map`: how many entries of a dimension of `size` this device has."""
+        _, blocks, index = self._here((size,) * (1 + abs(self.dim)))
+        return jnp.asarray(blocks.sizes, jnp.int32)[index]
+
+    @public
+    def local_mask(self, size: int) -> Bool[Array, " block"]:
+        """Inside `jax.shard_map`: which entries of this device's block are no padding."""
+        _, blocks, index = self._here((size,) * (1 + abs(self.dim)))
+        return jnp.arange(blocks.block) < jnp.asarray(blocks.sizes, jnp.int32)[index]
+
+    def _here(self, shape: Sequence[int]) -> tuple[int, Blocks, Array]:
+        if isinstance(self.count, int):
+            raise value_error(
+                f"Split({self.count}, {self.dim}) has no mesh axis, which alone has a device's own "
+                f"shard; name one, as in Split('tp', {self.dim})"
+            )
+        ring = bind(self.count, "count")
+        return (*self.blocks(shape, ring.size), ring.index())
+
+
+@readable
+@dataclass(frozen=True)
+class Replicate:
+    """An array that each of `count` devices has whole.
+
+    As the value of a rule it is `REPLICATED`, for a mesh of `count` devices.
+
+    Args:
+      count: how many devices.
+
+    Raises:
+      TypeError: a count that is no whole number.
+      ValueError: fewer than one device.
+
+    Example:
+      >>> action = Replicate(2)
+      >>> action.undo(action(jnp.ones(3)))
+      Array([1., 1., 1.], dtype=float32)
+    """
+
+    count: Integer
+
+    def __post_init__(self) -> None:
+        with naming("Replicate"):
+            object.__setattr__(self, "count", check_whole("count", self.count, 1))
+
+    @public
+    def __call__(self, array: Leaf) -> list[AnyArray]:
+        """Returns the array, `count` times."""
+        return [_as_array(array)] * self.count
+
+    @public
+    def undo(self, shards: Sequence[AnyArray]) -> AnyArray:
+        """Returns the first: all are equal.
+
+        Raises:
+          ValueError: too few or too many, or of other shapes or dtypes.
+        """
+        found = [_as_array(shard) for shard in shards]
+        if len(found) != self.count:
+            raise value_error(f"Replicate({self.count}) has {self.count} copies, got {len(found)}")
+        if len({(shard.shape, shard.dtype) for shard in found}) > 1:
+            raise value_error(
+                "copies must have one shape and dtype, got "
+                f"{', '.join(f'{shard.dtype}{list(shard.shape)}' for shard in found)}"
+            )
+        return found[0]
+
+
+@readable
+@dataclass(frozen=True)
+class Padded:
+    """Mesh axes that shard a dimension also where they do not divide it: with zeros at its end.
+
+    Stands where a mesh axis stands, in the value of a rule or in `axes`. Zeros stay zeros in
+    training: where they reach no result, their gradients are zero, and so are moments and decay.
+
+    Args:
+      axes: the mesh axis, or axes.
+      multiple: of so many entries at once, which stay together: the size of a head.
+      size: the padded size, where it is larger than what the axes and `multiple` ask for.
+
+    Raises:
+      TypeError: axes that are none, sizes that are no whole numbers.
+      ValueError: sizes below 1.
+
+    Example:
+      >>> rules = LayoutMap({"embedding": (Padded("tp"), None)})
+      >>> layout = rules.layout({"embedding": jnp.ones((10, 4))}, make_mesh("tp=8"))
+      >>> layout["embedding"].padded_shape
+      (16, 4)
+    """
+
+    axes: AxisLike
+    multiple: Integer = 1
+    size: Integer | None = None
+
+    def __post_init__(self) -> None:
+        with naming("Padded"):
+            object.__setattr__(self, "axes", axis_names(self.axes, "axes"))
+            object.__setattr__(self, "multiple", check_whole("multiple", self.multiple, 1))
+            if self.size is not None:
+                object.__setattr__(self, "size", check_whole("size", self.size, 1))
+
+    def blocks(self, size: int, count: int) -> Blocks:
+        """How a dimension of `size` lies on `count` devices."""
+        if self.size is not None and (self.size < size or self.size % (count * self.multiple)):
+            raise value_error(
+                f"Padded(size={self.size}) must be at least the dimension's {size}, and a multiple "
+                f"of {count} devices x {self.multiple}"
+            )
+        unit = count * self.multiple
+        padded = self.size or -(-size // unit) * unit
+        return Blocks.at_the_end(size, count, padded // count)
+
+
+def _as_array(array: Any) -> AnyArray:
+    if isinstance(array, (np.ndarray, Array)):
+        return array
+    if not hasattr(array, "__array__") and not isinstance(array, (bool, int, float, complex)):
+        raise type_error(f"an array is needed, got {array!r} of type {type(array).__name__}")
+    return jnp.asarray(array)

@@ -1,0 +1,112 @@
+"""What each device holds, as a table."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.layout._problem import size_text
+
+if TYPE_CHECKING:
+    from jaxpar.layout._array_layout import ArrayLayout
+    from jaxpar.layout._layout import Layout
+
+SHOWN = 30  # rows of a table that is printed
+TITLES = ("path", "shape", "spec", "a device's block", "bytes a device", "copies", "padding")
+
+
+class Table:
+    """Path, shape, spec, block and bytes of each array, the most that is held twice first.
+
+    Attributes:
+      rows: a dict for each array.
+      devices: of the mesh.
+      bytes_per_device: of all arrays.
+      replicated_per_device: what of it would be saved if no two devices held the same.
+
+    Example:
+      >>> layout = LayoutMap({"w": (None, "tp")}).layout({"w": jnp.ones((2, 8))}, make_mesh("tp=8"))
+      >>> print(layout.table())
+      path  shape         spec   a device's block  bytes a device  copies  padding
+      w     float32[2,8]  -, tp  [2,1]             8 B             1
+      1 arrays on 8 devices (tp=8): 8 B a device, 0 B of it twice
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.mesh = dict(layout.mesh.shape)
+        self.devices = layout.mesh.size
+        found = sorted(layout.values(), key=lambda a: (-_twice(a), -a.bytes_per_device, a.path))
+        self.rows = [_row(array) for array in found]
+        self.bytes_per_device = sum(row["bytes_per_device"] for row in self.rows)
+        self.replicated_per_device = sum(row["replicated_per_device"] for row in self.rows)
+
+    def json(self) -> str:
+        """Everything, as JSON."""
+        return json.dumps(
+            {
+                "mesh": self.mesh,
+                "bytes_per_device": self.bytes_per_device,
+                "replicated_per_device": self.replicated_per_device,
+                "arrays": self.rows,
+            },
+            indent=1,
+        )
+
+    def text(self, rows: int | None = SHOWN) -> str:
+        """The table, with so many rows; None: all."""
+        shown = self.rows[:rows]
+        cells = [TITLES, *map(_cells, shown)]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        if len(self.rows) > len(shown):
+            lines.append(f"... and {len(self.rows) - len(shown)} arrays more")
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
+        held = size_text(self.bytes_per_device)
+        spare = size_text(self.replicated_per_device)
+        lines.append(
+            f"{len(self.rows)} arrays on {self.devices} devices ({mesh}): {held} a device, "
+            f"{spare} of it twice"
+        )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+
+def _twice(array: ArrayLayout) -> float:
+    """Bytes a device that sharding over all devices would save."""
+    return array.bytes_per_device * (1 - 1 / array.copies)
+
+
+def _row(array: ArrayLayout) -> dict[str, Any]:
+    return {
+        "path": array.path,
+        "shape": list(array.shape),
+        "dtype": str(array.dtype),
+        "rule": array.rule,
+        "spec": [list(axes) for axes in array.axes],
+        "local_shape": list(array.local_shape),
+        "padded_shape": list(array.padded_shape),
+        "bytes_per_device": array.bytes_per_device,
+        "copies": array.copies,
+        "replicated_per_device": _twice(array),
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    spec = ", ".join("+".join(axes) or "-" for axes in row["spec"])
+    added = [p - n for p, n in zip(row["padded_shape"], row["shape"], strict=True)]
+    return (
+        row["path"] or "(the array)",
+        f"{row['dtype']}[{','.join(map(str, row['shape']))}]",
+        spec or "-",
+        f"[{','.join(map(str, row['local_shape']))}]",
+        size_text(row["bytes_per_device"]),
+        str(row["copies"]),
+        ",".join(map(str, added)) if any(added) else "",
+    )
