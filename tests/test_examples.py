@@ -1,6 +1,7 @@
 """Every public name has a docstring with an example that runs."""
 
 import doctest
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,12 @@ NAMES["REPLICATED"] = jaxpar.layout.REPLICATED
 @pytest.mark.parametrize(
     ("module", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
 )
-def test_example(module, name):
+def test_example(module, name, tmp_path):
     names = {**NAMES, "jaxpar": jaxpar, "jax": jax, "jnp": jnp, "np": np, "P": P}
-    examples = doctest.DocTestFinder(recurse=False).find(
-        getattr(module, name), name, module=False, globs=names
+    named, names["folder"] = getattr(module, name), tmp_path / "folder"
+    # Of a class, its methods' too.
+    examples = doctest.DocTestFinder(recurse=inspect.isclass(named)).find(
+        named, name, module=False, globs=names
     )
     assert [example for test in examples for example in test.examples]
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     Subscripts = str
     Label = str | None
     TuningLike = str | Path | Tuning
+    PathLike = str | Path
     Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
     Tree = TypeVar("Tree")  # a pytree of arrays
     Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
@@ -54,7 +55,7 @@ else:
         Label
     ) = Weights = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Names = (
         TuningLike
-    ) = RulesLike = AnyMesh = Any
+    ) = RulesLike = AnyMesh = PathLike = Any
     Values = Any
 
 # What `help` shows in their place: a static checker's types, which are not there at run time.
@@ -74,6 +75,7 @@ SHOWN = {
     "Number": "float",
     "Values": "ArrayLike | Sequence[Any]",
     "MeshAxes": "str | Mapping[str, int]",
+    "PathLike": "str | Path",
     "RulesLike": "Mapping[str, Any]",
     "AnyMesh": "Mesh | AbstractMesh",
     "Subscripts": "str",

@@ -61,14 +61,14 @@ def fit(
     """
     found: list[ArrayLayout] = []
     problems: list[Problem] = []
-    placed: list[_Placed] = []
+    placed: list[Placed] = []
     used: set[str] = set()
     hints: dict[str, str] = {}  # at the nearest rule; layers share one
     for array in arrays:
         keys = rules.matching(array.path)
         used.update(keys)
         if len(keys) == 1:
-            placed.append(_Placed(array, keys[0], rules.rule(keys[0]), mesh))
+            placed.append(Placed(array, keys[0], rules.rule(keys[0]), mesh))
             laid = placed[-1].lay(problems)
         else:
             laid = None
@@ -107,7 +107,7 @@ def _of_none(array: Shaped, hint: str) -> Problem:
 
 
 @dataclass(frozen=True)
-class _Placed:
+class Placed:
     """An array, the one rule that matches it, and the mesh."""
 
     array: Shaped
@@ -235,7 +235,7 @@ class _Placed:
         )
 
 
-def _exchanged(placed: Sequence[_Placed]) -> list[Problem]:
+def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
     """Arrays whose sizes agree with those of others if the names change places, and only then."""
     named = [
         p

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar._axis import axis_names
 from jaxpar._calls import called, of_user, public, readable, type_error, value_error
 from jaxpar._checks import check_whole
-from jaxpar._types import AxisLike
+from jaxpar._types import AxisLike, Integer, PathLike
 from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.layout._batch import batches, place_batch
+from jaxpar.layout._checkpoint import read_safetensors, restore, save
 from jaxpar.layout._fit import Shaped, fit
 from jaxpar.layout._paths import arrays_of
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
@@ -91,36 +94,36 @@ class Layout(Mapping[str, ArrayLayout]):
     @cached_property
     def specs(self) -> Any:
         """The `PartitionSpec` of each array: `in_specs` and `out_specs` of `jax.shard_map`."""
-        return self._map(lambda array: array.spec)
+        return self.tree_of(lambda array: array.spec)
 
     @cached_property
     def shardings(self) -> Any:
         """The `NamedSharding` of each array, padded: for `jax.jit` and `jax.device_put`."""
-        return self._map(lambda array: array.sharding)
+        return self.tree_of(lambda array: array.sharding)
 
     @cached_property
     def shapes(self) -> Any:
         """Shape, dtype and sharding of each array, padded (`jax.ShapeDtypeStruct`)."""
-        return self._map(
+        return self.tree_of(
             lambda a: jax.ShapeDtypeStruct(a.padded_shape, a.dtype, sharding=a.sharding)
         )
 
     @cached_property
     def logical_shardings(self) -> Any:
         """As `shardings`, of arrays without padding: whole along dimensions that have some."""
-        return self._map(lambda array: array.logical_sharding)
+        return self.tree_of(lambda array: array.logical_sharding)
 
     @cached_property
     def logical_shapes(self) -> Any:
         """As `shapes`, of arrays without padding."""
-        return self._map(
+        return self.tree_of(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.logical_sharding)
         )
 
     @cached_property
     def gradient_axes(self) -> Any:
         """The mesh axes over which each gradient is summed: those that do not shard the array."""
-        return self._map(lambda array: array.gradient_axes)
+        return self.tree_of(lambda array: array.gradient_axes)
 
     @public
     def fsdp_dims(self, axis: AxisLike = "fsdp", *, stacked: int = 0) -> Any:
@@ -163,17 +166,30 @@ class Layout(Mapping[str, ArrayLayout]):
                 )
             return dim - stacked
 
-        return self._map(dim_of)
+        return self.tree_of(dim_of)
 
     @public
     def pad(self, params: Any) -> Any:
-        """Adds the zeros that the mesh needs: of whole arrays, also inside of `jax.jit`."""
-        return self._each(params, lambda a: a.shape, lambda a, x: a.pad(x))
+        """Adds the zeros that the mesh needs, inside of `jax.jit` or not.
+
+        Args:
+          params: arrays without padding, with the structure of the parameters.
+
+        Returns:
+          The padded arrays. Of arrays of JAX outside of `jax.jit` those that have padding get the
+          shardings of the layout.
+
+        Raises:
+          LayoutError: arrays of other paths or shapes.
+        """
+        return self._each(params, lambda a: a.shape, lambda a, x: _moved(a, x, a.pad, a.sharding))
 
     @public
     def unpad(self, params: Any) -> Any:
-        """Takes the zeros away: the inverse of `pad`."""
-        return self._each(params, lambda a: a.padded_shape, lambda a, x: a.unpad(x))
+        """Takes the zeros away: the inverse of `pad`; whole along dimensions that had some."""
+        return self._each(
+            params, lambda a: a.padded_shape, lambda a, x: _moved(a, x, a.unpad, a.logical_sharding)
+        )
 
     @public
     def place(self, params: Any) -> Any:
@@ -277,6 +293,62 @@ class Layout(Mapping[str, ArrayLayout]):
         return constrained
 
     @public
+    def place_batch(self, batch: Any) -> Any:
+        """Puts data on the devices as the map's `batch` says, each process giving its part.
+
+        Args:
+          batch: a pytree of host arrays: in one process the whole batch, in several the rows of
+            the devices of this one, as `jax.make_array_from_process_local_data` takes them. Arrays
+            of fewer dimensions than `batch` has use its first ones.
+
+        Returns:
+          Global arrays.
+
+        Raises:
+          LayoutError: sizes that the mesh axes do not divide (`batches` fills up the last batch).
+          ValueError: a map without `batch`.
+
+        Example:
+          >>> rules = LayoutMap({"w": ("tp",)}, batch=P("dp"))
+          >>> layout = rules.layout({"w": jnp.ones(8)}, make_mesh("dp=2,tp=4"))
+          >>> layout.place_batch({"x": np.ones((6, 3))})["x"].sharding.spec == P("dp")
+          True
+        """
+        self._need_devices()
+        return place_batch(self, batch)
+
+    @public
+    def batches(
+        self, source: Iterable[Any], *, rows: Integer | None = None
+    ) -> Iterator[tuple[Any, Array]]:
+        """Yields placed batches and the weight of each row: 0 for rows that fill up the last batch.
+
+        Args:
+          source: pytrees of host arrays, each process having its own rows, as for `place_batch`;
+            any of them may have fewer rows than the first.
+          rows: of each process's batches. None: those of the first.
+
+        Yields:
+          `(batch, weights)`: global arrays; weights are float32, 1 for each row that was given. The
+          mean over all rows is `sum(weights * loss) / sum(weights)`. All processes yield as often,
+          those that have run out with weights of 0.
+
+        Raises:
+          LayoutError: rows that the mesh axes do not divide.
+          ValueError: a batch of more rows; arrays of one batch with different numbers of rows.
+
+        Example:
+          >>> rules = LayoutMap({"w": ("tp",)}, batch=P("dp"))
+          >>> layout = rules.layout({"w": jnp.ones(8)}, make_mesh("dp=2,tp=4"))
+          >>> data = np.arange(7.0).reshape(7, 1)
+          >>> [weights.sum().item() for _, weights in layout.batches([data[:4], data[4:]])]
+          [4.0, 3.0]
+        """
+        self._need_devices()
+        most = None if rows is None else check_whole("rows", rows, 1)
+        return batches(self, source, most)
+
+    @public
     def like(self, tree: Any, rules: LayoutMap | None = None) -> Layout:
         """Returns the layout of what is made like the parameters: an optimizer's state, averages.
 
@@ -303,7 +375,73 @@ class Layout(Mapping[str, ArrayLayout]):
         """Returns what each device holds, the arrays that are replicated most first."""
         return Table(self)
 
-    def _map(self, function: Callable[[ArrayLayout], Any]) -> Any:
+    @public
+    def save(self, folder: PathLike, params: Any) -> None:
+        """Writes a checkpoint with Orbax that any mesh can read: no padding, and nothing of a mesh.
+
+        Args:
+          folder: a new one, which all processes see; each writes the shards that it has.
+          params: arrays as they are on the mesh, of the layout's structure.
+
+        Raises:
+          ImportError: without Orbax.
+          ValueError: a folder that is there; other arrays.
+
+        Cost: arrays that have padding are copied without it, whole along that dimension.
+
+        Example:
+          >>> layout = LayoutMap({"w": ("tp",)}).layout({"w": jnp.ones(8)}, make_mesh("tp=8"))
+          >>> layout.save(folder, layout.place({"w": jnp.arange(8.0)}))
+          >>> other = LayoutMap({"w": ("tp",)}).layout({"w": jnp.ones(8)}, make_mesh("tp=8"))
+          >>> other.restore(folder)["w"]
+          Array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)
+        """
+        self._need_devices()
+        save(self, folder, params)
+
+    @public
+    def restore(self, folder: PathLike) -> Any:
+        """Reads a checkpoint of `save` onto this mesh: each process the shards of its devices.
+
+        Args:
+          folder: as given to `save`, on any mesh and in any containers with the same paths.
+
+        Returns:
+          Global arrays with the shardings of the layout, padded.
+
+        Raises:
+          ImportError: without Orbax.
+          LayoutError: arrays of other paths, shapes or dtypes: all of them.
+          ValueError: no such folder.
+        """
+        self._need_devices()
+        return restore(self, folder)
+
+    @public
+    def read_safetensors(self, files: Any, *, names: Any = None, transposed: str = "") -> Any:
+        """Reads safetensors files onto this mesh: each process the parts that its devices hold.
+
+        Args:
+          files: a path, a folder of them, or several.
+          names: what the array of a path is called there: a function or a mapping of the path to a
+            name, or to a list of names, whose tensors are stacked along a first dimension. None:
+            the path, with dots in the place of slashes.
+          transposed: a pattern of the paths whose last two dimensions have changed places there, as
+            the weights of PyTorch's linear layers.
+
+        Returns:
+          Global arrays with the shardings of the layout, padded.
+
+        Raises:
+          ImportError: without the safetensors package.
+          LayoutError: arrays of other shapes or dtypes.
+          ValueError: a tensor that is not there.
+        """
+        self._need_devices()
+        return read_safetensors(self, files, names, transposed)
+
+    def tree_of(self, function: Callable[[ArrayLayout], Any]) -> Any:
+        """Returns a pytree like the parameters of what a function makes of each array's layout."""
         found = [None if array is None else function(array) for array in self._leaves]
         return jax.tree.unflatten(self._tree, found)
 
@@ -377,6 +515,14 @@ def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layo
 
 def _shaped(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
     return path, tuple(jnp.shape(leaf)), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+
+
+def _moved(array: ArrayLayout, x: Any, function: Callable[[Any], Any], sharding: Any) -> Any:
+    """Pads or unpads one array, outside of `jax.jit` without bringing its shards together."""
+    if array.padded_shape == array.shape:
+        return x
+    outside = isinstance(x, Array) and not isinstance(x, Tracer)
+    return jax.jit(function, out_shardings=sharding)(x) if outside else function(x)
 
 
 def _put(array: ArrayLayout, x: Any) -> Array:

@@ -35,6 +35,10 @@ class Rule:
         """What a lookup returns: the action, or the entries as a `PartitionSpec`."""
         return self.action or PartitionSpec(*map(_shown, self.entries))
 
+    def first(self, rank: int) -> Rule:
+        """The same for the first dimensions: data have fewer than the rule is for."""
+        return Rule(self.given, self.entries[:rank])
+
     @property
     def mesh_axes(self) -> Axes:
         """All mesh axes that it names, one after the other."""
