@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace) -> None:
 
     trainer = Trainer(model, training, build_mesh(args.mesh), **how)
     say(
-        f"{count(trainer.table):,} weights, {model.dtype} | {trainer.mesh.size} x "
+        f"{count(model):,} weights, {model.dtype} | {trainer.mesh.size} x "
         f"{trainer.mesh.devices.flat[0].device_kind}, mesh {curves.mesh_text(trainer.mesh)}"
     )
     text = standard_library()

@@ -5,12 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxpar.cli._console import UsageError, require_extra
 from language_model.progress import History
 from language_model.train import State, Trainer
-from language_model.weights import pad, unpad
 
 
 class Checkpoints:
@@ -48,7 +45,7 @@ class Checkpoints:
         self._manager.save(
             len(history.losses),
             args=args.Composite(
-                state=args.StandardSave(logical_state(self._trainer, state)),
+                state=args.StandardSave(self._trainer.of_state.unpad(state)),
                 run=args.JsonSave({**self._run, **asdict(history)}),
             ),
         )
@@ -65,9 +62,9 @@ class Checkpoints:
         self._check(found)
         state = self._manager.restore(
             step,
-            args=args.Composite(state=args.StandardRestore(self._trainer.describe(logical=True))),
+            args=args.Composite(state=args.StandardRestore(self._trainer.of_state.logical_shapes)),
         )["state"]
-        return padded_state(self._trainer, state), History(found["losses"], found["experts"])
+        return self._trainer.of_state.pad(state), History(found["losses"], found["experts"])
 
     def _check(self, found: dict[str, Any]) -> None:
         own, other = _flat(self._run), _flat(found)
@@ -79,36 +76,6 @@ class Checkpoints:
                 f"--checkpoint {self._folder} is of another run: {'; '.join(different)}; give "
                 "what it was begun with, or another folder"
             )
-
-
-def logical_state(trainer: Trainer, state: State) -> State:
-    """Takes the padding out of the weights and of their moments.
-
-    What this mesh pads is whole on each device along that axis here: its logical size is not one
-    that the mesh divides. Without padding nothing is copied.
-    """
-    if not _has_padding(trainer):
-        return state
-    take = jax.jit(
-        lambda s: trainer.map_weights(s, lambda x, weight: unpad(weight, x), trainer.table),
-        out_shardings=trainer.shardings(logical=True),
-    )
-    return take(state)
-
-
-def padded_state(trainer: Trainer, state: State) -> State:
-    """Adds the padding of this mesh."""
-    if not _has_padding(trainer):
-        return state
-    add = jax.jit(
-        lambda s: trainer.map_weights(s, lambda x, weight: pad(weight, x), trainer.table),
-        out_shardings=trainer.shardings(),
-    )
-    return add(state)
-
-
-def _has_padding(trainer: Trainer) -> bool:
-    return any(weight.shape != weight.padded for weight in jax.tree.leaves(trainer.table))
 
 
 def _flat(run: dict[str, Any]) -> dict[str, Any]:

@@ -20,19 +20,19 @@ from jaxpar.layers import (
     vocabulary_parallel_cross_entropy,
     vocabulary_parallel_embedding,
 )
+from jaxpar.layout import Layout
 from jaxpar.moe import Statistics
 from language_model.config import Model, Training
 from language_model.data import IGNORE, PADDING
 from language_model.experts import append, mixture, no_statistics, router_loss
 from language_model.parallel import AXES, sequence_order
-from language_model.weights import Weight
 
 LossSum = Callable[[Any, Array, Array], tuple[tuple[Array, Array], Any]]
 
 
 def loss_sum(
     model: Model,
-    table: dict[str, Any],
+    layout: Layout,
     mode: str = "auto",
     dispatch: str = "auto",
     training: Training | None = None,
@@ -41,7 +41,7 @@ def loss_sum(
 
     Args:
       model: the sizes.
-      table: of the weights, from `weights`.
+      layout: of the weights, from `lay_out`.
       mode: how the matmuls and gathers run.
       dispatch: how tokens reach their experts.
       training: for the losses of the experts' routers, which are left out without.
@@ -53,6 +53,7 @@ def loss_sum(
     """
 
     tp, fsdp = (Axis(name, mode=mode) for name in ("tp", "fsdp"))
+    dims, dims_of_layers = layout.fsdp_dims(), layout.under("layers").fsdp_dims(stacked=1)
 
     def function(
         params: Any, tokens: Array, labels: Array
@@ -66,11 +67,10 @@ def loss_sum(
         x = vocabulary_parallel_embedding(tokens, embedding, tp, sequence_dim=-2)
         # x: [b, s/(cp*tp), d], and so it stays from layer to layer
 
-        dims = {name: weight.fsdp_dim(1) for name, weight in table["layers"].items()}
         scan = scan_naively if mode == "naive" else fsdp_scan
         layer = partial(apply_layer, labels != PADDING)
         state = (x, no_statistics(model))
-        x, found = scan(layer, params["layers"], state, fsdp, dim=dims)
+        x, found = scan(layer, params["layers"], state, fsdp, dim=dims_of_layers)
         x = rms_norm(x, params["final_norm"])
         logits = embedding.T if model.tied else gather(params, "logits")  # [d, V/tp]
         losses = vocabulary_parallel_cross_entropy(
@@ -89,8 +89,7 @@ def loss_sum(
         return (loss, weight), found
 
     def gather(params: Any, name: str) -> Array:
-        weight: Weight = table[name]
-        return fsdp_gather(params[name], fsdp, dim=weight.fsdp_dim(0))
+        return fsdp_gather(params[name], fsdp, dim=dims[name])
 
     def apply_layer(is_token: Array, w: Any, state: Any) -> Any:
         x, found = state

@@ -89,7 +89,7 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(chosen.mesh, spec))
         for spec in (TOKENS, LABELS)
     ]
-    compiled = compile_for(trainer.step, chosen, trainer.describe(), *batch)
+    compiled = compile_for(trainer.step, chosen, trainer.of_state.shapes, *batch)
     played = timeline(compiled)
     return {
         "target": request["target"],

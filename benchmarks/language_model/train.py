@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar import layers
 from jaxpar.cli._console import require_extra
+from jaxpar.layout import Layout
 from language_model.config import Model, Training
 from language_model.model import loss_sum
 from language_model.parallel import AXES, LABELS, TOKENS
-from language_model.weights import initialise, shardings, specs, weights
+from language_model.weights import initialise, lay_out
 
 State = dict[str, Any]  # params, optimizer (its state), and step: int32[]
 
@@ -40,9 +41,14 @@ class Trainer:
     dispatch: str = "auto"
 
     @cached_property
-    def table(self) -> dict[str, Any]:
-        """The weights on this mesh."""
-        return weights(self.model, dict(self.mesh.shape))
+    def layout(self) -> Layout:
+        """How the weights lie on the mesh."""
+        return lay_out(self.model, self.mesh)
+
+    @cached_property
+    def of_state(self) -> Layout:
+        """How the state lies there: moments where their weights do."""
+        return self.layout.like(jax.eval_shape(self._start, self.layout.shapes))
 
     @cached_property
     def optimizer(self) -> Any:
@@ -66,64 +72,18 @@ class Trainer:
         )
 
     def _decayed(self, params: Any) -> Any:
-        return jax.tree.map(lambda weight: weight.std is not None, self.table)
+        return self.layout.tree_of(lambda array: not array.path.endswith("norm"))
 
     def init(self) -> State:
         """Returns the state before the first step, each device having its shards only."""
-        params = initialise(self.model, self.mesh, self.training.seed)
-        start = jax.jit(self._start, out_shardings=self.shardings())
-        return start(params)
+        params = initialise(self.model, self.layout, self.training.seed)
+        return jax.jit(self._start, out_shardings=self.of_state.shardings)(params)
 
     def _start(self, params: Any) -> State:
         return {
             "params": params,
             "optimizer": self.optimizer.init(params),
             "step": jnp.zeros((), jnp.int32),
-        }
-
-    def describe(self, *, logical: bool = False) -> State:
-        """Returns the shapes, dtypes and shardings of the state, or of its logical form."""
-        dtype = self.model.weight_dtype
-        params = jax.tree.map(
-            lambda w: jax.ShapeDtypeStruct(w.shape if logical else w.padded, dtype), self.table
-        )
-        state = jax.eval_shape(self._start, params)
-        placed = self.shardings(logical=logical)
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            state,
-            placed,
-        )
-
-    def shardings(self, *, logical: bool = False) -> State:
-        """Returns the sharding of every leaf of the state: moments lie where their weights do."""
-        of_weights = shardings(self.table, self.mesh, logical=logical)
-        return self.map_weights(
-            jax.eval_shape(self._start, jax.tree.map(lambda w: jnp.zeros(()), self.table)),
-            lambda _, sharding: sharding,
-            of_weights,
-            other=lambda _: NamedSharding(self.mesh, P()),
-        )
-
-    def map_weights(
-        self,
-        state: State,
-        function: Callable[..., Any],
-        *trees: Any,
-        other: Callable[[Any], Any] = lambda x: x,
-    ) -> State:
-        """Maps over all that is shaped like the weights: they themselves, and their moments."""
-        optax = require_extra("optax", "train")
-        return {
-            "params": jax.tree.map(function, state["params"], *trees),
-            "optimizer": optax.tree.map_params(
-                self.optimizer,
-                function,
-                state["optimizer"],
-                *trees,
-                transform_non_params=other,
-            ),
-            "step": other(state["step"]),
         }
 
     @cached_property
@@ -134,14 +94,14 @@ class Trainer:
         """
         return jax.shard_map(
             layers.value_and_grad(
-                loss_sum(self.model, self.table, self.mode, self.dispatch, self.training),
+                loss_sum(self.model, self.layout, self.mode, self.dispatch, self.training),
                 AXES,
                 microbatches=self.microbatches,
                 has_aux=True,
             ),
             mesh=self.mesh,
-            in_specs=(specs(self.table), TOKENS, LABELS),
-            out_specs=(P(), specs(self.table)),
+            in_specs=(self.layout.specs, TOKENS, LABELS),
+            out_specs=(P(), self.layout.specs),
         )
 
     @cached_property
@@ -159,7 +119,7 @@ class Trainer:
             found = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "experts": experts}
             return {"params": params, "optimizer": moments, "step": state["step"] + 1}, found
 
-        out = (self.shardings(), NamedSharding(self.mesh, P()))
+        out = (self.of_state.shardings, NamedSharding(self.mesh, P()))
         return jaxpar.jit(step, mesh=self.mesh, donate_argnums=0, out_shardings=out)
 
     @cached_property
@@ -168,12 +128,12 @@ class Trainer:
 
         It is that of the text alone, without the losses of routers.
         """
-        function = loss_sum(self.model, self.table, self.mode, self.dispatch)
+        function = loss_sum(self.model, self.layout, self.mode, self.dispatch)
 
         def sums(params: Any, tokens: Array, labels: Array) -> tuple[Array, Array]:
             return jax.lax.psum(function(params, tokens, labels)[0], AXES)
 
         mapped = jax.shard_map(
-            sums, mesh=self.mesh, in_specs=(specs(self.table), TOKENS, LABELS), out_specs=P()
+            sums, mesh=self.mesh, in_specs=(self.layout.specs, TOKENS, LABELS), out_specs=P()
         )
         return jaxpar.jit(mapped, mesh=self.mesh)

@@ -190,6 +190,19 @@ def test_what_fsdp_cannot_gather(spec, axis, stacked, text):
         layout.fsdp_dims(axis, stacked=stacked)
 
 
+def test_parts_of_a_layout():
+    layout = its_rules().layout(a_model(), make_mesh(MESH))
+    part = layout.under("layers")
+    assert list(part) == ["down", "norm", "up"]
+    assert part.specs == layout.specs["layers"]
+    assert part.fsdp_dims(stacked=1) == {"down": 1, "norm": None, "up": 0}
+    with pytest.raises(KeyError, match="'layer' has no part 'layer', but 'embedding', "):
+        layout.under("layer")
+    params = {"a": [Block(jnp.ones(8), jnp.ones(8))] * 2}
+    blocks = LayoutMap({".*": ("tp",)}).layout(params, make_mesh("tp=8"))
+    assert blocks.under("a/1").specs == Block(P("tp"), P("tp"))
+
+
 def test_fsdp_over_two_axes_and_behind_tp():
     mesh = make_mesh("fx=2,fy=2,tp=2")
     rules = LayoutMap({"w": (None, ("tp", "fx", "fy"))})

@@ -8,7 +8,7 @@ from language_model.config import Model, Training
 from language_model.parallel import AXES, build_mesh, place_batch
 from language_model.tests import reference
 from language_model.train import Trainer
-from language_model.weights import shardings, weights
+from language_model.weights import shapes
 
 ONE_DEVICE = dict.fromkeys(AXES, 1)
 
@@ -39,12 +39,12 @@ def draw_weights(model, seed=0):
     """Logical weights in NumPy: larger than those that training starts from, and no scale 1."""
     rng = np.random.default_rng(seed)
 
-    def draw(weight):
-        if weight.std is None:
+    def draw(path, weight):
+        if path[-1].key.endswith("norm"):
             return rng.uniform(0.5, 1.5, weight.shape)
         return rng.normal(size=weight.shape) * weight.shape[-2] ** -0.5
 
-    return jax.tree.map(draw, weights(model, ONE_DEVICE))
+    return jax.tree.map_with_path(draw, shapes(model))
 
 
 def draw_batch(model, batch=5, sequence=13, seed=0):
@@ -57,12 +57,9 @@ def draw_batch(model, batch=5, sequence=13, seed=0):
 
 def place(trainer, params):
     """Pads logical weights and gives each device its shards."""
-    padded = jax.tree.map(
-        lambda w, x: pad(w, np.asarray(x, trainer.model.weight_dtype)),
-        trainer.table,
-        params,
+    return trainer.layout.place(
+        jax.tree.map(lambda x: np.asarray(x, trainer.model.weight_dtype), params)
     )
-    return jax.device_put(padded, shardings(trainer.table, trainer.mesh))
 
 
 def loss_and_gradients(trainer, params, batch):
@@ -81,11 +78,6 @@ def expected(model, params, batch):
 _of_reference = jax.jit(jax.value_and_grad(reference.loss), static_argnums=(3, 4))
 
 
-def pad(weight, array):
-    """Adds the zeros of a mesh."""
-    return np.pad(array, [(0, p - n) for n, p in zip(weight.shape, weight.padded, strict=True)])
-
-
 def check_float64(
     mesh, model, *, microbatches=1, mode="auto", dispatch="auto", batch=5, sequence=13, seed=0
 ):
@@ -95,12 +87,10 @@ def check_float64(
     loss, grads = loss_and_gradients(trainer, params, data)
     want, truth = expected(model, params, data)
     assert abs(loss - want) <= 1e-10 * want
-    paths, _ = jax.tree_util.tree_flatten_with_path(trainer.table)
-    for (path, weight), got, true in zip(
-        paths, jax.tree.leaves(grads), jax.tree.leaves(truth), strict=True
-    ):
+    padded = jax.tree.leaves_with_path(trainer.layout.pad(truth))
+    for (path, true), got in zip(padded, jax.tree.leaves(grads), strict=True):
         name = jax.tree_util.keystr(path)
-        worst = np.abs(got - pad(weight, true)).max()
+        worst = np.abs(got - true).max()
         assert worst <= 1e-10 * np.abs(true).max(), f"{name} is off by {worst}"
 
 
@@ -126,13 +116,11 @@ def check_float32(mesh, model, *, seed=0):
         for _ in range(8)
     ]
     terms = max(data[0].size, model.vocabulary, model.hidden, model.width)
-    table = (None, trainer.table)
+    got = (got[0], trainer.layout.unpad(got[1]))
     for path, true in jax.tree_util.tree_flatten_with_path(want)[0]:
         at = lambda tree, path=path: _at(tree, path)  # noqa: E731
         size = np.sqrt(np.mean([np.square(at(m) - true) for m in moved]))
-        weight = at(table) if path[0].idx else None
-        whole = true if weight is None else pad(weight, true)
-        worst = np.abs(np.asarray(at(got), np.float64) - whole).max()
+        worst = np.abs(np.asarray(at(got), np.float64) - true).max()
         bound = 6 * (1 + terms**0.5) * size
         assert worst <= bound, f"{jax.tree_util.keystr(path)}: {worst} > {bound}"
 

@@ -3,13 +3,14 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.cli._console import UsageError
 from language_model.data import PADDING
 from language_model.parallel import AXES, build_mesh, mesh_axes, pad_batch, padded_sizes
 from language_model.tests.cases import ONE_DEVICE, check_float32, check_float64, draw_weights, model
-from language_model.weights import count, initialise, pad, unpad, weights
+from language_model.weights import count, initialise, lay_out
 
 
 @pytest.mark.parametrize(
@@ -46,9 +47,8 @@ def test_every_mesh_starts_from_the_same_weights():
     chosen = model(tied=False, dtype="float32")
     starts = []
     for mesh in ("dp=1", "fsdp=2,tp=4"):
-        built = build_mesh(mesh)
-        table = weights(chosen, dict(built.shape))
-        starts.append(jax.tree.map(unpad, table, initialise(chosen, built, 7)))
+        layout = lay_out(chosen, build_mesh(mesh))
+        starts.append(layout.gather(initialise(chosen, layout, 7)))
     jax.tree.map(np.testing.assert_array_equal, *starts)
     query = starts[0]["layers"]["query"]
     assert query.shape == (2, 16, 24)
@@ -57,33 +57,42 @@ def test_every_mesh_starts_from_the_same_weights():
 
 
 def test_padding():
-    table = weights(model(heads=3, kv_heads=1), ONE_DEVICE | {"fsdp": 2, "tp": 4})
-    assert table["embedding"].padded == (24, 16)
-    assert table["layers"]["query"].padded == (2, 16, 16)
-    assert table["layers"]["key"].padded == table["layers"]["key"].shape
-    assert table["layers"]["down"].padded == (2, 16, 16)
-    assert table["layers"]["query"].logical_spec == P(None, "fsdp", None)
-    params = jax.tree.map(np.float32, draw_weights(model(heads=3, kv_heads=1)))
-    padded = jax.tree.map(pad, table, params)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(unpad, table, padded), params)
-    assert count(table) == sum(x.size for x in jax.tree.leaves(params))
+    chosen = model(heads=3, kv_heads=1)
+    layout = lay_out(chosen, build_mesh("fsdp=2,tp=4"))
+    assert layout["embedding"].padded_shape == (24, 16)
+    assert layout["layers/query"].padded_shape == (2, 16, 16)
+    assert layout["layers/key"].padded_shape == layout["layers/key"].shape
+    assert layout["layers/down"].padded_shape == (2, 16, 16)
+    assert layout["layers/query"].logical_spec == P(None, "fsdp", None)
+    params = jax.tree.map(np.float32, draw_weights(chosen))
+    jax.tree.map(np.testing.assert_array_equal, layout.unpad(layout.pad(params)), params)
+    assert count(chosen) == sum(x.size for x in jax.tree.leaves(params))
+
+
+def of_sizes(**sizes):
+    sizes = ONE_DEVICE | sizes
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def test_experts_that_ep_does_not_divide():
     chosen = model(layers=3, hidden=5, experts=6)
-    of_layer = weights(chosen, ONE_DEVICE | {"ep": 4, "fsdp": 2, "tp": 2})["layers"]
-    assert of_layer["router"].padded == of_layer["router"].shape == (3, 16, 6)
-    assert of_layer["up"].shape == of_layer["gate"].shape == (3, 6, 16, 5)
-    assert of_layer["up"].padded == of_layer["gate"].padded == (3, 8, 16, 6)
-    assert of_layer["down"].padded == (3, 8, 6, 16)
-    assert of_layer["up"].spec == P(None, "ep", "fsdp", "tp")
-    assert of_layer["down"].spec == P(None, "ep", "tp", "fsdp")
-    assert of_layer["down"].logical_spec == P(None, None, None, "fsdp")
+    layout = lay_out(chosen, of_sizes(ep=4, fsdp=2, tp=2))
+    router, up, gate, down = (layout[f"layers/{name}"] for name in ("router", "up", "gate", "down"))
+    assert router.padded_shape == router.shape == (3, 16, 6)
+    assert up.shape == gate.shape == (3, 6, 16, 5)
+    assert up.padded_shape == gate.padded_shape == (3, 8, 16, 6)
+    assert down.padded_shape == (3, 8, 6, 16)
+    assert up.spec == P(None, "ep", "fsdp", "tp")
+    assert down.spec == P(None, "ep", "tp", "fsdp")
+    assert down.logical_spec == P(None, None, None, "fsdp")
 
 
 def test_a_width_that_fsdp_does_not_divide():
-    with pytest.raises(UsageError, match=r"fsdp=3 .* width 16, .* choose a width of 18"):
-        weights(model(), dict.fromkeys(AXES, 1) | {"fsdp": 3})
+    message = (
+        r"the mesh does not fit the model: .*'fsdp' \(3\) does not divide .* \('width'\): 16 ="
+    )
+    with pytest.raises(UsageError, match=message):
+        lay_out(model(), of_sizes(fsdp=3))
 
 
 @pytest.mark.parametrize(

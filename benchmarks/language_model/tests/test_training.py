@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxpar.cli._console import UsageError
-from language_model.checkpoint import Checkpoints, logical_state, padded_state
+from language_model.checkpoint import Checkpoints
 from language_model.config import Training
 from language_model.data import Text
 from language_model.parallel import build_mesh, place_batch
 from language_model.run import run
-from language_model.tests.cases import draw_batch, draw_weights, model, pad, place, reference_curve
+from language_model.tests.cases import draw_batch, draw_weights, model, place, reference_curve
 from language_model.train import Trainer
 
 TRAINING = Training(steps=50, batch=5, sequence=13, warmup=5, clip=0.5, validation_batches=1)
@@ -47,10 +47,9 @@ def test_fifty_steps(mesh, sizes, microbatches):
         norms.append(float(found["gradient_norm"]))
     assert min(norms[:10]) > TRAINING.clip  # so that clipping is among what agrees
     assert int(state["step"]) == 50
-    for weight, got, want in zip(
-        *map(jax.tree.leaves, (trainer.table, state["params"], last)), strict=True
-    ):
-        np.testing.assert_allclose(got, pad(weight, want), atol=1e-8)
+    pairs = zip(*map(jax.tree.leaves, (state["params"], trainer.layout.pad(last))), strict=True)
+    for got, want in pairs:
+        np.testing.assert_allclose(got, want, atol=1e-8)
 
 
 @pytest.fixture
@@ -93,19 +92,20 @@ def test_saved_on_one_mesh_and_resumed_on_another(meshes, experts, tmp_path, tex
 def test_padding_goes_and_comes_back():
     trainer = Trainer(model(heads=3, kv_heads=1), TRAINING, build_mesh("fsdp=2,tp=4"))
     state = trainer.init()
-    logical = logical_state(trainer, state)
-    described = jax.tree.map(lambda x: (x.shape, x.dtype), trainer.describe(logical=True))
+    logical = trainer.of_state.unpad(state)
+    described = jax.tree.map(lambda x: (x.shape, x.dtype), trainer.of_state.logical_shapes)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), logical) == described
     moments = logical["optimizer"][1][0]
     for tree in (logical["params"], moments.mu, moments.nu):
         assert tree["layers"]["query"].shape == (2, 16, 12)
-    back = padded_state(trainer, logical)
+    back = trainer.of_state.pad(logical)
     jax.tree.map(np.testing.assert_array_equal, back, state)
-    for x, sharding in zip(*map(jax.tree.leaves, (back, trainer.shardings())), strict=True):
+    for x, sharding in zip(*map(jax.tree.leaves, (back, trainer.of_state.shardings)), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 def test_without_padding_nothing_is_copied():
     trainer = Trainer(model(8, 8, 24, 16), TRAINING, build_mesh("fsdp=2,tp=4"))
-    state = trainer.describe()
-    assert logical_state(trainer, state) is state
+    state = trainer.init()
+    for x, same in zip(*map(jax.tree.leaves, (state, trainer.of_state.unpad(state))), strict=True):
+        assert same is x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._batch import batches, place_batch
 from jaxpar.layout._checkpoint import read_safetensors, restore, save
 from jaxpar.layout._fit import Shaped, fit
-from jaxpar.layout._paths import arrays_of
+from jaxpar.layout._paths import arrays_of, path_text
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
 from jaxpar.layout._rule import nearest
 from jaxpar.layout._table import Table
@@ -126,13 +127,43 @@ class Layout(Mapping[str, ArrayLayout]):
         return self.tree_of(lambda array: array.gradient_axes)
 
     @public
+    def under(self, path: str) -> Layout:
+        """Returns the layout of a part of the pytree, with paths from there.
+
+        Raises:
+          KeyError: there is no such part.
+
+        Example:
+          >>> params = {"layers": {"w": jnp.ones((3, 8))}, "scale": jnp.ones(8)}
+          >>> rules = LayoutMap({"layers/w": (None, "fsdp"), "scale": ("fsdp",)})
+          >>> rules.layout(params, make_mesh("fsdp=8")).under("layers").fsdp_dims(stacked=1)
+          {'w': 0}
+        """
+        node = jax.tree.unflatten(self._tree, range(len(self._leaves)))
+        for key in path.split("/"):
+            children = jax.tree_util.tree_flatten_with_path(
+                node, is_leaf=lambda x, node=node: x is not node
+            )[0]
+            found = [child for keys, child in children if path_text(keys) == key]
+            if not found:
+                known = ", ".join(repr(path_text(keys)) for keys, _ in children)
+                raise KeyError(f"{called()}: {path!r} has no part {key!r}, but {known}")
+            node = found[0]
+        chosen, tree = jax.tree.flatten(node)
+        arrays = [self._leaves[index] for index in chosen]
+        start = len(path) + 1
+        return Layout(
+            self._rules, self._mesh, [a and replace(a, path=a.path[start:]) for a in arrays], tree
+        )
+
+    @public
     def fsdp_dims(self, axis: AxisLike = "fsdp", *, stacked: int = 0) -> Any:
         """Returns the dimension of each array that `axis` shards: `dim` of `fsdp_scan`.
 
         Args:
           axis: the mesh axis, or axes.
           stacked: leading dimensions that are not counted: 1 where layers are stacked, of which
-            `fsdp_scan` takes one at a time.
+            `fsdp_scan` takes one at a time (`under` gives the layout of a part).
 
         Returns:
           A pytree like the parameters, None for arrays that it does not shard.
