@@ -1,6 +1,8 @@
 """Fifty steps have one curve on any mesh, and checkpoints carry it from one to another."""
 
+import tarfile
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from jaxpar.cli._console import UsageError
 from language_model.checkpoint import Checkpoints
-from language_model.config import Training
+from language_model.config import Model, Training
 from language_model.data import Text
 from language_model.parallel import build_mesh, place_batch
 from language_model.run import run
@@ -87,6 +89,19 @@ def test_saved_on_one_mesh_and_resumed_on_another(meshes, experts, tmp_path, tex
     other = replace(one, training=replace(one.training, clip=2.0))
     with pytest.raises(UsageError, match=r"is of another run: clip 0.5 there, 2.0 here; give what"):
         Checkpoints(folder, other, text.digest).restore()
+
+
+def test_a_checkpoint_of_0_4_0_goes_on(tmp_path, text):
+    """Two steps on fsdp=2,tp=2, and the losses of those that 0.4.0 went on with."""
+    with tarfile.open(Path(__file__).with_name("checkpoint_of_0_4_0.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    sizes = {"width": 8, "layers": 1, "heads": 3, "kv_heads": 1, "head_size": 2, "hidden": 5}
+    training = Training(steps=4, batch=4, sequence=8, validation_batches=0, warmup=1)
+    trainer = Trainer(Model(vocabulary=23, **sizes), training, build_mesh("fsdp=2,tp=4"))
+    losses = run(trainer, text, stop=4, checkpoint=str(tmp_path)).losses
+    expected = [3.147157669067383, 3.1157915592193604, 3.145320415496826, 3.1354281902313232]
+    assert losses[:2] == expected[:2]
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 def test_padding_goes_and_comes_back():
