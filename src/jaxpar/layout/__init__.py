@@ -6,6 +6,12 @@ from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._problem import LayoutError, Problem
 from jaxpar.layout._rule import REPLICATED
 from jaxpar.layout._split import Padded, Replicate, Split
+from jaxpar.layout._strategies import (
+    data_parallel,
+    expert_parallel,
+    fully_sharded,
+    tensor_parallel,
+)
 from jaxpar.layout._table import Table
 
 __all__ = [
@@ -19,4 +25,8 @@ __all__ = [
     "Replicate",
     "Split",
     "Table",
+    "data_parallel",
+    "expert_parallel",
+    "fully_sharded",
+    "tensor_parallel",
 ]

@@ -33,7 +33,7 @@ class Rule:
     @property
     def layout(self) -> Any:
         """What a lookup returns: the action, or the entries as a `PartitionSpec`."""
-        return self.action or PartitionSpec(*map(_shown, self.entries))
+        return self.action or PartitionSpec(*map(shown, self.entries))
 
     def first(self, rank: int) -> Rule:
         """The same for the first dimensions: data have fewer than the rule is for."""
@@ -139,7 +139,8 @@ def _of_split(split: Split) -> tuple[Entry, ...]:
     return () if split.dim < 0 or not split.axes else (*[()] * split.dim, split.axes)
 
 
-def _shown(entry: Entry) -> Any:
+def shown(entry: Entry) -> Any:
+    """What a `PartitionSpec` has in the place of an entry."""
     if isinstance(entry, Padded):
         return entry
     return None if not entry else entry[0] if len(entry) == 1 else entry
