@@ -29,7 +29,7 @@ def tests_all(session: nox.Session) -> None:
 @nox.session(python=["3.11", "3.13"])
 def tests_of_versions(session: nox.Session) -> None:
     """Runs what depends on jax's version most, with the oldest on 3.11, the newest on 3.13."""
-    needed = ("pytest", "pytest-xdist", "hypothesis", "beartype")  # a part of `.[test]`
+    needed = ("pytest", "pytest-xdist", "hypothesis", "beartype", "optax")  # a part of `.[test]`
     session.install("-e", ".[gpu,tpu]", *needed, *_jax_for(session.python))
     found = ("collectives/test_shift", "collectives/test_ragged", "schedule/test_recorded")
     if not _jax_for(session.python):
