@@ -20,13 +20,18 @@ from jaxpar.collectives import (
 )
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.mesh import make_mesh, ring_hops, ring_order
+from jaxpar.processes import Description, agree, describe, initialize
 
 __all__ = [
     "Axis",
+    "Description",
     "Tuning",
+    "agree",
     "all_gather_matmul",
     "compiled_with",
     "compiler_options",
+    "describe",
+    "initialize",
     "jit",
     "make_mesh",
     "matmul_all_reduce",

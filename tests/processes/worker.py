@@ -1,0 +1,132 @@
+"""What each process of test_processes.py does: `worker.py CASE RANK COUNT PORT FOLDER`."""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jaxpar  # noqa: E402
+from jaxpar.layout import LayoutMap, Padded  # noqa: E402
+
+CASE, RANK, COUNT, PORT, FOLDER = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
+
+
+def main() -> None:
+    """Runs the case."""
+    timeout = 4 if CASE in ("missing", "killed") else 60
+    found = jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, timeout_s=timeout)
+    assert (found.process, found.processes, found.devices) == (RANK, COUNT, 2 * COUNT)
+    assert jaxpar.initialize() == found  # a second time
+    {"killed": killed, "differ": differ, "equal": equal}[CASE]()
+
+
+def killed() -> None:
+    """Process 1 ends on the way."""
+    if RANK == 1:
+        print("killed", flush=True)
+        os._exit(9)
+    try:
+        jaxpar.agree(timeout_s=3)
+    except TimeoutError as reason:
+        print(f"TimeoutError: {reason}", flush=True)
+        os._exit(3)  # JAX would wait for the dead process at exit
+
+
+def differ() -> None:
+    """Layouts, programs and shapes that are not the same."""
+    mesh = jaxpar.make_mesh(f"tp={2 * COUNT}")
+    last = RANK == COUNT - 1
+    spec = ("tp", None) if last else (None, "tp")
+    layout = LayoutMap({"w": spec}).layout({"w": jnp.ones((8, 8))}, mesh)
+    reduce = jax.lax.pmax if last else jax.lax.psum
+
+    def step(x):
+        return jax.shard_map(lambda x: reduce(x, "tp"), mesh=mesh, in_specs=P("tp"), out_specs=P())(
+            x
+        )
+
+    program = jax.jit(step).lower(jnp.ones(8))
+    batch = {"x": np.ones((4 + last, 2))}
+    values = {"layout": layout, "step": program, "batch": batch}
+    values["more" if last else "less"] = 1
+    for name in ("layout", "step", "batch"):
+        try:
+            jaxpar.agree(mesh=mesh, **{name: values[name]})
+            print(f"{name} agreed")
+        except ValueError as reason:
+            print(f"{name}: {reason}")
+    try:
+        jaxpar.agree(**({"more": 1} if last else {"less": 1}))
+    except ValueError as reason:
+        print(f"names: {reason}", flush=True)
+
+
+def equal() -> None:
+    """All of a training's data and checkpoints."""
+    mesh = jaxpar.make_mesh(f"dp=2,tp={COUNT}")
+    shapes = {"w": jax.ShapeDtypeStruct((10, 6), jnp.float32)}
+    rules = LayoutMap({"w": (Padded("tp"), None)}, batch=P(("dp", "tp")))
+    layout = rules.layout(shapes, mesh)
+    jaxpar.agree(mesh=mesh, rules=rules, layout=layout, shapes=shapes)
+
+    w = np.arange(60, dtype=np.float32).reshape(10, 6)
+    params = layout.place({"w": w})
+    np.testing.assert_array_equal(layout.gather(params)["w"], w)
+    born = layout.init(lambda: {"w": jnp.arange(60.0).reshape(10, 6)})
+    np.testing.assert_array_equal(layout.gather(born)["w"], w)
+
+    # Each process has rows of its own; the last one runs out first.
+    rows = [np.full((2, 3), 10.0 * RANK + n) for n in range(3 - (RANK == COUNT - 1))]
+    rows[-1] = rows[-1][: 2 - RANK % 2]
+    total, count = 0.0, 0.0
+    sums = jax.jit(lambda x, weight: (jnp.sum(x[:, 0] * weight), jnp.sum(weight)))
+    for batch, weights in layout.batches({"x": x} for x in rows):
+        assert batch["x"].shape == (2 * COUNT, 3)
+        one = sums(batch["x"], weights)
+        total, count = total + float(one[0]), count + float(one[1])
+    every = [10.0 * r + n for r in range(COUNT) for n in range(3 - (r == COUNT - 1))]
+    last = [10.0 * r + 2 - (r == COUNT - 1) for r in range(COUNT) if r % 2]
+    assert count == 2 * len(every) - len(last), count
+    assert total == 2 * sum(every) - sum(last), total
+
+    layout.save(FOLDER / "checkpoint", params)
+    other = LayoutMap({"w": (None, "tp")}, batch=P("dp")).layout(
+        shapes, jaxpar.make_mesh({"dp": COUNT, "tp": 2})
+    )
+    back = other.restore(FOLDER / "checkpoint")
+    np.testing.assert_array_equal(other.gather(back)["w"], w)
+    reads_its_shards_alone(mesh)
+    print("equal", flush=True)
+
+
+def reads_its_shards_alone(mesh) -> None:
+    """Of a checkpoint and of safetensors, by what the system counts as read."""
+    size = 1 << 20
+    rules = LayoutMap({"w": (("dp", "tp"), None)})
+    layout = rules.layout({"w": jax.ShapeDtypeStruct((size, 4), jnp.float32)}, mesh)
+    w = np.random.default_rng(0).normal(size=(size, 4)).astype(np.float32)
+    layout.save(FOLDER / "large", layout.place({"w": w}))
+    before = bytes_read()
+    back = layout.restore(FOLDER / "large")
+    read = bytes_read() - before
+    assert read < w.nbytes * (1 / COUNT + 0.25), (read, w.nbytes)
+    for shard in back["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, w[shard.index])
+
+
+def bytes_read() -> int:
+    """By this process, of all files."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
+if __name__ == "__main__":
+    main()
