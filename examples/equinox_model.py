@@ -1,4 +1,7 @@
-"""Layers of jaxpar in an Equinox model: data parallelism, FSDP and tensor parallelism at once."""
+"""An Equinox model with layers of jaxpar: data parallelism, FSDP and tensor parallelism at once.
+
+python examples/equinox_model.py    # trains on 8 CPU devices, or on the chips that are there
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,59 +9,92 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.layers import fsdp_linear, gated_mlp, mean_loss, rms_norm
+from jaxpar.layout import REPLICATED, LayoutMap
 
-BATCH = P(("dp", "fsdp"), "tp")  # of [batch, sequence, features]
-OPTIONS = jaxpar.compiler_options()  # for the compiler, and for mode="auto" while it traces
-
-
-class Weight(eqx.Module):
-    value: jax.Array
-    spec: P = eqx.field(static=True)
-
-    def __init__(self, value, spec):
-        self.value, self.spec = jax.device_put(value, spec), spec
+RULES = LayoutMap(
+    {
+        "scale": REPLICATED,
+        "gate|up": "features hidden",
+        "down": "hidden features",
+        "head": "features outputs",
+    },
+    axes={"features": "fsdp", "hidden": "tp", "outputs": None},
+    batch=P(("dp", "fsdp"), "tp"),  # of [batch, sequence, features]
+)
+BATCH = RULES.batch.layout
 
 
 class Network(eqx.Module):
-    scale: Weight
-    gate: Weight
-    up: Weight
-    down: Weight
-    head: Weight
+    scale: jax.Array
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    head: jax.Array
     activation: Callable
 
     def __init__(self, features, hidden, outputs, *, key):
         keys, init = jax.random.split(key, 4), jax.nn.initializers.lecun_normal()
-        self.scale = Weight(jnp.ones(features), P())
-        self.gate = Weight(init(keys[0], (features, hidden)), P("fsdp", "tp"))
-        self.up = Weight(init(keys[1], (features, hidden)), P("fsdp", "tp"))
-        self.down = Weight(init(keys[2], (hidden, features)), P("tp", "fsdp"))
-        self.head = Weight(init(keys[3], (features, outputs)), P("fsdp"))
+        self.scale = jnp.ones(features)
+        self.gate = init(keys[0], (features, hidden))
+        self.up = init(keys[1], (features, hidden))
+        self.down = init(keys[2], (hidden, features))
+        self.head = init(keys[3], (features, outputs))
         self.activation = jax.nn.silu
 
     def __call__(self, x):  # x and weights: the blocks of one device
-        weights = self.gate.value, self.up.value, self.down.value
+        weights = self.gate, self.up, self.down
         how = {"activation": self.activation, "fsdp_axis": "fsdp", "fsdp_dim": (0, 1)}
-        x += gated_mlp(rms_norm(x, self.scale.value), *weights, "tp", **how)
-        return fsdp_linear(x, self.head.value, "fsdp")
+        x += gated_mlp(rms_norm(x, self.scale), *weights, "tp", **how)
+        return fsdp_linear(x, self.head, "fsdp")
 
 
 def loss_fn(model, x, y):
     return mean_loss(jnp.sum((model(x) - y) ** 2), y.size, ("dp", "fsdp", "tp"))
 
 
-@partial(eqx.filter_jit, compiler_options=OPTIONS)
-@jaxpar.compiled_with(OPTIONS)
-def loss_and_gradients(model, x, y):  # global arrays, within jax.set_mesh(mesh)
-    params, static = eqx.partition(model, eqx.is_array)
-    specs = jax.tree.map(lambda w: w.spec, params, is_leaf=lambda w: isinstance(w, Weight))
-
-    @jax.shard_map(in_specs=(specs, BATCH, BATCH), out_specs=(P(), specs))
+def loss_and_gradients(layout, static, params, x, y):  # of global arrays
+    @jax.shard_map(
+        mesh=layout.mesh, in_specs=(layout.specs, BATCH, BATCH), out_specs=(P(), layout.specs)
+    )
     def step(params, x, y):
         return eqx.filter_value_and_grad(loss_fn)(eqx.combine(params, static), x, y)
 
     return step(params, x, y)
+
+
+def train(mesh, steps=200):
+    model = Network(32, 64, 8, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_array)
+    layout, optimizer = RULES.layout(params, mesh), optax.adam(1e-2)
+    print(layout)
+    params = layout.place(params)
+    states = layout.like(jax.eval_shape(optimizer.init, params))
+    state = jax.jit(optimizer.init, out_shardings=states.shardings)(params)
+
+    @partial(jaxpar.jit, mesh=mesh)
+    def step(params, state, x, y):
+        loss, grads = loss_and_gradients(layout, static, params, x, y)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state, loss
+
+    rng = np.random.default_rng(0)
+    target, losses = rng.normal(size=(32, 8)), []
+    for number in range(steps):
+        x = rng.normal(size=(16, 8, 32)).astype("float32")
+        batch = layout.place_batch((x, np.tanh(x @ target).astype("float32")))
+        params, state, loss = step(params, state, *batch)
+        losses.append(float(loss))
+        if number % 50 == 49:
+            print(f"step {number + 1}: loss {loss:.4f}")
+    return losses
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)  # where there are no chips
+    train(jaxpar.make_mesh("dp=-1,fsdp=2,tp=2"))

@@ -37,9 +37,9 @@ class Flax:
         return self.example.Network(FEATURES, HIDDEN, OUTPUTS, rngs=nnx.Rngs(0))
 
     def split(self, model):
-        """The parameters, their specs, and the model of such parameters."""
+        """The parameters, and the model of such parameters."""
         graph, params = nnx.split(model)
-        return params, nnx.get_partition_spec(params), partial(nnx.merge, graph)
+        return graph, params, partial(nnx.merge, graph)
 
     def array(self, tree, name):
         return getattr(tree, name)[...]
@@ -55,12 +55,17 @@ class Equinox:
 
     def split(self, model):
         params, static = eqx.partition(model, eqx.is_array)
-        weights = {"is_leaf": lambda leaf: isinstance(leaf, self.example.Weight)}
-        specs = jax.tree.map(lambda weight: weight.spec, params, **weights)
-        return params, specs, lambda params: eqx.combine(params, static)
+        return static, params, lambda params: eqx.combine(params, static)
 
     def array(self, tree, name):
-        return getattr(tree, name).value
+        return getattr(tree, name)
+
+
+def placed(library, mesh):
+    """A layout on the mesh, what goes with the parameters, and these."""
+    static, params, rebuild = library.split(library.make())
+    layout = library.example.RULES.layout(params, mesh)
+    return layout, static, layout.place(params), rebuild
 
 
 FLAX, EQUINOX = Flax(), Equinox()
@@ -71,10 +76,8 @@ def data():
     return (rng.standard_normal((8, 4, size)).astype("float32") for size in (FEATURES, OUTPUTS))
 
 
-def on(sizes, run):
-    """What `run` computes on a mesh of these sizes."""
-    with jax.set_mesh(make_mesh(sizes, devices=jax.devices()[: prod(sizes.values())])):
-        return run()
+def a_mesh(sizes):
+    return make_mesh(sizes, devices=jax.devices()[: prod(sizes.values())])
 
 
 def close(found, expected):
@@ -94,10 +97,9 @@ def numpy_loss(library, model, x, y):
 
 @cache
 def of_one_device(library):
-    def step():
-        return library.jit(library.example.loss_and_gradients)(library.make(), *data())
-
-    return on({"dp": 1, "fsdp": 1, "tp": 1}, step)
+    layout, static, params, _ = placed(library, a_mesh({"dp": 1, "fsdp": 1, "tp": 1}))
+    step = partial(library.example.loss_and_gradients, layout, static)
+    return jax.jit(step)(params, *data())
 
 
 @pytest.mark.parametrize(
@@ -105,17 +107,26 @@ def of_one_device(library):
     [(FLAX, {"dp": 2, "fsdp": 2, "tp": 2}), (EQUINOX, {"tp": 4, "fsdp": 2, "dp": 1})],
 )
 def test_the_example_computes_what_one_device_does(library, sizes):
-    def step():
-        model, (x, y) = library.make(), data()
-        loss, grads = library.example.loss_and_gradients(model, x, y)
-        np.testing.assert_allclose(loss, numpy_loss(library, model, x, y), rtol=1e-5)
-        for name in NAMES:
-            grad, weight = library.array(grads, name), library.array(model, name)
-            assert grad.sharding.is_equivalent_to(weight.sharding, weight.ndim)
-            assert grad.sharding.shard_shape(grad.shape) == weight.addressable_shards[0].data.shape
-        return loss, grads
+    layout, static, params, _ = placed(library, a_mesh(sizes))
+    x, y = data()
+    step = partial(library.example.loss_and_gradients, layout, static)
+    loss, grads = jax.jit(step)(params, *layout.place_batch((x, y)))
+    np.testing.assert_allclose(loss, numpy_loss(library, library.make(), x, y), rtol=1e-5)
+    for name in NAMES:
+        grad, weight = library.array(grads, name), library.array(params, name)
+        assert grad.sharding.is_equivalent_to(weight.sharding, weight.ndim)
+        assert grad.sharding.shard_shape(grad.shape) == layout[name].local_shape
+    close((loss, grads), of_one_device(library))
 
-    close(on(sizes, step), of_one_device(library))
+
+@pytest.mark.parametrize("library", [FLAX, EQUINOX])
+def test_the_example_learns(library, capsys):
+    with jax.numpy_dtype_promotion("standard"):  # as optax relies on it
+        losses = library.example.train(a_mesh({"dp": 2, "fsdp": 2, "tp": 2}), 50)
+    assert losses[-1] < 0.7 * losses[0]
+    shown = capsys.readouterr().out
+    assert "5 arrays on 8 devices (dp=2, fsdp=2, tp=2)" in shown
+    assert f"step 50: loss {losses[-1]:.4f}" in shown
 
 
 @pytest.mark.parametrize(
@@ -131,34 +142,33 @@ def test_every_way_to_differentiate(library, where, check_vma):
     """By jaxpar's function inside `shard_map`, in microbatches, or by the library's outside."""
     example, batch = library.example, library.example.BATCH
 
-    def summed(rebuild, params, x, y):
+    layout, _, params, rebuild = placed(library, a_mesh({"dp": 2, "fsdp": 2, "tp": 2}))
+    specs = layout.specs
+
+    def summed(params, x, y):
         return jnp.sum((rebuild(params)(x) - y) ** 2), y.size
 
-    def inside(model, x, y):
-        params, specs, rebuild = library.split(model)
-        loss = partial(summed, rebuild)
-        options = {"specs": specs, "microbatches": 2}
+    def inside(params, x, y):
         return jax.shard_map(
-            value_and_grad(loss, ("dp", "fsdp", "tp"), **options),
+            value_and_grad(summed, ("dp", "fsdp", "tp"), specs=specs, microbatches=2),
+            mesh=layout.mesh,
             in_specs=(specs, batch, batch),
             out_specs=(P(), specs),
             check_vma=check_vma,
         )(params, x, y)
 
-    def outside(model, x, y):
-        def loss(model, x, y):
-            params, specs, rebuild = library.split(model)
+    def outside(params, x, y):
+        def loss(params, x, y):
             return jax.shard_map(
                 lambda params, x, y: example.loss_fn(rebuild(params), x, y),
+                mesh=layout.mesh,
                 in_specs=(specs, batch, batch),
                 out_specs=P(),
                 check_vma=check_vma,
             )(params, x, y)
 
-        return library.differentiate(loss)(model, x, y)
+        return library.differentiate(loss)(params, x, y)
 
-    def run():
-        # Each library's own jit, which takes a model.
-        return library.jit(inside if where == "inside" else outside)(library.make(), *data())
-
-    close(on({"dp": 2, "fsdp": 2, "tp": 2}, run), of_one_device(library))
+    # Each library's own jit.
+    found = library.jit(inside if where == "inside" else outside)(params, *data())
+    close(found, of_one_device(library))
