@@ -1,6 +1,7 @@
 """Layouts of whole models: rules by path, and everything that follows from them on a mesh."""
 
 from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.layout._infer import infer_layout
 from jaxpar.layout._layout import Layout
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._problem import LayoutError, Problem
@@ -28,5 +29,6 @@ __all__ = [
     "data_parallel",
     "expert_parallel",
     "fully_sharded",
+    "infer_layout",
     "tensor_parallel",
 ]

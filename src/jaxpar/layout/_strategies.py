@@ -60,7 +60,7 @@ def data_parallel(
       (True, True)
     """
     names = _axes_of_mesh(axis, mesh)
-    return _extended(params, mesh, within, lambda array, free: {}, batch=names)
+    return extended(params, mesh, within, lambda array, free: {}, batch=names)
 
 
 @public
@@ -129,7 +129,7 @@ def fully_sharded(
             f"choose other sizes, a smaller axis, or a rule of its own: Padded({names[0]!r})",
         )
 
-    return _extended(params, mesh, within, dims, batch=names)
+    return extended(params, mesh, within, dims, batch=names)
 
 
 @public
@@ -211,7 +211,7 @@ def tensor_parallel(
             dim = 1 if role == "columns" else 0
         return {first + dim: names}
 
-    return _extended(params, mesh, within, dims)
+    return extended(params, mesh, within, dims)
 
 
 @public
@@ -256,13 +256,13 @@ def expert_parallel(
         found.append(array.path)
         return {first: names}
 
-    rules = _extended(params, mesh, within, dims, batch=names)
+    rules = extended(params, mesh, within, dims, batch=names)
     if not found:
         raise value_error(f"experts={experts!r} matches no path; give a pattern of experts' arrays")
     return rules
 
 
-def _extended(
+def extended(
     params: Any,
     mesh: AnyMesh,
     within: LayoutMap | None,
@@ -331,9 +331,14 @@ def _role(path: str) -> str | None:
     return None
 
 
-def _axes_of_mesh(axis: Any, mesh: Any) -> Axes:
+def check_mesh(mesh: Any) -> None:
+    """Raises unless it is one."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise type_error(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
+
+
+def _axes_of_mesh(axis: Any, mesh: Any) -> Axes:
+    check_mesh(mesh)
     names = axis_names(axis)
     for name in names:
         if name not in mesh.shape:

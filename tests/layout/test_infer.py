@@ -1,0 +1,267 @@
+"""Maps inferred from functions: Megatron's for transformers, and something that runs for others."""
+
+from functools import partial
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import make_mesh
+from jaxpar.layout import infer_layout
+from language_model.config import Model, Training
+from language_model.tests import reference
+from language_model.weights import shapes
+
+F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """As other libraries rely on it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def a_language_model(**more):
+    sizes = {"heads": 8, "kv_heads": 4, "head_size": 4, "hidden": 32} | more
+    model = Model(vocabulary=64, width=16, layers=2, **sizes)
+    batch = (jax.ShapeDtypeStruct((4, 12), jnp.int32),) * 2
+    return lambda params, b: reference.loss(params, *b, model, Training()), shapes(model), batch
+
+
+MEGATRON = {
+    "layers/(query|key|value|gate|up)": P(None, None, "tp"),
+    "layers/(output|down)": P(None, "tp"),
+    "(layers/.*|final_)norm": P(),
+}
+
+
+def check(rules, wanted):
+    import re
+
+    for pattern, spec in wanted.items():
+        found = [key for key in rules if re.fullmatch(pattern, key)]
+        assert found, pattern
+        for key in found:
+            assert rules[key] == spec, key
+
+
+def test_the_language_model_gets_megatrons_layout():
+    loss, params, batch = a_language_model()
+    mesh = make_mesh("dp=2,tp=4")
+    said = []
+    rules = infer_layout(loss, params, batch, mesh, show=said.append)
+    check(rules, {**MEGATRON, "embedding": P("tp")})
+    assert rules.batch.layout == P("dp")
+    rules.layout(params, mesh)
+    assert any(
+        line.startswith("layers/down: ") and "shared by layers/down, layers/gate, layers/up" in line
+        for line in said
+    )
+    assert said[-1].endswith("over all 8, 3.54 KiB")
+
+
+def test_with_fully_sharded_axes():
+    loss, params, batch = a_language_model(tied=False)
+    mesh = make_mesh("fsdp=2,tp=4")
+    rules = infer_layout(loss, params, batch, mesh, show=None)
+    check(
+        rules,
+        {
+            "layers/(query|key|value|gate|up)": P(None, "fsdp", "tp"),
+            "layers/(output|down)": P(None, "tp", "fsdp"),
+            "embedding": P("tp", "fsdp"),
+            "logits": P("fsdp", "tp"),
+        },
+    )
+    layout = rules.layout(params, mesh)
+    assert layout.under("layers").fsdp_dims(stacked=1)["down"] == 1
+
+
+def test_with_experts():
+    loss, params, batch = a_language_model(experts=8, tied=False)
+    rules = infer_layout(loss, params, batch, make_mesh("ep=4,tp=2"), show=None)
+    check(
+        rules,
+        {
+            "layers/(gate|up)": P(None, "ep", None, "tp"),
+            "layers/down": P(None, "ep", "tp"),
+            "layers/query": P(None, None, "tp"),
+        },
+    )
+    assert rules.batch.layout == P("ep")
+
+
+def test_as_many_heads_as_divide():
+    """Keys have 2 heads, which 4 devices do not divide: keys and values stay whole."""
+    loss, params, batch = a_language_model(kv_heads=2)
+    rules = infer_layout(loss, params, batch, make_mesh("dp=2,tp=4"), show=None)
+    check(rules, {"layers/(key|value)": P(), "layers/(gate|up)": P(None, None, "tp")})
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(24, 16, name="embed")(tokens)
+        for i in range(2):
+            y = nn.LayerNorm(name=f"norm_{i}")(x)
+            x = x + nn.MultiHeadDotProductAttention(num_heads=8, name=f"attention_{i}")(y)
+            y = nn.LayerNorm(name=f"other_norm_{i}")(x)
+            x = x + nn.Dense(16, name=f"b_{i}")(nn.gelu(nn.Dense(32, name=f"a_{i}")(y)))
+        return nn.Dense(24, name="head")(x)
+
+
+def same_on_the_mesh(function, params, batch, rules, mesh):
+    """The function's value and gradients with arrays that lie by the map, and on one device."""
+    layout = rules.layout(jax.eval_shape(lambda: params), mesh, strict=False)
+    run = jax.jit(jax.value_and_grad(function))
+    value, gradients = run(params, batch)
+    placed = jax.jit(jax.value_and_grad(function), out_shardings=(None, layout.shardings))
+    got, others = placed(layout.place(params), batch)
+    np.testing.assert_allclose(got, value, rtol=2e-5)
+    for a, b in zip(jax.tree.leaves(others), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4 * max(1e-3, np.abs(b).max()))
+
+
+def test_a_flax_model():
+    net, tokens = Net(), np.zeros((4, 6), np.int32) + np.arange(6, dtype=np.int32)
+    params = net.init(jax.random.key(0), tokens)
+
+    def loss(params, tokens):
+        return jnp.mean(jax.nn.logsumexp(net.apply(params, tokens), axis=-1) ** 2)
+
+    mesh = make_mesh("dp=2,tp=4")
+    rules = infer_layout(loss, params, tokens, mesh, show=None)
+    for i in range(2):
+        assert rules.match(f"params/attention_{i}/query/kernel") == P(None, "tp")
+        assert rules.match(f"params/attention_{i}/query/bias") == P("tp")
+        assert rules.match(f"params/attention_{i}/out/kernel") == P("tp")
+        assert rules.match(f"params/attention_{i}/out/bias") == P()
+        assert rules.match(f"params/a_{i}/kernel") == P(None, "tp")
+        assert rules.match(f"params/a_{i}/bias") == P("tp")
+        assert rules.match(f"params/b_{i}/kernel") == P("tp")
+        assert rules.match(f"params/norm_{i}/scale") == P()
+    assert rules.match("params/embed/embedding") == P("tp")
+    assert rules.match("params/head/kernel") == P(None, "tp")
+    same_on_the_mesh(loss, params, tokens, rules, mesh)
+
+
+def test_equinox_and_nnx_models():
+    mlp = eqx.nn.MLP(8, 8, 32, 2, key=jax.random.key(0))
+    x = jnp.ones((4, 8))
+
+    def loss(model, x):
+        return jnp.sum(jax.vmap(model)(x) ** 2)
+
+    rules = infer_layout(loss, mlp, x, make_mesh("dp=2,tp=4"), show=None)
+    found = [rules.match(f"layers/{i}/weight") for i in range(3)]
+    # Columns and rows of [out, in], beginning with the first or with the second.
+    assert found in ([P("tp"), P(None, "tp"), P("tp")], [P(), P("tp"), P(None, "tp")])
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Linear(8, 32, rngs=nnx.Rngs(0))
+            self.b = nnx.Linear(32, 8, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.b(nnx.relu(self.a(x)))
+
+    graph, state = nnx.split(Two())
+    rules = infer_layout(
+        lambda s, x: jnp.sum(nnx.merge(graph, s)(x) ** 2), state, x, make_mesh("tp=8"), show=None
+    )
+    assert rules.match("a/kernel") == P(None, "tp")
+    assert rules.match("a/bias") == P("tp")
+    assert rules.match("b/kernel") == P("tp")
+    assert rules.match("b/bias") == P()
+
+
+def test_layers_in_a_loop():
+    params = {
+        "up": jnp.ones((3, 8, 32)) / 9,
+        "down": jnp.ones((3, 32, 8)) / 9,
+        "scale": jnp.ones((3, 8)),
+    }
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, w):
+            return x + jnp.tanh((x * w["scale"]) @ w["up"]) @ w["down"], None
+
+        return jnp.sum(lax.scan(layer, x, params)[0] ** 2)
+
+    mesh = make_mesh("fsdp=2,tp=4")
+    rules = infer_layout(loss, params, jnp.ones((4, 8)), mesh, show=None)
+    assert rules["up"] == P(None, "fsdp", "tp")
+    assert rules["down"] == P(None, "tp", "fsdp")
+    same_on_the_mesh(loss, params, jnp.ones((4, 8)), rules, mesh)
+
+
+def test_a_convolutional_model():
+    class Convolutions(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Conv(16, (3, 3), name="one")(x))
+            x = nn.relu(nn.Conv(32, (3, 3), strides=2, name="two")(x))
+            x = nn.Conv(32, (3, 3), feature_group_count=32, name="groups")(x)
+            return nn.Dense(10, name="head")(x.mean((1, 2)))
+
+    net, x = Convolutions(), jnp.ones((4, 8, 8, 3))
+    params = net.init(jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.mean(net.apply(params, x) ** 2)
+
+    mesh, said = make_mesh("dp=2,tp=4"), []
+    rules = infer_layout(loss, params, x, mesh, show=said.append)
+    assert any("unsure: a convolution in groups touches dimensions of" in line for line in said)
+    assert sum("tp" in rules[key] for key in rules) >= 2
+    same_on_the_mesh(loss, params, x, rules, mesh)
+
+
+def test_a_recurrent_model():
+    rng = np.random.default_rng(0)
+    params = {
+        "inputs": rng.normal(size=(6, 16)).astype("float32") / 4,
+        "state": rng.normal(size=(16, 16)).astype("float32") / 4,
+        "head": rng.normal(size=(16, 8)).astype("float32"),
+    }
+
+    def loss(params, x):  # x [batch, time, features]
+        def step(h, x):
+            return jnp.tanh(x @ params["inputs"] + h @ params["state"]), None
+
+        h = lax.scan(step, jnp.zeros((len(x), 16)), x.swapaxes(0, 1))[0]
+        return jnp.mean((h @ params["head"]) ** 2)
+
+    mesh, said, x = make_mesh("dp=2,tp=4"), [], rng.normal(size=(4, 5, 6)).astype("float32")
+    rules = infer_layout(loss, params, x, mesh, show=said.append)
+    assert any("unsure: a dimension that is twice in one array" in line for line in said)
+    assert rules["head"] == P(None, "tp")
+    assert rules["state"] == P()
+    same_on_the_mesh(loss, params, x, rules, mesh)
+
+
+def test_roles_of_axes():
+    def loss(params, x):
+        return jnp.sum((x @ params["a"]) @ params["b"])
+
+    params, x = {"a": F32((4, 16)), "b": F32((16, 4))}, F32((8, 4))
+    mesh = make_mesh("left=2,right=4")
+    with pytest.raises(
+        ValueError, match=r"mesh axis 'left' has no role that its name tells; say it"
+    ):
+        infer_layout(loss, params, x, mesh)
+    roles = {"left": "fully sharded", "right": "tensor"}
+    rules = infer_layout(loss, params, x, mesh, roles=roles, show=None)
+    assert dict(rules) == {"a": P("left", "right"), "b": P("right", "left")}
+    with pytest.raises(TypeError, match="infer_layout: function must be a function, got 3"):
+        infer_layout(3, params, x, mesh, roles=roles)
+    with pytest.raises(TypeError, match="mesh must be a jax"):
+        infer_layout(loss, params, x, 8)
