@@ -257,7 +257,8 @@ def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
             votes = Counter(c.most_common(1)[0][0] for k, c in sizes[name].items() if k != one.key)
             votes = votes or sizes[name][one.key] - Counter([size])
             if votes:
-                usual[name] = votes.most_common(1)[0][0]
+                most, count = votes.most_common(1)[0]
+                usual[name] = size if votes[size] == count else most
         wrong = [n for n, s in zip(names, shape, strict=True) if usual.get(n, s) != s]
         # Of one name that is at odds no exchange is the reason: such names have several sizes.
         if len(wrong) < 2 or len(names) > 6:

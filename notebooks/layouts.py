@@ -1,0 +1,160 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # One model, five meshes
+#
+# A model says once which dimension of each of its parameters is which. What a mesh changes is one
+# small table, from names of dimensions to mesh axes. Everything else follows: specs, shards,
+# padding, the optimizer's state. The loss is the same on every mesh. At the end: what a wrong map
+# looks like, and a map that is made from the model itself.
+
+# %%
+# Before anything else touches JAX: the number of devices is fixed when the backend starts.
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# %%
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.layout import REPLICATED, LayoutError, LayoutMap, Padded, infer_layout
+
+# %% [markdown]
+# ## The model
+#
+# Two blocks and a vocabulary of 50 words, which no mesh here divides. Plain functions of a pytree.
+
+# %%
+WIDTH, HIDDEN, WORDS = 16, 64, 50
+
+
+def init(key):
+    def draw(shape):
+        return 0.1 * jax.random.uniform(key, shape, minval=-1.0)
+
+    block = {"norm": jnp.ones(WIDTH), "up": draw((WIDTH, HIDDEN)), "down": draw((HIDDEN, WIDTH))}
+    return {"embedding": draw((WORDS, WIDTH)), "blocks": [block, block]}
+
+
+def loss(params, tokens):
+    x = params["embedding"][tokens[:, :-1]]
+    for block in params["blocks"]:
+        y = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * block["norm"]
+        x = x + jax.nn.silu(y @ block["up"]) @ block["down"]
+    logits = (x @ params["embedding"].T)[..., :WORDS]  # padding is no word
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+# %% [markdown]
+# ## The rules
+#
+# A pattern matches the whole path of a parameter. Names of dimensions are counted, and their sizes
+# compared between arrays.
+
+# %%
+RULES = {
+    "embedding": "words width",
+    r"blocks/\d+/up": "width hidden",
+    r"blocks/\d+/down": "hidden width",
+    ".*norm": REPLICATED,
+}
+MESHES = {
+    "dp=8": {"words": None, "width": None, "hidden": None},
+    "fsdp=8": {"words": None, "width": "fsdp", "hidden": None},
+    "tp=8": {"words": Padded("tp"), "width": None, "hidden": "tp"},
+    "fsdp=2,tp=4": {"words": Padded("tp"), "width": "fsdp", "hidden": "tp"},
+    "dp=2,fsdp=2,tp=2": {"words": Padded("tp"), "width": "fsdp", "hidden": "tp"},
+}
+
+# %% [markdown]
+# ## Five trainings
+#
+# Nothing of the training knows of the mesh but the layout.
+
+# %%
+tokens = np.random.default_rng(0).integers(0, WORDS, (16, 12))
+
+
+def train(axes, mesh, steps=5):
+    over = tuple(name for name in ("dp", "fsdp") if name in mesh.shape)
+    rules = LayoutMap(RULES, axes=axes, batch=P(over or None))
+    layout = rules.layout(jax.eval_shape(init, jax.random.key(0)), mesh)
+    params = layout.init(init, jax.random.key(0))
+    optimizer = optax.adam(1e-2)
+    states = layout.like(jax.eval_shape(optimizer.init, params))
+    state = jax.jit(optimizer.init, out_shardings=states.shardings)(params)
+
+    def step(params, state, tokens):
+        value, gradients = jax.value_and_grad(loss)(params, tokens)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(params, updates), state, value
+
+    step = jaxpar.jit(step, mesh=mesh, out_shardings=(layout.shardings, states.shardings, None))
+    losses = []
+    for _ in range(steps):
+        params, state, value = step(params, state, layout.place_batch(tokens))
+        losses.append(float(value))
+    return layout, losses
+
+
+found = {text: train(axes, jaxpar.make_mesh(text)) for text, axes in MESHES.items()}
+for text, (layout, losses) in found.items():
+    held = layout.table().bytes_per_device
+    print(f"{text:17} {held:6} bytes a device, losses {np.round(losses, 4)}")
+
+# %%
+for _, losses in found.values():
+    np.testing.assert_allclose(losses, found["dp=8"][1], rtol=1e-5)
+
+# %% [markdown]
+# What each device holds, the most replicated first:
+
+# %%
+print(found["fsdp=2,tp=4"][0])
+
+# %% [markdown]
+# ## A wrong map
+#
+# Three mistakes: a misspelt pattern, which elsewhere replicates its parameters without a word;
+# names of dimensions in the wrong order; a vocabulary that the axis does not divide. All are found
+# at once, each with the edit that mends it.
+
+# %%
+wrong = RULES | {r"blocks/\d+/up": "hidden width"}
+wrong["blocks/.*/nrom"] = wrong.pop(".*norm")
+axes = {"words": "tp", "width": None, "hidden": "tp"}
+try:
+    LayoutMap(wrong, axes=axes).layout(
+        jax.eval_shape(init, jax.random.key(0)), jaxpar.make_mesh("tp=8")
+    )
+except LayoutError as error:
+    print(error)
+
+# %% [markdown]
+# ## A map from the model
+#
+# `infer_layout` follows the parameters through the function: dimensions that are multiplied with
+# each other are sharded alike. It says why, and returns an ordinary map.
+
+# %%
+shapes = jax.eval_shape(init, jax.random.key(0))
+rules = infer_layout(loss, shapes, tokens, jaxpar.make_mesh("fsdp=2,tp=4"))
+print(rules)
