@@ -101,8 +101,14 @@ def test_with_experts():
 def test_as_many_heads_as_divide():
     """Keys have 2 heads, which 4 devices do not divide: keys and values stay whole."""
     loss, params, batch = a_language_model(kv_heads=2)
-    rules = infer_layout(loss, params, batch, make_mesh("dp=2,tp=4"), show=None)
+    said = []
+    rules = infer_layout(loss, params, batch, make_mesh("dp=2,tp=4"), show=said.append)
     check(rules, {"layers/(key|value)": P(), "layers/(gate|up)": P(None, None, "tp")})
+    assert any(
+        line.startswith("unsure: 4 devices do not divide 2 (Padded can): it touches dimensions of ")
+        and "layers/key" in line
+        for line in said
+    )
 
 
 class Net(nn.Module):

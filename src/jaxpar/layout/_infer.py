@@ -194,7 +194,7 @@ class _Seen:
             for one, known in self.weights.items()
             if one not in self.of_batch | taken
             and (known.flops or one in looked_up)
-            and all(size % count == 0 for size in self.flow.sizes[self.flow.of(one)])
+            and self._divided(one, count)
         ]
         if role == "expert":  # their weights have two dimensions more that are multiplied
             of_experts = {
@@ -243,6 +243,15 @@ class _Seen:
                 if cost([*without, one]) < cost(chosen) - 1e-9:
                     chosen, better = [*without, one], True
         return chosen
+
+    def _divided(self, one: int, count: int) -> bool:
+        """Whether the axis divides all sizes of a class: the heads in a width, too."""
+        wrong = sorted(size for size in self.flow.sizes[self.flow.of(one)] if size % count)
+        if wrong and self._mostly_kept(one):
+            sizes = ", ".join(map(str, wrong))
+            what = f"{count} devices do not divide {sizes} (Padded can): it"
+            self.flow.unsure[what].append(one)
+        return not wrong
 
     def _mostly_kept(self, one: int) -> bool:
         """Whether at most half of its matmuls sum over it: not so for the width of all layers."""
