@@ -103,8 +103,29 @@ def equal() -> None:
     )
     back = other.restore(FOLDER / "checkpoint")
     np.testing.assert_array_equal(other.gather(back)["w"], w)
+    gives_its_part()
     reads_its_shards_alone(mesh)
     print("equal", flush=True)
+
+
+def gives_its_part() -> None:
+    """Processes of one replica read the same rows, those of others others."""
+    data = np.arange(24.0).reshape(8, 3)
+    for axes, batch in {
+        f"dp=2,tp={COUNT}": P("dp"),
+        f"dp=2,fsdp={COUNT // 2},tp=2": P(("dp", "fsdp"), "tp"),
+        f"tp={2 * COUNT}": P(),
+    }.items():
+        mesh = jaxpar.make_mesh(axes)
+        rules = LayoutMap({".*": ("tp",)}, batch=batch if batch != P() else P(None, None))
+        layout = rules.layout({"w": jnp.ones(8)}, mesh, strict=False)
+        part, parts = layout.batch_part()
+        columns = data[:, :2] if "tp" in tuple(batch) else data
+        rows = columns.reshape(parts, 8 // parts, -1)[part]
+        placed = layout.place_batch(rows)
+        assert placed.shape == columns.shape, (axes, placed.shape)
+        for shard in placed.addressable_shards:
+            np.testing.assert_array_equal(shard.data, columns[shard.index])
 
 
 def reads_its_shards_alone(mesh) -> None:

@@ -16,6 +16,7 @@ from jaxpar._calls import called, naming, type_error, value_error
 from jaxpar.layout._fit import Placed, Shaped
 from jaxpar.layout._paths import arrays_of
 from jaxpar.layout._problem import LayoutError, Problem
+from jaxpar.layout._rule import Rule
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
@@ -33,6 +34,27 @@ def place_batch(layout: Layout, batch: Any) -> Any:
     if problems:
         raise LayoutError(called(), problems)
     return jax.tree.unflatten(tree, placed)
+
+
+def batch_part(layout: Layout) -> tuple[int, int]:
+    """What `Layout.batch_part` says."""
+    sharding = NamedSharding(layout.mesh, PartitionSpec(*tuple(_rule(layout).layout)[:1]))
+    first = next(iter(sharding.spec), None)
+    size = prod(sharding.mesh.shape[name] for name in _names(first))
+    own = sharding.devices_indices_map((size,))
+    mine = sorted(
+        {
+            along.indices(size)[0]
+            for device, (along,) in own.items()
+            if device.process_index == jax.process_index()
+        }
+    )
+    if mine != list(range(mine[0], mine[0] + len(mine))) or mine[0] % len(mine):
+        raise value_error(
+            f"the devices of process {jax.process_index()} have rows {mine} of {size}, which are "
+            "no part of equal ones; order the mesh so that a process's devices are neighbours"
+        )
+    return mine[0] // len(mine), size // len(mine)
 
 
 def batches(layout: Layout, source: Iterable[Any], rows: int | None) -> Iterator[tuple[Any, Array]]:
@@ -74,12 +96,7 @@ def _filled(layout: Layout, batch: Any, have: int, rows: int) -> tuple[Any, Arra
 
 
 def _place(layout: Layout, path: str, x: np.ndarray, problems: list[Problem]) -> Any:
-    rule = layout.rules.batch
-    if rule is None:
-        raise value_error(
-            "the map says nothing of data; give LayoutMap(..., batch=P('dp')), with the mesh axes "
-            "that shard the first dimension"
-        )
+    rule = _rule(layout)
     spec = PartitionSpec(*tuple(rule.layout)[: x.ndim])
     sharding = NamedSharding(layout.mesh, spec)
     parts = _processes_along(sharding, x.ndim)
@@ -89,6 +106,15 @@ def _place(layout: Layout, path: str, x: np.ndarray, problems: list[Problem]) ->
     if cut is None:
         return None
     return jax.make_array_from_process_local_data(sharding, x, shape)
+
+
+def _rule(layout: Layout) -> Rule:
+    if layout.rules.batch is None:
+        raise value_error(
+            "the map says nothing of data; give LayoutMap(..., batch=P('dp')), with the mesh axes "
+            "that shard the first dimension"
+        )
+    return layout.rules.batch
 
 
 def _processes_along(sharding: NamedSharding, rank: int) -> tuple[int, ...]:

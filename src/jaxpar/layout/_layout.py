@@ -19,7 +19,7 @@ from jaxpar._calls import called, of_user, public, readable, type_error, value_e
 from jaxpar._checks import check_whole
 from jaxpar._types import AxisLike, Integer, PathLike
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._batch import batches, place_batch
+from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import read_safetensors, restore, save
 from jaxpar.layout._fit import Shaped, fit
 from jaxpar.layout._paths import arrays_of, path_text
@@ -329,8 +329,8 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           batch: a pytree of host arrays: in one process the whole batch, in several the rows of
-            the devices of this one, as `jax.make_array_from_process_local_data` takes them. Arrays
-            of fewer dimensions than `batch` has use its first ones.
+            the devices of this one (`batch_part` says which). Arrays of fewer dimensions than
+            `batch` has use its first ones.
 
         Returns:
           Global arrays.
@@ -347,6 +347,23 @@ class Layout(Mapping[str, ArrayLayout]):
         """
         self._need_devices()
         return place_batch(self, batch)
+
+    @public
+    def batch_part(self) -> tuple[int, int]:
+        """Returns which part of the batch's rows this process gives, and how many parts there are.
+
+        Processes whose devices hold the same rows have the same part: they read the same data.
+
+        Raises:
+          ValueError: a map without `batch`; devices of this process whose rows are no such part.
+
+        Example:
+          >>> rules = LayoutMap({"w": ("tp",)}, batch=P("dp"))
+          >>> rules.layout({"w": jnp.ones(8)}, make_mesh("dp=2,tp=4")).batch_part()
+          (0, 1)
+        """
+        self._need_devices()
+        return batch_part(self)
 
     @public
     def batches(
