@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxpar.cli import _bench, _predict, _tune
+from jaxpar.cli import _bench, _layout, _predict, _tune
 
 _COMMANDS = (
     _bench,
+    _layout,
     _predict,
     _tune,
 )  # each adds its own parser, whose `run(args)` returns the exit status

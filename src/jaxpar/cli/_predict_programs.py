@@ -117,7 +117,7 @@ def _of_op(request: Request, target: Target, ring: Ring, op: Op, shape: Shape) -
 
 def _of_function(request: Request, target: Target) -> Program:
     text = request.function or ""
-    function = _find(text)
+    function = find_function(text)
     if request.args:
         args: tuple[Any, ...] = tuple(operand(arg, target.mesh) for arg in request.args)
     else:
@@ -132,7 +132,8 @@ def _of_function(request: Request, target: Target) -> Program:
     return Program(text, "", function, args, program_floor)
 
 
-def _find(text: str) -> Callable[..., Any]:
+def find_function(text: str) -> Callable[..., Any]:
+    """Imports `module:function`, also from the current directory."""
     module, _, name = text.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)

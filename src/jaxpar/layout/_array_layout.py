@@ -32,6 +32,16 @@ class ArrayLayout:
       >>> layout = LayoutMap({"w": (None, "tp")}).layout({"w": jnp.ones((2, 8))}, make_mesh("tp=8"))
       >>> layout["w"].local_shape, layout["w"].bytes_per_device
       ((2, 1), 8)
+      >>> print(layout["w"].picture())
+      w: blocks [2, 1] of [2, 8]; down, dimension 1 over tp
+      0
+      1
+      2
+      3
+      4
+      5
+      6
+      7
     """
 
     path: str
@@ -93,6 +103,32 @@ class ArrayLayout:
     def gradient_axes(self) -> tuple[str, ...]:
         """The mesh axes over which it is replicated, and its gradient summed."""
         return tuple(n for n in self.mesh.axis_names if not any(n in axes for axes in self.axes))
+
+    def picture(self) -> str:
+        """Which devices hold which block, by their places in the mesh, as text.
+
+        Rows are the blocks of the first dimension that is sharded, columns those of the others.
+        """
+        grid = np.arange(self.mesh.size).reshape(tuple(self.mesh.shape.values()))
+        names = list(self.mesh.shape)
+        sharded = [dim for dim, axes in enumerate(self.axes) if axes]
+        order = [names.index(name) for dim in sharded for name in self.axes[dim]]
+        order += [names.index(name) for name in self.gradient_axes]
+        first = self._cut(sharded[0]) if sharded else 1
+        cells = grid.transpose(order).reshape(first, self.shards // first, self.copies)
+        lines = [f"{self.path}: blocks {list(self.local_shape)} of {list(self.padded_shape)}"]
+        if sharded:
+            down = f"dimension {sharded[0]} over {', '.join(self.axes[sharded[0]])}"
+            across = [f"{d} over {', '.join(self.axes[d])}" for d in sharded[1:]]
+            lines[0] += f"; down, {down}" + (f"; across, {'; '.join(across)}" if across else "")
+        texts = [[",".join(map(str, sorted(cell.tolist()))) for cell in row] for row in cells]
+        width = max(len(text) for row in texts for text in row)
+        return "\n".join(
+            [*lines, *("  ".join(t.ljust(width) for t in row).rstrip() for row in texts)]
+        )
+
+    def _cut(self, dim: int) -> int:
+        return prod(self.mesh.shape[name] for name in self.axes[dim])
 
     def pad(self, array: AnyArray) -> AnyArray:
         """Adds the zeros that the mesh needs."""
