@@ -30,7 +30,7 @@ def test_the_remainder_goes_to_the_first(size, count, sizes):
     assert [shard.shape for shard in shards] == [(n, 2) for n in sizes]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=4),
     st.integers(1, 6),
@@ -211,7 +211,6 @@ def test_blocks_pad_and_unpad(size, parts, multiple, extra, evenly):
     padded = blocks.pad(x, 1)
     assert padded.shape == (2, blocks.padded, 3)
     np.testing.assert_array_equal(blocks.unpad(padded, 1), x)
-    np.testing.assert_array_equal(blocks.unpad(blocks.pad(jnp.asarray(x), 1), 1), x)
     assert padded.sum() == x.sum()
     start = 0
     for index, n in enumerate(blocks.sizes):

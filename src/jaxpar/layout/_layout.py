@@ -213,13 +213,13 @@ class Layout(Mapping[str, ArrayLayout]):
         Raises:
           LayoutError: arrays of other paths or shapes.
         """
-        return self._each(params, lambda a: a.shape, lambda a, x: _moved(a, x, a.pad, a.sharding))
+        return self._moved(params, lambda a: a.shape, lambda a, x: a.pad(x), lambda a: a.sharding)
 
     @public
     def unpad(self, params: Any) -> Any:
         """Takes the zeros away: the inverse of `pad`; whole along dimensions that had some."""
-        return self._each(
-            params, lambda a: a.padded_shape, lambda a, x: _moved(a, x, a.unpad, a.logical_sharding)
+        return self._moved(
+            params, lambda a: a.padded_shape, lambda a, x: a.unpad(x), lambda a: a.logical_sharding
         )
 
     @public
@@ -493,6 +493,36 @@ class Layout(Mapping[str, ArrayLayout]):
         found = [None if array is None else function(array) for array in self._leaves]
         return jax.tree.unflatten(self._tree, found)
 
+    def _moved(
+        self,
+        params: Any,
+        shape_of: Callable[[ArrayLayout], tuple[int, ...]],
+        function: Callable[[ArrayLayout, Any], Any],
+        sharding_of: Callable[[ArrayLayout], Any],
+    ) -> Any:
+        """Changes arrays that have padding: those on devices in one program, shard by shard."""
+        there: dict[str, Array] = {}
+
+        def note(array: ArrayLayout, x: Any) -> Any:
+            if array.padded_shape != array.shape and isinstance(x, Array) and not _is_traced(x):
+                there[array.path] = x
+            return x
+
+        self._each(params, shape_of, note)
+
+        def change(arrays: dict[str, Array]) -> dict[str, Any]:
+            return {path: function(self._by_path[path], x) for path, x in arrays.items()}
+
+        shardings = {path: sharding_of(self._by_path[path]) for path in there}
+        moved: dict[str, Any] = jax.jit(change, out_shardings=shardings)(there) if there else {}
+
+        def result(array: ArrayLayout, x: Any) -> Any:
+            if array.padded_shape == array.shape:
+                return x
+            return moved[array.path] if array.path in moved else function(array, x)
+
+        return self._each(params, shape_of, result)
+
     def _each(
         self,
         params: Any,
@@ -565,12 +595,8 @@ def _shaped(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
     return path, tuple(jnp.shape(leaf)), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
 
 
-def _moved(array: ArrayLayout, x: Any, function: Callable[[Any], Any], sharding: Any) -> Any:
-    """Pads or unpads one array, outside of `jax.jit` without bringing its shards together."""
-    if array.padded_shape == array.shape:
-        return x
-    outside = isinstance(x, Array) and not isinstance(x, Tracer)
-    return jax.jit(function, out_shardings=sharding)(x) if outside else function(x)
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, Tracer)
 
 
 def _put(array: ArrayLayout, x: Any) -> Array:
