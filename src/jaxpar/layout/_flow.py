@@ -290,17 +290,23 @@ class Flow:
         return [self.fresh(out)]
 
     def _scan(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        p = e.params
-        consts, carry = p["num_consts"], p["num_carry"]
-        body, times = p["jaxpr"], self.times
-        self.times *= max(1, p["length"])
+        body, times, length = e.params["jaxpr"], self.times, e.params["length"]
+        # What is one of many has a dimension more outside; versions of jax name the counts apart.
+        inside = [(*body.jaxpr.invars,), (*body.jaxpr.outvars,)]
+        stacked_in, stacked_out = (
+            sum(a.aval.ndim > b.aval.ndim for a, b in zip(outer, inner, strict=True))
+            for outer, inner in zip((e.invars, e.outvars), inside, strict=True)
+        )
+        carry = len(e.outvars) - stacked_out
+        consts = len(e.invars) - stacked_in - carry
+        self.times *= max(1, length)
         given = [*args[: consts + carry], *(t[1:] for t in args[consts + carry :])]
         found = self._call(e, body, given)
         self.times = times
         for before, after in zip(args[consts : consts + carry], found[:carry], strict=True):
             for a, b in zip(before, after, strict=True):
                 self.join(a, b)
-        stacked = [(self.new(p["length"]), *tokens) for tokens in found[carry:]]
+        stacked = [(self.new(length), *tokens) for tokens in found[carry:]]
         return [*found[:carry], *stacked]
 
     def _while(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
