@@ -91,6 +91,7 @@ def test_rows_that_are_given():
     ("source", "rows", "text"),
     [
         ([np.ones(4), np.ones(5)], None, "a batch has 5 rows, and batches have at most 4"),
+        ([np.ones(0)], None, "the first batch has no rows; say how many batches have, rows="),
         ([np.ones(4)], 0, "rows=0 must be at least 1"),
         ([{"x": np.ones(4), "y": np.ones(3)}], None, "must have as many rows, along their first"),
         ([np.ones(())], None, "must have as many rows"),

@@ -267,6 +267,12 @@ def test_roles_of_axes():
     roles = {"left": "fully sharded", "right": "tensor"}
     rules = infer_layout(loss, params, x, mesh, roles=roles, show=None)
     assert dict(rules) == {"a": P("left", "right"), "b": P("right", "left")}
+    with pytest.raises(ValueError, match="infer_layout: roles has 'tpp', and the mesh has"):
+        infer_layout(loss, params, x, mesh, roles={**roles, "tpp": "tensor"})
+    said, half = [], jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), params)
+    infer_layout(loss, half, x, mesh, roles=roles, show=said.append)
+    assert said[0].endswith("; left: the largest dimension that is left")
+    assert said[-1] == "32 B a device; on every device whole, 256 B; over all 8, 32 B"
     with pytest.raises(TypeError, match="infer_layout: function must be a function, got 3"):
         infer_layout(3, params, x, mesh, roles=roles)
     with pytest.raises(TypeError, match="mesh must be a jax"):

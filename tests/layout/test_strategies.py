@@ -16,6 +16,7 @@ from jaxpar.layout import (
     LayoutError,
     LayoutMap,
     Padded,
+    Split,
     data_parallel,
     expert_parallel,
     fully_sharded,
@@ -146,6 +147,13 @@ def test_a_dimension_is_shared_where_no_other_divides():
     padded = LayoutMap({"up": (None, Padded("tp"))})
     with pytest.raises(LayoutError, match="divides none of its dimensions"):
         fully_sharded(params, mesh, within=padded)
+
+
+def test_actions_take_no_further_axis():
+    params, mesh = {"w": F32((16, 8))}, make_mesh("fsdp=2,tp=4")
+    split = LayoutMap({"w": Split("tp", -1)})
+    with pytest.raises(LayoutError, match=r"is Split\(.*\), to which no axis can be added; write"):
+        fully_sharded(params, mesh, within=split)
 
 
 def test_experts():

@@ -145,6 +145,11 @@ WRONG = {
         1,
         ["Split(count=4, dim=0) says how many shards, and not over which mesh axis; name one"],
     ),
+    "a split over an axis that is not there": (
+        {"embedding": Split("model", -2)},
+        1,
+        ["the mesh has no axis 'model', but dp=2, tp=4"],
+    ),
     "a split of a dimension that is not there": (
         {"embedding": Split("tp", 2)},
         1,

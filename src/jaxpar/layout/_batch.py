@@ -71,6 +71,10 @@ def batches(layout: Layout, source: Iterable[Any], rows: int | None) -> Iterator
             have = _rows_of(batch)
             if like is None:
                 like, rows = batch, rows or have
+                if not rows:
+                    raise value_error(
+                        "the first batch has no rows; say how many batches have, rows="
+                    )
             found = _filled(layout, batch, have, rows or have)
         yield found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -101,8 +100,3 @@ def _part(array: Any, dim: int, start: int, end: int) -> Any:
 def _zeros_behind(xp: Any, array: Any, dim: int, size: int) -> Any:
     missing = size - array.shape[dim]
     return xp.pad(array, [(0, missing if d == dim else 0) for d in range(array.ndim)])
-
-
-def count(shape: tuple[int, ...]) -> int:
-    """The number of entries, a Python integer."""
-    return prod(shape)

@@ -10,19 +10,18 @@ from itertools import permutations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxpar._calls import naming
+from jaxpar._types import AnyMesh
 from jaxpar.layout._array_layout import ArrayLayout, itemsize
 from jaxpar.layout._blocks import Blocks
 from jaxpar.layout._problem import Problem, shape_text, size_text
-from jaxpar.layout._rule import Axes, Entry, Rule, axes_of, nearest
+from jaxpar.layout._rule import Axes, Entry, Rule, axes_of, nearest, shown
 from jaxpar.layout._split import Padded, Replicate, Split
 
 if TYPE_CHECKING:
     from jaxpar.layout._map import LayoutMap
-
-AnyMesh = Mesh | AbstractMesh
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,7 @@ class Placed:
         problems += wrongs
         if wrongs:
             return None
-        spec = PartitionSpec(
-            *(None if not a else a[0] if len(a) == 1 else a for a in map(axes_of, entries))
-        )
+        spec = PartitionSpec(*(shown(axes_of(entry)) for entry in entries))
         array, fine = self.array, tuple(b for b in blocks if isinstance(b, Blocks))
         return ArrayLayout(array.path, array.shape, array.dtype, self.key, spec, fine, self.mesh)
 
@@ -213,7 +210,7 @@ class Placed:
             cut = prod(_size(self.mesh, some) for some in axes)
             return f"{size_text(self.array.bytes / size * padded / cut)} a device"
 
-        shown = repr(names[0] if len(names) == 1 else names)
+        over = repr(shown(names))
         padded = -(-size // count) * count
         used = {name for some in axes for name in some}
         elsewhere = [
@@ -228,9 +225,9 @@ class Placed:
         other = next((f"{text}, {held(moved)}" for text, moved in elsewhere), None)
         named = f" ({self.rule.names[dim]!r})" if self.rule.names else ""
         return self.problem(
-            f"{shown} ({count}) does not divide dimension {dim}{named}: {size} = "
+            f"{over} ({count}) does not divide dimension {dim}{named}: {size} = "
             f"{size // count} x {count} + {size % count}",
-            f"pad it to {padded}, Padded({shown}), {held(axes, padded)}; have it whole, None, "
+            f"pad it to {padded}, Padded({over}), {held(axes, padded)}; have it whole, None, "
             f"{held(whole)}; or {other or 'use another axis, of which none fits here'}",
         )
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 
 from jaxpar._calls import of_user, public, value_error
 from jaxpar._types import AnyMesh
+from jaxpar.layout._array_layout import itemsize
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._flow import Flow, Tokens
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._paths import arrays_of, is_array
-from jaxpar.layout._problem import Problem, size_text
+from jaxpar.layout._problem import size_text
 from jaxpar.layout._rule import Entry, axes_of
 from jaxpar.layout._strategies import Dims, check_mesh, data_parallel, extended
 
@@ -65,8 +66,7 @@ def infer_layout(
       A `LayoutMap`, to be used as it is or edited.
 
     Raises:
-      ValueError: an axis whose role its name does not tell.
-      LayoutError: arrays of which a fully sharded axis divides no dimension.
+      ValueError: an axis whose role its name does not tell; a role of an axis that is not there.
 
     Cost: one trace of the function; nothing is searched.
 
@@ -102,15 +102,15 @@ def infer_layout(
             rules = extended(params, mesh, rules, dims, batch=(name,) if role == "expert" else ())
     for name in by_role["fully sharded"]:
 
-        def largest(array: Shaped, taken: Sequence[Entry], name: str = name) -> Dims | Problem:
-            return seen.largest(array, taken, name, mesh)
+        def largest(array: Shaped, taken: Sequence[Entry], name: str = name) -> Dims:
+            found = seen.largest(array, taken, name, mesh)
+            if found:
+                reasons[array.path].append(f"{name}: the largest dimension that is left")
+            return found
 
         rules = extended(params, mesh, rules, largest, batch=(name,))
-    rules = (
-        data_parallel(params, mesh, axis=by_role["data"], within=rules)
-        if by_role["data"]
-        else rules
-    )
+    if by_role["data"]:
+        rules = data_parallel(params, mesh, axis=by_role["data"], within=rules)
     if rules is None:
         raise value_error(f"the mesh {dict(mesh.shape)} has no axes")
     if show is not None:
@@ -148,8 +148,7 @@ class _Seen:
         tokens: list[Tokens] = [flow.fresh(x.shape) for x in jax.tree.leaves((given, data))]
         flow.follow(jaxpr.jaxpr, [flow.fresh(jnp.shape(c)) for c in jaxpr.consts], tokens)
         paths = [found[0] for found in arrays_of(params)[0] if found is not None]
-        self.shapes = {path: x.shape for path, x in zip(paths, given, strict=True)}
-        self.bytes = sum(prod(x.shape) * x.dtype.itemsize for x in given)
+        self.arrays = dict(zip(paths, given, strict=True))
         self.classes = {
             path: tuple(map(flow.of, own)) for path, own in zip(paths, tokens, strict=False)
         }
@@ -273,10 +272,8 @@ class _Seen:
         cost = f"{size_text(known.sums)} of sums" if known.sums else "no sums"
         return f"shared by {shown}: {known.flops / max(self.flops, 1):.0%} of the FLOPs, {cost}"
 
-    def largest(
-        self, array: Shaped, taken: Sequence[Entry], name: str, mesh: AnyMesh
-    ) -> Dims | Problem:
-        """The largest dimension that is multiplied, and that the axis divides."""
+    def largest(self, array: Shaped, taken: Sequence[Entry], name: str, mesh: AnyMesh) -> Dims:
+        """The largest dimension that is multiplied, and that the axis divides, or none."""
         count = mesh.shape[name]
         own = self.classes[array.path]
         fitting = [
@@ -299,7 +296,7 @@ def _told(
     lines: list[str] = []
     for key in rules:
         path = next(path for path in seen.classes if rules.pattern(key).fullmatch(path))
-        why = "; ".join(reasons.get(path, [])) or "no class of its dimensions is worth sums"
+        why = "; ".join(reasons.get(path, [])) or "whole"
         lines.append(f"{key}: {rules[key]}  # {why}")
     weights = {token for own in seen.classes.values() for token in own}
     for what, tokens in seen.flow.unsure.items():
@@ -309,8 +306,9 @@ def _told(
         )
         if found:
             lines.append(f"unsure: {what} touches dimensions of {', '.join(found[:6])}")
-    layout = rules.layout(_tree_of(seen), mesh, strict=False)
-    own, whole = layout.table().bytes_per_device, seen.bytes
+    layout = rules.layout(seen.arrays, mesh, strict=False)
+    own = layout.table().bytes_per_device
+    whole = sum(prod(x.shape) * itemsize(x.dtype) for x in seen.arrays.values())
     lines.append(
         f"{size_text(own)} a device; on every device whole, {size_text(whole)}; over all "
         f"{mesh.size}, {size_text(whole / mesh.size)}"
@@ -318,12 +316,11 @@ def _told(
     return lines
 
 
-def _tree_of(seen: _Seen) -> dict[str, Any]:
-    return {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in seen.shapes.items()}
-
-
 def _roles(mesh: AnyMesh, given: Mapping[str, str] | None) -> dict[str, tuple[str, ...]]:
     """The mesh axes of each role."""
+    for name in given or {}:
+        if name not in mesh.axis_names:
+            raise value_error(f"roles has {name!r}, and the mesh has {dict(mesh.shape)}")
     found: dict[str, tuple[str, ...]] = dict.fromkeys(ROLES, ())
     for name in map(str, mesh.axis_names):
         role = (given or {}).get(name) or next(

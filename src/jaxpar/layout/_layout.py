@@ -504,7 +504,11 @@ class Layout(Mapping[str, ArrayLayout]):
         there: dict[str, Array] = {}
 
         def note(array: ArrayLayout, x: Any) -> Any:
-            if array.padded_shape != array.shape and isinstance(x, Array) and not _is_traced(x):
+            if (
+                array.padded_shape != array.shape
+                and isinstance(x, Array)
+                and not isinstance(x, Tracer)
+            ):
                 there[array.path] = x
             return x
 
@@ -593,10 +597,6 @@ def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layo
 
 def _shaped(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
     return path, tuple(jnp.shape(leaf)), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, Tracer)
 
 
 def _put(array: ArrayLayout, x: Any) -> Array:

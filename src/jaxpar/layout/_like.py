@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ from jax.sharding import PartitionSpec
 
 from jaxpar._calls import called
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._blocks import count
 from jaxpar.layout._fit import Shaped, fit, replicated
 from jaxpar.layout._paths import arrays_of
 from jaxpar.layout._problem import LayoutError, Problem
@@ -37,7 +37,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
         own = parameter and _shaped_like(parameter, array)
         if own is not None:
             found[path] = own
-        elif count(array.shape) <= 1:
+        elif prod(array.shape) <= 1:
             found[path] = replicated(array, layout.mesh)
         else:
             others.append(array)

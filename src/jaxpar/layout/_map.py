@@ -9,7 +9,7 @@ from typing import Any
 from jaxpar._calls import naming, public, readable, type_error, value_error
 from jaxpar._types import AnyMesh, RulesLike
 from jaxpar.layout._layout import Layout, layout_of
-from jaxpar.layout._rule import Rule, axes_table, rule_of
+from jaxpar.layout._rule import Rule, axes_table, rule_of, shown
 
 # What cannot stand in one expression with others: groups with names, flags and conditions, and
 # references by number.
@@ -148,8 +148,8 @@ class LayoutMap(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         rules = "".join(f"\n  {key!r}: {rule.given!r}," for key, rule in self._rules.items())
-        axes = {name: _entry_text(entry) for name, entry in self._axes.items()}
-        more = f", axes={{{', '.join(f'{k!r}: {v}' for k, v in axes.items())}}}" if axes else ""
+        axes = {name: shown(entry) for name, entry in self._axes.items()}
+        more = f", axes={axes!r}" if axes else ""
         more += f", batch={self._batch.given!r}" if self._batch else ""
         return f"LayoutMap({{{rules}\n}}{more})" if rules else f"LayoutMap({{}}{more})"
 
@@ -270,9 +270,3 @@ def _items(rules: Any, argument: str) -> Iterator[tuple[Any, Any]]:
             f"{type(rules).__name__}"
         )
     return iter(rules.items())
-
-
-def _entry_text(entry: Any) -> str:
-    if isinstance(entry, tuple):
-        return repr(None if not entry else entry[0] if len(entry) == 1 else entry)
-    return repr(entry)

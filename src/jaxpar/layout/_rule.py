@@ -42,6 +42,8 @@ class Rule:
     @property
     def mesh_axes(self) -> Axes:
         """All mesh axes that it names, one after the other."""
+        if isinstance(self.action, Split):  # whose dimension may be counted from the end
+            return self.action.axes
         return tuple(name for entry in self.entries for name in axes_of(entry))
 
 

@@ -317,7 +317,19 @@ def _taken(within: LayoutMap | None, array: Shaped, problems: list[Problem]) -> 
             )
         )
         return whole
-    entries = within.rule(keys[0]).entries
+    rule = within.rule(keys[0])
+    if rule.action is not None:
+        problems.append(
+            Problem(
+                array.path,
+                keys[0],
+                f"{array}: rule {keys[0]!r} of `within` is {rule.given!r}, to which no axis "
+                "can be added",
+                "write a spec in its place, with Padded where the axis does not divide",
+            )
+        )
+        return whole
+    entries = rule.entries
     return [*entries, *whole[len(entries) :]]
 
 
