@@ -1,0 +1,235 @@
+"""Where processes meet over sockets of their own, before any collective: roll call, comparison."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxpar._calls import called, value_error
+
+
+@dataclass
+class _Meeting:
+    """Where `agree` finds process 0."""
+
+    address: tuple[str, int] | None = None
+    token: str = ""
+    listener: socket.socket | None = None  # of process 0
+
+
+_meeting = _Meeting()
+
+
+def call_roll(address: tuple[str, int], count: int, rank: int, seconds: float) -> None:
+    """Waits for all processes at the coordinator's address, which JAX takes over then.
+
+    Process 0 tells the others where `agree` will find it.
+    """
+    if rank:
+        _say_here(address, rank, seconds)
+        return
+    listener = socket.create_server(("", 0))
+    _meeting.listener, _meeting.token = listener, secrets.token_hex(16)
+    _meeting.address = (address[0], listener.getsockname()[1])
+    with socket.create_server(("", address[1])) as roll:
+        present = _accept(roll, set(range(1, count)), seconds, lambda said: "rank" in said)
+    for peer, _ in present.values():
+        _write(peer, {"address": _meeting.address, "token": _meeting.token})
+        peer.close()
+
+
+def _say_here(address: tuple[str, int], rank: int, seconds: float) -> None:
+    peer = _connect(address, seconds)
+    _write(peer, {"rank": rank})
+    answer = _read(peer)
+    peer.close()
+    if "failure" in answer:
+        raise TimeoutError(answer["failure"])
+    _meeting.address, _meeting.token = tuple(answer["address"]), answer["token"]
+
+
+def _arrange() -> None:
+    """Agrees on a place to meet where no address was given: by the first collective of all."""
+    told = np.zeros(128, np.uint8)
+    if jax.process_index() == 0:
+        _meeting.listener, _meeting.token = socket.create_server(("", 0)), secrets.token_hex(16)
+        here = (socket.getfqdn(), _meeting.listener.getsockname()[1])
+        text = json.dumps([*here, _meeting.token]).encode()
+        told[: len(text)] = np.frombuffer(text, np.uint8)
+    found = np.asarray(multihost_utils.broadcast_one_to_all(told)).tobytes().rstrip(b"\0")
+    host, port, _meeting.token = json.loads(found)
+    _meeting.address = (host, port)
+
+
+def compare(texts: dict[str, list[str]], seconds: float) -> None:
+    """Raises in all processes if the texts of one of them are others."""
+    if _meeting.address is None:
+        _arrange()
+    if jax.process_index() == 0:
+        _gather_and_compare(texts, seconds)
+    else:
+        _send_and_hear(texts, seconds)
+
+
+def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
+    """Process 0: hears all others, asks those that differ for their text, and tells everyone."""
+    listener = _meeting.listener
+    assert listener is not None
+    own = {name: _digest(lines) for name, lines in texts.items()}
+    others = set(range(1, jax.process_count()))
+    present = _accept(listener, others, seconds, lambda said: said.get("token") == _meeting.token)
+    verdict = ""
+    for rank, (peer, said) in sorted(present.items()):
+        theirs = said["digests"]
+        different = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+        if different and not verdict:
+            name = different[0]
+            _write(peer, {"want": name})
+            verdict = _difference(name, rank, texts.get(name), _read(peer)["lines"])
+    for peer, _ in present.values():
+        _write(peer, {"verdict": verdict})
+        peer.close()
+    if verdict:
+        raise value_error(verdict)
+
+
+def _send_and_hear(texts: dict[str, list[str]], seconds: float) -> None:
+    """The others."""
+    assert _meeting.address is not None
+    peer = _connect(_meeting.address, seconds)
+    digests = {name: _digest(lines) for name, lines in texts.items()}
+    _write(peer, {"rank": jax.process_index(), "token": _meeting.token, "digests": digests})
+    try:
+        answer = _read(peer)
+        if "want" in answer:
+            _write(peer, {"lines": texts.get(answer["want"])})
+            answer = _read(peer)
+    except (TimeoutError, ConnectionError) as reason:
+        raise TimeoutError(
+            f"{called()}: process 0 did not answer within {seconds:g} s; is it alive, and does it "
+            "call agree?"
+        ) from reason
+    finally:
+        peer.close()
+    if "failure" in answer:
+        raise TimeoutError(answer["failure"])
+    if answer["verdict"]:
+        raise value_error(answer["verdict"])
+
+
+def _accept(
+    listener: socket.socket,
+    wanted: set[int],
+    seconds: float,
+    known: Callable[[dict[str, Any]], bool],
+) -> dict[int, tuple[socket.socket, dict[str, Any]]]:
+    """Connections of all these processes, with their first messages; or says who is missing."""
+    end = time.monotonic() + seconds
+    present: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
+    while wanted - set(present):
+        listener.settimeout(max(0.01, end - time.monotonic()))
+        try:
+            peer, _ = listener.accept()
+            peer.settimeout(max(1.0, end - time.monotonic()))
+            said = _read(peer)
+        except TimeoutError:
+            missing = sorted(wanted - set(present))
+            text = (
+                f"{called()}: after {seconds:g} s {_processes(missing)} of {len(wanted) + 1} "
+                f"{'is' if len(missing) == 1 else 'are'} missing: look at the output of "
+                f"{'its host' if len(missing) == 1 else 'their hosts'}, or give a longer timeout_s"
+            )
+            for other, _ in present.values():
+                _write(other, {"failure": text})
+                other.close()
+            raise TimeoutError(text) from None
+        except (ConnectionError, ValueError):
+            continue  # not one of ours
+        if known(said) and said.get("rank") in wanted:
+            present[said["rank"]] = (peer, said)
+        else:
+            peer.close()
+    return present
+
+
+def _connect(address: tuple[str, int], seconds: float) -> socket.socket:
+    """A connection to process 0, which may not be there yet."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            peer = socket.create_connection(address, timeout=max(0.1, end - time.monotonic()))
+        except OSError as reason:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{called()}: after {seconds:g} s process 0 is missing: nothing answers at "
+                    f"{address[0]}:{address[1]} ({reason})"
+                ) from None
+            time.sleep(0.1)
+            continue
+        # Process 0 waits for others as long, and says who is missing: wait longer for its answer.
+        peer.settimeout(seconds + 5)
+        return peer
+
+
+def _write(peer: socket.socket, message: Any) -> None:
+    data = json.dumps(message).encode()
+    with suppress(OSError):  # the other side reports its end
+        peer.sendall(struct.pack("!Q", len(data)) + data)
+
+
+def _read(peer: socket.socket) -> dict[str, Any]:
+    (size,) = struct.unpack("!Q", _receive(peer, 8))
+    if size > 1 << 30:
+        raise ConnectionError("no message of ours")
+    found: dict[str, Any] = json.loads(_receive(peer, size))
+    return found
+
+
+def _receive(peer: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = peer.recv(min(1 << 20, size - len(data)))
+        if not part:
+            raise ConnectionError("the other side is gone")
+        data += part
+    return bytes(data)
+
+
+def _difference(name: str, rank: int, ours: list[str] | None, theirs: list[str] | None) -> str:
+    """Both sides of the first line that differs."""
+    if ours is None or theirs is None:
+        has, lacks = (rank, 0) if ours is None else (0, rank)
+        return f"process {has} compares {name!r}, and process {lacks} does not"
+    number = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+        min(len(ours), len(theirs)),
+    )
+    here, there = (
+        repr(lines[number].strip()[:300]) if number < len(lines) else "nothing more"
+        for lines in (ours, theirs)
+    )
+    return (
+        f"processes 0 and {rank} differ in {name!r}, line {number + 1}: process 0 has {here}, "
+        f"process {rank} has {there}; make them equal before a collective waits for ever, or "
+        "returns garbage"
+    )
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _processes(ranks: list[int]) -> str:
+    return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks))}"
