@@ -1,6 +1,7 @@
 """Layouts of whole models: rules by path, and everything that follows from them on a mesh."""
 
 from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.layout._explain import Cost, Exchange, Explanation
 from jaxpar.layout._infer import infer_layout
 from jaxpar.layout._layout import Layout
 from jaxpar.layout._map import LayoutMap
@@ -18,6 +19,9 @@ from jaxpar.layout._table import Table
 __all__ = [
     "REPLICATED",
     "ArrayLayout",
+    "Cost",
+    "Exchange",
+    "Explanation",
     "Layout",
     "LayoutError",
     "LayoutMap",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -55,8 +56,7 @@ class ArrayLayout:
     @cached_property
     def axes(self) -> tuple[tuple[str, ...], ...]:
         """The mesh axes that shard each dimension."""
-        given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in self.spec]
-        return (*given, *[()] * (len(self.shape) - len(given)))
+        return axes_by_dim(self.spec, len(self.shape))
 
     @cached_property
     def logical_spec(self) -> PartitionSpec:
@@ -141,6 +141,12 @@ class ArrayLayout:
         for dim, blocks in enumerate(self.blocks):
             array = blocks.unpad(array, dim)
         return array
+
+
+def axes_by_dim(spec: Iterable[Any], rank: int = 0) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each entry of a spec, and none for dimensions up to the rank behind them."""
+    given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    return (*given, *[()] * (rank - len(given)))
 
 
 def itemsize(dtype: Any) -> int:

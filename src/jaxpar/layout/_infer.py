@@ -10,16 +10,12 @@ from itertools import combinations
 from math import prod
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-
 from jaxpar._calls import of_user, public, value_error
 from jaxpar._types import AnyMesh
 from jaxpar.layout._array_layout import itemsize
+from jaxpar.layout._dimensions import Dimensions
 from jaxpar.layout._fit import Shaped
-from jaxpar.layout._flow import Flow, Tokens
 from jaxpar.layout._map import LayoutMap
-from jaxpar.layout._paths import arrays_of, is_array
 from jaxpar.layout._problem import size_text
 from jaxpar.layout._rule import Entry, axes_of
 from jaxpar.layout._strategies import Dims, check_mesh, data_parallel, extended
@@ -132,28 +128,10 @@ class _Seen:
     """What one trace of the function says of the dimensions of its parameters."""
 
     def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
-        leaves, tree = jax.tree.flatten(params)
-        places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-        def of_arrays(arrays: Sequence[Any], batch: Any) -> Any:
-            whole = list(leaves)
-            for place, array in zip(places, arrays, strict=True):
-                whole[place] = array
-            return function(jax.tree.unflatten(tree, whole), batch)
-
-        given = [_shape_of(leaves[place]) for place in places]
-        data = jax.tree.map(_shape_of, batch)
-        jaxpr = jax.make_jaxpr(of_arrays)(given, data)
-        self.flow = flow = Flow()
-        tokens: list[Tokens] = [flow.fresh(x.shape) for x in jax.tree.leaves((given, data))]
-        flow.follow(jaxpr.jaxpr, [flow.fresh(jnp.shape(c)) for c in jaxpr.consts], tokens)
-        paths = [found[0] for found in arrays_of(params)[0] if found is not None]
-        self.arrays = dict(zip(paths, given, strict=True))
-        self.classes = {
-            path: tuple(map(flow.of, own)) for path, own in zip(paths, tokens, strict=False)
-        }
-        of_data = tokens[len(given) :]
-        self.of_batch = {flow.of(t) for own in of_data for t in own}
+        dimensions = Dimensions(function, params, batch)
+        self.flow = flow = dimensions.flow
+        self.arrays, self.classes = dimensions.arrays, dimensions.classes
+        self.of_batch = {one for own in dimensions.data for one in own}
         self.flops = sum(matmul.flops for matmul in flow.matmuls)
         self.weights = self._weights()
         pairs = {(flow.of(a), flow.of(b)) for a, b in flow.together}
@@ -333,7 +311,3 @@ def _roles(mesh: AnyMesh, given: Mapping[str, str] | None) -> dict[str, tuple[st
             )
         found[role] += (name,)
     return found
-
-
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxpar._axis import axis_names
 from jaxpar._calls import called, of_user, public, readable, type_error, value_error
 from jaxpar._checks import check_whole
-from jaxpar._types import AxisLike, Integer, PathLike
+from jaxpar._types import AxisLike, Flag, Integer, PathLike
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import read_safetensors, restore, save
@@ -28,6 +28,7 @@ from jaxpar.layout._rule import nearest
 from jaxpar.layout._table import Table
 
 if TYPE_CHECKING:
+    from jaxpar.layout._explain import Explanation
     from jaxpar.layout._map import LayoutMap
 
 
@@ -487,6 +488,74 @@ class Layout(Mapping[str, ArrayLayout]):
         """
         self._need_devices()
         return read_safetensors(self, files, names, transposed)
+
+    @public
+    def explain(
+        self,
+        step: Any,
+        target: Any,
+        *args: Any,
+        compiler_options: dict[str, Any] | None = None,
+        tries: Integer = 6,
+        from_layout: Flag = False,
+    ) -> Explanation:
+        """Returns what a step costs on a described chip weight by weight, and what costs less.
+
+        The step is compiled for the target with the layout, and played on a model of the chip. Each
+        collective is told by the weight that it is for. Then rules are compiled with two dimensions
+        exchanged, one after the other: those that lie otherwise than what they are multiplied with,
+        which is how a square weight with its dimensions exchanged is found, and those that cost
+        most. An exchange that makes the step faster is kept for those behind it.
+
+        Args:
+          step: called as `step(params, *args)` with global arrays; returns anything. Results whose
+            paths end in a weight's and that have its shape, as new parameters and gradients do,
+            keep the weight's layout. It must not name another mesh than the one in context
+            (`jax.set_mesh`): a `jax.shard_map` in it leaves out its mesh.
+          target: a name such as `"v5p:4x4x4"` of as many devices as the mesh has, or a
+            `jaxpar.schedule.Target` with a mesh of the same axes.
+          args: shapes or arrays. For states like the parameters, a `Layout` (`layout.like`). Others
+            keep the spec of their sharding; without one they lie as the map's `batch` says.
+          compiler_options: as for `jaxpar.schedule.compile_for`.
+          tries: how many exchanges are compiled at most.
+          from_layout: `step` is called with the layout on the target's mesh and returns the step:
+            for steps that have its specs in them.
+
+        Returns:
+          An `Explanation`: printed, a table of the most exposed collectives, and what is flagged.
+
+        Raises:
+          TypeError: a step that is no function, a target that is neither.
+          ValueError: a target whose mesh has other axes; arguments that their axes do not divide.
+          Exception: what tracing or the compiler raises.
+
+        Cost: `1 + tries` compilations of the step.
+
+        Example:
+          >>> def loss(params, x):
+          ...     return jnp.sum(jnp.tanh(x @ params["up"]) @ params["down"])
+          >>> shape = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+          >>> rules = LayoutMap({"up": ("tp", None), "down": ("tp", None)})  # up is exchanged
+          >>> mesh = make_mesh("tp=4", devices=4)
+          >>> layout = rules.layout({"up": shape, "down": shape}, mesh)
+          >>> found = layout.explain(jax.grad(loss), "v5e:2x2", shape)
+          >>> found.flagged[0].rule, found.flagged[0].after == P(None, "tp")
+          ('up', True)
+        """
+        from jaxpar.layout._explain import explain
+
+        tries = check_whole("tries", tries, 0)
+        return explain(self, step, target, args, compiler_options, tries, bool(from_layout))
+
+    def on(self, mesh: Mesh) -> Layout:
+        """Returns the same on another mesh of the same axes."""
+        moved = [array and replace(array, mesh=mesh) for array in self._leaves]
+        return Layout(self._rules, mesh, moved, self._tree)
+
+    def changed(self, arrays: Mapping[str, ArrayLayout]) -> Layout:
+        """Returns the same with other layouts of some arrays, by path."""
+        leaves = [array and arrays.get(array.path, array) for array in self._leaves]
+        return Layout(self._rules, self._mesh, leaves, self._tree)
 
     def tree_of(self, function: Callable[[ArrayLayout], Any]) -> Any:
         """Returns a pytree like the parameters of what a function makes of each array's layout."""

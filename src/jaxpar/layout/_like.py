@@ -33,8 +33,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
         path, x = leaf
         dtype = getattr(x, "dtype", None) or jnp.result_type(x)
         array = Shaped(path, tuple(jnp.shape(x)), dtype)
-        parameter = _parameter(layout, path)
-        own = parameter and _shaped_like(parameter, array)
+        own = array_like(layout, array)
         if own is not None:
             found[path] = own
         elif prod(array.shape) <= 1:
@@ -53,14 +52,22 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     return Layout(layout.rules, layout.mesh, arrays, treedef)
 
 
-def _parameter(layout: Layout, path: str) -> ArrayLayout | None:
-    """The parameter whose path is the longest that this one ends in."""
+def array_like(layout: Layout, array: Shaped) -> ArrayLayout | None:
+    """How an array lies that is like a parameter: its path ends in the parameter's; else None."""
+    parameter = _parameter(layout, array.path)
+    return parameter and _shaped_like(parameter, array)
+
+
+def parameter_of(layout: Layout, path: str) -> str | None:
+    """The path of a parameter in which this one ends, the longest."""
     keys = path.split("/")
-    for start in range(len(keys) + 1):
-        ending = "/".join(keys[start:])
-        if ending in layout:
-            return layout[ending]
-    return None
+    endings = ("/".join(keys[start:]) for start in range(len(keys) + 1))
+    return next((ending for ending in endings if ending in layout), None)
+
+
+def _parameter(layout: Layout, path: str) -> ArrayLayout | None:
+    found = parameter_of(layout, path)
+    return None if found is None else layout[found]
 
 
 def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:

@@ -1,0 +1,52 @@
+"""Which dimensions of a function's parameters and data go together, found by one trace of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.layout._flow import Flow, Tokens
+from jaxpar.layout._paths import arrays_of, is_array
+
+Classes = tuple[int, ...]  # one for each dimension of an array
+
+
+class Dimensions:
+    """The dimensions of parameters and data as classes of those that must be sharded alike.
+
+    Attributes:
+      flow: what the trace says of matmuls and sums.
+      arrays: path -> shape and dtype of each parameter.
+      classes: path -> the classes of its dimensions.
+      data: the classes of the dimensions of each leaf of the data.
+    """
+
+    def __init__(self, function: Callable[..., Any], params: Any, data: Any) -> None:
+        """Traces `function(params, data)`."""
+        leaves, tree = jax.tree.flatten(params)
+        places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+        def of_arrays(arrays: Sequence[Any], data: Any) -> Any:
+            whole = list(leaves)
+            for place, array in zip(places, arrays, strict=True):
+                whole[place] = array
+            return function(jax.tree.unflatten(tree, whole), data)
+
+        given = [_shape_of(leaves[place]) for place in places]
+        shapes = jax.tree.map(_shape_of, data)
+        jaxpr = jax.make_jaxpr(of_arrays)(given, shapes)
+        self.flow = flow = Flow()
+        tokens: list[Tokens] = [flow.fresh(x.shape) for x in jax.tree.leaves((given, shapes))]
+        flow.follow(jaxpr.jaxpr, [flow.fresh(jnp.shape(c)) for c in jaxpr.consts], tokens)
+        classes: list[Classes] = [tuple(map(flow.of, own)) for own in tokens]
+        paths = [found[0] for found in arrays_of(params)[0] if found is not None]
+        self.arrays = dict(zip(paths, given, strict=True))
+        self.classes = dict(zip(paths, classes, strict=False))
+        self.data = classes[len(given) :]
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
