@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,7 +61,7 @@ class Data(NamedTuple):
 
 
 def candidates(
-    layout: Layout, seen: Dimensions, data: Sequence[Data], exposed: Counter[str]
+    layout: Layout, seen: Dimensions, data: Sequence[Data], exposed: Mapping[str, float]
 ) -> Iterator[Candidate]:
     """Exchanges that may cost less: of rules at odds with others, then of those that cost most.
 
@@ -80,12 +80,12 @@ def candidates(
     yield from odd
     multiplied = {seen.flow.of(t) for matmul in seen.flow.matmuls for t in matmul.tokens}
     tried = {candidate[:3] for candidate in odd}
-    for rule, waited in exposed.most_common():
+    for rule in sorted(exposed, key=exposed.__getitem__, reverse=True):
         for candidate in _exchanges(layout, rule):
             classes = seen.classes[_path(layout, rule)]
             # Not the dimensions that count layers, nor those of which shard_map says what they are.
             dims = {classes[candidate.first], classes[candidate.second]}
-            if waited and dims <= multiplied and candidate[:3] not in tried:
+            if exposed[rule] and dims <= multiplied and candidate[:3] not in tried:
                 yield candidate
 
 

@@ -271,11 +271,11 @@ class _Asked:
         options = options_of(self.target) if self.options is None else self.options
         with jax.set_mesh(self.target.mesh), compiled_with(options):
             seen = Dimensions(lambda params, args: step(params, *args), layout.shapes, given)
-        exposed: Counter[str] = Counter()
+        exposed: dict[str, float] = defaultdict(float)
         for cost in costs:
             rule = None if cost.path is None else layout[cost.path].rule
             if rule is not None:
-                exposed[rule] += cost.exposed  # pyright: ignore[reportArgumentType]
+                exposed[rule] += cost.exposed
         return candidates(layout, seen, shapes_of(self.args, given), exposed)
 
     def made(self, layout: Layout) -> Callable[..., Any]:
@@ -295,6 +295,12 @@ def explain(
     """What `Layout.explain` says."""
     of_user(step, "step")
     if isinstance(target, str):
+        count = describe(target, "all=-1").mesh.size
+        if count != layout.mesh.size:
+            raise value_error(
+                f"{target!r} has {count} devices, and the layout's mesh {layout.mesh.size}: "
+                f"{dict(layout.mesh.shape)}; name a slice of as many"
+            )
         target = describe(target, dict(layout.mesh.shape))
     if not isinstance(target, Target):
         raise type_error(f"target must be a name such as 'v5p:4x4x4' or a Target, got {target!r}")
@@ -308,7 +314,7 @@ def explain(
     program, played, costs = asked.play(layout)
     exchanges: list[Exchange] = []
     now, seconds, own = layout, played.total, costs
-    for candidate in islice(asked.candidates(layout, costs), tries):
+    for candidate in islice(asked.candidates(layout, costs) if tries else (), tries):
         other = candidate.of(now)
         if other is None:
             continue
@@ -335,7 +341,12 @@ def _laid(arg: Any, layout: Layout, number: int) -> Any:
     from jaxpar.layout._layout import Layout
 
     if isinstance(arg, Layout):
-        return layout.like(arg.logical_shapes).shapes
+        alike = {
+            path: array_like(layout, Shaped(path, array.shape, array.dtype))
+            for path, array in arg.items()
+        }
+        here = {path: array for path, array in alike.items() if array is not None}
+        return arg.on(layout.mesh).changed(here).shapes
 
     def laid(x: Any) -> Any:
         if not hasattr(x, "shape"):
@@ -359,10 +370,10 @@ def _laid(arg: Any, layout: Layout, number: int) -> Any:
 
 def _costs(causes: Causes, played: Timeline) -> tuple[Cost, ...]:
     """What each kind of collective does for each weight."""
-    exposed: Counter[str] = Counter()
+    exposed: dict[str, float] = defaultdict(float)
     for event in played.events:
         if event.kind == "wait" and event.row == "compute":
-            exposed[event.name] += event.seconds  # pyright: ignore[reportArgumentType]
+            exposed[event.name] += event.seconds
     runs = Counter(event.name for event in played.transfers)
     known = {name: causes.of(name) for name in runs}
     totals: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
@@ -378,7 +389,8 @@ def _costs(causes: Causes, played: Timeline) -> tuple[Cost, ...]:
 
 def _moved(costs: Sequence[Cost], paths: Sequence[str]) -> float:
     """Bytes of weights themselves that a device sends."""
-    return sum(cost.bytes for cost in costs if cost.path in paths and cost.what == "the weight")
+    moved = (c.bytes for c in costs if c.path in paths and c.what == "the weight")
+    return sum(moved, 0.0)
 
 
 def _entries(spec: PartitionSpec) -> str:

@@ -321,7 +321,11 @@ class Layout(Mapping[str, ArrayLayout]):
                 f"{shaped} would be padded to {array.padded_shape}; results are not: name axes "
                 "that divide it"
             )
-        constrained: Array = jax.lax.with_sharding_constraint(x, array.sharding)
+        # A mesh in context may be of other devices, for which the step is compiled.
+        context = jax.sharding.get_abstract_mesh()
+        mesh = context if dict(context.shape) == dict(self._mesh.shape) else self._mesh
+        sharding = NamedSharding(mesh, array.spec)
+        constrained: Array = jax.lax.with_sharding_constraint(x, sharding)
         return constrained
 
     @public
@@ -536,7 +540,7 @@ class Layout(Mapping[str, ArrayLayout]):
           ...     return jnp.sum(jnp.tanh(x @ params["up"]) @ params["down"])
           >>> shape = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
           >>> rules = LayoutMap({"up": ("tp", None), "down": ("tp", None)})  # up is exchanged
-          >>> mesh = make_mesh("tp=4", devices=4)
+          >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])
           >>> layout = rules.layout({"up": shape, "down": shape}, mesh)
           >>> found = layout.explain(jax.grad(loss), "v5e:2x2", shape)
           >>> found.flagged[0].rule, found.flagged[0].after == P(None, "tp")

@@ -182,7 +182,7 @@ def collective_in(i: Instruction) -> Instruction | None:
     """The collective that an instruction is, or has inside it; None without one."""
     if i.opcode.removesuffix("-start") in _COLLECTIVES:
         return i
-    if i.opcode not in ("fusion", "async-start", "call-start"):
+    if i.opcode not in ("fusion", "fusion-start", "async-start", "call-start"):
         return None
     return next((x for x in i.inside if x.opcode in _COLLECTIVES), None)
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from jaxpar.schedule._costs import collective_in
 from jaxpar.schedule._hlo import Computation, Hlo, Instruction
 
-_ENTERED = ("fusion", "call", "while", "conditional", "async-start", "call-start")
+_FUSIONS = ("fusion", "fusion-start", "call")
+_ENTERED = (*_FUSIONS, "while", "conditional", "async-start", "call-start")
 _BY_OPERAND = {  # collectives of several arrays, whose results are in the order of the operands
     *("all-gather", "all-reduce", "reduce-scatter", "all-reduce-start", "all-reduce-done"),
 }
@@ -101,7 +102,7 @@ class Values:
                 i, element = i.operands[0], int(i.after("index="))
             elif i.opcode == "tuple" and element is not None and element < len(i.operands):
                 i, element = i.operands[element], None
-            elif i.opcode in ("fusion", "call") and i.called:
+            elif i.opcode in _FUSIONS and i.called:
                 i = i.called[0].root
             elif "barrier" in i.opcode and i.operands:
                 i = i.operands[0]
@@ -156,7 +157,7 @@ class Values:
             self.value(i)
             for computation in self.hlo.computations.values()
             for i in computation.instructions
-            if i.opcode not in ("tuple", "fusion", "call", "get-tuple-element")
+            if i.opcode not in (*_FUSIONS, "tuple", "get-tuple-element")
         ]
         todo += [value for i in self._tuples() for value in i]
         while todo:
