@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from jaxpar._calls import of_user, public, value_error
 from jaxpar._types import AnyMesh
-from jaxpar.layout._array_layout import itemsize
+from jaxpar.layout._comparison import Compared, compare, others
 from jaxpar.layout._dimensions import Dimensions
+from jaxpar.layout._explain import FASTER
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._problem import size_text
@@ -38,6 +39,7 @@ def infer_layout(
     mesh: AnyMesh,
     *,
     roles: Mapping[str, Role] | None = None,
+    target: Any = None,
     show: Callable[[str], object] | None = print,
 ) -> LayoutMap:
     """Returns the map that a function's own matmuls ask for, and says why for each rule.
@@ -47,7 +49,7 @@ def infer_layout(
     and calls. Dimensions that must be sharded alike are one class. Over tensor axes it shards the
     classes that cost the fewest bytes of sums for their FLOPs, no two of one array: hidden features
     and heads (columns, then rows) before the width that all layers share, which is what Megatron
-    does. Fully sharded axes take the largest other dimension of each array.
+    does. Fully sharded axes take the largest other dimension of each matrix.
 
     Args:
       function: a loss or a forward pass, without `jax.shard_map`.
@@ -56,6 +58,10 @@ def infer_layout(
       mesh: to choose for.
       roles: what a mesh axis is for: `"data"`, `"fully sharded"`, `"tensor"` or `"expert"`. Of
         those that are missing the name tells (`dp`, `data`; `fsdp`; `tp`, `model`; `ep`).
+      target: described devices, as for `Layout.explain`. The loss with its gradient is compiled for
+        them, by this map and by plain ones: without fully sharding, fully sharded over all axes,
+        whole on every device. Of those that fit the memory the fastest is returned, this map where
+        none is faster by 1%. None: they are compared by the bytes that a device holds alone.
       show: called with what was found and why, line by line. None: nothing is shown.
 
     Returns:
@@ -64,7 +70,7 @@ def infer_layout(
     Raises:
       ValueError: an axis whose role its name does not tell; a role of an axis that is not there.
 
-    Cost: one trace of the function; nothing is searched.
+    Cost: one trace of the function, and with a target at most four compilations.
 
     Example:
       >>> def loss(params, x):
@@ -96,6 +102,7 @@ def infer_layout(
                 return {}
 
             rules = extended(params, mesh, rules, dims, batch=(name,) if role == "expert" else ())
+    before = rules
     for name in by_role["fully sharded"]:
 
         def largest(array: Shaped, taken: Sequence[Entry], name: str = name) -> Dims:
@@ -109,10 +116,32 @@ def infer_layout(
         rules = data_parallel(params, mesh, axis=by_role["data"], within=rules)
     if rules is None:
         raise value_error(f"the mesh {dict(mesh.shape)} has no axes")
-    if show is not None:
-        for line in _told(rules, reasons, seen, mesh):
-            show(line)
-    return rules
+    tell = show or (lambda line: None)
+    for line in _told(rules, reasons, seen):
+        tell(line)
+    gathered = by_role["fully sharded"] + by_role["data"]
+    whole = data_parallel(params, mesh, axis=gathered, within=before) if gathered else None
+    compared: list[Compared] = []
+    plain = others(params, mesh, whole if by_role["fully sharded"] and before else None)
+    for found in compare(function, params, batch, mesh, {"this map": rules, **dict(plain)}, target):
+        tell(str(found))
+        compared.append(found)
+    return _best(compared, target, tell)
+
+
+def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], object]) -> LayoutMap:
+    """The map that is taken: the first, or one that is faster and fits."""
+    first, best = compared[0], compared[0]
+    for found in compared[1:]:
+        if (
+            found.seconds is not None
+            and found.fits
+            and (best.seconds is None or not best.fits or found.seconds < FASTER * best.seconds)
+        ):
+            best = found
+    if best is not first:
+        tell(f"taken: {best.name}, the fastest that fits the memory of {target}")
+    return best.rules
 
 
 @dataclass(frozen=True)
@@ -132,6 +161,12 @@ class _Seen:
         self.flow = flow = dimensions.flow
         self.arrays, self.classes = dimensions.arrays, dimensions.classes
         self.of_batch = {one for own in dimensions.data for one in own}
+        self.looked_up = {
+            flow.of(t)
+            for found in flow.sums
+            if found.what == "rows that are looked up"
+            for t in found.over
+        }
         self.flops = sum(matmul.flops for matmul in flow.matmuls)
         self.weights = self._weights()
         pairs = {(flow.of(a), flow.of(b)) for a, b in flow.together}
@@ -156,12 +191,6 @@ class _Seen:
 
     def choose(self, count: int, role: str, before: LayoutMap | None) -> dict[int, str]:
         """The classes that are sharded over an axis of so many devices, each with the reason."""
-        looked_up = {
-            self.flow.of(t)
-            for found in self.flow.sums
-            if found.what == "rows that are looked up"
-            for t in found.over
-        }
         taken = set[int]()
         for path, own in self.classes.items():
             entries = before.rule(before.matching(path)[0]).entries if before is not None else ()
@@ -170,7 +199,7 @@ class _Seen:
             one
             for one, known in self.weights.items()
             if one not in self.of_batch | taken
-            and (known.flops or one in looked_up)
+            and (known.flops or one in self.looked_up)
             and self._divided(one, count)
         ]
         if role == "expert":  # their weights have two dimensions more that are multiplied
@@ -251,15 +280,20 @@ class _Seen:
         return f"shared by {shown}: {known.flops / max(self.flops, 1):.0%} of the FLOPs, {cost}"
 
     def largest(self, array: Shaped, taken: Sequence[Entry], name: str, mesh: AnyMesh) -> Dims:
-        """The largest dimension that is multiplied, and that the axis divides, or none."""
+        """The largest dimension that is multiplied, and that the axis divides, or none.
+
+        Vectors, one of which each layer may have, stay whole: they are small.
+        """
         count = mesh.shape[name]
         own = self.classes[array.path]
+        if sum(one in self.looked_up or self.weights[one].flops > 0 for one in own) < 2:
+            return {}
         fitting = [
             dim
             for dim, size in enumerate(array.shape)
             if size
             and not size % (count * prod(mesh.shape[n] for n in axes_of(taken[dim])))
-            and (self.weights[own[dim]].flops or len(array.shape) < 2)
+            and self.weights[own[dim]].flops
         ]
         if not fitting:
             return {}
@@ -267,10 +301,8 @@ class _Seen:
         return {best: (name,)}
 
 
-def _told(
-    rules: LayoutMap, reasons: Mapping[str, list[str]], seen: _Seen, mesh: AnyMesh
-) -> list[str]:
-    """Every rule with its reason, what is unsure, and what other maps would cost."""
+def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: _Seen) -> list[str]:
+    """Every rule with its reason, and what is unsure."""
     lines: list[str] = []
     for key in rules:
         path = next(path for path in seen.classes if rules.pattern(key).fullmatch(path))
@@ -284,13 +316,6 @@ def _told(
         )
         if found:
             lines.append(f"unsure: {what} touches dimensions of {', '.join(found[:6])}")
-    layout = rules.layout(seen.arrays, mesh, strict=False)
-    own = layout.table().bytes_per_device
-    whole = sum(prod(x.shape) * itemsize(x.dtype) for x in seen.arrays.values())
-    lines.append(
-        f"{size_text(own)} a device; on every device whole, {size_text(whole)}; over all "
-        f"{mesh.size}, {size_text(whole / mesh.size)}"
-    )
     return lines
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxpar._axis import axis_names
 from jaxpar._calls import called, of_user, public, readable, type_error, value_error
 from jaxpar._checks import check_whole
-from jaxpar._types import AxisLike, Flag, Integer, PathLike
+from jaxpar._types import AnyMesh, AxisLike, Flag, Integer, PathLike
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import read_safetensors, restore, save
@@ -551,7 +551,7 @@ class Layout(Mapping[str, ArrayLayout]):
         tries = check_whole("tries", tries, 0)
         return explain(self, step, target, args, compiler_options, tries, bool(from_layout))
 
-    def on(self, mesh: Mesh) -> Layout:
+    def on(self, mesh: AnyMesh) -> Layout:
         """Returns the same on another mesh of the same axes."""
         moved = [array and replace(array, mesh=mesh) for array in self._leaves]
         return Layout(self._rules, mesh, moved, self._tree)

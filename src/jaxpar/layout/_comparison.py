@@ -1,0 +1,96 @@
+"""An inferred map beside a few plain ones: bytes of each device, and a predicted step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar._types import AnyMesh
+from jaxpar.layout._layout import Layout
+from jaxpar.layout._map import LayoutMap
+from jaxpar.layout._paths import is_array
+from jaxpar.layout._problem import size_text
+from jaxpar.layout._strategies import data_parallel, fully_sharded
+from jaxpar.schedule import Target
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One map, and what is known of it."""
+
+    name: str
+    rules: LayoutMap
+    bytes_per_device: int
+    seconds: float | None = None  # of a step; None: not compiled, or it could not be
+    peak: int = 0  # bytes of memory
+    fits: bool = True  # the memory of the chip
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {size_text(self.bytes_per_device)} a device"
+        if self.seconds is not None:
+            text += f", a step takes {self.seconds * 1e6:.4g} us and {size_text(self.peak)}"
+        return text + (f", {self.why_not}" if self.why_not else "")
+
+
+def others(
+    params: Any, mesh: AnyMesh, without: LayoutMap | None
+) -> Iterator[tuple[str, LayoutMap]]:
+    """Plain maps of the same parameters; `without`: the inferred one before FSDP, if it has it."""
+    names = tuple(map(str, mesh.axis_names))
+    if without is not None:
+        yield "without fully sharding", without
+    yield "fully sharded over all axes", fully_sharded(params, mesh, axis=names)
+    yield "whole on every device", data_parallel(params, mesh, axis=names)
+
+
+def compare(
+    function: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    mesh: AnyMesh,
+    maps: Mapping[str, LayoutMap],
+    target: str | Target | None,
+) -> Iterator[Compared]:
+    """Yields what each map costs; the loss with its gradient where there is a target."""
+    seen = set[tuple[Layout, Any]]()
+    for name, rules in maps.items():
+        layout = rules.layout(params, mesh, strict=False)
+        if (layout, rules.batch) in seen:
+            continue
+        seen.add((layout, rules.batch))
+        held = layout.table().bytes_per_device
+        if target is None:
+            yield Compared(name, rules, held)
+            continue
+        try:
+            found = layout.explain(_step(function, params), target, batch, tries=0)
+        except ValueError as reason:
+            yield Compared(name, rules, held, why_not=str(reason).splitlines()[0])
+            continue
+        peak, chip = found.program.memory.peak, found.target.chip
+        fits = chip is None or peak <= chip.capacity
+        yield Compared(
+            name, rules, held, found.timeline.total, peak, fits, "" if fits else "too much for it"
+        )
+
+
+def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
+    """A loss with its gradient; of what is no loss, the function itself."""
+    leaves, tree = jax.tree.flatten(params)
+
+    def called(arrays: Any, batch: Any) -> Any:
+        given = iter(jax.tree.leaves(arrays))  # without leaves that are no arrays
+        whole = [next(given) if is_array(leaf) else leaf for leaf in leaves]
+        return function(jax.tree.unflatten(tree, whole), batch)
+
+    def step(arrays: Any, batch: Any) -> Any:
+        found = jax.eval_shape(called, arrays, batch)
+        is_loss = getattr(found, "shape", None) == () and jnp.issubdtype(found.dtype, jnp.floating)
+        return (jax.value_and_grad(called) if is_loss else called)(arrays, batch)
+
+    return step
