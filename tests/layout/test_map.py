@@ -227,14 +227,16 @@ def many_weights(layers, kinds):
     }
 
 
+@pytest.mark.parametrize("value", [(None, "tp"), "embed heads"])
 @pytest.mark.parametrize("fits", [True, False])
-def test_ten_thousand_arrays_and_two_hundred_rules(fits):
+def test_ten_thousand_arrays_and_two_hundred_rules(fits, value):
     rules = LayoutMap(
         {
-            rf"layers/\d+/(attention|mlp){k}/(kernel|weight)": (None, "tp")
+            rf"layers/\d+/(attention|mlp){k}/(kernel|weight)": value
             for k in range(200 if fits else 300)
             if fits or k > 99
-        }
+        },
+        axes={"embed": None, "heads": "tp"},
     )
     params = many_weights(50, 200)
     mesh = make_mesh("tp=8")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.layout._blocks import AnyArray, Blocks
+from jaxpar.layout._mesh import size_of
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ArrayLayout:
     @property
     def shards(self) -> int:
         """Into how many different blocks it is cut."""
-        return prod(self.mesh.shape[name] for axes in self.axes for name in axes)
+        return size_of(self.mesh, (name for axes in self.axes for name in axes))
 
     @property
     def copies(self) -> int:
@@ -128,7 +128,7 @@ class ArrayLayout:
         )
 
     def _cut(self, dim: int) -> int:
-        return prod(self.mesh.shape[name] for name in self.axes[dim])
+        return size_of(self.mesh, self.axes[dim])
 
     def pad(self, array: AnyArray) -> AnyArray:
         """Adds the zeros that the mesh needs."""
@@ -143,7 +143,10 @@ class ArrayLayout:
         return array
 
 
-def axes_by_dim(spec: Iterable[Any], rank: int = 0) -> tuple[tuple[str, ...], ...]:
+@lru_cache(maxsize=4096)  # thousands of arrays share a few specs
+def axes_by_dim(
+    spec: PartitionSpec | tuple[Any, ...], rank: int = 0
+) -> tuple[tuple[str, ...], ...]:
     """The mesh axes of each entry of a spec, and none for dimensions up to the rank behind them."""
     given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     return (*given, *[()] * (rank - len(given)))

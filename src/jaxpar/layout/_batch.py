@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar._calls import called, naming, type_error, value_error
 from jaxpar.layout._fit import Placed, Shaped
+from jaxpar.layout._mesh import size_of
 from jaxpar.layout._paths import arrays_of
 from jaxpar.layout._problem import LayoutError, Problem
 from jaxpar.layout._rule import Rule
@@ -40,7 +40,7 @@ def batch_part(layout: Layout) -> tuple[int, int]:
     """What `Layout.batch_part` says."""
     sharding = NamedSharding(layout.mesh, PartitionSpec(*tuple(_rule(layout).layout)[:1]))
     first = next(iter(sharding.spec), None)
-    size = prod(sharding.mesh.shape[name] for name in _names(first))
+    size = size_of(sharding.mesh, _names(first))
     own = sharding.devices_indices_map((size,))
     mine = sorted(
         {
@@ -123,9 +123,7 @@ def _rule(layout: Layout) -> Rule:
 
 def _processes_along(sharding: NamedSharding, rank: int) -> tuple[int, ...]:
     """Into how many parts, of different processes, each dimension of the data is cut."""
-    shape = tuple(
-        prod(sharding.mesh.shape[name] for name in _names(entry)) for entry in sharding.spec
-    )
+    shape = tuple(size_of(sharding.mesh, _names(entry)) for entry in sharding.spec)
     shape += (1,) * (rank - len(shape))
     own = sharding.devices_indices_map(shape)
     mine = [index for device, index in own.items() if device.process_index == jax.process_index()]

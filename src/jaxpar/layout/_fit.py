@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import permutations
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from jaxpar._calls import naming
 from jaxpar._types import AnyMesh
 from jaxpar.layout._array_layout import ArrayLayout, itemsize
 from jaxpar.layout._blocks import Blocks
+from jaxpar.layout._mesh import size_of
 from jaxpar.layout._problem import Problem, shape_text, size_text
 from jaxpar.layout._rule import Axes, Entry, Rule, axes_of, nearest, shown
 from jaxpar.layout._split import Padded, Replicate, Split
@@ -62,13 +64,17 @@ def fit(
     problems: list[Problem] = []
     placed: list[Placed] = []
     used: set[str] = set()
+    known: dict[tuple[str, tuple[int, ...]], ArrayLayout] = {}  # layers share rules and shapes
     hints: dict[str, str] = {}  # at the nearest rule; layers share one
     for array in arrays:
         keys = rules.matching(array.path)
         used.update(keys)
         if len(keys) == 1:
             placed.append(Placed(array, keys[0], rules.rule(keys[0]), mesh))
-            laid = placed[-1].lay(problems)
+            laid = known.get((keys[0], array.shape)) or placed[-1].lay(problems)
+            if laid is not None:
+                known[keys[0], array.shape] = laid
+                laid = replace(laid, path=array.path, dtype=array.dtype)
         else:
             laid = None
             if keys:
@@ -185,7 +191,7 @@ class Placed:
 
     def _blocks(self, dim: int, entry: Entry) -> Blocks | Problem:
         size, names = self.array.shape[dim], axes_of(entry)
-        count = _size(self.mesh, names)
+        count = size_of(self.mesh, names)
         if isinstance(self.rule.action, Split):
             return Blocks.evenly(size, count)
         if isinstance(entry, Padded):
@@ -201,13 +207,13 @@ class Placed:
 
     def _undivided(self, dim: int, names: Axes) -> Problem:
         """The three ways out, each with what a device then holds."""
-        shape, size, count = self.array.shape, self.array.shape[dim], _size(self.mesh, names)
+        shape, size, count = self.array.shape, self.array.shape[dim], size_of(self.mesh, names)
         axes = [axes_of(entry) for entry in self.rule.entries]
         axes += [()] * (len(shape) - len(axes))
         whole = [() if d == dim else some for d, some in enumerate(axes)]
 
         def held(axes: Sequence[Axes], padded: int = size) -> str:
-            cut = prod(_size(self.mesh, some) for some in axes)
+            cut = prod(size_of(self.mesh, some) for some in axes)
             return f"{size_text(self.array.bytes / size * padded / cut)} a device"
 
         over = repr(shown(names))
@@ -245,32 +251,45 @@ def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
     for one in named:
         for name, size in zip(one.rule.names or (), one.array.shape, strict=True):
             sizes[name][one.key][size] += 1
+    # One vote a rule: all arrays of a wrong one agree with each other.
+    voted = {
+        name: {key: counts.most_common(1)[0][0] for key, counts in by_key.items()}
+        for name, by_key in sizes.items()
+    }
+    votes_of = {name: Counter(of.values()) for name, of in voted.items()}
+
+    def usual_size(name: str, key: str, size: int) -> int:
+        """What most other rules say of a name, or other arrays of the only one that has it."""
+        votes = votes_of[name] - Counter([voted[name][key]])
+        votes = votes or sizes[name][key] - Counter([size])
+        most, count = votes.most_common(1)[0] if votes else (size, 0)
+        return size if votes[size] == count else most
+
+    @cache  # layers share rules and shapes
+    def mended(key: str, names: Axes, shape: tuple[int, ...]) -> tuple[str, int, Axes] | None:
+        """A name that is at odds, its usual size, and the order of names in which none is."""
+        usual = {n: usual_size(n, key, s) for n, s in zip(names, shape, strict=True)}
+        wrong = [n for n, s in zip(names, shape, strict=True) if usual[n] != s]
+        # Of one name that is at odds no exchange is the reason: such names have several sizes.
+        if len(wrong) < 2 or len(names) > 6:
+            return None
+        for order in permutations(names):
+            if all(usual[n] == s for n, s in zip(order, shape, strict=True)):
+                return wrong[0], usual[wrong[0]], order
+        return None
+
     problems: list[Problem] = []
     for one in named:
         names, shape = one.rule.names or (), one.array.shape
-        usual: dict[str, int] = {}
-        for name, size in zip(names, shape, strict=True):
-            # One vote a rule: all arrays of a wrong one agree with each other.
-            votes = Counter(c.most_common(1)[0][0] for k, c in sizes[name].items() if k != one.key)
-            votes = votes or sizes[name][one.key] - Counter([size])
-            if votes:
-                most, count = votes.most_common(1)[0]
-                usual[name] = size if votes[size] == count else most
-        wrong = [n for n, s in zip(names, shape, strict=True) if usual.get(n, s) != s]
-        # Of one name that is at odds no exchange is the reason: such names have several sizes.
-        if len(wrong) < 2 or len(names) > 6:
-            continue
-        for order in permutations(names):
-            if all(usual.get(n, s) == s for n, s in zip(order, shape, strict=True)):
-                first = wrong[0]
-                problems.append(
-                    one.problem(
-                        f"as {one.rule.given!r} its {first!r} has {shape[names.index(first)]} "
-                        f"entries, and {usual[first]} in other arrays",
-                        f"write {' '.join(order)!r}, with which all sizes agree",
-                    )
+        if (found := mended(one.key, names, shape)) is not None:
+            name, size, order = found
+            problems.append(
+                one.problem(
+                    f"as {one.rule.given!r} its {name!r} has {shape[names.index(name)]} entries, "
+                    f"and {size} in other arrays",
+                    f"write {' '.join(order)!r}, with which all sizes agree",
                 )
-                break
+            )
     return problems
 
 
@@ -320,10 +339,6 @@ def _unused_axes(
 def _any_index(path: str) -> str:
     """The same for layers that differ in their index alone."""
     return re.sub(r"\d+", "#", path)
-
-
-def _size(mesh: AnyMesh, names: Axes) -> int:
-    return prod(mesh.shape[name] for name in names)
 
 
 def _text(mesh: AnyMesh) -> str:

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import prod
 from typing import Any, Literal
 
 from jaxpar._calls import of_user, public, value_error
@@ -17,9 +16,10 @@ from jaxpar.layout._dimensions import Dimensions
 from jaxpar.layout._explain import FASTER
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
+from jaxpar.layout._mesh import check_mesh, size_of
 from jaxpar.layout._problem import size_text
 from jaxpar.layout._rule import Entry, axes_of
-from jaxpar.layout._strategies import Dims, check_mesh, data_parallel, extended
+from jaxpar.layout._strategies import Dims, data_parallel, extended
 
 Role = Literal["data", "fully sharded", "tensor", "expert"]
 ROLES = ("data", "fully sharded", "tensor", "expert")
@@ -292,7 +292,7 @@ class _Seen:
             dim
             for dim, size in enumerate(array.shape)
             if size
-            and not size % (count * prod(mesh.shape[n] for n in axes_of(taken[dim])))
+            and not size % (count * size_of(mesh, axes_of(taken[dim])))
             and self.weights[own[dim]].flops
         ]
         if not fitting:

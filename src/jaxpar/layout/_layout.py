@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxpar._axis import axis_names
 from jaxpar._calls import called, of_user, public, readable, type_error, value_error
 from jaxpar._checks import check_whole
 from jaxpar._types import AnyMesh, AxisLike, Flag, Integer, PathLike
 from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.layout._arrays import gather, pad, place, unpad
 from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import read_safetensors, restore, save
 from jaxpar.layout._fit import Shaped, fit
+from jaxpar.layout._mesh import axes_in, check_mesh
 from jaxpar.layout._paths import arrays_of, path_text
-from jaxpar.layout._problem import LayoutError, Problem, shape_text
+from jaxpar.layout._problem import LayoutError
 from jaxpar.layout._rule import nearest
 from jaxpar.layout._table import Table
 
@@ -173,13 +172,7 @@ class Layout(Mapping[str, ArrayLayout]):
           ValueError: an axis that the mesh lacks; one that shards a stacked dimension; axes of
             which only some shard an array, or that are not the last ones of a dimension.
         """
-        names = axis_names(axis)
-        stacked = check_whole("stacked", stacked, 0)
-        for name in names:
-            if name not in self._mesh.shape:
-                raise value_error(
-                    f"axis {name!r} is not an axis of the mesh, which has {dict(self._mesh.shape)}"
-                )
+        names, stacked = axes_in(self._mesh, axis), check_whole("stacked", stacked, 0)
 
         def dim_of(array: ArrayLayout) -> int | None:
             dims = [d for d, axes in enumerate(array.axes) if set(names) & set(axes)]
@@ -214,14 +207,12 @@ class Layout(Mapping[str, ArrayLayout]):
         Raises:
           LayoutError: arrays of other paths or shapes.
         """
-        return self._moved(params, lambda a: a.shape, lambda a, x: a.pad(x), lambda a: a.sharding)
+        return pad(self, params)
 
     @public
     def unpad(self, params: Any) -> Any:
         """Takes the zeros away: the inverse of `pad`; whole along dimensions that had some."""
-        return self._moved(
-            params, lambda a: a.padded_shape, lambda a, x: a.unpad(x), lambda a: a.logical_sharding
-        )
+        return unpad(self, params)
 
     @public
     def place(self, params: Any) -> Any:
@@ -239,7 +230,7 @@ class Layout(Mapping[str, ArrayLayout]):
           ValueError: arrays of other paths or shapes.
         """
         self._need_devices()
-        return self._each(params, lambda a: a.shape, _put)
+        return place(self, params)
 
     @public
     def gather(self, params: Any) -> Any:
@@ -249,15 +240,7 @@ class Layout(Mapping[str, ArrayLayout]):
         """
         self._need_devices()
 
-        def whole(array: ArrayLayout, x: Any) -> np.ndarray:
-            if not getattr(x, "is_fully_addressable", True):
-                x = jax.jit(lambda y: y, out_shardings=NamedSharding(array.mesh, PartitionSpec()))(
-                    x
-                )
-            found: Any = array.unpad(np.asarray(x))
-            return found
-
-        return self._each(params, lambda a: a.padded_shape, whole)
+        return gather(self, params)
 
     @public
     def init(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -566,87 +549,6 @@ class Layout(Mapping[str, ArrayLayout]):
         found = [None if array is None else function(array) for array in self._leaves]
         return jax.tree.unflatten(self._tree, found)
 
-    def _moved(
-        self,
-        params: Any,
-        shape_of: Callable[[ArrayLayout], tuple[int, ...]],
-        function: Callable[[ArrayLayout, Any], Any],
-        sharding_of: Callable[[ArrayLayout], Any],
-    ) -> Any:
-        """Changes arrays that have padding: those on devices in one program, shard by shard."""
-        there: dict[str, Array] = {}
-
-        def note(array: ArrayLayout, x: Any) -> Any:
-            if (
-                array.padded_shape != array.shape
-                and isinstance(x, Array)
-                and not isinstance(x, Tracer)
-            ):
-                there[array.path] = x
-            return x
-
-        self._each(params, shape_of, note)
-
-        def change(arrays: dict[str, Array]) -> dict[str, Any]:
-            return {path: function(self._by_path[path], x) for path, x in arrays.items()}
-
-        shardings = {path: sharding_of(self._by_path[path]) for path in there}
-        moved: dict[str, Any] = jax.jit(change, out_shardings=shardings)(there) if there else {}
-
-        def result(array: ArrayLayout, x: Any) -> Any:
-            if array.padded_shape == array.shape:
-                return x
-            return moved[array.path] if array.path in moved else function(array, x)
-
-        return self._each(params, shape_of, result)
-
-    def _each(
-        self,
-        params: Any,
-        shape_of: Callable[[ArrayLayout], tuple[int, ...]],
-        function: Callable[[ArrayLayout, Any], Any],
-    ) -> Any:
-        """Maps over arrays that have been checked to be those of the layout."""
-        arrays, _ = arrays_of(params)
-        given = {found[0]: found[1] for found in arrays if found is not None}
-        problems = [
-            Problem(path, None, f"{path!r} is missing", "give all arrays of the layout")
-            for path in self._by_path
-            if path not in given
-        ]
-        for path, x in given.items():
-            array = self._by_path.get(path)
-            if array is None:
-                problems.append(
-                    Problem(
-                        path, None, f"{path!r} is not in the layout", "make one of these arrays"
-                    )
-                )
-                continue
-            shape, wanted = tuple(jnp.shape(x)), shape_of(array)
-            if shape != wanted:
-                have = shape_text(jnp.result_type(x), shape)
-                what = "with" if wanted == array.padded_shape != array.shape else "without"
-                problems.append(
-                    Problem(
-                        path,
-                        array.rule,
-                        f"{path!r} is {have}, but has shape {wanted} here, {what} padding",
-                        "give such an array, or make a layout of these",
-                    )
-                )
-            if isinstance(x, jax.ShapeDtypeStruct):
-                raise type_error(f"{path!r} is a shape, {x}; give an array")
-        if problems:
-            raise LayoutError(called(), problems)
-        leaves, tree = jax.tree.flatten(params)
-        of_leaf = [None if found is None else self._by_path[found[0]] for found in arrays]
-        mapped = [
-            x if array is None else function(array, x)
-            for array, x in zip(of_leaf, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(tree, mapped)
-
     def _need_devices(self) -> None:
         if not isinstance(self._mesh, Mesh):
             raise type_error(f"the layout is of {self._mesh}, which has no devices; give a Mesh")
@@ -654,11 +556,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
 def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layout:
     """Fits the rules, or raises all that is wrong."""
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise type_error(
-            f"mesh must be a jax.sharding.Mesh, got {mesh!r} of type {type(mesh).__name__}; "
-            "make_mesh makes one"
-        )
+    check_mesh(mesh)
     leaves, tree = arrays_of(params)
     arrays = [Shaped(*_shaped(*found)) for found in leaves if found is not None]
     found, problems = fit(rules, arrays, mesh, strict=strict)
@@ -670,16 +568,3 @@ def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layo
 
 def _shaped(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
     return path, tuple(jnp.shape(leaf)), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
-
-
-def _put(array: ArrayLayout, x: Any) -> Array:
-    """Places one array; an array that another process holds a part of moves by itself."""
-    if isinstance(x, Array) and not x.is_fully_addressable:
-        padded: Array = jax.jit(array.pad, out_shardings=array.sharding)(x)
-        return padded
-    if isinstance(x, Array) and array.padded_shape == array.shape and jax.process_count() == 1:
-        return jax.device_put(x, array.sharding)
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        return jax.device_put(array.pad(x), array.sharding)
-    whole = array.pad(np.asarray(x))
-    return jax.make_array_from_callback(whole.shape, array.sharding, lambda index: whole[index])

@@ -8,14 +8,14 @@ from math import prod
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jaxpar._axis import axis_names
-from jaxpar._calls import called, public, type_error, value_error
+from jaxpar._calls import called, public, value_error
 from jaxpar._checks import check_whole
 from jaxpar._types import AnyMesh, AxisLike, Integer
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
+from jaxpar.layout._mesh import axes_in, check_mesh, size_of
 from jaxpar.layout._paths import arrays_of
 from jaxpar.layout._problem import LayoutError, Problem
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown
@@ -59,7 +59,8 @@ def data_parallel(
       >>> rules.match("w") == P(), rules.batch.layout == P("dp")
       (True, True)
     """
-    names = _axes_of_mesh(axis, mesh)
+    check_mesh(mesh)
+    names = axes_in(mesh, axis)
     return extended(params, mesh, within, lambda array, free: {}, batch=names)
 
 
@@ -97,11 +98,12 @@ def fully_sharded(
       >>> rules.match("w") == P(None, "fsdp")
       True
     """
-    names, least = _axes_of_mesh(axis, mesh), check_whole("min_size", min_size, 0)
+    check_mesh(mesh)
+    names, least = axes_in(mesh, axis), check_whole("min_size", min_size, 0)
     layers = _pattern("stacked", stacked)
 
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
-        count = _size(mesh, names)
+        count = size_of(mesh, names)
         first = 1 if layers.fullmatch(array.path) else 0
         if prod(array.shape) < least or not array.shape[first:]:
             return {}
@@ -115,7 +117,7 @@ def fully_sharded(
             for dim in range(first, len(array.shape))
             if not isinstance(taken[dim], Padded)
             and array.shape[dim]
-            and not array.shape[dim] % (count * _size(mesh, axes_of(taken[dim])))
+            and not array.shape[dim] % (count * size_of(mesh, axes_of(taken[dim])))
         ]
         if fitting:
             return {min(fitting, key=rank): names}
@@ -182,7 +184,8 @@ def tensor_parallel(
 
     Source: M. Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053.
     """
-    names = _axes_of_mesh(axis, mesh)
+    check_mesh(mesh)
+    names = axes_in(mesh, axis)
     given = {"columns": columns, "rows": rows, "vocabulary": vocabulary, "whole": whole}
     patterns = {role: _pattern(role, text) for role, text in given.items()}
     layers = _pattern("stacked", stacked)
@@ -246,7 +249,8 @@ def expert_parallel(
       >>> rules.match("experts/up") == P("ep"), rules.match("router") == P()
       (True, True)
     """
-    names, pattern = _axes_of_mesh(axis, mesh), _pattern("experts", experts)
+    check_mesh(mesh)
+    names, pattern = axes_in(mesh, axis), _pattern("experts", experts)
     layers, found = _pattern("stacked", stacked), list[str]()
 
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
@@ -343,29 +347,8 @@ def _role(path: str) -> str | None:
     return None
 
 
-def check_mesh(mesh: Any) -> None:
-    """Raises unless it is one."""
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise type_error(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
-
-
-def _axes_of_mesh(axis: Any, mesh: Any) -> Axes:
-    check_mesh(mesh)
-    names = axis_names(axis)
-    for name in names:
-        if name not in mesh.shape:
-            raise value_error(
-                f"axis {name!r} is not an axis of the mesh, which has {dict(mesh.shape)}"
-            )
-    return names
-
-
 def _pattern(argument: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as reason:
         raise value_error(f"{argument}={text!r} is no regular expression: {reason}") from None
-
-
-def _size(mesh: AnyMesh, names: Axes) -> int:
-    return prod(mesh.shape[name] for name in names)

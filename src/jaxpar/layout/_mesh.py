@@ -1,0 +1,36 @@
+"""What layouts ask of a mesh, with devices or without."""
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxpar._axis import axis_names
+from jaxpar._calls import type_error, value_error
+from jaxpar._types import AnyMesh, AxisLike
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises unless it is one."""
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise type_error(
+            f"mesh must be a jax.sharding.Mesh, got {mesh!r} of type {type(mesh).__name__}; "
+            "make_mesh makes one"
+        )
+
+
+def axes_in(mesh: AnyMesh, axis: AxisLike) -> tuple[str, ...]:
+    """The names that `axis` gives, all of which the mesh must have."""
+    names = axis_names(axis)
+    for name in names:
+        if name not in mesh.shape:
+            raise value_error(
+                f"axis {name!r} is not an axis of the mesh, which has {dict(mesh.shape)}"
+            )
+    return names
+
+
+def size_of(mesh: AnyMesh, names: Iterable[str]) -> int:
+    """Into how many parts these axes together cut a dimension."""
+    return prod(mesh.shape[name] for name in names)
