@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
+from jaxpar._padding import Blocks
 from jaxpar.layout import LayoutMap, Padded, Replicate, Split
-from jaxpar.layout._blocks import Blocks
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jaxtyping import Int, Num
 
 from jaxpar._calls import public, readable, value_error
 from jaxpar._checks import check_dim, check_whole
+from jaxpar._padding import Blocks
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_wide, varying_axes
 from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_pair
@@ -178,14 +179,18 @@ class HeadLayout:
     def _pad(self, w: Array, dim: int) -> Array:
         dim = check_dim("dim", dim, w.shape)
         size = self._head_size(w, dim, self.heads)
-        widths = [(0, 0)] * w.ndim
-        widths[dim] = (0, (self.padded_heads - self.heads) * size)
-        return jnp.pad(w, widths)
+        padded: Any = self._blocks(size).pad(w, dim)
+        return padded
 
     def _unpad(self, w: Array, dim: int) -> Array:
         dim = check_dim("dim", dim, w.shape)
         size = self._head_size(w, dim, self.padded_heads)
-        return jnp.take(w, jnp.arange(self.heads * size), axis=dim)
+        whole: Any = self._blocks(size).unpad(w, dim)
+        return whole
+
+    def _blocks(self, size: int) -> Blocks:
+        """How heads of so many columns lie on the devices."""
+        return Blocks.at_the_end(self.heads * size, self.shards, self.local_heads * size)
 
     def _head_size(self, w: Array, dim: int, heads: int) -> int:
         if w.shape[dim] % heads:

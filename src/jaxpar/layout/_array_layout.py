@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.layout._blocks import AnyArray, Blocks
+from jaxpar._padding import AnyArray, Blocks
 from jaxpar.layout._mesh import size_of
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxpar._padding import Blocks
 from jaxpar.layout._array_layout import ArrayLayout, axes_by_dim
-from jaxpar.layout._blocks import Blocks
 from jaxpar.layout._dimensions import Dimensions
 
 if TYPE_CHECKING:

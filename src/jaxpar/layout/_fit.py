@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import PartitionSpec
 
 from jaxpar._calls import naming
+from jaxpar._padding import Blocks
 from jaxpar._types import AnyMesh
 from jaxpar.layout._array_layout import ArrayLayout, itemsize
-from jaxpar.layout._blocks import Blocks
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._problem import Problem, shape_text, size_text
 from jaxpar.layout._rule import Axes, Entry, Rule, axes_of, nearest, shown

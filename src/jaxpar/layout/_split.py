@@ -14,8 +14,8 @@ from jaxtyping import Bool, Int
 from jaxpar._axis import axis_names, bind
 from jaxpar._calls import naming, public, readable, type_error, value_error
 from jaxpar._checks import check_dim, check_whole
+from jaxpar._padding import AnyArray, Blocks
 from jaxpar._types import AxisLike, Integer, Leaf
-from jaxpar.layout._blocks import AnyArray, Blocks
 
 
 @readable

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_number, check_own, check_whole
+from jaxpar._padding import Blocks
 from jaxpar._tuning import AUTO
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_over, varying_axes
@@ -308,12 +309,9 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
     experts = as_experts(experts)
     check_shapes(experts)
     shards = check_whole("shards", shards, 1)
-    missing = -len(experts.up) % shards
-    if not missing:
+    count = len(experts.up)
+    blocks = Blocks.at_the_end(count, shards, -(-count // shards))
+    if blocks.padded == count:
         return experts
-
-    def pad(w: Any) -> Array:
-        return jnp.pad(w, [(0, missing)] + [(0, 0)] * (w.ndim - 1))
-
-    padded: Experts = jax.tree.map(pad, experts)
+    padded: Experts = jax.tree.map(lambda w: blocks.pad(w, 0), experts)
     return padded
