@@ -1,6 +1,7 @@
 """What each process of test_processes.py does: `worker.py CASE RANK COUNT PORT FOLDER`."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
 
 import jaxpar  # noqa: E402
 from jaxpar.layout import LayoutMap, Padded  # noqa: E402
@@ -129,7 +131,7 @@ def gives_its_part() -> None:
 
 
 def reads_its_shards_alone(mesh) -> None:
-    """Of a checkpoint and of safetensors, by what the system counts as read."""
+    """Of a checkpoint by what the system counts as read, of safetensors by what is mapped."""
     size = 1 << 20
     rules = LayoutMap({"w": (("dp", "tp"), None)})
     layout = rules.layout({"w": jax.ShapeDtypeStruct((size, 4), jnp.float32)}, mesh)
@@ -141,6 +143,21 @@ def reads_its_shards_alone(mesh) -> None:
     assert read < w.nbytes * (1 / COUNT + 0.25), (read, w.nbytes)
     for shard in back["w"].addressable_shards:
         np.testing.assert_array_equal(shard.data, w[shard.index])
+    if RANK == 0:
+        save_file({"w": w}, FOLDER / "large.safetensors")
+    jaxpar.agree(written=True)  # all wait for the file
+    before = bytes_mapped()
+    back = layout.read_safetensors(FOLDER / "large.safetensors")
+    mapped = bytes_mapped() - before
+    assert mapped < w.nbytes * (1 / COUNT + 0.25), (mapped, w.nbytes)
+    for shard in back["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, w[shard.index])
+
+
+def bytes_mapped() -> int:
+    """Of files, in this process's memory: the pages of a mapped file that it has looked at."""
+    found = re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found[1])
 
 
 def bytes_read() -> int:
