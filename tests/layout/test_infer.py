@@ -285,7 +285,7 @@ def test_roles_of_axes():
         infer_layout(loss, params, x, 8)
 
 
-@pytest.mark.parametrize("rows", [64, 8192])
+@pytest.mark.parametrize("rows", [64, 4096])
 def test_the_fastest_of_a_few_maps_on_a_described_chip(rows):
     """With few rows their sums travel, with many the weights' gradients do not matter."""
 
@@ -293,16 +293,16 @@ def test_the_fastest_of_a_few_maps_on_a_described_chip(rows):
         x = jnp.tanh(x @ params["up"]) @ params["down"]
         return params["act"](x).astype(jnp.float32).sum()
 
-    weights = {"up": (1024, 2048), "down": (2048, 1024)}
+    weights = {"up": (512, 1024), "down": (1024, 512)}
     params = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16) for name, s in weights.items()}
     params["act"] = jnp.tanh  # no array
-    x, said = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16), []
+    x, said = jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16), []
     mesh = AbstractMesh((4,), ("tp",))
     rules = infer_layout(loss, params, x, mesh, target="v5e:2x2", show=said.append)
     own, sharded, whole = said[2:5]
-    assert own.startswith("this map: 2 MiB a device, a step takes ")
-    assert sharded.startswith("fully sharded over all axes: 2 MiB a device, a step takes ")
-    assert whole.startswith("whole on every device: 8 MiB a device, a step takes ")
+    assert own.startswith("this map: 512 KiB a device, a step takes ")
+    assert sharded.startswith("fully sharded over all axes: 512 KiB a device, a step takes ")
+    assert whole.startswith("whole on every device: 2 MiB a device, a step takes ")
     if rows == 64:
         assert len(said) == 5
         assert (rules["up"], rules["down"]) == (P(None, "tp"), P("tp"))

@@ -57,6 +57,10 @@ class Cost:
       bytes: that a device sends.
       seconds: of transfer.
       exposed: seconds in which nothing else is done.
+
+    Example:
+      >>> Cost("w", "its gradient", "dp all-reduce", 1.0, 2.0**20, 2e-5, 1e-5).exposed
+      1e-05
     """
 
     path: str | None
@@ -83,6 +87,10 @@ class Exchange:
       exchanged: its time with the exchange.
       moved: bytes that a device sends of the rule's weights themselves, gathered or moved.
       moved_exchanged: the same with the exchange.
+
+    Example:
+      >>> print(Exchange("up", P("tp"), P(None, "tp"), "", 2e-4, 1e-4, 0.0, 0.0))
+      'up': tp -> -, tp: the step takes 100 us for 200
     """
 
     rule: str
@@ -125,6 +133,14 @@ class Explanation:
       timeline: its schedule under the model of the chip.
       costs: what the collectives do, weight by weight, the most exposed first.
       exchanges: what was compiled with two dimensions of a rule exchanged.
+
+    Example:
+      >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])
+      >>> layout = LayoutMap({"w": ("tp", None)}).layout({"w": jnp.ones((8, 128))}, mesh)
+      >>> x = jnp.ones((16, 8))
+      >>> found = layout.explain(lambda params, x: x @ params["w"], "v5e:2x2", x, tries=0)
+      >>> [(cost.what, cost.collective) for cost in found.of("w")]
+      [('the weight', 'tp all-gather')]
     """
 
     layout: Layout
