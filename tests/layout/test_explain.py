@@ -152,7 +152,7 @@ def test_collectives_of_a_training_step_by_weight():
     assert sum(cost.exposed for cost in found.costs) == pytest.approx(found.timeline.exposed)
     table = str(found).splitlines()
     assert table[0].split()[:4] == ["weight", "spec", "moves", "collective"]
-    assert table[-1].startswith("a step on v5e:2x2 (fsdp=2, tp=2): ")
+    assert table[-1].startswith("a step on v5e:2x2 (fsdp=2, tp=2), by the compiler's cycles: ")
     assert len(found.text(2).splitlines()) == 5
     assert "rows more" in found.text(2)
     written = json.loads(found.json())
@@ -194,6 +194,17 @@ def test_a_weight_that_is_gathered_where_another_layout_would_not():
     assert exchange.after == P("tp", None)
     assert found.target.platform == "gpu"
     assert exchange.seconds != exchange.exchanged
+
+
+def test_loops_whose_length_depends_on_data_are_named():
+    def forward(params, x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 8, lambda x: x @ params["w"], x)
+
+    layout = LayoutMap({"w": (None, "tp")}).layout(
+        {"w": of_shape(128, 128)}, AbstractMesh((4,), ("tp",))
+    )
+    found = layout.explain(forward, "v5e:2x2", of_shape(8, 128), tries=0)
+    assert "loops whose trips depend on data count once: while" in str(found)
 
 
 def test_padded_weights_and_weights_of_several_kinds():

@@ -192,9 +192,11 @@ class Explanation:
         mesh = ", ".join(f"{name}={size}" for name, size in self.target.mesh.shape.items())
         step = self.timeline
         lines.append(
-            f"a step on {self.target.name} ({mesh}): {_us(step.total)} us, {_us(step.exposed)} of "
-            f"them exposed; {size_text(step.peak_bytes)} of memory"
+            f"a step on {self.target.name} ({mesh}), by {step.estimate}: {_us(step.total)} us, "
+            f"{_us(step.exposed)} of them exposed; {size_text(step.peak_bytes)} of memory"
         )
+        if loops := step.loops_of_unknown_length:
+            lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
         faster = [str(e) for e in self.flagged if e.is_faster]
         others = [str(e) for e in self.flagged if not e.is_faster]
         lines += ["faster with two dimensions exchanged:"] * bool(faster) + faster
