@@ -20,6 +20,7 @@ PARAMETERS = """
   %x = f32[4,4] parameter(2), metadata={op_name="args[0]"}
 """
 DIMS = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+NO_WEIGHT = {None: (None, 1.0)}
 GROUPS = "replica_groups={{0,1}}"
 
 
@@ -40,7 +41,7 @@ def test_a_weight_that_is_gathered_after_it_was_moved():
   ROOT %y = f32[4,4] dot(%x, %gathered), {DIMS}
 """)
     assert found.of("gathered") == {"w": ("the weight", 1.0)}
-    assert found.of("y") == {} == found.of("nothing")
+    assert found.of("y") == NO_WEIGHT == found.of("nothing")
 
 
 def test_products_and_inputs():
@@ -57,7 +58,7 @@ def test_products_and_inputs():
 """)
     assert found.of("all") == {"w": ("its input", 1.0)}
     assert found.of("summed") == {"w": ("its product", 1.0)}
-    assert found.of("loss") == {}  # the sum of what is no product any more
+    assert found.of("loss") == NO_WEIGHT  # the sum of what is no product any more
 
 
 def test_gradients_that_are_summed_together_have_shares_of_their_own():
@@ -65,7 +66,8 @@ def test_gradients_that_are_summed_together_have_shares_of_their_own():
         f"""
   %dw = f32[4,4] dot(%x, %x), {DIMS}
   %dv = f32[4,4] multiply(%dw, %x)
-  %both = (f32[4,4], f32[4,4]) all-reduce(%dw, %dv), {GROUPS}, to_apply=%add
+  %more = f32[32] parameter(3)
+  %both = (f32[4,4], f32[4,4], f32[32]) all-reduce(%dw, %dv, %more), {GROUPS}, to_apply=%add
   %first = f32[4,4] get-tuple-element(%both), index=0
   %second = f32[4,4] get-tuple-element(%both), index=1
   %norm = f32[] constant(2)
@@ -76,7 +78,11 @@ def test_gradients_that_are_summed_together_have_shares_of_their_own():
 """,
         results=["w", "v"],
     )
-    assert found.of("both") == {"w": ("its gradient", 0.5), "v": ("its gradient", 0.5)}
+    assert found.of("both") == {
+        "w": ("its gradient", 0.25),
+        "v": ("its gradient", 0.25),
+        None: (None, 0.5),
+    }
 
 
 LOOP = f"""

@@ -33,35 +33,30 @@ class Causes:
         }
         self.renewed = self._renewed(results)
 
-    def of(self, name: str) -> dict[str, tuple[What, float]]:
-        """The weights that the collective of an instruction is for, each with its share.
+    def of(self, name: str) -> dict[str | None, tuple[What | None, float]]:
+        """The weights that the collective of an instruction is for, each with its share of bytes.
 
         Of a weight itself it is moved. Else what is moved becomes its gradient or its new value;
-        or is summed, as products with it are; or is what is multiplied with it next.
+        or is summed, as products with it are; or is what is multiplied with it next. The share of
+        what is for no weight is that of None.
         """
         collective = self.values.collective(name)
-        if collective is None:
-            return {}
-        found: dict[str, tuple[What, float]] = {}
-        parts = self._parts(collective)
+        parts = [] if collective is None else self._parts(collective)
+        whole = sum(operand.bytes for _, operand in parts) or 1
+        found: dict[str | None, tuple[What | None, float]] = {}
         for value, operand in parts:
-            what, paths = self._cause(value, operand)
-            for path in paths:
-                share = 1 / len(parts) / len(paths)
-                before = found.get(path, (what, 0.0))
-                found[path] = before[0], before[1] + share
-        return found
+            what, paths = self._cause(value, self.values.value(operand))
+            for path in paths or {None}:
+                before = found.get(path, (what if path else None, 0.0))
+                found[path] = before[0], before[1] + operand.bytes / whole / max(len(paths), 1)
+        return found or {None: (None, 1.0)}
 
-    def _parts(self, collective: Instruction) -> list[tuple[Value, Value]]:
+    def _parts(self, collective: Instruction) -> list[tuple[Value, Instruction]]:
         """Results and operands of a collective: several where the compiler has combined some."""
         operands = collective.operands
-        whole = self.values.value(collective)
         if len(operands) == 1 or not collective.type_text.startswith("("):
-            return [(whole, self.values.value(operands[0]))]
-        return [
-            (self.values.value(collective, n), self.values.value(operand))
-            for n, operand in enumerate(operands)
-        ]
+            return [(self.values.value(collective), operands[0])]
+        return [(self.values.value(collective, n), one) for n, one in enumerate(operands)]
 
     def _cause(self, value: Value, operand: Value) -> tuple[What, set[str]]:
         if weights := self._itself(operand):

@@ -396,7 +396,7 @@ def _costs(causes: Causes, played: Timeline) -> tuple[Cost, ...]:
     known = {name: causes.of(name) for name in runs}
     totals: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
     for event in played.transfers:
-        for path, (what, share) in (known[event.name] or {None: (None, 1.0)}).items():
+        for path, (what, share) in known[event.name].items():
             waited = exposed[event.name] / runs[event.name]
             total = totals[path, what, event.row]
             for n, value in enumerate((1.0, event.bytes, event.seconds, waited)):
