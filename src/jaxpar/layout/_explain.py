@@ -255,7 +255,9 @@ class _Asked:
             results.clear()
             flat: list[Any] = []
             for leaf, x in zip(leaves, jax.tree.leaves(found), strict=True):
-                like = leaf and array_like(layout, Shaped(leaf[0], jnp.shape(x), x.dtype))
+                like = leaf and array_like(
+                    layout, Shaped(leaf[0], jnp.shape(x), jnp.result_type(x))
+                )
                 results.append(parameter_of(layout, leaf[0]) if leaf and like else None)
                 # What is like a weight comes back as it went in: as a training step has it.
                 flat.append(jax.lax.with_sharding_constraint(x, like.sharding) if like else x)
