@@ -1,30 +1,52 @@
-"""`python -m jaxpar`: dispatches the subcommands."""
+"""`jaxpar`, or `python -m jaxpar`: dispatches the subcommands."""
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxpar.cli import _bench, _layout, _predict, _tune
+import jax
+
+import jaxpar
+from jaxpar.cli import _bench, _doctor, _layout, _predict, _tune
 
 _COMMANDS = (
     _bench,
+    _doctor,
     _layout,
     _predict,
     _tune,
 )  # each adds its own parser, whose `run(args)` returns the exit status
 
 
+DESCRIPTION = """\
+Overlapped matmuls timed, predicted, tuned; layouts of models; what is installed and works.
+"""
+EPILOG = """\
+options that mean the same everywhere: --mesh dp=2,tp=-1, --targets or --target v5p:4x4x4,
+--json FILE (all that was found), --plot FILE (a picture); files are written whole or not at all
+exit status: 0 done; 1 something failed, or a result is wrong; 2 wrong usage, told in one line;
+130 interrupted. Results go to standard output, errors and progress to standard error.
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports a bad argument on one line, without the whole usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog.removeprefix('python -m ')}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; without one, prints what there is."""
-    parser = _Parser(prog="python -m jaxpar", description="Command line of jaxpar.")
+    parser = _Parser(
+        prog="jaxpar",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for module in _COMMANDS:
         module.add_parser(commands)
@@ -36,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.prog = " ".join(filter(None, (parser.prog, args.command)))
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args.run(args)
+
+
+def _version() -> str:
+    python = platform.python_version()
+    return f"jaxpar {jaxpar.__version__} (jax {jax.__version__}, Python {python})"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxpar._calls import naming, readable, type_error, value_error
+from jaxpar._files import write_text
 from jaxpar._options import traced_options
 from jaxpar._types import TuningLike
 
@@ -90,7 +91,7 @@ class Tuning:
 
     def write(self, path: str | Path) -> None:
         """Writes a file that a person can read, and change."""
-        Path(path).write_text(self._text() + "\n")
+        write_text(path, self._text() + "\n")
 
     def way(self, site: str, part: str) -> str:
         """Returns what was chosen, for a program that is being traced.

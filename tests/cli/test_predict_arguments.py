@@ -115,8 +115,8 @@ def test_without_a_compiler_it_names_the_install_command(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["predict"]) == 2
     assert capsys.readouterr().err == (
-        "jaxpar predict: error: libtpu is not installed; pip install 'jaxpar[tpu]', or "
-        "'jaxpar[gpu]' for the GPU compiler\n"
+        "jaxpar predict: error: libtpu is not installed; pip install 'jax[tpu]>=0.10', or for the "
+        "GPU compiler pip install 'jax[cuda13-local]>=0.10' 'nvidia-cuda-nvcc>=13'\n"
     )
 
 
@@ -127,7 +127,8 @@ def test_missing_extra_names_the_install_command(package, monkeypatch, tmp_path,
             monkeypatch.setitem(sys.modules, module, None)
     assert main(["predict", "--targets", "v5e:2x2", "--plot", str(tmp_path / "a.png")]) == 2
     assert capsys.readouterr().err == (
-        f"jaxpar predict: error: {package} is not installed; pip install 'jaxpar[bench]'\n"
+        f"jaxpar predict: error: {package} is not installed; "
+        "pip install 'matplotlib>=3.9' 'rich>=13'\n"
     )
 
 

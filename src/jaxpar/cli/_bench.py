@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 
 import jaxpar
 from jaxpar._axis import MODES as ALL_MODES
+from jaxpar._files import write_text, written
 from jaxpar.cli._arguments import (
     add_command,
     add_dtype,
@@ -143,7 +143,7 @@ def write_json(path: str, run: Run, rows: Sequence[Row], refusals: Sequence[Refu
         "rows": [_row_record(row) for row in rows],
         "refused": [vars(refusal) for refusal in refusals],
     }
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+    write_text(path, json.dumps(record, indent=1) + "\n")
 
 
 def _row_record(row: Row) -> dict[str, Any]:
@@ -183,7 +183,8 @@ def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
     figure.legend(
         handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False
     )
-    figure.savefig(path)
+    with written(path) as half:
+        figure.savefig(half)
 
 
 def _draw_panel(panel: Any, cases: list[tuple[str, str]], rows: Sequence[Row]) -> None:
@@ -233,17 +234,17 @@ reading the table:
 Along mesh axes outside the ring everything is replicated: each ring does the same work.
 
 examples:
-  python -m jaxpar bench
-  python -m jaxpar bench --ops scatter-rows,all-reduce --shapes 4096x4096x4096 --dtype bfloat16
-  python -m jaxpar bench --mesh dp=2,tp=4 --json bench.json --plot bench.png
+  jaxpar bench
+  jaxpar bench --ops scatter-rows,all-reduce --shapes 4096x4096x4096 --dtype bfloat16
+  jaxpar bench --mesh dp=2,tp=4 --json bench.json --plot bench.png
 two processes, of four CPU devices each where there are no others:
-  python -m jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 0 &
-  python -m jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 1
+  jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 0 &
+  jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 1
 """
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `bench` to the subcommands of `python -m jaxpar`."""
+    """Adds `bench` to the subcommands of `jaxpar`."""
     what = "time the overlapped matmuls against the naive ones"
     parser = add_command(commands, "bench", what, DESCRIPTION, EPILOG)
     add = parser.add_argument

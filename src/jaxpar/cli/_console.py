@@ -2,11 +2,18 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from threading import Timer
 from typing import Any
+
+from jaxpar._extras import distribution, install_command
+
+SECONDS_A_LINE = 5.0  # of progress where there is no terminal
+INTERRUPTED = 130  # the exit status of what Ctrl-C ends: 128 and the number of SIGINT
 
 
 class UsageError(Exception):
@@ -20,6 +27,12 @@ def status_of(program: str, run: Callable[[], int]) -> int:
     except UsageError as reason:
         print_error(program, reason)
         return 2
+    except TimeoutError as reason:  # other processes did not come
+        print_error(program, reason)
+        return 1
+    except KeyboardInterrupt:
+        print_error(program, "interrupted")
+        return INTERRUPTED
 
 
 def print_error(program: str, reason: object) -> None:
@@ -32,9 +45,9 @@ def require_extra(module: str, extra: str = "bench") -> Any:
     try:
         return import_module(module)
     except ImportError as missing:
-        name = module.partition(".")[0]
-        package = {"orbax": "orbax-checkpoint"}.get(name, name)
-        raise UsageError(f"{package} is not installed; pip install 'jaxpar[{extra}]'") from missing
+        raise UsageError(
+            f"{distribution(module)} is not installed; {install_command(extra)}"
+        ) from missing
 
 
 def open_console(stderr: bool = False) -> Any:
@@ -49,7 +62,9 @@ def open_console(stderr: bool = False) -> Any:
 def progress(
     first: str, total: int | None, *, shown: bool = True, still: bool = False
 ) -> Generator[Callable[[str], None], None, None]:
-    """Shows a bar on a terminal; yields what to call with a label after each of `total` steps.
+    """Shows a bar, or lines where there is no terminal.
+
+    Yields what to call with a label after each of `total` steps.
 
     Args:
       first: what the bar says before the first step is over.
@@ -61,16 +76,44 @@ def progress(
         yield lambda label: None
         return
     console = open_console(stderr=True)
+    if not console.is_terminal:
+        with _lines(first, total, still) as tick:
+            yield tick
+        return
     bar = require_extra("rich.progress").Progress(
         console=console,
         transient=True,
-        disable=not console.is_terminal,
         auto_refresh=not still,
     )
     with bar:
         task = bar.add_task(first, total=total)
         bar.refresh()
         yield lambda label: bar.update(task, advance=1, description=label, refresh=still)
+
+
+@contextmanager
+def _lines(
+    first: str, total: int | None, still: bool
+) -> Generator[Callable[[str], None], None, None]:
+    """Progress for a log: a line for each few seconds, none for what is over sooner."""
+    done, last = 0, time.monotonic()
+
+    def tick(label: str) -> None:
+        nonlocal done, last
+        done += 1
+        if time.monotonic() - last >= SECONDS_A_LINE:
+            last = time.monotonic()
+            of = "" if total is None else f" of {total}"
+            print(f"{done}{of} done, {label}", file=sys.stderr, flush=True)
+
+    begun = Timer(SECONDS_A_LINE, lambda: print(f"{first} ...", file=sys.stderr, flush=True))
+    begun.daemon = True
+    if not still:
+        begun.start()
+    try:
+        yield tick
+    finally:
+        begun.cancel()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """`jaxpar layout`: what each device of a mesh holds of a model, without the devices."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
+from jaxpar._files import write_text
 from jaxpar.cli._arguments import add_command, mesh_error, require_folders
 from jaxpar.cli._console import UsageError, print_error, status_of
 from jaxpar.cli._predict_programs import find_function
@@ -18,13 +18,13 @@ replicated first. A mesh whose sizes are all given needs no devices.
 """
 EPILOG = """\
 examples:
-  python -m jaxpar layout model:lay_out --mesh fsdp=16,tp=8    # returns a Layout for this mesh
-  python -m jaxpar layout model:lay_out --mesh fsdp=2,tp=4 --picture layers/0/query --json a.json
+  jaxpar layout model:lay_out --mesh fsdp=16,tp=8    # returns a Layout for this mesh
+  jaxpar layout model:lay_out --mesh fsdp=2,tp=4 --picture layers/0/query --json a.json
 """
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `layout` to the subcommands of `python -m jaxpar`."""
+    """Adds `layout` to the subcommands of `jaxpar`."""
     what = "show what each device of a mesh holds of a model"
     parser = add_command(commands, "layout", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
@@ -58,7 +58,7 @@ def _show(args: argparse.Namespace) -> int:
         )
     table = layout.table()
     if args.json:
-        Path(args.json).write_text(table.json())
+        write_text(args.json, table.json())
     print(table.text(args.rows or None))
     if args.picture is not None:
         try:

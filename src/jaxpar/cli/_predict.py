@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpar._axis import MODES
+from jaxpar._extras import install_command
 from jaxpar.cli._arguments import (
     add_command,
     add_dtype,
@@ -27,7 +28,7 @@ from jaxpar.cli._ops import DEFAULT_OPS
 from jaxpar.cli._predict_programs import parse_operand
 from jaxpar.cli._predict_results import Failure, Report, Request, Tick, write_json
 from jaxpar.cli._predict_views import print_notes, print_report, write_picture, write_trace
-from jaxpar.cli._processes import compilers, converse
+from jaxpar.cli._processes import compilers, converse, kill_all
 
 DEFAULT_MODES = ("naive", "unidirectional", "bidirectional", "auto")
 FIGURES = ("book", "measured")
@@ -50,20 +51,20 @@ reading the table:
   order      transfers that run beside other work, and those with a matmul to hide behind
 
 examples:
-  python -m jaxpar predict
-  python -m jaxpar predict --ops gather-lhs-rows --plot timeline.png --trace trace.json
-  python -m jaxpar predict --targets v5p:8x8x8,h100:8 --ops scatter-rows --grad
-  python -m jaxpar predict --targets v5p:8x8x8 --mesh dp=64,tp=8 --shapes 4096x8192x28672
-  python -m jaxpar predict model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
-  python -m jaxpar predict model:make_step     # called with the mesh, returns (function, args)
-  python -m jaxpar predict --targets v5p:4x4x4 --compiler-options none   # the compiler's defaults
+  jaxpar predict
+  jaxpar predict --ops gather-lhs-rows --plot timeline.png --trace trace.json
+  jaxpar predict --targets v5p:8x8x8,h100:8 --ops scatter-rows --grad
+  jaxpar predict --targets v5p:8x8x8 --mesh dp=64,tp=8 --shapes 4096x8192x28672
+  jaxpar predict model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
+  jaxpar predict model:make_step     # called with the mesh, returns (function, args)
+  jaxpar predict --targets v5p:4x4x4 --compiler-options none   # the compiler's defaults
 A trace opens in https://ui.perfetto.dev or chrome://tracing. The picture shows bars too short to be
 told apart, as of a long loop, as stacked shares of time.
 """
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `predict` to the subcommands of `python -m jaxpar`."""
+    """Adds `predict` to the subcommands of `jaxpar`."""
     what = "show what communication a compiler's schedule exposes, without the devices"
     parser = add_command(commands, "predict", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
@@ -154,7 +155,12 @@ def _programs(request: Request) -> int:
 def run_all(requests: Sequence[Request], jobs: int, tick: Tick) -> list[Report]:
     """Serves each request in a process of its own, `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(partial(_run_one, tick=tick), requests))
+        try:
+            return list(pool.map(partial(_run_one, tick=tick), requests))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill_all()  # leaving the block waits for them
+            raise
 
 
 def _run_one(request: Request, tick: Tick) -> Report:
@@ -234,7 +240,8 @@ def _parse_targets(text: str | None) -> list[str]:
         if compiler in compilers():
             return [target]
     raise UsageError(
-        "libtpu is not installed; pip install 'jaxpar[tpu]', or 'jaxpar[gpu]' for the GPU compiler"
+        f"libtpu is not installed; {install_command('tpu')}, or for the GPU compiler "
+        f"{install_command('gpu')}"
     )
 
 

@@ -4,10 +4,10 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jaxpar
+from jaxpar._files import write_text
 from jaxpar.schedule import Event, Floor, Memory, Timeline
 
 NOTE = (
@@ -195,7 +195,7 @@ def write_json(path: str, reports: Sequence[Report], requests: Sequence[Request]
         "note": NOTE,
         "targets": [_entry(*pair) for pair in zip(reports, requests, strict=True)],
     }
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+    write_text(path, json.dumps(record, indent=1) + "\n")
 
 
 def _entry(report: Report, request: Request) -> dict[str, Any]:

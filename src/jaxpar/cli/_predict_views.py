@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxpar._files import write_text, written
 from jaxpar.cli._console import Column, print_rows, require_extra
 from jaxpar.cli._predict_results import (
     GPU_NOTE,
@@ -85,7 +85,7 @@ def _cells(row: Prediction, facts: Facts | None, about: str) -> list[str]:
 
 def write_trace(path: str, reports: Sequence[Report]) -> None:
     """Writes one process a program, one thread a row."""
-    Path(path).write_text(json.dumps(trace(reports)) + "\n")
+    write_text(path, json.dumps(trace(reports)) + "\n")
 
 
 def trace(reports: Sequence[Report]) -> dict[str, Any]:
@@ -221,7 +221,8 @@ def write_picture(path: str, reports: Sequence[Report], requests: Sequence[Reque
         "\n".join([NOTE, *([GPU_NOTE] if about else [])]), fontsize=9, x=0.01, ha="left"
     )
     figure.legend(handles=_legend(), loc="outside lower center", ncols=6, fontsize=9, frameon=False)
-    figure.savefig(path)
+    with written(path) as half:
+        figure.savefig(half)
 
 
 def _layout(reports: Sequence[Report], requests: Sequence[Request]) -> list[list[Group | None]]:

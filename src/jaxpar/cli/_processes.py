@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxpar.cli._console import UsageError
+from jaxpar.processes import initialize
 from jaxpar.schedule._target import find_plugin
 
 CPU_DEVICES = 8  # over all processes of a run
@@ -24,6 +25,7 @@ COMPILING = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # compiling needs no driver and no cuDNN
 }
 
+_running: set[subprocess.Popen[str]] = set()  # that `converse` waits for, in any thread
 _END = "end"  # the last line of a process that has said all
 _FATAL = re.compile(r"^F[0-9]{4} |Check failed|Fatal|\w+Error: ")
 
@@ -57,6 +59,7 @@ def converse(
             text=True,
             env={**os.environ, **environment},
         ) as process:
+            _running.add(process)
             try:
                 assert process.stdin is not None
                 assert process.stdout is not None
@@ -72,10 +75,18 @@ def converse(
             except BaseException:
                 process.kill()  # leaving the block waits for it
                 raise
+            finally:
+                _running.discard(process)
         if ended:
             return None
         log.seek(0)
         return _last_words(process.returncode, log.read())
+
+
+def kill_all() -> None:
+    """Ends the processes that any thread converses with."""
+    for process in list(_running):
+        process.kill()
 
 
 def answer(serve: Callable[[Any], Iterable[Any]]) -> None:
@@ -109,27 +120,49 @@ def compilers() -> set[str]:
 
 @contextmanager
 def start_jax(
-    coordinator: str | None = None, process_id: int = 0, num_processes: int = 1
-) -> Generator[None, None, None]:
-    """Chooses the number of CPU devices and joins the processes, before JAX is first used.
+    coordinator: str | None = None,
+    process_id: int = 0,
+    num_processes: int = 1,
+    timeout_s: float = 300,
+) -> Generator[str, None, None]:
+    """Chooses the number of CPU devices, joins the processes and starts JAX's backends.
 
     The number is left alone where the user chose it, and has no effect where JAX's default devices
-    are not CPUs.
+    are not CPUs. Yields what the backends said while they started, which is not shown.
     """
     flag = "xla_force_host_platform_device_count"
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or flag in os.environ.get("XLA_FLAGS", "")
     if not chosen:
         jax.config.update("jax_num_cpu_devices", max(1, CPU_DEVICES // num_processes))
     if coordinator is None:
-        yield
+        yield _start_backends()
         return
     if process_id == 0:
         _require_port(coordinator)
-    jax.distributed.initialize(coordinator, num_processes, process_id)
+    initialize(coordinator, num_processes, process_id, timeout_s=timeout_s)
     try:
-        yield
+        yield _start_backends()
     finally:
         jax.distributed.shutdown()
+
+
+def _start_backends() -> str:
+    """Starts JAX's backends; returns what they said on standard error, in place of showing it.
+
+    Plugins of accelerators that are not there report that with tracebacks, in Python and in C++.
+    """
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            jax.devices()
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
+        log.seek(0)
+        return log.read()
 
 
 def _require_port(coordinator: str) -> None:

@@ -42,9 +42,9 @@ By the clock a way replaces another only if it is 2% faster in two runs, and in 
 of each. Where nothing is told apart auto stays, which is what the file then says.
 
 examples:
-  python -m jaxpar tune model:make_step      # called with the mesh, returns (function, args)
-  python -m jaxpar tune model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp' --grad
-  python -m jaxpar tune model:make_step --target v6e:16x16 --mesh dp=64,tp=4 -o v6e.json
+  jaxpar tune model:make_step      # called with the mesh, returns (function, args)
+  jaxpar tune model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp' --grad
+  jaxpar tune model:make_step --target v6e:16x16 --mesh dp=64,tp=4 -o v6e.json
 and in the program:
   step = jaxpar.jit(step, tuned="tuned.json")    # or: with jaxpar.tuned("tuned.json"): ...
 """
@@ -61,7 +61,7 @@ _COLUMNS = [
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `tune` to the subcommands of `python -m jaxpar`."""
+    """Adds `tune` to the subcommands of `jaxpar`."""
     what = "try the ways at each call site of a program, and write down the fastest"
     parser = add_command(commands, "tune", what, DESCRIPTION, EPILOG)
     add = parser.add_argument

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxpar._calls import called, type_error, value_error
+from jaxpar._extras import require
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._paths import arrays_of, path_text
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
@@ -55,13 +56,8 @@ def read_safetensors(
     layout: Layout, files: str | Path | Sequence[str | Path], names: Any, transposed: str
 ) -> Any:
     """What `Layout.read_safetensors` says."""
-    try:
-        from safetensors import safe_open
-    except ImportError as missing:
-        raise ImportError(
-            f"{called()} needs safetensors; pip install 'safetensors>=0.5'"
-        ) from missing
-    opened = [safe_open(str(path), framework="numpy") for path in _files(files)]
+    safetensors = require("safetensors", "checkpoint", called())
+    opened = [safetensors.safe_open(str(path), framework="numpy") for path in _files(files)]
     file_of = {name: file for file in opened for name in list(file.keys())}
     swapped = re.compile(transposed)
     tensors: dict[str, _Tensors] = {}
@@ -176,13 +172,7 @@ def _nested(flat: Mapping[str, Any]) -> Any:
 
 
 def _orbax() -> Any:
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError as missing:
-        raise ImportError(
-            f"{called()} needs Orbax; pip install 'orbax-checkpoint>=0.12'"
-        ) from missing
-    return ocp
+    return require("orbax.checkpoint", "checkpoint", called())
 
 
 def _handler(ocp: Any) -> Any:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpar._calls import readable, value_error
 from jaxpar._chips import Chip, chip_of
+from jaxpar._extras import install_command
 from jaxpar._types import MeshAxes
 from jaxpar.mesh import make_mesh
 
@@ -200,7 +201,7 @@ def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Au
 def _tpu_devices(name: str) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
-            f"target: {name!r} needs the TPU compiler; pip install 'jaxpar[tpu]'"
+            f"target: {name!r} needs the TPU compiler; {install_command('tpu')}"
         ) from None
     with _environment(_OFFLINE):
         try:
@@ -270,6 +271,6 @@ def _gpu_configs(name: str) -> dict[str, str]:
     if plugin is None:
         raise ImportError(
             f"target: {name!r} is no TPU ({', '.join(TPUS)}), and a GPU needs the CUDA compiler; "
-            "pip install 'jaxpar[gpu]'"
+            f"{install_command('gpu')}"
         )
     return described_gpus(plugin)

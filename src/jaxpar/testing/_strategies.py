@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxpar._calls import readable
+from jaxpar._extras import require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -32,13 +33,7 @@ else:  # run-time type checkers must not need hypothesis, nor draw random items 
 
 def strategies(name: str) -> ModuleType:
     """`hypothesis.strategies`, or an ImportError that says what `name` needs."""
-    try:
-        import hypothesis.strategies as st
-    except ImportError as error:
-        raise ImportError(
-            f"{name} needs hypothesis, which is not installed; pip install 'jaxpar[test]'"
-        ) from error
-    return st
+    return require("hypothesis.strategies", "testing", name)
 
 
 @readable

@@ -1,0 +1,77 @@
+"""Optional dependencies: what an extra brings, and a command that installs it wherever one is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
+
+# Where a distribution's name is not that of the module.
+_DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
+
+
+def requirements(extra: str) -> dict[str, str]:
+    """The requirements of an extra as pip takes them, by distribution; empty if it is not known."""
+    return dict(_requirements(extra))
+
+
+def _requirements(extra: str) -> Iterator[tuple[str, str]]:
+    try:
+        lines = requires("jaxpar") or []
+    except PackageNotFoundError:  # a copy of the files that nobody has installed
+        return
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        of = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
+        if of is None or of.group(1) != extra:
+            continue
+        name = re.split(r"[\[<>=!~ ]", requirement, maxsplit=1)[0]
+        if name == "jaxpar":  # an extra that is made of others
+            for other in re.findall(r"[\w-]+", requirement.partition("[")[2]):
+                yield from _requirements(other)
+        else:
+            yield name, requirement.strip()
+
+
+def install_command(extra: str, module: str | None = None) -> str:
+    """A command that works with and without a clone: it names the packages and not jaxpar.
+
+    Args:
+      extra: one of pyproject.toml's.
+      module: for the package of this module alone.
+    """
+    needed = requirements(extra)
+    if module is not None:
+        package = distribution(module)
+        needed = {package: needed.get(package, package)}
+    wanted = needed.values() or [f".[{extra}]"]
+    return "pip install " + " ".join(f"'{one}'" for one in wanted)
+
+
+def distribution(module: str) -> str:
+    """The name under which pip knows a module."""
+    name = module.partition(".")[0]
+    return _DISTRIBUTIONS.get(name, name)
+
+
+def installed(package: str) -> str | None:
+    """The version of a distribution; None where it is missing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def require(module: str, extra: str, what: str) -> Any:
+    """Imports a module of an extra.
+
+    Raises:
+      ImportError: says that `what` needs it, and how to install it.
+    """
+    try:
+        return import_module(module)
+    except ImportError as missing:
+        package = distribution(module)
+        raise ImportError(f"{what} needs {package}; {install_command(extra, module)}") from missing

@@ -1,0 +1,128 @@
+"""`jaxpar doctor`: what it prints, its hints, and several processes of which some are missing."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxpar.__main__ import main
+from jaxpar.cli import _doctor
+
+
+def test_it_says_what_is_there_and_that_collectives_are_right(capsys, tmp_path):
+    assert main(["doctor", "--json", str(tmp_path / "found.json")]) == 0
+    text = capsys.readouterr().out
+    assert f"jax {jax.__version__}" in text
+    assert "8 of 8 x cpu" in text
+    assert text.count(": installed") == len(_doctor.EXTRAS)
+    found = json.loads((tmp_path / "found.json").read_text())
+    names = [check["name"] for check in found["checks"]]
+    assert names[:3] == ["psum", "all_gather", "psum_scatter"]
+    assert [check["wrong"] for check in found["checks"]] == [""] * len(names)
+    for name in names:
+        assert f"  {name} " in text
+
+
+def test_a_wrong_result_is_named_and_is_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr(_doctor.lax, "psum", lambda x, axis: x)
+    assert main(["doctor"]) == 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert line.split()[0] == "psum"
+
+
+def test_a_missing_extra_has_a_command_that_names_packages(monkeypatch, capsys):
+    monkeypatch.setattr(_doctor, "installed", lambda name: None if name == "rich" else "1")
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "lacks rich: pip install 'matplotlib>=3.9' 'rich>=13'" in text
+
+
+GOOD = {"jax": "0.12.0", "jaxlib": "0.12.0"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "environment", "more", "expected"),
+    [
+        ({"jaxlib": "0.11.0"}, {}, {}, "pip install 'jax==0.12.0' 'jaxlib==0.12.0'"),
+        (
+            {"jax-cuda12-plugin": "0.12.0", "jax-cuda13-plugin": "0.12.0"},
+            {},
+            {"platform": "gpu"},
+            "pip uninstall jax-cuda12-plugin",
+        ),
+        (
+            {"jax-cuda13-plugin": "0.11.0"},
+            {},
+            {"platform": "gpu"},
+            "pip install 'jax[cuda13]==0.12.0'",
+        ),
+        (
+            {"jax-cuda13-plugin": "0.12.0"},
+            {},
+            {"said": "Traceback\nRuntimeError: Unable to load cuDNN\n"},
+            "no GPU that it can use (Unable to load cuDNN)",
+        ),
+        ({}, {"JAX_PLATFORMS": "tpu"}, {"platform": None}, "unset it, or add ',cpu'"),
+        ({}, {}, {"devices": 1}, "JAX_NUM_CPU_DEVICES=8"),
+        (
+            {},
+            {
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+                "JAX_NUM_CPU_DEVICES": "8",
+            },
+            {},
+            "JAX refuses both",
+        ),
+        ({}, {"LIBTPU_INIT_ARGS": "--xla=1"}, {}, "predict compiles with it"),
+        ({}, {"JAX_DISABLE_JIT": "1"}, {}, "right and slow"),
+        ({"jax": "0.10.2", "jaxlib": "0.10.2"}, {}, {}, "check_vma=False"),
+    ],
+)
+def test_each_known_bad_combination_has_one_hint(packages, environment, more, expected):
+    given = {"said": "", "platform": "cpu", "devices": 8} | more
+    [hint] = _doctor.hints(GOOD | packages, environment, **given)
+    assert expected in hint
+
+
+def test_nothing_bad_has_no_hints():
+    assert list(_doctor.hints(GOOD, {}, "", "cpu", 8)) == []
+
+
+def _processes(numbers, *more):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = ("--coordinator", f"localhost:{port}", "--num-processes", "2", *more)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_NUM_CPU_DEVICES", None)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxpar", "doctor", "--process-id", number, *common],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in numbers
+    ]
+    return [(*process.communicate(timeout=120), process.returncode) for process in running]
+
+
+def test_two_processes_run_collectives_together():
+    (first, _, status), (second, _, other) = _processes("01")
+    assert (status, other) == (0, 0)
+    assert "process 0 of 2" in first
+    assert "collectives over 8 devices" in first
+    assert "jaxpar" not in second
+
+
+def test_a_process_that_does_not_come_is_named():
+    [(_, error, status)] = _processes("0", "--timeout", "1")
+    assert status == 1
+    assert len(error.splitlines()) == 1
+    assert error.startswith("jaxpar doctor: error: initialize: ")
+    assert "1" in error
