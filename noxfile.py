@@ -1,6 +1,8 @@
 """The project's commands: `nox -l` lists them."""
 
+import re
 import shutil
+from pathlib import Path
 
 import nox
 
@@ -49,6 +51,48 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("pyright")
+
+
+@nox.session
+def release_check(session: nox.Session) -> None:
+    """Builds wheel and sdist, and runs README's example from each on every Python; `--tag v1.2.3`.
+
+    Leaves in dist/ what is to be published, and the changelog's section as notes.md.
+    """
+    session.install("build")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", "dist", silent=True)
+    [built] = Path("dist").glob("*.whl")
+    version = built.name.split("-")[1]
+    if session.posargs[:1] == ["--tag"] and session.posargs[1:] != [f"v{version}"]:
+        session.error(f"the tag {session.posargs[1:]} is not v{version} of pyproject.toml")
+    notes = re.search(
+        rf"^## {re.escape(version)}\n(.*?)(?=^## |\Z)", _text("CHANGELOG.md"), re.M | re.S
+    )
+    if notes is None:
+        session.error(f"CHANGELOG.md has no section {version}")
+    Path("dist/notes.md").write_text(notes.group(1).strip() + "\n")
+    example = re.findall(r"```python\n(.*?)```", _text("README.md"), re.DOTALL)[0]
+    folder = session.create_tmp()  # the example must not find the clone
+    tried = 0
+    for python in ("3.11", "3.12", "3.13"):
+        if shutil.which(f"python{python}") is None:
+            session.warn(f"python{python} is not here: not checked")
+            continue
+        for package in (built, *Path("dist").glob("*.tar.gz")):
+            place = Path(folder, f"{python}-{package.suffix[1:]}")
+            session.run(f"python{python}", "-m", "venv", "--clear", str(place), external=True)
+            here = str(place.absolute() / "bin" / "python")
+            session.run(here, "-m", "pip", "install", "-q", str(package), external=True)
+            with session.chdir(folder):
+                session.run(here, "-m", "jaxpar", "--version", external=True)
+                session.run(here, "-c", example, env={"JAX_PLATFORMS": "cpu"}, external=True)
+            tried += 1
+    session.log(f"{tried} environments had no fault")
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text()
 
 
 @nox.session
