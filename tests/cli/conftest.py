@@ -57,6 +57,12 @@ RING = a_timeline(
 )
 
 
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch):
+    """Busy machines take seconds for what is over at once elsewhere, and then show progress."""
+    monkeypatch.setattr("jaxpar.cli._console.SECONDS_A_LINE", 1000.0)
+
+
 @pytest.fixture
 def request_made():
     return Request(

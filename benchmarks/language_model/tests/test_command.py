@@ -128,9 +128,7 @@ def test_refuses(args, message, capsys):
 def test_names_the_command_that_installs_what_is_missing(monkeypatch):
     for module, package in {"optax": "optax", "orbax.checkpoint": "orbax-checkpoint"}.items():
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(
-            UsageError, match=rf"^{package} is not .*; pip install .*'{package}"
-        ):
+        with pytest.raises(UsageError, match=rf"^{package} is not .*; pip install .*'{package}"):
             require_extra(module, "train")
 
 
