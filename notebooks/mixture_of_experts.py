@@ -583,7 +583,7 @@ for chunks in (1, 2):
 
 # %% [markdown]
 # Whether they are hidden is for a compiler to say, and its schedule can be had without the machine.
-# With `pip install 'jaxpar[tpu]'` this compiles a layer for eight TPU chips and plays the schedule;
+# With `pip install '.[tpu]'` this compiles a layer for eight TPU chips and plays the schedule;
 # it takes a minute, so it does not run here:
 #
 # ```python

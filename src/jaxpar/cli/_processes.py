@@ -139,7 +139,10 @@ def start_jax(
         return
     if process_id == 0:
         _require_port(coordinator)
-    initialize(coordinator, num_processes, process_id, timeout_s=timeout_s)
+    try:
+        initialize(coordinator, num_processes, process_id, timeout_s=timeout_s)
+    except ValueError as reason:  # the address, which only process 0 could try
+        raise UsageError(f"--coordinator {coordinator}: {reason}") from None
     try:
         yield _start_backends()
     finally:
