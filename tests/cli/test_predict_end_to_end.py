@@ -49,7 +49,7 @@ of_jit = jaxpar.jit(layer, compiler_options={"xla_tpu_enable_async_collective_fu
 @pytest.fixture(autouse=True)
 def compiler():
     assert importlib.util.find_spec("libtpu"), (
-        "these tests need the TPU compiler; pip install 'jaxpar[tpu]'"
+        "these tests need the TPU compiler; pip install -e '.[tpu]'"
     )
 
 

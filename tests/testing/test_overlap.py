@@ -19,7 +19,7 @@ W = jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16, sharding=P(None, "tp"))
 @pytest.fixture
 def compiler():
     assert importlib.util.find_spec("libtpu"), (
-        "these tests need the TPU compiler; pip install 'jaxpar[tpu]'"
+        "these tests need the TPU compiler; pip install -e '.[tpu]'"
     )
 
 
