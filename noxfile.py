@@ -54,6 +54,13 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def notebooks(session: nox.Session) -> None:
+    """Runs the notebooks, all or those named, and stores what they show: about two minutes."""
+    session.install("-e", ".[notebooks]", "nbclient>=0.10", "ipykernel>=6.29")
+    session.run("python", "tests/support/notebooks.py", *session.posargs)
+
+
+@nox.session
 def release_check(session: nox.Session) -> None:
     """Builds wheel and sdist, and runs README's example from each on every Python; `--tag v1.2.3`.
 

@@ -1,31 +1,18 @@
-"""Every notebook is the same in both of its files, and runs from its first cell to its last."""
+"""Every notebook is the same in both of its files, runs, and is stored with what a run shows."""
 
-from pathlib import Path
+import copy
 
 import jupytext
 import pytest
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
+from notebooks import ROOT, SCRIPTS, VARIES, code_cells, execute, stale
 
-ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(ROOT.glob("notebooks/*.py"))
-CELL_TIMEOUT_S = 300
+NAMES = [script.stem for script in SCRIPTS]
 
 
-class OwnKernel(AsyncKernelManager):
-    """A kernel in the interpreter of these tests, whatever kernels are installed besides."""
-
-    def __init__(self, **options):
-        # Looking nowhere on the disk leaves only the kernel that comes with ipykernel itself.
-        specs = KernelSpecManager(kernel_dirs=[], ensure_native_kernel=True)
-        super().__init__(kernel_spec_manager=specs, **options)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
 def test_both_files_hold_the_same_cells(script):
     paired = script.with_suffix(".ipynb")
-    assert paired.exists(), f"run: jupytext --sync {script.relative_to(ROOT)}"
+    assert paired.exists(), f"run: nox -s notebooks -- {script.stem}"
     from_script, from_notebook = jupytext.read(script), jupytext.read(paired)
 
     def cells(notebook):
@@ -36,27 +23,49 @@ def test_both_files_hold_the_same_cells(script):
         assert notebook.metadata.jupytext.formats == "ipynb,py:percent"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_committed_without_outputs(script):
-    for cell in jupytext.read(script.with_suffix(".ipynb")).cells:
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_runs_from_first_cell_to_last(script, monkeypatch):
+@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
+def test_runs_and_shows_what_is_stored(script, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # they take longer than they save
-    notebook = jupytext.read(script.with_suffix(".ipynb"))
-    NotebookClient(
-        notebook,
-        kernel_manager_class=OwnKernel,
-        kernel_name="python3",
-        timeout=CELL_TIMEOUT_S,
-        resources={"metadata": {"path": str(ROOT)}},
-    ).execute()
-    ran = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
-    assert ran == list(range(1, len(ran) + 1))
+    stored = jupytext.read(script.with_suffix(".ipynb"))
+    fresh = copy.deepcopy(stored)
+    execute(fresh)
+    shown = [output for cell in code_cells(fresh) for output in cell.outputs]
+    assert not [output.text for output in shown if output.get("name") == "stderr"]
+    found = stale(stored, fresh)
+    assert not found, f"run: nox -s notebooks -- {script.stem}\n" + "\n".join(found)
 
 
-def test_there_are_notebooks():
-    assert SCRIPTS
+@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
+def test_shows_text_and_pictures(script):
+    cells = code_cells(jupytext.read(script.with_suffix(".ipynb")))
+    shown = [output for cell in cells for output in cell.outputs]
+    assert any(output.output_type == "stream" for output in shown)
+    assert any("image/png" in output.get("data", {}) for output in shown)
+
+
+def test_stale_outputs_are_found():
+    stored = jupytext.read(SCRIPTS[0].with_suffix(".ipynb"))
+    assert not stale(stored, stored)
+    for changed in ("text", "order", "missing"):
+        wrong = copy.deepcopy(stored)
+        cell = next(
+            cell
+            for cell in code_cells(wrong)
+            if cell.outputs
+            and cell.outputs[0].output_type == "stream"
+            and VARIES not in cell.metadata.get("tags", [])
+        )
+        if changed == "text":
+            cell.outputs[0].text += "7 more"
+        elif changed == "order":
+            cell.execution_count += 1
+        else:
+            cell.outputs = []
+        assert len(stale(wrong, stored)) == 1, changed
+
+
+def test_every_notebook_is_listed_in_order():
+    listed = (ROOT / "notebooks" / "README.md").read_text()
+    places = [listed.find(f"({name}.ipynb)") for name in NAMES]
+    assert -1 not in places
+    assert places == sorted(places)

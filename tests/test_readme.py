@@ -13,19 +13,32 @@ import jaxpar
 ROOT = Path(__file__).parents[1]
 
 
-PRINTED = [
-    "(4, 16, 32)\n",
-    "(50258, 32) {'key': P('fsdp', 'tp'), 'norm': P(), 'output': P('tp', 'fsdp'), 'query': "
-    "P('fsdp', 'tp')} P('tp', 'fsdp')\n",
-]
+PRINTED = {
+    "README.md": "(4, 16, 32)\n",
+    "docs/all.md": "(50258, 32) {'key': P('fsdp', 'tp'), 'norm': P(), 'output': P('tp', 'fsdp'), "
+    "'query': P('fsdp', 'tp')} P('tp', 'fsdp')\n",
+}
 
 
-@pytest.mark.parametrize("number", range(len(PRINTED)))
-def test_example_runs_as_pasted(number):
+def test_the_readme_is_short_and_has_its_commands():
     text = (ROOT / "README.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == len(PRINTED)
-    example = examples[number]
+    assert len(text.splitlines()) <= 150
+    assert "pip install -e '.[bench]' && python -m jaxpar bench\n" in text
+    assert "pip install nox && nox -s tests\n" in text
+
+
+@pytest.mark.parametrize("page", [*PRINTED, "notebooks/README.md", "CONTRIBUTING.md"])
+def test_links_to_files_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert links
+    assert not [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+
+
+@pytest.mark.parametrize("page", PRINTED)
+def test_example_runs_as_pasted(page):
+    text = (ROOT / page).read_text()
+    [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(example.splitlines()) <= 30
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
@@ -33,7 +46,7 @@ def test_example_runs_as_pasted(number):
         [sys.executable, "-W", "error", "-c", example], env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.replace("PartitionSpec(", "P(") == PRINTED[number]
+    assert done.stdout.replace("PartitionSpec(", "P(") == PRINTED[page]
 
 
 def test_every_benchmark_has_a_line():

@@ -20,7 +20,7 @@ number of processes, has the same loss curve.
 EPILOG = """\
 mesh axes:
   dp    the batch is divided, each device has all weights
-  fsdp  the batch and the weights are divided; weights are gathered a layer ahead of their use
+  fsdp  the batch and the weights are divided; weights are gathered where they are used
   ep    the batch and the experts are divided; tokens travel to their experts and back
   cp    the sequence is divided, in a ring of attention blocks
   tp    heads, hidden features and vocabulary are divided, and the sequence between them

@@ -406,7 +406,7 @@ def test_scan_keeps_inputs_and_shards_only():
     assert sorted(shapes) == sorted([(4, 6, 10), (4, 10), (4, 10, 6), (4, 2, 24)])
 
 
-def test_scan_gathers_each_layer_once_forward_and_once_backward(monkeypatch):
+def test_scan_gathers_each_layer_once_forward_and_once_backward():
     mesh, layers = mesh_of("f=4"), 5
     run = jax.shard_map(
         partial(fsdp_scan, lambda w, x: jnp.tanh(x @ w), axis=Axis("f", mode="naive")),
@@ -418,52 +418,43 @@ def test_scan_gathers_each_layer_once_forward_and_once_backward(monkeypatch):
     counts = count_collectives(run, *args)
     assert counts.forward == {"all_gather": layers}
     assert counts.backward == {"all_gather": layers, "psum_scatter": layers}
-    gather_ahead(monkeypatch)  # of the first layer before the loop, of one for nothing in the end
-    counts = count_collectives(run, *args)
-    assert counts.forward == {"all_gather": layers + 1}
-    assert counts.backward == {"all_gather": layers, "psum_scatter": layers + 1}
 
 
 @pytest.mark.parametrize(("layers", "check_vma"), [(1, True), (2, False), (5, True), (5, False)])
-def test_scan_computes_the_same_ahead(monkeypatch, layers, check_vma):
+def test_scan_of_integers_among_the_weights(layers, check_vma):
     stack, x, scale = stack_of(layers, k=8, hidden=12), normal(8, 8), normal(8)
-    stack["step"] = jnp.arange(layers * 8).reshape(layers, 8)  # of integers, gathered too
+    stack["step"] = jnp.arange(layers * 8).reshape(layers, 8)  # gathered too, without a gradient
     specs = {"w": P(None, "f"), "b": P(), "v": P(None, None, "f"), "step": P(None, "f")}
 
-    def loss(stack, x, scale):
-        def scaled(w, x):
-            return layer({name: w[name] for name in "wbv"}, x) * scale + w["step"].astype("float32")
+    def scaled(w, x, scale):
+        return layer({name: w[name] for name in "wbv"}, x) * scale + w["step"].astype("float32")
 
-        dims = {**SHARDED, "step": 0}
-        y = fsdp_scan(scaled, stack, x, Axis("f", mode="naive"), dim=dims)
+    def loss(stack, x, scale):
+        dims, axis = {**SHARDED, "step": 0}, Axis("f", mode="naive")
+        y = fsdp_scan(lambda w, x: scaled(w, x, scale), stack, x, axis, dim=dims)
         return lax.psum(jnp.sum(jnp.sin(y)), "f")
 
-    def run():
-        mapped = jax.shard_map(
-            loss,
-            mesh=mesh_of("f=4"),
-            in_specs=(specs, P("f"), P()),
-            out_specs=P(),
-            check_vma=check_vma,
-        )
-        return jax.jit(jax.value_and_grad(mapped, argnums=(0, 1, 2), allow_int=True))(
-            stack, x, scale
-        )
+    def on_one_device(stack, x, scale):
+        y, _ = lax.scan(lambda x, w: (scaled(w, x, scale), None), x, stack)
+        return jnp.sum(jnp.sin(y))
 
-    value, (of_stack, *others) = run()
-    gather_ahead(monkeypatch)
-    ahead, (of_stack_ahead, *others_ahead) = run()
-    assert float(ahead) == pytest.approx(float(value), rel=1e-6)
-    assert of_stack["step"].dtype == of_stack_ahead["step"].dtype == jax.dtypes.float0
+    mapped = jax.shard_map(
+        loss,
+        mesh=mesh_of("f=4"),
+        in_specs=(specs, P("f"), P()),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    (value, (of_stack, *others)), (wanted, (of_stack_wanted, *others_wanted)) = (
+        jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2), allow_int=True))(stack, x, scale)
+        for fn in (mapped, on_one_device)
+    )
+    assert float(value) == pytest.approx(float(wanted), rel=1e-5)
+    assert of_stack["step"].dtype == jax.dtypes.float0
     for name in "wbv":
-        np.testing.assert_allclose(of_stack_ahead[name], of_stack[name], rtol=1e-5, atol=1e-5)
-    for a, b in zip(others_ahead, others, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def gather_ahead(monkeypatch):
-    """Has layers' weights gathered ahead, as it is on chips whose collectives are waited for."""
-    monkeypatch.setattr("jaxpar.layers._fsdp_scan.gathers_ahead", lambda problem: True)
+        np.testing.assert_allclose(of_stack[name], of_stack_wanted[name], rtol=1e-4, atol=1e-4)
+    for a, b in zip(others, others_wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_bf16_gradients_are_summed_in_float32():

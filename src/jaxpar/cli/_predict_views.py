@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, zip_longest
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -217,9 +218,8 @@ def write_picture(path: str, reports: Sequence[Report], requests: Sequence[Reque
             if group:
                 _draw_group(block, group)
     about = any(report.approximate for report in reports)
-    figure.suptitle(
-        "\n".join([NOTE, *([GPU_NOTE] if about else [])]), fontsize=9, x=0.01, ha="left"
-    )
+    said = [fill(note, 130 * columns) for note in (NOTE, *([GPU_NOTE] if about else []))]
+    figure.suptitle("\n".join(said), fontsize=9, x=0.01, ha="left")
     figure.legend(handles=_legend(), loc="outside lower center", ncols=6, fontsize=9, frameon=False)
     with written(path) as half:
         figure.savefig(half)

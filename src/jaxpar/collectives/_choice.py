@@ -19,10 +19,9 @@ from jaxpar._options import traced_asynchronous
 from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._cost_model import Flow, row_chunks_time, time_of
 from jaxpar.collectives._fitted import fitted_to
-from jaxpar.collectives._in_turns import UNROLLED, InTurns
+from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import traced_order
 from jaxpar.collectives._sites import ROW_CHUNKS, settled, settled_chunks, settled_dispatch
-from jaxpar.collectives._turns import gather_turns, stretches
 from jaxpar.collectives._ways import InChunks, Naive, Stationary, Way
 
 # Another way than a collective must win by more than the model can be trusted for; in chunks by
@@ -48,7 +47,7 @@ class Problem:
 
     Attributes:
       kind: what is to be done: a collective beside a matmul, one of a layer, or attention, one by
-        itself, weights that are gathered ahead of a layer, a loss over a vocabulary, tokens sent to
+        itself, weights that are gathered for a layer, a loss over a vocabulary, tokens sent to
         experts.
       ring: the devices.
       shapes: of the local operands, where they are known; of tokens and their choices for experts.
@@ -193,16 +192,15 @@ def by_time(problem: Problem) -> Ways:
 
 
 def in_a_layer(problem: Problem) -> Ways:
-    """The rule of a layer's matmuls: at once where the compiler makes collectives asynchronous.
+    """The rule of a layer's matmuls: at once, but for sums in chunks of another label.
 
-    What is before and behind a matmul hides its collectives as well as its own pieces would, and
-    pieces cost copies to and from the layouts of their neighbours: two layers of Llama 3 8B on v6e
-    took 6% longer by `by_time`. Sums that are scattered may go in chunks of another label than the
-    sequence's, which cost next to nothing (1% less time there); not on GPUs, whose compiler joins
-    the chunks' collectives again. Elsewhere a matmul has nothing but itself.
+    Where the compiler makes collectives asynchronous, what is before and behind a matmul hides them
+    as well as its own pieces would. And pieces cost copies to and from the layouts of their
+    neighbours, on every TPU: two layers of Llama 3 8B by `by_time` took 6% longer on v6e, four of
+    them 5% longer on v4 and v5e, where a collective is waited for. Sums that are scattered may go
+    in chunks of another label than the sequence's, which cost next to nothing (1% less time on
+    v6e); not on GPUs, whose compiler joins the chunks' collectives again.
     """
-    if not _asynchronous(problem):
-        return by_time(problem)
     naive, chip = Naive(problem.ring), problem.chip
     # Two chunks are predicted to be as fast where four are, but leave more of the sums exposed.
     chunked = InChunks(problem.ring, 4)
@@ -210,7 +208,7 @@ def in_a_layer(problem: Problem) -> Ways:
         flow.kind == "scatter" and flow.in_chunks(chunked.chunks).along != flow.along
         for flow in problem.forward
     )
-    if chip is None or not chip.torus or not cut_across:
+    if chip is None or not chip.torus or not cut_across or not _asynchronous(problem):
         return naive, naive
     ways = naive, chunked
     return min(ways, key=lambda way: time_of(chip, problem.forward, way, problem.beside)), naive
@@ -228,22 +226,6 @@ def by_links(problem: Problem) -> Ways:
     return way, way
 
 
-def by_prefetching(problem: Problem) -> Ways:
-    """The rule of weights that are gathered ahead: rings where a collective would be waited for.
-
-    It is so on TPU, whose compiler runs a chain of permutes beside what does not need it, and
-    collectives only if it is told to. That of GPUs makes collectives asynchronous itself; on CPU
-    devices nothing is hidden. A ring that runs in a loop has nothing beside it.
-    """
-    chip = problem.chip
-    turns = gather_turns(problem.ring.size, (1, -1), whole_opposite=True)
-    unrolled = all(times <= UNROLLED for _, times, _ in stretches(turns))
-    rings = chip is not None and chip.torus and unrolled and not _synchronous(problem)
-    rings = rings and not _asynchronous(problem)
-    way = way_of(problem, "bidirectional" if rings else "naive")
-    return way, way
-
-
 def naively(problem: Problem) -> Ways:
     """The rule of what has nothing to hide behind."""
     return Naive(problem.ring), Naive(problem.ring)
@@ -254,21 +236,10 @@ RULES: dict[Kind, Callable[[Problem], Ways]] = {
     "projection": in_a_layer,
     "attention": by_time,
     "collective": by_links,
-    "weights": by_prefetching,
+    "weights": naively,
     "loss": naively,
     "experts": naively,
 }
-
-
-def gathers_ahead(problem: Problem) -> bool:
-    """Whether a layer's weights had better be gathered while the layer before it runs.
-
-    Not where nothing is hidden, and not where the compiler makes collectives asynchronous: it
-    starts those of a layer behind the layer's own first matmuls, and weights of two layers would
-    take memory, and a transfer more than there are layers, for nothing.
-    """
-    chip = problem.chip
-    return chip is not None and not _asynchronous(problem)
 
 
 def joining_is_cheaper(length: int) -> bool:

@@ -1,4 +1,4 @@
-"""A scan over layers whose weights are gathered beside the work that hides them."""
+"""A scan over layers whose weights are gathered where they are used, and never kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisLike, Tree, TreeDim
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._choice import Problem, gathers_ahead
 from jaxpar.layers._fsdp import (
     Shards,
     bind_shards,
@@ -59,17 +58,11 @@ def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer as a function of lists of arrays, the same for all layers.
-
-    Attributes:
-      ahead: its weights are gathered while the layer before it runs, and its gradients scattered
-        while that is pulled back; if not, both are beside its own work.
-    """
+    """One layer as a function of lists of arrays, the same for all layers."""
 
     jaxpr: Any  # of (consts; weights, state) to the next state
     shards: Shards
     count: int  # of layers
-    ahead: bool
 
     def __call__(self, consts: Arrays, weights: Arrays, state: Arrays) -> Arrays:
         return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, consts))(*weights, *state)
@@ -114,7 +107,7 @@ def fsdp_scan(
     *,
     dim: TreeDim = 0,
 ) -> Tree:
-    """Applies layer after layer, each one's weights gathered beside the work that hides them.
+    """Applies layer after layer, each one's weights gathered where they are used, and never kept.
 
     Args:
       layer_fn: `(params, x) -> x`: one layer, given its whole parameters. It may close over other
@@ -139,10 +132,10 @@ def fsdp_scan(
     Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
     their gradients, in the wire's dtype, backward. Kept for the backward pass are the layers'
     inputs and the shards; there each layer is computed again, from weights that are gathered again.
-    Where the compiler makes collectives asynchronous (`jaxpar.compiler_options`) they travel beside
-    the layer's own work, and one layer's weights are gathered at a time. Elsewhere they do so while
-    the layer before computes, and gradients while that is pulled back: two layers' weights, and one
-    transfer more than there are layers, which the last one hides. On CPU devices nothing is hidden.
+    One layer's weights are gathered at a time, and travel beside the layer's own work where the
+    compiler makes collectives asynchronous (`jaxpar.compiler_options`). Elsewhere they are waited
+    for: gathering them a layer ahead was tried, and took longer on TPU v4 and v5e, for the copies
+    of what a loop carries.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -153,8 +146,7 @@ def fsdp_scan(
       >>> f(jnp.ones((3, 8, 8)), jnp.ones((16, 8))).shape
       (16, 8)
 
-    Source: as `fsdp_linear`; prefetching as in Zhao et al., "PyTorch FSDP: Experiences on scaling
-    fully sharded data parallel" (2023).
+    Source: as `fsdp_linear`.
     """
     stacked, params_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, stacked_params))
     state, state_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
@@ -184,7 +176,7 @@ def fsdp_scan(
             break
         state = wider
     consts = [jnp.asarray(const) for const in closed.consts]
-    layer = Layer(closed.jaxpr, shards, count, gathers_ahead(Problem("weights", ring)))
+    layer = Layer(closed.jaxpr, shards, count)
     return state_tree.unflatten(_run(layer, consts, stacked, state))
 
 
@@ -194,57 +186,30 @@ def _run(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Arrays
 
 
 def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Any:
-    """Returns the last state, and what the backward pass needs.
+    """Returns the last state, and what the backward pass needs."""
 
-    Ahead, the last layer's weights arrive again beside it: the backward pass begins with them.
-    """
+    def step(given: Arrays, index: Array) -> tuple[Arrays, Arrays]:
+        weights, given = layer.gather(stacked, index, given)
+        return layer(consts, weights, given), given
 
-    def step(carry: Any, index: Array) -> Any:
-        given, weights = carry
-        arriving = jnp.minimum(index + 1, layer.count - 1) if layer.ahead else index
-        following, given = layer.gather(stacked, arriving, given)
-        if not layer.ahead:
-            weights, following = following, []
-        return (layer(consts, weights, given), following), given
-
-    weights, state = layer.gather(stacked, 0, state) if layer.ahead else ([], state)
-    (state, weights), given = lax.scan(step, (state, weights), jnp.arange(layer.count))
-    return state, (consts, stacked, given, weights)
+    state, given = lax.scan(step, state, jnp.arange(layer.count))
+    return state, (consts, stacked, given)
 
 
 def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
-    """Returns the gradients, from those of the last state.
-
-    Layers go from the last to the first. Ahead, while one is pulled back, the weights of the one
-    before it arrive, and the gradients of the one behind it, `unscattered` until then, leave. The
-    last layer has none to send, and sends zeros; beside the first one its own weights arrive again:
-    a transfer more than needed, and every layer is in the loop, of which a compiler sees one.
-    """
-    consts, stacked, given, weights = residuals
+    """Returns the gradients, from those of the last state; layers go from the last to the first."""
+    consts, stacked, given = residuals
 
     def step(carry: Any, indexed_state: Any) -> Any:
-        cts, weights, unscattered, total = carry
+        cts, total = carry
         index, state = indexed_state
-        arriving = jnp.maximum(index - 1, 0) if layer.ahead else index
-        before, cts = layer.gather(stacked, arriving, cts)
-        if layer.ahead:
-            scattered = layer.scatter(unscattered, weights)
-            of_consts, unscattered, cts = layer.pull(consts, weights, state, cts)
-        else:
-            of_consts, gradients, cts = layer.pull(consts, before, state, cts)
-            scattered, before = layer.scatter(gradients, before), []
-        return (cts, before, unscattered, _add(total, of_consts)), scattered
+        weights, cts = layer.gather(stacked, index, cts)
+        of_consts, gradients, cts = layer.pull(consts, weights, state, cts)
+        return (cts, _add(total, of_consts)), layer.scatter(gradients, weights)
 
     total = [jnp.zeros_like(x, addition_dtype(x.dtype)) for x in floats_of(consts)]
-    unscattered = jax.tree.map(jnp.zeros_like, floats_of(weights))
-    carry = floats_of(cts), weights, unscattered, total
     layers = jnp.arange(layer.count), given
-    (cts, weights, unscattered, total), of_stacked = lax.scan(step, carry, layers, reverse=True)
-    if layer.ahead:  # each turn has sent the gradients of the layer behind its own
-        first = layer.scatter(unscattered, weights)
-        of_stacked = [
-            lax.concatenate([x[None], xs[:-1]], 0) for x, xs in zip(first, of_stacked, strict=True)
-        ]
+    (cts, total), of_stacked = lax.scan(step, (floats_of(cts), total), layers, reverse=True)
     return (
         all_gradients(consts, total),
         all_gradients(stacked, of_stacked),

@@ -14,7 +14,7 @@
 # ---
 
 # %% [markdown]
-# # Overlapped matmuls
+# # 4. Overlapped matmuls
 #
 # You write `jax.shard_map` by hand because you want to know what your program sends, and when.
 # This notebook starts at the two lines everybody writes first, an `all_gather` and a matmul, and
@@ -25,13 +25,12 @@
 # 3. the ring, both ways
 # 4. the mirror image: multiply, then reduce-scatter
 # 5. gradients, and what is kept for them
-# 6. several mesh axes, and why their order matters
-# 7. how to test a collective of your own
+# 6. the timelines that a compiler makes of it
 #
 # Everything runs on eight CPU devices in one process. They share the same few cores, so **nothing
 # is hidden here and nothing below is a speed measurement**. What a laptop can show exactly is the
-# program: which blocks are sent, how many bytes, in which order, and how much memory it holds.
-# Each claim is followed by an `assert`, so the text cannot drift away from the code.
+# program: which blocks are sent, how many bytes, in which order, how much memory it holds, and what
+# the compiler of a chip that is not here would make of it.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -41,27 +40,17 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 # %%
-import math
 from collections import Counter
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.testing import (
-    assert_matches_reference,
-    axis_orders,
-    count_collectives,
-    even_shapes,
-    meshes,
-)
-
-assert jax.device_count() == 8
+from jaxpar.schedule import compile_for, target, timeline
+from jaxpar.testing import count_collectives
 
 # %% [markdown]
 # ## 1. Gather, then multiply
@@ -228,7 +217,8 @@ for step, (row,) in enumerate(one_way):
 # %% [markdown]
 # Read a colour down its diagonal to follow a block; read a column to see a device's work. In step
 # `s` device `i` holds block `(i - s) % 8`. That one formula is most of the program. Write it
-# wrong and shapes still match, which is why section 7 exists.
+# wrong and shapes still match, which is why there is
+# [a notebook on testing](16_testing.ipynb).
 
 
 # %%
@@ -579,305 +569,59 @@ assert counts.forward == counts.backward == {"ppermute": 7}
 assert counts.residual_bytes == (y.nbytes + v.nbytes) // 8
 
 # %% [markdown]
-# ### Inside or outside `shard_map`?
+# ## 6. The timelines that a compiler makes of it
 #
-# Two lines to remember, for a loss that is `psum`med over devices:
+# The TPU compiler runs on any machine (`pip install 'jax[tpu]'`). `compile_for` compiles for chips
+# that are not here, and `timeline` plays the compiler's own order of instructions on published
+# figures of the chip. It is no measurement, and it shows what no laptop can: what waits for what.
 #
-# - `jax.grad` **outside** `shard_map` is the true gradient, whatever `check_vma` is.
-# - `jax.grad` **inside** is it too with `check_vma=True`; with `check_vma=False`, differentiate the
-#   *local* loss and `psum` the gradients of replicated parameters yourself.
-#
-# Here is one replicated weight, device `i` adding `weight * (i + 1)`: the gradient should be
-# 1 + 2 + ... + 8 = 36.
+# Eight v5p chips, one projection of a large model in bfloat16. Blue computes, orange travels, red
+# waits.
+
+# %% tags=["varies"]
+chips = target("v5p:2x2x2", "tp=8")
+M, K, COLUMNS = 8192, 8192, 28672
+operands = (
+    jax.ShapeDtypeStruct((M, K), jnp.bfloat16, sharding=P("tp")),
+    jax.ShapeDtypeStruct((K, COLUMNS), jnp.bfloat16, sharding=P(None, "tp")),
+)
 
 
-# %%
-def local_loss(weight, x):  # weight: f32[], x: f32[1]
-    return weight * x[0]
+def played(mode):
+    def local(x, w):  # x: bf16[m/8, k], w: bf16[k, n/8]
+        return jaxpar.all_gather_matmul(x, w, "tp", mode=mode)
+
+    program = jax.shard_map(local, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+    return timeline(compile_for(program, chips, *operands))
 
 
-def total_loss(weight, x):
-    return lax.psum(local_loss(weight, x), "tp")
-
-
-def outside(check_vma):
-    specs = {"in_specs": (P(), P("tp")), "out_specs": P()}
-    program = jax.shard_map(total_loss, mesh=mesh, **specs, check_vma=check_vma)
-    return jax.jit(jax.grad(program))
-
-
-def inside(loss, check_vma, finish=lambda gradient: gradient):
-    def local(weight, x):
-        return finish(jax.grad(loss)(weight, x))[None]  # f32[1], so that we see each device's own
-
-    specs = {"in_specs": (P(), P("tp")), "out_specs": P("tp")}
-    return jax.jit(jax.shard_map(local, mesh=mesh, **specs, check_vma=check_vma))
-
-
-weight, ones_to_eight = jnp.float32(1), jnp.arange(1.0, 9.0)
-for setting in (True, False):
-    assert outside(setting)(weight, ones_to_eight) == 36
-
-
-def psum(gradient):
-    return lax.psum(gradient, "tp")
-
-
-right = inside(total_loss, True)(weight, ones_to_eight)
-wrong = inside(total_loss, False)(weight, ones_to_eight)
-mended = inside(local_loss, False, finish=psum)(weight, ones_to_eight)
-print("check_vma=True:                  ", right)
-print("check_vma=False, the same code:  ", wrong)
-print("check_vma=False, by hand:        ", mended)
-assert right.tolist() == mended.tolist() == [36.0] * 8
-assert wrong.tolist() == [8.0 * i for i in range(1, 9)]  # 8x the local one, and never summed
-
-# %% [markdown]
-# ## 6. Several axes, and why their order matters
-#
-# A ring may run over more than one mesh axis: gather over `("x", "y")`, say, all 2 x 4 devices.
-# A tuple of axes has an order, the first one being the major, and it decides which device is
-# number 0, 1, 2, ... of the ring.
-
-# %%
-grid = jaxpar.make_mesh("x=2,y=4")
-ORDERS = (("x", "y"), ("y", "x"))
-
-
-def on_grid(local):
-    """Runs `local`, without arguments, and shows its scalar result where each device stands."""
-
-    def cell():
-        return local()[None, None]  # i32[1, 1]
-
-    program = jax.jit(jax.shard_map(cell, mesh=grid, in_specs=(), out_specs=P("x", "y")))
-    return np.asarray(program())  # i32[2, 4]
-
-
-for axes in ORDERS:
-    index = on_grid(lambda axes=axes: lax.axis_index(axes))
-    order = jaxpar.ring_order(grid, axes)
-    print(f"{axes}\naxis_index:\n{index}\nring_order: {order}\n")
-    assert index.reshape(-1)[order].tolist() == list(range(8))
-
-# %% [markdown]
-# `axis_index` says which number a place has; `ring_order` is its inverse, which place a number has,
-# counting places row by row. On the grid, the two rings walk like this (dotted: from number 7
-# back to 0):
-
-# %%
-figure, panels = plt.subplots(1, 2, figsize=(7, 2))
-for panel, axes in zip(panels, ORDERS, strict=True):
-    down, across = np.divmod(jaxpar.ring_order(grid, axes), 4)
-    for p in range(8):
-        q = (p + 1) % 8
-        here, there = (across[p], down[p]), (across[q], down[q])
-        arrow = {"arrowstyle": "->", "shrinkA": 9, "shrinkB": 9, "color": "0.35"}
-        arrow["linestyle"] = ":" if q == 0 else "-"
-        panel.annotate("", xytext=here, xy=there, arrowprops=arrow)
-        panel.scatter(*here, s=260, color=PALETTE[p], zorder=2)
-        panel.text(*here, p, ha="center", va="center", zorder=3)
-    panel.set(title=str(axes), xlabel="y", ylabel="x", xlim=(-0.5, 3.5), ylim=(1.6, -0.6))
-    panel.set_xticks(range(4))
-    panel.set_yticks(range(2))
+COLOURS = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#D0021B"}
+lines = {mode: played(mode) for mode in ("naive", "unidirectional", "bidirectional")}
+figure, panels = plt.subplots(3, 1, figsize=(8, 4.2), sharex=True)
+for panel, (mode, line) in zip(panels, lines.items(), strict=True):
+    rows = {"compute": 1}  # then a row for each link
+    for event in line.events:
+        if event.kind in COLOURS and event.row != "memory":
+            row = rows.setdefault(event.row, len(rows) + 1)
+            panel.barh(
+                row, 1e3 * event.seconds, 0.8, 1e3 * event.start, color=COLOURS[event.kind], ec="w"
+            )
+    panel.set_yticks(list(rows.values()), list(rows), size=7)
+    panel.invert_yaxis()
+    panel.set_title(f"{mode}: {1e3 * line.total:.2f} ms, {line.exposed / line.total:.0%} exposed")
+    panel.title.set_size(9)
+    panel.spines[["top", "right"]].set_visible(False)
+panels[-1].set_xlabel("milliseconds (a model, not a measurement)")
 figure.tight_layout()
 plt.show()
 
-# %% [markdown]
-# `ring_shift` follows the tuple, and so does everything built on it: number `i` receives from
-# number `i - 1`. `lax.ppermute`, given the tuple and the pairs `(p, p + 1)`, does not: up to
-# jax 0.11.0 it counts in the order of the *mesh* and says nothing; later versions refuse.
-
-# %%
-axes = ("y", "x")
-pairs = [(p, (p + 1) % 8) for p in range(8)]
-index = on_grid(lambda: lax.axis_index(axes))
-
-got = on_grid(lambda: jaxpar.ring_shift(lax.axis_index(axes), axes))
-print(f"ring_shift:\n{got}")
-assert np.array_equal(got, (index - 1) % 8)
-
-try:
-    got = on_grid(lambda: lax.ppermute(lax.axis_index(axes), axes, pairs))
-    print(f"ppermute, jax {jax.__version__}:\n{got}")
-    assert not np.array_equal(got, (index - 1) % 8)  # silently something else
-except (RuntimeError, ValueError) as error:
-    print(f"ppermute, jax {jax.__version__}: {type(error).__name__}: {str(error).splitlines()[0]}")
+assert lines["bidirectional"].exposed < lines["unidirectional"].exposed < lines["naive"].exposed
+assert lines["bidirectional"].total < 0.8 * lines["naive"].total
 
 # %% [markdown]
-# So the first rule: **the order in the collective is the order in the spec**. Lay `x` out as
-# `P(("y", "x"))` and gather over `("y", "x")`. If they disagree no one complains: all shapes fit,
-# and the rows come out shuffled. (A gathered result is equal on all devices, but JAX types what
-# came around a ring as varying and would refuse `out_specs=P()`: stack the copies and look at one.)
-
-
-# %%
-def gather_over(axes, layout):
-    def local(x, w):  # x: f32[m/8, k], w: f32[k, n]
-        y = jaxpar.all_gather_matmul(x, w, axes, mode="bidirectional")  # y: f32[m, n]
-        return y[None]  # f32[1, m, n]
-
-    program = jax.shard_map(local, mesh=grid, in_specs=(P(layout), P()), out_specs=P(layout))
-    return jax.jit(program)(x, w)[0]  # what the first device has
-
-
-for axes in ORDERS:
-    np.testing.assert_allclose(gather_over(axes, layout=axes), x @ w, rtol=1e-4, atol=1e-4)
-
-shuffled = gather_over(("y", "x"), layout=("x", "y"))
-blocks = (x @ w).reshape(8, m // 8, n)[jaxpar.ring_order(grid, ("y", "x"))]
-np.testing.assert_allclose(shuffled, blocks.reshape(m, n), rtol=1e-4, atol=1e-4)
-assert not np.allclose(shuffled, x @ w)
-
-# %% [markdown]
-# The second rule is about time. A step of the ring ends when its slowest transfer does, and
-# a transfer to a chip that is not a neighbour occupies every link on its way. Suppose the mesh lies
-# on 2 x 4 chips just as drawn, without wrap-around links, and count links:
-
-
-# %%
-def links(order):
-    down, across = np.divmod(np.asarray(order), 4)
-    return abs(down - np.roll(down, -1)) + abs(across - np.roll(across, -1))
-
-
-for axes in ORDERS:
-    print(axes, links(jaxpar.ring_order(grid, axes)))
-
-snake = [0, 1, 2, 3, 7, 6, 5, 4]
-print("out and back", links(snake))
-assert links(snake).max() == 1 < links(jaxpar.ring_order(grid, ("y", "x"))).max()
-
-# %% [markdown]
-# Neither order is a chain of neighbours, though one exists: out along one row and back along the
-# other. On TPU `jaxpar.ring_hops(mesh, axes)` does this count with the chips' coordinates and the
-# wrap-around links that they really have. Look at it before you trust a ring over several axes, and
-# hand `make_mesh` or `jax.sharding.Mesh` another order of devices if you do not like what you see.
-# CPU devices and GPUs behind a switch have no coordinates: everything is one hop.
-
-# %%
-print(jaxpar.ring_hops(grid, ("y", "x")))
-assert (jaxpar.ring_hops(grid, ("y", "x")) == 1).all()
-
-# %% [markdown]
-# ## 7. Testing a collective of your own
-#
-# With `ring_shift` you can write what `jax.lax` does not have. Say a cumulative sum along
-# a sharded sequence: sum locally, then let each device's total travel, and add those that come from
-# devices before you. `direction` is there so that we can break it.
-
-
-# %%
-def ring_cumsum(x, axis, direction=1):  # x: f32[m/n, k]
-    i, size = lax.axis_index(axis), lax.axis_size(axis)
-    sums = jnp.cumsum(x, axis=0)  # sums: f32[m/n, k]
-    total = sums[-1]  # total: f32[k]
-    for s in range(1, size):
-        total = jaxpar.ring_shift(total, axis, direction)  # now that of device i - s
-        sums = sums + jnp.where(s <= i, total, 0)
-    return sums
-
-
-# %% [markdown]
-# `assert_matches_reference` wants the function of local blocks, the same function of global arrays
-# in plain NumPy, and the specs. It compares values *and* gradients, with `check_vma` on and off.
-# The tolerance follows from the dtype and the number of terms; there is nothing to tune.
-
-# %%
-tokens = np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)
-
-
-def cumsum_on(devices, direction=1):
-    assert_matches_reference(
-        lambda x: ring_cumsum(x, "tp", direction),
-        lambda x: np.cumsum(x, axis=0),
-        tokens[: 2 * devices],
-        mesh=jaxpar.make_mesh({"tp": devices}, devices=jax.devices()[:devices]),
-        in_specs=P("tp"),
-        out_specs=P("tp"),
-    )
-
-
-cumsum_on(8)
-
-# %% [markdown]
-# One mesh is one example. Bugs in collectives love the cases nobody tries: one device, odd rings,
-# two axes in the unusual order, one row a device. Hypothesis tries them for you; `jaxpar.testing`
-# has the strategies. Ten examples keep this page quick; give a real test a hundred. The input is
-# random on purpose: a block of ones looks like every other block.
-
-
-# %%
-def property_of(collective):
-    # A fixed seed and no explanations, so that a notebook says the same each time and soon.
-    @settings(
-        max_examples=10,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=(Phase.generate, Phase.shrink),
-    )
-    @given(data=st.data())
-    def holds(data):
-        mesh = data.draw(meshes(max_axes=2, shuffle=False), "mesh")
-        axes = data.draw(axis_orders(mesh), "axes")
-        names = (axes,) if isinstance(axes, str) else axes
-        size = math.prod(mesh.shape[name] for name in names)
-        shape = data.draw(even_shapes(size, max_size=4), "shape")
-        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        assert_matches_reference(
-            lambda x: collective(x, axes),
-            lambda x: np.cumsum(x, axis=0),
-            x,
-            mesh=mesh,
-            in_specs=P(axes),
-            out_specs=P(axes),
-        )
-
-    return holds
-
-
-property_of(ring_cumsum)()
-
-# %% [markdown]
-# Now the classic mistake: the block moves the other way, so in step `s` what arrives is that of
-# device `i + s`. On one device, and on two, there is no difference: the next device *is* the
-# previous one. A test on two devices passes.
-
-# %%
-for devices in (1, 2):
-    cumsum_on(devices, direction=-1)
-
-try:
-    cumsum_on(3, direction=-1)
-except AssertionError as error:
-    caught = str(error)
-print(caught)
-assert "6 of 6 comparisons fail" in caught
-assert "mesh {'tp': 3}" in caught
-
-# %% [markdown]
-# Each line names the setting, the array, how many entries are wrong and the worst of them, with the
-# error it has and the error it may have. The last line is enough to run the case again.
-#
-# Hypothesis finds it without being told that three is the magic number:
-
-
-# %%
-def wrong_way(x, axis):
-    return ring_cumsum(x, axis, direction=-1)
-
-
-try:
-    property_of(wrong_way)()
-except AssertionError as error:
-    caught, draws = str(error), "\n".join(error.__notes__)
-print(caught.splitlines()[1], draws, sep="\n")
-assert "axis_sizes=(3,)" in draws
-
-# %% [markdown]
-# Three devices and one row each: nothing smaller can show this bug, and no test on two devices ever
-# will.
+# From the terminal, with a table and all events: `jaxpar predict --targets v5p:2x2x2 --ops
+# gather-lhs-rows --plot timeline.png`. How to read such pictures is the subject of
+# [schedules](14_schedules.ipynb).
 #
 # ## In short
 #
@@ -886,8 +630,6 @@ assert "axis_sizes=(3,)" in draws
 # - Both ways, whole blocks, the last in halves where it pays: n/2 steps and half the bytes a link.
 # - The derivative of each is the other. Keep shards and gather again; autodiff of an unrolled ring
 #   keeps every block.
-# - Several axes: the same order in the collective and in the spec, and a look at the hops.
-# - Test against NumPy, with gradients, on three devices and more.
+# - Write `mode="auto"`, the default, and compile with `jaxpar.jit`.
 #
-# None of this makes eight CPU devices faster. On the machine that it is meant for,
-# `python -m jaxpar bench` times every form beside the plain collective.
+# Next: [data parallelism](05_data_parallel.ipynb).

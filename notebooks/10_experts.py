@@ -14,22 +14,19 @@
 # ---
 
 # %% [markdown]
-# # A mixture of experts, and how tokens travel to it
+# # 10. Experts, with and without dropping
 #
-# Each token goes to a few of many small MLPs, the experts. With experts over devices, tokens have
-# to travel, and which ones is known at run time only. From one device to eight:
+# The whole layer in one call, and what becomes of tokens for which there is no room:
 #
-# 1. one device: a router, experts, and the result that all others must give
-# 2. the plan: which token goes to which device
-# 3. there and back by hand, and rows that nobody wrote
-# 4. the layer: nothing dropped
-# 5. the layer with a capacity: which tokens lose which expert
-# 6. the layer with small buffers: what overflows is counted
-# 7. balance, by a loss and by a bias
-# 8. chunks, and how to see whether they hide the exchange
+# 1. the layer: nothing dropped
+# 2. a capacity: which tokens lose which expert
+# 3. small buffers: what overflows is counted
+# 4. balance, by a loss and by a bias
+# 5. chunks, and how to see whether they hide the exchange
 #
-# Everything runs on eight CPU devices in one process, so **nothing below is a measurement of
-# speed**; what is sent, what is lost and what is computed are those of any machine.
+# How tokens travel is in [the notebook before](09_expert_dispatch.ipynb). Everything runs on eight
+# CPU devices in one process, so **nothing below is a measurement of speed**; what is sent, what is
+# lost and what is computed are those of any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -39,14 +36,13 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 # %%
-from functools import cache, partial
+from functools import cache
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from matplotlib.patches import ConnectionPatch
 
 import jaxpar
 from jaxpar import make_mesh
@@ -54,22 +50,18 @@ from jaxpar.layers import mean_loss
 from jaxpar.moe import (
     Experts,
     RaggedDispatcher,
-    apply_experts,
     expert_capacity,
     load_balance_loss,
     route,
     routed_moe_layer,
     update_router_bias,
 )
-from jaxpar.testing import count_collectives, poisoned_rows, tolerance
-
-assert jax.device_count() == 8
+from jaxpar.testing import count_collectives, tolerance
 
 # %% [markdown]
-# ## 1. One device
-#
 # 64 tokens, 16 experts, each token to the two that the router scores best. All tokens have one
-# direction in common, so that the router starts with favourites.
+# direction in common, so that the router starts with favourites. The reference computes every
+# expert for every token on one device.
 
 # %%
 DEVICES, TOKENS, EXPERTS, TOP_K = 8, 8, 16, 2  # TOKENS: of each device
@@ -91,36 +83,7 @@ experts = Experts(
 )
 routing = jax.device_get(jax.jit(route, static_argnums=1)(x @ router, TOP_K))
 
-first = jax.tree.map(lambda a: a[:TOKENS], routing)
-figure, panel = plt.subplots(figsize=(7, 3))
-panel.imshow(first.scores, cmap="Greys", vmin=0, vmax=0.8)
-for token, (chosen, weights) in enumerate(zip(first.experts, first.weights, strict=True)):
-    for expert, weight in zip(chosen, weights, strict=True):
-        text = {"ha": "center", "va": "center", "color": "C3", "size": 8, "weight": "bold"}
-        panel.text(expert, token, f"{weight:.2f}", **text)
-panel.set(xlabel="expert", ylabel="token", xticks=range(EXPERTS), yticks=range(TOKENS))
-panel.set_title("scores of the first tokens, and the two weights of each", size=9)
-figure.tight_layout()
-plt.show()
 
-# %% [markdown]
-# A weight is the softmax over all 16 experts, taken before the choice, so the two of a token do
-# not sum to 1. Models differ here: `normalize=True` divides by the sum, and is the same as
-# `scoring="selected_softmax"`, a softmax over the two chosen logits.
-
-# %%
-for options in ({}, {"normalize": True}, {"scoring": "selected_softmax"}, {"scoring": "sigmoid"}):
-    other = jax.jit(partial(route, top_k=TOP_K, **options))(x[:3] @ router)
-    sums = ", ".join(f"{total:.2f}" for total in np.sum(other.weights, axis=1))
-    print(f"{options!s:34} experts {other.experts.tolist()}, weights sum to {sums}")
-    np.testing.assert_array_equal(other.experts, routing.experts[:3])
-
-# %% [markdown]
-# The plainest layer computes every expert for every token, and multiplies most results by 0. It is
-# eight times too much work, and what everything below is compared with.
-
-
-# %%
 @jax.jit
 def reference(x, router, experts, kept=True):
     """On one device; `kept` [64, 2] says which choices count."""
@@ -148,15 +111,6 @@ def assert_close(found, wanted):
     jax.tree.map(check, found, wanted)
 
 
-# %% [markdown]
-# ## 2. The plan
-#
-# Eight tokens and two experts on each device: expert e is on device e // 2. A `RaggedDispatcher` is
-# made from the devices that each token needs. It is a plan: one small all-gather, after which
-# every device knows how many rows go from where to where, and so where each begins in every
-# buffer. It then moves any pytree of rows. Let us send each token's own number, so that we see who
-# arrived.
-
 # %%
 mesh = make_mesh("ep=8")
 
@@ -179,39 +133,6 @@ def numbers_that_arrive(capacity):
     return jax.device_get(sharded(plan)(x, router, experts))
 
 
-ROWS = 32
-sizes, arrived, valid, lost = numbers_that_arrive(ROWS)
-
-figure, panel = plt.subplots(figsize=(3.4, 3.4))
-panel.imshow(sizes, cmap="Greys", vmax=2 * sizes.max())
-for (source, target), rows in np.ndenumerate(sizes):
-    panel.text(target, source, rows, ha="center", va="center", size=8)
-panel.set(xlabel="to device", ylabel="from device", xticks=range(8), yticks=range(8))
-panel.set_title("send_sizes of all devices, in rows", size=9)
-figure.tight_layout()
-plt.show()
-
-print("rows for each device:", sizes.sum(axis=0))
-assert not lost.any()
-
-# %% [markdown]
-# A token whose two experts are on one device is sent there once, so there are fewer rows than
-# choices. The diagonal stays where it is. An all-gather would send every token to all seven other
-# devices.
-
-# %%
-targets = routing.experts // LOCAL  # [64, 2]
-alone = [token for token, (a, b) in enumerate(targets) if a == b]
-print(f"{targets.size} choices, {sizes.sum()} rows, for tokens {alone} only one")
-print(f"{sizes.sum() - sizes.trace()} rows travel; an all-gather sends {7 * DEVICES * TOKENS}")
-assert sizes.sum() == targets.size - len(alone)
-
-# %% [markdown]
-# Left: what each device has, with the devices that each token needs. Right: what each receives,
-# first the rows of device 0, then those of device 1, and so on. Hatched: rows that nobody wrote.
-# Two tokens are followed: one for two devices, and one whose experts are both on one.
-
-# %%
 PALETTE = plt.get_cmap("Set2").colors
 CELL = {"ha": "center", "va": "center"}
 
@@ -235,102 +156,10 @@ def draw_buffers(panel, arrived, valid, title):
     panel.spines[:].set_visible(False)
 
 
-def follow(panels, number, color):
-    """Frames a token and the rows where it arrived, and draws arrows between them."""
-    source, token = divmod(number, TOKENS)
-    frame = {"fc": "none", "ec": color, "lw": 2, "zorder": 4}
-    draw_cell(panels[0], source, token, **frame)
-    places = {"coordsA": panels[0].transData, "coordsB": panels[1].transData}
-    for device, row in np.argwhere((arrived == number) & valid):
-        draw_cell(panels[1], device, row, **frame)
-        ends = (source + 0.5, token), (device - 0.5, row)
-        arrow = ConnectionPatch(*ends, **places, arrowstyle="-|>", color=color, lw=1.3)
-        panels[0].figure.add_artist(arrow)
-
-
-figure, panels = plt.subplots(1, 2, figsize=(10, 5.6))
-for number, needed in enumerate(targets):
-    source, token = divmod(number, TOKENS)
-    text = f"{number}\nto {', '.join(map(str, sorted(set(needed.tolist()))))}"
-    draw_cell(panels[0], source, token, text, fc=PALETTE[source])
-panels[0].set(xlim=(-0.5, 7.5), ylim=(TOKENS - 0.5, -0.5), xticks=range(8), xlabel="device")
-panels[0].set(ylabel="token of the device")
-panels[0].set_title("tokens, and the devices that they need", size=9)
-panels[0].spines[:].set_visible(False)
-draw_buffers(panels[1], arrived, valid, f"receive buffers of {ROWS} rows")
-figure.tight_layout(w_pad=4)
-split = 61
-assert len(set(targets[split])) == 2
-follow(panels, split, "black")
-follow(panels, alone[-1], "C3")
-plt.show()
-
-for device in range(DEVICES):
-    wanted = [n for n in range(64) if device in targets[n]]  # in order: device 0 first
-    np.testing.assert_array_equal(arrived[device][valid[device]], wanted)
-
 # %% [markdown]
-# Shapes are static, so buffers are as long as what *could* come: all 64 tokens, in the worst case.
-# 32 rows happen to suffice here; sections 5 and 6 are about buffers that are smaller by design.
+# ## 1. The layer: nothing dropped
 #
-# ## 3. There and back by hand
-#
-# The layer in its parts. Beside each token travel its experts and weights. On arrival the pairs of
-# a row and a local expert are sorted by expert, `apply_experts` multiplies each group by its own
-# weights, and the pairs of a row are added up. `combine` brings one row home for each that came,
-# and adds those of each token.
-
-
-# %%
-def by_hand(x, router, experts):  # x: f32[t, d]; experts: two of them
-    routing = route(x @ router, TOP_K)
-    dispatcher = RaggedDispatcher.from_target_device_ids(routing.experts // LOCAL, axis="ep")
-    sent = x, routing.experts, routing.weights
-    (rows, chosen, weights), valid = dispatcher.dispatch(sent, ROWS)  # [r, d], [r, k], [r, k]
-
-    local = chosen - LOCAL * lax.axis_index("ep")
-    mine = valid[:, None] & (local >= 0) & (local < LOCAL)
-    group = jnp.where(mine, local, LOCAL).ravel()  # [r k], LOCAL for none
-    order = jnp.argsort(group)
-    group_sizes = jnp.bincount(group, length=LOCAL + 1)[:LOCAL]
-    row = order // TOP_K
-    pairs = apply_experts(rows[row], experts, group_sizes, weights=weights.ravel()[order])
-    made = jnp.zeros((ROWS, FEATURES)).at[row].add(pairs)  # pairs of no group are 0
-
-    combined, _ = dispatcher.combine(made, ROWS)  # [t, d]
-    return combined
-
-
-assert_close(sharded(by_hand)(x, router, experts), expected)
-
-# %% [markdown]
-# Rows that nobody wrote hold whatever the memory held. On CPU that is 0, which hides every mistake.
-# `poisoned_rows` makes it NaN. Then a mistake shows: here a device takes the mean of what it
-# received, three times.
-
-
-# %%
-def means(x, router, experts):
-    chosen = route(x @ router, TOP_K).experts
-    dispatcher = RaggedDispatcher.from_target_device_ids(chosen // LOCAL, axis="ep")
-    rows, valid = dispatcher.dispatch(x, ROWS)
-    unmasked = jnp.sum(rows)
-    multiplied = jnp.sum(rows * valid[:, None])  # NaN * 0 is NaN
-    masked = jnp.sum(jnp.where(valid[:, None], rows, 0))
-    return jnp.stack([unmasked, multiplied, masked])[None] / (valid.sum() * FEATURES)
-
-
-print("read as 0:", np.round(sharded(means)(x, router, experts)[0], 3))
-with poisoned_rows():
-    poisoned = sharded(means)(x, router, experts)
-    print("poisoned: ", np.round(poisoned[0], 3))
-    assert np.all(np.isnan(poisoned) == [True, True, False])
-    assert_close(sharded(by_hand)(x, router, experts), expected)  # reads none of them
-
-# %% [markdown]
-# ## 4. The layer: nothing dropped
-#
-# `moe_layer` is all that in one call but for `route`, with statistics: it takes the routing of any
+# `moe_layer` dispatches, computes and combines, with statistics: it takes the routing of any
 # router. `routed_moe_layer` takes a matrix, and routes first. Without further options the buffers
 # are those of the worst case and nothing is lost, however uneven the routing. Results and all
 # gradients are those of one device.
@@ -385,7 +214,7 @@ for way, apply in ways.items():
 # What a TPU would run; on CPU devices dense all-to-alls take the place of the ragged ones. The
 # all-gather of `auto` is the plan, psums are those of the statistics.
 #
-# ## 5. The layer with a capacity
+# ## 2. The layer with a capacity
 #
 # With `capacity_factor`, an expert takes a fixed number of tokens from each device: the factor
 # times an even share, rounded up. Other tokens lose that expert, and keep what their other one
@@ -446,7 +275,7 @@ plt.show()
 # A capacity bounds the buffers too, to what it lets through: at most `capacity` tokens of each
 # device for each expert.
 #
-# ## 6. The layer with small buffers
+# ## 3. The layer with small buffers
 #
 # A capacity drops by expert and by device, although another device's tokens may have left room.
 # `buffer_factor` drops nothing by itself: it makes receive buffers that multiple of what arrives
@@ -464,7 +293,7 @@ for factor in (1.0, 1.5):
     assert statistics.dropped == 0
 
 even = DEVICES * TOKENS * TOP_K // DEVICES  # rows for each device, at most, if loads are even
-_, small, fits, lost = numbers_that_arrive(even)
+sizes, small, fits, lost = numbers_that_arrive(even)
 figure, panel = plt.subplots(figsize=(5.5, 3.6))
 title = f"buffers of {even} rows; did not fit: {', '.join(map(str, lost))}"
 draw_buffers(panel, small, fits, title)
@@ -478,7 +307,7 @@ np.testing.assert_array_equal(lost, np.maximum(sizes.sum(axis=0) - even, 0))
 # out of bounds. (The layer counts choices, a few more than the rows: a row may be for two experts,
 # whose results need room as well.) So watch `overflow`, and make routing even.
 #
-# ## 7. Balance
+# ## 4. Balance
 #
 # `statistics` says how even it is, over all devices:
 
@@ -567,7 +396,7 @@ assert max(ends["loss"], ends["bias"]) < ends["neither"]
 # Left alone, the favourites get more tokens still. Here the loss evens them out at the price of a
 # larger error, as its gradient competes with that of the error; a bias has none.
 #
-# ## 8. Chunks, and what they hide
+# ## 5. Chunks, and what they hide
 #
 # With `chunks`, each device sends its tokens in so many pieces, each while the experts compute the
 # one before. The result is the same; the program has an exchange there and one back for each:
@@ -613,14 +442,14 @@ for chunks in (1, 2):
 # It passes; with `chunks=1` it fails, and names the transfers that are waited for. How many rows
 # travel depends on data, so it counts the most that shapes allow. For your own guess, and for a
 # picture, `jaxpar.schedule.timeline(compile_for(...), assumed=Assumed(sent_rows=...))` and
-# `python -m jaxpar predict module:function --plot timeline.png`.
+# `jaxpar predict module:function --plot timeline.png`.
 #
 # ## In short
 #
 # - `routed_moe_layer` without options loses nothing; its buffers are those of the worst case.
 # - `capacity_factor` drops by a rule that you choose, `buffer_factor` saves memory and counts what
 #   overflows.
-# - A token travels once to each distinct device. Rows beyond those that arrived hold anything: mask
-#   with `jnp.where`, and test inside `poisoned_rows()`.
 # - Watch `largest_load`; even it out with the loss or with the bias.
 # - Chunks hide the exchange, and a compiler says whether they do.
+#
+# Next: [ring attention](11_ring_attention.ipynb).

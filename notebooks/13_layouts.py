@@ -14,7 +14,7 @@
 # ---
 
 # %% [markdown]
-# # One model, five meshes
+# # 13. One model, five meshes
 #
 # A model says once which dimension of each of its parameters is which. What a mesh changes is one
 # small table, from names of dimensions to mesh axes. Everything else follows: specs, shards,
@@ -30,6 +30,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # %%
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
@@ -121,14 +122,27 @@ for text, (layout, losses) in found.items():
     print(f"{text:17} {held:6} bytes a device, losses {np.round(losses, 4)}")
 
 # %%
-for _, losses in found.values():
+figure, panels = plt.subplots(1, 2, figsize=(8, 2.4))
+for width, (text, (layout, losses)) in zip((9, 7, 5, 3, 1), found.items(), strict=True):
     np.testing.assert_allclose(losses, found["dp=8"][1], rtol=1e-5)
+    panels[0].plot(losses, lw=width, label=text)
+    panels[1].barh(text, layout.table().bytes_per_device / 1024)
+panels[0].set(xlabel="step", ylabel="loss")
+panels[0].legend(frameon=False, fontsize=8)
+panels[1].set(xlabel="KiB of weights on each device")
+panels[1].invert_yaxis()
+for panel in panels:
+    panel.spines[["top", "right"]].set_visible(False)
+figure.tight_layout()
+plt.show()
 
 # %% [markdown]
 # What each device holds, the most replicated first:
 
 # %%
-print(found["fsdp=2,tp=4"][0])
+layout = found["fsdp=2,tp=4"][0]
+print(layout)
+print(layout["blocks/0/up"].picture())
 
 # %% [markdown]
 # ## A wrong map
@@ -156,7 +170,7 @@ except LayoutError as error:
 # names for each weight the collectives that it causes, and flags what lies otherwise than what it
 # is multiplied with. The exchange is compiled too, so that its gain is known.
 
-# %%
+# %% tags=["varies"]
 square = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
 
 
@@ -180,3 +194,13 @@ print(layout.explain(jax.grad(forward), "v5e:2x4", square))
 shapes = jax.eval_shape(init, jax.random.key(0))
 rules = infer_layout(loss, shapes, tokens, jaxpar.make_mesh("fsdp=2,tp=4"))
 print(rules)
+
+# %% [markdown]
+# ## In short
+#
+# - Names of dimensions, once; a small table from names to axes, a mesh.
+# - Everything follows: specs, shards, padding, optimizer state, batches, checkpoints.
+# - What matches nothing, twice, or in the wrong order is refused, all at once.
+# - `explain` asks the compiler of the chip before you rent it.
+#
+# Next: [reading a schedule](14_schedules.ipynb).

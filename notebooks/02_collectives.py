@@ -1,0 +1,273 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 2. Collectives, and what they cost
+#
+# Inside `jax.shard_map` nothing travels unless you write it. These are the words for it:
+#
+# 1. who has what before and after each collective
+# 2. how many bytes a device sends
+# 3. each one's derivative
+# 4. the dense all-to-all: from a shard of the sequence to a shard of the heads
+# 5. when a transfer can hide behind a matmul
+#
+# Eight CPU devices; bytes are those of any machine.
+
+# %%
+# Before anything else touches JAX: the number of devices is fixed when the backend starts.
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# %%
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.schedule import target
+from jaxpar.testing import count_collectives
+
+mesh = jaxpar.make_mesh("x=8")
+N = 8
+
+# %% [markdown]
+# ## 1. Who has what
+#
+# Four devices make a readable picture. Each has a column of four blocks, numbered by the device and
+# the place. Colours are those of the device that had a block; grey is a sum.
+
+# %%
+four = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
+PALETTE = plt.get_cmap("Set2").colors
+
+
+def run(local, before):  # before: [4 devices, blocks]
+    program = jax.shard_map(local, mesh=four, in_specs=P("x"), out_specs=P("x"))
+    return np.asarray(jax.jit(program)(before.reshape(-1))).reshape(4, -1)
+
+
+def gather(x):
+    return lax.all_gather(x, "x", tiled=True)
+
+
+def scatter(x):
+    return lax.psum_scatter(x, "x", tiled=True)
+
+
+def reduce(x):
+    return lax.pcast(lax.psum(x, "x"), "x", to="varying")  # the same everywhere, shown by each
+
+
+def exchange(x):
+    return lax.all_to_all(x, "x", 0, 0, tiled=True)
+
+
+def shift(x):
+    return jaxpar.ring_shift(x, "x")
+
+
+one, all_four = np.arange(4.0).reshape(4, 1), np.arange(16.0).reshape(4, 4)
+CASES = [
+    ("all-gather", gather, one),
+    ("reduce-scatter", scatter, all_four),
+    ("all-reduce", reduce, all_four),
+    ("all-to-all", exchange, all_four),
+    ("shift (permute)", shift, one),
+]
+
+
+def show(panel, blocks, before, title):
+    """Blocks in the colour of the device that had them; sums are grey."""
+    for (device, row), value in np.ndenumerate(blocks):
+        corner = (device - 0.45, row - 0.45)
+        colour = PALETTE[np.argwhere(before == value)[0][0]] if value in before else "0.88"
+        panel.add_patch(plt.Rectangle(corner, 0.9, 0.9, fc=colour))
+        panel.text(device, row, f"{value:.0f}", ha="center", va="center", size=8)
+    panel.set(xlim=(-0.5, 3.5), ylim=(3.5, -0.5), yticks=(), xticks=range(4))
+    panel.set_title(title, size=9)
+    panel.tick_params(length=0)
+    panel.spines[:].set_visible(False)
+
+
+figure, panels = plt.subplots(2, len(CASES), figsize=(10, 4.2))
+for column, (name, local, before) in zip(panels.T, CASES, strict=True):
+    show(column[0], before, before, f"{name}\nbefore")
+    show(column[1], run(local, before), before, "after")
+figure.supxlabel("device")
+figure.tight_layout()
+plt.show()
+
+np.testing.assert_array_equal(run(exchange, all_four), all_four.T)
+np.testing.assert_array_equal(run(scatter, all_four)[:, 0], all_four.sum(axis=0))
+np.testing.assert_array_equal(run(shift, one)[:, 0], [3, 0, 1, 2])
+
+# %% [markdown]
+# An all-to-all is a transpose of devices and blocks. An all-reduce is a reduce-scatter and then an
+# all-gather, which is how it is done, and why it costs both.
+#
+# ## 2. How many bytes a device sends
+#
+# Of `n` devices and a whole of `B` bytes, the best ring algorithm sends from each device
+#
+# | collective | a device has | a device gets | sends |
+# |---|---|---|---|
+# | all-gather | B/n | B | B (n-1)/n |
+# | reduce-scatter | B, an addend | B/n | B (n-1)/n |
+# | all-reduce | B, an addend | B | 2 B (n-1)/n |
+# | all-to-all | B/n | B/n | B/n (n-1)/n |
+# | permute | B/n | B/n | B/n |
+#
+# `count_collectives` reads the same from any program, without compiling it, with what the
+# derivative sends and what is kept for it.
+
+# %%
+B = 8 * 1024 * 4  # bytes
+shard, whole = jnp.ones(B // 4), jnp.ones((N * B) // 4)  # a global array: f32, n blocks of each
+
+PROGRAMS = {
+    "all-gather": (gather, shard, P("x")),
+    "reduce-scatter": (scatter, whole, P("x")),
+    "all-reduce": (lambda x: lax.psum(x, "x"), whole, P()),
+    "all-to-all": (exchange, shard, P("x")),
+    "permute": (shift, shard, P("x")),
+}
+EXPECTED = {
+    "all-gather": B * 7 // 8,
+    "reduce-scatter": B * 7 // 8,
+    "all-reduce": 2 * B * 7 // 8,
+    "all-to-all": B // 8 * 7 // 8,
+    "permute": B // 8,
+}
+counted = {}
+for name, (local, x, out) in PROGRAMS.items():
+    program = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=out)
+    counted[name] = count_collectives(program, x)
+    print(f"{name:>15}: {counted[name].forward_bytes:6} bytes forward")
+    assert counted[name].forward_bytes == EXPECTED[name]
+
+# %% [markdown]
+# ## 3. Derivatives
+#
+# A gather's derivative is a reduce-scatter, and the reverse: what was copied to all gets its
+# gradient summed from all. An all-to-all goes back where it came from, and so does a shift. A sum
+# over devices gives everyone the same, and its derivative is a copy, which sends nothing:
+
+# %%
+for name, counts in counted.items():
+    print(f"{name:>15}: {dict(counts.forward)} -> {dict(counts.backward)}")
+assert counted["all-gather"].backward == {"psum_scatter": 1}
+assert counted["reduce-scatter"].backward == {"all_gather": 1}
+assert counted["all-reduce"].backward == {}
+
+# %% [markdown]
+# That last line holds because types say that the sum is one value (`check_vma=True`). A gathered
+# array, on the other hand, is typed as varying, and cannot leave through `out_specs=P()`. Where
+# each device goes on with the whole, `jaxpar.layers.gather_region` gathers and types the result as
+# replicated: its derivative keeps the device's own block, and sends nothing either.
+
+# %%
+whole_everywhere = jax.shard_map(
+    lambda x: jaxpar.layers.gather_region(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+)
+counts = count_collectives(whole_everywhere, shard)
+print(f"gather_region: {dict(counts.forward)} -> {dict(counts.backward)}")
+assert counts.backward_bytes == 0
+
+# %% [markdown]
+# ## 4. A dense all-to-all at work
+#
+# A sequence is sharded over devices, and attention wants whole sequences, if only of some heads. An
+# all-to-all turns one sharding into the other for the price of a single block, where a gather would
+# send seven: cut the heads, join the positions.
+
+
+# %%
+def heads_for_positions(x):  # x: f32[s/8, heads, e]
+    return lax.all_to_all(x, "x", split_axis=1, concat_axis=0, tiled=True)  # f32[s, heads/8, e]
+
+
+def positions_for_heads(x):  # the way back
+    return lax.all_to_all(x, "x", split_axis=0, concat_axis=1, tiled=True)
+
+
+def attend(q, k, v):  # f32[s/8, heads, e] each
+    q, k, v = (heads_for_positions(x)[None] for x in (q, k, v))  # f32[1, s, heads/8, e]
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)[0]
+    return positions_for_heads(y)  # f32[s/8, heads, e]
+
+
+q, k, v = (jax.random.normal(key, (64, 16, 32)) for key in jax.random.split(jax.random.key(0), 3))
+attention = jax.shard_map(attend, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+expected = jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+np.testing.assert_allclose(jax.jit(attention)(q, k, v), expected, rtol=1e-4, atol=1e-5)
+
+counts = count_collectives(attention, q, k, v)
+block = q.nbytes // 8
+print(f"{dict(counts.forward)}, {counts.forward_bytes} bytes; gathering k and v: {2 * 7 * block}")
+assert counts.forward_bytes == 4 * 7 / 8 * block
+
+# %% [markdown]
+# It needs as many heads as devices. Where there are fewer, or the whole sequence does not fit on
+# a device, there is [ring attention](11_ring_attention.ipynb). And where the number of rows for
+# each device is known at run time only, as with experts, the exchange is ragged
+# ([experts](09_expert_dispatch.ipynb)).
+#
+# ## 5. When can a transfer hide?
+#
+# An all-gather matmul, `f[m, k]` sharded by rows and a local `f[k, n/8]`: a device sends (and
+# receives) `(n-1)/n` of `m k` numbers and computes `2 m k n_local` FLOPs. Time to send and time to
+# compute both grow with `m k`, so that their ratio does not depend on either:
+#
+# $$\frac{\text{compute}}{\text{send}} = \frac{2\, n_\text{local} / F}{2\, \text{bytes} / W}$$
+#
+# with `F` FLOP/s and `W` bytes/s over all links of the ring. So what decides is the number of
+# *local columns* against the chip's FLOPs per byte.
+
+# %%
+figure, panel = plt.subplots(figsize=(5.6, 3))
+columns = np.geomspace(128, 32768, 100)
+for place, name in enumerate(("v5e:2x4", "v5p:2x2x2", "v6e:2x4")):
+    chip = target(name).chip
+    two_ways = 2 * chip.link  # bytes/s of a ring on one axis of the torus
+    ratio = (2 * columns / chip.flops) / (2 / two_ways)
+    enough = chip.flops / two_ways  # columns where both take equally long
+    panel.loglog(columns, ratio, color=PALETTE[place], label=f"{name.split(':')[0]}: {enough:.0f}")
+    print(f"{name}: a transfer of bfloat16 hides behind {enough:.0f} local columns or more")
+panel.axhline(1, color="0.4", lw=0.8, ls=":")
+panel.set(xlabel="local columns", ylabel="compute / send")
+panel.legend(frameon=False, fontsize=8, title="columns that suffice", title_fontsize=8)
+panel.spines[["top", "right"]].set_visible(False)
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# Above the dotted line a transfer *can* be hidden completely; whether it is depends on the program.
+# A gather in front of the matmul never is: the matmul waits for its operand. How to take it apart
+# is the subject of [overlapped matmuls](04_overlapped_matmuls.ipynb).
+#
+# ## In short
+#
+# - A gather and a reduce-scatter send (n-1)/n of the whole, an all-reduce both, an all-to-all an
+#   n-th of one.
+# - Gather and reduce-scatter are each other's derivative.
+# - Count before you measure: `count_collectives(fn, *args)`.
+# - Local columns against FLOPs per byte say what can be hidden.
+#
+# Next: [a ring over several axes](03_ring_shift.ipynb).

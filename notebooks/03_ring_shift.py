@@ -1,0 +1,282 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3. A ring shift, over one axis and over several
+#
+# Every overlapped collective here is made of one move: each device hands its block to the next.
+# What "the next" is, is less obvious than it looks.
+#
+# 1. `ring_shift`, on one axis
+# 2. collectives out of it
+# 3. several axes, and why their order matters
+# 4. how many links a step takes
+#
+# Eight CPU devices; bytes and orders are those of any machine.
+
+# %%
+# Before anything else touches JAX: the number of devices is fixed when the backend starts.
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# %%
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.testing import count_collectives
+
+mesh = jaxpar.make_mesh("x=8")
+PALETTE = plt.get_cmap("Set2").colors  # eight colours, one a block
+
+# %% [markdown]
+# ## 1. One axis
+#
+# `ring_shift(x, axis, offset=1)` gives device `i` what device `i - offset` held. Send each block's
+# *number*, and see who holds what after each step. Colours are blocks.
+
+
+# %%
+def shifted(offset):
+    def local(number):  # i32[1]
+        return jaxpar.ring_shift(number, "x", offset)
+
+    return np.asarray(
+        jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(jnp.arange(8))
+    )
+
+
+figure, panel = plt.subplots(figsize=(5, 3))
+for step in range(8):
+    for device, block in enumerate(shifted(step)):
+        panel.add_patch(plt.Rectangle((device, step), 0.94, 0.9, fc=PALETTE[block]))
+        panel.text(device + 0.47, step + 0.45, block, ha="center", va="center", size=8)
+panel.set(xlim=(0, 8), ylim=(8, 0), xlabel="device", ylabel="offset")
+panel.set_xticks(np.arange(8) + 0.47, range(8))
+panel.set_yticks(np.arange(8) + 0.45, range(8))
+panel.tick_params(length=0)
+panel.spines[:].set_visible(False)
+figure.tight_layout()
+plt.show()
+
+print(shifted(1), shifted(-1))
+for step in range(8):
+    assert shifted(step).tolist() == [(i - step) % 8 for i in range(8)]
+
+# %% [markdown]
+# After `s` shifts device `i` holds block `(i - s) % 8`. That one formula is most of what a ring
+# algorithm has to get right.
+#
+# ## 2. Collectives out of shifts
+#
+# An all-gather is seven shifts and a place for each block:
+
+
+# %%
+def gather(x):  # x: f32[m/8, k]
+    i, rows = lax.axis_index("x"), x.shape[0]
+    whole = lax.pcast(jnp.zeros((8 * rows, x.shape[1])), "x", to="varying")  # f32[m, k]
+    for s in range(8):
+        whole = lax.dynamic_update_slice_in_dim(whole, x, (i - s) % 8 * rows, 0)
+        if s < 7:
+            x = jaxpar.ring_shift(x, "x")
+    return whole
+
+
+# %% [markdown]
+# and a reduce-scatter is sums on their way to their owner. A sum that moves by +1 and has to end at
+# its owner starts at the device behind it.
+
+
+# %%
+def scatter(x):  # x: f32[m, k], an addend
+    i, rows = lax.axis_index("x"), x.shape[0] // 8
+
+    def block(owner):  # f32[m/8, k]
+        return lax.dynamic_slice_in_dim(x, owner % 8 * rows, rows)
+
+    total = block(i - 1)
+    for s in range(1, 8):
+        total = jaxpar.ring_shift(total, "x") + block(i - 1 - s)
+    return total
+
+
+x = jax.random.normal(jax.random.key(0), (64, 8))
+
+
+def compare(ours, theirs):
+    both = [
+        jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x")) for fn in (ours, theirs)
+    ]
+    np.testing.assert_allclose(*(jax.jit(fn)(x) for fn in both), rtol=1e-5, atol=1e-5)
+    counts = [count_collectives(fn, x) for fn in both]
+    for count in counts:
+        print(f"{dict(count.forward)}: {count.forward_bytes} bytes")
+    assert counts[0].forward_bytes == counts[1].forward_bytes
+
+
+compare(gather, lambda x: lax.all_gather(x, "x", tiled=True))
+compare(scatter, lambda x: lax.psum_scatter(x, "x", tiled=True))
+
+# %% [markdown]
+# The same bytes as `lax`. What is won is that there are seven places to put work in between.
+# jaxpar has these as `ring_all_gather`, `ring_reduce_scatter` and `ring_all_reduce`: one way or
+# both ways, over any axes, with derivatives that keep nothing.
+#
+# ## 3. Several axes, and why their order matters
+#
+# A ring may run over more than one mesh axis: gather over `("x", "y")`, say, all 2 x 4 devices.
+# A tuple of axes has an order, the first one being the major, and it decides which device is
+# number 0, 1, 2, ... of the ring.
+
+# %%
+grid = jaxpar.make_mesh("x=2,y=4")
+ORDERS = (("x", "y"), ("y", "x"))
+
+
+def on_grid(local):
+    """Runs `local`, without arguments, and shows its scalar result where each device stands."""
+
+    def cell():
+        return local()[None, None]  # i32[1, 1]
+
+    program = jax.jit(jax.shard_map(cell, mesh=grid, in_specs=(), out_specs=P("x", "y")))
+    return np.asarray(program())  # i32[2, 4]
+
+
+for axes in ORDERS:
+    index = on_grid(lambda axes=axes: lax.axis_index(axes))
+    order = jaxpar.ring_order(grid, axes)
+    print(f"{axes}\naxis_index:\n{index}\nring_order: {order}\n")
+    assert index.reshape(-1)[order].tolist() == list(range(8))
+
+# %% [markdown]
+# `axis_index` says which number a place has; `ring_order` is its inverse, which place a number has,
+# counting places row by row. On the grid, the two rings walk like this (dotted: from number 7
+# back to 0):
+
+# %%
+figure, panels = plt.subplots(1, 2, figsize=(7, 2))
+for panel, axes in zip(panels, ORDERS, strict=True):
+    down, across = np.divmod(jaxpar.ring_order(grid, axes), 4)
+    for p in range(8):
+        q = (p + 1) % 8
+        here, there = (across[p], down[p]), (across[q], down[q])
+        arrow = {"arrowstyle": "->", "shrinkA": 9, "shrinkB": 9, "color": "0.35"}
+        arrow["linestyle"] = ":" if q == 0 else "-"
+        panel.annotate("", xytext=here, xy=there, arrowprops=arrow)
+        panel.scatter(*here, s=260, color=PALETTE[p], zorder=2)
+        panel.text(*here, p, ha="center", va="center", zorder=3)
+    panel.set(title=str(axes), xlabel="y", ylabel="x", xlim=(-0.5, 3.5), ylim=(1.6, -0.6))
+    panel.set_xticks(range(4))
+    panel.set_yticks(range(2))
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# `ring_shift` follows the tuple, and so does everything built on it: number `i` receives from
+# number `i - 1`. `lax.ppermute`, given the tuple and the pairs `(p, p + 1)`, does not: up to
+# jax 0.11.0 it counts in the order of the *mesh* and says nothing; later versions refuse.
+
+# %% tags=["varies"]
+axes = ("y", "x")
+pairs = [(p, (p + 1) % 8) for p in range(8)]
+index = on_grid(lambda: lax.axis_index(axes))
+
+got = on_grid(lambda: jaxpar.ring_shift(lax.axis_index(axes), axes))
+print(f"ring_shift:\n{got}")
+assert np.array_equal(got, (index - 1) % 8)
+
+try:
+    got = on_grid(lambda: lax.ppermute(lax.axis_index(axes), axes, pairs))
+    print(f"ppermute, jax {jax.__version__}:\n{got}")
+    assert not np.array_equal(got, (index - 1) % 8)  # silently something else
+except (RuntimeError, ValueError) as error:
+    print(f"ppermute, jax {jax.__version__}: {type(error).__name__}: {str(error).splitlines()[0]}")
+
+# %% [markdown]
+# So the first rule: **the order in the collective is the order in the spec**. Lay `x` out as
+# `P(("y", "x"))` and gather over `("y", "x")`. If they disagree no one complains: all shapes fit,
+# and the rows come out shuffled. (A gathered result is equal on all devices, but JAX types what
+# came around a ring as varying and would refuse `out_specs=P()`: stack the copies and look at one.)
+
+
+# %%
+m, k, n = 64, 8, 16
+w = jax.random.normal(jax.random.key(1), (k, n))
+
+
+def gather_over(axes, layout):
+    def local(x, w):  # x: f32[m/8, k], w: f32[k, n]
+        y = jaxpar.all_gather_matmul(x, w, axes, mode="bidirectional")  # y: f32[m, n]
+        return y[None]  # f32[1, m, n]
+
+    program = jax.shard_map(local, mesh=grid, in_specs=(P(layout), P()), out_specs=P(layout))
+    return jax.jit(program)(x, w)[0]  # what the first device has
+
+
+for axes in ORDERS:
+    np.testing.assert_allclose(gather_over(axes, layout=axes), x @ w, rtol=1e-4, atol=1e-4)
+
+shuffled = gather_over(("y", "x"), layout=("x", "y"))
+blocks = (x @ w).reshape(8, m // 8, n)[jaxpar.ring_order(grid, ("y", "x"))]
+np.testing.assert_allclose(shuffled, blocks.reshape(m, n), rtol=1e-4, atol=1e-4)
+assert not np.allclose(shuffled, x @ w)
+
+# %% [markdown]
+# ## 4. How many links a step takes
+#
+# The second rule is about time. A step of the ring ends when its slowest transfer does, and
+# a transfer to a chip that is not a neighbour occupies every link on its way. Suppose the mesh lies
+# on 2 x 4 chips just as drawn, without wrap-around links, and count links:
+
+
+# %%
+def links(order):
+    down, across = np.divmod(np.asarray(order), 4)
+    return abs(down - np.roll(down, -1)) + abs(across - np.roll(across, -1))
+
+
+for axes in ORDERS:
+    print(axes, links(jaxpar.ring_order(grid, axes)))
+
+snake = [0, 1, 2, 3, 7, 6, 5, 4]
+print("out and back", links(snake))
+assert links(snake).max() == 1 < links(jaxpar.ring_order(grid, ("y", "x"))).max()
+
+# %% [markdown]
+# Neither order is a chain of neighbours, though one exists: out along one row and back along the
+# other. On TPU `jaxpar.ring_hops(mesh, axes)` does this count with the chips' coordinates and the
+# wrap-around links that they really have. Look at it before you trust a ring over several axes, and
+# hand `make_mesh` or `jax.sharding.Mesh` another order of devices if you do not like what you see.
+# CPU devices and GPUs behind a switch have no coordinates: everything is one hop.
+
+# %%
+print(jaxpar.ring_hops(grid, ("y", "x")))
+assert (jaxpar.ring_hops(grid, ("y", "x")) == 1).all()
+
+# %% [markdown]
+# ## In short
+#
+# - `ring_shift` counts in the order of the axes that it is given, on every version of JAX.
+# - The order in the collective is the order in the spec.
+# - Look at `ring_hops` before trusting a ring over several axes.
+#
+# Next: [overlapped matmuls](04_overlapped_matmuls.ipynb).

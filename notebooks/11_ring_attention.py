@@ -1,0 +1,272 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 11. Ring attention
+#
+# A sequence that does not fit on one device, and attention that wants all of it. Each device keeps
+# its queries; keys and values come past on a ring, and the softmax is put together as they do.
+#
+# 1. a softmax in pieces
+# 2. the ring by hand
+# 3. `ring_attention`
+# 4. causal, and who has the work: zigzag
+# 5. packed documents
+# 6. what is sent and kept
+#
+# Compared with one device. Eight CPU devices, so nothing here measures speed.
+
+# %%
+# Before anything else touches JAX: the number of devices is fixed when the backend starts.
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# %%
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.layers import ring_attention, zigzag_order
+from jaxpar.testing import count_collectives
+
+mesh = jaxpar.make_mesh("cp=8")  # context parallel
+BATCH, LENGTH, HEADS, SIZE = 2, 64, 4, 16
+q, k, v = (
+    jax.random.normal(key, (BATCH, LENGTH, HEADS, SIZE))
+    for key in jax.random.split(jax.random.key(0), 3)
+)
+
+
+def whole(q, k, v, mask=True):
+    """Attention in one piece; `mask` [q, k] says which keys a query sees."""
+    scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / SIZE**0.5
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhqk,bkhe->bqhe", weights, v)
+
+
+# %% [markdown]
+# ## 1. A softmax in pieces
+#
+# Block by block of keys, keep three things of each query: the largest score so far, the `total`
+# of `exp(score - largest)`, and `out`, the sum of `exp(score - largest) v`. A block with a larger
+# maximum scales what was there by `exp(old - new)`. At the end the result is `out / total`. No
+# score is ever kept.
+
+
+# %%
+def take_in(state, q, k, v):
+    """One more block of keys and values."""
+    largest, total, out = state  # f32[b, h, q], the same, f32[b, q, h, e]
+    scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / SIZE**0.5
+    larger = jnp.maximum(largest, scores.max(axis=-1))
+    old, new = jnp.exp(largest - larger), jnp.exp(scores - larger[..., None])
+    out = out * old.swapaxes(1, 2)[..., None] + jnp.einsum("bhqk,bkhe->bqhe", new, v)
+    return larger, total * old + new.sum(axis=-1), out
+
+
+def empty(q):
+    start = jnp.zeros_like(q[..., 0]).swapaxes(1, 2)  # f32[b, h, q]
+    return start - jnp.inf, start, jnp.zeros_like(q)
+
+
+state = empty(q)
+for block in range(4):
+    keys = slice(16 * block, 16 * block + 16)
+    state = take_in(state, q, k[:, keys], v[:, keys])
+_, total, out = state
+np.testing.assert_allclose(
+    out / total.swapaxes(1, 2)[..., None], whole(q, k, v), rtol=1e-4, atol=1e-5
+)
+print("four blocks, one softmax")
+
+# %% [markdown]
+# ## 2. The ring by hand
+#
+# The blocks are those of the other devices. The next one is sent for before this one is used, so
+# that it can travel meanwhile.
+
+
+# %%
+def by_hand(q, k, v):  # f32[b, s/8, h, e] each
+    state = empty(q)
+    for step in range(8):
+        if step < 7:
+            coming = jaxpar.ring_shift(k, "cp"), jaxpar.ring_shift(v, "cp")
+        state = take_in(state, q, k, v)
+        k, v = coming
+    _, total, out = state
+    return out / total.swapaxes(1, 2)[..., None]
+
+
+def on_devices(local):
+    spec = P(None, "cp")
+    return jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+
+
+def check(found, wanted):
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+check(jaxpar.jit(on_devices(by_hand))(q, k, v), whole(q, k, v))
+print(count_collectives(on_devices(by_hand), q, k, v))
+
+# %% [markdown]
+# Right, and its derivative keeps every block that came past and every score: autodiff of an
+# unrolled ring.
+#
+# ## 3. `ring_attention`
+#
+# The library's keeps q, k, v, the result and two numbers a query, and sends keys and values round
+# once more in the backward, with their gradients one step behind.
+
+
+# %%
+def attend(q, k, v, **options):
+    options = {"causal": False} | options
+    return ring_attention(q, k, v, "cp", **options)
+
+
+check(jaxpar.jit(on_devices(attend))(q, k, v), whole(q, k, v))
+kept = {}
+for name, local in {"by hand": by_hand, "ring_attention": attend}.items():
+    kept[name] = count_collectives(on_devices(local), q, k, v).residual_bytes
+    print(f"{name:>14} keeps {kept[name] / q.nbytes * 8:5.1f} blocks")
+assert kept["ring_attention"] < kept["by hand"] / 4
+
+# %% [markdown]
+# ## 4. Causal, and who has the work
+#
+# If queries see only what is before them, a device with the first positions has nearly nothing to
+# do and the last one everything. All wait for it in each step. Give each device two chunks, one
+# from the front and one from the back, and all have the same.
+
+# %%
+order = np.asarray(zigzag_order(LENGTH, 8))  # which position comes at which place
+SEES = np.tri(LENGTH, dtype=bool)  # [q, k]
+
+
+def work(order):
+    """The scores that device i computes in step s, of [8, 8] squares of positions."""
+    blocks = order.reshape(8, -1)
+    return np.array(
+        [[SEES[np.ix_(blocks[i], blocks[(i - s) % 8])].sum() for i in range(8)] for s in range(8)]
+    )
+
+
+figure, panels = plt.subplots(1, 2, figsize=(8, 2.8))
+for panel, (name, places) in zip(
+    panels, {"contiguous": np.arange(LENGTH), "zigzag": order}.items(), strict=True
+):
+    scores = work(places)
+    panel.imshow(scores, cmap="Blues", vmin=0, vmax=80)
+    for (step, device), count in np.ndenumerate(scores):
+        panel.text(device, step, count, ha="center", va="center", size=7)
+    time = scores.max(axis=1).sum()
+    panel.set(xlabel="device", ylabel="step", title=f"{name}: {time} of {scores.sum() // 8} needed")
+    panel.title.set_size(9)
+    print(f"{name:>10}: the slowest devices of all steps compute {time} scores")
+figure.tight_layout()
+plt.show()
+assert work(order).max(axis=1).sum() < work(np.arange(LENGTH)).max(axis=1).sum() / 1.6
+
+# %% [markdown]
+# `order="zigzag"` is the default: lay the sequence out by `zigzag_order` first, positions and
+# labels alike, and nothing else changes. `np.argsort` of it goes back.
+
+
+# %%
+back = np.argsort(order)
+causal = jaxpar.jit(on_devices(lambda q, k, v: attend(q, k, v, causal=True)))
+found = causal(q[:, order], k[:, order], v[:, order])[:, back]
+check(found, whole(q, k, v, SEES))
+
+contiguous = on_devices(lambda q, k, v: attend(q, k, v, causal=True, order="contiguous"))
+check(jaxpar.jit(contiguous)(q, k, v), whole(q, k, v, SEES))
+print("both orders agree with one device")
+
+# %% [markdown]
+# ## 5. Packed documents
+#
+# Several documents in a row: `segments` says which position belongs to which, and queries see keys
+# of their own only.
+
+# %%
+segments = np.repeat([0, 1, 2, 3], [10, 25, 5, 24])[None].repeat(BATCH, 0).astype(np.int32)
+alike = segments[0][:, None] == segments[0]
+
+packed = jax.shard_map(
+    lambda q, k, v, segments: ring_attention(q, k, v, "cp", segments=segments),
+    mesh=mesh,
+    in_specs=(P(None, "cp"),) * 4,
+    out_specs=P(None, "cp"),
+)
+found = jaxpar.jit(packed)(*(x[:, order] for x in (q, k, v, segments)))[:, back]
+check(found, whole(q, k, v, SEES & alike))
+print(f"{SEES.sum()} pairs of a query and a key, {(SEES & alike).sum()} within documents")
+
+# %% [markdown]
+# Gradients are those of one device, too:
+
+
+# %%
+def loss(attention):
+    return lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v)))
+
+
+ringed = on_devices(lambda q, k, v: attend(q, k, v, causal=True, order="contiguous"))
+wanted = jax.grad(loss(lambda q, k, v: whole(q, k, v, SEES)), argnums=(0, 1, 2))(q, k, v)
+found = jaxpar.jit(jax.grad(loss(ringed), argnums=(0, 1, 2)))(q, k, v)
+for got, want in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+# %% [markdown]
+# ## 6. What is sent and kept
+#
+# Three ways to attend to a sequence over devices. A gather sends as much as the ring, and holds all
+# keys at once. An [all-to-all of heads](02_collectives.ipynb) sends far less, and needs as many
+# heads as devices.
+
+
+# %%
+def gathered(q, k, v):
+    k, v = (lax.all_gather(x, "cp", axis=1, tiled=True) for x in (k, v))
+    return whole(q, k, v)
+
+
+table = {"gather": gathered}
+for name, mode in (("ring, one way", "unidirectional"), ("ring, both ways", "bidirectional")):
+    ring = jaxpar.Axis("cp", mode=mode)
+    table[name] = lambda q, k, v, ring=ring: ring_attention(q, k, v, ring, causal=False)
+for name, local in table.items():
+    counts = count_collectives(on_devices(local), q, k, v)
+    block = q.nbytes / 8
+    print(
+        f"{name:>16}: forward {counts.forward_bytes / block:4.0f} blocks, backward "
+        f"{counts.backward_bytes / block:4.0f}, keeps {counts.residual_bytes / block:4.1f}"
+    )
+
+# %% [markdown]
+# ## In short
+#
+# - A softmax can be put together block by block; keep a maximum and a sum a query.
+# - Zigzag gives all devices the same work in every step.
+# - `segments` for packed documents; fewer key and value heads than query heads work as they are.
+#
+# Next: [distillation](12_distillation.ipynb), with two meshes at once.

@@ -1,0 +1,289 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 12. Distillation, on two meshes at once
+#
+# A large teacher says what a small student should answer. The teacher only computes, the student
+# trains: two programs with nothing in common but a batch and its logits. Give each its own half of
+# the devices and its own parallelism, and let JAX's asynchronous dispatch run them side by side.
+#
+# 1. two meshes
+# 2. a teacher and a student
+# 3. from one mesh to the other
+# 4. a loop that waits, and one that does not
+# 5. evidence: a profile of both halves
+#
+# Times on CPU devices are not those of accelerators. But *what runs while what runs* is measured
+# here, and is the point.
+
+# %%
+# Before anything else touches JAX: the number of devices is fixed when the backend starts.
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# %%
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.layers import gated_mlp, value_and_grad
+
+# %% [markdown]
+# ## 1. Two meshes
+#
+# A mesh is made of whichever devices you give it. The teacher is too large for one device and gets
+# tensor parallelism; the student is small and gets data parallelism.
+
+
+# %%
+def meshes(devices):
+    half = len(devices) // 2
+    return (
+        jaxpar.make_mesh("tp=-1", devices=devices[:half]),
+        jaxpar.make_mesh("dp=-1", devices=devices[half:]),
+    )
+
+
+for name, mesh in zip(("teacher", "student"), meshes(jax.devices()), strict=True):
+    print(f"{name}: {dict(mesh.shape)} on devices {[device.id for device in mesh.devices.flat]}")
+
+# %% [markdown]
+# ## 2. A teacher and a student
+#
+# Two jitted functions of global arrays. Each is compiled for its own mesh, and neither knows of the
+# other.
+
+# %%
+ROWS, WIDTH, HIDDEN, CLASSES = 1024, 128, 512, 32
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return (rng.standard_normal(shape) / shape[0] ** 0.5).astype(np.float32)
+
+
+TEACHER = {
+    "gate": (normal(WIDTH, HIDDEN), P(None, "tp")),
+    "up": (normal(WIDTH, HIDDEN), P(None, "tp")),
+    "down": (normal(HIDDEN, WIDTH), P("tp")),
+    "head": (4 * normal(WIDTH, CLASSES), P()),
+}
+STUDENT = {"up": (normal(WIDTH, HIDDEN), P()), "down": (normal(HIDDEN, CLASSES), P())}
+optimizer = optax.adam(3e-3)
+
+
+def place(mesh, x, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def specs_of(model):
+    return {name: spec for name, (_, spec) in model.items()}
+
+
+def teach(mesh):
+    """The teacher's weights on its mesh, and the function that answers."""
+
+    def local(w, x):  # x: f32[b/tp, d]; gate: f32[d, f/tp]
+        for _ in range(4):
+            x = x + gated_mlp(x, w["gate"], w["up"], w["down"], "tp", sequence_dim=0)
+        return x @ w["head"]  # f32[b/tp, classes]
+
+    specs = specs_of(TEACHER), P("tp")
+    answer = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("tp"))
+    weights = {name: place(mesh, w, spec) for name, (w, spec) in TEACHER.items()}
+    return weights, jaxpar.jit(answer, mesh=mesh)
+
+
+def study(mesh):
+    """The student's weights and optimizer state on its mesh, and a step of its training."""
+
+    def local(w, x, logits):  # x: f32[b/dp, d], logits: f32[b/dp, classes]
+        own = jax.nn.log_softmax(jax.nn.gelu(x @ w["up"]) @ w["down"])
+        wanted = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(wanted) * (wanted - own)), x.shape[0]  # a divergence, its count
+
+    specs = specs_of(STUDENT)
+    gradients = jax.shard_map(
+        value_and_grad(local, "dp"),
+        mesh=mesh,
+        in_specs=(specs, P("dp"), P("dp")),
+        out_specs=(P(), specs),
+    )
+
+    def step(w, state, x, logits):
+        loss, grads = gradients(w, x, logits)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(w, updates), state, loss
+
+    weights = {name: place(mesh, w, spec) for name, (w, spec) in STUDENT.items()}
+    return weights, jax.jit(optimizer.init)(weights), jaxpar.jit(step, mesh=mesh)
+
+
+# %% [markdown]
+# ## 3. From one mesh to the other
+#
+# `jax.device_put` with a sharding of the other mesh copies, and reshards on the way. It is
+# dispatched like everything else: it returns at once, and waits for the logits on its own.
+
+# %%
+batches = [normal(ROWS, WIDTH) * ROWS**0.5 for _ in range(8)]
+teacher_mesh, student_mesh = meshes(jax.devices())
+weights, answer = teach(teacher_mesh)
+logits = answer(weights, place(teacher_mesh, batches[0], P("tp")))
+moved = place(student_mesh, logits, P("dp"))
+print("teacher's:", logits.sharding.spec, sorted(device.id for device in logits.devices()))
+print("student's:", moved.sharding.spec, sorted(device.id for device in moved.devices()))
+np.testing.assert_array_equal(moved, logits)
+
+w, x = {name: w for name, (w, _) in TEACHER.items()}, batches[0]
+for _ in range(4):  # on one device
+    x = x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+np.testing.assert_allclose(logits, x @ w["head"], rtol=1e-3, atol=1e-2)
+
+# %% [markdown]
+# ## 4. A loop that waits, and one that does not
+#
+# The loops differ in one thing. The first waits for each program before it goes on, as one does by
+# accident with a `print(loss)` in the middle. The second asks for the teacher's *next* answer
+# before it lets the student learn from the last one, and never waits within the loop: losses are
+# kept as arrays, and read at the end.
+
+
+# %%
+def distil(devices, wait):
+    """A function that trains the student, from the start each time, and returns its losses."""
+    teacher_mesh, student_mesh = meshes(devices)
+    teacher, answer = teach(teacher_mesh)
+    start, start_state, learn = study(student_mesh)
+
+    def ask(batch):
+        return answer(teacher, place(teacher_mesh, batch, P("tp")))
+
+    def train():
+        w, state, losses = start, start_state, []
+        logits = ask(batches[0])
+        for batch, following in zip(batches, [*batches[1:], None], strict=True):
+            if wait:
+                jax.block_until_ready(logits)
+            x, wanted = (place(student_mesh, x, P("dp")) for x in (batch, logits))
+            if following is not None and not wait:
+                logits = ask(following)  # runs while the student learns
+            w, state, loss = learn(w, state, x, wanted)
+            if wait:
+                jax.block_until_ready(loss)
+            if following is not None and wait:
+                logits = ask(following)
+            losses.append(loss)
+        return [float(loss) for loss in losses]
+
+    return train
+
+
+losses = {wait: distil(jax.devices(), wait)() for wait in (True, False)}
+print("waits:", " ".join(f"{loss:.2f}" for loss in losses[True]))
+print("never:", " ".join(f"{loss:.2f}" for loss in losses[False]))
+np.testing.assert_array_equal(losses[True], losses[False])
+
+# %% [markdown]
+# The same losses to the last bit, on four and four devices.
+#
+# ## 5. Evidence
+#
+# `jax.profiler.trace` writes down every operation of every device, and `jax.profiler.ProfileData`
+# reads it. One thing is peculiar to CPU devices: JAX's CPU backend runs programs of *several*
+# devices one at a time, wherever they are. So the profile is of halves of one device each; chips
+# need no such care, and the code is the same.
+
+
+# %%
+def profile(run):
+    """The operations of each device: (start, end) in seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        [file] = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(file))
+    found = defaultdict(list)
+    for plane in data.planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" in stats and "device_ordinal" in stats:
+                    start = event.start_ns * 1e-9
+                    span = start, start + event.duration_ns * 1e-9
+                    found[int(stats["device_ordinal"])].append(span)
+    first = min(start for spans in found.values() for start, _ in spans)
+    return {device: np.array(sorted(spans)) - first for device, spans in sorted(found.items())}
+
+
+two = jax.devices()[:2]
+loops = {"waits": distil(two, wait=True), "never waits": distil(two, wait=False)}
+for loop in loops.values():
+    loop()  # compiles
+profiles = {name: profile(loop) for name, loop in loops.items()}
+
+# %% tags=["varies"]
+figure, panels = plt.subplots(2, 1, figsize=(8, 2.8), sharex=True)
+both = {}
+for panel, (name, spans) in zip(panels, profiles.items(), strict=True):
+    last = max(of_device[:, 1].max() for of_device in spans.values())
+    times = np.linspace(0, last, 5000)
+    busy = [
+        np.any([(start <= times) & (times < end) for start, end in spans[device]], axis=0)
+        for device in (0, 1)
+    ]
+    both[name] = np.mean(busy[0] & busy[1])
+    for device, colour in ((0, "C0"), (1, "C1")):
+        bars = [(1e3 * start, 1e3 * (end - start)) for start, end in spans[device]]
+        panel.broken_barh(bars, (device - 0.4, 0.8), color=colour)
+    panel.set_yticks((0, 1), ("teacher", "student"))
+    panel.set_title(f"{name}: {1e3 * last:.0f} ms, both busy {both[name]:.0%} of it", size=9)
+    panel.invert_yaxis()
+    panel.spines[["top", "right"]].set_visible(False)
+panels[-1].set_xlabel("milliseconds")
+figure.tight_layout()
+plt.show()
+
+for name, share in both.items():
+    print(f"{name:>11}: both busy {share:.0%} of the time")
+assert both["waits"] < 0.05 < both["never waits"]
+
+# %% [markdown]
+# In the first picture the colours take turns, in the second they run side by side. These devices
+# share the same cores, so that the second is hardly shorter; on chips of their own the shorter of
+# the two is free.
+#
+# Choose the parts so that both take about the same time: `make_mesh(..., devices=...)` takes any,
+# and `jaxpar predict` says what each will take.
+#
+# ## In short
+#
+# - A mesh per program, each with its own parallelism.
+# - `jax.device_put` to the other mesh's sharding is asynchronous too.
+# - Dispatch the next step of one before you look at the other, and read no value within the loop.
+# - A profile says who was busy when.
+#
+# Next: [layouts](13_layouts.ipynb).

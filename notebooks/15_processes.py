@@ -1,0 +1,202 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 15. Several processes, and data of each host
+#
+# On one machine a program sees all devices. On many hosts each process runs the same program and
+# sees its own; a mesh is over all of them. Two processes of four CPU devices each, on this machine,
+# behave like two hosts:
+#
+# 1. a program of two processes
+# 2. each host its part of a batch
+# 3. what must be equal in all of them, and what happens if it is not
+# 4. where the arrays are
+#
+# A notebook is one process, so this one writes programs to files and starts them twice.
+
+# %%
+# Before anything else touches JAX: the number of devices is fixed when the backend starts.
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# %%
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+import jaxpar
+
+# %% [markdown]
+# ## 1. A program of two processes
+#
+# `jaxpar.initialize` connects them; on Slurm, Kubernetes or a TPU pod it needs no arguments. If one
+# does not come it says which, instead of hanging. After it, `jax.devices()` are those of all.
+
+
+# %%
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(program, processes=2):
+    """Runs a program in so many processes, and prints what each prints, in order."""
+    start = f"""
+    import sys
+    import jax
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", {8 // processes})
+    import jaxpar
+    rank = int(sys.argv[1])
+    found = jaxpar.initialize("127.0.0.1:{free_port()}", {processes}, rank, timeout_s=60)
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "program.py")
+        file.write_text(textwrap.dedent(start) + textwrap.dedent(program))
+        env = {**os.environ, "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
+        started = [
+            subprocess.Popen(
+                [sys.executable, str(file), str(rank)],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(processes)
+        ]
+        ended = [process.communicate(timeout=120) for process in started]
+    texts = []
+    for rank, (process, (said, wrong)) in enumerate(zip(started, ended, strict=True)):
+        assert process.returncode == 0, wrong
+        own = [line for line in said.splitlines() if "[Gloo]" not in line]  # the transport's words
+        texts.append("\n".join(own))
+        print(textwrap.indent(texts[-1], f"process {rank}: "))
+    return texts
+
+
+said = run("""
+    print(f"{found.local_devices} of {found.devices} devices, on a {found.platform}")
+""")
+assert all("4 of 8 devices" in text for text in said)
+
+# %% [markdown]
+# ## 2. Each host its part of a batch
+#
+# No host should read the whole batch. A layout's `batch_part` says which part a process has
+# to read, and `place_batch` makes a global array of what each has. Here each row is its own
+# number, so that a sum tells whether all rows came, and once.
+
+# %%
+said = run("""
+    import numpy as np
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+    from jaxpar.layout import LayoutMap
+
+    mesh = jaxpar.make_mesh("dp=4,tp=2")
+    rules = LayoutMap({"w": P(None, "tp")}, batch=P("dp"))
+    layout = rules.layout({"w": jnp.ones((3, 4))}, mesh)
+    part, parts = layout.batch_part()
+    rows = range(16 * part // parts, 16 * (part + 1) // parts)
+    mine = np.float32(rows)[:, None] * np.ones(3, np.float32)  # what this host reads from its disk
+    batch = layout.place_batch(mine)
+    total = jax.jit(jnp.sum)(batch)
+    print(f"part {part} of {parts}: {rows}, global {batch.shape}, sum {total:.0f}")
+""")
+assert all(f"sum {3 * sum(range(16))}" in text for text in said)
+
+# %% [markdown]
+# Without a layout, `jax.make_array_from_process_local_data(sharding, mine)` does the same for a
+# sharding of your own.
+#
+# ## 3. What must be equal in all of them
+#
+# All processes must run the same program with the same shapes over the same mesh. If one differs, a
+# collective waits for ever, and says nothing. `jaxpar.agree` compares before, and says what differs
+# where. One process here read another configuration:
+
+# %%
+said = run("""
+    config = {"layers": 12, "rate": 1e-3 if rank == 0 else 3e-3}
+    jaxpar.agree(layers=config["layers"])
+    try:
+        jaxpar.agree(rate=config["rate"])
+    except Exception as error:
+        print(type(error).__name__, "-", str(error).splitlines()[0])
+""")
+assert all("rate" in text for text in said)
+
+# %% [markdown]
+# It compares meshes, layouts, shapes and the text of a lowered program as well.
+#
+# ## 4. Where the arrays are
+#
+# A global array has shards on devices that this process cannot reach: `np.asarray` of it fails, and
+# `addressable_shards` are those at hand. Which rows of a `[16, 3]` batch over `dp=4,tp=2` each
+# process holds:
+
+# %%
+said = run("""
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jaxpar.make_mesh("dp=4,tp=2")
+    x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("dp")))
+    for shard in x.addressable_shards:
+        place = shard.index[0]
+        print(jax.devices().index(shard.device), place.start or 0, place.stop)
+    try:
+        x + 0 if x.is_fully_addressable else x.__array__()
+    except RuntimeError as error:
+        print("error:", str(error)[:60])
+""")
+
+figure, panel = plt.subplots(figsize=(6, 2.4))
+for rank, text in enumerate(said):
+    for line in text.splitlines():
+        if not line.startswith("error"):
+            device, start, stop = map(int, line.split())
+            bar = (start, stop - start)
+            panel.broken_barh([bar], (device - 0.4, 0.8), color=f"C{rank}")
+panel.set(xlabel="rows", ylabel="device", yticks=range(8), xticks=range(0, 17, 4))
+panel.set_title("what each process holds: process 0 blue, process 1 orange", size=9)
+panel.invert_yaxis()
+panel.spines[["top", "right"]].set_visible(False)
+figure.tight_layout()
+plt.show()
+assert all("error:" in text for text in said)
+
+# %% [markdown]
+# Checkpoints follow the same rule: `layout.save` and `layout.restore` write and read each process's
+# own part. `jaxpar doctor` run on all hosts tries collectives between them before you do.
+#
+# ## In short
+#
+# - `jaxpar.initialize()` first, the same program everywhere.
+# - `batch_part` says what to read, `place_batch` makes it global.
+# - `jaxpar.agree(...)` before the first collective, for what is configured.
+#
+# Next: [testing a collective of your own](16_testing.ipynb).
