@@ -61,6 +61,13 @@ def notebooks(session: nox.Session) -> None:
 
 
 @nox.session
+def site(session: nox.Session) -> None:
+    """Builds the site from the repository's pages, with warnings and dead links as errors."""
+    session.install("-e", ".[docs]")
+    session.run("mkdocs", "build", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
 def release_check(session: nox.Session) -> None:
     """Builds wheel and sdist, and runs README's example from each on every Python; `--tag v1.2.3`.
 

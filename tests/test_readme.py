@@ -27,7 +27,7 @@ def test_the_readme_is_short_and_has_its_commands():
     assert "pip install nox && nox -s tests\n" in text
 
 
-@pytest.mark.parametrize("page", [*PRINTED, "notebooks/README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", [*PRINTED, "notebooks/README.md", "docs/how_to.md"])
 def test_links_to_files_lead_somewhere(page):
     text = (ROOT / page).read_text()
     links = re.findall(r"\]\(([^)#:]+)\)", text)
