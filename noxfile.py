@@ -164,3 +164,20 @@ def moe(session: nox.Session) -> None:
     """Compares experts with other ways of dispatch, compiled for TPU and GPU, and with matmuls."""
     session.install("-e", ".[bench,tpu,gpu]")
     session.run("python", "benchmarks/moe", *session.posargs)
+
+
+# Minutes on two cores, the longest last.
+FIGURES = {"notebooks": 3, "step_time": 10, "bench": 12, "network": 15, "overlap": 12, "moe": 25}
+FIGURES |= {"training_step": 30, "sweep": 60}
+
+
+@nox.session(python=NEWEST_PYTHON)
+def figures(session: nox.Session) -> None:
+    """Renews every table and picture, one session after the other: almost three hours."""
+    session.install("-e", ".[bench,tpu]")
+    command = "jaxpar predict --targets v5p:4x4x8 --mesh dp=-1,tp=8 --ops gather-lhs-rows"
+    command += " --modes naive,auto --plot docs/timeline.png"
+    session.run(*command.split())
+    session.log(f"next: {FIGURES}, in minutes; {sum(FIGURES.values())} in all")
+    for name in FIGURES:
+        session.notify(name)
