@@ -51,10 +51,18 @@ def test_interruption_is_one_line_and_status_130(capsys):
     assert capsys.readouterr().err == "jaxpar bench: error: interrupted\n"
 
 
+# What a shell starts in the background ignores interrupts, and so do its children.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("jaxpar", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_ctrl_c_ends_the_compilers_too_and_leaves_no_file(tmp_path):
     command = ["predict", "--targets", "v5e:4x4", "--ops", "all", "--json", str(tmp_path / "a")]
     with subprocess.Popen(
-        [sys.executable, "-m", "jaxpar", *command], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", INTERRUPTIBLE, *command], stderr=subprocess.PIPE, text=True
     ) as process:
         time.sleep(8)  # it compiles
         process.send_signal(signal.SIGINT)
