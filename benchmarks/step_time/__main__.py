@@ -3,7 +3,7 @@
     python benchmarks/step_time [--rounds 11] [--meshes "fsdp=8;dp=2,fsdp=2,tp=2"]
 
 CPU devices share the cores of their host, so that nothing is hidden here: the ratios show what it
-costs to prefetch weights, to gather them again, and to cut matmuls into pieces. The forms take
+costs to gather weights again, and to cut matmuls into pieces. The forms take
 turns within a round. The table of README.md is rewritten unless --meshes chooses some.
 """
 

@@ -1,4 +1,4 @@
-"""FSDP: linear layers whose weights are gathered, and the scan that prefetches them."""
+"""FSDP: linear layers whose weights are gathered, and the scan that gathers them again."""
 
 from functools import partial
 

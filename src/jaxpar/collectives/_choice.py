@@ -357,7 +357,7 @@ def _may_stay(problem: Problem) -> bool:
 def _opposite_is_covered(problem: Problem, flows: tuple[Flow, ...]) -> bool:
     """Whether the last block of an even ring had better come whole, not in halves."""
     chip = problem.chip
-    if problem.kind == "weights":  # cutting costs two passes over memory, and it is prefetched
+    if problem.kind == "weights":  # cutting costs two passes over memory, and nothing is beside
         return True
     flows = flows or problem.forward
     if chip is None or not all(flow.flops for flow in flows) or not flows:
