@@ -295,6 +295,15 @@ def test_a_bound_axis_has_all_that_the_axis_had():
     assert str(found[0]) == "axis ('y', 'x') (8)"
 
 
+def test_a_ring_over_several_axes_needs_mesh_axes():
+    def run(x):
+        return jax.vmap(lambda x: ring_shift(x, ("x", "v")), axis_name="v")(x)
+
+    mapped = jax.shard_map(run, mesh=make_mesh("x=8"), in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(ValueError, match=r"\('x', 'v'\) has axes that the mesh lacks, which has"):
+        jax.eval_shape(mapped, jnp.ones(16))
+
+
 # -- errors name what was called ----------------------------------------------------------------
 
 FUNCTIONS = {

@@ -72,10 +72,10 @@ def test_make_mesh_axis_types():
         ("dp=2,,tp=4", "'' is not of the form"),
         ("", "axes '': '' is not of the form"),
         ("dp=2,dp=4", "make_mesh: axes 'dp=2,dp=4' name 'dp' twice"),
-        ("dp=0", "all positive or -1, got ['dp=0']"),
-        ("dp=-2,b=0,c=4", "all positive or -1, got ['dp=-2', 'b=0']"),
-        ({}, "axes need at least one size"),
-        ("a=-1,b=2,c=-1", "a=-1 x b=2 x c=-1: only one size may be -1, got 2: ['a', 'c']"),
+        ("dp=0", "positive or -1, got ['dp=0']"),
+        ("dp=-2,b=0,c=4", "positive or -1, got ['dp=-2', 'b=0']"),
+        ({}, "axes must have at least one size"),
+        ("a=-1,b=2,c=-1", "a=-1 x b=2 x c=-1: ['a', 'c'] are -1; give the sizes of all"),
         (
             "a=-1,b=3",
             "a=-1 x b=3: the other axes take 3, which does not divide 8 devices (8 = 2 x 3 + 2); "
@@ -104,8 +104,15 @@ def test_make_mesh_counts_the_given_devices_in_its_errors():
         make_mesh("a=8", devices=jax.devices()[:3])
 
 
+def test_make_mesh_of_no_devices():
+    with pytest.raises(
+        ValueError, match=r"^make_mesh: devices is empty; pass at least one, or None"
+    ):
+        make_mesh("a=1", devices=[])
+
+
 def test_make_mesh_unknown_axis_type():
-    message = r"axis_types names \['dp', 'pp'\], which are not among the axes \['tp'\]"
+    message = r"axis_types names \['dp', 'pp'\]; the axes are \['tp'\]"
     types = {"tp": AxisType.Auto, "pp": AxisType.Auto, "dp": AxisType.Auto}
     with pytest.raises(ValueError, match=message):
         make_mesh("tp=8", axis_types=types)

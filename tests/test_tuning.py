@@ -21,7 +21,7 @@ MESH = jaxpar.make_mesh("tp=8")
 X, UP, DOWN = jnp.ones((16, 4)), jnp.ones((4, 32)), jnp.ones((32, 8))
 GATHER = "matmul over tp=8: gather a of ak,kn->an, float32; 2x4, 4x4"
 SCATTER = "matmul over tp=8: scatter a of ak,kn->an, float32; 16x4, 4x8"
-COMMAND = "python -m jaxpar tune model:mlp"
+COMMAND = "jaxpar tune model:mlp"
 
 
 def mlp(gathers="tp", scatters="tp"):
@@ -215,7 +215,7 @@ def test_options_are_those_that_are_told_or_else_of_the_environment(monkeypatch)
     [
         (
             None,
-            "there is no file {0}; write it: python -m jaxpar tune module:function -o {0}",
+            "there is no file {0}; write it: jaxpar tune module:function -o {0}",
         ),
         ("{{", "{0} is no JSON: Expecting property name"),
         ("[]", "{0} does not have command, versions, device_kind, mesh, compiler_options, "),
@@ -235,6 +235,8 @@ def test_a_file_that_nobody_wrote(content, said, tmp_path):
     for run in (jaxpar.jit(mlp(), tuned=path), lambda *_: jaxpar.tuned(path).__enter__()):
         with pytest.raises(ValueError, match=re.escape(f"tuned: {said.format(path)}")):
             run(X, UP, DOWN)
+    with pytest.raises(ValueError, match="cannot be read: Is a directory; write it: jaxpar tune"):
+        jaxpar.tuned(tmp_path).__enter__()
     with pytest.raises(TypeError, match=r"tuned: tuning must be a path or a jaxpar.Tuning, got 3"):
         jaxpar.tuned(3).__enter__()
     with pytest.raises(TypeError, match=r"jit: tuned must be a path or a jaxpar.Tuning, got 3"):

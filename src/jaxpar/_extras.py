@@ -17,9 +17,29 @@ def requirements(extra: str) -> dict[str, str]:
     return dict(_requirements(extra))
 
 
-def _requirements(extra: str) -> Iterator[tuple[str, str]]:
+def lacking(extra: str, package: str = "jaxpar") -> list[str]:
+    """Distributions that are missing for an extra, with what those need that it names with extras.
+
+    The package `jax` is there without libtpu, which `jax[tpu]` brings.
+    """
+    found: list[str] = []
+    for name, requirement in _requirements(extra, package):
+        if installed(name) is None:
+            found.append(name)
+        else:
+            found += [one for other in _extras_in(requirement) for one in lacking(other, name)]
+    return list(dict.fromkeys(found))
+
+
+def _extras_in(requirement: str) -> list[str]:
+    """Of `name[one,two]>=3`."""
+    found = re.search(r"\[(.*)\]", requirement)
+    return re.findall(r"[\w-]+", found.group(1)) if found else []
+
+
+def _requirements(extra: str, package: str = "jaxpar") -> Iterator[tuple[str, str]]:
     try:
-        lines = requires("jaxpar") or []
+        lines = requires(package) or []
     except PackageNotFoundError:  # a copy of the files that nobody has installed
         return
     for line in lines:
@@ -28,9 +48,9 @@ def _requirements(extra: str) -> Iterator[tuple[str, str]]:
         if of is None or of.group(1) != extra:
             continue
         name = re.split(r"[\[<>=!~ ]", requirement, maxsplit=1)[0]
-        if name == "jaxpar":  # an extra that is made of others
-            for other in re.findall(r"[\w-]+", requirement.partition("[")[2]):
-                yield from _requirements(other)
+        if name == package:  # an extra that is made of others
+            for other in _extras_in(requirement):
+                yield from _requirements(other, package)
         else:
             yield name, requirement.strip()
 

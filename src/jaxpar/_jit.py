@@ -44,7 +44,7 @@ def jit(
       mesh: for whose devices. None: the context mesh where it is called or traced
         (`jax.set_mesh`), and without one the default devices.
       compiler_options: a mapping: more options, or other values; `{}` for those of the chip alone.
-      tuned: a file of `python -m jaxpar tune`, as for `jaxpar.tuned`. None: what holds around it.
+      tuned: a file of `jaxpar tune`, as for `jaxpar.tuned`. None: what holds around it.
       **settings: as for `jax.jit`.
 
     Returns:

@@ -174,7 +174,7 @@ def _connect(address: tuple[str, int], seconds: float) -> socket.socket:
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"{called()}: after {seconds:g} s process 0 is missing: nothing answers at "
-                    f"{address[0]}:{address[1]} ({reason})"
+                    f"{address[0]}:{address[1]} ({reason}); start it, or look at its output"
                 ) from None
             time.sleep(0.1)
             continue

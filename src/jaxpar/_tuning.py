@@ -1,4 +1,4 @@
-"""What `python -m jaxpar tune` found to be the fastest, and how `mode="auto"` is told of it."""
+"""What `jaxpar tune` found to be the fastest, and how `mode="auto"` is told of it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Tuning:
     def read(path: str | Path) -> Tuning:
         """Reads the file that `write` wrote, or raises a `ValueError` that says what it is."""
         with naming("tuned"):
-            again = f"write it: python -m jaxpar tune module:function -o {path}"
+            again = f"write it: jaxpar tune module:function -o {path}"
             try:
                 record = json.loads(Path(path).read_text())
             except FileNotFoundError:
@@ -175,7 +175,7 @@ _using: Any = jax.make_user_context(default_value=None)
 @readable
 @contextmanager
 def tuned(tuning: TuningLike) -> Generator[None]:
-    """Has `mode="auto"` take, in what is traced here, the ways that `python -m jaxpar tune` found.
+    """Has `mode="auto"` take, in what is traced here, the ways that `jaxpar tune` found.
 
     Args:
       tuning: the file that it wrote, or what `Tuning.read` makes of it.

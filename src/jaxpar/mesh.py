@@ -69,9 +69,7 @@ def make_mesh(
     if isinstance(axis_types, Mapping):
         unknown = sorted(set(axis_types) - set(sizes))
         if unknown:
-            raise value_error(
-                f"axis_types names {unknown}, which are not among the axes {list(sizes)}"
-            )
+            raise value_error(f"axis_types names {unknown}; the axes are {list(sizes)}")
         types = tuple(axis_types.get(name, AxisType.Auto) for name in sizes)
     else:
         types = (axis_types,) * len(sizes)
@@ -184,7 +182,9 @@ def _parse_axes(axes: MeshAxes) -> dict[str, int]:
                 f"axes {axes!r}: {part.strip()!r} is not of the form name=size, as in 'dp=2,tp=4'"
             )
         if name in sizes:
-            raise value_error(f"axes {axes!r} name {name!r} twice")
+            raise value_error(
+                f"axes {axes!r} name {name!r} twice; give each axis a name of its own"
+            )
         sizes[name] = int(size)
     return sizes
 
@@ -193,10 +193,10 @@ def _fill_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
     text = " x ".join(f"{name}={size}" for name, size in sizes.items())
     bad = [f"{name}={size}" for name, size in sizes.items() if size < 1 and size != -1]
     if not sizes or bad:
-        raise value_error(f"axes need at least one size, all positive or -1, got {bad or sizes}")
+        raise value_error(f"axes must have at least one size, positive or -1, got {bad or sizes}")
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise value_error(f"{text}: only one size may be -1, got {len(free)}: {free}")
+        raise value_error(f"{text}: {free} are -1; give the sizes of all of them but one")
     fixed = prod(size for size in sizes.values() if size != -1)
     if free:
         if devices % fixed:

@@ -99,7 +99,7 @@ def test_other_meshes_and_dtypes(mesh, axis, ring, capsys):
         ("--repeats 0", "--repeats 0 is not positive"),
         ("--repeats two", "argument --repeats: invalid int value: 'two'"),
         ("--json /missing/a.json", "--json /missing/a.json: its directory does not exist"),
-        ("--plot a.xyz", "--plot a.xyz does not end in one of ."),
+        ("--plot a.xyz", "--plot a.xyz must end in one of ."),
         ("--process-id 0", "--coordinator and --num-processes missing; several processes need all"),
         (
             "--coordinator localhost:1 --process-id 2 --num-processes 2",

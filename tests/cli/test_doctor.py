@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 
+from jaxpar import _extras
 from jaxpar.__main__ import main
 from jaxpar.cli import _doctor
 
@@ -35,10 +36,12 @@ def test_a_wrong_result_is_named_and_is_a_failure(monkeypatch, capsys):
 
 
 def test_a_missing_extra_has_a_command_that_names_packages(monkeypatch, capsys):
-    monkeypatch.setattr(_doctor, "installed", lambda name: None if name == "rich" else "1")
+    missing = ("rich", "libtpu")
+    monkeypatch.setattr(_extras, "installed", lambda name: None if name in missing else "1")
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "lacks rich: pip install 'matplotlib>=3.9' 'rich>=13'" in text
+    assert "lacks libtpu: pip install 'jax[tpu]>=0.10'" in text  # which needs it; jax is there
 
 
 GOOD = {"jax": "0.12.0", "jaxlib": "0.12.0"}
@@ -110,6 +113,11 @@ def _processes(numbers, *more):
         for number in numbers
     ]
     return [(*process.communicate(timeout=120), process.returncode) for process in running]
+
+
+def test_no_time_to_wait(capsys):
+    assert main(["doctor", "--timeout", "0"]) == 2
+    assert capsys.readouterr().err == "jaxpar doctor: error: --timeout 0 is not positive\n"
 
 
 def test_two_processes_run_collectives_together():

@@ -2,12 +2,17 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 
 import pytest
 
+from jaxpar import make_mesh
 from jaxpar.__main__ import main
-from jaxpar.cli import _predict
+from jaxpar._chips import chip_of
+from jaxpar.cli import _predict, _predict_worker
+from jaxpar.cli._console import UsageError
 from jaxpar.cli._predict_results import Report
+from jaxpar.schedule import Target
 
 
 @pytest.fixture
@@ -35,14 +40,15 @@ def requests(monkeypatch):
         ("--dtype bf16", "--dtype 'bf16' is not among float32, bfloat16, float16"),
         ("--figures mine", "--figures 'mine' is not among book, measured"),
         ("--wire-dtype half-float", "--wire-dtype 'half-float' is no dtype; write bfloat16"),
-        ("--jobs -1", "--jobs -1 is negative"),
+        ("--jobs -1", "--jobs -1 must not be negative"),
         ("--compiler-options fast", "--compiler-options 'fast' is not of the form key=value"),
         ("--json /missing/a.json", "--json /missing/a.json: its directory does not exist"),
         ("--trace /missing/a.json", "--trace /missing/a.json: its directory does not exist"),
-        ("--plot a.xyz", "--plot a.xyz does not end in one of ."),
+        ("--json .", "--json . must be a file, got a directory"),
+        ("--plot a.xyz", "--plot a.xyz must end in one of ."),
         ("model", "'model' is not module:function, as in model:layer for layer of model.py"),
         (":layer", "':layer' is not module:function"),
-        ("--args f32[8]", "--args are of a module:function, which is missing"),
+        ("--args f32[8]", "--args are of a module:function; name one"),
         (
             "model:layer --modes naive --wire-dtype bfloat16",
             "--modes and --wire-dtype is of the operations; model:layer names its own axes and "
@@ -138,3 +144,16 @@ def test_help_says_what_it_is_and_has_examples(capsys):
     text = capsys.readouterr().out
     for expected in ("not a\nmeasurement", "milliseconds", "examples:", "ui.perfetto.dev"):
         assert expected in text
+
+
+def test_chips_without_figures(monkeypatch, request_made):
+    """A compiler may know chips before anybody has published figures of them."""
+    bare = Target("x:1", make_mesh("tp=8"), None)
+    monkeypatch.setattr(_predict_worker, "describe", lambda *_: bare)
+    with pytest.raises(UsageError, match="jaxpar has no published figures of 'cpu'; use a chip"):
+        _predict_worker.target_of(request_made)
+    new = replace(bare, chip=chip_of("TPU7x"))
+    monkeypatch.setattr(_predict_worker, "describe", lambda *_: new)
+    assert _predict_worker.target_of(request_made) == new
+    with pytest.raises(UsageError, match="--figures measured: no measured figures are known of"):
+        _predict_worker.target_of(replace(request_made, figures="measured"))

@@ -250,7 +250,7 @@ def test_predicted_and_loaded(here, slow_auto, capsys):
     assert found.versions.keys() == {"jaxpar", "jax", "jaxlib", "libtpu"}
     assert found.clock == "predicted"
     assert found.command == (
-        "python -m jaxpar tune model:make --grad --target v5e:2x2 --mesh tp=-1 "
+        "jaxpar tune model:make --grad --target v5e:2x2 --mesh tp=-1 "
         "--modes naive,unidirectional -o v5e.json"
     )
     [(site, chosen)] = found.sites.items()

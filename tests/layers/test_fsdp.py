@@ -496,7 +496,7 @@ def keep(w, x):
         (ValueError, r"dim=1 is out of range for a local shape \(4,\)", keep, (2, 4), {"dim": 1}),
         (
             ValueError,
-            r"dim=\(0, 1\) is neither an integer, None nor a prefix",
+            r"dim=\(0, 1\) is no prefix of the pytree",
             keep,
             (2, 4),
             {"dim": (0, 1)},

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
 from jaxpar.layout import REPLICATED, LayoutError, LayoutMap
+from jaxpar.schedule import target
 
 DP = P("dp")
 
@@ -85,6 +86,22 @@ def test_rows_that_are_given():
     assert batch.shape == (4, 2)
     np.testing.assert_array_equal(weights, [1, 1, 1, 0])
     assert list(laid().batches([])) == []
+
+
+def test_a_mesh_whose_processes_are_not_neighbours():
+    devices = sorted(target("v5e:4x4").mesh.devices.flat, key=lambda device: device.process_index)
+    mesh = Mesh(np.array(devices).reshape(-1, 4).T.reshape(-1), ("dp",))  # process 0 first, fifth
+    layout = LayoutMap({"w": ()}, batch=("dp",)).layout({"w": jnp.ones(8)}, mesh)
+    with pytest.raises(
+        ValueError, match=r"process 0 have rows .* of 16, which are no part of equal"
+    ):
+        layout.batch_part()
+
+
+def test_a_process_without_any_batch(monkeypatch):
+    monkeypatch.setattr("jaxpar.layout._batch._any_process", lambda here: True)  # another one has
+    with pytest.raises(ValueError, match="process 0 has no batch at all, and others have; give"):
+        next(laid().batches([]))
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,11 @@ def test_results_outside_of_shard_map():
         assert text in str(found.value)
     with pytest.raises(LayoutError, match=r"'tp' .4. does not divide dimension 1: 6 = 1 x 4 . 2"):
         layout.constrain(jnp.ones((4, 6)), "block/0")
+    padded = its_rules(results={"block": (Padded("tp"), None)}).layout(a_model(), make_mesh(MESH))
+    with pytest.raises(
+        ValueError, match=r"would be padded to \(8, 8\); results are not: name axes"
+    ):
+        padded.constrain(jnp.ones((5, 8)), "block")
     with pytest.raises(ValueError, match="the map has no rules for results"):
         its_rules().layout(a_model(), make_mesh(MESH)).constrain(jnp.ones(2), "block/0")
 

@@ -44,7 +44,7 @@ def test_values(value, layout):
     [
         (None, TypeError, "say REPLICATED where every device is to hold it whole"),
         (3, TypeError, "must be a PartitionSpec, a tuple or list of mesh axes, names of dim"),
-        ((1,), TypeError, "a dimension is None, a mesh axis, a tuple of mesh axes or Padded"),
+        ((1,), TypeError, "a dimension must be None, a mesh axis, a tuple of them or Padded"),
         ((("tp", 1),), TypeError, "got ('tp', 1) of type tuple"),
         (("tp", "tp"), ValueError, "shards over the mesh axis 'tp' twice; an axis can shard one"),
         ((("tp", "dp"), "tp"), ValueError, "over the mesh axis 'tp' twice"),
@@ -72,8 +72,8 @@ def test_values_that_are_none(value, error, text):
     ("keywords", "error", "text"),
     [
         ({"axes": ["embed"]}, TypeError, "axes must map names of dimensions to mesh axes"),
-        ({"axes": {"a b": "tp"}}, ValueError, "'a b', which is no name of a dimension: one word"),
-        ({"axes": {"embed": 3}}, TypeError, "axes['embed']: a dimension is None, a mesh axis"),
+        ({"axes": {"a b": "tp"}}, ValueError, "axes names a dimension 'a b'; it must be one word"),
+        ({"axes": {"embed": 3}}, TypeError, "axes['embed']: a dimension must be None, a mesh axis"),
         ({"batch": 3}, TypeError, "the value of rule 'batch' must be a PartitionSpec"),
         ({"results": 3}, TypeError, "results must be a mapping of patterns to values, got 3"),
     ],

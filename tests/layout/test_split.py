@@ -87,7 +87,7 @@ def test_inside_of_jit_and_of_derivatives():
             "is over mesh axes, and a mesh knows the",
         ),
         (lambda: Split(2, 0).local(jnp.ones(2)), ValueError, "has no mesh axis, which alone has a"),
-        (lambda: Split(2, 0)("text"), TypeError, "an array is needed, got 'text' of type str"),
+        (lambda: Split(2, 0)("text"), TypeError, "this must be an array, got 'text' of type str"),
         (lambda: Split(3, 0).undo([jnp.ones(1)] * 2), ValueError, "has 3 shards, got 2; give all"),
         (lambda: Split(2, 0).undo([jnp.ones(1)] * 3), ValueError, "has 2 shards, got 3; give all"),
         (
@@ -100,7 +100,7 @@ def test_inside_of_jit_and_of_derivatives():
             ValueError,
             "differ in dimension 0 alone, got float32[1, 2], float32[1, 3]",
         ),
-        (lambda: Replicate(2).undo([jnp.ones(1)]), ValueError, "has 2 copies, got 1"),
+        (lambda: Replicate(2).undo([jnp.ones(1)]), ValueError, "must have 2 copies, got 1"),
         (
             lambda: Replicate(2).undo([jnp.ones(1), jnp.ones(2)]),
             ValueError,

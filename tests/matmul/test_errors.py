@@ -269,7 +269,8 @@ def test_scattered_label_that_does_not_divide():
 @pytest.mark.parametrize("options", [{"gather": "b"}, {"gather": "m"}, {"scatter": "b"}])
 def test_ranks_that_are_not_those_of_the_labels(options):
     assert error(ValueError, einsum("bmk,bkn->bmn", **options), f32(4, 2), f32(2, 5, 5)) == (
-        "lhs has local shape (4, 2), 2 dimensions, but 'bmk,bkn->bmn' gives it 3"
+        "lhs has local shape (4, 2), 2 dimensions, but must have a "
+        "dimension for each of 3 labels of 'bmk,bkn->bmn'"
     )
 
 

@@ -394,6 +394,11 @@ ERRORS = [
         "returned (1, 2)",
     ),
     (
+        {"activation": lambda h: h.astype(jnp.complex64)},
+        TypeError,
+        "apply_experts: activation returned complex64 for float32; cast it",
+    ),
+    (
         {"implementation": "dense"},
         ValueError,
         "apply_experts: implementation must be one of auto, ragged_dot, blocks, got 'dense'",

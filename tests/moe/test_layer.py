@@ -423,7 +423,7 @@ def call(params, *, top_k, ep="ep", tp=None, fsdp=None, data="dp", **how):
     mesh, out_specs = make_mesh("dp=2,ep=4"), (specs[0], P())
     mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=out_specs)
     operands = params["tokens"], params["router"], params["experts"]
-    return jax.eval_shape(mapped, *jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), operands))
+    return jax.eval_shape(mapped, *jax.tree.map(jnp.asarray, operands))
 
 
 def test_activations_with_weights_of_their_own():
@@ -455,6 +455,17 @@ def test_shapes_that_do_not_fit():
         call(params | {"experts": params["experts"] | {"middle": np.ones(8)}}, top_k=2)
     with pytest.raises(ValueError, match=r"tokens must be \[\.\.\., d\]"):
         call(params | {"tokens": np.ones(16)}, top_k=2)
+    with pytest.raises(TypeError, match="tokens must be floats, got int32; embed them first"):
+        call(params | {"tokens": np.ones((16, D), np.int32)}, top_k=2)
+    with pytest.raises(
+        TypeError, match=r"tokens are float32.* and experts.up .*; cast one of them"
+    ):
+        call(params | {"experts": experts | {"up": jnp.ones((8, D, F), "bfloat16")}}, top_k=2)
+    shared = {"up": jnp.ones((2, D, F)), "down": jnp.ones((2, F, D))}
+    with pytest.raises(
+        ValueError, match=r"shared.up has .* but must have 2 dimensions; shared exp"
+    ):
+        call(params, top_k=2, shared=shared)
     mask = jnp.ones(3, bool)
     with pytest.raises(ValueError, match=r"mask is bool\[3\], but must be bool\[2\]"):
         call(params, top_k=2, mask=mask)

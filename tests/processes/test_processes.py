@@ -80,6 +80,18 @@ def test_a_process_that_is_killed_on_the_way(tmp_path):
     assert "TimeoutError: agree: after 3 s process 1 of 2 is missing" in said[0]
 
 
+def test_a_process_0_that_does_not_answer(tmp_path):
+    said, codes = run("silent", 2, tmp_path)
+    assert codes == [0, 3]
+    assert "TimeoutError: agree: process 0 did not answer within 1 s; is it alive" in said[1]
+
+
+def test_a_process_0_that_does_not_come(tmp_path):
+    [said], [code] = run("missing", 2, tmp_path, ranks=[1])
+    assert code
+    assert "TimeoutError: initialize: after 4 s process 0 is missing: nothing answers at" in said
+
+
 def test_alone():
     found = jaxpar.initialize()
     assert found == jaxpar.describe()

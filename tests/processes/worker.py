@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -27,7 +28,7 @@ def main() -> None:
     found = jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, timeout_s=timeout)
     assert (found.process, found.processes, found.devices) == (RANK, COUNT, 2 * COUNT)
     assert jaxpar.initialize() == found  # a second time
-    {"killed": killed, "differ": differ, "equal": equal}[CASE]()
+    {"killed": killed, "silent": silent, "differ": differ, "equal": equal}[CASE]()
 
 
 def killed() -> None:
@@ -40,6 +41,18 @@ def killed() -> None:
     except TimeoutError as reason:
         print(f"TimeoutError: {reason}", flush=True)
         os._exit(3)  # JAX would wait for the dead process at exit
+
+
+def silent() -> None:
+    """Process 0 is there and does not come to the meeting."""
+    if RANK == 0:
+        time.sleep(12)
+        os._exit(0)
+    try:
+        jaxpar.agree(timeout_s=1)
+    except TimeoutError as reason:
+        print(f"TimeoutError: {reason}", flush=True)
+        os._exit(3)
 
 
 def differ() -> None:

@@ -8,6 +8,7 @@ from record import FOLDER, SIZE, TRIPS
 
 from jaxpar.schedule import Assumed, Chip, target
 from jaxpar.schedule._costs import Matmul, Message, Work
+from jaxpar.schedule._hlo import parse
 from jaxpar.schedule._links import Links
 from jaxpar.schedule._operations import (
     Collective,
@@ -26,6 +27,21 @@ CHIP = Chip("test", flops=2.0, hbm=10.0, capacity=1e3, link=1.0, torus=True, lat
 ROW = [device for device in target("v5e:4x4").mesh.devices.flat if device.coords[1] == 0]
 LINE = Mesh(sorted(ROW, key=lambda device: device.coords), ("tp",))
 BLOCK = 2.0 * SIZE * SIZE / 4  # bytes of a quarter of an operand in bfloat16
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "HloModule nothing\n",
+            "parse: the text has no ENTRY computation; pass compiled.as_text()",
+        ),
+        ("ENTRY %m (p: s8[]) -> s8[] {\n  ROOT %p = s8[]\n}\n", "parse: no opcode in the"),
+    ],
+)
+def test_texts_that_are_no_modules(text, said):
+    with pytest.raises(ValueError, match=said):
+        parse(text)
 
 
 def recorded(name):

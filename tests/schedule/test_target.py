@@ -104,7 +104,7 @@ def test_unknown_chips_are_told_which_there_are():
     [
         (
             "h100:2x2x2",
-            r"a layout of GPUs is devices, or hosts x devices .* 'h100:8' or 'h100:4x8'",
+            r"a layout of GPUs must be devices, or hosts x devices .* 'h100:8' or 'h100:4x8'",
         ),
         (
             "h100:12",

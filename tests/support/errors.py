@@ -30,17 +30,31 @@ PARTS = {
     "cli": "Commands",
 }
 
+# How messages are written; the first form that fits tells cause and fix.
+FORMS = (
+    r"(?P<cause>.+); (?P<fix>.+)",
+    r"(?P<cause>.+)\. (?P<fix>[A-Z].+)",
+    r"(?P<fix>.+ must .+), (?P<cause>(?:got|but returned) .+)",
+    r"(?P<cause>(?P<subject>.+?) (?:has|is) .+?)[,:]? (?:but |and |it |they )?must (?P<must>.+)",
+    r"(?P<cause>(?P<subject>.+?)) must (?P<must>.+)",
+    r"(?P<cause>.+ is not (?P<one>.+))",
+)
+
 
 @dataclass(frozen=True)
 class Message:
     """A message in the source: its literal pieces, with anything between them."""
 
-    part: str
+    file: str  # within the package
     pieces: tuple[str, ...]
 
     @property
     def pattern(self) -> re.Pattern[str]:
         return re.compile(".*?".join(map(re.escape, self.pieces)), re.DOTALL)
+
+    @property
+    def part(self) -> str:
+        return self.file.rpartition("/")[0]
 
     @property
     def letters(self) -> int:
@@ -51,13 +65,13 @@ def messages() -> list[Message]:
     """All messages of the package, in the order of the source."""
     found: dict[Message, None] = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        inside = path.relative_to(SOURCE).parts
+        file = path.relative_to(SOURCE).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and _name(node.func) in RAISES:
                 # Of a Problem(path, rule, text, remedy) only the text, which no other one shares.
                 for text in node.args[2:3] if _name(node.func) == "Problem" else node.args:
                     if isinstance(text, ast.JoinedStr | ast.Constant):
-                        message = Message(inside[0] if len(inside) > 1 else "", _pieces(text))
+                        message = Message(file, _pieces(text))
                         if message.letters >= LEAST:
                             found[message] = None
     return list(found)
@@ -74,13 +88,16 @@ def _pieces(text: ast.expr) -> tuple[str, ...]:
 
 
 def catalogue(recorded: list[dict[str, str]]) -> dict[Message, dict[str, str]]:
-    """Each message with the shortest text that a test has raised; of alike ones the longer."""
+    """Each message with the shortest text that a test has raised; of alike ones the longer.
+
+    An entry is of the messages of its file alone, or of all where its file is unknown (`""`).
+    """
     known = sorted(messages(), key=lambda message: -message.letters)
     patterns = [(message, message.pattern) for message in known]
     best: dict[Message, dict[str, str]] = {}
     for entry in sorted(recorded, key=lambda entry: (len(entry["text"]), entry["test"])):
         for message, pattern in patterns:
-            if pattern.search(entry["text"]):
+            if entry["file"] in ("", message.file) and pattern.search(entry["text"]):
                 best.setdefault(message, entry)
                 break
     return best
@@ -88,8 +105,10 @@ def catalogue(recorded: list[dict[str, str]]) -> dict[Message, dict[str, str]]:
 
 def entries_of(page: str) -> list[dict[str, str]]:
     """What a page was made from."""
-    found = re.findall(r"^\*\*(\w+)\*\* in `([^`]+)`\n\n```text\n(.*?)\n```$", page, re.M | re.S)
-    return [{"kind": kind, "test": test, "text": text} for kind, test, text in found]
+    found = re.findall(
+        r"^\*\*(\w+)\*\* of `([^`]+)`, in `([^`]+)`\n\n```text\n(.*?)\n```$", page, re.M | re.S
+    )
+    return [dict(zip(("kind", "file", "test", "text"), entry, strict=True)) for entry in found]
 
 
 def render(best: dict[Message, dict[str, str]]) -> str:
@@ -104,7 +123,7 @@ def render(best: dict[Message, dict[str, str]]) -> str:
     parts = defaultdict(list)
     for message in messages():
         if message in best:
-            parts[message.part].append(best[message])
+            parts[message.part].append({**best[message], "file": message.file})
     for part, title in PARTS.items():
         if parts[part]:
             lines += ["", f"## {title}"]
@@ -115,12 +134,19 @@ def render(best: dict[Message, dict[str, str]]) -> str:
 
 def _entry(entry: dict[str, str]) -> list[str]:
     text = " ".join(entry["text"].split())
-    lines = [f"**{entry['kind']}** in `{entry['test']}`", "", "```text", text, "```"]
+    lines = [
+        f"**{entry['kind']}** of `{entry['file']}`, in `{entry['test']}`",
+        "",
+        "```text",
+        text,
+        "```",
+    ]
     said = re.sub(r"^[\w.]+: ", "", text)  # without the function's name
-    cause, separator, fix = said.rpartition("; ")
-    if not separator:  # one sentence that says what is allowed is both
-        return lines
-    return [*lines, "", f"- Cause: {_prose(cause)}", f"- Fix: {_prose(fix)}"]
+    found = filter(None, (re.fullmatch(form, said) for form in FORMS))
+    parts = next(found).groupdict()
+    fixes = {"fix": "{fix}", "must": "{subject} must {must}", "one": "give one that is {one}"}
+    fix = next(text for name, text in fixes.items() if name in parts).format(**parts)
+    return [*lines, "", f"- Cause: {_prose(parts['cause'])}", f"- Fix: {_prose(fix)}"]
 
 
 def _prose(text: str) -> str:

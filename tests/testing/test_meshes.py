@@ -57,8 +57,8 @@ def test_mesh_limits(mesh):
     [
         ({"max_axes": 4}, "meshes: max_axes=4 must be from 1 to the number of axis names, 3"),
         ({"max_axes": 0}, "meshes: max_axes=0 must be from 1 to"),
-        ({"min_size": 3, "max_size": 2}, "no size is at least 3 .* and at most 2"),
-        ({"min_size": 0}, "no size is at least 0"),
+        ({"min_size": 3, "max_size": 2}, "min_size=3 must be at least 1, and at most max_size=2"),
+        ({"min_size": 0}, "min_size=0 must be at least 1"),
     ],
 )
 def test_mesh_errors(options, message):
@@ -67,7 +67,7 @@ def test_mesh_errors(options, message):
 
 
 def test_too_few_devices():
-    with pytest.raises(ValueError, match="min_size=9 but only 8 devices are at hand"):
+    with pytest.raises(ValueError, match="min_size=9 must be at most the 8 devices at hand"):
         find(meshes(min_size=9), lambda _: True, settings=many)
 
 

@@ -129,7 +129,7 @@ def test_meshes():
         ("tp=2,tp=4", "'tp=4' is not one of"),
         ("tp", "'tp' is not one of"),
         ("dp=16", "dp=16 x .* = 16 devices, but there are 8; a size of -1"),
-        ("dp=-1,tp=-1", "only one size may be -1"),
+        ("dp=-1,tp=-1", "are -1; a size of -1 takes what the other axes leave"),
         ("dp=3,tp=-1", "take 3, which does not divide 8"),
     ],
 )

@@ -140,7 +140,7 @@ def require_reportable(args: argparse.Namespace, files: Sequence[str]) -> None:
         figures = require_extra("matplotlib.backend_bases").FigureCanvasBase
         kinds = figures.get_supported_filetypes()
         if Path(args.plot).suffix.removeprefix(".") not in kinds:
-            raise UsageError(f"--plot {args.plot} does not end in one of .{', .'.join(kinds)}")
+            raise UsageError(f"--plot {args.plot} must end in one of .{', .'.join(kinds)}")
 
 
 def require_folders(args: argparse.Namespace, files: Sequence[str]) -> None:
@@ -148,6 +148,6 @@ def require_folders(args: argparse.Namespace, files: Sequence[str]) -> None:
     for option in files:
         path = getattr(args, option.replace("-", "_"))
         if path and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"--{option} {path}: its directory does not exist")
+            raise UsageError(f"--{option} {path}: its directory does not exist; make it first")
         if path and Path(path).is_dir():
-            raise UsageError(f"--{option} {path}: this is a directory, not a file")
+            raise UsageError(f"--{option} {path} must be a file, got a directory")

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar._extras import install_command, installed, requirements
+from jaxpar._extras import install_command, installed, lacking
 from jaxpar._files import write_text
 from jaxpar.cli._arguments import add_command, add_processes, parse_processes, require_folders
 from jaxpar.cli._console import UsageError, print_error, status_of
@@ -123,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     health = Health(
         description,
         packages,
-        {extra: tuple(p for p in requirements(extra) if not installed(p)) for extra in EXTRAS},
+        {extra: tuple(lacking(extra)) for extra in EXTRAS},
         tuple(sorted(compilers())),
         checks,
         tuple(hints(packages, os.environ, said, description.platform, description.devices)),

@@ -179,7 +179,7 @@ def parse_requests(args: argparse.Namespace) -> list[Request]:
     """
     _require_one_kind(args)
     if args.jobs < 0:
-        raise UsageError(f"--jobs {args.jobs} is negative")
+        raise UsageError(f"--jobs {args.jobs} must not be negative")
     ops = args.ops or ",".join(DEFAULT_OPS)
     shapes = args.shapes or DEFAULT_SHAPE
     parse_shapes(shapes)
@@ -214,7 +214,7 @@ def parse_requests(args: argparse.Namespace) -> list[Request]:
 def _require_one_kind(args: argparse.Namespace) -> None:
     if args.function is None:
         if args.args:
-            raise UsageError("--args are of a module:function, which is missing")
+            raise UsageError("--args are of a module:function; name one, as in model:layer")
         return
     module, _, name = args.function.partition(":")
     if not module or not name:

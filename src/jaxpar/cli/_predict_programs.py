@@ -141,12 +141,13 @@ def find_function(text: str) -> Callable[..., Any]:
         found: Any = import_module(module)
     except ModuleNotFoundError as missing:
         raise UsageError(
-            f"{text}: no module {missing.name!r} is to be found from the current directory"
+            f"{text}: no module {missing.name!r} is to be found from the current directory; "
+            "install it, or go to where it is"
         ) from None
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        raise UsageError(f"{text}: module {module} has no function {name!r}")
+        raise UsageError(f"{text}: module {module} has no function {name!r}; name one that it has")
     return found
 
 

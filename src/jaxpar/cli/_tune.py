@@ -215,7 +215,7 @@ def _by_site(tried: list[Tried]) -> list[Tried]:
 
 def _command(args: argparse.Namespace) -> str:
     """What the user wrote, without what is so anyway."""
-    words = ["python", "-m", "jaxpar", "tune", args.function]
+    words = ["jaxpar", "tune", args.function]
     words += ["--args", *args.args] if args.args else []
     words += ["--grad"] if args.grad else []
     words += ["--target", args.target] if args.target else []

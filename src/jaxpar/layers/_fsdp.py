@@ -78,8 +78,8 @@ def broadcast_dim(dim: Any, tree: Any) -> list[Any]:
         dims = jax.tree.broadcast(marked, tree)
     except ValueError as reason:
         raise value_error(
-            f"dim={dim!r} is neither an integer, None nor a prefix of a pytree "
-            f"{jax.tree.structure(tree)}: {reason}"
+            f"dim={dim!r} is no prefix of the pytree {jax.tree.structure(tree)}: {reason}; give "
+            "an integer, None, or a pytree of them that is one"
         ) from None
     return [None if entry is _WHOLE else entry for entry in jax.tree.leaves(dims)]
 

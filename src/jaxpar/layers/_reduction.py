@@ -222,7 +222,10 @@ def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
     except ValueError as error:
         if str(error).startswith(called()):
             raise
-        raise value_error(f"specs are no pytree prefix of what they describe: {error}") from None
+        raise value_error(
+            f"specs are no pytree prefix of what they describe: {error}; give the specs that "
+            "shard_map got"
+        ) from None
     return found
 
 

@@ -29,7 +29,9 @@ def place_batch(layout: Layout, batch: Any) -> Any:
     placed: list[Any] = []
     for leaf in found:
         if leaf is None:
-            raise type_error("batch has a leaf that is no array")
+            raise type_error(
+                "batch has a leaf that is no array; take it out, or make an array of it"
+            )
         placed.append(_place(layout, leaf[0], np.asarray(leaf[1]), problems))
     if problems:
         raise LayoutError(called(), problems)
@@ -90,7 +92,10 @@ def _none_of(like: Any) -> Any:
 
 def _filled(layout: Layout, batch: Any, have: int, rows: int) -> tuple[Any, Array]:
     if have > rows:
-        raise value_error(f"a batch has {have} rows, and batches have at most {rows}")
+        raise value_error(
+            f"a batch has {have} rows, and batches have at most {rows}; say how many the largest "
+            "has, rows="
+        )
 
     def fill(x: np.ndarray) -> np.ndarray:
         return np.pad(x, [(0, rows - have)] + [(0, 0)] * (x.ndim - 1))

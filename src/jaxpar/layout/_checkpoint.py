@@ -37,7 +37,7 @@ def restore(layout: Layout, folder: str | Path) -> Any:
     where = Path(folder).absolute()
     with ocp.Checkpointer(_handler(ocp)) as checkpointer:
         if not where.is_dir():
-            raise value_error(f"there is no folder {where}")
+            raise value_error(f"there is no folder {where}; give the one that `save` wrote")
         found = checkpointer.metadata(where).item_metadata
         flat = jax.tree_util.tree_flatten_with_path(found.tree)[0]
         there = {path_text(path): (tuple(x.shape), np.dtype(x.dtype)) for path, x in flat}
@@ -188,7 +188,9 @@ def _files(files: Any) -> list[Path]:
     for path in map(Path, given):
         found += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not found:
-        raise value_error(f"no safetensors files in {files}")
+        raise value_error(
+            f"no safetensors files in {files}; name files, or folders with *.safetensors"
+        )
     return found
 
 

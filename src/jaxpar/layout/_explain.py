@@ -382,7 +382,9 @@ def _laid(arg: Any, layout: Layout, number: int) -> Any:
             placed = NamedSharding(layout.mesh, spec)
             placed.shard_shape(tuple(x.shape))
         except ValueError as reason:
-            raise value_error(f"argument {number} of the step: {reason}") from None
+            raise value_error(
+                f"argument {number} of the step: {reason}; give it a shape that its spec divides"
+            ) from None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
 
     return jax.tree.map(laid, arg)

@@ -115,7 +115,7 @@ def infer_layout(
     if by_role["data"]:
         rules = data_parallel(params, mesh, axis=by_role["data"], within=rules)
     if rules is None:
-        raise value_error(f"the mesh {dict(mesh.shape)} has no axes")
+        raise value_error("the mesh has no axes; make one with axes to shard over")
     tell = show or (lambda line: None)
     for line in _told(rules, reasons, seen):
         tell(line)
@@ -323,7 +323,9 @@ def _roles(mesh: AnyMesh, given: Mapping[str, str] | None) -> dict[str, tuple[st
     """The mesh axes of each role."""
     for name in given or {}:
         if name not in mesh.axis_names:
-            raise value_error(f"roles has {name!r}, and the mesh has {dict(mesh.shape)}")
+            raise value_error(
+                f"roles has {name!r}, and the mesh {dict(mesh.shape)}; name axes of the mesh"
+            )
     found: dict[str, tuple[str, ...]] = dict.fromkeys(ROLES, ())
     for name in map(str, mesh.axis_names):
         role = (given or {}).get(name) or next(

@@ -99,7 +99,7 @@ def entry_of(given: Any, where: str) -> Entry:
         if all(isinstance(name, str) for name in names):
             return names
     raise type_error(
-        f"{where}: a dimension is None, a mesh axis, a tuple of mesh axes or Padded(...), got "
+        f"{where}: a dimension must be None, a mesh axis, a tuple of them or Padded(...), got "
         f"{given!r} of type {type(given).__name__}"
     )
 
@@ -114,7 +114,7 @@ def axes_table(given: Any) -> dict[str, Entry]:
     table: dict[str, Entry] = {}
     for name, entry in dict[Any, Any](given or {}).items():
         if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
-            raise value_error(f"axes has {name!r}, which is no name of a dimension: one word")
+            raise value_error(f"axes names a dimension {name!r}; it must be one word")
         table[name] = entry_of(entry, f"axes[{name!r}]")
     return table
 

@@ -69,7 +69,7 @@ class Split:
             if not isinstance(self.count, int):
                 raise value_error(
                     f"Split({self.count!r}, {self.dim}) is over mesh axes, and a mesh knows their "
-                    "size: use it in a rule or inside jax.shard_map (`local`), or give "
+                    "size; use it in a rule or inside jax.shard_map (`local`), or give "
                     f"the number of shards, as in Split(4, {self.dim})"
                 )
             count = self.count
@@ -196,7 +196,9 @@ class Replicate:
         """
         found = [_as_array(shard) for shard in shards]
         if len(found) != self.count:
-            raise value_error(f"Replicate({self.count}) has {self.count} copies, got {len(found)}")
+            raise value_error(
+                f"Replicate({self.count}) must have {self.count} copies, got {len(found)}"
+            )
         if len({(shard.shape, shard.dtype) for shard in found}) > 1:
             raise value_error(
                 "copies must have one shape and dtype, got "
@@ -256,5 +258,5 @@ def _as_array(array: Any) -> AnyArray:
     if isinstance(array, (np.ndarray, Array)):
         return array
     if not hasattr(array, "__array__") and not isinstance(array, (bool, int, float, complex)):
-        raise type_error(f"an array is needed, got {array!r} of type {type(array).__name__}")
+        raise type_error(f"this must be an array, got {array!r} of type {type(array).__name__}")
     return jnp.asarray(array)

@@ -351,4 +351,7 @@ def _pattern(argument: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as reason:
-        raise value_error(f"{argument}={text!r} is no regular expression: {reason}") from None
+        raise value_error(
+            f"{argument}={text!r} is no regular expression: {reason}; write re.escape of a path "
+            "that has signs of its own"
+        ) from None

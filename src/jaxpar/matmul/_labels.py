@@ -69,8 +69,8 @@ def check_ranks(labels: Labels, lhs: Array, rhs: Array) -> None:
     for name, x, letters in (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs)):
         if x.ndim != len(letters):
             raise value_error(
-                f"{name} has local shape {x.shape}, {x.ndim} dimensions, but "
-                f"'{labels}' gives it {len(letters)}"
+                f"{name} has local shape {x.shape}, {x.ndim} dimensions, but must have a "
+                f"dimension for each of {len(letters)} labels of '{labels}'"
             )
 
 

@@ -187,7 +187,9 @@ def _instruction(root: str | None, name: str, rest: str) -> Instruction:
     end = _closing(rest) + 1 if rest.startswith("(") else rest.find(" ")
     opcode = _OPCODE.match(rest, end)
     if opcode is None:
-        raise ValueError(f"parse: no opcode in the instruction %{name} = {rest[:200]}")
+        raise ValueError(
+            f"parse: no opcode in the instruction %{name} = {rest[:200]}; pass compiled.as_text()"
+        )
     start = opcode.end()
     stop = _closing(rest, start - 1)
     return Instruction(

@@ -207,7 +207,10 @@ def _tpu_devices(name: str) -> list[Any]:
         try:
             return list(get_topology_desc(platform="tpu", topology_name=name).devices)
         except Exception as reason:  # each jax version has its own class for what libtpu reports
-            raise ValueError(f"target: libtpu does not know the slice {name!r}: {reason}") from None
+            raise ValueError(
+                f"target: libtpu does not know the slice {name!r}: {reason}; name one that is "
+                "offered, such as v5e:4x4"
+            ) from None
 
 
 @contextmanager
@@ -226,16 +229,16 @@ def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
     known = _gpu_configs(name)
     slug = _USUAL.get(chip, chip)
     fitting = [slug] if slug in known else [gpu for gpu in known if gpu.startswith(slug)]
-    if len(sizes) > 2:
-        raise ValueError(
-            f"target: {name!r}: a layout of GPUs is devices, or hosts x devices of each, as in "
-            f"'{chip}:8' or '{chip}:4x8'"
-        )
     if len(fitting) != 1:
         problem = f"is one of {', '.join(fitting)}" if fitting else "is not a chip"
         raise ValueError(
             f"target: {name!r}: {chip!r} {problem}; write chip:devices or chip:hosts x devices. "
             f"TPU: {', '.join(TPUS)}. GPU: {', '.join(sorted({*known, *_USUAL}))}"
+        )
+    if len(sizes) > 2:
+        raise ValueError(
+            f"target: {name!r}: a layout of GPUs must be devices, or hosts x devices of each, as "
+            f"in '{chip}:8' or '{chip}:4x8'"
         )
     text = known[fitting[0]]
     hosts = sizes[0]

@@ -15,7 +15,7 @@ _REMEDY = (
     "Remedy: compute where the transfers are, with a ring mode of jaxpar's matmuls "
     "(mode='unidirectional' or 'bidirectional') in place of a collective beside a matmul; cut less "
     "finely, so that a piece computes for longer than its transfer takes; or raise "
-    "exposed_at_most. `python -m jaxpar predict module:function --plot FILE.png` draws the "
+    "exposed_at_most. `jaxpar predict module:function --plot FILE.png` draws the "
     "schedule."
 )
 

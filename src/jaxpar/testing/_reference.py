@@ -211,7 +211,10 @@ def assert_matches_reference(
     for (path, _), expected in zip(out_paths, wanted, strict=True):
         if np.any(np.isnan(expected.value)):
             name = f"output{jax.tree_util.keystr(path)}"
-            raise ValueError(f"assert_matches_reference: the reference returns NaN in {name}")
+            raise ValueError(
+                f"assert_matches_reference: the reference returns NaN in {name}; compare with "
+                "inputs for which it returns numbers"
+            )
     arrays = [*leaves, *outputs]
     floats = [leaf.dtype for leaf in arrays if is_inexact(leaf)]
     report = Report(

@@ -81,7 +81,9 @@ def meshes(
             f"{len(axis_names)}"
         )
     if min_size < 1 or (max_size is not None and max_size < min_size):
-        raise ValueError(f"meshes: no size is at least {min_size} (or 1) and at most {max_size}")
+        raise ValueError(
+            f"meshes: min_size={min_size} must be at least 1, and at most max_size={max_size}"
+        )
 
     @st.composite
     def draw_mesh(draw: Callable[[Any], Any]) -> Mesh:
@@ -89,7 +91,9 @@ def meshes(
         at_hand = list(jax.devices() if devices is None else devices)
         largest = len(at_hand) if max_size is None else min(max_size, len(at_hand))
         if largest < min_size:
-            raise ValueError(f"meshes: min_size={min_size} but only {largest} devices are at hand")
+            raise ValueError(
+                f"meshes: min_size={min_size} must be at most the {largest} devices at hand"
+            )
         size = draw(st.integers(min_size, largest))
         count = draw(st.integers(1, max_axes))
         sizes: list[int] = []
@@ -340,7 +344,10 @@ def ragged_sizes(count: int, total: int, *, exact: bool = False) -> Shapes:
     """
     st = strategies("ragged_sizes")
     if count < 0 or total < 0 or (exact and total and not count):
-        raise ValueError(f"ragged_sizes: no {count} sizes can share {total} rows")
+        raise ValueError(
+            f"ragged_sizes: no {count} sizes can share {total} rows; neither may be negative, and "
+            "rows need a size to be in"
+        )
 
     @st.composite
     def draw_sizes(draw: Callable[[Any], Any]) -> Shape:
