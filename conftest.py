@@ -1,5 +1,16 @@
 """Eight CPU devices, strict types, and jaxtyping's run-time checks over the whole package."""
 
+import gc
+import os
+from importlib.metadata import version
+
+# Tests compile thousands of small programs. XLA's fusion emitters, and codegen in parallel, take
+# more than half of that time, and are not what is tested. Set before JAX is imported, which reads
+# it; newer ones have no other emitters.
+if version("jaxlib").startswith("0.10."):
+    quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
+
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -30,6 +41,12 @@ def quick_compilation(request):
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+def pytest_collection_finish(session):
+    """Thousands of programs make millions of objects: the collector looks at fewer, and rarely."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_configure(config):
