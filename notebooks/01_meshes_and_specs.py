@@ -218,7 +218,9 @@ assert gradient == x.sum()
 # ## 5. An axis that stays with the compiler
 #
 # `axis_names` makes some axes manual, and leaves the others as they were. Here `tp` is ours, and
-# rows are cut over `dp` by whoever owns that axis: local shapes have all eight rows.
+# rows are cut over `dp` by whoever owns that axis: local shapes have all eight rows. The function
+# is a matmul and a `psum_scatter` of its addends over columns in one, of which
+# [notebook 4](04_overlapped_matmuls.ipynb) has more.
 
 
 # %%

@@ -164,9 +164,9 @@ assert forms["fsdp_linear"].backward["all_gather"] == 2 * LAYERS
 # %% [markdown]
 # ## 4. `fsdp_scan`: the same for a stack of layers
 #
-# It takes the place of the scan. The block needs no change at all: it gets whole weights. The
-# gathers of layer `l + 1` are issued beside the work of layer `l`, forward and backward, and
-# residuals are the input of each layer, from which the layer is computed once more.
+# It takes the place of the scan. The block needs no change at all: it gets whole weights, gathered
+# in front of the layer, forward and again in the backward. Residuals are the shards and the input
+# of each layer, from which the layer is computed once more.
 
 # %%
 check("fsdp_scan", lambda params, x: fsdp_scan(block, params, x, "fsdp", dim=DIMS))
@@ -228,12 +228,12 @@ assert abs(sent["data parallel"] / (2 * 7 / 8 * WEIGHTS) - 1) < 0.01
 #
 # ## 6. What a TPU's compiler makes of it
 #
-# Whether gathers run beside a layer is for a compiler to say. Eight v6e chips, weights of a size
+# Whether gathers run beside a layer is for a compiler to say. Eight v5p chips, weights of a size
 # that matters, forward and backward. Both forms gather twice and keep no weights; the difference is
 # that `fsdp_scan` does so without a word in the layer.
 
 # %% tags=["varies"]
-chips = target("v6e:2x4", "fsdp=8")
+chips = target("v5p:2x2x2", "fsdp=8")
 D, F, ROWS = 4096, 16384, 8 * 2048
 big = {
     "norm": jax.ShapeDtypeStruct((LAYERS, D), jnp.bfloat16, sharding=P()),
