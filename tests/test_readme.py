@@ -1,18 +1,15 @@
 """READMEs: the example runs as pasted and is short, and every benchmark has its line."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+from programs import printed
 
 import jaxpar
 
 ROOT = Path(__file__).parents[1]
-HOW_TO = (ROOT / "docs" / "how_to.md").read_text()
 
 
 PRINTED = {
@@ -45,15 +42,6 @@ def test_example_runs_as_pasted(page):
     assert printed(example).replace("PartitionSpec(", "P(") == PRINTED[page]
 
 
-def test_a_flax_model_is_sharded_as_pasted():
-    [example] = re.findall(r"```python\n(.*?)```", HOW_TO, re.DOTALL)
-    text = printed(example)
-    assert "'up/kernel': P('fsdp', 'tp')" in text.replace("PartitionSpec(", "P(")
-    first, *_, last = map(float, re.findall(r"^\d+\.\d{3}$", text, re.M))
-    assert last < first
-    assert "8 devices (fsdp=2, tp=4)" in text
-
-
 def test_the_program_of_the_commands_is_one():
     text = (ROOT / "docs" / "api" / "commands.md").read_text()
     [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -61,17 +49,6 @@ def test_the_program_of_the_commands_is_one():
     exec(program, names)
     step, args = names["make_step"](jaxpar.make_mesh("tp=8"))
     assert jax.eval_shape(step, *args).shape == (8192, 28672)
-
-
-def printed(example):
-    """What a program of its own prints."""
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", example], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_every_benchmark_has_a_line():

@@ -240,8 +240,8 @@ def test_one_model_on_every_mesh(sizes):
         return losses
 
     with jax.numpy_dtype_promotion("standard"):
-        start = net.init(jax.random.key(0), tokens)
-        expected = train(start, optimizer.init(start), tokens)
+        start = jax.jit(net.init)(jax.random.key(0), tokens)
+        expected = train(start, jax.jit(optimizer.init)(start), tokens)
         states = layout.like(jax.eval_shape(optimizer.init, shapes))
         params = layout.place(start)
         state = jax.jit(optimizer.init, out_shardings=states.shardings)(params)

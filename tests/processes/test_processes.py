@@ -21,8 +21,7 @@ def run(case, count, folder, ranks=None):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])
-    left_out = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
-    env = {name: text for name, text in os.environ.items() if name not in left_out}
+    env = {name: text for name, text in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
     processes = [
         subprocess.Popen(

@@ -41,7 +41,6 @@ class OwnKernel(AsyncKernelManager):
 def execute(notebook: NotebookNode) -> None:
     """Runs all cells in a new kernel; their outputs take the place of those before."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's remarks have times and places in them
-    os.environ.pop("XLA_FLAGS", None)  # what readers run, not what tests do
     NotebookClient(
         notebook,
         kernel_manager_class=OwnKernel,

@@ -35,8 +35,7 @@ def processes(count, errors, *args):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
     env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # they take longer than they save
     command = [sys.executable, str(FOLDER), *SIZES, *args, "--num-processes", str(count)]
