@@ -391,7 +391,7 @@ def test_padding_in_whole_heads():
     layout = rules.layout({"q": F32((4, 15)), "k": F32((4, 9))}, make_mesh("tp=8"))
     assert layout["q"].padded_shape == (4, 24)
     assert layout["k"].padded_shape == (4, 32)
-    with pytest.raises(LayoutError, match=r"Padded\(size=12\) must be at least the dimension's 9"):
+    with pytest.raises(LayoutError, match=r"Padded: size=12 must be at least the dimension's 9"):
         LayoutMap({"k": (Padded("tp", size=12),)}).layout({"k": F32((9,))}, make_mesh("tp=8"))
 
 

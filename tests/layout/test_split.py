@@ -76,6 +76,11 @@ def test_inside_of_jit_and_of_derivatives():
         (lambda: Split(2, "row"), TypeError, "Split: dim must be an integer, got 'row'"),
         (lambda: Replicate(0), ValueError, "Replicate: count=0 must be at least 1"),
         (lambda: Padded(3), TypeError, "Padded: axes must be a mesh axis name"),
+        (
+            lambda: Padded("tp", size=12).blocks(9, 8),
+            ValueError,
+            "Padded: size=12 must be at least the dimension's 9, and a multiple of 8 devices x 1",
+        ),
         (lambda: Padded("tp", multiple=0), ValueError, "Padded: multiple=0 must be at least 1"),
         (
             lambda: Split(2, 3)(jnp.ones((2, 2))),

@@ -163,7 +163,7 @@ WRONG = {
     "a padded size that is too small": (
         {"embedding": (Padded("tp", size=44), None)},
         1,
-        ["Padded(size=44) must be at least the dimension's 48, and a multiple of 4 devices x 1"],
+        ["Padded: size=44 must be at least the dimension's 48, and a multiple of 4 devices x 1"],
     ),
     "everything at once": (
         {

@@ -14,7 +14,7 @@ from jaxpar.cli._ops import OPS
 from jaxpar.layers import ring_attention
 from jaxpar.schedule import CompiledProgram, compile_for, target, timeline
 
-SIZE = 2048
+SIZE = 1024
 TARGETS = [
     ("v5p:2x2x2", "unidirectional"),
     ("v5p:2x2x2", "bidirectional"),

@@ -245,10 +245,11 @@ class Padded:
     def blocks(self, size: int, count: int) -> Blocks:
         """How a dimension of `size` lies on `count` devices."""
         if self.size is not None and (self.size < size or self.size % (count * self.multiple)):
-            raise value_error(
-                f"Padded(size={self.size}) must be at least the dimension's {size}, and a multiple "
-                f"of {count} devices x {self.multiple}"
-            )
+            with naming("Padded"):
+                raise value_error(
+                    f"size={self.size} must be at least the dimension's {size}, and a multiple of "
+                    f"{count} devices x {self.multiple}"
+                )
         unit = count * self.multiple
         padded = self.size or -(-size // unit) * unit
         return Blocks.at_the_end(size, count, padded // count)
