@@ -1,6 +1,5 @@
 """The project's commands: `nox -l` lists them."""
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -12,8 +11,7 @@ nox.options.reuse_existing_virtualenvs = True
 
 OLDEST_JAX = "0.10.0"  # keep in step with pyproject.toml
 NEWEST_PYTHON = next((v for v in ("3.13", "3.12") if shutil.which(f"python{v}")), "3.12")
-WORKERS = str((os.cpu_count() or 1) + 1)  # some tests wait for processes of their own
-PYTEST = ("pytest", "-n", WORKERS, "--dist", "worksteal", "--durations", "25")
+PYTEST = ("pytest", "-n", "auto", "--dist", "worksteal", "--durations", "25")
 
 
 @nox.session
