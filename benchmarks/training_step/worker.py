@@ -85,7 +85,7 @@ SLICES = {
     "h100:8": "fx=2,fy=1,cp=1,tp=4",
     "b200:8": "fx=2,fy=1,cp=1,tp=4",
 }
-# Of chips whose compiler waits for collectives, one model: nothing else tells their rules apart.
+# Chips whose compiler waits for collectives: one model shows whether a default loses there.
 WAITING = {
     "v5e:4x8": "fx=4,fy=2,cp=1,tp=4",
     "v5e:8x8": "fx=8,fy=8,cp=1,tp=1",
