@@ -1,9 +1,28 @@
-"""The jaxprs inside the equations of a jaxpr."""
+"""The jaxprs inside the equations of a jaxpr, and the collectives among its primitives."""
 
 from typing import Any
 
 import jax
 from jax.extend import core
+
+# Primitives on the left differ from the `jax.lax` functions that bind them, by version and by
+# whether varying axes are checked.
+LAX_NAMES = {
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "pbroadcast_dynamic": "pbroadcast",
+    "psum2": "psum",
+    "psum_invariant": "psum",
+    "reduce_scatter": "psum_scatter",
+    "unreduced_pmax": "pmax",
+    "unreduced_pmin": "pmin",
+    "unreduced_psum": "psum",
+    "unreduced_reduce_scatter": "psum_scatter",
+}
+COLLECTIVES = {
+    *LAX_NAMES.values(),
+    *("all_to_all", "pmax", "pmin", "ppermute", "precv", "psend", "ragged_all_to_all"),
+}
 
 
 def subjaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil
 
 import numpy as np
@@ -74,6 +74,21 @@ class Links:
         ways = message.ways if self.chip.torus else 1
         route = self.ring(groups, passes * (size - 1) / size / ways, passes / min(ways, 2))
         return Transfer(row, passes * whole * (size - 1) / size, route.of(whole))
+
+    def used(self, transfer: Transfer) -> float:
+        """Over how many links a device sends, in the mean over those that send at all."""
+        if not self.chip.torus:
+            return 1.0
+        senders = np.unique(transfer.route.links // (2 * len(self.extent)))
+        return transfer.route.links.size / max(senders.size, 1)
+
+    @cached_property
+    def there(self) -> int:
+        """How many links a device has, to other devices of the target; a port counts as one."""
+        if not self.chip.torus:
+            return 1
+        both_ways = [1 if extent == 2 else 2 for extent in self.extent if extent > 1]
+        return sum(both_ways)
 
     def _permute(self, pairs: Pairs) -> Route:
         """Each source sends one message to its target, axis by axis of the torus."""

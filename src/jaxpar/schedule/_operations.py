@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxpar.schedule._costs import Message, Work, collective_in, is_free, message_of, work_of
-from jaxpar.schedule._hlo import Computation, Instruction, parse
+from jaxpar.schedule._hlo import Computation, Hlo, Instruction, parse
 
 MOST_TRIPS = 1_000_000
 
@@ -270,7 +270,7 @@ class Module:
 
     entry: Schedule
     schedules: tuple[Schedule, ...]  # the entry, after all that it runs
-    is_scheduled: bool
+    hlo: Hlo  # what it was read from
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self.schedules))
@@ -295,7 +295,7 @@ def read(text: str) -> Module:
         return known[computation]
 
     entry = schedule(hlo.entry)
-    return Module(entry, tuple(known.values()), hlo.is_scheduled)
+    return Module(entry, tuple(known.values()), hlo)
 
 
 def _operation(

@@ -72,6 +72,9 @@ class Event:
     synchronous: bool = False  # of a transfer: nothing can run beside it
     covers: tuple[str, ...] = ()  # of a transfer: the matmuls between its start and its done
     is_matmul: bool = False
+    queued: float = 0.0  # of a transfer: seconds for which its links were not free
+    latency: float = 0.0  # of a transfer: seconds of it that no smaller message takes less of
+    links: float = 0.0  # of a transfer: how many a device sends it over, in the mean
 
     @property
     def seconds(self) -> float:
@@ -198,14 +201,20 @@ class Player:
             self._transfers[start] = self.links.transfer(start.message, share)
         transfer = self._transfers[start]
         links, seconds = transfer.route.links, transfer.route.seconds
+        latency = transfer.route.hops * self.chip.latency
         begin = self.now if self.chip.torus else max(self.now, self.stream)
         ends = np.maximum(self.free[links], begin) + seconds  # a link sends one after the other
         first = float((ends - seconds).min()) if ends.size else begin
-        end = float(ends.max(initial=begin)) + transfer.route.hops * self.chip.latency
+        end = float(ends.max(initial=begin)) + latency
         self.free[links] = ends
         self.busy[links] += seconds
         self.stream = end
-        event = Event(start.name, start.op, "transfer", transfer.row, first, end, transfer.sent)
+        event = Event(
+            *(start.name, start.op, "transfer", transfer.row, first, end, transfer.sent),
+            queued=first - self.now,
+            latency=latency,
+            links=self.links.used(transfer),
+        )
         if start.is_synchronous:
             self.events.append(replace(event, synchronous=True))
             self._wait(start, end, "compute")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -39,10 +39,14 @@ class CompiledProgram:
     """A program compiled for a target: the scheduled module, its memory, and how long it took."""
 
     target: Target
-    text: str  # scheduled HLO
+    text: str = field(repr=False)  # scheduled HLO
     memory: Memory
     seconds: float  # tracing and compiling
-    jaxpr: Any  # the traced program, a ClosedJaxpr
+    jaxpr: Any = field(repr=False)  # the traced program, a ClosedJaxpr
+    # What it was compiled from, to compile it again with something else.
+    function: Any = None
+    args: tuple[Any, ...] = field(default=(), repr=False)
+    compiler_options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @cached_property
     def module(self) -> Module:
@@ -103,6 +107,9 @@ def compile_for(
         memory=Memory(**sizes, peak=peak),
         seconds=seconds,
         jaxpr=traced.jaxpr,
+        function=fn,
+        args=args,
+        compiler_options=options,
     )
 
 

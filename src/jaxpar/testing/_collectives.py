@@ -14,29 +14,10 @@ import numpy as np
 from jax.extend import core
 
 from jaxpar._calls import readable
-from jaxpar._jaxprs import subjaxprs
+from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 from jaxpar._jit import enclosing
 
 Var: TypeAlias = Any  # jax.extend publishes no types of jaxpr variables that hold on all versions
-
-# Primitives on the left differ from the `jax.lax` functions that bind them, by version and by
-# whether varying axes are checked.
-_LAX_NAMES = {
-    "all_gather_invariant": "all_gather",
-    "all_gather_reduced": "all_gather",
-    "pbroadcast_dynamic": "pbroadcast",
-    "psum2": "psum",
-    "psum_invariant": "psum",
-    "reduce_scatter": "psum_scatter",
-    "unreduced_pmax": "pmax",
-    "unreduced_pmin": "pmin",
-    "unreduced_psum": "psum",
-    "unreduced_reduce_scatter": "psum_scatter",
-}
-_COLLECTIVES = {
-    *_LAX_NAMES.values(),
-    *("all_to_all", "pmax", "pmin", "ppermute", "precv", "psend", "ragged_all_to_all"),
-}
 
 Sizes: TypeAlias = Mapping[str, int]  # devices along each mesh axis
 Weigh: TypeAlias = Callable[[str, Any, Sizes], float]
@@ -78,8 +59,8 @@ def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) 
     for eqn in jaxpr.eqns:
         primitive = eqn.primitive.name
         name = primitive.removesuffix("_start")
-        name = _LAX_NAMES.get(name, name)
-        if name in _COLLECTIVES:
+        name = LAX_NAMES.get(name, name)
+        if name in COLLECTIVES:
             add({name: weigh(name, eqn, sizes)})
             continue
         inner_sizes = {**sizes, **eqn.params["mesh"].shape} if primitive == "shard_map" else sizes

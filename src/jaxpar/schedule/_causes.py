@@ -1,0 +1,379 @@
+"""Why a transfer is waited for: one cause out of a closed list, by rules in a fixed order.
+
+Each rule looks at what the schedule shows of one collective, and says in a sentence why it applies,
+what to change, and which edits can be tried. Rules that say what a program does in vain stand
+before those that say how well the rest is hidden: what need not be sent needs no hiding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from jaxpar._options import COMPILERS
+from jaxpar._torus import on_torus
+from jaxpar.mesh import ring_hops
+from jaxpar.schedule._exposed import Exposed, Exposures
+from jaxpar.schedule._hlo import Instruction
+from jaxpar.schedule._trials import Trial, Trials
+from jaxpar.schedule._values import Value
+
+Cause = Literal[
+    "resharding",
+    "sent twice",
+    "wide dtype",
+    "links apart",
+    "links busy",
+    "latency",
+    "synchronous",
+    "ends of a pipeline",
+    "ordered elsewhere",
+    "nothing to hide behind",
+    "copies",
+]
+
+# What each one means, for readers.
+MEANING: dict[Cause, str] = {
+    "resharding": "an array lies otherwise than the operation that uses it wants it",
+    "sent twice": "the same bytes travel more than once in a step",
+    "wide dtype": "numbers travel in more bytes than the result keeps of them",
+    "links apart": "neighbours on the mesh axis are several links apart",
+    "links busy": "the links are in use by another transfer",
+    "latency": "the message is small: most of its time passes before the first byte is there",
+    "synchronous": "the compiler makes it synchronous: nothing runs beside it",
+    "ends of a pipeline": "it fills or drains a pipeline whose other transfers are hidden",
+    "ordered elsewhere": "work that needs it not stands at another place of the program",
+    "nothing to hide behind": "what comes next needs it, and there is no other work",
+    "copies": "a copy inside of the chip is waited for",
+}
+
+_RESHARDS = ("all-gather", "all-to-all", "collective-permute")
+_HALF = 0.5
+_DTYPES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule says of an exposed collective.
+
+    Attributes:
+      cause: the rule's.
+      why: the evidence, as a sentence.
+      edit: what to change.
+      trials: the edits that can be tried.
+      is_sure: whether it holds without a trial; else one of them must make the step faster.
+    """
+
+    cause: Cause
+    why: str
+    edit: str
+    trials: Iterable[Trial] = ()
+    is_sure: bool = True
+
+
+class Rules:
+    """The rules, for the collectives of one program."""
+
+    def __init__(self, exposures: Exposures, trials: Trials, all_exposed: list[Exposed]) -> None:
+        self.exposures, self.trials = exposures, trials
+        self.values = exposures.values
+        self.all_exposed = all_exposed
+
+    def of(self, exposed: Exposed) -> Iterator[Verdict]:
+        """What the rules say of a collective, in their order; the last one always applies."""
+        rules: tuple[Callable[[Exposed], Verdict | None], ...] = (
+            self._resharding,
+            self._sent_twice,
+            self._wide_dtype,
+            self._links_apart,
+            self._links_busy,
+            self._latency,
+            self._synchronous,
+            self._ends_of_a_pipeline,
+            self._ordered_elsewhere,
+        )
+        for rule in rules:
+            if (verdict := rule(exposed)) is not None:
+                yield verdict
+        yield self._nothing_to_hide_behind(exposed)
+
+    # -- what is sent in vain -----------------------------------------------------------------
+
+    def _sent_twice(self, e: Exposed) -> Verdict | None:
+        collective = self.values.collective(e.name)
+        if collective is None or not collective.operands:
+            return None
+        if e.collective == "all-gather" and self._is_invariant(collective):
+            return Verdict(
+                "sent twice",
+                f"it gathers the same array in each of {e.runs} trips of a loop",
+                "gather in front of the loop, and give the loop the whole array",
+            )
+        if other := self._alike(e, collective):
+            return Verdict(
+                "sent twice",
+                f"{self.exposures.text(other)} has sent the same array over {e.over!r} before",
+                "gather once and use the result in both places",
+            )
+        if e.phase != "recomputation" or not self._fits(e):
+            return None
+        return Verdict(
+            "sent twice",
+            f"the forward pass has sent it, jax.checkpoint sends it again, and {_size(e.bytes)} to "
+            "keep instead would fit the memory",
+            "keep the collective's result: jax.checkpoint(f, policy=save_only_these_names('whole'))"
+            " with checkpoint_name(result, 'whole'), both of jax.ad_checkpoint",
+        )
+
+    def _is_invariant(self, collective: Instruction) -> bool:
+        """Whether a loop gives the collective the same array on each trip."""
+        value = self.values.value(collective.operands[0])
+        seen = set[Value]()
+        while value not in seen:
+            seen.add(value)
+            i = value.instruction
+            if i.opcode == "parameter":
+                home = self.values.home[i]
+                loops = [
+                    caller
+                    for caller in self.values.callers[home]
+                    if caller.opcode == "while" and caller.called_as("body") is home
+                ]
+                if not loops or value.element is None:
+                    return False
+                carried = self.values.value(home.root, value.element)
+                return self._is_itself(carried, value)
+            if value.kind in ("dynamic-slice", "gather") or not value.moves:
+                return False
+            sources = list(self.values.sources(value))
+            if len(sources) != 1:
+                return False
+            value = sources[0]
+        return False
+
+    def _is_itself(self, value: Value, wanted: Value) -> bool:
+        while value != wanted and value.kind in ("copy", "bitcast"):
+            value = next(iter(self.values.sources(value)))
+        return value == wanted
+
+    def _alike(self, e: Exposed, collective: Instruction) -> str | None:
+        """Another collective that sends the same array to the same devices, before this one."""
+        own = self._origin_of(collective)
+        for name, events in self.exposures.transfers.items():
+            other = self.values.collective(name)
+            if name == e.name or other is None or other.opcode != collective.opcode:
+                continue
+            first = self.exposures.transfers[e.name][0]
+            earlier = events and events[0].start < first.start
+            if (
+                earlier
+                and self._origin_of(other) == own
+                and other.groups == collective.groups
+                and other.pairs == collective.pairs
+                and other.after("dimensions={") == collective.after("dimensions={")
+            ):
+                return name
+        return None
+
+    def _origin_of(self, collective: Instruction) -> Value:
+        """The operand of a collective, back through copies."""
+        value = self.values.value(collective.operands[0])
+        while value.kind in ("copy", "bitcast"):
+            value = next(iter(self.values.sources(value)))
+        return value
+
+    def _fits(self, e: Exposed) -> bool:
+        """Whether memory has room for all that a collective results in over a step."""
+        i = self.exposures.instruction(e.name)
+        kept = max((array.bytes for array in i.arrays), default=0) * e.runs
+        program = self.exposures.program
+        return program.memory.peak + kept < self.exposures.chip.capacity
+
+    def _resharding(self, e: Exposed) -> Verdict | None:
+        if not e.inserted:
+            return None
+        arguments = self._arguments(e)
+        trials = chain(self.trials.constraints(), self.trials.specs(arguments))
+        return Verdict(
+            "resharding",
+            f"nobody wrote it: the partitioner put it in, for {e.moved}",
+            "give the array where it is made the sharding that is wanted here, or shard what uses "
+            "it as the array is",
+            trials,
+            is_sure=False,
+        )
+
+    def _arguments(self, e: Exposed) -> list[str]:
+        """Arguments of the program that a collective is of, or that its matmuls multiply."""
+        i = self.exposures.instruction(e.name)
+        found: dict[str, None] = {}
+        collective = self.values.collective(e.name)
+        level = [self.values.value(i)]
+        if collective is not None:
+            level += [self.values.value(operand) for operand in collective.operands]
+        level += [user for value in list(level) for user in self.values.users[value]]
+        for value in level:
+            for one in (value, *self.values.sources(value)):
+                if name := self.exposures.argument(one):
+                    found[name] = None
+        return list(found)
+
+    def _wide_dtype(self, e: Exposed) -> Verdict | None:
+        collective = self.values.collective(e.name)
+        if collective is None or e.collective not in ("all-reduce", "reduce-scatter"):
+            return None
+        width = _width(collective)
+        narrow = self._narrower(collective, width)
+        if narrow is None:
+            return None
+        return Verdict(
+            "wide dtype",
+            f"each number travels in {width} bytes, and {narrow}",
+            "sum in the narrower dtype: cast before the collective",
+            self.trials.narrow(e.line),
+        )
+
+    def _narrower(self, collective: Instruction, width: int) -> str | None:
+        """How it is known that fewer bytes a number would do."""
+        value = self.values.value(collective)
+        users = self.values.users[value]
+        if users and all(u.kind == "convert" and _width(u.instruction) < width for u in users):
+            return "is converted to fewer where it arrives"
+        for operand in collective.operands:
+            source = self.values.value(operand)
+            if source.kind == "convert":
+                before = next(iter(self.values.sources(source)))
+                if 0 < _width(before.instruction) < width:
+                    return f"had {_width(before.instruction)} before it was sent"
+        return None
+
+    # -- where it travels ---------------------------------------------------------------------
+
+    def _links_apart(self, e: Exposed) -> Verdict | None:
+        mesh = self.exposures.target.mesh
+        axes = [axis for axis in e.axes if axis in mesh.axis_names]
+        if not axes or not all(on_torus(device) for device in mesh.devices.flat):
+            return None
+        most = max(int(ring_hops(mesh, axis).max()) for axis in axes)
+        if most < 2:
+            return None
+        return Verdict(
+            "links apart",
+            f"neighbours along {', '.join(axes)} are up to {most} links apart on this mesh, so "
+            "that messages share links",
+            "make the mesh with jaxpar.make_mesh, the axis with the most traffic last",
+            self.trials.order(axes),
+            is_sure=False,
+        )
+
+    def _links_busy(self, e: Exposed) -> Verdict | None:
+        if e.queued < _HALF * e.seconds:
+            return None
+        return Verdict(
+            "links busy",
+            f"for {_us(e.queued)} of the time its links send what was started before it",
+            "send less at a time, or start this one first; over other axes it has other links",
+            self.trials.modes(),
+        )
+
+    def _latency(self, e: Exposed) -> Verdict | None:
+        if e.latency < _HALF * e.transfer:
+            return None
+        return Verdict(
+            "latency",
+            f"{_us(e.latency)} of its {_us(e.transfer)} are latency: it sends "
+            f"{_size(e.bytes / e.runs)} at a time, {e.runs} time{'s' * (e.runs != 1)}",
+            "send several small arrays as one: concatenate them (a bucket), or sum them as one "
+            "tuple",
+        )
+
+    # -- what could run beside it -------------------------------------------------------------
+
+    def _synchronous(self, e: Exposed) -> Verdict | None:
+        if not e.synchronous:
+            return None
+        kind = self.exposures.target.mesh.devices.flat[0].device_kind
+        named = next((c for name, c in COMPILERS.items() if kind.startswith(name)), None)
+        options = {o.frees: o.name for o in named.options if o.frees} if named else {}
+        option = options.get(e.collective)
+        if option and option not in self.exposures.program.compiler_options:
+            remedy = f"compile with {option} (jaxpar.compiler_options(mesh) has it)"
+        else:
+            remedy = (
+                "write it as permutes beside a matmul: jaxpar's all_gather_matmul, "
+                "matmul_reduce_scatter or ring collectives, which are asynchronous"
+            )
+        return Verdict(
+            "synchronous",
+            f"the compiler of {kind!r} makes this {e.collective} synchronous: nothing runs beside "
+            "it",
+            remedy,
+            chain(self.trials.compiler_options(), self.trials.modes(), self.trials.forms(e.line)),
+        )
+
+    def _ends_of_a_pipeline(self, e: Exposed) -> Verdict | None:
+        """One of several alike of which the others are hidden, the first or the last."""
+        alike = [
+            (events[0].start, name)
+            for name, events in self.exposures.transfers.items()
+            if events
+            and events[0].row == self.exposures.transfers[e.name][0].row
+            and abs(events[0].bytes - e.bytes / e.runs) <= 0.01 * events[0].bytes
+            and len(events) == e.runs
+        ]
+        names = [name for _, name in sorted(alike)]
+        waited = {one.name for one in self.all_exposed if one.seconds > 0.1 * one.transfer}
+        hidden = [name for name in names if name not in waited]
+        is_end = len(names) > 2 and e.name in (names[0], names[-1])
+        if not is_end or len(hidden) < _HALF * len(names):
+            return None
+        which = "first" if e.name == names[0] else "last"
+        return Verdict(
+            "ends of a pipeline",
+            f"it is the {which} of {len(names)} alike, of which {len(hidden)} are hidden",
+            "cut finer, so that the first and the last piece are shorter, or give the ends other "
+            "work",
+            self.trials.modes(),
+        )
+
+    def _ordered_elsewhere(self, e: Exposed) -> Verdict | None:
+        if e.independent < _HALF * e.seconds:
+            return None
+        where = "in the backward pass" if e.phase == "recomputation" else "elsewhere in the step"
+        return Verdict(
+            "ordered elsewhere",
+            f"{_us(e.independent)} of work {where} neither needs it nor is needed for it, and runs "
+            "at another time",
+            "start it earlier: take an optimization_barrier or a loop's boundary from between, or "
+            "unroll the loop",
+            chain(self.trials.compiler_options(), self.trials.barriers(), self.trials.unrolled()),
+        )
+
+    def _nothing_to_hide_behind(self, e: Exposed) -> Verdict:
+        return Verdict(
+            "nothing to hide behind",
+            f"{e.after} needs it at once, and {_us(e.independent)} of the step's other work could "
+            "run beside it",
+            "split it and its matmul into pieces that run beside each other: jaxpar's "
+            "all_gather_matmul and matmul_reduce_scatter do that",
+            chain(self.trials.compiler_options(), self.trials.modes(), self.trials.forms(e.line)),
+        )
+
+
+def _width(i: Instruction) -> int:
+    """Bytes of a number, 0 if it is not known."""
+    return _DTYPES.get(i.arrays[0].dtype, 0) if i.arrays else 0
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g} us"
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
