@@ -1,5 +1,6 @@
 """What differs between the supported versions of jax."""
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -43,3 +44,11 @@ def _empty(block: Array, dim: int, count: int, dtype: Any) -> Array:
     shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
     sharding = jax.typeof(block).sharding  # over axes that are explicit, and not manual
     return lax.empty(shape, dtype or block.dtype, out_sharding=sharding)
+
+
+def manual_axes(params: Mapping[str, Any]) -> Collection[str]:
+    """Returns the axes that a `shard_map` makes manual, from the parameters of its equation.
+
+    Before jax 0.12 the parameter has another name.
+    """
+    return params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]

@@ -30,3 +30,8 @@ def subjaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:
     leaves = jax.tree.leaves(list(params.values()))
     opened = (leaf.jaxpr if isinstance(leaf, core.ClosedJaxpr) else leaf for leaf in leaves)
     return [leaf for leaf in opened if isinstance(leaf, core.Jaxpr)]
+
+
+def type_of(x: core.Var | core.Literal) -> Any:
+    """Returns the type of a variable or literal, with its shape and dtype."""
+    return x.aval

@@ -17,7 +17,7 @@ import jax
 from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._files import write_text
 from jaxpar._options import traced_options
-from jaxpar._types import TuningLike
+from jaxpar._types import Mode, TuningLike
 
 AUTO = "auto"
 
@@ -157,10 +157,17 @@ class Asked:
 
 @dataclass(eq=False)
 class Trial:
-    """Ways that are tried out, `auto` for the rest; and what a program asks for meanwhile."""
+    """Ways that are tried out, `auto` for the rest; and what a program asks for meanwhile.
+
+    Attributes:
+      imposed: a mode that is tried in the place of all others, of those that are named, too.
+      met: whether the program has anything that it was imposed on.
+    """
 
     choices: Choices
     asked: dict[tuple[str, str], Asked] = field(default_factory=dict[tuple[str, str], Asked])
+    imposed: Mode | None = None
+    met: bool = False
 
     def way(self, decision: Asked) -> str:
         """Returns what is tried here."""
@@ -239,6 +246,15 @@ def decide(site: str, part: str, ways: Sequence[str], size: int = 0) -> str:
             f"{using.name} has {way!r} for the {part} of {site!r}; write one of {known}"
         )
     return way
+
+
+def imposed() -> Mode | None:
+    """Returns the mode that is tried in the place of all others; None: no mode is."""
+    using: Tuning | Trial | None = _using.value
+    if not isinstance(using, Trial) or using.imposed is None:
+        return None
+    using.met = True
+    return using.imposed
 
 
 def is_tuning() -> bool:

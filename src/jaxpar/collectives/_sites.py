@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from jaxpar._axis import MODES
-from jaxpar._tuning import AUTO, decide, is_tuning
+from jaxpar._tuning import AUTO, decide, imposed, is_tuning
 from jaxpar._types import Dispatch
 
 if TYPE_CHECKING:
@@ -35,8 +35,13 @@ def site_of(problem: Problem) -> str:
 
 
 def settled(problem: Problem) -> Problem:
-    """Names the modes that were found to be the fastest, where the ring's is `auto`."""
+    """Names the modes that were found to be the fastest, where the ring's is `auto`.
+
+    One that is imposed takes the place of all others.
+    """
     ring = problem.ring
+    if ring.size > 1 and (mode := imposed()) is not None:
+        return replace(problem, ring=replace(ring, mode=mode, backward=mode))
     forward, backward = ring.mode, ring.backward or ring.mode
     if not is_tuning() or ring.size == 1 or AUTO not in (forward, backward):
         return problem

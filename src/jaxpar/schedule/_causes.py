@@ -17,7 +17,9 @@ from jaxpar._torus import on_torus
 from jaxpar.mesh import ring_hops
 from jaxpar.schedule._exposed import Exposed, Exposures
 from jaxpar.schedule._hlo import Instruction
+from jaxpar.schedule._overheads import Overhead
 from jaxpar.schedule._trials import Trial, Trials
+from jaxpar.schedule._units import size, us
 from jaxpar.schedule._values import Value
 
 Cause = Literal[
@@ -46,7 +48,7 @@ MEANING: dict[Cause, str] = {
     "ends of a pipeline": "it fills or drains a pipeline whose other transfers are hidden",
     "ordered elsewhere": "work that needs it not stands at another place of the program",
     "nothing to hide behind": "what comes next needs it, and there is no other work",
-    "copies": "a copy inside of the chip is waited for",
+    "copies": "a loop copies what it carries from trip to trip",
 }
 
 _RESHARDS = ("all-gather", "all-to-all", "collective-permute")
@@ -76,13 +78,14 @@ class Verdict:
 class Rules:
     """The rules, for the collectives of one program."""
 
-    def __init__(self, exposures: Exposures, trials: Trials, all_exposed: list[Exposed]) -> None:
-        self.exposures, self.trials = exposures, trials
-        self.values = exposures.values
-        self.all_exposed = all_exposed
+    def __init__(self, exposures: Exposures, trials: Trials) -> None:
+        self.exposures, self.trials, self.values = exposures, trials, exposures.values
 
-    def of(self, exposed: Exposed) -> Iterator[Verdict]:
-        """What the rules say of a collective, in their order; the last one always applies."""
+    def of(self, exposed: Exposed | Overhead) -> Iterator[Verdict]:
+        """What the rules say, in their order; the last one always applies."""
+        if isinstance(exposed, Overhead):
+            yield self._copies(exposed)
+            return
         rules: tuple[Callable[[Exposed], Verdict | None], ...] = (
             self._resharding,
             self._sent_twice,
@@ -110,6 +113,7 @@ class Rules:
                 "sent twice",
                 f"it gathers the same array in each of {e.runs} trips of a loop",
                 "gather in front of the loop, and give the loop the whole array",
+                self.trials.once(),
             )
         if other := self._alike(e, collective):
             return Verdict(
@@ -121,10 +125,11 @@ class Rules:
             return None
         return Verdict(
             "sent twice",
-            f"the forward pass has sent it, jax.checkpoint sends it again, and {_size(e.bytes)} to "
+            f"the forward pass has sent it, jax.checkpoint sends it again, and {size(e.bytes)} to "
             "keep instead would fit the memory",
-            "keep the collective's result: jax.checkpoint(f, policy=save_only_these_names('whole'))"
-            " with checkpoint_name(result, 'whole'), both of jax.ad_checkpoint",
+            "keep what the collective results in: jax.checkpoint(f, policy="
+            "save_only_these_names('whole')) with checkpoint_name(result, 'whole')",
+            self.trials.kept(),
         )
 
     def _is_invariant(self, collective: Instruction) -> bool:
@@ -141,11 +146,9 @@ class Rules:
                     for caller in self.values.callers[home]
                     if caller.opcode == "while" and caller.called_as("body") is home
                 ]
-                if not loops or value.element is None:
-                    return False
-                carried = self.values.value(home.root, value.element)
-                return self._is_itself(carried, value)
-            if value.kind in ("dynamic-slice", "gather") or not value.moves:
+                if loops and value.element is not None:
+                    return self._is_itself(self.values.value(home.root, value.element), value)
+            if value.kind in ("dynamic-slice", "gather", "while") or not value.moves:
                 return False
             sources = list(self.values.sources(value))
             if len(sources) != 1:
@@ -194,37 +197,23 @@ class Rules:
     def _resharding(self, e: Exposed) -> Verdict | None:
         if not e.inserted:
             return None
-        arguments = self._arguments(e)
-        trials = chain(self.trials.constraints(), self.trials.specs(arguments))
+        arguments = self.exposures.arguments(e.name)
+        trials = chain(self.trials.constraints(), self.trials.specs(arguments, e.axes))
         return Verdict(
             "resharding",
-            f"nobody wrote it: the partitioner put it in, for {e.moved}",
+            "nobody wrote it: the partitioner put it in, as the array lies otherwise than it is "
+            "wanted",
             "give the array where it is made the sharding that is wanted here, or shard what uses "
             "it as the array is",
             trials,
             is_sure=False,
         )
 
-    def _arguments(self, e: Exposed) -> list[str]:
-        """Arguments of the program that a collective is of, or that its matmuls multiply."""
-        i = self.exposures.instruction(e.name)
-        found: dict[str, None] = {}
-        collective = self.values.collective(e.name)
-        level = [self.values.value(i)]
-        if collective is not None:
-            level += [self.values.value(operand) for operand in collective.operands]
-        level += [user for value in list(level) for user in self.values.users[value]]
-        for value in level:
-            for one in (value, *self.values.sources(value)):
-                if name := self.exposures.argument(one):
-                    found[name] = None
-        return list(found)
-
     def _wide_dtype(self, e: Exposed) -> Verdict | None:
         collective = self.values.collective(e.name)
         if collective is None or e.collective not in ("all-reduce", "reduce-scatter"):
             return None
-        width = _width(collective)
+        width = max(map(_width, collective.operands), default=0)
         narrow = self._narrower(collective, width)
         if narrow is None:
             return None
@@ -236,11 +225,14 @@ class Rules:
         )
 
     def _narrower(self, collective: Instruction, width: int) -> str | None:
-        """How it is known that fewer bytes a number would do."""
-        value = self.values.value(collective)
-        users = self.values.users[value]
+        """How it is known that fewer bytes a number would do, if it is."""
+        count = len(collective.operands)
+        values = [self.values.value(collective)]
+        if count > 1:
+            values = [self.values.value(collective, n) for n in range(count)]
+        users = [user for value in values for user in self._on(value)]
         if users and all(u.kind == "convert" and _width(u.instruction) < width for u in users):
-            return "is converted to fewer where it arrives"
+            return f"is converted to {_width(users[0].instruction)} where it arrives"
         for operand in collective.operands:
             source = self.values.value(operand)
             if source.kind == "convert":
@@ -248,6 +240,14 @@ class Rules:
                 if 0 < _width(before.instruction) < width:
                     return f"had {_width(before.instruction)} before it was sent"
         return None
+
+    def _on(self, value: Value) -> Iterator[Value]:
+        """What uses a value, through its copies and its done."""
+        for user in self.values.users[value]:
+            if user.kind in ("copy", "bitcast", "all-reduce", "reduce-scatter", "dynamic-slice"):
+                yield from self._on(user)
+            else:
+                yield user
 
     # -- where it travels ---------------------------------------------------------------------
 
@@ -273,8 +273,10 @@ class Rules:
             return None
         return Verdict(
             "links busy",
-            f"for {_us(e.queued)} of the time its links send what was started before it",
-            "send less at a time, or start this one first; over other axes it has other links",
+            f"for {us(e.queued)} its {e.links:.2g} of {e.links_there} links send what was started "
+            "before it",
+            "send a half the other way around (mode='bidirectional' of jaxpar's collectives), or "
+            "over another axis, whose links are idle",
             self.trials.modes(),
         )
 
@@ -283,8 +285,8 @@ class Rules:
             return None
         return Verdict(
             "latency",
-            f"{_us(e.latency)} of its {_us(e.transfer)} are latency: it sends "
-            f"{_size(e.bytes / e.runs)} at a time, {e.runs} time{'s' * (e.runs != 1)}",
+            f"{us(e.latency)} of its {us(e.transfer)} are latency: it sends "
+            f"{size(e.bytes / e.runs)} at a time, {e.runs} time{'s' * (e.runs != 1)}",
             "send several small arrays as one: concatenate them (a bucket), or sum them as one "
             "tuple",
         )
@@ -307,32 +309,27 @@ class Rules:
             )
         return Verdict(
             "synchronous",
-            f"the compiler of {kind!r} makes this {e.collective} synchronous: nothing runs beside "
-            "it",
+            f"the compiler of {kind} makes this {e.collective} synchronous: nothing runs beside it",
             remedy,
             chain(self.trials.compiler_options(), self.trials.modes(), self.trials.forms(e.line)),
         )
 
     def _ends_of_a_pipeline(self, e: Exposed) -> Verdict | None:
-        """One of several alike of which the others are hidden, the first or the last."""
-        alike = [
-            (events[0].start, name)
-            for name, events in self.exposures.transfers.items()
-            if events
-            and events[0].row == self.exposures.transfers[e.name][0].row
-            and abs(events[0].bytes - e.bytes / e.runs) <= 0.01 * events[0].bytes
-            and len(events) == e.runs
-        ]
-        names = [name for _, name in sorted(alike)]
-        waited = {one.name for one in self.all_exposed if one.seconds > 0.1 * one.transfer}
-        hidden = [name for name in names if name not in waited]
-        is_end = len(names) > 2 and e.name in (names[0], names[-1])
-        if not is_end or len(hidden) < _HALF * len(names):
+        """Most runs are hidden, and those that are not begin or end a series of them."""
+        runs = self.exposures.runs(e)
+        hidden = [waited < 0.1 * event.seconds for event, waited in runs]
+        if len(runs) < 3 or sum(hidden) < _HALF * len(runs):
             return None
-        which = "first" if e.name == names[0] else "last"
+        for n, is_hidden in enumerate(hidden):
+            is_first = n == 0 or runs[n][0].start - runs[n - 1][0].end > runs[n][0].seconds
+            is_last = n + 1 == len(runs) or (
+                runs[n + 1][0].start - runs[n][0].end > runs[n][0].seconds
+            )
+            if not (is_hidden or is_first or is_last):
+                return None
         return Verdict(
             "ends of a pipeline",
-            f"it is the {which} of {len(names)} alike, of which {len(hidden)} are hidden",
+            f"{sum(hidden)} of {len(runs)} alike are hidden; what is exposed begins or ends them",
             "cut finer, so that the first and the last piece are shorter, or give the ends other "
             "work",
             self.trials.modes(),
@@ -344,7 +341,7 @@ class Rules:
         where = "in the backward pass" if e.phase == "recomputation" else "elsewhere in the step"
         return Verdict(
             "ordered elsewhere",
-            f"{_us(e.independent)} of work {where} neither needs it nor is needed for it, and runs "
+            f"{us(e.independent)} of work {where} neither needs it nor is needed for it, and runs "
             "at another time",
             "start it earlier: take an optimization_barrier or a loop's boundary from between, or "
             "unroll the loop",
@@ -354,26 +351,24 @@ class Rules:
     def _nothing_to_hide_behind(self, e: Exposed) -> Verdict:
         return Verdict(
             "nothing to hide behind",
-            f"{e.after} needs it at once, and {_us(e.independent)} of the step's other work could "
+            f"{e.after} needs it at once, and {us(e.independent)} of the step's other work could "
             "run beside it",
             "split it and its matmul into pieces that run beside each other: jaxpar's "
             "all_gather_matmul and matmul_reduce_scatter do that",
             chain(self.trials.compiler_options(), self.trials.modes(), self.trials.forms(e.line)),
         )
 
+    def _copies(self, o: Overhead) -> Verdict:
+        return Verdict(
+            "copies",
+            f"{o.runs} copies run in the trips of a loop: what it carries is wanted in two places "
+            "at once",
+            "have the loop's body use what it carries once and write it in place: no swapping, no "
+            "use behind an update",
+            self.trials.unrolled(),
+        )
+
 
 def _width(i: Instruction) -> int:
     """Bytes of a number, 0 if it is not known."""
     return _DTYPES.get(i.arrays[0].dtype, 0) if i.arrays else 0
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.4g} us"
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB"

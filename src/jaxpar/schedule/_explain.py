@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
-from jaxpar._calls import naming, readable
+from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar.schedule._causes import Cause, Rules
+from jaxpar.schedule._explained import record_of, text_of
 from jaxpar.schedule._exposed import Exposed, Exposures
-from jaxpar.schedule._floor import Floor, program_floor
+from jaxpar.schedule._floor import Floor, device_flops, program_floor
+from jaxpar.schedule._memory import Held, held_at_peak
+from jaxpar.schedule._overheads import Overhead, overheads
 from jaxpar.schedule._player import Assumed
 from jaxpar.schedule._timeline import CompiledProgram, Timeline, timeline
 from jaxpar.schedule._trials import Trials, Tried
@@ -20,60 +26,156 @@ FASTER = 0.995  # of the step's time: an edit that gains less gains nothing
 @readable
 @dataclass(frozen=True)
 class Finding:
-    """One exposed collective, its cause and what to do about it.
+    """Time of one line that could be saved, its cause and what to do about it.
 
     Attributes:
-      exposed: what is exposed, and where it comes from.
+      of: the collectives that are exposed, or the copies of a loop.
       cause: one of the closed list.
       why: the evidence.
       edit: what to change.
-      tried: what the edit brings; None: it was not tried, as none can be tried by itself.
+      tried: what edits bring that could be tried by themselves, the fastest first.
+      gain: seconds that the step is faster with the edit; 0 if none was tried, or gains anything.
+      left: how many edits could have been tried, had `tries` been more.
     """
 
-    exposed: Exposed
+    of: Exposed | Overhead
     cause: Cause
     why: str
     edit: str
-    tried: Tried | None
+    tried: tuple[Tried, ...]
+    gain: float
+    left: int
 
 
 @readable
 @dataclass(frozen=True)
 class Explanation:
-    """Why a step takes as long as it does; made by `explain`."""
+    """Why a step takes as long as it does on a described chip; made by `explain`.
+
+    Attributes:
+      program: as it was compiled.
+      timeline: its schedule under the model of the chip.
+      floor: what no schedule of it beats.
+      findings: what is exposed, with causes and edits, the longest first.
+      overheads: what else costs time and computes nothing new, the largest first.
+      held: the arrays in memory where the program needs the most of it, the largest first.
+      utilisation: the FLOPs of its matmuls over what the chip could do in its time.
+      refused: edits that could not be tried, and why.
+    """
 
     program: CompiledProgram
     timeline: Timeline
     floor: Floor
     findings: tuple[Finding, ...]
+    overheads: tuple[Overhead, ...]
+    held: tuple[Held, ...]
+    utilisation: float
+    refused: dict[str, str] = field(repr=False)
 
-    def gain(self, finding: Finding) -> float:
-        """Seconds that an edit takes from the step; 0 if it was not tried, or gains nothing."""
-        tried, now = finding.tried, self.timeline.total
-        return 0.0 if tried is None or tried.seconds > FASTER * now else now - tried.seconds
+    def record(self) -> dict[str, Any]:
+        """Everything in plain numbers and text, as `json` writes it."""
+        return record_of(self)
+
+    def json(self) -> str:
+        """Everything as JSON, which `jaxpar explain --against` reads."""
+        return json.dumps(self.record(), indent=1)
+
+    def text(self, worst: int = 10) -> str:
+        """The step, the worst findings in words, overheads and memory."""
+        return text_of(self.record(), worst)
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 @readable
 @naming("explain")
 def explain(
-    program: CompiledProgram, *, tries: int = 8, worst: int = 10, assumed: Assumed | None = None
+    program: CompiledProgram,
+    *,
+    tries: int = 8,
+    worst: int = 10,
+    assumed: Assumed | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Explanation:
-    """Says why a step takes as long as it does."""
+    """Says why a step takes as long as it does, line by line, and which edits make it faster.
+
+    The program's schedule is played on a model of its chip, as by `timeline`. Each wait for a
+    transfer is traced to the line it comes from, gets one cause out of a closed list
+    (`jaxpar.schedule.CAUSES`), decided by rules on the schedule, and an edit. Edits that can be
+    tried by themselves are: compiler options, the order of the mesh, modes of jaxpar's collectives
+    and overlapped forms in place of plain ones, shardings of arguments, and a program without one
+    of its sharding constraints or barriers, with repeated collectives run once, sums in bfloat16,
+    or scans unrolled. For each of them the whole program is compiled and played again.
+
+    Args:
+      program: from `compile_for`. It need not use anything else of jaxpar.
+      tries: how many edits may be compiled; 0: none, which leaves out causes that need one.
+      worst: how many findings there may be.
+      assumed: as for `timeline`.
+      progress: called with each edit before it is compiled.
+
+    Returns:
+      An `Explanation`; `print` shows it. Without findings there is nothing to mend.
+
+    Raises:
+      ValueError: a chip that jaxpar has no figures of; a negative number.
+      TypeError: what is no `CompiledProgram`.
+
+    Cost: an edit takes as long as the program took to compile.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, explain, target
+      >>> v5e = target("v5e:2x2")
+      >>> x = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> w = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=P(None, "tp"))
+      >>> def layer(x, w):
+      ...     return lax.all_gather(x, "tp", tiled=True) @ w
+      >>> step = jax.shard_map(layer, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+      >>> found = explain(compile_for(step, v5e, x, w), tries=0)
+      >>> [(finding.of.collective, finding.of.axes) for finding in found.findings]
+      [('all-gather', ('tp',))]
+    """
+    given: Any = program
+    if not isinstance(given, CompiledProgram):
+        raise type_error(f"program must be what compile_for returns, got {type(given).__name__}")
+    if tries < 0 or worst < 0:
+        raise value_error(f"tries={tries} and worst={worst} must not be negative")
     played = timeline(program, assumed=assumed)
     exposures = Exposures(program, played)
-    trials = Trials(program, played, tries)
-    exposed = list(exposures.found())
-    rules = Rules(exposures, trials, exposed)
-    shown = [e for e in exposed if e.seconds >= LEAST * played.total]
-    findings = tuple(_finding(e, rules, trials, played) for e in islice(shown, worst))
-    return Explanation(program, played, program_floor(program, played), findings)
+    trials = Trials(program, assumed, tries, progress)
+    rules = Rules(exposures, trials)
+    costs = overheads(exposures)
+    exposed = [e for e in exposures.found() if e.seconds >= LEAST * played.total]
+    found = [_finding(e, rules, trials, played) for e in islice(exposed, worst)]
+    copies = [o for o in costs if o.in_loop and o.kind == "copies"]
+    found += [
+        _finding(copy, rules, trials, played)
+        for copy in copies
+        if copy.seconds >= LEAST * played.total
+    ]
+    flops = device_flops(program.jaxpr, program.target.mesh.size)
+    return Explanation(
+        program=program,
+        timeline=played,
+        floor=program_floor(program, played),
+        findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:worst]),
+        overheads=costs,
+        held=held_at_peak(exposures),
+        utilisation=flops / exposures.chip.flops / played.total if played.total else 0.0,
+        refused=trials.refused,
+    )
 
 
-def _finding(e: Exposed, rules: Rules, trials: Trials, played: Timeline) -> Finding:
-    for verdict in rules.of(e):
-        tried = trials.best(verdict.trials, None if verdict.is_sure else e)
-        is_faster = tried is not None and tried.seconds <= FASTER * played.total
+def _finding(of: Exposed | Overhead, rules: Rules, trials: Trials, played: Timeline) -> Finding:
+    left = 0
+    for verdict in rules.of(of):
+        removes = of if isinstance(of, Exposed) and not verdict.is_sure else None
+        tried, skipped = trials.all(verdict.trials, removes)
+        left += skipped
+        is_faster = bool(tried) and tried[0].seconds <= FASTER * played.total
         if verdict.is_sure or is_faster:
-            edit = tried.edit if tried is not None and is_faster else verdict.edit
-            return Finding(e, verdict.cause, verdict.why, edit, tried)
+            gain = played.total - tried[0].seconds if is_faster else 0.0
+            edit = tried[0].edit if is_faster else verdict.edit
+            return Finding(of, verdict.cause, verdict.why, edit, tried, gain, left)
     raise AssertionError("the last rule holds without a trial")

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from jaxpar._calls import readable
-from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES
+from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 from jaxpar.schedule._hlo import Instruction
 from jaxpar.schedule._links import Links
-from jaxpar.schedule._operations import Collective, Control, Operation, Schedule
+from jaxpar.schedule._operations import Collective, Control, Loop, Operation, Schedule
 from jaxpar.schedule._player import Event
-from jaxpar.schedule._sources import Line, Sources, own_line, phase_of, primitive_of, scopes_of
+from jaxpar.schedule._sources import (
+    Line,
+    Sources,
+    line_of,
+    own_line,
+    phase_of,
+    primitive_of,
+    scopes_of,
+)
 from jaxpar.schedule._target import figures_of
 from jaxpar.schedule._timeline import CompiledProgram, Timeline
-from jaxpar.schedule._values import Value, Values
+from jaxpar.schedule._values import Value, Values, reached
 
 
 @readable
 @dataclass(frozen=True)
 class Exposed:
-    """What is exposed of one collective: all its runs in a step together, on one device.
+    """What is exposed of the collectives of one line: all runs in a step, on one device.
 
     Attributes:
-      name: of the instruction.
+      name: of the instruction that is waited for the longest.
+      names: of all instructions that come from the same line and send over the same axes.
       collective: its kind as HLO calls it, such as `"all-gather"`.
       over: the mesh axes; of a permute with the step along them, as in `"tp +1"`.
       seconds: in which the device waits for it.
@@ -50,6 +60,7 @@ class Exposed:
     """
 
     name: str
+    names: tuple[str, ...]
     collective: str
     over: str
     seconds: float
@@ -75,7 +86,8 @@ class Exposed:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that it goes over."""
-        return tuple(part.split(" ")[0] for part in self.over.split(",") if part)
+        parts = (part.split()[0] for part in self.over.split(",") if part.strip())
+        return tuple(dict.fromkeys(parts))
 
 
 class Exposures:
@@ -106,36 +118,69 @@ class Exposures:
             for schedule in program.module.schedules
             for operation in schedule.operations
         }
+        self._origins: dict[Instruction, tuple[str, tuple[Line, ...]]] = {}
         self.callers: dict[Schedule, list[Control]] = defaultdict(list)
         for _, operation in self.homes.values():
             if isinstance(operation, Control):
                 for schedule in operation.runs:
                     self.callers[schedule].append(operation)
 
-    def found(self) -> Iterator[Exposed]:
-        """What is exposed, the longest first."""
-        waited = {
-            name: sum(self.order[place].seconds for place in places)
-            for name, places in self.waits.items()
-        }
-        for name in sorted(waited, key=waited.__getitem__, reverse=True):
+    def found(self) -> list[Exposed]:
+        """What is exposed, the longest first: what one line sends over one axis is one entry."""
+        groups: dict[Any, list[str]] = defaultdict(list)
+        for name in self.waits:
             if self.transfers[name]:
-                yield self._exposed(name, waited[name])
+                groups[self._source(name)].append(name)
+        found = [self._exposed(names) for names in groups.values()]
+        return sorted(found, key=lambda e: e.seconds, reverse=True)
 
-    def _exposed(self, name: str, waited: float) -> Exposed:
-        events = self.transfers[name]
-        i, operation = self.instruction(name), self.homes[name][1]
+    @cached_property
+    def alike(self) -> dict[Any, list[Event]]:
+        """The runs of all collectives of one source, in the order of their starts."""
+        found: dict[Any, list[Event]] = defaultdict(list)
+        for name, events in self.transfers.items():
+            if events:
+                found[self._source(name)] += events
+        return {key: sorted(events, key=lambda e: e.start) for key, events in found.items()}
+
+    def runs(self, exposed: Exposed) -> list[tuple[Event, float]]:
+        """All runs of the collectives of one source, hidden ones too, each with its wait."""
+        waits = {
+            (event.name, event.end): event.seconds for event in self.order if event.kind == "wait"
+        }
+        events = self.alike[self._source(exposed.name)]
+        return [(event, waits.get((event.name, event.end), 0.0)) for event in events]
+
+    def _source(self, name: str) -> tuple[Any, ...]:
+        """What collectives have in common that come from one place of the traced program."""
+        op_name, lines = self.origin(self.instruction(name))
+        kind = self._kind(name)
+        axes = tuple(part.split()[0] for part in self._over(name).split(",") if part)
+        return kind, axes, own_line(lines), scopes_of(op_name), phase_of(op_name)
+
+    def _kind(self, name: str) -> str:
+        operation = self.homes[name][1]
         assert isinstance(operation, Collective)
-        op_name, lines = self.origin(i)
-        kind = operation.message.kind
-        inserted = LAX_NAMES.get(primitive := primitive_of(op_name), primitive) not in COLLECTIVES
+        return operation.message.kind
+
+    def _over(self, name: str) -> str:
+        return self.transfers[name][0].row.removesuffix(self._kind(name)).strip()
+
+    def _exposed(self, names: list[str]) -> Exposed:
+        waited = {name: sum(self.order[n].seconds for n in self.waits[name]) for name in names}
+        name = max(names, key=waited.__getitem__)
+        events = [event for one in names for event in self.transfers[one]]
+        op_name, lines = self.origin(self.instruction(name))
+        inserted = self._is_inserted(name)
         covered = self._computed_beside(events)
         longest = max(self.waits[name], key=lambda place: self.order[place].seconds)
+        independent = max(self._independent(self.homes[one][1]) for one in names)
         return Exposed(
             name=name,
-            collective=kind,
-            over=events[0].row.removesuffix(kind).strip(),
-            seconds=waited,
+            names=tuple(names),
+            collective=self._kind(name),
+            over=", ".join(dict.fromkeys(map(self._over, names))),
+            seconds=sum(waited.values()),
             runs=len(events),
             bytes=sum(e.bytes for e in events),
             transfer=sum(e.seconds for e in events),
@@ -148,12 +193,12 @@ class Exposures:
             scopes=scopes_of(op_name),
             phase=phase_of(op_name),
             inserted=inserted,
-            moved=self._moved(name, kind, inserted),
+            moved=self._moved(name, inserted),
             before=self._neighbour(longest, -1),
             after=self._neighbour(longest, +1),
             covered=covered,
-            independent=max(0.0, self._independent(operation) - covered),
-            synchronous=events[0].synchronous,
+            independent=max(0.0, independent - covered),
+            synchronous=all(e.synchronous for e in events),
         )
 
     # -- where it comes from ------------------------------------------------------------------
@@ -162,21 +207,73 @@ class Exposures:
         """The instruction of a name."""
         return self.values.instructions[name]
 
+    def loop_around(self, name: str) -> Loop | None:
+        """The innermost loop that an instruction is in the body of, or of what the body calls."""
+        level, seen = [self.homes[name][0]], set[Schedule]()
+        while level:
+            schedule = level.pop()
+            for caller in self.callers[schedule]:
+                if isinstance(caller, Loop):
+                    return caller
+                home = self.homes[caller.name][0]
+                if home not in seen:
+                    seen.add(home)
+                    level.append(home)
+        return None
+
     def origin(self, i: Instruction) -> tuple[str, tuple[Line, ...]]:
         """The operation of the traced program and the lines that an instruction comes from.
 
         What the compiler has made of several instructions often has neither: then what is inside
-        says it, or the nearest that it is made from.
+        says it, or the nearest that it is made from, or the nearest that is made of it.
         """
-        level, seen = [i], set[Instruction]()
-        while level:
-            for one in level:
-                for part in (one, *one.inside):
-                    if lines := self.sources.of(part):
-                        return part.op_name, lines
-            seen.update(level)
-            level = [x for one in level for x in one.operands if x not in seen]
+        if i not in self._origins:
+            self._origins[i] = self._origin(i)
+        return self._origins[i]
+
+    def _origin(self, i: Instruction) -> tuple[str, tuple[Line, ...]]:
+        steps: tuple[Callable[[Instruction], Sequence[Instruction]], ...] = (
+            lambda x: x.operands,
+            lambda x: self._used_by[x],
+        )
+        for near in steps:
+            level, seen = [i], {i}
+            while level:
+                for one in level:
+                    for part in (one, *one.inside):
+                        if lines := self.sources.of(part):
+                            return part.op_name, lines
+                following = {x: None for one in level for x in near(one) if x not in seen}
+                seen.update(following)
+                level = list(following)
         return i.op_name, ()
+
+    @cached_property
+    def _used_by(self) -> dict[Instruction, list[Instruction]]:
+        found: dict[Instruction, list[Instruction]] = defaultdict(list)
+        for i in self.values.instructions.values():
+            for operand in i.operands:
+                found[operand].append(i)
+        return found
+
+    def _is_inserted(self, name: str) -> bool:
+        """Whether the traced program has no collective where the compiled one has this."""
+        i = self.instruction(name)
+        named = [part.op_name for part in (i, *i.inside) if part.op_name]
+        if not named:  # the compiler has put it together: what is at its line tells
+            return own_line(self.origin(i)[1]) not in self._lines_that_send
+        return not any(_is_collective(primitive_of(op_name)) for op_name in named)
+
+    @cached_property
+    def _lines_that_send(self) -> set[Line | None]:
+        """The lines of the traced program that have collectives."""
+        found, level = set[Line | None](), [self.program.jaxpr.jaxpr]
+        while level:
+            for eqn in level.pop().eqns:
+                level += subjaxprs(eqn.params)
+                if _is_collective(eqn.primitive.name):
+                    found.add(line_of(eqn))
+        return found
 
     def text(self, name: str) -> str:
         """An instruction in words: its operation in the traced program, and its line."""
@@ -214,7 +311,25 @@ class Exposures:
                 return None
         return found.pop() if len(found) == 1 else None
 
-    def _moved(self, name: str, kind: str, inserted: bool) -> str:
+    def arguments(self, name: str) -> list[str]:
+        """The arguments that a collective's operand, or what uses its result, comes from.
+
+        The nearest first.
+        """
+        collective = self.values.collective(name)
+        if collective is None:
+            return []
+        own = [self.values.value(self.instruction(name)), self.values.value(collective)]
+        users = reached(own, lambda v: [] if v.multiplies else self.values.users[v])
+        near = [*map(self.values.value, collective.operands), *users]
+        found: dict[str, None] = {}
+        for value in reached(near, self.values.sources):
+            i = value.instruction
+            if i.opcode == "parameter" and self.values.home[i] is self.values.hlo.entry:
+                found[i.op_name.replace("\\'", "'")] = None
+        return list(found)
+
+    def _moved(self, name: str, inserted: bool) -> str:
         collective = self.values.collective(name)
         if collective is None or not collective.operands:
             return ""
@@ -228,7 +343,7 @@ class Exposures:
         text = f"{shape}{what}"
         if not inserted:
             return text
-        over = self.transfers[name][0].row.removesuffix(kind).strip()
+        over, kind = self._over(name), self._kind(name)
         dims = collective.after("dimensions={")
         match kind:
             case "all-gather":
@@ -301,3 +416,7 @@ class Exposures:
                     inner = (x for run in operation.runs for x in run.operations)
                     found[operation] += sum(found[x] for x in inner)
         return found
+
+
+def _is_collective(primitive: str) -> bool:
+    return LAX_NAMES.get(primitive, primitive) in COLLECTIVES

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar._calls import naming, readable, value_error
 from jaxpar._chips import Chip
+from jaxpar._compat import manual_axes
 from jaxpar._jaxprs import subjaxprs
 from jaxpar.schedule._target import Target, figures_of
 from jaxpar.schedule._timeline import CompiledProgram, Timeline, compile_for, timeline
@@ -191,9 +192,8 @@ def _needed_inside(eqn: core.JaxprEqn, sub: core.Jaxpr, needed: set[core.Var]) -
 def _share(eqn: core.JaxprEqn, share: float) -> float:
     if eqn.primitive.name != "shard_map":
         return share
-    key = "manual_axes" if "manual_axes" in eqn.params else "newly_manual_axes"  # from jax 0.12
-    manual = eqn.params[key]
-    return share * prod(eqn.params["mesh"].shape[name] for name in manual)
+    mesh = eqn.params["mesh"]
+    return share * prod(mesh.shape[name] for name in manual_axes(eqn.params))
 
 
 def _dot(eqn: core.JaxprEqn) -> float:

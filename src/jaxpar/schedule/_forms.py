@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar._jaxprs import LAX_NAMES
+from jaxpar._jaxprs import LAX_NAMES, type_of
+from jaxpar._types import Mode
 from jaxpar.schedule._rewrite import Handler
 from jaxpar.schedule._sources import Line, line_of
 
@@ -20,7 +21,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Form:
     """A way to run a gather or a reduce-scatter together with the matmul beside it."""
 
-    mode: str
+    mode: Mode
     line: Line | None  # of the collectives that are meant; None: all
 
     @property
@@ -62,10 +63,12 @@ class Form:
         shard = operands[which]
         gather = letters[which][shard.eqn.params["all_gather_dimension"]]
         values = [x.x if isinstance(x, _Sharded) else x for x in operands]
+        left, right = values
         return [
             ring_einsum(
-                "{},{}->{}".format(*letters),
-                *values,
+                _subscripts(letters),
+                left,
+                right,
                 shard.eqn.params["axis_name"],
                 gather=gather,
                 mode=self.mode,
@@ -79,10 +82,12 @@ class Form:
 
         (factors,) = operands
         letters = _letters(factors.eqn)
+        left, right = factors.xs
         return [
             ring_einsum(
-                "{},{}->{}".format(*letters),
-                *factors.xs,
+                _subscripts(letters),
+                left,
+                right,
                 scatter.params["axis_name"],
                 scatter=letters[2][scatter.params["scatter_dimension"]],
                 mode=self.mode,
@@ -152,24 +157,27 @@ def _is_dot(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name != "dot_general":
         return False
     left, right = eqn.invars
-    return left is not right and left.aval.dtype == right.aval.dtype
+    return left is not right and type_of(left).dtype == type_of(right).dtype
 
 
 def _letters(dot: core.JaxprEqn) -> tuple[str, str, str]:
     """An einsum's subscripts of a dot_general."""
     (left_sums, right_sums), (left_batch, right_batch) = dot.params["dimension_numbers"]
-    left = list(_LETTERS[: len(dot.invars[0].aval.shape)])
-    fresh = iter(_LETTERS[len(left) :])
+    left = list(_LETTERS[: len(type_of(dot.invars[0]).shape)])
+    fresh, rank = iter(_LETTERS[len(left) :]), len(type_of(dot.invars[1]).shape)
     same = dict(zip((*right_sums, *right_batch), (*left_sums, *left_batch), strict=True))
-    right = [
-        left[same[n]] if n in same else next(fresh) for n in range(len(dot.invars[1].aval.shape))
-    ]
+    right = [left[same[n]] if n in same else next(fresh) for n in range(rank)]
     out = [left[n] for n in left_batch]
     out += [x for n, x in enumerate(left) if n not in (*left_sums, *left_batch)]
     out += [x for n, x in enumerate(right) if n not in (*right_sums, *right_batch)]
     return "".join(left), "".join(right), "".join(out)
 
 
+def _subscripts(letters: tuple[str, str, str]) -> str:
+    left, right, out = letters
+    return f"{left},{right}->{out}"
+
+
 def _preferred(dot: core.JaxprEqn) -> Any:
     found = dot.params["preferred_element_type"]
-    return None if found == dot.invars[0].aval.dtype else found and jnp.dtype(found)
+    return None if found == type_of(dot.invars[0]).dtype else found and jnp.dtype(found)

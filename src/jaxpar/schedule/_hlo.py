@@ -31,6 +31,9 @@ class Array:
     dtype: str  # as HLO writes it: bf16, f32, pred, ...
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
     @property
     def bytes(self) -> int:
         """What the array takes in memory, without padding."""

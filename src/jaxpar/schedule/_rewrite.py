@@ -15,6 +15,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar._compat import manual_axes
 from jaxpar._jaxprs import subjaxprs
 
 # The results of an equation, from its operands: of the program itself, or what the handler of an
@@ -86,14 +87,15 @@ def rewritten(jitted: Any, change: Change, *args: Any) -> Any | None:
     numbers = [number for number, var in enumerate(closed.jaxpr.invars) if var in donated]
 
     def whole(*leaves: Any) -> list[Any]:
-        return _evaluated(closed.jaxpr, closed.consts, leaves, change)
+        return evaluated(closed.jaxpr, closed.consts, leaves, change)
 
     return jax.jit(whole, donate_argnums=numbers)
 
 
-def _evaluated(
+def evaluated(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], change: Change
 ) -> list[Any]:
+    """The results of a jaxpr for these arguments, with what changes changed."""
     names, values = (*jaxpr.constvars, *jaxpr.invars), (*consts, *args)
     known: dict[core.Var, Any] = dict(zip(names, values, strict=True))
 
@@ -116,7 +118,8 @@ _DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
 def bound(eqn: core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
     """The results of an equation for these operands, some of its parameters being others."""
     # Results that nobody uses are no variables: all are given others.
-    invars, outvars = ([core.Var(x.aval) for x in xs] for xs in (eqn.invars, eqn.outvars))
+    invars: list[Any] = [core.Var(x.aval) for x in eqn.invars]
+    outvars: list[Any] = [core.Var(x.aval) for x in eqn.outvars]
     own = eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params})
     whole = core.Jaxpr([], invars, outvars, [own], eqn.effects, _DEBUG_INFO)
     return core.jaxpr_as_fun(core.ClosedJaxpr(whole, []))(*operands)
@@ -145,31 +148,30 @@ def _changed_inside(change: Change, eqn: core.JaxprEqn, operands: Sequence[Any])
 
 
 def _retraced(closed: core.ClosedJaxpr, change: Change) -> core.ClosedJaxpr:
-    def evaluated(*args: Any) -> list[Any]:
-        return _evaluated(closed.jaxpr, closed.consts, args, change)
+    def again(*args: Any) -> list[Any]:
+        return evaluated(closed.jaxpr, closed.consts, args, change)
 
-    return jax.make_jaxpr(evaluated)(*(_shape_of(var.aval) for var in closed.jaxpr.invars))
+    return jax.make_jaxpr(again)(*(_shape_of(var.aval) for var in closed.jaxpr.invars))
 
 
 def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    more = {"vma": aval.vma} if getattr(aval, "vma", None) else {}
-    sharding = getattr(aval, "sharding", None)
-    if sharding is not None and any(sharding.spec):  # typed by explicit axes
-        more["sharding"] = sharding
+    """What is traced like a value of this type: sharded and varying as it is."""
+    more: dict[str, Any] = {"manual_axis_type": aval.manual_axis_type}
+    if not aval.sharding.mesh.empty:
+        more["sharding"] = aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, **more)
 
 
 def _shard_map(params: dict[str, Any], change: Change) -> Callable[..., Any]:
-    key = "manual_axes" if "manual_axes" in params else "newly_manual_axes"  # from jax 0.12
 
     def local(*args: Any) -> tuple[Any, ...]:
-        return tuple(_evaluated(params["jaxpr"], (), args, change))
+        return tuple(evaluated(params["jaxpr"], (), args, change))
 
     return jax.shard_map(
         local,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
-        axis_names=set(params[key]),
+        axis_names=set(manual_axes(params)),
         check_vma=params["check_vma"],
     )

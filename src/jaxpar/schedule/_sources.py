@@ -18,7 +18,16 @@ _ROW = re.compile(r"^(\d+) (.*)$")
 _WRAPPED = re.compile(r"^(?:\w+)\((.*)\)$")
 _OF_JAX = {
     *("body", "branch", "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call"),
-    *("custom_vjp_call", "pjit", "remat", "rematted_computation", "scan", "shard_map", "while"),
+    *(
+        "custom_vjp_call",
+        "eval_jaxpr",
+        "pjit",
+        "remat",
+        "rematted_computation",
+        "scan",
+        "shard_map",
+        "while",
+    ),
 }
 _CALLED = re.compile(r"^(jit|pjit|branch_\d+_fun)\b")
 
@@ -42,7 +51,7 @@ class Line:
     function: str
 
     def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.number} in {self.function}"
+        return f"{Path(self.file).name}:{self.number} in {self.function.rpartition('.')[2]}"
 
     @property
     def is_own(self) -> bool:

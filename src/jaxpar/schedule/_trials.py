@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations, permutations
 from typing import Any
 
@@ -17,17 +17,23 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxpar._jit import jitted_with
+from jaxpar._jaxprs import type_of
+from jaxpar._jit import enclosing, jitted_with
 from jaxpar._options import compiled_with
 from jaxpar._options import compiler_options as options_of
 from jaxpar._tuning import Trial as Ways
 from jaxpar._tuning import trying
+from jaxpar._types import Mode
 from jaxpar.mesh import make_mesh, ring_hops
 from jaxpar.schedule._exposed import Exposed, Exposures
 from jaxpar.schedule._forms import overlapped
+from jaxpar.schedule._player import Assumed
+from jaxpar.schedule._repeats import hoisted, kept
 from jaxpar.schedule._rewrite import Change, Handler, bound, rewritten
 from jaxpar.schedule._sources import Line, line_of
-from jaxpar.schedule._timeline import CompiledProgram, Timeline, compile_for, timeline
+from jaxpar.schedule._timeline import CompiledProgram, compile_for, timeline
+
+MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")
 
 
 @dataclass(frozen=True)
@@ -60,45 +66,64 @@ class Tried:
 class Trials:
     """Finds edits of a program and tries them, each once, and no more of them than `most`."""
 
-    def __init__(self, program: CompiledProgram, played: Timeline, most: int) -> None:
+    def __init__(
+        self,
+        program: CompiledProgram,
+        assumed: Assumed | None = None,
+        most: int = 8,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
         self.program, self.target, self.left = program, program.target, most
         self.args, self.options = program.args, program.compiler_options
+        self.assumed, self.progress = assumed, progress
         self.done: dict[str, Tried | None] = {}
-        self.played = played
+        self.refused: dict[str, str] = {}  # why an edit could not be tried
 
-    def best(self, trials: Iterable[Trial], removes: Exposed | None = None) -> Tried | None:
-        """The fastest of some edits, None if none was tried.
+    def all(
+        self, trials: Iterable[Trial], removes: Exposed | None = None
+    ) -> tuple[tuple[Tried, ...], int]:
+        """What some edits bring, the fastest first; and how many there were no tries left for.
 
         Args:
           trials: the edits.
           removes: only those that take away most of what is exposed in this way.
         """
-        found = [tried for trial in trials if (tried := self._try(trial)) is not None]
+        found: list[Tried] = []
+        skipped = 0
+        for trial in trials:
+            if trial.edit not in self.done and self.left <= 0:
+                skipped += 1
+            elif (tried := self._try(trial)) is not None:
+                found.append(tried)
         if removes is not None:
             found = [tried for tried in found if self._is_removed(removes, tried)]
-        return min(found, key=lambda tried: tried.seconds, default=None)
+        return tuple(sorted(found, key=lambda tried: tried.seconds)), skipped
 
     @staticmethod
     def _is_removed(exposed: Exposed, tried: Tried) -> bool:
-        left = (
-            other.seconds
-            for other in tried.exposed
-            if (other.line, other.phase, other.axes) == (exposed.line, exposed.phase, exposed.axes)
-        )
+        """Whether most of what is exposed is no more."""
+
+        def source(one: Exposed) -> tuple[Any, ...]:
+            return one.line, one.phase, one.axes
+
+        left = (one.seconds for one in tried.exposed if source(one) == source(exposed))
         return sum(left) < exposed.seconds / 2
 
     def _try(self, trial: Trial) -> Tried | None:
         if trial.edit not in self.done:
-            if self.left <= 0 or self.program.function is None:
+            if self.program.function is None:  # read from a text
                 return None
             self.left -= 1
             self.done[trial.edit] = None
+            if self.progress is not None:
+                self.progress(trial.edit)
             try:
                 compiled = trial.compiled()
-            except Exception:  # an edit that does not fit the program is none
+            except Exception as reason:  # an edit that does not fit the program is none
+                self.refused[trial.edit] = f"{type(reason).__name__}: {reason}"
                 compiled = None
             if compiled is not None:
-                played = timeline(compiled)
+                played = timeline(compiled, assumed=self.assumed)
                 exposed = tuple(Exposures(compiled, played).found())
                 self.done[trial.edit] = Tried(
                     trial.edit, played.total, compiled.memory.peak, compiled, exposed
@@ -124,18 +149,13 @@ class Trials:
             )
 
     def modes(self) -> Iterator[Trial]:
-        """Another mode at all places where jaxpar chooses one."""
-        if not (asked := self._asked()):
-            return
-        for mode in ("bidirectional", "unidirectional", "naive"):
-            ways = {
-                site: {part: mode for part in parts if mode in parts[part]}
-                for site, parts in asked.items()
-            }
-            yield Trial(
-                f"give jaxpar's collectives mode={mode!r} (jaxpar tune finds the best for each)",
-                lambda ways=ways: self._with_ways(ways),
-            )
+        """Another mode for all collectives of jaxpar's."""
+        if self._has_modes:
+            for mode in MODES:
+                yield Trial(
+                    f"give jaxpar's collectives mode={mode!r} (jaxpar tune finds the best of each)",
+                    lambda mode=mode: self._with_mode(mode),
+                )
 
     def forms(self, line: Line | None) -> Iterator[Trial]:
         """The gathers and reduce-scatters beside matmuls, as one of jaxpar's."""
@@ -186,28 +206,28 @@ class Trials:
                 lambda without=without: self._rewritten(Change(without)),
             )
 
-    def specs(self, arguments: Sequence[str]) -> Iterator[Trial]:
-        """Other dimensions of an argument sharded than now."""
+    def specs(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Trial]:
+        """Other dimensions of arguments sharded over some axes than now.
+
+        Arrays of one shape and spec change together, as the layers of a model and its optimizer's
+        state do; then, of each shape, one alone.
+        """
         leaves = _named(self.program.function, self.args)
         for name in arguments:
             leaf = leaves.get(name)
             spec = None if leaf is None else _spec(leaf)
-            if leaf is None or spec is None:
+            if leaf is None or spec is None or not _over(spec, axes):
                 continue
-            alike = {
-                other
-                for other, x in leaves.items()
-                if x.shape == leaf.shape and _spec(x) == spec and _last(other) == _last(name)
-            }
+            alike = {n for n, x in leaves.items() if x.shape == leaf.shape and _spec(x) == spec}
+            same = {n for n in alike if _last(n) == _last(name)}
             for new in _exchanged(spec, leaf.shape, self.target.mesh):
-                others = len(alike) - 1
-                more = f" (and of {others} arrays like it)" if others else ""
-                yield Trial(
-                    f"shard {name}{more} by {_text(new)} in place of {_text(spec)}",
-                    lambda new=new, alike=alike: self._compiled(
-                        self.program.function, self._laid(alike, new), self.options
-                    ),
-                )
+                for group in (alike, same) if same < alike else (alike,):
+                    yield Trial(
+                        f"shard {_listed(name, group)} by {_text(new)} in place of {_text(spec)}",
+                        lambda new=new, group=group: self._compiled(
+                            self.program.function, self._laid(group, new), self.options
+                        ),
+                    )
 
     def barriers(self) -> Iterator[Trial]:
         """The program without its optimization barriers."""
@@ -238,6 +258,22 @@ class Trials:
             lambda: self._rewritten(Change(twice)),
         )
 
+    def once(self) -> Iterator[Trial]:
+        """Collectives of one operand once: in front of a scan, or in the forward pass alone."""
+        yield Trial(
+            "gather in front of the scan, and let its body close over the whole array",
+            lambda: self._rewritten(Change(hoisted)),
+        )
+
+    def kept(self) -> Iterator[Trial]:
+        """What a checkpointed function sends, kept for its backward pass."""
+        yield Trial(
+            "keep what the collective results in: jax.checkpoint(f, policy="
+            "save_only_these_names('whole')) with checkpoint_name(result, 'whole'), both of "
+            "jax.ad_checkpoint and its policies",
+            lambda: self._rewritten(Change(kept)),
+        )
+
     def narrow(self, line: Line | None) -> Iterator[Trial]:
         """Sums of float32 in bfloat16 on the wire."""
         yield Trial(
@@ -258,16 +294,19 @@ class Trials:
         return jitted_with(self.program.function, self.options)[0]
 
     def _rewritten(self, change: Change) -> CompiledProgram | None:
-        with jax.set_mesh(self.target.mesh), compiled_with(self.options):
-            fn = rewritten(self._jitted(), change, *self.args)
+        fn = self._changed(change)
         if fn is None:
             return None
         return self._compiled(fn, jax.tree.leaves(self.args), self.options)
 
+    def _changed(self, change: Change) -> Any:
+        jitted = self._jitted()
+        with jax.set_mesh(self.target.mesh), compiled_with(self.options), enclosing(jitted):
+            return rewritten(jitted, change, *self.args)
+
     def _on(self, mesh: Mesh) -> CompiledProgram:
         change = Change(meshes=(self.target.mesh, mesh))
-        with jax.set_mesh(self.target.mesh), compiled_with(self.options):
-            fn = rewritten(self._jitted(), change, *self.args)
+        fn = self._changed(change)
 
         def laid(x: Any) -> Any:
             sharding = getattr(x, "sharding", None)
@@ -287,21 +326,16 @@ class Trials:
         assert len(leaves) == len(flat)
         return tree.unflatten(flat)
 
-    def _asked(self) -> dict[str, dict[str, Sequence[str]]]:
-        """What jaxpar chooses in the program: the ways of each part of each site."""
-        trial = Ways({})
-        self._traced(trial)
-        found: dict[str, dict[str, Sequence[str]]] = {}
-        for asked in trial.asked.values():
-            found.setdefault(asked.site, {})[asked.part] = asked.ways
-        return found
+    @cached_property
+    def _has_modes(self) -> bool:
+        """Whether the program has collectives of jaxpar's."""
+        ways = Ways({}, imposed="naive")
+        with jax.set_mesh(self.target.mesh), compiled_with(self.options), trying(ways):
+            self._jitted().trace(*self.args)
+        return ways.met
 
-    def _traced(self, trial: Ways) -> Any:
-        with jax.set_mesh(self.target.mesh), compiled_with(self.options), trying(trial):
-            return self._jitted().trace(*self.args)
-
-    def _with_ways(self, ways: Any) -> CompiledProgram:
-        with trying(Ways(ways)):
+    def _with_mode(self, mode: Mode) -> CompiledProgram:
+        with trying(Ways({}, imposed=mode)):
             return self._compiled(self.program.function, self.args, self.options)
 
 
@@ -314,12 +348,17 @@ def _narrowed(line: Line | None, jaxpr: core.Jaxpr) -> dict[int, Handler]:
     for place, eqn in enumerate(jaxpr.eqns):
         if line is not None and line_of(eqn) != line:
             continue
-        wide = any(x.aval.dtype == jnp.float32 and x.aval.shape for x in eqn.invars)
+        wide = any(_is_wide(type_of(x)) for x in eqn.invars)
         if wide and eqn.primitive.name in ("psum", "psum2", "psum_invariant"):
             found[place] = _sum_narrowly
         elif wide and eqn.primitive.name == "reduce_scatter":
             found[place] = _scatter_narrowly
     return found
+
+
+def _is_wide(x: Any) -> bool:
+    """Whether it is an array of float32; one number is not worth a cast."""
+    return x.dtype == jnp.float32 and bool(x.shape)
 
 
 def _sum_narrowly(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -328,7 +367,7 @@ def _sum_narrowly(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
         lax.psum(x.astype(jnp.bfloat16), eqn.params["axes"], axis_index_groups=groups).astype(
             x.dtype
         )
-        if x.dtype == jnp.float32 and x.shape
+        if _is_wide(x)
         else lax.psum(x, eqn.params["axes"], axis_index_groups=groups)
         for x in operands
     ]
@@ -386,6 +425,17 @@ def _named(function: Any, args: Sequence[Any]) -> dict[str, Any]:
 def _last(name: str) -> str:
     """What is left of a name without the argument's own: the same weight's state has it too."""
     return name[name.find("[") :] if "[" in name else name
+
+
+def _listed(name: str, group: set[str]) -> str:
+    """A few names, the first one first."""
+    names = [name, *sorted(group - {name})]
+    more = len(names) - 4
+    return ", ".join(names[:4]) + (f" and {more} more of its shape" if more > 0 else "")
+
+
+def _over(spec: PartitionSpec, axes: Sequence[str]) -> bool:
+    return any(axis in _names(entry) for entry in spec for axis in axes)
 
 
 def _spec(x: Any) -> PartitionSpec | None:

@@ -1,0 +1,232 @@
+"""An explanation in plain numbers and text: as a record, in words, and beside another one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.schedule._sources import Line
+from jaxpar.schedule._units import size, us
+
+if TYPE_CHECKING:
+    from jaxpar.schedule._explain import Explanation, Finding
+
+Record = Mapping[str, Any]
+
+MOST_HELD = 10
+_LEAST = 0.005  # of the step: overheads of less are not shown
+
+
+def record_of(found: Explanation) -> dict[str, Any]:
+    """The numbers of an explanation, as JSON can hold them."""
+    program, played = found.program, found.timeline
+    return {
+        "target": program.target.name,
+        "mesh": dict(program.target.mesh.shape),
+        "compiler_options": dict(program.compiler_options),
+        "estimate": played.estimate,
+        "seconds": played.total,
+        "exposed": played.exposed,
+        "compute": played.compute,
+        "sent_bytes": played.sent_bytes,
+        "floor": asdict(found.floor),
+        "utilisation": found.utilisation,
+        "peak_bytes": played.peak_bytes,
+        "capacity": program.target.chip.capacity if program.target.chip else 0,
+        "loops_of_unknown_length": list(played.loops_of_unknown_length),
+        "findings": [_of_finding(finding) for finding in found.findings],
+        "overheads": [
+            {**asdict(one), "line": _of_line(one.line)}
+            for one in found.overheads
+            if one.seconds >= _LEAST * played.total
+        ],
+        "held": [{**asdict(one), "line": _of_line(one.line)} for one in found.held[:MOST_HELD]],
+        "refused": dict(found.refused),
+        "events": [asdict(event) for event in played.events],
+    }
+
+
+def _of_finding(finding: Finding) -> dict[str, Any]:
+    of = asdict(finding.of)
+    of["line"] = _of_line(finding.of.line)
+    of["lines"] = [_of_line(line) for line in getattr(finding.of, "lines", ())]
+    return {
+        "cause": finding.cause,
+        "why": finding.why,
+        "edit": finding.edit,
+        "gain": finding.gain,
+        "left": finding.left,
+        "of": of,
+        "tried": [
+            {"edit": tried.edit, "seconds": tried.seconds, "peak": tried.peak}
+            for tried in finding.tried
+        ],
+    }
+
+
+def _of_line(line: Line | None) -> dict[str, Any] | None:
+    return None if line is None else asdict(line)
+
+
+# -- in words -------------------------------------------------------------------------------------
+
+
+def text_of(record: Record, worst: int = 10) -> str:
+    """The step, its worst findings, its overheads and its memory."""
+    lines = [*heading(record), ""]
+    shown = record["findings"][:worst]
+    for number, finding in enumerate(shown, 1):
+        lines += [*paragraph(record, finding, number), ""]
+    lines += [*verdict(record), ""]
+    if record["overheads"]:
+        lines += ["beyond transfers:", *_overheads(record), ""]
+    lines += ["in memory at the peak:", *_held(record)]
+    return "\n".join(lines)
+
+
+def heading(record: Record) -> list[str]:
+    """The step in two lines."""
+    mesh = ", ".join(f"{name}={size}" for name, size in record["mesh"].items())
+    total = record["seconds"]
+    floor = max(record["floor"].values())
+    lines = [
+        f"a step on {record['target']} ({mesh}) takes {us(total)}; {us(record['exposed'])} "
+        f"({_share(record['exposed'], total)}) of that it waits for transfers",
+        f"no schedule of it takes less than {us(floor)}; its matmuls use "
+        f"{record['utilisation']:.0%} of the chip's peak; it needs {size(record['peak_bytes'])} of "
+        f"{size(record['capacity'])} of memory",
+        f"(the compiler's schedule on a model of the chip, by {record['estimate']}: not a "
+        "measurement)",
+    ]
+    if loops := record["loops_of_unknown_length"]:
+        lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
+    return lines
+
+
+def paragraph(record: Record, finding: Record, number: int) -> list[str]:
+    """One finding."""
+    of, total = finding["of"], record["seconds"]
+    lines = [f"{number}. {us(of['seconds'])} ({_share(of['seconds'], total)}): {title(of)}"]
+    lines.append(f"   where: {place(of)}")
+    if "collective" in of:
+        lines.append(f"   moves: {of['moved']}")
+        lines.append(f"   between {of['before']} and {of['after']}")
+    lines.append(f"   why:   {finding['cause']}: {finding['why']}")
+    lines.append(f"   edit:  {finding['edit']}")
+    lines.append(f"   gain:  {gain(record, finding)}")
+    return lines
+
+
+def title(of: Record) -> str:
+    """What costs the time, in a line."""
+    runs = f"{of['runs']} run{'s' * (of['runs'] != 1)}"
+    if "collective" not in of:
+        return f"{of['kind']} in a loop, {runs}, {of['what']}"
+    return (
+        f"{of['collective']} over {of['over']}, {runs}, {size(of['bytes'])} sent by a device over "
+        f"{of['links']:.2g} of its {of['links_there']} links"
+        + (", put in by the partitioner" if of["inserted"] else "")
+    )
+
+
+def place(of: Record) -> str:
+    """The line, the scopes and the phase."""
+    line = of["line"]
+    parts = [str(Line(**line)) if line else "no line of the program's"]
+    parts += [f"in {'/'.join(of['scopes'])}"] if of["scopes"] else []
+    parts += [of["phase"]] if "phase" in of else []
+    return ", ".join(parts)
+
+
+def gain(record: Record, finding: Record) -> str:
+    """What the edit brings, or that it was not tried."""
+    if not finding["tried"]:
+        left = finding["left"]
+        return f"not tried: {left} edits were left" if left else "not tried: it cannot be by itself"
+    best, total = finding["tried"][0], record["seconds"]
+    if not finding["gain"]:
+        text = f"none: {len(finding['tried'])} tried, the best is {best['edit']}"
+        return f"{text}: {us(best['seconds'])}"
+    return f"the step then takes {us(best['seconds'])}, {_share(finding['gain'], total)} less"
+
+
+def verdict(record: Record) -> list[str]:
+    """Whether there is anything to do."""
+    floor, total = max(record["floor"].values()), record["seconds"]
+    if not record["findings"]:
+        return [
+            f"nothing to mend here: {us(total)}, and no schedule takes less than {us(floor)}; what "
+            "it waits for is less than half a percent at any line"
+        ]
+    gains = [finding for finding in record["findings"] if finding["gain"]]
+    tried = {one["edit"] for finding in record["findings"] for one in finding["tried"]}
+    lines = [f"edits tried, each by itself: {len(tried)}; findings with a gain: {len(gains)}"]
+    lines += [f"not tried: {edit} ({why})" for edit, why in record["refused"].items()]
+    return lines
+
+
+def _overheads(record: Record) -> Iterator[str]:
+    kinds: dict[str, list[Any]] = defaultdict(list)
+    for one in record["overheads"]:
+        kinds[one["kind"]].append(one)
+    total = record["seconds"]
+    for kind, found in sorted(kinds.items(), key=lambda item: -_seconds(item[1])):
+        worst = max(found, key=lambda one: one["seconds"])
+        yield (
+            f"  {us(_seconds(found)):>10}  {_share(_seconds(found), total):>4}  {kind}, most of it "
+            f"at {place(worst)} ({worst['what']})"
+        )
+
+
+def _seconds(found: Sequence[Record]) -> float:
+    return sum(one["seconds"] for one in found)
+
+
+def _held(record: Record) -> Iterator[str]:
+    for one in record["held"]:
+        if one["bytes"] < 0.001 * record["peak_bytes"]:
+            continue
+        where = f" at {Line(**one['line'])}" if one["line"] else ""
+        yield f"  {size(one['bytes']):>10}  {one['array']}  {one['what']}{where}, {one['phase']}"
+
+
+# -- beside another one ---------------------------------------------------------------------------
+
+
+def compared(before: Record, after: Record) -> str:
+    """What got better and what worse, line by line; lines are told by file and function."""
+    change = after["seconds"] / before["seconds"] - 1
+    lines = [
+        f"the step takes {us(after['seconds'])}, before {us(before['seconds'])} ({change:+.1%}); "
+        f"exposed {us(after['exposed'])}, before {us(before['exposed'])}; memory "
+        f"{size(after['peak_bytes'])}, before {size(before['peak_bytes'])}"
+    ]
+    old, new = _by_place(before), _by_place(after)
+    changes = [(new.get(key, 0.0) - old.get(key, 0.0), key) for key in dict.fromkeys((*old, *new))]
+    least = 0.001 * before["seconds"]
+    for word, sign in (("better", -1), ("worse", 1)):
+        found = sorted((c for c in changes if sign * c[0] > least), key=lambda c: -abs(c[0]))
+        lines += [f"{word}:"] * bool(found)
+        lines += [
+            f"  {us(new.get(key, 0.0)):>10}  before {us(old.get(key, 0.0)):>10}  {key}"
+            for _, key in found
+        ]
+    return "\n".join(lines)
+
+
+def _by_place(record: Record) -> dict[str, float]:
+    """Seconds by what and where, without numbers of lines, which an edit moves."""
+    found: dict[str, float] = defaultdict(float)
+    for finding in record["findings"]:
+        of = finding["of"]
+        what = f"{of['collective']} over {of['over']}" if "collective" in of else of["kind"]
+        line = of["line"]
+        where = f"{line['file'].rpartition('/')[2]}, {line['function']}" if line else "no line"
+        found[f"{what}, {where}, {of.get('phase', 'in a loop')}"] += of["seconds"]
+    return dict(found)
+
+
+def _share(part: float, total: float) -> str:
+    return f"{part / total if total else 0.0:.0%}"
