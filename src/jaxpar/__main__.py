@@ -9,11 +9,12 @@ from typing import NoReturn
 import jax
 
 import jaxpar
-from jaxpar.cli import _bench, _doctor, _layout, _predict, _tune
+from jaxpar.cli import _bench, _doctor, _explain, _layout, _predict, _tune
 
 _COMMANDS = (
     _bench,
     _doctor,
+    _explain,
     _layout,
     _predict,
     _tune,
@@ -21,7 +22,8 @@ _COMMANDS = (
 
 
 DESCRIPTION = """\
-Overlapped matmuls timed, predicted, tuned; layouts of models; what is installed and works.
+Overlapped matmuls timed, predicted, tuned; slow steps explained; layouts of models; what is
+installed and works.
 """
 EPILOG = """\
 options that mean the same everywhere: --mesh dp=2,tp=-1, --targets or --target v5p:4x4x4,

@@ -37,7 +37,7 @@ Cause = Literal[
 ]
 
 # What each one means, for readers.
-MEANING: dict[Cause, str] = {
+CAUSES: dict[Cause, str] = {
     "resharding": "an array lies otherwise than the operation that uses it wants it",
     "sent twice": "the same bytes travel more than once in a step",
     "wide dtype": "numbers travel in more bytes than the result keeps of them",

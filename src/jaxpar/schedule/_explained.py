@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.schedule._sources import Line
@@ -73,8 +75,8 @@ def _of_line(line: Line | None) -> dict[str, Any] | None:
 # -- in words -------------------------------------------------------------------------------------
 
 
-def text_of(record: Record, worst: int = 10) -> str:
-    """The step, its worst findings, its overheads and its memory."""
+def text_of(record: Record, worst: int = 10, width: int = 100) -> str:
+    """The step, its worst findings, its overheads and its memory, in lines of a width."""
     lines = [*heading(record), ""]
     shown = record["findings"][:worst]
     for number, finding in enumerate(shown, 1):
@@ -83,7 +85,14 @@ def text_of(record: Record, worst: int = 10) -> str:
     if record["overheads"]:
         lines += ["beyond transfers:", *_overheads(record), ""]
     lines += ["in memory at the peak:", *_held(record)]
-    return "\n".join(lines)
+    return "\n".join(folded for line in lines for folded in _folded(line, width))
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """A line in as many as it takes, the further ones indented to where its text begins."""
+    start = re.match(r" *(\w+: +|\d+\. )?", line)
+    indent = " " * (start.end() if start else 0)
+    return wrap(line, max(width, 40), subsequent_indent=indent, break_long_words=False) or [""]
 
 
 def heading(record: Record) -> list[str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxpar._chips import Chip
 from jaxpar._jit import jitted_with
 from jaxpar._options import compiled_with
 from jaxpar._options import compiler_options as options_of
+from jaxpar.schedule._cache import keep, kept, key_of
 from jaxpar.schedule._links import Links
 from jaxpar.schedule._operations import Module, read
 from jaxpar.schedule._player import Assumed, Event, Player
@@ -47,6 +49,7 @@ class CompiledProgram:
     function: Any = None
     args: tuple[Any, ...] = field(default=(), repr=False)
     compiler_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    cache: Path | None = field(default=None, repr=False)
 
     @cached_property
     def module(self) -> Module:
@@ -56,7 +59,11 @@ class CompiledProgram:
 
 @readable
 def compile_for(
-    fn: Any, target: Target, *args: Any, compiler_options: dict[str, Any] | None = None
+    fn: Any,
+    target: Target,
+    *args: Any,
+    compiler_options: dict[str, Any] | None = None,
+    cache: str | Path | None = None,
 ) -> CompiledProgram:
     """Compiles `fn` for devices that need not be there.
 
@@ -70,6 +77,8 @@ def compile_for(
       compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` is told of them. None:
         those of `jaxpar.compiler_options(target)`; `{}`: none. A function of `jaxpar.jit` keeps
         what it got besides.
+      cache: a folder in which compiled programs are kept, so that the same one is not compiled
+        again: by program, devices, options and versions. None: none.
 
     Returns:
       A `CompiledProgram`.
@@ -90,8 +99,30 @@ def compile_for(
     jitted, options = jitted_with(fn, options)
     with jax.set_mesh(target.mesh), compiled_with(options):
         traced = jitted.trace(*args)
-        compiled = traced.lower().compile(compiler_options=options or None)
-    seconds = time.perf_counter() - start
+        lowered = traced.lower()
+        folder = None if cache is None else Path(cache)
+        key = "" if folder is None else key_of(lowered, target, options)
+        if folder is not None and (found := kept(folder, key)) is not None:
+            text, memory = found["text"], Memory(**found["memory"])
+        else:
+            text, memory = _compiled(lowered, options)
+            if folder is not None:
+                keep(folder, key, text, memory)
+    return CompiledProgram(
+        target=target,
+        text=text,
+        memory=memory,
+        seconds=time.perf_counter() - start,
+        jaxpr=traced.jaxpr,
+        function=fn,
+        args=args,
+        compiler_options=options,
+        cache=folder,
+    )
+
+
+def _compiled(lowered: Any, options: dict[str, Any]) -> tuple[str, Memory]:
+    compiled = lowered.compile(compiler_options=options or None)
     stats: Any = compiled.memory_analysis()
     sizes = {
         "arguments": stats.argument_size_in_bytes,
@@ -101,16 +132,7 @@ def compile_for(
     }
     held = sizes["arguments"] + sizes["outputs"] + sizes["temporaries"] - sizes["aliased"]
     peak = getattr(stats, "peak_memory_in_bytes", 0) or held
-    return CompiledProgram(
-        target=target,
-        text=compiled.as_text() or "",
-        memory=Memory(**sizes, peak=peak),
-        seconds=seconds,
-        jaxpr=traced.jaxpr,
-        function=fn,
-        args=args,
-        compiler_options=options,
-    )
+    return compiled.as_text() or "", Memory(**sizes, peak=peak)
 
 
 @readable

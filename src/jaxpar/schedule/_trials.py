@@ -288,7 +288,8 @@ class Trials:
         self, fn: Any, args: Sequence[Any], options: dict[str, Any], mesh: Mesh | None = None
     ) -> CompiledProgram:
         target = self.target if mesh is None else replace(self.target, mesh=mesh)
-        return compile_for(fn, target, *args, compiler_options=options)
+        cache = self.program.cache
+        return compile_for(fn, target, *args, compiler_options=options, cache=cache)
 
     def _jitted(self) -> Any:
         return jitted_with(self.program.function, self.options)[0]

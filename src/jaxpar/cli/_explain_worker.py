@@ -1,0 +1,78 @@
+"""The process of `jaxpar explain`: compiles a program, and the same program with edits."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from jaxpar.cli._console import UsageError
+from jaxpar.cli._predict_programs import programs, requested_options
+from jaxpar.cli._predict_results import Failure, Prediction, Request, request_from
+from jaxpar.cli._predict_worker import Record, facts_of, target_of, where
+from jaxpar.cli._processes import answer
+from jaxpar.schedule import Target, compile_for, explain
+from jaxpar.schedule._cache import default_folder
+
+
+def serve(task: dict[str, Any]) -> Iterator[Record]:
+    """Yields `facts`, `trying` before each compilation, and `prediction` and `explained`."""
+    request = request_from(task["request"])
+    try:
+        target = target_of(request)
+        chosen = programs(request, target, ())
+        yield {"facts": asdict(facts_of(request, target, (), chosen))}
+        yield {"begin": chosen[0].case}
+    except UsageError as reason:
+        yield {"failure": asdict(Failure("", str(reason), usage=True))}
+        return
+    except Exception as reason:
+        yield {"failure": asdict(Failure("", where(reason)))}
+        return
+    said: SimpleQueue[Record | None] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            _explained(request, task, target, said)
+        except Exception as reason:
+            said.put({"failure": asdict(Failure(chosen[0].case, where(reason)))})
+        said.put(None)
+
+    # Edits are told of while they are compiled: in a thread of its own, as `explain` calls back.
+    Thread(target=work, daemon=True).start()
+    while (record := said.get()) is not None:
+        yield record
+
+
+def _explained(
+    request: Request, task: dict[str, Any], target: Target, said: SimpleQueue[Record | None]
+) -> None:
+    (program,) = programs(request, target, ())
+    compiled = compile_for(
+        program.function,
+        target,
+        *program.args,
+        compiler_options=requested_options(request, target),
+        cache=default_folder() if task["cache"] else None,
+    )
+    found = explain(
+        compiled,
+        tries=task["tries"],
+        worst=task["worst"],
+        progress=lambda edit: said.put({"trying": f"trying: {edit}"}),
+    )
+    prediction = Prediction(
+        case=program.case,
+        mode="",
+        timeline=found.timeline,
+        floor=found.floor,
+        memory=compiled.memory,
+        compile_seconds=compiled.seconds,
+        same_as=None,
+    )
+    said.put({"prediction": asdict(prediction)})
+    said.put({"explained": found.record()})
+
+
+if __name__ == "__main__":
+    answer(serve)
