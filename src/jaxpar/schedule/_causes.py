@@ -195,7 +195,7 @@ class Rules:
         return program.memory.peak + kept < self.exposures.chip.capacity
 
     def _resharding(self, e: Exposed) -> Verdict | None:
-        if not e.inserted:
+        if not e.inserted or e.latency >= _HALF * e.transfer:  # of a few numbers
             return None
         arguments = self.exposures.arguments(e.name)
         trials = chain(self.trials.constraints(), self.trials.specs(arguments, e.axes))

@@ -21,6 +21,7 @@ from jaxpar.schedule._trials import Trials, Tried
 
 LEAST = 0.005  # of the step: what is exposed for less is not worth a line
 FASTER = 0.995  # of the step's time: an edit that gains less gains nothing
+WORTH = 0.01  # of the step: what is exposed for less is not worth compiling for
 
 
 @readable
@@ -91,7 +92,7 @@ class Explanation:
 @readable
 @naming("explain")
 def explain(
-    program: CompiledProgram,
+    program: Any,
     *,
     tries: int = 8,
     worst: int = 10,
@@ -136,9 +137,8 @@ def explain(
       >>> [(finding.of.collective, finding.of.axes) for finding in found.findings]
       [('all-gather', ('tp',))]
     """
-    given: Any = program
-    if not isinstance(given, CompiledProgram):
-        raise type_error(f"program must be what compile_for returns, got {type(given).__name__}")
+    if not isinstance(program, CompiledProgram):
+        raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
     if tries < 0 or worst < 0:
         raise value_error(f"tries={tries} and worst={worst} must not be negative")
     played = timeline(program, assumed=assumed)
@@ -168,14 +168,19 @@ def explain(
 
 
 def _finding(of: Exposed | Overhead, rules: Rules, trials: Trials, played: Timeline) -> Finding:
-    left = 0
+    """The first verdict that holds; one that is not sure needs an edit that makes it so."""
+    left, slower = 0, list[Tried]()
+    is_worth = of.seconds >= WORTH * played.total
     for verdict in rules.of(of):
-        removes = of if isinstance(of, Exposed) and not verdict.is_sure else None
-        tried, skipped = trials.all(verdict.trials, removes)
+        tried, skipped = trials.all(verdict.trials) if is_worth else ((), 0)
         left += skipped
-        is_faster = bool(tried) and tried[0].seconds <= FASTER * played.total
-        if verdict.is_sure or is_faster:
-            gain = played.total - tried[0].seconds if is_faster else 0.0
-            edit = tried[0].edit if is_faster else verdict.edit
-            return Finding(of, verdict.cause, verdict.why, edit, tried, gain, left)
+        slower += [one for one in tried if one.seconds > FASTER * played.total]
+        faster = [one for one in tried if one not in slower]
+        if not verdict.is_sure and isinstance(of, Exposed):
+            faster = [one for one in faster if one.removes(of)]
+        if verdict.is_sure or faster:
+            gain = played.total - faster[0].seconds if faster else 0.0
+            edit = faster[0].edit if faster else verdict.edit
+            found = (*faster, *slower)
+            return Finding(of, verdict.cause, verdict.why, edit, found, gain, left)
     raise AssertionError("the last rule holds without a trial")

@@ -154,10 +154,11 @@ def gain(record: Record, finding: Record) -> str:
     if not finding["tried"]:
         left = finding["left"]
         return f"not tried: {left} edits were left" if left else "not tried: it cannot be by itself"
-    best, total = finding["tried"][0], record["seconds"]
+    total = record["seconds"]
+    best = min(finding["tried"], key=lambda one: one["seconds"])
     if not finding["gain"]:
-        text = f"none: {len(finding['tried'])} tried, the best is {best['edit']}"
-        return f"{text}: {us(best['seconds'])}"
+        more = f", the best of {len(finding['tried'])}" if len(finding["tried"]) > 1 else ""
+        return f"none; tried{more}: {best['edit']}: {us(best['seconds'])}"
     return f"the step then takes {us(best['seconds'])}, {_share(finding['gain'], total)} less"
 
 

@@ -53,7 +53,7 @@ class Tried:
       seconds: that the step takes with it.
       peak: bytes of memory that it needs.
       program: compiled with the edit.
-      exposed: what that program exposes.
+      exposed: what the program with the edit exposes.
     """
 
     edit: str
@@ -61,6 +61,15 @@ class Tried:
     peak: int
     program: CompiledProgram
     exposed: tuple[Exposed, ...]
+
+    def removes(self, exposed: Exposed) -> bool:
+        """Whether most of what was exposed in one place is no more."""
+
+        def source(one: Exposed) -> tuple[Any, ...]:
+            return one.line, one.phase, one.axes, one.moved.partition(";")[0]
+
+        left = (one.seconds for one in self.exposed if source(one) == source(exposed))
+        return sum(left) < exposed.seconds / 2
 
 
 class Trials:
@@ -79,35 +88,22 @@ class Trials:
         self.done: dict[str, Tried | None] = {}
         self.refused: dict[str, str] = {}  # why an edit could not be tried
 
-    def all(
-        self, trials: Iterable[Trial], removes: Exposed | None = None
-    ) -> tuple[tuple[Tried, ...], int]:
+    def all(self, trials: Iterable[Trial]) -> tuple[tuple[Tried, ...], int]:
         """What some edits bring, the fastest first; and how many there were no tries left for.
 
         Args:
-          trials: the edits.
+          trials: the edits. They take a half of the tries that are left at most: other findings
+            have edits, too.
           removes: only those that take away most of what is exposed in this way.
         """
         found: list[Tried] = []
-        skipped = 0
+        skipped, least = 0, self.left // 2
         for trial in trials:
-            if trial.edit not in self.done and self.left <= 0:
+            if trial.edit not in self.done and self.left <= least:
                 skipped += 1
             elif (tried := self._try(trial)) is not None:
                 found.append(tried)
-        if removes is not None:
-            found = [tried for tried in found if self._is_removed(removes, tried)]
         return tuple(sorted(found, key=lambda tried: tried.seconds)), skipped
-
-    @staticmethod
-    def _is_removed(exposed: Exposed, tried: Tried) -> bool:
-        """Whether most of what is exposed is no more."""
-
-        def source(one: Exposed) -> tuple[Any, ...]:
-            return one.line, one.phase, one.axes
-
-        left = (one.seconds for one in tried.exposed if source(one) == source(exposed))
-        return sum(left) < exposed.seconds / 2
 
     def _try(self, trial: Trial) -> Tried | None:
         if trial.edit not in self.done:

@@ -1,12 +1,14 @@
 """Times and sizes as a reader wants them."""
 
+from jaxpar._types import Number
 
-def us(seconds: float) -> str:
+
+def us(seconds: Number) -> str:
     """Microseconds, to four digits."""
     return f"{seconds * 1e6:,.0f} us" if seconds >= 0.01 else f"{seconds * 1e6:.4g} us"
 
 
-def size(count: float) -> str:
+def size(count: Number) -> str:
     """Bytes in the unit that fits."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:

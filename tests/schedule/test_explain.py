@@ -1,0 +1,267 @@
+"""Seeded mistakes are found, with their line, their cause, an edit and what it gains."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import mistakes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.schedule import CAUSES, compile_for, explain, target, timeline
+from jaxpar.schedule._explained import compared
+
+# Of each mistake: the target, its mesh, the cause, a part of the edit, whether it can be tried.
+SEEDED = {
+    "heads_on_the_wrong_axis": (
+        *("v5e:2x4", "dp=2,tp=4", "resharding", "shard params['q'], params['k'] by P(None, 'tp'"),
+        True,
+    ),
+    "constraint_that_gathers": (
+        *(
+            "v5e:2x4",
+            "dp=2,tp=4",
+            "resharding",
+            "take with_sharding_constraint away at mistakes.py",
+        ),
+        True,
+    ),
+    "gather_in_a_loop": ("v5p:2x2x2", "fsdp=8", "sent twice", "in front of the scan", True),
+    "checkpoint_that_gathers_again": (
+        *("v5p:2x2x2", "tp=8", "sent twice", "save_only_these_names"),
+        True,
+    ),
+    "float32_gradients": ("v5p:2x2x2", "dp=8", "wide dtype", "in bfloat16", True),
+    "mesh_in_the_wrong_order": (
+        "v5e:4x8",
+        "dp=4,tp=8",
+        "links apart",
+        "make_mesh('dp=4,tp=8')",
+        True,
+    ),
+    "naive_tensor_parallelism": ("v5p:2x2x2", "tp=8", "synchronous", "ring_einsum", True),
+    "small_sums": ("v5p:2x2x2", "tp=8", "latency", "several small arrays as one", False),
+    "barrier_before_work": ("v5p:2x2x2", "tp=8", "ordered elsewhere", "optimization_barrier", True),
+    "two_on_the_same_links": ("v5p:2x2x1", "tp=4", "links busy", "the other way around", False),
+    "coarse_chunks": ("v5p:2x2x2", "tp=8", "ends of a pipeline", "mode='bidirectional'", True),
+    "loop_that_copies": ("v5p:2x2x2", "tp=8", "copies", "", False),
+}
+MARK = "# the mistake"
+
+
+def line_of_the_mistake(name):
+    """The numbers of the lines that are marked in the function of this name."""
+    lines = Path(mistakes.__file__).read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith(f"def {name}("))
+    later = (n for n, line in enumerate(lines[first + 1 :], first + 1) if line.startswith("def "))
+    last = next(later, len(lines))
+    return {n + 1 for n in range(first, last) if MARK in lines[n]}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_mistake_is_found(name):
+    where, mesh, cause, edit, is_tried = SEEDED[name]
+    chosen, make = target(where, mesh), getattr(mistakes, name)
+    # Without the options of the chip, gathers on v5p are synchronous.
+    options = {} if name == "naive_tensor_parallelism" else None
+    step, args = make(chosen.mesh, False)
+    found_on = chosen
+    if name == "mesh_in_the_wrong_order":
+        found_on = replace(chosen, mesh=mistakes.disordered(chosen.mesh))
+    program = compile_for(step, found_on, *args, compiler_options=options)
+    found = explain(program, tries=8)
+    (finding, *_) = [one for one in found.findings if one.cause == cause]
+    assert finding.of.line is not None
+    assert finding.of.line.file == mistakes.__file__
+    (line,) = line_of_the_mistake(name)
+    assert finding.of.line.number == line or f"mistakes.py:{line}" in finding.edit
+    assert edit in finding.edit
+    assert bool(finding.gain) == is_tried
+    if is_tried:
+        step, args = make(chosen.mesh, True)
+        mended = timeline(compile_for(step, chosen, *args, compiler_options=options)).total
+        now = found.timeline.total
+        assert now - mended > 0.05 * now
+        assert finding.gain == pytest.approx(now - mended, rel=0.08)
+        assert finding.tried[0].seconds == pytest.approx(mended, rel=0.05)
+
+
+def test_each_cause_has_a_mistake_but_the_last_one():
+    causes = {seeded[2] for seeded in SEEDED.values()}
+    assert set(CAUSES) - causes == {"nothing to hide behind"}
+
+
+def layer(x, w):
+    return lax.all_gather(x, "tp", tiled=True) @ w
+
+
+def gather_matmul(rows, compiler_options=None, chip="tpu7x:2x2x1"):
+    chosen = target(chip, "tp=-1")
+    step = jax.shard_map(layer, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+    x = jax.ShapeDtypeStruct((rows, 8192), jnp.bfloat16, sharding=P("tp"))
+    w = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=P(None, "tp"))
+    return compile_for(step, chosen, x, w, compiler_options=compiler_options)
+
+
+def test_an_asynchronous_gather_with_nothing_to_hide_behind():
+    found = explain(gather_matmul(16384))
+    (finding,) = found.findings
+    assert finding.cause == "nothing to hide behind"
+    assert finding.of.collective == "all-gather"
+    assert finding.of.axes == ("tp",)
+    assert not finding.of.inserted
+    assert "dot_general" in finding.of.after
+    assert finding.of.bytes == 16384 * 8192 * 2 * 7 / 8
+    assert "ring_einsum" in finding.edit
+    assert finding.gain > 0
+
+
+def test_nothing_to_mend_at_the_floor():
+    chosen = target("v5e:2x2", "tp=4")
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=P("tp"))
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P())
+    found = explain(compile_for(lambda x, w: x @ w, chosen, x, w))
+    assert found.findings == ()
+    floor = f"{found.floor.total * 1e6:.4g} us"
+    assert "nothing to mend here" in found.text()
+    assert floor in found.text()
+    assert found.timeline.exposed == 0
+    assert 0.8 < found.utilisation <= 1
+
+
+def test_an_overlapped_matmul_raises_no_alarm():
+    from jaxpar import all_gather_matmul
+
+    chosen = target("v5e:2x2", "tp=4")
+    x = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16, sharding=P("tp"))
+    w = jax.ShapeDtypeStruct((8192, 28672), jnp.bfloat16, sharding=P(None, "tp"))
+    step = jax.shard_map(
+        lambda x, w: all_gather_matmul(x, w, "tp", mode="bidirectional"),
+        in_specs=(P("tp"), P(None, "tp")),
+        out_specs=P(None, "tp"),
+    )
+    found = explain(compile_for(step, chosen, x, w))
+    assert found.timeline.total < 1.2 * found.floor.total
+    assert all(not finding.gain for finding in found.findings)
+
+
+def test_memory_is_made_up_of_named_arrays():
+    program = gather_matmul(4096)
+    found = explain(program, tries=0)
+    names = {held.what for held in found.held}
+    assert {"x", "w"} <= names
+    total = sum(held.bytes for held in found.held)
+    assert total == pytest.approx(program.memory.peak, rel=0.25)
+    assert [held.bytes for held in found.held] == sorted(
+        (held.bytes for held in found.held), reverse=True
+    )
+
+
+def test_its_record_is_json_and_compares_with_another():
+    slow, fast = explain(gather_matmul(16384), tries=0), explain(gather_matmul(4096), tries=0)
+    record = json.loads(slow.json())
+    assert record["seconds"] == slow.timeline.total
+    assert record["findings"][0]["of"]["line"]["number"] == layer.__code__.co_firstlineno + 1
+    assert len(record["events"]) == len(slow.timeline.events)
+    text = compared(record, json.loads(fast.json()))
+    assert "better:" in text
+    assert "all-gather over tp, test_explain.py, layer, forward" in text
+    assert "worse:" in compared(json.loads(fast.json()), record)
+
+
+def test_of_gpus():
+    found = explain(gather_matmul(16384, chip="h100:8"), tries=2)
+    (finding, *_) = found.findings
+    assert finding.of.links_there == 1
+    assert finding.of.line.number == layer.__code__.co_firstlineno + 1
+    assert "roofline" in found.text()
+
+
+def test_a_cached_program_is_not_compiled_again(tmp_path, monkeypatch):
+    chosen = target("v5e:2x2", "tp=4")
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=P("tp"))
+    first = compile_for(jnp.sin, chosen, x, cache=tmp_path)
+    monkeypatch.setattr("jaxpar.schedule._timeline._compiled", None)  # cannot be called
+    again = compile_for(jnp.sin, chosen, x, cache=tmp_path)
+    assert (again.text, again.memory) == (first.text, first.memory)
+    with pytest.raises(TypeError):
+        compile_for(jnp.cos, chosen, x, cache=tmp_path)
+    with pytest.raises(TypeError):  # of other devices
+        compile_for(jnp.sin, target("v5e:2x4", "tp=8"), x, cache=tmp_path)
+
+
+def test_a_broken_cache_is_written_again(tmp_path):
+    chosen = target("v5e:2x2", "tp=4")
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=P("tp"))
+    first = compile_for(jnp.sin, chosen, x, cache=tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(b"no archive")
+    assert compile_for(jnp.sin, chosen, x, cache=tmp_path).text == first.text
+
+
+def test_wrong_calls():
+    with pytest.raises(TypeError, match="explain: program must be what compile_for returns"):
+        explain("step")
+    program = gather_matmul(4096)
+    with pytest.raises(ValueError, match="explain: tries=-1 and worst=10 must not be negative"):
+        explain(program, tries=-1)
+
+
+def test_programs_that_use_nothing_of_jaxpar():
+    flax, equinox = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
+    chosen = target("v5e:2x4", "dp=2,tp=4")
+    specs = {"up": P("tp", None), "down": P(None, "tp")}  # each by the wrong dimension
+    sharded = {name: NamedSharding(chosen.mesh, spec) for name, spec in specs.items()}
+    over_rows = NamedSharding(chosen.mesh, P("dp"))
+    x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=over_rows)
+
+    class Mlp(flax.Module):
+        def __init__(self, rngs):
+            self.up = flax.Linear(2048, 8192, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+            self.down = flax.Linear(8192, 2048, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(flax.relu(self.up(x)))
+
+    graph, state = flax.split(flax.eval_shape(lambda: Mlp(flax.Rngs(0))))
+    state = jax.tree.map_with_path(
+        lambda path, w: jax.ShapeDtypeStruct(
+            w.shape,
+            jnp.bfloat16,
+            sharding=sharded["up" if "up" in str(path) else "down"],
+        ),
+        state,
+    )
+    found = explain(
+        compile_for(lambda state, x: flax.merge(graph, state)(x), chosen, state, x), tries=6
+    )
+    finding = found.findings[0]
+    assert finding.of.inserted
+    assert finding.of.line.file == __file__
+    assert finding.of.line.function.endswith("__call__")
+    assert finding.cause == "resharding"
+    assert finding.gain > 0
+
+    class Layer(equinox.Module):
+        up: jax.Array
+        down: jax.Array
+
+        def __call__(self, x):
+            return jax.nn.relu(x @ self.up) @ self.down
+
+    shapes = {"up": (2048, 8192), "down": (8192, 2048)}
+    model = Layer(
+        *(
+            jax.ShapeDtypeStruct(shapes[name], jnp.bfloat16, sharding=sharded[name])
+            for name in ("up", "down")
+        )
+    )
+    found = explain(compile_for(lambda model, x: model(x), chosen, model, x), tries=6)
+    assert found.findings[0].of.inserted
+    assert found.findings[0].of.line.function.endswith("__call__")
+    assert np.isfinite(found.utilisation)
