@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,10 +113,9 @@ class _Factors:
     eqn: core.JaxprEqn
 
 
-def overlapped(line: Line | None) -> Iterator[Form]:
+def overlapped(line: Line | None) -> list[Form]:
     """The forms that overlap, of what a line has."""
-    yield Form("bidirectional", line)
-    yield Form("unidirectional", line)
+    return [Form("bidirectional", line), Form("unidirectional", line)]
 
 
 def _users(jaxpr: core.Jaxpr) -> dict[core.Var, list[tuple[int, core.JaxprEqn]]]:

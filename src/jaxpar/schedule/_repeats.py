@@ -9,7 +9,7 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES
+from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES, type_of
 from jaxpar.schedule._rewrite import Change, Handler, bound, evaluated
 
 
@@ -24,7 +24,7 @@ def hoisted(jaxpr: core.Jaxpr) -> dict[int, Handler]:
 
 def _of_constants(scan: core.JaxprEqn) -> dict[int, int]:
     """By the place of a collective in the body, the constant that is its operand."""
-    body, count = scan.params["jaxpr"].jaxpr, scan.params["num_consts"]
+    body, (count, _) = scan.params["jaxpr"].jaxpr, _counts(scan)
     constants = {var: number for number, var in enumerate(body.invars[:count])}
     return {
         place: constants[eqn.invars[0]]
@@ -33,9 +33,23 @@ def _of_constants(scan: core.JaxprEqn) -> dict[int, int]:
     }
 
 
+def _counts(scan: core.JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried; the rest is sliced."""
+    body = scan.params["jaxpr"].jaxpr
+
+    def sliced(whole: Sequence[Any], parts: Sequence[Any]) -> int:
+        return sum(
+            len(type_of(x).shape) > len(type_of(part).shape)
+            for x, part in zip(whole, parts, strict=True)
+        )
+
+    carried = len(body.outvars) - sliced(scan.outvars, body.outvars)
+    return len(body.invars) - sliced(scan.invars, body.invars) - carried, carried
+
+
 def _hoist(scan: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     params = scan.params
-    closed, consts, carried = params["jaxpr"], params["num_consts"], params["num_carry"]
+    closed, (consts, carried) = params["jaxpr"], _counts(scan)
     body = closed.jaxpr
     sent = {
         place: bound(body.eqns[place], [operands[number]])

@@ -82,6 +82,8 @@ class Values:
     def __init__(self, hlo: Hlo) -> None:
         self.hlo = hlo
         self.callers: dict[Computation, list[Instruction]] = defaultdict(list)
+        # Of what starts on another core, the instruction that brings its operands.
+        self.updates: dict[Instruction, Instruction] = {}
         self.instructions: dict[str, Instruction] = {}
         for computation in hlo.computations.values():
             for i in computation.instructions:
@@ -89,6 +91,8 @@ class Values:
                 if i.opcode in _ENTERED:
                     for called in i.called:
                         self.callers[called].append(i)
+                if i.opcode == "call-update" and i.operands:
+                    self.updates[i.operands[0]] = i
         self.home = {
             parameter: computation
             for computation in hlo.computations.values()
@@ -145,6 +149,8 @@ class Values:
             yield self.value(caller.called_as("body").root, element)
         elif caller.opcode == "conditional":  # the first operand chooses
             yield self.value(caller.operands[1 + caller.called.index(to)], element)
+        elif caller in self.updates and not caller.operands:
+            yield self.value(self.updates[caller].operands[1 + number], element)
         elif number < len(caller.operands):
             yield self.value(caller.operands[number], element)
 
