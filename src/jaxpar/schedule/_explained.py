@@ -14,6 +14,8 @@ from jaxpar.schedule._units import size, us
 
 if TYPE_CHECKING:
     from jaxpar.schedule._explain import Explanation, Finding
+    from jaxpar.schedule._exposed import Exposed
+    from jaxpar.schedule._overheads import Overhead
 
 Record = Mapping[str, Any]
 
@@ -126,6 +128,16 @@ def paragraph(record: Record, finding: Record, number: int) -> list[str]:
     lines.append(f"   edit:  {finding['edit']}")
     lines.append(f"   gain:  {gain(record, finding)}")
     return lines
+
+
+def title_of(of: Exposed | Overhead) -> str:
+    """What costs the time, in a line."""
+    return title(asdict(of))
+
+
+def place_of(of: Exposed | Overhead) -> str:
+    """The line, the scopes and the phase."""
+    return place(asdict(of))
 
 
 def title(of: Record) -> str:

@@ -127,9 +127,13 @@ class Exposures:
 
     def found(self) -> list[Exposed]:
         """What is exposed, the longest first: what one line sends over one axis is one entry."""
+        return [e for e in self.all() if e.seconds]
+
+    def all(self) -> list[Exposed]:
+        """All that is sent, what is hidden, too; the most exposed first."""
         groups: dict[Any, list[str]] = defaultdict(list)
-        for name in self.waits:
-            if self.transfers[name]:
+        for name, events in self.transfers.items():
+            if events:
                 groups[self._source(name)].append(name)
         found = [self._exposed(names) for names in groups.values()]
         return sorted(found, key=lambda e: e.seconds, reverse=True)
@@ -167,14 +171,15 @@ class Exposures:
         return self.transfers[name][0].row.removesuffix(self._kind(name)).strip()
 
     def _exposed(self, names: list[str]) -> Exposed:
-        waited = {name: sum(self.order[n].seconds for n in self.waits[name]) for name in names}
+        waited = {one: sum(self.order[n].seconds for n in self.waits[one]) for one in names}
+        waiting = [one for one in names if waited[one]]
         name = max(names, key=waited.__getitem__)
         events = [event for one in names for event in self.transfers[one]]
+        longest = max(self.waits[name], key=lambda n: self.order[n].seconds, default=None)
         op_name, lines = self.origin(self.instruction(name))
         inserted = self._is_inserted(name)
         covered = self._computed_beside(events)
-        longest = max(self.waits[name], key=lambda place: self.order[place].seconds)
-        independent = max(self._independent(self.homes[one][1]) for one in names)
+        independent = max((self._independent(self.homes[x][1]) for x in waiting), default=0.0)
         return Exposed(
             name=name,
             names=tuple(names),
@@ -194,8 +199,8 @@ class Exposures:
             phase=phase_of(op_name),
             inserted=inserted,
             moved=self._moved(name, inserted),
-            before=self._neighbour(longest, -1),
-            after=self._neighbour(longest, +1),
+            before="" if longest is None else self._neighbour(longest, -1),
+            after="" if longest is None else self._neighbour(longest, +1),
             covered=covered,
             independent=max(0.0, independent - covered),
             synchronous=all(e.synchronous for e in events),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
@@ -104,8 +105,16 @@ def kept(jaxpr: core.Jaxpr) -> dict[int, Handler]:
 def _noted(
     results: dict[int, Sequence[Any]], number: int, eqn: core.JaxprEqn, operands: list[Any]
 ) -> Sequence[Any]:
-    results[number] = bound(eqn, operands)
+    results[number] = [_as_kept(x) for x in bound(eqn, operands)]
     return results[number]
+
+
+def _as_kept(x: Any) -> Any:
+    """What jax.checkpoint does to what it keeps: a pass over memory that the compiler leaves in."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    figures = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, exponent_bits=figures.nexp, mantissa_bits=figures.nmant)
 
 
 def _with_results(

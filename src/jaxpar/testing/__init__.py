@@ -2,7 +2,12 @@
 
 from jaxpar.testing._collectives import CollectiveCounts, count_collectives
 from jaxpar.testing._compare import tolerance
-from jaxpar.testing._overlap import assert_overlapped
+from jaxpar.testing._compiled import (
+    assert_collectives,
+    assert_no_resharding,
+    assert_overlapped,
+    assert_peak_memory,
+)
 from jaxpar.testing._poison import poisoned_rows
 from jaxpar.testing._reference import assert_matches_reference
 from jaxpar.testing._strategies import (
@@ -17,8 +22,11 @@ from jaxpar.testing._strategies import (
 
 __all__ = [
     "CollectiveCounts",
+    "assert_collectives",
     "assert_matches_reference",
+    "assert_no_resharding",
     "assert_overlapped",
+    "assert_peak_memory",
     "axis_orders",
     "count_collectives",
     "dtypes",
