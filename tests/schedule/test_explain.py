@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.schedule import CAUSES, compile_for, explain, target, timeline
+from jaxpar.schedule import CAUSES, Chip, compile_for, explain, target, timeline
 from jaxpar.schedule._explained import compared
 
 # Of each mistake: the target, its mesh, the cause, a part of the edit, whether it can be tried.
@@ -265,3 +265,18 @@ def test_programs_that_use_nothing_of_jaxpar():
     assert found.findings[0].of.inserted
     assert found.findings[0].of.line.function.endswith("__call__")
     assert np.isfinite(found.utilisation)
+
+
+def test_the_devices_at_hand():
+    here = target("here", "dp=2,tp=4")
+    assert (here.mesh.shape, here.chip) == ({"dp": 2, "tp": 4}, None)
+    x = jax.ShapeDtypeStruct((512, 256), jnp.float32, sharding=P("tp"))
+    w = jax.ShapeDtypeStruct((256, 512), jnp.float32, sharding=P(None, "tp"))
+    step = jax.shard_map(layer, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+    program = compile_for(step, here, x, w)
+    with pytest.raises(ValueError, match="cpu"):
+        explain(program)
+    chip = Chip("cpu", flops=1e11, hbm=1e10, capacity=1e10, link=1e9, torus=False)
+    found = explain(replace(program, target=replace(here, chip=chip)), tries=1)
+    assert found.findings[0].of.collective == "all-gather"
+    assert found.findings[0].of.line.number == layer.__code__.co_firstlineno + 1

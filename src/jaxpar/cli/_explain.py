@@ -18,8 +18,7 @@ from jaxpar.cli._predict_results import Failure, Report, Request, Tick
 from jaxpar.cli._predict_views import write_picture, write_trace
 from jaxpar.cli._processes import COMPILING, converse
 from jaxpar.schedule._explained import compared, text_of
-
-HERE = "here"  # in place of a target: the devices at hand
+from jaxpar.schedule._target import HERE
 
 DESCRIPTION = """\
 Says why a step takes as long as it does, for TPUs and GPUs that need not be there: each wait for a

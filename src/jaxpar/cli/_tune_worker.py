@@ -21,8 +21,7 @@ from jaxpar.cli._predict_worker import COMPILER_PACKAGES, target_of, where
 from jaxpar.cli._processes import answer, start_jax
 from jaxpar.cli._tune_search import Candidate, Record, Tried, search
 from jaxpar.schedule import Target, compile_for, timeline
-
-HERE = "here"  # in place of a target: the devices at hand
+from jaxpar.schedule._target import HERE
 
 # Less than this share of the time replaces nothing: of what is predicted, and of what is timed.
 LEAST_PREDICTED = 0.001

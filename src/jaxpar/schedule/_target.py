@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh
 
@@ -24,6 +25,7 @@ from jaxpar._extras import install_command
 from jaxpar._types import MeshAxes
 from jaxpar.mesh import make_mesh
 
+HERE = "here"  # in place of a chip and its layout: the devices at hand
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 # Of some GPUs: compute capability, multiprocessors, L2 cache, clock in GHz, memory and its speed.
@@ -162,12 +164,13 @@ def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Au
         slices that libtpu knows). For GPU the chip and how many as in `"h100:8"`, or hosts x
         devices of each as in `"h100:4x8"`; any GPU that the CUDA plugin describes, by its name in
         lower case with hyphens, such as `"h100-pcie"` or `"a100-sxm4-40gb"`. That of jax 0.10
-        describes none: there, one of a100, h100, h200 and b200.
+        describes none: there, one of a100, h100, h200 and b200. `"here"`: the devices at hand,
+        `jax.devices()`; of CPUs nothing is published, so that they have no figures.
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
 
     Returns:
-      A `Target`. Its devices cannot run anything.
+      A `Target`. Described devices cannot run anything.
 
     Raises:
       ImportError: the compiler is not installed; the message names the extra that brings it.
@@ -182,11 +185,13 @@ def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Au
     """
     chip, _, layout = name.partition(":")
     sizes = layout.split("x")
-    if not chip or not all(size.isdecimal() and int(size) for size in sizes):
+    if name == HERE:
+        devices = jax.devices()
+    elif not chip or not all(size.isdecimal() and int(size) for size in sizes):
         raise ValueError(
             f"target: {name!r} is not of the form chip:layout, as in 'v5p:8x8x8' or 'h100:8'"
         )
-    if chip in TPUS:
+    elif chip in TPUS:
         devices = _tpu_devices(name)
     else:
         devices = _gpu_devices(name, chip, [int(size) for size in sizes])

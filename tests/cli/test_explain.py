@@ -1,0 +1,154 @@
+"""The command with the TPU compiler: what it prints and writes, and what it refuses."""
+
+import importlib.util
+import json
+
+import pytest
+
+from jaxpar.__main__ import main
+from jaxpar.cli import _explain
+from jaxpar.cli._explain_page import page_of
+from jaxpar.cli._explain_worker import serve
+
+MODEL = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+def make(mesh):
+    def step(x, w):
+        h = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P(None, "tp")))
+        return jnp.sin(h)
+
+    def shape(*spec):
+        return jax.ShapeDtypeStruct(
+            (4096, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec))
+        )
+
+    return step, (shape("tp"), shape(None, "tp"))
+
+def is_broken(mesh):
+    raise RuntimeError("</script> no luck")
+"""
+LINE = 7  # of the product, in MODEL
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    assert importlib.util.find_spec("libtpu"), (
+        "these tests need the TPU compiler; pip install -e '.[tpu]'"
+    )
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    return tmp_path
+
+
+def test_what_it_prints_and_writes(model, capsys):
+    command = ["explain", "model:make", "--target", "v5e:2x2"]
+    files = ["--json", "a.json", "--html", "a.html", "--trace", "t.json", "--plot", "a.png"]
+    assert main([*command, "--tries", "3", *files]) == 0
+    printed, said = capsys.readouterr()
+    assert "error" not in said
+    assert "a step on v5e:2x2 (tp=4) takes " in printed
+    assert "1. " in printed
+    assert "all-gather over tp, 1 run, 24 MiB sent by a device" in printed
+    assert f"where: model.py:{LINE} in step, forward" in printed
+    assert "x; dimension 0 lies over 'tp' and was wanted whole" in " ".join(printed.split())
+    assert "edit:  " in printed
+    assert "gain:  " in printed
+    assert "in memory at the peak:" in printed
+
+    record = json.loads((model / "a.json").read_text())
+    assert record["findings"][0]["of"]["line"]["number"] == LINE
+    assert record["mesh"] == {"tp": 4}
+    page = (model / "a.html").read_text()
+    assert "/* data */" not in page
+    assert f"model.py:{LINE} in step" in page
+    assert "http" not in page  # nothing is fetched
+    names = {event["name"] for event in json.loads((model / "t.json").read_text())["traceEvents"]}
+    assert record["findings"][0]["of"]["name"] in names
+    assert (model / "a.png").stat().st_size > 10_000
+    assert list((model / "caches" / "jaxpar").iterdir())
+
+    assert main([*command, "--tries", "0", "--against", "a.json"]) == 0
+    printed, _ = capsys.readouterr()
+    assert "against a.json:" in printed
+    assert "(+0.0%)" in printed
+    assert "better:" not in printed
+
+
+def test_a_page_is_safe_of_what_a_program_says():
+    record = {
+        "target": "v5e:2x2",
+        "mesh": {"tp": 4},
+        "estimate": "roofline",
+        "seconds": 1e-3,
+        "exposed": 0.0,
+        "floor": {"compute": 1e-3, "transfer": 0.0},
+        "utilisation": 0.5,
+        "peak_bytes": 100,
+        "capacity": 1000,
+        "loops_of_unknown_length": [],
+        "findings": [],
+        "overheads": [],
+        "refused": {"an edit": "</script><script>alert(1)"},
+        "held": [
+            {"bytes": 50, "array": "f32[2]", "what": "x", "line": None, "phase": "argument"},
+        ],
+        "events": [],
+    }
+    page = page_of(record)
+    assert page.count("</script>") == 1
+    assert "nothing to mend here" in page
+
+
+def test_a_program_that_fails_is_told_in_one_line(model, capsys):
+    assert main(["explain", "model:is_broken", "--target", "v5e:2x2"]) == 1
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    (line,) = [line for line in said.splitlines() if line.startswith("jaxpar explain: error: ")]
+    assert "v5e:2x2: RuntimeError: </script> no luck (model.py:" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tries", "-1"], "--tries -1 must be at least 0"),
+        (["--worst", "0"], "--worst 0 must be at least 1"),
+        (["--target", "v5e:2x2,v5e:2x4"], "--target v5e:2x2,v5e:2x4 names several; explain takes "),
+        (["--against", "none.json"], "--against none.json cannot be read: No such file"),
+        (["--against", "text.json"], "--against text.json is no JSON: "),
+        (["--against", "list.json"], "--against list.json has no findings; name a file that"),
+        (["--html", "none/a.html"], "--html none/a.html: its directory does not exist"),
+        (["--target", "v5e:3x5"], "v5e:3x5: libtpu does not know the slice"),
+        (["--mesh", "dp=3,tp=-1"], "--mesh dp=3,tp=-1: "),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, words, model, capsys):
+    (model / "text.json").write_text("no JSON")
+    (model / "list.json").write_text("[]")
+    assert main(["explain", "model:make", "--target", "v5e:2x2", *arguments]) == 2
+    _, said = capsys.readouterr()
+    (line,) = said.splitlines()
+    assert line.startswith("jaxpar explain: error: ")
+    assert words in line
+
+
+def test_a_worker_that_dies_is_told(model, capsys, monkeypatch):
+    monkeypatch.setattr(_explain, "converse", lambda *args: "ended with SIGABRT: out of luck")
+    assert main(["explain", "model:make", "--target", "v5e:2x2"]) == 1
+    _, said = capsys.readouterr()
+    assert "v5e:2x2: the compiler's process ended with SIGABRT: out of luck" in said
+
+
+def test_the_worker_says_what_it_tries(model):
+    from dataclasses import asdict
+
+    from jaxpar.__main__ import _Parser
+
+    parser = _Parser()
+    _explain.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["explain", "model:make", "--target", "v5e:2x2"])
+    task = {"request": asdict(_explain._request(args)), "tries": 1, "worst": 3, "cache": False}
+    kinds = [next(iter(record)) for record in serve(json.loads(json.dumps(task)))]
+    assert kinds == ["facts", "begin", "trying", "prediction", "explained"]
