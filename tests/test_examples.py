@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
 import jaxpar.layers
 import jaxpar.layout
 import jaxpar.moe
+import jaxpar.schedule
 import jaxpar.testing
 
-MODULES = (jaxpar, jaxpar.layers, jaxpar.layout, jaxpar.moe, jaxpar.testing)
+MODULES = (jaxpar, jaxpar.layers, jaxpar.layout, jaxpar.moe, jaxpar.schedule, jaxpar.testing)
 PUBLIC = [
     (module, name)
     for module in MODULES
@@ -30,7 +32,7 @@ NAMES["REPLICATED"] = jaxpar.layout.REPLICATED
     ("module", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_example(module, name, tmp_path):
-    names = {**NAMES, "jaxpar": jaxpar, "jax": jax, "jnp": jnp, "np": np, "P": P}
+    names = {**NAMES, "jaxpar": jaxpar, "jax": jax, "jnp": jnp, "lax": lax, "np": np, "P": P}
     named, names["folder"] = getattr(module, name), tmp_path / "folder"
     # Of a class, its methods' too.
     examples = doctest.DocTestFinder(recurse=inspect.isclass(named)).find(

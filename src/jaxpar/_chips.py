@@ -8,7 +8,13 @@ import jax
 
 @dataclass(frozen=True)
 class Chip:
-    """Published figures of one chip; of one device, where a function returns it for a device."""
+    """Published figures of one chip; of one device, where a function returns it for a device.
+
+    Example:
+      >>> from jaxpar.schedule import target
+      >>> target("v5e:2x2").chip.flops
+      197000000000000.0
+    """
 
     kind: str  # as in `device_kind`, or its beginning
     flops: float  # bf16, per second

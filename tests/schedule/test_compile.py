@@ -35,7 +35,7 @@ def test_the_targets_mesh_is_the_context(jitted):
     fn = jax.jit(gather) if jitted else gather
     program = compile_for(fn, V5E, square(ROWS))
     assert program.target is V5E
-    assert program.module.is_scheduled
+    assert program.module.hlo.is_scheduled
     assert 0 < program.seconds < 60
     assert jax.sharding.get_abstract_mesh().empty  # as before
     (transfer,) = timeline(program).transfers

@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.schedule import CAUSES, Chip, compile_for, explain, target, timeline
+from jaxpar.schedule import Chip, compile_for, explain, target, timeline
+from jaxpar.schedule._causes import CAUSES
 from jaxpar.schedule._explained import compared
 
 # Of each mistake: the target, its mesh, the cause, a part of the edit, whether it can be tried.

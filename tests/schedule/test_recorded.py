@@ -81,7 +81,7 @@ def trips(program: CompiledProgram) -> tuple[int | None, ...]:
 def check(program: CompiledProgram, facts: Facts) -> Timeline:
     played = timeline(program)
     transfers = sorted(played.transfers, key=lambda e: (-e.bytes, e.row))
-    assert program.module.is_scheduled
+    assert program.module.hlo.is_scheduled
     assert trips(program) == facts.trips
     assert not played.loops_of_unknown_length
     assert tuple(e.row for e in transfers) == facts.rows

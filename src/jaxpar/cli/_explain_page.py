@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from jaxpar.schedule import CAUSES
+from jaxpar.schedule._causes import CAUSES
 from jaxpar.schedule._explained import gain, heading, place, title, verdict
 from jaxpar.schedule._units import size, us
 

@@ -7,7 +7,6 @@ text. `_exposed`, `_causes` and `_trials` find out why, and what to change.
 """
 
 from jaxpar._chips import Chip
-from jaxpar.schedule._causes import CAUSES, Cause
 from jaxpar.schedule._explain import Explanation, Finding, explain
 from jaxpar.schedule._exposed import Exposed
 from jaxpar.schedule._floor import Floor, matmul_floor, program_floor
@@ -20,9 +19,7 @@ from jaxpar.schedule._timeline import CompiledProgram, Memory, Timeline, compile
 from jaxpar.schedule._trials import Tried
 
 __all__ = [
-    "CAUSES",
     "Assumed",
-    "Cause",
     "Chip",
     "CompiledProgram",
     "Event",

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from jaxpar._calls import naming, readable, type_error, value_error
-from jaxpar.schedule._causes import Cause, Rules
+from jaxpar.schedule._causes import CAUSES, Cause, Rules
 from jaxpar.schedule._explained import record_of, text_of
 from jaxpar.schedule._exposed import Exposed, Exposures
 from jaxpar.schedule._floor import Floor, device_flops, program_floor
@@ -37,6 +37,14 @@ class Finding:
       tried: what edits bring that could be tried by themselves, the fastest first.
       gain: seconds that the step is faster with the edit; 0 if none was tried, or gains anything.
       left: how many edits could have been tried, had `tries` been more.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, explain, target
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
+      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> found.findings[0].meaning
+      'the compiler makes it synchronous: nothing runs beside it'
     """
 
     of: Exposed | Overhead
@@ -46,6 +54,11 @@ class Finding:
     tried: tuple[Tried, ...]
     gain: float
     left: int
+
+    @property
+    def meaning(self) -> str:
+        """The cause in a few words."""
+        return CAUSES[self.cause]
 
 
 @readable
@@ -62,6 +75,14 @@ class Explanation:
       held: the arrays in memory where the program needs the most of it, the largest first.
       utilisation: the FLOPs of its matmuls over what the chip could do in its time.
       refused: edits that could not be tried, and why.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, explain, target
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
+      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> print(found.text().splitlines()[0])
+      a step on v5e:2x2 (tp=4) takes ... us; ... us (...) of that it waits for transfers
     """
 
     program: CompiledProgram
@@ -103,7 +124,7 @@ def explain(
 
     The program's schedule is played on a model of its chip, as by `timeline`. Each wait for a
     transfer is traced to the line it comes from, gets one cause out of a closed list
-    (`jaxpar.schedule.CAUSES`), decided by rules on the schedule, and an edit. Edits that can be
+    (see `Finding.meaning`), decided by rules on the schedule, and an edit. Edits that can be
     tried by themselves are: compiler options, the order of the mesh, modes of jaxpar's collectives
     and overlapped forms in place of plain ones, shardings of arguments, and a program without one
     of its sharding constraints or barriers, with repeated collectives run once, sums in bfloat16,

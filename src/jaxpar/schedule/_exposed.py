@@ -57,6 +57,15 @@ class Exposed:
       independent: seconds of other work in the step that neither needs the collective nor is
         needed for it, and that ran at another time.
       synchronous: whether nothing can run beside it.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, explain, target
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
+      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> of = found.findings[0].of
+      >>> of.collective, of.axes, of.inserted
+      ('all-gather', ('tp',), True)
     """
 
     name: str
@@ -171,7 +180,7 @@ class Exposures:
         return self.transfers[name][0].row.removesuffix(self._kind(name)).strip()
 
     def _exposed(self, names: list[str]) -> Exposed:
-        waited = {one: sum(self.order[n].seconds for n in self.waits[one]) for one in names}
+        waited = {one: sum((self.order[n].seconds for n in self.waits[one]), 0.0) for one in names}
         waiting = [one for one in names if waited[one]]
         name = max(names, key=waited.__getitem__)
         events = [event for one in names for event in self.transfers[one]]
@@ -185,11 +194,11 @@ class Exposures:
             names=tuple(names),
             collective=self._kind(name),
             over=", ".join(dict.fromkeys(map(self._over, names))),
-            seconds=sum(waited.values()),
+            seconds=sum(waited.values(), 0.0),
             runs=len(events),
             bytes=sum(e.bytes for e in events),
             transfer=sum(e.seconds for e in events),
-            queued=sum(e.queued for e in events),
+            queued=sum((max(0.0, e.queued) for e in events), 0.0),
             latency=sum(e.latency for e in events),
             links=events[0].links,
             links_there=self.links.there,
@@ -391,7 +400,7 @@ class Exposures:
             seen.add(one)
             schedule, _ = self.homes[one.name]
             tied = self._tied(schedule, one)
-            total += sum(self.work[other] for other in schedule.operations if other not in tied)
+            total += sum((self.work[x] for x in schedule.operations if x not in tied), 0.0)
             level += self.callers[schedule]
         return total
 

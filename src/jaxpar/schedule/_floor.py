@@ -27,7 +27,12 @@ Results = Sequence[core.Var | core.Literal]
 @readable
 @dataclass(frozen=True)
 class Floor:
-    """The two times of which no schedule beats the longer one; seconds."""
+    """The two times of which no schedule beats the longer one; seconds.
+
+    Example:
+      >>> Floor(compute=2e-3, transfer=1e-3).total
+      0.002
+    """
 
     compute: float
     transfer: float

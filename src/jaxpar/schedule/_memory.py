@@ -29,6 +29,10 @@ class Held:
       what: the argument that it is, or the operation that made it.
       line: of the user's own; None of arguments, or where the compiler says none.
       phase: `"argument"`, `"forward"`, `"backward"` or `"recomputation"`.
+
+    Example:
+      >>> Held(64, "f32[16]", "params['w']", None, "argument").bytes
+      64
     """
 
     bytes: int

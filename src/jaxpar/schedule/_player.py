@@ -38,6 +38,10 @@ class Assumed:
       trips: how often loops run whose length depends on data, by a part of the name of the
         operation of the traced program that they come from (see `jax.named_scope`); the first
         that fits. A loop that none fits runs once, and `Timeline.loops_of_unknown_length` names it.
+
+    Example:
+      >>> Assumed(trips={"decode": 128}).trips_of("jit(f)/decode/while")
+      128
     """
 
     sent_rows: Rows = None
@@ -60,6 +64,10 @@ class Event:
 
     `kind` is `compute`; `transfer`, of a collective; `copy`, between the memories of the chip; or
     `wait`, when nothing computes because a transfer or a copy has not arrived.
+
+    Example:
+      >>> Event("dot.1", "jit(f)/dot_general", "compute", "compute", 0.0, 2e-6).seconds
+      2e-06
     """
 
     name: str  # of the HLO instruction

@@ -124,9 +124,10 @@ def _with_results(
     operands: list[Any],
 ) -> Sequence[Any]:
     inner = eqn.params["jaxpr"]
-    given: dict[int, Handler] = {n: partial(_given, results[k]) for n, k in repeated.items()}
+    kept = {n: list(results[k]) for n, k in repeated.items()}
     # As what lowers a remat2 does: else the compiler would keep the rest, too.
-    operands = list(lax.optimization_barrier(tuple(operands)))
+    operands, kept = lax.optimization_barrier((operands, kept))
+    given: dict[int, Handler] = {n: partial(_given, found) for n, found in kept.items()}
     return evaluated(inner, (), operands, Change(lambda jaxpr: given if jaxpr is inner else {}))
 
 

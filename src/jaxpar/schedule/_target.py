@@ -131,6 +131,11 @@ class Target:
       name: as given to `target`.
       mesh: a `jax.sharding.Mesh` of the described devices, to be used in shardings and `shard_map`.
       chip: published figures of one device, None for a chip that jaxpar has none of.
+
+    Example:
+      >>> from jaxpar.schedule import target
+      >>> target("v5e:2x2").platform
+      'tpu'
     """
 
     name: str
@@ -178,8 +183,8 @@ def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Au
 
     Example:
       >>> from jaxpar.schedule import target
-      >>> target("v5p:8x8x8", "dp=64,tp=8").mesh.shape
-      OrderedDict({'dp': 64, 'tp': 8})
+      >>> dict(target("v5p:8x8x8", "dp=64,tp=8").mesh.shape)
+      {'dp': 64, 'tp': 8}
 
     Source: `jax.experimental.topologies`.
     """

@@ -26,7 +26,12 @@ from jaxpar.schedule._target import Target, figures_of
 @readable
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of HBM of one device, as the compiler planned them."""
+    """Bytes of HBM of one device, as the compiler planned them.
+
+    Example:
+      >>> Memory(arguments=8, outputs=4, temporaries=0, aliased=4, peak=8).peak
+      8
+    """
 
     arguments: int
     outputs: int
@@ -38,7 +43,14 @@ class Memory:
 @readable
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A program compiled for a target: the scheduled module, its memory, and how long it took."""
+    """A program compiled for a target: the scheduled module, its memory, and how long it took.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, target
+      >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
+      >>> compile_for(jnp.sin, target("v5e:2x2"), x).memory.arguments
+      1024
+    """
 
     target: Target
     text: str = field(repr=False)  # scheduled HLO
@@ -138,7 +150,14 @@ def _compiled(lowered: Any, options: dict[str, Any]) -> tuple[str, Memory]:
 @readable
 @dataclass(frozen=True)
 class Timeline:
-    """A program's schedule under the published model of a chip; seconds, for one device."""
+    """A program's schedule under the published model of a chip; seconds, for one device.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, target, timeline
+      >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
+      >>> timeline(compile_for(jnp.sin, target("v5e:2x2"), x)).hidden_share  # of no transfers
+      1.0
+    """
 
     events: tuple[Event, ...]
     total: float
@@ -189,6 +208,15 @@ def timeline(
 
     Raises:
       ValueError: a chip that jaxpar has no figures of, and none given.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, target, timeline
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> gather = jax.shard_map(lambda x: lax.all_gather(x, "tp", tiled=True), in_specs=P("tp"),
+      ...     out_specs=P(None), check_vma=False)
+      >>> played = timeline(compile_for(gather, target("v5e:2x2"), x))
+      >>> played.sent_bytes == 1024 * 1024 * 2 * 3 / 4, [event.row for event in played.transfers]
+      (True, ['tp all-gather'])
     """
     chip = figures_of(program.target, chip)
     player = Player(Links(program.target.mesh, chip), assumed or Assumed())

@@ -17,6 +17,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jaxpar._calls import readable
 from jaxpar._jaxprs import type_of
 from jaxpar._jit import enclosing, jitted_with
 from jaxpar._options import compiled_with
@@ -44,6 +45,7 @@ class Trial:
     compiled: Callable[[], CompiledProgram | None]  # None: there is nothing to change
 
 
+@readable
 @dataclass(frozen=True)
 class Tried:
     """What an edit brings: the whole step, compiled with it and played.
@@ -54,6 +56,14 @@ class Tried:
       peak: bytes of memory that it needs.
       program: compiled with the edit.
       exposed: what the program with the edit exposes.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, explain, target
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
+      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> sorted(tried.edit for tried in found.findings[0].tried)[0]
+      "shard w by P('tp', None) in place of P(None, 'tp')"
     """
 
     edit: str
@@ -83,7 +93,7 @@ class Trials:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.program, self.target, self.left = program, program.target, most
-        self.args, self.options = program.args, program.compiler_options
+        self.args, self.options = _laid(program.args, program.target.mesh), program.compiler_options
         self.assumed, self.progress = assumed, progress
         self.done: dict[str, Tried | None] = {}
         self.refused: dict[str, str] = {}  # why an edit could not be tried
@@ -221,7 +231,7 @@ class Trials:
                     yield Trial(
                         f"shard {_listed(name, group)} by {_text(new)} in place of {_text(spec)}",
                         lambda new=new, group=group: self._compiled(
-                            self.program.function, self._laid(group, new), self.options
+                            self.program.function, self._sharded(group, new), self.options
                         ),
                     )
 
@@ -305,18 +315,14 @@ class Trials:
         change = Change(meshes=(self.target.mesh, mesh))
         fn = self._changed(change)
 
-        def laid(x: Any) -> Any:
-            sharding = getattr(x, "sharding", None)
-            return x if sharding is None else _shape(x, change.of(sharding))
-
-        args: Any = jax.tree.map(laid, self.args)
+        args = _laid(self.args, mesh)
         if fn is None:
             return self._compiled(self.program.function, args, self.options, mesh)
         return self._compiled(fn, jax.tree.leaves(args), self.options, mesh)
 
-    def _laid(self, names: set[str], spec: PartitionSpec) -> tuple[Any, ...]:
+    def _sharded(self, names: set[str], spec: PartitionSpec) -> tuple[Any, ...]:
         flat = [
-            _shape(x, _respecified(x.sharding, spec)) if name in names else x
+            _shape(x, NamedSharding(self.target.mesh, spec)) if name in names else x
             for name, x in _named(self.program.function, self.args).items()
         ]
         leaves, tree = jax.tree.flatten(self.args)
@@ -404,6 +410,20 @@ def _orders(mesh: Mesh) -> Iterator[Mesh]:
 # -- arguments ------------------------------------------------------------------------------------
 
 
+def _laid(args: Any, mesh: Mesh) -> Any:
+    """Arguments whose shardings, which may be specs without a mesh, are on this one."""
+
+    def laid(x: Any) -> Any:
+        sharding: Any = getattr(x, "sharding", None)
+        if getattr(sharding, "spec", None) is None:
+            return x
+        kind = sharding.memory_kind
+        return _shape(x, NamedSharding(mesh, sharding.spec, memory_kind=kind))
+
+    with jax.set_mesh(mesh):  # a shape whose sharding is a spec has none without
+        return jax.tree.map(laid, args)
+
+
 def _named(function: Any, args: Sequence[Any]) -> dict[str, Any]:
     """The leaves of arguments, by the names that JAX gives the program's parameters."""
     names: list[str] = []
@@ -436,14 +456,7 @@ def _over(spec: PartitionSpec, axes: Sequence[str]) -> bool:
 
 
 def _spec(x: Any) -> PartitionSpec | None:
-    sharding = getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, PartitionSpec) else getattr(sharding, "spec", None)
-
-
-def _respecified(sharding: Any, spec: PartitionSpec) -> Any:
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    return spec
+    return getattr(getattr(x, "sharding", None), "spec", None)
 
 
 def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
