@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -37,14 +38,15 @@ def model(tmp_path, monkeypatch):
     assert importlib.util.find_spec("libtpu"), (
         "these tests need the TPU compiler; pip install -e '.[tpu]'"
     )
-    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "slow.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     return tmp_path
 
 
 def test_what_it_prints_and_writes(model, capsys):
-    command = ["explain", "model:make", "--target", "v5e:2x2"]
+    command = ["explain", "slow:make", "--target", "v5e:2x2"]
     files = ["--json", "a.json", "--html", "a.html", "--trace", "t.json", "--plot", "a.png"]
     assert main([*command, "--tries", "3", *files]) == 0
     printed, said = capsys.readouterr()
@@ -52,7 +54,7 @@ def test_what_it_prints_and_writes(model, capsys):
     assert "a step on v5e:2x2 (tp=4) takes " in printed
     assert "1. " in printed
     assert "all-gather over tp, 1 run, 24 MiB sent by a device" in printed
-    assert f"where: model.py:{LINE} in step, forward" in printed
+    assert f"where: slow.py:{LINE} in step, forward" in printed
     assert "x; dimension 0 lies over 'tp' and was wanted whole" in " ".join(printed.split())
     assert "edit:  " in printed
     assert "gain:  " in printed
@@ -63,7 +65,7 @@ def test_what_it_prints_and_writes(model, capsys):
     assert record["mesh"] == {"tp": 4}
     page = (model / "a.html").read_text()
     assert "/* data */" not in page
-    assert f"model.py:{LINE} in step" in page
+    assert f"slow.py:{LINE} in step" in page
     assert "http" not in page  # nothing is fetched
     names = {event["name"] for event in json.loads((model / "t.json").read_text())["traceEvents"]}
     assert record["findings"][0]["of"]["name"] in names
@@ -103,11 +105,11 @@ def test_a_page_is_safe_of_what_a_program_says():
 
 
 def test_a_program_that_fails_is_told_in_one_line(model, capsys):
-    assert main(["explain", "model:is_broken", "--target", "v5e:2x2"]) == 1
+    assert main(["explain", "slow:is_broken", "--target", "v5e:2x2"]) == 1
     printed, said = capsys.readouterr()
     assert printed == ""
     (line,) = [line for line in said.splitlines() if line.startswith("jaxpar explain: error: ")]
-    assert "v5e:2x2: RuntimeError: </script> no luck (model.py:" in line
+    assert "v5e:2x2: RuntimeError: </script> no luck (slow.py:" in line
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_a_program_that_fails_is_told_in_one_line(model, capsys):
 def test_wrong_usage_is_one_line(arguments, words, model, capsys):
     (model / "text.json").write_text("no JSON")
     (model / "list.json").write_text("[]")
-    assert main(["explain", "model:make", "--target", "v5e:2x2", *arguments]) == 2
+    assert main(["explain", "slow:make", "--target", "v5e:2x2", *arguments]) == 2
     _, said = capsys.readouterr()
     (line,) = said.splitlines()
     assert line.startswith("jaxpar explain: error: ")
@@ -136,7 +138,7 @@ def test_wrong_usage_is_one_line(arguments, words, model, capsys):
 
 def test_a_worker_that_dies_is_told(model, capsys, monkeypatch):
     monkeypatch.setattr(_explain, "converse", lambda *args: "ended with SIGABRT: out of luck")
-    assert main(["explain", "model:make", "--target", "v5e:2x2"]) == 1
+    assert main(["explain", "slow:make", "--target", "v5e:2x2"]) == 1
     _, said = capsys.readouterr()
     assert "v5e:2x2: the compiler's process ended with SIGABRT: out of luck" in said
 
@@ -148,7 +150,7 @@ def test_the_worker_says_what_it_tries(model):
 
     parser = _Parser()
     _explain.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["explain", "model:make", "--target", "v5e:2x2"])
+    args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
     task = {"request": asdict(_explain._request(args)), "tries": 1, "worst": 3, "cache": False}
     kinds = [next(iter(record)) for record in serve(json.loads(json.dumps(task)))]
     assert kinds == ["facts", "begin", "trying", "prediction", "explained"]

@@ -198,7 +198,7 @@ class Exposures:
             runs=len(events),
             bytes=sum(e.bytes for e in events),
             transfer=sum(e.seconds for e in events),
-            queued=sum((max(0.0, e.queued) for e in events), 0.0),
+            queued=sum(e.queued for e in events),
             latency=sum(e.latency for e in events),
             links=events[0].links,
             links_there=self.links.there,

@@ -219,7 +219,8 @@ class Player:
         self.stream = end
         event = Event(
             *(start.name, start.op, "transfer", transfer.row, first, end, transfer.sent),
-            queued=first - self.now,
+            # Of its slowest link: others may have been free.
+            queued=max(0.0, end - latency - self.now - float(seconds.max(initial=0.0))),
             latency=latency,
             links=self.links.used(transfer),
         )
