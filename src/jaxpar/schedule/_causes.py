@@ -15,10 +15,10 @@ from typing import Literal
 from jaxpar._options import COMPILERS
 from jaxpar._torus import on_torus
 from jaxpar.mesh import ring_hops
+from jaxpar.schedule._edits import Edit, Edits
 from jaxpar.schedule._exposed import Exposed, Exposures
 from jaxpar.schedule._hlo import Instruction
 from jaxpar.schedule._overheads import Overhead
-from jaxpar.schedule._trials import Trial, Trials
 from jaxpar.schedule._units import size, us
 from jaxpar.schedule._values import Value
 
@@ -63,23 +63,23 @@ class Verdict:
     Attributes:
       cause: the rule's.
       why: the evidence, as a sentence.
-      edit: what to change.
-      trials: the edits that can be tried.
+      edit: what to change, where none of `edits` is faster.
+      edits: those that can be tried by themselves.
       is_sure: whether it holds without a trial; else one of them must make the step faster.
     """
 
     cause: Cause
     why: str
     edit: str
-    trials: Iterable[Trial] = ()
+    edits: Iterable[Edit] = ()
     is_sure: bool = True
 
 
 class Rules:
     """The rules, for the collectives of one program."""
 
-    def __init__(self, exposures: Exposures, trials: Trials) -> None:
-        self.exposures, self.trials, self.values = exposures, trials, exposures.values
+    def __init__(self, exposures: Exposures, edits: Edits) -> None:
+        self.exposures, self.edits, self.values = exposures, edits, exposures.values
 
     def of(self, exposed: Exposed | Overhead) -> Iterator[Verdict]:
         """What the rules say, in their order; the last one always applies."""
@@ -113,7 +113,7 @@ class Rules:
                 "sent twice",
                 f"it gathers the same array in each of {e.runs} trips of a loop",
                 "gather in front of the loop, and give the loop the whole array",
-                self.trials.once(),
+                self.edits.once(),
             )
         if other := self._alike(e, collective):
             return Verdict(
@@ -129,7 +129,7 @@ class Rules:
             "keep instead would fit the memory",
             "keep what the collective results in: jax.checkpoint(f, policy="
             "save_only_these_names('whole')) with checkpoint_name(result, 'whole')",
-            self.trials.kept(),
+            self.edits.kept(),
         )
 
     def _is_invariant(self, collective: Instruction) -> bool:
@@ -198,14 +198,14 @@ class Rules:
         if not e.inserted or e.latency >= _HALF * e.transfer:  # of a few numbers
             return None
         arguments = self.exposures.arguments(e.name)
-        trials = chain(self.trials.constraints(), self.trials.specs(arguments, e.axes))
+        edits = chain(self.edits.constraints(), self.edits.specs(arguments, e.axes))
         return Verdict(
             "resharding",
             "nobody wrote it: the partitioner put it in, as the array lies otherwise than it is "
             "wanted",
             "give the array where it is made the sharding that is wanted here, or shard what uses "
             "it as the array is",
-            trials,
+            edits,
             is_sure=False,
         )
 
@@ -221,7 +221,7 @@ class Rules:
             "wide dtype",
             f"each number travels in {width} bytes, and {narrow}",
             "sum in the narrower dtype: cast before the collective",
-            self.trials.narrow(e.line),
+            self.edits.narrow(e.line),
         )
 
     def _narrower(self, collective: Instruction, width: int) -> str | None:
@@ -264,7 +264,7 @@ class Rules:
             f"neighbours along {', '.join(axes)} are up to {most} links apart on this mesh, so "
             "that messages share links",
             "make the mesh with jaxpar.make_mesh, the axis with the most traffic last",
-            self.trials.order(axes),
+            self.edits.order(axes),
             is_sure=False,
         )
 
@@ -277,7 +277,7 @@ class Rules:
             "before it",
             "send a half the other way around (mode='bidirectional' of jaxpar's collectives), or "
             "over another axis, whose links are idle",
-            self.trials.modes(),
+            self.edits.modes(),
         )
 
     def _latency(self, e: Exposed) -> Verdict | None:
@@ -311,7 +311,7 @@ class Rules:
             "synchronous",
             f"the compiler of {kind} makes this {e.collective} synchronous: nothing runs beside it",
             remedy,
-            chain(self.trials.compiler_options(), self.trials.modes(), self.trials.forms(e.line)),
+            chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line)),
         )
 
     def _ends_of_a_pipeline(self, e: Exposed) -> Verdict | None:
@@ -332,7 +332,7 @@ class Rules:
             f"{sum(hidden)} of {len(runs)} alike are hidden; what is exposed begins or ends them",
             "cut finer, so that the first and the last piece are shorter, or give the ends other "
             "work",
-            self.trials.modes(),
+            self.edits.modes(),
         )
 
     def _ordered_elsewhere(self, e: Exposed) -> Verdict | None:
@@ -345,7 +345,7 @@ class Rules:
             "at another time",
             "start it earlier: take an optimization_barrier or a loop's boundary from between, or "
             "unroll the loop",
-            chain(self.trials.compiler_options(), self.trials.barriers(), self.trials.unrolled()),
+            chain(self.edits.compiler_options(), self.edits.barriers(), self.edits.unrolled()),
         )
 
     def _nothing_to_hide_behind(self, e: Exposed) -> Verdict:
@@ -355,7 +355,7 @@ class Rules:
             "run beside it",
             "split it and its matmul into pieces that run beside each other: jaxpar's "
             "all_gather_matmul and matmul_reduce_scatter do that",
-            chain(self.trials.compiler_options(), self.trials.modes(), self.trials.forms(e.line)),
+            chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line)),
         )
 
     def _copies(self, o: Overhead) -> Verdict:
@@ -365,7 +365,7 @@ class Rules:
             "at once",
             "have the loop's body use what it carries once and write it in place: no swapping, no "
             "use behind an update",
-            self.trials.unrolled(),
+            self.edits.unrolled(),
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar.schedule._causes import CAUSES, Cause, Rules
+from jaxpar.schedule._edits import Edits
 from jaxpar.schedule._explained import record_of, text_of
 from jaxpar.schedule._exposed import Exposed, Exposures
 from jaxpar.schedule._floor import Floor, device_flops, program_floor
@@ -164,8 +165,9 @@ def explain(
         raise value_error(f"tries={tries} and worst={worst} must not be negative")
     played = timeline(program, assumed=assumed)
     exposures = Exposures(program, played)
-    trials = Trials(program, assumed, tries, progress)
-    rules = Rules(exposures, trials)
+    # A program that was not made by `compile_for` cannot be compiled again.
+    trials = Trials(assumed, tries if program.function is not None else 0, progress)
+    rules = Rules(exposures, Edits(program))
     costs = overheads(exposures)
     exposed = [e for e in exposures.found() if e.seconds >= LEAST * played.total]
     found = [_finding(e, rules, trials, played) for e in islice(exposed, worst)]
@@ -193,7 +195,7 @@ def _finding(of: Exposed | Overhead, rules: Rules, trials: Trials, played: Timel
     left, slower = 0, list[Tried]()
     is_worth = of.seconds >= WORTH * played.total
     for verdict in rules.of(of):
-        tried, skipped = trials.all(verdict.trials) if is_worth else ((), 0)
+        tried, skipped = trials.all(verdict.edits) if is_worth else ((), 0)
         left += skipped
         slower += [one for one in tried if one.seconds > FASTER * played.total]
         faster = [one for one in tried if one not in slower]

@@ -1,0 +1,396 @@
+"""Edits that can be tried by themselves: what a person would change, and the program with it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import combinations, permutations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from jaxpar._jaxprs import type_of
+from jaxpar._jit import enclosing, jitted_with
+from jaxpar._options import compiled_with
+from jaxpar._options import compiler_options as options_of
+from jaxpar._tuning import Trial as Ways
+from jaxpar._tuning import trying
+from jaxpar._types import Mode
+from jaxpar.mesh import make_mesh, ring_hops
+from jaxpar.schedule._forms import overlapped
+from jaxpar.schedule._repeats import hoisted, kept
+from jaxpar.schedule._rewrite import Change, Handler, bound, rewritten
+from jaxpar.schedule._sources import Line, line_of
+from jaxpar.schedule._timeline import CompiledProgram, compile_for
+
+MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit: what a person would change, and how to compile the program with it."""
+
+    text: str
+    compiled: Callable[[], CompiledProgram | None]  # None: there is nothing to change
+
+
+class Edits:
+    """The edits of one program, by their kinds."""
+
+    def __init__(self, program: CompiledProgram) -> None:
+        self.program, self.target = program, program.target
+        self.args, self.options = _laid(program.args, program.target.mesh), program.compiler_options
+
+    def compiler_options(self) -> Iterator[Edit]:
+        """The options that the chip should have, where the program lacks some."""
+        lacking = {
+            name: value
+            for name, value in options_of(self.target).items()
+            if self.options.get(name) != value
+        }
+        if lacking:
+            text = ", ".join(f"{name}={value}" for name, value in lacking.items())
+            yield Edit(
+                f"compile with jaxpar.compiler_options(mesh), that is with {text}",
+                lambda: self._compiled(
+                    self.program.function, self.args, {**self.options, **lacking}
+                ),
+            )
+
+    def modes(self) -> Iterator[Edit]:
+        """Another mode for all collectives of jaxpar's."""
+        if self._has_modes:
+            for mode in MODES:
+                yield Edit(
+                    f"give jaxpar's collectives mode={mode!r} (jaxpar tune finds the best of each)",
+                    lambda mode=mode: self._with_mode(mode),
+                )
+
+    def forms(self, line: Line | None) -> Iterator[Edit]:
+        """The gathers and reduce-scatters beside matmuls, as one of jaxpar's."""
+        where = f" at {line}" if line else ""
+        for form in overlapped(line):
+            yield Edit(
+                f"{form.edit}{where}", lambda form=form: self._rewritten(Change(form.equations))
+            )
+
+    def order(self, axes: Sequence[str]) -> Iterator[Edit]:
+        """A mesh in which neighbours along these axes are nearer, if there is one."""
+        mesh = self.target.mesh
+        best, hops = None, _hops(mesh, axes)
+        for other in _orders(mesh):
+            if (found := _hops(other, axes)) < hops:
+                best, hops = other, found
+        if best is not None:
+            shape = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+            yield Edit(
+                f"make the mesh with jaxpar.make_mesh({shape!r}), whose neighbours along "
+                f"{', '.join(axes)} are at most {hops} link{'s' * (hops > 1)} apart",
+                lambda: self._on(best),
+            )
+
+    def constraints(self) -> Iterator[Edit]:
+        """The program without one of its sharding constraints; without all of them."""
+        places: dict[Line | None, None] = {}
+
+        def note(jaxpr: core.Jaxpr) -> dict[int, Handler]:
+            for eqn in jaxpr.eqns:
+                if eqn.primitive.name == "sharding_constraint":
+                    places[line_of(eqn)] = None
+            return {}
+
+        Change(note).touches(self.program.jaxpr.jaxpr)
+        for line in places:
+
+            def without(jaxpr: core.Jaxpr, line: Line | None = line) -> dict[int, Handler]:
+                return {
+                    place: _same
+                    for place, eqn in enumerate(jaxpr.eqns)
+                    if eqn.primitive.name == "sharding_constraint" and line_of(eqn) == line
+                }
+
+            yield Edit(
+                f"take with_sharding_constraint away{f' at {line}' if line else ''}, or give it "
+                "the sharding that its operand has",
+                lambda without=without: self._rewritten(Change(without)),
+            )
+
+    def specs(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
+        """Other dimensions of arguments sharded over some axes than now.
+
+        Arrays of one shape and spec change together, as the layers of a model and its optimizer's
+        state do; then, of each shape, one alone.
+        """
+        leaves = _named(self.program.function, self.args)
+        for name in arguments:
+            leaf = leaves.get(name)
+            spec = None if leaf is None else _spec(leaf)
+            if leaf is None or spec is None or not _over(spec, axes):
+                continue
+            alike = {n for n, x in leaves.items() if x.shape == leaf.shape and _spec(x) == spec}
+            same = {n for n in alike if _last(n) == _last(name)}
+            for new in _exchanged(spec, leaf.shape, self.target.mesh):
+                for group in (alike, same) if same < alike else (alike,):
+                    yield Edit(
+                        f"shard {_listed(name, group)} by {_text(new)} in place of {_text(spec)}",
+                        lambda new=new, group=group: self._compiled(
+                            self.program.function, self._sharded(group, new), self.options
+                        ),
+                    )
+
+    def barriers(self) -> Iterator[Edit]:
+        """The program without its optimization barriers."""
+
+        def without(jaxpr: core.Jaxpr) -> dict[int, Handler]:
+            return {
+                place: _same
+                for place, eqn in enumerate(jaxpr.eqns)
+                if eqn.primitive.name == "optimization_barrier"
+            }
+
+        yield Edit("take optimization_barrier away", lambda: self._rewritten(Change(without)))
+
+    def unrolled(self) -> Iterator[Edit]:
+        """Two trips of each scan in one."""
+
+        def twice(jaxpr: core.Jaxpr) -> dict[int, Handler]:
+            return {
+                place: lambda eqn, xs: bound(eqn, xs, unroll=2)
+                for place, eqn in enumerate(jaxpr.eqns)
+                if eqn.primitive.name == "scan"
+                and eqn.params["unroll"] == 1
+                and eqn.params["length"] > 1
+            }
+
+        yield Edit(
+            "give lax.scan unroll=2, so that one trip's transfers can run beside the other's work",
+            lambda: self._rewritten(Change(twice)),
+        )
+
+    def once(self) -> Iterator[Edit]:
+        """Collectives of one operand once: in front of a scan, or in the forward pass alone."""
+        yield Edit(
+            "gather in front of the scan, and let its body close over the whole array",
+            lambda: self._rewritten(Change(hoisted)),
+        )
+
+    def kept(self) -> Iterator[Edit]:
+        """What a checkpointed function sends, kept for its backward pass."""
+        yield Edit(
+            "keep what the collective results in: jax.checkpoint(f, policy="
+            "save_only_these_names('whole')) with checkpoint_name(result, 'whole'), both of "
+            "jax.ad_checkpoint and its policies",
+            lambda: self._rewritten(Change(kept)),
+        )
+
+    def narrow(self, line: Line | None) -> Iterator[Edit]:
+        """Sums of float32 in bfloat16 on the wire."""
+        yield Edit(
+            f"sum{f' at {line}' if line else ''} in bfloat16: cast before the collective and "
+            "back behind it (less exact), or use jaxpar's with wire_dtype='bfloat16'",
+            lambda: self._rewritten(Change(partial(_narrowed, line))),
+        )
+
+    # -- how to compile with them -------------------------------------------------------------
+
+    def _compiled(
+        self, fn: Any, args: Sequence[Any], options: dict[str, Any], mesh: Mesh | None = None
+    ) -> CompiledProgram:
+        target = self.target if mesh is None else replace(self.target, mesh=mesh)
+        cache = self.program.cache
+        return compile_for(fn, target, *args, compiler_options=options, cache=cache)
+
+    def _jitted(self) -> Any:
+        return jitted_with(self.program.function, self.options)[0]
+
+    def _rewritten(self, change: Change) -> CompiledProgram | None:
+        fn = self._changed(change)
+        if fn is None:
+            return None
+        return self._compiled(fn, jax.tree.leaves(self.args), self.options)
+
+    def _changed(self, change: Change) -> Any:
+        jitted = self._jitted()
+        with jax.set_mesh(self.target.mesh), compiled_with(self.options), enclosing(jitted):
+            return rewritten(jitted, change, *self.args)
+
+    def _on(self, mesh: Mesh) -> CompiledProgram:
+        change = Change(meshes=(self.target.mesh, mesh))
+        fn = self._changed(change)
+
+        args = _laid(self.args, mesh)
+        if fn is None:
+            return self._compiled(self.program.function, args, self.options, mesh)
+        return self._compiled(fn, jax.tree.leaves(args), self.options, mesh)
+
+    def _sharded(self, names: set[str], spec: PartitionSpec) -> tuple[Any, ...]:
+        flat = [
+            _shape(x, NamedSharding(self.target.mesh, spec)) if name in names else x
+            for name, x in _named(self.program.function, self.args).items()
+        ]
+        leaves, tree = jax.tree.flatten(self.args)
+        assert len(leaves) == len(flat)
+        return tree.unflatten(flat)
+
+    @cached_property
+    def _has_modes(self) -> bool:
+        """Whether the program has collectives of jaxpar's."""
+        ways = Ways({}, imposed="naive")
+        with jax.set_mesh(self.target.mesh), compiled_with(self.options), trying(ways):
+            self._jitted().trace(*self.args)
+        return ways.met
+
+    def _with_mode(self, mode: Mode) -> CompiledProgram:
+        with trying(Ways({}, imposed=mode)):
+            return self._compiled(self.program.function, self.args, self.options)
+
+
+def _same(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+    return operands
+
+
+def _narrowed(line: Line | None, jaxpr: core.Jaxpr) -> dict[int, Handler]:
+    found: dict[int, Handler] = {}
+    for place, eqn in enumerate(jaxpr.eqns):
+        if line is not None and line_of(eqn) != line:
+            continue
+        wide = any(_is_wide(type_of(x)) for x in eqn.invars)
+        if wide and eqn.primitive.name in ("psum", "psum2", "psum_invariant"):
+            found[place] = _sum_narrowly
+        elif wide and eqn.primitive.name == "reduce_scatter":
+            found[place] = _scatter_narrowly
+    return found
+
+
+def _is_wide(x: Any) -> bool:
+    """Whether it is an array of float32; one number is not worth a cast."""
+    return x.dtype == jnp.float32 and bool(x.shape)
+
+
+def _sum_narrowly(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+    groups = eqn.params.get("axis_index_groups")
+    return [
+        lax.psum(x.astype(jnp.bfloat16), eqn.params["axes"], axis_index_groups=groups).astype(
+            x.dtype
+        )
+        if _is_wide(x)
+        else lax.psum(x, eqn.params["axes"], axis_index_groups=groups)
+        for x in operands
+    ]
+
+
+def _scatter_narrowly(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+    (x,), params = operands, eqn.params
+    summed = lax.psum_scatter(
+        x.astype(jnp.bfloat16),
+        params["axis_name"],
+        scatter_dimension=params["scatter_dimension"],
+        axis_index_groups=params["axis_index_groups"],
+        tiled=params["tiled"],
+    )
+    return [summed.astype(x.dtype)]
+
+
+# -- meshes ---------------------------------------------------------------------------------------
+
+
+def _hops(mesh: Mesh, axes: Sequence[str]) -> int:
+    """The most links between neighbours along axes, each of them by itself."""
+    return max((int(ring_hops(mesh, axis).max()) for axis in axes), default=0)
+
+
+def _orders(mesh: Mesh) -> Iterator[Mesh]:
+    """The same mesh with its devices in other orders, each the best for some order of the axes."""
+    names, devices = mesh.axis_names, list(mesh.devices.flat)
+    devices.sort(key=lambda device: device.id)
+    for order in permutations(names):
+        made = make_mesh({name: mesh.shape[name] for name in order}, devices=devices)
+        grid = made.devices.transpose([order.index(name) for name in names])
+        if not np.array_equal(grid, mesh.devices):
+            yield Mesh(grid, names, axis_types=mesh.axis_types)
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def _laid(args: Any, mesh: Mesh) -> Any:
+    """Arguments whose shardings, which may be specs without a mesh, are on this one."""
+
+    def laid(x: Any) -> Any:
+        sharding: Any = getattr(x, "sharding", None)
+        if getattr(sharding, "spec", None) is None:
+            return x
+        kind = sharding.memory_kind
+        return _shape(x, NamedSharding(mesh, sharding.spec, memory_kind=kind))
+
+    with jax.set_mesh(mesh):  # a shape whose sharding is a spec has none without
+        return jax.tree.map(laid, args)
+
+
+def _named(function: Any, args: Sequence[Any]) -> dict[str, Any]:
+    """The leaves of arguments, by the names that JAX gives the program's parameters."""
+    names: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}[{n}]" for n in range(len(args) - len(names))]
+        else:
+            names.append(parameter.name)
+    return {
+        f"{name}{keystr(keys)}": leaf
+        for name, arg in zip(names, args, strict=False)
+        for keys, leaf in tree_flatten_with_path(arg)[0]
+    }
+
+
+def _last(name: str) -> str:
+    """What is left of a name without the argument's own: the same weight's state has it too."""
+    return name[name.find("[") :] if "[" in name else name
+
+
+def _listed(name: str, group: set[str]) -> str:
+    """A few names, the first one first."""
+    names = [name, *sorted(group - {name})]
+    more = len(names) - 4
+    return ", ".join(names[:4]) + (f" and {more} more of its shape" if more > 0 else "")
+
+
+def _over(spec: PartitionSpec, axes: Sequence[str]) -> bool:
+    return any(axis in _names(entry) for entry in spec for axis in axes)
+
+
+def _spec(x: Any) -> PartitionSpec | None:
+    return getattr(getattr(x, "sharding", None), "spec", None)
+
+
+def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _exchanged(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Iterator[PartitionSpec]:
+    """A spec with the axes of two dimensions exchanged, where sizes divide."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    for first, second in reversed(list(combinations(range(len(shape)), 2))):
+        if entries[first] == entries[second]:
+            continue
+        new = list(entries)
+        new[first], new[second] = new[second], new[first]
+        sizes = [int(np.prod([mesh.shape[name] for name in _names(entry)])) for entry in new]
+        if all(length % size == 0 for length, size in zip(shape, sizes, strict=True)):
+            yield PartitionSpec(*new)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _text(spec: PartitionSpec) -> str:
+    entries = ", ".join(map(repr, spec))
+    return f"P({entries})"
