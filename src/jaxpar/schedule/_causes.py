@@ -115,22 +115,22 @@ class Rules:
                 "gather in front of the loop, and give the loop the whole array",
                 self.edits.once(),
             )
+        if e.phase == "recomputation" and self._fits(e):
+            return Verdict(
+                "sent twice",
+                f"the forward pass has sent it, jax.checkpoint sends it again, and {size(e.bytes)} "
+                "to keep instead would fit the memory",
+                "keep what the collective results in: jax.checkpoint(f, policy="
+                "save_only_these_names('whole')) with checkpoint_name(result, 'whole')",
+                self.edits.kept(),
+            )
         if other := self._alike(e, collective):
             return Verdict(
                 "sent twice",
                 f"{self.exposures.text(other)} has sent the same array over {e.over!r} before",
                 "gather once and use the result in both places",
             )
-        if e.phase != "recomputation" or not self._fits(e):
-            return None
-        return Verdict(
-            "sent twice",
-            f"the forward pass has sent it, jax.checkpoint sends it again, and {size(e.bytes)} to "
-            "keep instead would fit the memory",
-            "keep what the collective results in: jax.checkpoint(f, policy="
-            "save_only_these_names('whole')) with checkpoint_name(result, 'whole')",
-            self.edits.kept(),
-        )
+        return None
 
     def _is_invariant(self, collective: Instruction) -> bool:
         """Whether a loop gives the collective the same array on each trip."""
