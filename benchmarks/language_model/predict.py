@@ -66,30 +66,18 @@ def serve(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _compile(request: dict[str, Any]) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding
-
     from jaxpar.schedule import compile_for, timeline
     from jaxpar.schedule import target as describe
     from language_model.curves import mesh_text
-    from language_model.parallel import LABELS, TOKENS, build_mesh, padded_sizes
-    from language_model.train import Trainer
+    from language_model.parallel import build_mesh
 
     devices = list(describe(request["target"], "x=-1").mesh.devices.flat)
     mesh = build_mesh(request["mesh"], devices)
     chosen = describe(request["target"], dict(mesh.shape))
-    training = Training(**request["training"])
     options = {name: request[name] for name in ("microbatches", "mode", "dispatch")}
-    trainer = Trainer(Model(**request["model"]), training, chosen.mesh, **options)
-    shape = padded_sizes(
-        training.batch, training.sequence, trainer.microbatches, dict(chosen.mesh.shape)
-    )
-    batch = [
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(chosen.mesh, spec))
-        for spec in (TOKENS, LABELS)
-    ]
-    compiled = compile_for(trainer.step, chosen, trainer.of_state.shapes, *batch)
+    model, training = Model(**request["model"]), Training(**request["training"])
+    step, args = step_on(chosen.mesh, model, training, **options)
+    compiled = compile_for(step, chosen, *args)
     played = timeline(compiled)
     return {
         "target": request["target"],
@@ -102,6 +90,33 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
         "seconds": compiled.seconds,
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
     }
+
+
+def step_on(mesh: Any, model: Model, training: Training, **options: Any) -> tuple[Any, Any]:
+    """Returns the training step on a mesh, and the shapes of its arguments."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+
+    from language_model.parallel import LABELS, TOKENS, padded_sizes
+    from language_model.train import Trainer
+
+    trainer = Trainer(model, training, mesh, **options)
+    sizes = dict(mesh.shape)
+    shape = padded_sizes(training.batch, training.sequence, trainer.microbatches, sizes)
+    batch = [
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+        for spec in (TOKENS, LABELS)
+    ]
+    return trainer.step, (trainer.of_state.shapes, *batch)
+
+
+def make_step(mesh: Any) -> tuple[Any, Any]:
+    """Returns the step of the default sizes on a mesh with all axes, for `jaxpar explain`."""
+    from language_model.arguments import parse
+
+    args = parse([])
+    return step_on(mesh, args.model, args.training)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import language_model.__main__ as command
+from jaxpar.__main__ import main as explain_or_predict
 from jaxpar.cli._console import UsageError, require_extra
 from language_model import curves, loads
 from language_model.arguments import parse
@@ -148,3 +150,14 @@ def test_sizes_that_are_not_given():
     assert model.tied
     assert parse(["--experts", "4"]).model.hidden == 192
     assert parse(["--experts", "4", "--top-k", "1"]).model.hidden == 352
+
+
+def test_its_step_is_explained(monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    mesh = "dp=1,fsdp=2,tp=2,ep=1,cp=1"
+    step = "language_model.predict:make_step"
+    options = ["--target", "v5e:2x2", "--mesh", mesh, "--tries", "0", "--no-cache"]
+    assert explain_or_predict(["explain", step, *options]) == 0
+    printed, _ = capsys.readouterr()
+    assert "a step on v5e:2x2 (dp=1, fsdp=2, tp=2, ep=1, cp=1) takes " in printed
+    assert "where: model.py:" in printed
