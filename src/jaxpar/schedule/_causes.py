@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Literal
 
 from jaxpar._options import COMPILERS
-from jaxpar._torus import on_torus
+from jaxpar._torus import on_torus, slice_of
 from jaxpar.mesh import ring_hops
 from jaxpar.schedule._edits import Edit, Edits
 from jaxpar.schedule._exposed import Exposed, Exposures
@@ -115,11 +115,11 @@ class Rules:
                 "gather in front of the loop, and give the loop the whole array",
                 self.edits.once(),
             )
-        if e.phase == "recomputation" and self._fits(e):
+        if e.phase == "recomputation" and self._has_room(kept := self._kept(e)):
             return Verdict(
                 "sent twice",
-                f"the forward pass has sent it, jax.checkpoint sends it again, and {size(e.bytes)} "
-                "to keep instead would fit the memory",
+                f"the forward pass has sent it, jax.checkpoint sends it again, and {size(kept)} to "
+                "keep instead would fit the memory",
                 "keep what the collective results in: jax.checkpoint(f, policy="
                 "save_only_these_names('whole')) with checkpoint_name(result, 'whole')",
                 self.edits.kept(),
@@ -187,12 +187,13 @@ class Rules:
             value = next(iter(self.values.sources(value)))
         return value
 
-    def _fits(self, e: Exposed) -> bool:
-        """Whether memory has room for all that a collective results in over a step."""
-        i = self.exposures.instruction(e.name)
-        kept = max((array.bytes for array in i.arrays), default=0) * e.runs
-        program = self.exposures.program
-        return program.memory.peak + kept < self.exposures.chip.capacity
+    def _kept(self, e: Exposed) -> int:
+        """Bytes of all that a collective results in over a step."""
+        arrays = self.exposures.instruction(e.name).arrays
+        return max((array.bytes for array in arrays), default=0) * e.runs
+
+    def _has_room(self, count: int) -> bool:
+        return self.exposures.program.memory.peak + count < self.exposures.chip.capacity
 
     def _resharding(self, e: Exposed) -> Verdict | None:
         if not e.inserted or e.latency >= _HALF * e.transfer:  # of a few numbers
@@ -254,7 +255,9 @@ class Rules:
     def _links_apart(self, e: Exposed) -> Verdict | None:
         mesh = self.exposures.target.mesh
         axes = [axis for axis in e.axes if axis in mesh.axis_names]
-        if not axes or not all(on_torus(device) for device in mesh.devices.flat):
+        devices = mesh.devices.flat
+        slices = {slice_of(device) for device in devices}
+        if not axes or len(slices) > 1 or not all(map(on_torus, devices)):
             return None
         most = max(int(ring_hops(mesh, axis).max()) for axis in axes)
         if most < 2:
@@ -302,11 +305,14 @@ class Rules:
         option = options.get(e.collective)
         if option and option not in self.exposures.program.compiler_options:
             remedy = f"compile with {option} (jaxpar.compiler_options(mesh) has it)"
-        else:
+        elif e.collective in ("all-gather", "all-reduce", "reduce-scatter"):
+            within = ", in a jax.shard_map" if e.inserted else ""
             remedy = (
-                "write it as permutes beside a matmul: jaxpar's all_gather_matmul, "
+                f"write it as permutes beside a matmul{within}: jaxpar's all_gather_matmul, "
                 "matmul_reduce_scatter or ring collectives, which are asynchronous"
             )
+        else:
+            remedy = "send less, or less often: no form of it that is known runs beside other work"
         return Verdict(
             "synchronous",
             f"the compiler of {kind} makes this {e.collective} synchronous: nothing runs beside it",

@@ -99,7 +99,7 @@ def _folded(line: str, width: int) -> list[str]:
 
 def heading(record: Record) -> list[str]:
     """The step in two lines."""
-    mesh = ", ".join(f"{name}={size}" for name, size in record["mesh"].items())
+    mesh = ", ".join(f"{name}={length}" for name, length in record["mesh"].items())
     total = record["seconds"]
     floor = max(record["floor"].values())
     lines = [
