@@ -4,11 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import equinox
 import jax
 import jax.numpy as jnp
 import mistakes
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -214,22 +216,21 @@ def test_wrong_calls():
 
 
 def test_programs_that_use_nothing_of_jaxpar():
-    flax, equinox = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
     chosen = target("v5e:2x4", "dp=2,tp=4")
     specs = {"up": P("tp", None), "down": P(None, "tp")}  # each by the wrong dimension
     sharded = {name: NamedSharding(chosen.mesh, spec) for name, spec in specs.items()}
     over_rows = NamedSharding(chosen.mesh, P("dp"))
     x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=over_rows)
 
-    class Mlp(flax.Module):
+    class Mlp(nnx.Module):
         def __init__(self, rngs):
-            self.up = flax.Linear(2048, 8192, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
-            self.down = flax.Linear(8192, 2048, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+            self.up = nnx.Linear(2048, 8192, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+            self.down = nnx.Linear(8192, 2048, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
 
         def __call__(self, x):
-            return self.down(flax.relu(self.up(x)))
+            return self.down(nnx.relu(self.up(x)))
 
-    graph, state = flax.split(flax.eval_shape(lambda: Mlp(flax.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Mlp(nnx.Rngs(0))))
     state = jax.tree.map_with_path(
         lambda path, w: jax.ShapeDtypeStruct(
             w.shape,
@@ -239,7 +240,7 @@ def test_programs_that_use_nothing_of_jaxpar():
         state,
     )
     found = explain(
-        compile_for(lambda state, x: flax.merge(graph, state)(x), chosen, state, x), tries=6
+        compile_for(lambda state, x: nnx.merge(graph, state)(x), chosen, state, x), tries=6
     )
     finding = found.findings[0]
     assert finding.of.inserted
@@ -281,3 +282,12 @@ def test_the_devices_at_hand():
     found = explain(replace(program, target=replace(here, chip=chip)), tries=1)
     assert found.findings[0].of.collective == "all-gather"
     assert found.findings[0].of.line.number == layer.__code__.co_firstlineno + 1
+
+
+def test_arguments_that_are_no_arrays():
+    chosen = target("v5e:2x4", "dp=2,tp=4")
+    x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=P("dp"))
+    w = jax.ShapeDtypeStruct((2048, 4096), jnp.bfloat16, sharding=P("tp"))
+    found = explain(compile_for(lambda x, w, rate: x @ w * rate, chosen, x, w, 0.5), tries=4)
+    assert found.findings[0].cause == "resharding"
+    assert "shard w by P(None, 'tp')" in found.findings[0].edit

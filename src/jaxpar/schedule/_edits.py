@@ -129,10 +129,11 @@ class Edits:
         Arrays of one shape and spec change together, as the layers of a model and its optimizer's
         state do; then, of each shape, one alone.
         """
-        leaves = _named(self.program.function, self.args)
+        given = _named(self.program.function, self.args)
+        leaves = {name: x for name, x in given.items() if _spec(x) is not None}
         for name in arguments:
             leaf = leaves.get(name)
-            spec = None if leaf is None else _spec(leaf)
+            spec = _spec(leaf)
             if leaf is None or spec is None or not _over(spec, axes):
                 continue
             alike = {n for n, x in leaves.items() if x.shape == leaf.shape and _spec(x) == spec}
