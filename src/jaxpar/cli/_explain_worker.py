@@ -7,7 +7,7 @@ from threading import Thread
 from typing import Any
 
 from jaxpar.cli._console import UsageError
-from jaxpar.cli._predict_programs import programs, requested_options
+from jaxpar.cli._predict_programs import Program, programs, requested_options
 from jaxpar.cli._predict_results import Failure, Prediction, Request, request_from
 from jaxpar.cli._predict_worker import Record, facts_of, target_of, where
 from jaxpar.cli._processes import answer
@@ -20,9 +20,9 @@ def serve(task: dict[str, Any]) -> Iterator[Record]:
     request = request_from(task["request"])
     try:
         target = target_of(request)
-        chosen = programs(request, target, ())
-        yield {"facts": asdict(facts_of(request, target, (), chosen))}
-        yield {"begin": chosen[0].case}
+        (program,) = programs(request, target, ())
+        yield {"facts": asdict(facts_of(request, target, (), [program]))}
+        yield {"begin": program.case}
     except UsageError as reason:
         yield {"failure": asdict(Failure("", str(reason), usage=True))}
         return
@@ -33,9 +33,9 @@ def serve(task: dict[str, Any]) -> Iterator[Record]:
 
     def work() -> None:
         try:
-            _explained(request, task, target, said)
+            _explained(program, request, task, target, said)
         except Exception as reason:
-            said.put({"failure": asdict(Failure(chosen[0].case, where(reason)))})
+            said.put({"failure": asdict(Failure(program.case, where(reason)))})
         said.put(None)
 
     # Edits are told of while they are compiled: in a thread of its own, as `explain` calls back.
@@ -45,9 +45,12 @@ def serve(task: dict[str, Any]) -> Iterator[Record]:
 
 
 def _explained(
-    request: Request, task: dict[str, Any], target: Target, said: SimpleQueue[Record | None]
+    program: Program,
+    request: Request,
+    task: dict[str, Any],
+    target: Target,
+    said: SimpleQueue[Record | None],
 ) -> None:
-    (program,) = programs(request, target, ())
     compiled = compile_for(
         program.function,
         target,

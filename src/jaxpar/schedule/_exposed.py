@@ -349,10 +349,7 @@ class Exposures:
             return ""
         operand = collective.operands[0]
         value = self.values.value(operand)
-        array = operand.arrays[0] if operand.arrays else None
-        shape = (
-            f"{array.dtype}[{','.join(map(str, array.shape))}] of each device, " if array else ""
-        )
+        shape = f"{operand.arrays[0]} of each device, " if operand.arrays else ""
         what = self.argument(value) or self.text(value.instruction.name)
         text = f"{shape}{what}"
         if not inserted:

@@ -86,7 +86,8 @@ class Trials:
             try:
                 compiled = edit.compiled()
             except Exception as reason:  # an edit that does not fit the program is none
-                self.refused[edit.text] = f"{type(reason).__name__}: {reason}"
+                said = str(reason).strip().partition("\n")[0]
+                self.refused[edit.text] = f"{type(reason).__name__}: {said}"
                 compiled = None
             if compiled is not None:
                 played = timeline(compiled, assumed=self.assumed)
