@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from jaxpar._units import size_text as size
+from jaxpar._units import us
 from jaxpar.schedule._causes import CAUSES
 from jaxpar.schedule._explained import gain, heading, place, title, verdict
-from jaxpar.schedule._units import size, us
 
 _DATA = "/* data */"
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar._types import AnyMesh
+from jaxpar._units import size_text
 from jaxpar.layout._layout import Layout
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._paths import is_array
-from jaxpar.layout._problem import size_text
 from jaxpar.layout._strategies import data_parallel, fully_sharded
 from jaxpar.schedule import Target
 

@@ -24,6 +24,7 @@ from jaxpar._calls import of_user, readable, type_error, value_error
 from jaxpar._jit import jitted_like
 from jaxpar._options import compiled_with
 from jaxpar._options import compiler_options as options_of
+from jaxpar._units import size_text
 from jaxpar.layout._array_layout import axes_by_dim
 from jaxpar.layout._causes import Causes, What
 from jaxpar.layout._dimensions import Dimensions
@@ -31,7 +32,6 @@ from jaxpar.layout._exchanges import Candidate, candidates, shapes_of
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._like import array_like, parameter_of
 from jaxpar.layout._paths import arrays_of
-from jaxpar.layout._problem import size_text
 from jaxpar.schedule import CompiledProgram, Target, Timeline, compile_for, timeline
 from jaxpar.schedule import target as describe
 

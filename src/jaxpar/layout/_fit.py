@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec
 from jaxpar._calls import naming
 from jaxpar._padding import Blocks
 from jaxpar._types import AnyMesh
+from jaxpar._units import size_text
 from jaxpar.layout._array_layout import ArrayLayout, itemsize
 from jaxpar.layout._mesh import size_of
-from jaxpar.layout._problem import Problem, shape_text, size_text
+from jaxpar.layout._problem import Problem, shape_text
 from jaxpar.layout._rule import Axes, Entry, Rule, axes_of, nearest, shown
 from jaxpar.layout._split import Padded, Replicate, Split
 

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from jaxpar._calls import of_user, public, value_error
 from jaxpar._types import AnyMesh
+from jaxpar._units import size_text
 from jaxpar.layout._comparison import Compared, compare, others
 from jaxpar.layout._dimensions import Dimensions
 from jaxpar.layout._explain import FASTER
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import check_mesh, size_of
-from jaxpar.layout._problem import size_text
 from jaxpar.layout._rule import Entry, axes_of
 from jaxpar.layout._strategies import Dims, data_parallel, extended
 

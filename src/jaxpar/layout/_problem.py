@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpar._types import Number
-
 SHOWN = 40  # of the kinds of problems in the text of an error
 
 
@@ -67,12 +65,3 @@ class LayoutError(ValueError):
 def shape_text(dtype: object, shape: Sequence[int]) -> str:
     """An array in a line, as in `bfloat16[8,4]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def size_text(size: Number) -> str:
-    """Bytes, in the unit that makes them readable."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"

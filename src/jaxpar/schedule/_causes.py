@@ -14,12 +14,13 @@ from typing import Literal
 
 from jaxpar._options import COMPILERS
 from jaxpar._torus import on_torus, slice_of
+from jaxpar._units import size_text as size
+from jaxpar._units import us
 from jaxpar.mesh import ring_hops
 from jaxpar.schedule._edits import Edit, Edits
 from jaxpar.schedule._exposed import Exposed, Exposures
 from jaxpar.schedule._hlo import Instruction
 from jaxpar.schedule._overheads import Overhead
-from jaxpar.schedule._units import size, us
 from jaxpar.schedule._values import Value
 
 Cause = Literal[

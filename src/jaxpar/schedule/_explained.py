@@ -9,8 +9,9 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from jaxpar._units import size_text as size
+from jaxpar._units import us
 from jaxpar.schedule._sources import Line
-from jaxpar.schedule._units import size, us
 
 if TYPE_CHECKING:
     from jaxpar.schedule._explain import Explanation, Finding

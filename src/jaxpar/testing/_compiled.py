@@ -8,12 +8,12 @@ from typing import Any
 
 from jaxpar._calls import readable
 from jaxpar._types import MeshAxes, Number
+from jaxpar._units import size_text as size
 from jaxpar.schedule import Exposed, Finding, Target, compile_for, explain, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.schedule._explained import place_of, title_of
 from jaxpar.schedule._exposed import Exposures
 from jaxpar.schedule._memory import held_at_peak
-from jaxpar.schedule._units import size
 
 _WORST = 3  # findings that a text has
 _RESHARDS = ("all-gather", "all-to-all", "collective-permute")
