@@ -48,6 +48,29 @@ def add_mesh(add: Add) -> None:
     add("--axis", help="axis of the ring, or several as in dp,tp (default: the mesh's last axis)")
 
 
+def add_function_arguments(add: Add) -> None:
+    """Adds the arguments of a `module:function`."""
+    add(
+        "--args",
+        nargs="+",
+        default=[],
+        metavar="ARG",
+        help="its arguments, as dtype[shape]@axes: one entry a dimension, - for none, dp+tp for "
+        "several; without them the function is called with the mesh and returns (function, args)",
+    )
+
+
+def add_compiler_options(add: Add) -> None:
+    """Adds what the compiler is told."""
+    add(
+        "--compiler-options",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="besides those of jaxpar.compiler_options; none in front of them: in place of those",
+    )
+
+
 def add_processes(add: Add) -> None:
     """Adds what several processes of one run must know of each other."""
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")

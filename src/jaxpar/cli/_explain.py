@@ -10,7 +10,13 @@ from textwrap import shorten
 from typing import Any
 
 from jaxpar._files import write_text
-from jaxpar.cli._arguments import add_command, require_folders, require_reportable
+from jaxpar.cli._arguments import (
+    add_command,
+    add_compiler_options,
+    add_function_arguments,
+    require_folders,
+    require_reportable,
+)
 from jaxpar.cli._console import UsageError, print_error, progress, status_of
 from jaxpar.cli._explain_page import page_of
 from jaxpar.cli._predict import FIGURES, parse_requests
@@ -45,14 +51,7 @@ def add_parser(commands: Any) -> None:
     parser = add_command(commands, "explain", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("function", metavar="module:function", help="what to compile")
-    add(
-        "--args",
-        nargs="+",
-        default=[],
-        metavar="ARG",
-        help="its arguments, as dtype[shape]@axes: one entry a dimension, - for none, dp+tp for "
-        "several; without them the function is called with the mesh and returns (function, args)",
-    )
+    add_function_arguments(add)
     add("--grad", action="store_true", help="forward and backward, with all gradients")
     add(
         "--target",
@@ -67,13 +66,7 @@ def add_parser(commands: Any) -> None:
         default="tp=-1",
         help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
     )
-    add(
-        "--compiler-options",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="besides those of jaxpar.compiler_options; none in front of them: in place of those",
-    )
+    add_compiler_options(add)
     add(
         "--figures",
         default="book",

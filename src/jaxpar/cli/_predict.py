@@ -14,7 +14,9 @@ from jaxpar._axis import MODES
 from jaxpar._extras import install_command
 from jaxpar.cli._arguments import (
     add_command,
+    add_compiler_options,
     add_dtype,
+    add_function_arguments,
     add_mesh,
     add_operations,
     parse_dtype,
@@ -69,14 +71,7 @@ def add_parser(commands: Any) -> None:
     parser = add_command(commands, "predict", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("function", nargs="?", metavar="module:function", help="what to compile in place of ops")
-    add(
-        "--args",
-        nargs="+",
-        default=[],
-        metavar="ARG",
-        help="its arguments, as dtype[shape]@axes: one entry a dimension, - for none, dp+tp for "
-        "several; without them the function is called with the mesh and returns (function, args)",
-    )
+    add_function_arguments(add)
     add_operations(add, DEFAULT_SHAPE)
     add("--modes", help=f"of {', '.join(MODES)} (default: {','.join(DEFAULT_MODES)})")
     add_dtype(add, "bfloat16")
@@ -88,13 +83,7 @@ def add_parser(commands: Any) -> None:
         "GPU compiler is installed)",
     )
     add_mesh(add)
-    add(
-        "--compiler-options",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="besides those of jaxpar.compiler_options; none in front of them: in place of those",
-    )
+    add_compiler_options(add)
     add(
         "--figures",
         default="book",

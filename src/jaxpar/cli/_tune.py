@@ -9,7 +9,12 @@ from itertools import groupby
 from typing import Any
 
 from jaxpar._tuning import AUTO, Tuning
-from jaxpar.cli._arguments import add_command, parse_names, require_folders
+from jaxpar.cli._arguments import (
+    add_command,
+    add_compiler_options,
+    parse_names,
+    require_folders,
+)
 from jaxpar.cli._console import (
     Column,
     UsageError,
@@ -74,13 +79,7 @@ def add_parser(commands: Any) -> None:
         default="tp=-1",
         help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
     )
-    add(
-        "--compiler-options",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="besides those of jaxpar.compiler_options; none in front of them: in place of those",
-    )
+    add_compiler_options(add)
     add("--figures", default="book", help=f"of the links: {', '.join(FIGURES)}, as for predict")
     add("--repeats", type=int, default=REPEATS, help="rounds by the clock (default: %(default)s)")
     add(
