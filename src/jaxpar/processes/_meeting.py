@@ -6,7 +6,6 @@ import hashlib
 import json
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar._calls import called, value_error
+from jaxpar.processes._wire import read, write
 
 
 @dataclass
@@ -46,14 +46,14 @@ def call_roll(address: tuple[str, int], count: int, rank: int, seconds: float) -
     with socket.create_server(("", address[1])) as roll:
         present = _accept(roll, set(range(1, count)), seconds, lambda said: "rank" in said)
     for peer, _ in present.values():
-        _write(peer, {"address": _meeting.address, "token": _meeting.token})
+        write(peer, {"address": _meeting.address, "token": _meeting.token})
         peer.close()
 
 
 def _say_here(address: tuple[str, int], rank: int, seconds: float) -> None:
     peer = _connect(address, seconds)
-    _write(peer, {"rank": rank})
-    answer = _read(peer)
+    write(peer, {"rank": rank})
+    answer = read(peer)
     peer.close()
     if "failure" in answer:
         raise TimeoutError(answer["failure"])
@@ -96,10 +96,10 @@ def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
         different = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
         if different and not verdict:
             name = different[0]
-            _write(peer, {"want": name})
-            verdict = _difference(name, rank, texts.get(name), _read(peer)["lines"])
+            write(peer, {"want": name})
+            verdict = _difference(name, rank, texts.get(name), read(peer)["lines"])
     for peer, _ in present.values():
-        _write(peer, {"verdict": verdict})
+        write(peer, {"verdict": verdict})
         peer.close()
     if verdict:
         raise value_error(verdict)
@@ -110,12 +110,12 @@ def _send_and_hear(texts: dict[str, list[str]], seconds: float) -> None:
     assert _meeting.address is not None
     peer = _connect(_meeting.address, seconds)
     digests = {name: _digest(lines) for name, lines in texts.items()}
-    _write(peer, {"rank": jax.process_index(), "token": _meeting.token, "digests": digests})
+    write(peer, {"rank": jax.process_index(), "token": _meeting.token, "digests": digests})
     try:
-        answer = _read(peer)
+        answer = read(peer)
         if "want" in answer:
-            _write(peer, {"lines": texts.get(answer["want"])})
-            answer = _read(peer)
+            write(peer, {"lines": texts.get(answer["want"])})
+            answer = read(peer)
     except (TimeoutError, ConnectionError) as reason:
         raise TimeoutError(
             f"{called()}: process 0 did not answer within {seconds:g} s; is it alive, and does it "
@@ -143,7 +143,7 @@ def _accept(
         try:
             peer, _ = listener.accept()
             peer.settimeout(max(1.0, end - time.monotonic()))
-            said = _read(peer)
+            said = read(peer)
         except TimeoutError:
             missing = sorted(wanted - set(present))
             text = (
@@ -152,7 +152,7 @@ def _accept(
                 f"{'its host' if len(missing) == 1 else 'their hosts'}, or give a longer timeout_s"
             )
             for other, _ in present.values():
-                _write(other, {"failure": text})
+                write(other, {"failure": text})
                 other.close()
             raise TimeoutError(text) from None
         except (ConnectionError, ValueError):
@@ -181,30 +181,6 @@ def _connect(address: tuple[str, int], seconds: float) -> socket.socket:
         # Process 0 waits for others as long, and says who is missing: wait longer for its answer.
         peer.settimeout(seconds + 5)
         return peer
-
-
-def _write(peer: socket.socket, message: Any) -> None:
-    data = json.dumps(message).encode()
-    with suppress(OSError):  # the other side reports its end
-        peer.sendall(struct.pack("!Q", len(data)) + data)
-
-
-def _read(peer: socket.socket) -> dict[str, Any]:
-    (size,) = struct.unpack("!Q", _receive(peer, 8))
-    if size > 1 << 30:
-        raise ConnectionError("no message of ours")
-    found: dict[str, Any] = json.loads(_receive(peer, size))
-    return found
-
-
-def _receive(peer: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = peer.recv(min(1 << 20, size - len(data)))
-        if not part:
-            raise ConnectionError("the other side is gone")
-        data += part
-    return bytes(data)
 
 
 def _difference(name: str, rank: int, ours: list[str] | None, theirs: list[str] | None) -> str:
