@@ -7,12 +7,13 @@ text. `_exposed`, `_causes`, `_edits` and `_trials` find out why, and what to ch
 """
 
 from jaxpar._chips import Chip
+from jaxpar.schedule._event import Event
 from jaxpar.schedule._explain import Explanation, Finding, explain
 from jaxpar.schedule._exposed import Exposed
 from jaxpar.schedule._floor import Floor, matmul_floor, program_floor
 from jaxpar.schedule._memory import Held
 from jaxpar.schedule._overheads import Overhead
-from jaxpar.schedule._player import Assumed, Event
+from jaxpar.schedule._player import Assumed
 from jaxpar.schedule._sources import Line
 from jaxpar.schedule._target import Target, target
 from jaxpar.schedule._timeline import CompiledProgram, Memory, Timeline, compile_for, timeline

@@ -10,10 +10,10 @@ from typing import Any
 
 from jaxpar._calls import readable
 from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
+from jaxpar.schedule._event import Event
 from jaxpar.schedule._hlo import Instruction
 from jaxpar.schedule._links import Links
 from jaxpar.schedule._operations import Collective, Control, Loop, Operation, Schedule
-from jaxpar.schedule._player import Event
 from jaxpar.schedule._sources import (
     Line,
     Sources,

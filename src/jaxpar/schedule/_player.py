@@ -1,14 +1,13 @@
 """Plays operations on a model of a chip: a clock for what computes, and one for every link."""
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
 
 import numpy as np
 
 from jaxpar.schedule._costs import Matmul, Work
+from jaxpar.schedule._event import Event
 from jaxpar.schedule._links import Links, Transfer
 from jaxpar.schedule._operations import (
     Call,
@@ -21,8 +20,8 @@ from jaxpar.schedule._operations import (
     Operation,
     Schedule,
 )
+from jaxpar.schedule._under_way import UnderWay
 
-Kind = Literal["compute", "transfer", "copy", "wait"]
 Rows = int | float | None
 
 
@@ -58,47 +57,6 @@ def _share(rows: int, most: Rows) -> float:
     return 1.0 if most is None or not rows else min(1.0, most / rows)
 
 
-@dataclass(frozen=True)
-class Event:
-    """One interval on one row of the timeline.
-
-    `kind` is `compute`; `transfer`, of a collective; `copy`, between the memories of the chip; or
-    `wait`, when nothing computes because a transfer or a copy has not arrived.
-
-    Example:
-      >>> Event("dot.1", "jit(f)/dot_general", "compute", "compute", 0.0, 2e-6).seconds
-      2e-06
-    """
-
-    name: str  # of the HLO instruction
-    op: str  # the operation of the traced program it comes from
-    kind: Kind
-    row: str  # "compute", "memory", or where a transfer goes, such as "tp +1"
-    start: float  # seconds
-    end: float
-    bytes: float = 0.0  # that one device sends
-    synchronous: bool = False  # of a transfer: nothing can run beside it
-    covers: tuple[str, ...] = ()  # of a transfer: the matmuls between its start and its done
-    is_matmul: bool = False
-    queued: float = 0.0  # of a transfer: seconds for which its links were not free
-    latency: float = 0.0  # of a transfer: seconds of it that no smaller message takes less of
-    links: float = 0.0  # of a transfer: how many a device sends it over, in the mean
-
-    @property
-    def seconds(self) -> float:
-        """The length of the interval."""
-        return self.end - self.start
-
-
-@dataclass(eq=False)
-class _Open:
-    """A collective or copy that was started and is not done."""
-
-    start: Collective | Copy
-    event: Event | None  # None: it has arrived
-    covers: list[str] = field(default_factory=list[str])
-
-
 class Player:
     """The state of one device while its program is played."""
 
@@ -110,9 +68,7 @@ class Player:
         self.stream = 0.0  # a GPU's transfers take turns on one stream
         self.memory = 0.0  # as do copies between memories
         self.events: list[Event] = []
-        # In the order of their starts. A loop can start one again before it waits for the one of
-        # the trip before.
-        self.open: list[_Open] = []
+        self.under_way = UnderWay[Event | None]()  # None: it has arrived
         self.unknown: dict[str, None] = {}  # names of loops, in order
         self._length = cache(self._computing)
         self._transfers: dict[Collective, Transfer] = {}
@@ -135,7 +91,7 @@ class Player:
                 self._done(operation)
             case Copy():
                 self._copy(operation)
-            case Collective() if self._is_under_way(operation):
+            case Collective() if self.under_way.has(operation):
                 self._compute(operation)
             case Collective():
                 self._send(operation)
@@ -182,7 +138,7 @@ class Player:
         event = Event(operation.name, operation.op, "compute", "compute", start, self.now)
         self.events.append(replace(event, is_matmul=is_matmul))
         if is_matmul:
-            for beside in self.open:
+            for beside in self.under_way.open:
                 beside.covers.append(operation.name)
 
     def _seconds(self, work: Work) -> float:
@@ -228,48 +184,19 @@ class Player:
             self.events.append(replace(event, synchronous=True))
             self._wait(start, end, "compute")
         if start.has_done:  # that of a synchronous start has nothing left to wait for
-            self.open.append(_Open(start, None if start.is_synchronous else event))
+            self.under_way.begin(start, None if start.is_synchronous else event)
 
     def _copy(self, start: Copy) -> None:
         begin = max(self.now, self.memory)
         self.memory = begin + start.bytes / self.chip.hbm
         event = Event(start.name, start.op, "copy", "memory", begin, self.memory)
-        self.open.append(_Open(start, event))
+        self.under_way.begin(start, event)
 
     def _done(self, done: Done) -> None:
-        # Without one that it uses, what a loop carries is meant: the oldest that such a done ends.
-        carried = (transfer for transfer in self.open if transfer.start.pair == done.pair)
-        transfer = self._used(done) or next(carried, None)
-        if transfer is None:
-            return
-        self.open.remove(transfer)
-        if (event := transfer.event) is not None:
+        transfer = self.under_way.end(done)
+        if transfer is not None and (event := transfer.event) is not None:
             self.events.append(replace(event, covers=tuple(transfer.covers)))
             self._wait(transfer.start, event.end, "memory" if event.kind == "copy" else "compute")
-
-    def _is_under_way(self, collective: Collective) -> bool:
-        """Whether it is no collective of its own, but what computes beside one that has started."""
-        found = self._used(collective) if collective.is_fused else None
-        return (
-            found is not None
-            and isinstance(found.start, Collective)
-            and found.start.message == collective.message
-        )
-
-    def _used(self, operation: Operation) -> _Open | None:
-        """Of what is under way, what an operation uses: an operand, or what that is part of."""
-        seen: set[Operation] = set()
-        operands = deque(operation.operands)
-        while operands:
-            operand = operands.popleft()
-            if operand in seen:
-                continue
-            for transfer in reversed(self.open):
-                if transfer.start is operand:
-                    return transfer
-            seen.add(operand)
-            operands += operand.operands
-        return None
 
     def _wait(self, start: Operation, until: float, row: str) -> None:
         if until > self.now:
@@ -278,6 +205,6 @@ class Player:
 
     def finish(self) -> tuple[Event, ...]:
         """The events by time, with the transfers that nothing has waited for."""
-        pending = [transfer.event for transfer in self.open if transfer.event is not None]
+        pending = [one.event for one in self.under_way.open if one.event is not None]
         self.events += [event for event in pending if event.kind == "transfer"]
         return tuple(sorted(self.events, key=lambda e: (e.start, e.end)))

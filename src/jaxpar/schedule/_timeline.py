@@ -17,9 +17,10 @@ from jaxpar._jit import jitted_with
 from jaxpar._options import compiled_with
 from jaxpar._options import compiler_options as options_of
 from jaxpar.schedule._cache import keep, kept, key_of
+from jaxpar.schedule._event import Event
 from jaxpar.schedule._links import Links
 from jaxpar.schedule._operations import Module, read
-from jaxpar.schedule._player import Assumed, Event, Player
+from jaxpar.schedule._player import Assumed, Player
 from jaxpar.schedule._target import Target, figures_of
 
 
