@@ -7,9 +7,8 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,61 +21,92 @@ from jaxpar.processes._wire import read, write
 
 @dataclass
 class _Meeting:
-    """Where `agree` finds process 0."""
+    """Where `agree` and `guard` find process 0."""
 
-    address: tuple[str, int] | None = None
+    host: str = ""  # of process 0; empty until processes have met
+    ports: dict[str, int] = field(default_factory=dict[str, int])
     token: str = ""
-    listener: socket.socket | None = None  # of process 0
+    listeners: dict[str, socket.socket] = field(default_factory=dict[str, socket.socket])
+
+    def open(self, host: str) -> None:
+        """Process 0: listens for both."""
+        self.host, self.token = host, secrets.token_hex(16)
+        self.listeners = {name: socket.create_server(("", 0)) for name in ("agree", "guard")}
+        self.ports = {name: one.getsockname()[1] for name, one in self.listeners.items()}
+
+    def told(self) -> dict[str, Any]:
+        """What the others must know."""
+        return {"host": self.host, "ports": self.ports, "token": self.token}
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """The others: takes it down."""
+        self.host, self.ports, self.token = told["host"], told["ports"], told["token"]
 
 
 _meeting = _Meeting()
 
 
+def met() -> bool:
+    """Whether this process knows where process 0 listens."""
+    return bool(_meeting.host)
+
+
+def arrange() -> None:
+    """Agrees on a place to meet where no address was given: by the first collective of all."""
+    told = np.zeros(256, np.uint8)
+    if jax.process_index() == 0:
+        _meeting.open(socket.getfqdn())
+        text = json.dumps(_meeting.told()).encode()
+        told[: len(text)] = np.frombuffer(text, np.uint8)
+    found = np.asarray(multihost_utils.broadcast_one_to_all(told)).tobytes().rstrip(b"\0")
+    _meeting.hear(json.loads(found))
+
+
+def board_listener() -> socket.socket:
+    """Process 0: where the others' guards report."""
+    return _meeting.listeners["guard"]
+
+
+def board_address() -> tuple[str, int]:
+    """The others: where their guards report."""
+    return _meeting.host, _meeting.ports["guard"]
+
+
+def token() -> str:
+    """What tells messages of ours from others."""
+    return _meeting.token
+
+
 def call_roll(address: tuple[str, int], count: int, rank: int, seconds: float) -> None:
     """Waits for all processes at the coordinator's address, which JAX takes over then.
 
-    Process 0 tells the others where `agree` will find it.
+    Process 0 tells the others where `agree` and `guard` will find it.
     """
     if rank:
         _say_here(address, rank, seconds)
         return
-    listener = socket.create_server(("", 0))
-    _meeting.listener, _meeting.token = listener, secrets.token_hex(16)
-    _meeting.address = (address[0], listener.getsockname()[1])
+    _meeting.open(address[0])
     with socket.create_server(("", address[1])) as roll:
         present = _accept(roll, set(range(1, count)), seconds, lambda said: "rank" in said)
     for peer, _ in present.values():
-        write(peer, {"address": _meeting.address, "token": _meeting.token})
+        write(peer, _meeting.told())
         peer.close()
 
 
 def _say_here(address: tuple[str, int], rank: int, seconds: float) -> None:
-    peer = _connect(address, seconds)
+    peer = connect(address, seconds)
     write(peer, {"rank": rank})
     answer = read(peer)
     peer.close()
     if "failure" in answer:
         raise TimeoutError(answer["failure"])
-    _meeting.address, _meeting.token = tuple(answer["address"]), answer["token"]
-
-
-def _arrange() -> None:
-    """Agrees on a place to meet where no address was given: by the first collective of all."""
-    told = np.zeros(128, np.uint8)
-    if jax.process_index() == 0:
-        _meeting.listener, _meeting.token = socket.create_server(("", 0)), secrets.token_hex(16)
-        here = (socket.getfqdn(), _meeting.listener.getsockname()[1])
-        text = json.dumps([*here, _meeting.token]).encode()
-        told[: len(text)] = np.frombuffer(text, np.uint8)
-    found = np.asarray(multihost_utils.broadcast_one_to_all(told)).tobytes().rstrip(b"\0")
-    host, port, _meeting.token = json.loads(found)
-    _meeting.address = (host, port)
+    _meeting.hear(answer)
 
 
 def compare(texts: dict[str, list[str]], seconds: float) -> None:
     """Raises in all processes if the texts of one of them are others."""
-    if _meeting.address is None:
-        _arrange()
+    if not met():
+        arrange()
     if jax.process_index() == 0:
         _gather_and_compare(texts, seconds)
     else:
@@ -85,11 +115,14 @@ def compare(texts: dict[str, list[str]], seconds: float) -> None:
 
 def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
     """Process 0: hears all others, asks those that differ for their text, and tells everyone."""
-    listener = _meeting.listener
-    assert listener is not None
     own = {name: _digest(lines) for name, lines in texts.items()}
     others = set(range(1, jax.process_count()))
-    present = _accept(listener, others, seconds, lambda said: said.get("token") == _meeting.token)
+    present = _accept(
+        _meeting.listeners["agree"],
+        others,
+        seconds,
+        lambda said: said.get("token") == _meeting.token,
+    )
     verdict = ""
     for rank, (peer, said) in sorted(present.items()):
         theirs = said["digests"]
@@ -107,8 +140,7 @@ def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
 
 def _send_and_hear(texts: dict[str, list[str]], seconds: float) -> None:
     """The others."""
-    assert _meeting.address is not None
-    peer = _connect(_meeting.address, seconds)
+    peer = connect((_meeting.host, _meeting.ports["agree"]), seconds)
     digests = {name: _digest(lines) for name, lines in texts.items()}
     write(peer, {"rank": jax.process_index(), "token": _meeting.token, "digests": digests})
     try:
@@ -147,7 +179,7 @@ def _accept(
         except TimeoutError:
             missing = sorted(wanted - set(present))
             text = (
-                f"{called()}: after {seconds:g} s {_processes(missing)} of {len(wanted) + 1} "
+                f"{called()}: after {seconds:g} s {processes_text(missing)} of {len(wanted) + 1} "
                 f"{'is' if len(missing) == 1 else 'are'} missing: look at the output of "
                 f"{'its host' if len(missing) == 1 else 'their hosts'}, or give a longer timeout_s"
             )
@@ -164,7 +196,7 @@ def _accept(
     return present
 
 
-def _connect(address: tuple[str, int], seconds: float) -> socket.socket:
+def connect(address: tuple[str, int], seconds: float) -> socket.socket:
     """A connection to process 0, which may not be there yet."""
     end = time.monotonic() + seconds
     while True:
@@ -207,5 +239,6 @@ def _digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _processes(ranks: list[int]) -> str:
+def processes_text(ranks: Sequence[int]) -> str:
+    """As in `process 3` and `processes 1, 2`."""
     return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks))}"

@@ -210,3 +210,13 @@ def lane_of_groups(mesh: Mesh, groups: Groups) -> str:
         for name, row in zip(mesh.axis_names, members, strict=True)
         if len(set(row.tolist())) > 1
     )
+
+
+def axes_of(mesh: Mesh, message: Message) -> tuple[str, ...]:
+    """Names the mesh axes over which a message goes."""
+    if message.kind == "collective-permute":
+        text = lane_of(mesh, message.pairs)
+    else:
+        text = lane_of_groups(mesh, message.groups or [range(mesh.size)])
+    parts = (part.split()[0] for part in text.split(",") if part.strip())
+    return tuple(name for name in dict.fromkeys(parts) if name in mesh.axis_names)

@@ -1,0 +1,92 @@
+"""Where a process is in its guarded calls, as it says itself and as the board knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BEAT = 0.5  # seconds between two reports of a process
+SILENT = 4 * BEAT  # after which a process counts as one that does not answer
+
+
+@dataclass(frozen=True)
+class State:
+    """Where one process is, as it says itself.
+
+    Attributes:
+      rank: which process.
+      entered: how many guarded calls it has begun; they are numbered from 1.
+      known: up to which of them it has said what it runs.
+      done: up to which of them nothing is left to wait for.
+      name: of the call that it is in, or was in last.
+      doing: what it does in there: `"python"`, `"tracing"`, `"comparing"`, `"compiling"`,
+        `"running"`; `"nothing"` outside.
+      doing_s: for how many seconds.
+      waiting_s: seconds since anything of its calls was done; None: there is nothing to wait for.
+      limit_s: that it may wait.
+      where: the line of the user's that its Python is at.
+      raised: the error with which its last call ended.
+      compiled: the functions that were compiled in its call.
+      runs: calls from which on it runs another program than before: number, name, digest.
+      ended: whether the process has ended by itself.
+    """
+
+    rank: int
+    entered: int = 0
+    known: int = 0
+    done: int = 0
+    name: str = ""
+    doing: str = "nothing"
+    doing_s: float = 0.0
+    waiting_s: float | None = None
+    limit_s: float = 60.0
+    where: str = ""
+    raised: str = ""
+    compiled: tuple[str, ...] = ()
+    runs: tuple[tuple[int, str, str], ...] = ()
+    ended: bool = False
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> State:
+        """From what JSON makes of one."""
+        runs = tuple((call, name, digest) for call, name, digest in said["runs"])
+        fields: dict[str, Any] = {**said, "runs": runs, "compiled": tuple(said["compiled"])}
+        return cls(**fields)
+
+    def run_of(self, call: int) -> tuple[str, str] | None:
+        """Name and digest of what it ran in a call; None: it has not said so, or long ago."""
+        if call > self.known:
+            return None
+        found = [(name, digest) for begun, name, digest in self.runs if begun <= call]
+        return found[-1] if found else None
+
+
+@dataclass
+class Seen:
+    """A process as the board knows it."""
+
+    state: State
+    at: float  # when it said so
+    gone: float | None = None  # when its connection was lost
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it will say nothing more."""
+        return self.state.ended or self.gone is not None
+
+
+def absent(states: Sequence[Mapping[str, Any]], count: int, call: int) -> list[int]:
+    """The processes that are not in a call with all that it needs of them."""
+    there = [
+        state["rank"]
+        for state in states
+        if state["gone"] is None
+        and not state["ended"]
+        and state["ago"] < SILENT
+        and (
+            state["entered"] > call
+            or (state["entered"] == call and state["doing"] in ("comparing", "running", "nothing"))
+        )
+    ]
+    return [rank for rank in range(count) if rank not in there]

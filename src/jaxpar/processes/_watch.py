@@ -1,0 +1,320 @@
+"""What one process knows of its own guarded calls, and the thread that reports it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from multiprocessing.connection import wait
+from threading import Event, Thread, get_ident
+from time import monotonic, sleep
+from typing import Any
+
+import jax
+
+from jaxpar._calls import naming, value_error
+from jaxpar.processes._board import Board
+from jaxpar.processes._meeting import arrange, board_address, board_listener, connect, met, token
+from jaxpar.processes._programs import Program
+from jaxpar.processes._report import report
+from jaxpar.processes._state import BEAT, State
+from jaxpar.processes._wire import read, write
+from jaxpar.schedule._sources import Line, own_line
+
+HASTE = 0.02  # while the process waits for an answer
+_MOST_RUNS = 64  # changes of the program that are told
+
+# What JAX's monitoring calls the ends of the steps to a compiled program, and what comes next.
+_NEXT = {
+    "/jax/core/compile/jaxpr_trace_duration": "tracing",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "compiling",
+    "/jax/core/compile/backend_compile_duration": "python",
+}
+
+
+@dataclass(eq=False)
+class Call:
+    """A guarded call of this process."""
+
+    number: int
+    name: str
+    limit: float
+    exit_code: int | None
+    watch: Watch = field(repr=False)
+    is_jitted: bool
+    thread: int = field(default_factory=get_ident)
+    entered: float = field(default_factory=monotonic)
+    doing: str = "python"
+    since: float = field(default_factory=monotonic)
+    program: Program | None = None
+    compiled: list[str] = field(default_factory=list[str])
+    result: Any = None  # the smallest of its results that are arrays
+
+    def do(self, what: str) -> None:
+        """Takes down what it does now."""
+        self.doing, self.since = what, monotonic()
+
+    def run(self, program: Program) -> None:
+        """Takes down what it runs; a program that is new waits for the others' to be equal."""
+        is_new = program.digest not in self.watch.programs
+        self.program = self.watch.programs.setdefault(program.digest, program)
+        self.watch.know(self, program.digest)
+        if is_new:
+            self.do("comparing")
+            self.watch.wait_agreed(self.number)
+        self.do("compiling" if is_new else "running")
+
+    def wait_for(self, arrays: Any) -> None:
+        """Has it last until the smallest of these is computed: those of one program all are."""
+        leaves = jax.tree.leaves(arrays)
+        place = None if self.program is None else self.program.result
+        if place is None:
+            sizes = {n: x.nbytes for n, x in enumerate(leaves) if isinstance(x, jax.Array)}
+            place = min(sizes, key=sizes.__getitem__, default=None)
+            if self.program is not None:
+                self.program.result = place
+        self.result = None if place is None else leaves[place]
+
+
+class Watch:
+    """The guarded calls of this process, and its thread."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.count = 1
+        self.entered = self.known = self.done = self.agreed = 0
+        self.active: list[Call] = []  # within each other, the innermost last
+        self.pending: deque[Call] = deque()  # left, and their results not computed yet
+        self.last: Call | None = None
+        self.progress = monotonic()
+        self.raised = ""
+        self.runs: list[tuple[int, str, str]] = []
+        self.programs: dict[str, Program] = {}
+        self.trouble: Mapping[str, Any] = {}
+        self._printed: set[str] = set()
+        self._started = self._ended = False
+        self._bell, self._ear = socket.socketpair()  # to wake its thread
+        self._answered = Event()
+        self._wanted: str | None = None
+        self._peer: socket.socket | None = None  # to process 0, which says nothing unasked
+        self._main = get_ident()
+
+    # -- of the thread of the calls ---------------------------------------------------------------
+
+    def enter(
+        self, name: str, limit: float, exit_code: int | None, is_jitted: bool = False
+    ) -> Call:
+        """Begins a call."""
+        self.start()
+        self.entered += 1
+        call = Call(self.entered, name, limit, exit_code, self, is_jitted)
+        if not self.active and not self.pending:
+            self.progress = call.entered
+        self.active.append(call)
+        self.last = call
+        if not is_jitted:
+            self.know(call, "")
+        return call
+
+    def know(self, call: Call, digest: str) -> None:
+        """Takes down what a call runs."""
+        if not self.runs or self.runs[-1][1:] != (call.name, digest):
+            self.runs.append((call.number, call.name, digest))
+            del self.runs[:-_MOST_RUNS]
+        self.known = call.number
+
+    def wait_agreed(self, number: int) -> None:
+        """Waits until all processes have come to a call with equal programs."""
+        while self.count > 1 and self.agreed < number:
+            self._answered.clear()
+            self._bell.send(b".")
+            self._answered.wait(1)
+            if self.trouble.get("kind") == "programs":
+                with naming("guard"):
+                    raise value_error(
+                        f"{self.trouble['what']}; make them equal: a collective would wait for "
+                        "ever, or return garbage"
+                    )
+
+    def leave(self, call: Call, raised: BaseException | None) -> None:
+        """Ends a call; what it has computed may not be there yet."""
+        self.active.remove(call)
+        if raised is not None:
+            self.raised = f"{type(raised).__name__} in call {call.number} of {call.name!r}"
+            self._ask_why(raised)
+            call.result = None
+        if call.result is None:
+            self._progressed(call.number)
+        else:
+            self.pending.append(call)
+        if raised is None:
+            self.raised = ""
+
+    def _ask_why(self, raised: BaseException) -> None:
+        """Notes at an error what is wrong with others; that one is gone is seen a moment later."""
+        if self.count == 1 or not isinstance(raised, jax.errors.JaxRuntimeError):
+            return
+        for _ in range(5):
+            self._answered.clear()
+            self._bell.send(b".")
+            if not self._answered.wait(1) or self.trouble:
+                break
+            sleep(0.2)
+        if self.trouble and self.trouble["what"] not in str(raised):
+            raised.add_note(f"jaxpar.guard: {self.trouble['what']}")
+
+    def _progressed(self, number: int) -> None:
+        self.done = max(self.done, number)
+        self.progress = monotonic()
+
+    # -- of its own thread ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread, once; alone, or where processes have met, without waiting."""
+        if self._started:
+            return
+        self._started = True
+        self.rank, self.count = jax.process_index(), jax.process_count()
+        jax.monitoring.register_event_duration_secs_listener(self._compiles)
+        if self.count > 1 and not met():
+            # The first collective of all: without a board nobody can say who does not come.
+            arrange()
+        Thread(target=self._report, name="jaxpar.guard", daemon=True).start()
+
+    def _compiles(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        call = self.active[-1] if self.active else None
+        if call is None or call.thread != get_ident() or event not in _NEXT:
+            return
+        if call.doing != "comparing":
+            call.do("running" if _NEXT[event] == "python" and call.is_jitted else _NEXT[event])
+        if _NEXT[event] == "python" and (name := kwargs.get("fun_name")):
+            call.compiled.append(str(name))
+
+    def _report(self) -> None:
+        exchange = self._exchange()
+        atexit.register(self._bye)
+        while True:
+            is_asking = any(call.doing == "comparing" for call in self.active)
+            ears = [self._ear, *([] if self._peer is None else [self._peer])]
+            if self._ear in wait(ears, HASTE if is_asking or self._wanted else BEAT):
+                self._ear.recv(4096)
+            self._settle()
+            said: dict[str, Any] = {"token": token(), "state": asdict(self.state())}
+            if (digest := self._wanted) and digest in self.programs:
+                said["details"] = self.programs[digest].details()
+            try:
+                answer = exchange(said)
+            except (OSError, ConnectionError):
+                self._alone()
+                return
+            self.agreed, self._wanted = answer["agreed"], answer.get("want")
+            self.trouble = answer.get("trouble", {})
+            self._answered.set()
+            if self.trouble:
+                self._tell(answer["states"])
+
+    def _exchange(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """How what this process says comes to the board, and the answer back."""
+        if self.rank == 0:
+            board = Board(self.count)
+            if self.count > 1:
+                serving = (board_listener(), token())
+                Thread(target=board.serve, args=serving, name="jaxpar.board", daemon=True).start()
+            return board.hear
+        self._peer = peer = connect(board_address(), 300)
+        peer.settimeout(60)
+
+        def exchange(said: Mapping[str, Any]) -> dict[str, Any]:
+            write(peer, said)
+            return read(peer)
+
+        return exchange
+
+    def _bye(self) -> None:
+        """At the end of the process: says so, and goes on while JAX waits for the others."""
+        self._ended = True
+        self._answered.clear()
+        self._bell.send(b".")
+        self._answered.wait(1)
+
+    def _settle(self) -> None:
+        """Takes down which results have been computed since."""
+        while self.pending and _is_computed(self.pending[0].result):
+            self._progressed(self.pending.popleft().number)
+
+    def state(self) -> State:
+        """Where this process is."""
+        now = monotonic()
+        call = self.active[-1] if self.active else None
+        first = self.pending[0] if self.pending else call
+        shown = call or first or self.last
+        doing = call.doing if call else "running" if first else "nothing"
+        since = call.since if call else first.since if first else self.progress
+        return State(
+            rank=self.rank,
+            entered=self.entered,
+            known=self.known,
+            done=self.done,
+            name=shown.name if shown else "",
+            doing=doing,
+            doing_s=now - since,
+            waiting_s=now - max(self.progress, first.entered) if first else None,
+            limit_s=first.limit if first else 60.0,
+            where=str(_line_of(shown.thread if shown else self._main) or ""),
+            raised=self.raised,
+            ended=self._ended,
+            compiled=tuple(shown.compiled[-5:]) if shown else (),
+            runs=tuple(self.runs),
+        )
+
+    def _tell(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if self.trouble["key"] in self._printed:
+            return
+        self._printed.add(self.trouble["key"])
+        call = self.pending[0] if self.pending else self.active[-1] if self.active else None
+        report(self.rank, self.count, self.trouble, states, call)
+        if self.last is not None and self.last.exit_code is not None:
+            # The others say it, too, of whom process 0 must not take the board.
+            sleep(2 * BEAT + 2 * BEAT * (self.rank == 0))
+            os._exit(self.last.exit_code)
+
+    def _alone(self) -> None:
+        """Process 0, which has the board, is gone; at the end of the program that is its right."""
+        self._settle()
+        self.trouble = {
+            "kind": "alone",
+            "key": "alone",
+            "what": "process 0 is gone, killed or crashed: its connection was lost",
+        }
+        self._answered.set()
+        if not self._ended:
+            self._tell([{**asdict(self.state()), "ago": 0.0, "gone": None}])
+
+
+def _is_computed(result: Any) -> bool:
+    try:
+        return result.is_ready()
+    except Exception:  # donated to a later call, which waits for it; or computing it has failed
+        return True
+
+
+def _line_of(thread: int) -> Line | None:
+    """The line of the user's that a thread is at."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    lines: list[Line] = []
+    while frame is not None:
+        code = frame.f_code
+        lines.append(Line(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return own_line(lines)
+
+
+@cache
+def watch() -> Watch:
+    """The one of this process."""
+    return Watch()

@@ -1,0 +1,118 @@
+"""What each process of test_guard.py does: `guard_worker.py CASE RANK COUNT PORT`."""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jaxpar  # noqa: E402
+
+CASE, RANK, COUNT, PORT = sys.argv[1], *map(int, sys.argv[2:5])
+ODD = 0 if CASE == "killed_first" else COUNT - 1
+IS_ODD = RANK == ODD  # the one that does something else
+LIMIT = 2
+
+
+def fault():
+    """Says when it happens."""
+    print("fault", flush=True)
+
+
+def load(seconds):
+    """What a slow process is at."""
+    fault()
+    time.sleep(seconds)
+
+
+def compiles(event, duration_secs, **kwargs):
+    """Is called at the end of a compilation, as if that took longer."""
+    if event == "/jax/core/compile/backend_compile_duration" and kwargs["fun_name"] == "jit(step)":
+        load(60)
+
+
+def main():
+    if CASE == "compiling" and IS_ODD:
+        jax.monitoring.register_event_duration_secs_listener(compiles)
+    jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, timeout_s=60)
+    mesh = jaxpar.make_mesh(f"dp={COUNT},tp=2")
+    sharding = NamedSharding(mesh, P("dp"))
+
+    def array(rows):
+        return jax.make_array_from_callback((rows, 8), sharding, lambda i: np.ones((rows, 8))[i])
+
+    def make(reduce, name="step"):
+        def local(x):
+            if CASE == "tracing" and IS_ODD:
+                load(60)
+            x = lax.psum(x, "tp")
+            return reduce(x, "dp")  # the collective that needs the others
+
+        def step(x):
+            return jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P())(x)
+
+        step.__name__ = name
+        return jax.jit(step)
+
+    @jax.jit
+    def partitioned(x):
+        return jnp.sum(x * 2)  # the sum that needs the others
+
+    def guard(what):
+        code = None if CASE in ("equal", "slow") else 7
+        return jaxpar.guard(what, limit_s=LIMIT, exit_code=code)
+
+    plain = partitioned if CASE == "partitioned" else make(lax.psum)
+    step = guard(plain)
+    x = array(4 * COUNT)
+    for number in range(1, 4):
+        if IS_ODD and (CASE == "missing" or number == 3):
+            match CASE:
+                case "missing" | "partitioned":
+                    load(60)
+                case "slow":
+                    load(5)
+                case "killed" | "killed_first":
+                    fault()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "frozen":
+                    fault()
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "raises":
+                    fault()
+                    raise RuntimeError("no luck")
+                case "branch":
+                    fault()
+                    step = guard(make(lax.pmax, "evaluate"))
+                case "operation":
+                    fault()
+                    step = guard(make(lax.pmax))
+                case "shape":
+                    fault()
+                    x = array(8 * COUNT)
+        if CASE == "lines":
+            with guard("training") as guarded:
+                if IS_ODD and number == 3:
+                    load(60)
+                out = plain(x)
+                guarded.until(out)
+            jax.block_until_ready(out)
+        else:
+            out = jax.block_until_ready(step(x))
+    if CASE != "partitioned":
+        np.testing.assert_array_equal(out.addressable_data(0), 2 * COUNT * np.ones((4, 8)))
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

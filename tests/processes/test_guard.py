@@ -1,0 +1,346 @@
+"""No silent hang: who is where is said within ten seconds, by every process that can speak."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from threading import Thread
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar.processes._board import Board
+from jaxpar.processes._state import State
+
+WORKER = Path(__file__).with_name("guard_worker.py")
+SOON = 10.0  # seconds
+
+
+class Run:
+    """The processes of a case: what each says, and when."""
+
+    def __init__(self, case, count):
+        with socket.socket() as s:
+            s.bind(("localhost", 0))
+            port = str(s.getsockname()[1])
+        env = {name: text for name, text in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+        env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
+        self.said = defaultdict(list)  # by process: seconds and line
+        self.fault = None
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(WORKER), case, str(rank), str(count), port],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+        self.threads = [Thread(target=self._hear, args=(rank,)) for rank in range(count)]
+        for thread in self.threads:
+            thread.start()
+
+    def _hear(self, rank):
+        for line in self.processes[rank].stdout:
+            if line == "fault\n":
+                self.fault = time.monotonic()
+            self.said[rank].append((time.monotonic(), line.rstrip()))
+
+    def wait(self, ranks, pattern, seconds=60):
+        """Waits until these processes have said something, and returns the whole texts."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if all(re.search(pattern, self.text(rank)) for rank in ranks):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"not said: {pattern}\n" + self.all())
+
+    def text(self, rank):
+        return "\n".join(line for _, line in list(self.said[rank]))
+
+    def all(self):
+        return "\n".join(f"[{rank}] {self.text(rank)}" for rank in sorted(self.said))
+
+    def after(self, rank, pattern):
+        """Seconds from the fault to the line that says it."""
+        return next(at for at, line in self.said[rank] if re.search(pattern, line)) - self.fault
+
+    def end(self):
+        for process in self.processes:
+            process.send_signal(signal.SIGKILL)
+        for process, thread in zip(self.processes, self.threads, strict=True):
+            process.wait()
+            thread.join()
+            process.stdout.close()
+
+
+@pytest.fixture
+def run():
+    runs = []
+
+    def start(case, count):
+        runs.append(Run(case, count))
+        return runs[-1]
+
+    yield start
+    for one in runs:
+        one.end()
+
+
+WAITS = r"waits for process {odd} in call {call} of 'step': the first collective that needs it is "
+WAITS += r"psum over dp of float32\[4, 8\] at guard_worker.py:\d+ in local \(number 2 of 2\)"
+ODD = "processes 0 and {odd}"
+
+# What is wrong, where the odd process is, and what the others wait in; who can say so.
+CASES = {
+    "missing": (
+        r"call 1 of 'step' takes .* s, more than its limit of 2 s: process {odd} has not come",
+        r"process {odd}: in no guarded call yet for .*Python is at guard_worker.py:\d+ in load",
+        WAITS,
+    ),
+    "killed": (
+        r"process {odd} is gone, killed or crashed: its connection was lost \d.\d s ago",
+        r"process {odd}: gone for .*, killed or crashed; last heard of .* of 'step'",
+        "",
+    ),
+    "frozen": (
+        r"call 3 of 'step' takes .* s, more than its limit of 2 s: process {odd} has not come",
+        r"process {odd}: not answering for .*; last heard of",
+        WAITS,
+    ),
+    "raises": (
+        r"process {odd} has ended",
+        r"process {odd}: ended; it was .* 'step'",
+        WAITS,
+    ),
+    "branch": (
+        rf"{ODD} differ in call 3: process 0 is in 'step', process {{odd}} in 'evaluate'",
+        r"process {odd}: (waiting for others to compare .* of 'evaluate'|ended, after ValueError)",
+        "",
+    ),
+    "shape": (
+        rf"{ODD} run different programs in call 3 of 'step': process 0 has argument 0: "
+        r"float32\[\d+, 8\] sharded by .*, process {odd} argument 0: float32\[\d+, 8\] sharded by ",
+        r"process {odd}: (waiting for others to compare .* of 'step'|ended, after ValueError)",
+        "",
+    ),
+    "operation": (
+        rf"{ODD} run different programs in call 3 of 'step': collective 2: process 0 has psum "
+        r"over dp of float32\[4, 8\] at guard_worker.py:\d+ in local, process {odd} pmax over dp",
+        r"process {odd}: (waiting for others to compare .* of 'step'|ended, after ValueError)",
+        "",
+    ),
+    "tracing": (
+        r"call 1 of 'step' takes .* s, more than .*: process {odd} has not finished tracing it",
+        r"process {odd}: tracing call 1 of 'step' for .*; Python is at guard_worker.py:\d+ in load",
+        WAITS,
+    ),
+    "compiling": (
+        r"call 1 of 'step' takes .* s, more than .*: process {odd} has not finished compiling it",
+        r"process {odd}: compiling call 1 of 'step' for .*; Python is at guard_worker.py:\d+ in ",
+        WAITS,
+    ),
+    "partitioned": (
+        r"call 3 of 'partitioned' takes .* s, more than its limit .*: process {odd} has not come",
+        r"process {odd}: in no guarded call, behind call 2 of 'partitioned' for .* in load",
+        r"waits for process {odd} in call 3 of 'partitioned': the first collective that needs it "
+        r"is all-reduce over dp of 4 B at guard_worker.py:\d+ in partitioned",
+    ),
+    "lines": (
+        r"call 3 of 'training' takes .* s, more than its limit of 2 s: all processes are in it",
+        r"process {odd}: in call 3 of 'training' for .*; Python is at guard_worker.py:\d+ in load",
+        "",
+    ),
+}
+SPEECHLESS = ("killed", "frozen")  # the odd process
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_named(case, count, run):
+    odd = count - 1
+    call = 1 if case in ("missing", "tracing", "compiling") else 3
+    what, where, waits = (
+        text.replace("{odd}", str(odd)).replace("{call}", str(call)) for text in CASES[case]
+    )
+    # Any of the others may be the one that is compared with the odd one.
+    what = what.replace("processes 0 and", r"processes \d and").replace(
+        "process 0 ", r"process \d "
+    )
+    found = run(case, count)
+    ranks = [rank for rank in range(count) if rank != odd or case not in SPEECHLESS]
+    for pattern in (what, where):
+        found.wait(ranks, pattern)
+    for rank in ranks:
+        assert found.after(rank, what) < SOON, found.all()
+        assert found.after(rank, where) < SOON, found.all()
+    if waits:
+        others = [rank for rank in ranks if rank != odd]
+        found.wait(others, waits)
+        assert all(found.after(rank, waits) < SOON for rank in others), found.all()
+    if case == "operation":  # or it would compute garbage and end with status 0
+        assert "done" not in found.text(odd)
+    if case in ("branch", "shape", "operation"):
+        found.wait([odd], "ValueError: guard: processes .*; make them equal")
+    for rank in set(ranks) - {odd}:  # the status that was asked for, or that of the error
+        assert found.processes[rank].wait(60) != 0, found.all()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_nothing_is_said_of_equal_processes(count, run):
+    found = run("equal", count)
+    assert [process.wait(60) for process in found.processes] == [0] * count, found.all()
+    assert all("done" in found.text(rank) for rank in range(count))
+    assert "jaxpar.guard" not in found.all()
+
+
+def test_a_slow_process_is_waited_for(run):
+    found = run("slow", 2)
+    assert [process.wait(60) for process in found.processes] == [0, 0], found.all()
+    for rank in (0, 1):
+        assert "done" in found.text(rank)
+        assert "process 1 has not come to it" in found.text(rank)
+        assert found.text(rank).count("more than its limit") == 2  # and after twice the limit
+
+
+def test_process_0_is_killed(run):
+    """It has the board: the others know that it is gone, and where they are themselves."""
+    found = run("killed_first", 2)
+    found.wait([1], "process 0 is gone, killed or crashed: its connection was lost")
+    assert found.after(1, "process 0 is gone") < SOON
+
+
+# -- alone ----------------------------------------------------------------------------------------
+
+
+def test_what_it_is_around_is_as_before():
+    step = jaxpar.guard(jax.jit(lambda x, scale=2.0: {"y": x * scale}))
+    np.testing.assert_array_equal(step(jnp.ones(3))["y"], 2 * np.ones(3))
+    np.testing.assert_array_equal(step(np.ones(3), scale=3.0)["y"], 3 * np.ones(3))
+    np.testing.assert_array_equal(step(jnp.ones(5), scale=jnp.float32(4))["y"], 4 * np.ones(5))
+    assert step.lower(jnp.ones(3)).compile() is not None
+    assert jax.grad(lambda x: step(x)["y"].sum())(jnp.ones(3)).tolist() == [2.0] * 3
+    assert jax.jit(step)(jnp.ones(3))["y"].tolist() == [2.0] * 3
+
+
+def test_results_may_be_donated():
+    step = jaxpar.guard(jax.jit(lambda state: state + 1, donate_argnums=0))
+    state = jnp.zeros(4)
+    for _ in range(5):
+        state = step(state)
+    assert state.tolist() == [5.0] * 4
+
+
+def test_it_is_traced_and_compiled_once():
+    events = []
+
+    def listen(event, duration_secs, **kwargs):
+        if kwargs.get("fun_name") in ("counted", "jit(counted)"):
+            events.append(event.rpartition("/")[2])
+
+    def counted(x):
+        return x + 1
+
+    step = jaxpar.guard(jax.jit(counted))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(3):
+            step(jnp.ones(3))
+        once = sorted(events)
+        step(jnp.ones(4))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert once == [
+        "backend_compile_duration",
+        "jaxpr_to_mlir_module_duration",
+        "jaxpr_trace_duration",
+    ]
+    assert sorted(events) == sorted([*once, *once])
+
+
+class Model:
+    @jaxpar.guard
+    def step(self, x):
+        return x + 1
+
+    @jaxpar.guard("of its own name", limit_s=5)
+    def other(self, x):
+        raise ValueError("as before")
+
+
+def test_methods_and_errors():
+    assert Model().step(jnp.ones(2)).tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="as before"):
+        Model().other(1)
+
+
+def test_a_step_that_takes_too_long_is_told(capfd):
+    with jaxpar.guard("sleeping", limit_s=0.2):
+        time.sleep(1.5)
+    said = capfd.readouterr().err
+    assert re.search(r"call \d+ of 'sleeping' takes .* s, more than its limit of 0.2 s", said)
+    assert re.search(
+        r"process 0: in call \d+ of 'sleeping' for .*at test_guard.py:\d+ in test", said
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((3,), TypeError, "what must be a function or the name of a step, got 3"),
+        (("step", 0), ValueError, "limit_s=0 must be more than 0"),
+        (("step", -1), ValueError, "limit_s=-1 must be"),
+        (("step", 1, 256), ValueError, "exit_code=256 must be at least 0 and at most 255"),
+        (("step", "x"), TypeError, "limit_s must be"),
+    ],
+)
+def test_refused(arguments, error, text):
+    what, *more = arguments
+    with pytest.raises(error, match=f"^guard: {re.escape(text)}"):
+        jaxpar.guard(what, **dict(zip(("limit_s", "exit_code"), more, strict=False)))
+
+
+# -- the board ------------------------------------------------------------------------------------
+
+
+def hear(board, **state):
+    """What a process hears that says this of itself."""
+    from dataclasses import asdict
+
+    given = {"entered": 1, "known": 1, "name": "step", "runs": ((1, "step", "a"),), **state}
+    return board.hear({"state": asdict(State(**given))})
+
+
+def test_programs_agree_as_far_as_all_have_come():
+    board = Board(3)
+    assert hear(board, rank=0, entered=5, known=5)["agreed"] == 0
+    assert hear(board, rank=1, entered=4, known=4)["agreed"] == 0
+    assert hear(board, rank=2, entered=4, known=3)["agreed"] == 3
+    assert hear(board, rank=2, entered=4, known=4)["agreed"] == 4
+
+
+def test_a_program_that_differs_later_is_found():
+    board = Board(2)
+    later = ((1, "step", "a"), (7, "step", "b"))
+    hear(board, rank=0, entered=7, known=7, runs=later)
+    assert hear(board, rank=1, entered=6, known=6)["agreed"] == 6
+    answer = hear(board, rank=1, entered=7, known=7)
+    assert answer["agreed"] == 6
+    assert board.unequal == (7, 0, 1)
+    assert answer["want"] == "a"
+
+
+def test_silence_is_no_fault_of_those_that_wait():
+    board = Board(2)
+    hear(board, rank=1, waiting_s=9.0, limit_s=1.0, doing="running")
+    board.seen[1].at -= 60  # it was heard of a minute ago
+    assert "trouble" not in hear(board, rank=0, entered=0, known=0, runs=())
