@@ -1,6 +1,7 @@
 """What is known of each chip, in one table, and which chip a program is being traced for."""
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import jax
@@ -91,6 +92,8 @@ CHIPS = (
     _gpu("Tesla P100", 2.1e13, 7.3e11, 1.6e10, link=8e10, network=1.25e10),
 )  # fmt: skip
 
+# Of a chip of which nothing is published: nothing takes any time.
+NO_FIGURES = _gpu("", flops=inf, hbm=inf, capacity=inf, link=inf, network=inf, latency=0.0)
 
 # Bytes per second of a link one way and seconds of one permute to a neighbour, fitted to times of
 # permutes of many sizes: marin-community/marin#6736.

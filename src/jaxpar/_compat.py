@@ -1,6 +1,8 @@
 """What differs between the supported versions of jax."""
 
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -52,3 +54,15 @@ def manual_axes(params: Mapping[str, Any]) -> Collection[str]:
     Before jax 0.12 the parameter has another name.
     """
     return params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
+
+
+@contextmanager
+def reading_profiles() -> Generator[None, None, None]:
+    """Lets `jax.profiler.ProfileData` be read where warnings are errors.
+
+    jaxlib makes its classes when they are first used, without a module, of which Python warns; and
+    an error there ends the process.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
+        yield

@@ -14,8 +14,18 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from traces import NS, Core, Plane, write
 
-from jaxpar.schedule import Chip, compile_for, explain, target, timeline
+from jaxpar._units import us
+from jaxpar.schedule import (
+    Chip,
+    Event,
+    compile_for,
+    explain,
+    read_trace,
+    target,
+    timeline,
+)
 from jaxpar.schedule._causes import CAUSES
 from jaxpar.schedule._explained import compared
 
@@ -291,3 +301,97 @@ def test_arguments_that_are_no_arrays():
     found = explain(compile_for(lambda x, w, rate: x @ w * rate, chosen, x, w, 0.5), tries=4)
     assert found.findings[0].cause == "resharding"
     assert "shard w by P(None, 'tp')" in found.findings[0].edit
+
+
+# -- of what was measured --------------------------------------------------------------------------
+
+
+def measured(program, folder, **ns):
+    """A run of a program for TPUs, with times of our own."""
+    core = Core(program, Plane("/device:TPU:0"), {**NS, **ns})
+    core.run(0)
+    return read_trace(write(folder, core.plane), program)
+
+
+def test_a_measured_step(tmp_path):
+    program = gather_matmul(4096)
+    found = measured(program, tmp_path, compute=100_000, done=900_000)
+    predicted = timeline(program)
+    told = explain(program, measured=found, tries=3)
+    assert told.timeline is found
+    assert told.predicted == predicted
+    finding = told.findings[0]
+    assert finding.of.seconds == pytest.approx((900_000 + NS["start"]) * 1e-9)
+    assert (finding.of.collective, finding.of.axes) == ("all-gather", ("tp",))
+    assert finding.cause == explain(program, tries=0).findings[0].cause
+    # The gain is that of the model, not of what was measured.
+    best = finding.tried[0]
+    assert finding.gain == pytest.approx(predicted.total - best.seconds)
+    text = " ".join(told.text().split())
+    assert f"took {us(found.total)}; {us(found.exposed)}" in text
+    assert f"(measured; {us(predicted.total)} are predicted, by the compiler's cycles)" in text
+    assert f"{us(best.seconds)} in place of {us(predicted.total)}, both predicted, " in text
+    record = json.loads(told.json())
+    assert record["predicted"]["seconds"] == predicted.total
+    assert "not a measurement" not in text
+
+
+def test_side_by_side(tmp_path):
+    program = gather_matmul(4096)
+    found = measured(program, tmp_path, compute=100_000, done=900_000)
+    extra = Event("copy.of.another", "", "compute", "compute", 0.0, 3e-6)
+    told = explain(program, measured=replace(found, events=(*found.events, extra)), tries=0)
+    predicted = timeline(program)
+    assert {(one.name, one.kind) for one in told.beside} == {
+        (event.name, event.kind) for event in (*predicted.events, *found.events, extra)
+    }
+    for one in told.beside:
+        for timed, seconds in ((predicted, one.predicted), (found, one.measured)):
+            own = [e for e in timed.events if (e.name, e.kind) == (one.name, one.kind)]
+            if one.name != extra.name:
+                assert seconds == (pytest.approx(sum(e.seconds for e in own)) if own else None)
+    (alone,) = [one for one in told.beside if one.name == extra.name]
+    assert (alone.predicted, alone.measured, alone.ratio, alone.line) == (None, 3e-6, None, None)
+    wait = told.findings[0].of
+    (one,) = [one for one in told.beside if (one.name, one.kind) == (wait.name, "wait")]
+    assert one.ratio == pytest.approx(wait.seconds / one.predicted)
+    assert one.line == wait.line
+    text = " ".join(told.text().split())
+    assert f"wait {wait.name}, {wait.line}" in text
+    alone = [one for one in told.beside if one.predicted is None and one.measured]
+    entries = "1 entry" if len(alone) == 1 else f"{len(alone)} entries"
+    assert f"only measured: {entries} of {us(sum(one.measured for one in alone))}" in text
+    assert explain(program, tries=0).beside == ()
+
+
+def test_a_measured_step_of_a_chip_without_figures(tmp_path):
+    here = target("here", "dp=2,tp=4")
+    step = jax.shard_map(layer, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+    sizes = ((512, 256), P("tp")), ((256, 512), P(None, "tp"))
+    args = [
+        jax.device_put(np.ones(shape, np.float32), NamedSharding(here.mesh, spec))
+        for shape, spec in sizes
+    ]
+    program = compile_for(step, here, *args)
+    with jax.set_mesh(here.mesh):
+        jax.block_until_ready(run := jax.jit(step)(*args))
+        with jax.profiler.trace(tmp_path):
+            jax.block_until_ready(jax.jit(step)(*args))
+    assert run.shape == (512, 512)
+    told = explain(program, measured=read_trace(tmp_path, program))
+    assert told.predicted is None
+    finding = told.findings[0]
+    assert finding.of.collective == "all-gather"
+    assert finding.of.line.number == layer.__code__.co_firstlineno + 1
+    assert (finding.tried, finding.gain) == ((), 0.0)
+    text = " ".join(told.text().split())
+    assert "gain: cannot be told: nothing is predicted for this chip" in text
+    assert "no figures are published of the chip, so that nothing is predicted" in text
+    assert "no schedule of it takes less" not in text
+    assert all(one.predicted is None and one.measured is not None for one in told.beside)
+
+
+def test_a_prediction_is_no_measurement():
+    program = gather_matmul(4096)
+    with pytest.raises(ValueError, match="explain: measured must be from read_trace, got a "):
+        explain(program, measured=timeline(program))

@@ -7,6 +7,7 @@ text. `_exposed`, `_causes`, `_edits` and `_trials` find out why, and what to ch
 """
 
 from jaxpar._chips import Chip
+from jaxpar.schedule._beside import Beside
 from jaxpar.schedule._event import Event
 from jaxpar.schedule._explain import Explanation, Finding, explain
 from jaxpar.schedule._exposed import Exposed
@@ -17,10 +18,12 @@ from jaxpar.schedule._player import Assumed
 from jaxpar.schedule._sources import Line
 from jaxpar.schedule._target import Target, target
 from jaxpar.schedule._timeline import CompiledProgram, Memory, Timeline, compile_for, timeline
+from jaxpar.schedule._trace import read_trace
 from jaxpar.schedule._trials import Tried
 
 __all__ = [
     "Assumed",
+    "Beside",
     "Chip",
     "CompiledProgram",
     "Event",
@@ -39,6 +42,7 @@ __all__ = [
     "explain",
     "matmul_floor",
     "program_floor",
+    "read_trace",
     "target",
     "timeline",
 ]

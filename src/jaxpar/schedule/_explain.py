@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from jaxpar._calls import naming, readable, type_error, value_error
+from jaxpar.schedule._beside import Beside, beside
 from jaxpar.schedule._causes import CAUSES, Cause, Rules
 from jaxpar.schedule._edits import Edits
 from jaxpar.schedule._explained import record_of, text_of
@@ -36,7 +38,8 @@ class Finding:
       why: the evidence.
       edit: what to change.
       tried: what edits bring that could be tried by themselves, the fastest first.
-      gain: seconds that the step is faster with the edit; 0 if none was tried, or gains anything.
+      gain: seconds that the step is faster with the edit, by the model; 0 if none was tried, or
+        gains anything.
       left: how many edits could have been tried, had `tries` been more.
 
     Example:
@@ -69,13 +72,17 @@ class Explanation:
 
     Attributes:
       program: as it was compiled.
-      timeline: its schedule under the model of the chip.
+      timeline: its schedule under the model of the chip, or as it was measured.
       floor: what no schedule of it beats.
       findings: what is exposed, with causes and edits, the longest first.
       overheads: what else costs time and computes nothing new, the largest first.
       held: the arrays in memory where the program needs the most of it, the largest first.
       utilisation: the FLOPs of its matmuls over what the chip could do in its time.
       refused: edits that could not be tried, and why.
+      predicted: the schedule under the model where `timeline` was measured; None of a chip that
+        jaxpar has no figures of.
+      beside: what was predicted and measured of each instruction, the longest first; empty where
+        nothing was measured.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -94,6 +101,8 @@ class Explanation:
     held: tuple[Held, ...]
     utilisation: float
     refused: dict[str, str] = field(repr=False)
+    predicted: Timeline | None = field(default=None, repr=False)
+    beside: tuple[Beside, ...] = field(default=(), repr=False)
 
     def record(self) -> dict[str, Any]:
         """Everything in plain numbers and text, as `json` writes it."""
@@ -118,6 +127,7 @@ def explain(
     *,
     tries: int = 8,
     worst: int = 10,
+    measured: Timeline | None = None,
     assumed: Assumed | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Explanation:
@@ -135,6 +145,9 @@ def explain(
       program: from `compile_for`. It need not use anything else of jaxpar.
       tries: how many edits may be compiled; 0: none, which leaves out causes that need one.
       worst: how many findings there may be.
+      measured: from `read_trace` of this program: then findings, shares and times are those of the
+        measurement. What an edit gains stays a prediction: of the step with it and of the step
+        without.
       assumed: as for `timeline`.
       progress: called with each edit before it is compiled.
 
@@ -142,7 +155,8 @@ def explain(
       An `Explanation`; `print` shows it. Without findings there is nothing to mend.
 
     Raises:
-      ValueError: a chip that jaxpar has no figures of; a negative number.
+      ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number; a
+        `measured` that was not.
       TypeError: what is no `CompiledProgram`.
 
     Cost: an edit takes as long as the program took to compile.
@@ -163,17 +177,25 @@ def explain(
         raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
     if tries < 0 or worst < 0:
         raise value_error(f"tries={tries} and worst={worst} must not be negative")
-    played = timeline(program, assumed=assumed)
+    if measured is not None and measured.estimate != "measured":
+        raise value_error("measured must be from read_trace, got a timeline that was predicted")
+    can_play = measured is None or program.target.chip is not None
+    predicted = timeline(program, assumed=assumed) if can_play else None
+    played = measured or predicted
+    assert played is not None
     exposures = Exposures(program, played)
     # A program that was not made by `compile_for` cannot be compiled again.
-    trials = Trials(assumed, tries if program.function is not None else 0, progress)
+    can_try = program.function is not None and predicted is not None
+    trials = Trials(assumed, tries if can_try else 0, progress)
+    is_played = predicted is None or predicted is played
+    before = Before(exposures if is_played else Exposures(program, predicted))
     rules = Rules(exposures, Edits(program))
     costs = overheads(exposures)
     exposed = [e for e in exposures.found() if e.seconds >= LEAST * played.total]
-    found = [_finding(e, rules, trials, played) for e in islice(exposed, worst)]
+    found = [_finding(e, rules, trials, played, before) for e in islice(exposed, worst)]
     copies = [o for o in costs if o.in_loop and o.kind == "copies"]
     found += [
-        _finding(copy, rules, trials, played)
+        _finding(copy, rules, trials, played, before)
         for copy in copies
         if copy.seconds >= LEAST * played.total
     ]
@@ -181,28 +203,44 @@ def explain(
     return Explanation(
         program=program,
         timeline=played,
-        floor=program_floor(program, played),
+        floor=program_floor(program, played, exposures.chip),
         findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:worst]),
         overheads=costs,
         held=held_at_peak(exposures),
         utilisation=flops / exposures.chip.flops / played.total if played.total else 0.0,
         refused=trials.refused,
+        predicted=None if measured is None else predicted,
+        beside=() if measured is None else beside(exposures, predicted, measured),
     )
 
 
-def _finding(of: Exposed | Overhead, rules: Rules, trials: Trials, played: Timeline) -> Finding:
+class Before:
+    """What edits are compared with: the step without them, as it is predicted."""
+
+    def __init__(self, exposures: Exposures) -> None:
+        self.total, self._exposures = exposures.played.total, exposures
+
+    @cached_property
+    def exposed(self) -> Mapping[str, Exposed]:
+        """What it exposes, by the names of the instructions."""
+        return {name: one for one in self._exposures.all() for name in one.names}
+
+
+def _finding(
+    of: Exposed | Overhead, rules: Rules, trials: Trials, played: Timeline, before: Before
+) -> Finding:
     """The first verdict that holds; one that is not sure needs an edit that makes it so."""
     left, slower = 0, list[Tried]()
     is_worth = of.seconds >= WORTH * played.total
     for verdict in rules.of(of):
         tried, skipped = trials.all(verdict.edits) if is_worth else ((), 0)
         left += skipped
-        slower += [one for one in tried if one.seconds > FASTER * played.total]
+        slower += [one for one in tried if one.seconds > FASTER * before.total]
         faster = [one for one in tried if one not in slower]
         if not verdict.is_sure and isinstance(of, Exposed):
-            faster = [one for one in faster if one.removes(of)]
+            faster = [one for one in faster if one.removes(before.exposed.get(of.name, of))]
         if verdict.is_sure or faster:
-            gain = played.total - faster[0].seconds if faster else 0.0
+            gain = before.total - faster[0].seconds if faster else 0.0
             edit = faster[0].edit if faster else verdict.edit
             found = (*faster, *slower)
             return Finding(of, verdict.cause, verdict.why, edit, found, gain, left)

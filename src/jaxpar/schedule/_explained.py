@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar._units import size_text as size
 from jaxpar._units import us
+from jaxpar.schedule._beside import side_by_side
 from jaxpar.schedule._sources import Line
 
 if TYPE_CHECKING:
+    from jaxpar.schedule._beside import Beside
     from jaxpar.schedule._explain import Explanation, Finding
     from jaxpar.schedule._exposed import Exposed
     from jaxpar.schedule._overheads import Overhead
+    from jaxpar.schedule._timeline import Timeline
 
 Record = Mapping[str, Any]
 
@@ -35,6 +38,10 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "seconds": played.total,
         "exposed": played.exposed,
         "compute": played.compute,
+        "transfer": played.transfer,
+        "runs": list(played.runs),
+        "predicted": None if found.predicted is None else _of_timeline(found.predicted),
+        "beside": [_of_beside(one) for one in found.beside],
         "sent_bytes": played.sent_bytes,
         "floor": asdict(found.floor),
         "utilisation": found.utilisation,
@@ -71,6 +78,15 @@ def _of_finding(finding: Finding) -> dict[str, Any]:
     }
 
 
+def _of_timeline(played: Timeline) -> dict[str, Any]:
+    numbers = ("compute", "exposed", "transfer", "estimate")
+    return {"seconds": played.total, **{name: getattr(played, name) for name in numbers}}
+
+
+def _of_beside(one: Beside) -> dict[str, Any]:
+    return {**asdict(one), "line": _of_line(one.line), "ratio": one.ratio}
+
+
 def _of_line(line: Line | None) -> dict[str, Any] | None:
     return None if line is None else asdict(line)
 
@@ -85,6 +101,8 @@ def text_of(record: Record, worst: int = 10, width: int = 100) -> str:
     for number, finding in enumerate(shown, 1):
         lines += [*paragraph(record, finding, number), ""]
     lines += [*verdict(record), ""]
+    if record.get("beside"):
+        lines += ["predicted and measured:", *side_by_side(record, worst), ""]
     if record["overheads"]:
         lines += ["beyond transfers:", *_overheads(record), ""]
     lines += ["in memory at the peak:", *_held(record)]
@@ -99,22 +117,48 @@ def _folded(line: str, width: int) -> list[str]:
 
 
 def heading(record: Record) -> list[str]:
-    """The step in two lines."""
+    """The step in a few lines."""
     mesh = ", ".join(f"{name}={length}" for name, length in record["mesh"].items())
     total = record["seconds"]
-    floor = max(record["floor"].values())
+    takes, waits = ("took", "waited") if is_measured(record) else ("takes", "waits")
     lines = [
-        f"a step on {record['target']} ({mesh}) takes {us(total)}; {us(record['exposed'])} "
-        f"({_share(record['exposed'], total)}) of that it waits for transfers",
-        f"no schedule of it takes less than {us(floor)}; its matmuls use "
-        f"{record['utilisation']:.0%} of the chip's peak; it needs {size(record['peak_bytes'])} of "
-        f"{size(record['capacity'])} of memory",
-        f"(the compiler's schedule on a model of the chip, by {record['estimate']}: not a "
-        "measurement)",
+        f"a step on {record['target']} ({mesh}) {takes} {us(total)}; {us(record['exposed'])} "
+        f"({_share(record['exposed'], total)}) of that it {waits} for transfers",
     ]
+    held = f"it needs {size(record['peak_bytes'])}"
+    if record["capacity"]:
+        lines.append(
+            f"no schedule of it takes less than {us(max(record['floor'].values()))}; its matmuls "
+            f"use {record['utilisation']:.0%} of the chip's peak; {held} of "
+            f"{size(record['capacity'])} of memory"
+        )
+    else:
+        lines.append(f"{held} of memory")
+    lines.append(f"({_source(record)})")
     if loops := record["loops_of_unknown_length"]:
         lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
     return lines
+
+
+def is_measured(record: Record) -> bool:
+    """Whether its times were measured."""
+    return record["estimate"] == "measured"
+
+
+def _source(record: Record) -> str:
+    """Where the times come from."""
+    if not is_measured(record):
+        return (
+            f"the compiler's schedule on a model of the chip, by {record['estimate']}: not a "
+            "measurement"
+        )
+    runs, predicted = record["runs"], record["predicted"]
+    text = "measured"
+    if len(runs) > 1:
+        text += f", one of {len(runs)} runs, which took {us(min(runs))} to {us(max(runs))}"
+    if predicted is None:
+        return f"{text}; no figures are published of the chip, so that nothing is predicted"
+    return f"{text}; {us(predicted['seconds'])} are predicted, by {predicted['estimate']}"
 
 
 def paragraph(record: Record, finding: Record, number: int) -> list[str]:
@@ -163,25 +207,33 @@ def place(of: Record) -> str:
 
 
 def gain(record: Record, finding: Record) -> str:
-    """What the edit brings, or that it was not tried."""
+    """What the edit brings, or that it was not tried; of a measured step, what is predicted."""
+    before = record
+    if is_measured(record):
+        before = record["predicted"]
+        if before is None:
+            return "cannot be told: nothing is predicted for this chip"
     if not finding["tried"]:
         left = finding["left"]
         return f"not tried: {left} edits were left" if left else "not tried: it cannot be by itself"
-    total = record["seconds"]
+    total = before["seconds"]
     best = min(finding["tried"], key=lambda one: one["seconds"])
+    predicted = f" in place of {us(total)}, both predicted" if before is not record else ""
     if not finding["gain"]:
         more = f", the best of {len(finding['tried'])}" if len(finding["tried"]) > 1 else ""
-        return f"none; tried{more}: {best['edit']}: {us(best['seconds'])}"
-    return f"the step then takes {us(best['seconds'])}, {_share(finding['gain'], total)} less"
+        return f"none; tried{more}: {best['edit']}: {us(best['seconds'])}{predicted}"
+    less = f"{_share(finding['gain'], total)} less"
+    return f"the step then takes {us(best['seconds'])}{predicted}, {less}"
 
 
 def verdict(record: Record) -> list[str]:
     """Whether there is anything to do."""
-    floor, total = max(record["floor"].values()), record["seconds"]
     if not record["findings"]:
+        floor = max(record["floor"].values())
+        least = f", and no schedule takes less than {us(floor)}" if record["capacity"] else ""
         return [
-            f"nothing to mend here: {us(total)}, and no schedule takes less than {us(floor)}; what "
-            "it waits for is less than half a percent at any line"
+            f"nothing to mend here: {us(record['seconds'])}{least}; what it waits for is less than "
+            "half a percent at any line"
         ]
     gains = [finding for finding in record["findings"] if finding["gain"]]
     tried = {one["edit"] for finding in record["findings"] for one in finding["tried"]}

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxpar._calls import readable
+from jaxpar._chips import NO_FIGURES
 from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 from jaxpar.schedule._event import Event
 from jaxpar.schedule._hlo import Instruction
@@ -105,16 +106,24 @@ class Exposures:
     def __init__(self, program: CompiledProgram, played: Timeline) -> None:
         self.program, self.played = program, played
         self.target = program.target
-        self.chip = figures_of(program.target, None)
+        measured = played.estimate == "measured"  # which needs no figures, where none are known
+        self.chip = (program.target.chip or NO_FIGURES) if measured else figures_of(program.target)
         self.values = Values(program.module.hlo)
         self.sources = Sources(program.text)
         self.links = Links(program.target.mesh, self.chip)
         self.seconds: dict[str, float] = defaultdict(float)  # computed, by instruction
         self.transfers: dict[str, list[Event]] = defaultdict(list)
         self.waits: dict[str, list[int]] = defaultdict(list)  # places in `order`
+        self.homes = {
+            operation.name: (schedule, operation)
+            for schedule in program.module.schedules
+            for operation in schedule.operations
+        }
+        # A trace may have more than the program.
+        self.events = [event for event in played.events if event.name in self.homes]
         # What the compute units do, one after the other.
-        self.order = [e for e in played.events if e.row == "compute"]
-        for event in played.events:
+        self.order = [e for e in self.events if e.row == "compute"]
+        for event in self.events:
             if event.kind == "compute":
                 self.seconds[event.name] += event.seconds
             elif event.kind == "transfer":
@@ -122,11 +131,6 @@ class Exposures:
         for place, event in enumerate(self.order):
             if event.kind == "wait":
                 self.waits[event.name].append(place)
-        self.homes = {
-            operation.name: (schedule, operation)
-            for schedule in program.module.schedules
-            for operation in schedule.operations
-        }
         self._origins: dict[Instruction, tuple[str, tuple[Line, ...]]] = {}
         self.callers: dict[Schedule, list[Control]] = defaultdict(list)
         for _, operation in self.homes.values():
@@ -158,11 +162,16 @@ class Exposures:
 
     def runs(self, exposed: Exposed) -> list[tuple[Event, float]]:
         """All runs of the collectives of one source, hidden ones too, each with its wait."""
-        waits = {
-            (event.name, event.end): event.seconds for event in self.order if event.kind == "wait"
-        }
-        events = self.alike[self._source(exposed.name)]
-        return [(event, waits.get((event.name, event.end), 0.0)) for event in events]
+        waits: dict[str, list[Event]] = defaultdict(list)
+        for event in self.order:
+            if event.kind == "wait":
+                waits[event.name].append(event)
+        found: list[tuple[Event, float]] = []
+        for event in self.alike[self._source(exposed.name)]:
+            own = [one for one in waits[event.name] if event.start < one.end <= event.end]
+            found.append((event, sum((one.seconds for one in own), 0.0)))
+            waits[event.name] = [one for one in waits[event.name] if one not in own]
+        return found
 
     def _source(self, name: str) -> tuple[Any, ...]:
         """What collectives have in common that come from one place of the traced program."""

@@ -54,7 +54,7 @@ class Overhead:
 def overheads(exposures: Exposures) -> tuple[Overhead, ...]:
     """The overheads of a program, the largest first."""
     groups: dict[Any, list[tuple[str, float]]] = defaultdict(list)
-    for event in exposures.played.events:
+    for event in exposures.events:
         waits_for_copy = event.kind == "wait" and event.row == "memory"
         if not waits_for_copy and event.kind != "compute":
             continue

@@ -151,7 +151,9 @@ def _compiled(lowered: Any, options: dict[str, Any]) -> tuple[str, Memory]:
 @readable
 @dataclass(frozen=True)
 class Timeline:
-    """A program's schedule under the published model of a chip; seconds, for one device.
+    """A program's schedule under the published model of a chip, or as it was measured.
+
+    Seconds, for one device: from `timeline` or `read_trace`.
 
     Example:
       >>> from jaxpar.schedule import compile_for, target, timeline
@@ -170,6 +172,7 @@ class Timeline:
     peak_bytes: int  # of HBM
     estimate: str  # where the times of compute instructions come from
     loops_of_unknown_length: tuple[str, ...]  # and of no assumed one: one trip each
+    runs: tuple[float, ...] = ()  # of a measured one: how long each run took in the trace
 
     @property
     def hidden_share(self) -> float:

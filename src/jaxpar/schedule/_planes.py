@@ -1,0 +1,180 @@
+"""What a profiler's trace says of each device: which instructions ran, and when.
+
+Each platform writes it another way. A TPU has a line of the runs of programs, one of the
+instructions of its core, and one of what is under way beside them. A GPU has a line for each of its
+streams, with kernels that say which instruction launched them. CPU devices share the threads of
+their process: what they run says on which device, and what returns before it is done has an event
+of its own when it is.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Where = Literal["core", "beside", "stream", "thread"]
+Stats = dict[str, Any]
+
+_INSTRUCTION = re.compile(r"%?([\w.\-]+)(?: = (.*))?$", re.DOTALL)
+_OPCODE = re.compile(r"[\])}] ([a-z][\w\-]*)\(")
+_TPU = re.compile(r"/device:(TPU:\d+)")
+_GPU = re.compile(r"/device:(GPU:\d+)")
+_HOST = "/host:CPU"
+_LINES: dict[str, Where] = {"XLA Ops": "core", "Async XLA Ops": "beside"}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of an instruction, as a trace has it."""
+
+    name: str  # of the instruction
+    start: float  # nanoseconds, which are whole
+    end: float
+    where: Where
+    program: str  # the name of its module; as much more as tells it from others of that name
+    run: Any = None  # what the runs of a program have in common; None: the trace says nothing
+    op: str = ""  # the operation of the traced program
+    kind: str = ""  # the profiler's category, or the opcode, or the kernel
+    noticed: float = 0.0  # when a thread noticed that it was done
+
+    @property
+    def module(self) -> str:
+        """The name of the module without what tells it from others."""
+        return self.program.partition("(")[0]
+
+
+@dataclass
+class Device:
+    """What a trace says of one device."""
+
+    platform: Literal["tpu", "gpu", "cpu"]
+    ran: list[Ran] = field(default_factory=list[Ran])
+    runs: list[Ran] = field(default_factory=list[Ran])  # of whole programs, on TPU
+
+    def programs(self) -> dict[str, list[Ran]]:
+        """What ran of each program, by its start."""
+        found: dict[str, list[Ran]] = defaultdict(list)
+        for one in sorted(self.ran, key=lambda ran: ran.start):
+            found[one.program].append(one)
+        return dict(found)
+
+
+def devices_of(data: Any) -> dict[str, Device]:
+    """The devices of one host's trace on which instructions ran, such as `"TPU:0"`."""
+    found: dict[str, Device] = {}
+    for plane in data.planes:
+        if match := _TPU.fullmatch(plane.name):
+            found[match[1]] = _tpu(plane)
+        elif match := _GPU.fullmatch(plane.name):
+            found[match[1]] = Device("gpu", list(_of_streams(plane)))
+        elif plane.name == _HOST:
+            for number, ran in sorted(_of_threads(plane).items()):
+                found[f"CPU:{number}"] = Device("cpu", ran)
+    return {name: device for name, device in found.items() if device.ran}
+
+
+def _tpu(plane: Any) -> Device:
+    """The core's instructions belong to the run of a program that they are within."""
+    runs: list[Ran] = []
+    ran: list[Ran] = []
+    for line in plane.lines:
+        if line.name == "XLA Modules":
+            runs += (_ran(event, event.name, "core", event.name) for event in line.events)
+        elif where := _LINES.get(line.name):
+            ran += (_of_core(event, where) for event in line.events)
+    runs.sort(key=lambda run: run.start)
+    starts = [run.start for run in runs]
+    owned: list[Ran] = []
+    for one in ran:
+        number = bisect_right(starts, one.start) - 1
+        if number >= 0 and one.start < runs[number].end:
+            owned.append(replace(one, program=runs[number].program, run=number))
+        elif not runs:
+            owned.append(one)
+    return Device("tpu", owned, runs)
+
+
+def _of_core(event: Any, where: Where) -> Ran:
+    """An instruction of a TPU, whose event is named by its text."""
+    stats = _stats(event)
+    found = _INSTRUCTION.match(event.name)
+    text = (found and found[2]) or ""
+    opcode = _OPCODE.search(text)
+    kind = stats.get("hlo_category") or (opcode and opcode[1]) or ""
+    name = stats.get("hlo_op") or (found[1] if found else event.name)
+    return _ran(event, str(name), where, "", op=str(stats.get("tf_op", "")), kind=str(kind))
+
+
+def _of_streams(plane: Any) -> Iterator[Ran]:
+    for line in plane.lines:
+        if not line.name.startswith("Stream #"):
+            continue  # others are made from those of the streams
+        for event in line.events:
+            stats = _stats(event)
+            if name := stats.get("hlo_op"):
+                op = str(stats.get("tf_op") or stats.get("name") or "")
+                yield _ran(event, name, "stream", _program(stats), op=op, kind=event.name)
+
+
+def _of_threads(plane: Any) -> dict[int, list[Ran]]:
+    """What ran on each CPU device; work that goes on when its event ends has a number."""
+    ran: list[tuple[int, Any, Ran]] = []
+    ended: dict[Any, float] = {}
+    for line in plane.lines:
+        for event in line.events:
+            if event.name.startswith("end: "):
+                ended[_stats(event).get("_c")] = event.start_ns
+            elif (name := (stats := _stats(event)).get("hlo_op")) is not None:
+                one = _ran(event, name, "thread", _program(stats), run=stats.get("run_id"))
+                ran.append((int(stats.get("device_ordinal", 0)), stats.get("_p"), one))
+    found: dict[int, list[Ran]] = defaultdict(list)
+    for device, number, one in ran:
+        found[device].append(replace(one, noticed=ended.get(number, 0.0)))
+    return found
+
+
+def _ran(event: Any, name: str, where: Where, program: str, **more: Any) -> Ran:
+    start = event.start_ns
+    return Ran(name, start, start + event.duration_ns, where, program, **more)
+
+
+def _program(stats: Mapping[str, Any]) -> str:
+    """A module by its name and number, written as a TPU writes it."""
+    number = stats.get("program_id")
+    name = str(stats.get("hlo_module", ""))
+    return name if number is None else f"{name}({number})"
+
+
+def _stats(event: Any) -> Stats:
+    return {name: value for name, value in event.stats if name is not None}
+
+
+def known_devices(hosts: Mapping[str, Any]) -> dict[str, Device]:
+    """The devices of all hosts; of several hosts, each behind its host's name."""
+    return {
+        f"{host} {name}" if len(hosts) > 1 else name: device
+        for host, data in hosts.items()
+        for name, device in devices_of(data).items()
+    }
+
+
+def apart(ran: Iterable[Ran], once: set[str]) -> list[list[Ran]]:
+    """Runs of a program that the trace does not tell apart, by instructions that run once in each.
+
+    One may launch several kernels: it is another run's where something else was between.
+    """
+    found: list[list[Ran]] = [[]]
+    seen, last = set[str](), ""
+    for one in ran:
+        if one.name in once:
+            if one.name in seen and one.name != last:
+                found.append([])
+                seen.clear()
+            seen.add(one.name)
+            last = one.name
+        found[-1].append(one)
+    return [run for run in found if run]

@@ -1,0 +1,398 @@
+"""Traces: of CPU devices as they are recorded here, of TPUs and GPUs as their format is defined."""
+
+import gzip
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.profiler import ProfileData
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from record import FOLDER, PROGRAMS
+from traces import NS, Core, Plane, Streams, write
+
+from jaxpar._compat import reading_profiles
+from jaxpar.schedule import (
+    CompiledProgram,
+    Memory,
+    compile_for,
+    read_trace,
+    target,
+    timeline,
+)
+from jaxpar.schedule._operations import Control, Free
+from jaxpar.schedule._timeline import covered
+
+TRIPS, RUNS = 3, 3
+
+
+def step(x, w):
+    """A gather and a matmul, then a loop of a matmul and a sum over the other axis."""
+    h = lax.all_gather(x, "tp", axis=1, tiled=True) @ w
+
+    def body(h, _):
+        h = jnp.tanh(h @ h.T) @ h
+        return h, lax.psum(h.sum(), "dp")
+
+    h, sums = lax.scan(body, h, length=TRIPS)
+    return h, sums
+
+
+@pytest.fixture(scope="module")
+def here():
+    return target("here", "dp=2,tp=4")
+
+
+@pytest.fixture(scope="module")
+def program(here):
+    mapped = jax.shard_map(
+        step, mesh=here.mesh, in_specs=(P("dp", "tp"), P()), out_specs=(P("dp"), P()),
+        check_vma=False,
+    )  # fmt: skip
+    sizes = ((128, 64), P("dp", "tp")), ((64, 32), P())
+    args = [
+        jax.device_put(np.ones(shape, np.float32), NamedSharding(here.mesh, spec))
+        for shape, spec in sizes
+    ]
+    return compile_for(mapped, here, *args)
+
+
+def record(folder, *calls):
+    """Records calls, all of which have run before."""
+    for function, args in calls:
+        jax.block_until_ready(function(*args))
+    with jax.profiler.trace(folder):
+        for function, args in calls:
+            jax.block_until_ready(function(*args))
+
+
+@pytest.fixture(scope="module")
+def folder(here, program, tmp_path_factory):
+    """Some runs of it, and one of another program."""
+    folder = tmp_path_factory.mktemp("trace")
+    other = jax.jit(lambda x: (x @ x.T).sum()), program.args[:1]
+    with jax.set_mesh(here.mesh):
+        record(folder, other, *RUNS * [(jax.jit(program.function), program.args)])
+    return folder
+
+
+# -- CPU devices of one process --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["CPU:0", "CPU:5"])
+def test_devices_of_one_process(folder, program, device):
+    measured = read_trace(folder, program, device=device)
+    assert measured.estimate == "measured"
+    assert len(measured.runs) == RUNS
+    assert measured.total == sorted(measured.runs)[RUNS // 2]
+    assert measured.peak_bytes == program.memory.peak > 0
+    rows = Counter(event.row for event in measured.transfers)
+    assert rows == {"tp all-gather": 1, "dp all-reduce": TRIPS}
+    (gather,) = [e for e in measured.transfers if e.row == "tp all-gather"]
+    assert gather.bytes == 64 * 16 * 4 * 3
+    assert gather.op.endswith("all_gather")
+    assert not gather.synchronous
+    assert measured.sent_bytes == gather.bytes + TRIPS * 4
+
+    events = measured.events
+    assert [e.start for e in events] == sorted(e.start for e in events)
+    assert all(0 <= e.start <= e.end <= measured.total * (1 + 1e-9) for e in events)
+    computed = Counter(e.name for e in events if e.kind == "compute")
+    once = {
+        one.name
+        for one in program.module.entry.operations
+        if not isinstance(one, (Free, Control)) and one.work.is_matmul
+    }
+    assert once
+    assert all(computed[name] == 1 for name in once)
+    assert sum(e.is_matmul for e in events) == 1 + 2 * TRIPS
+    assert not set(computed) & {
+        one.name
+        for schedule in program.module.schedules
+        for one in schedule.operations
+        if isinstance(one, Control)
+    }
+
+
+def test_what_waits_is_what_is_not_computed(folder, program):
+    measured = read_trace(folder, program)
+    computing = [e for e in measured.events if e.kind == "compute"]
+    waiting = [e for e in measured.events if e.kind == "wait"]
+    assert measured.compute == pytest.approx(covered(computing))
+    assert measured.transfer == pytest.approx(covered(measured.transfers))
+    # Together they are as long as both are apart, and with what is hidden they are the transfers.
+    apart = covered([*computing, *waiting])
+    assert apart == pytest.approx(measured.compute + measured.exposed)
+    assert apart == pytest.approx(covered([*computing, *measured.transfers]))
+    assert 0 < measured.exposed <= measured.transfer < measured.total
+    named = {e.name for e in measured.transfers}
+    assert {e.name for e in waiting} <= named
+
+
+def test_runs_can_be_chosen(folder, program):
+    runs = read_trace(folder, program).runs
+    assert [read_trace(folder, program, run=n).total for n in range(RUNS)] == list(runs)
+    with pytest.raises(ValueError, match=r"read_trace: run=3 is not in 0 to 2: the trace has 3"):
+        read_trace(folder, program, run=3)
+
+
+def test_without_a_program(here, program, tmp_path):
+    """The program that took the longest, in the words of the trace."""
+    folder = tmp_path
+    with jax.set_mesh(here.mesh):
+        record(folder, *RUNS * [(jax.jit(program.function), program.args)])
+    known, found = (read_trace(folder, of) for of in (program, None))
+    assert found.runs == known.runs
+    assert [e.name for e in found.transfers] == [e.name for e in known.transfers]
+    assert Counter(e.row for e in found.transfers) == {"all-gather": 1, "all-reduce": TRIPS}
+    assert found.compute == pytest.approx(known.compute, rel=0.2)
+    assert found.sent_bytes == found.peak_bytes == 0
+
+
+def test_what_a_trace_has_not(folder, program, here, tmp_path):
+    with pytest.raises(ValueError, match=r"read_trace: device='CPU:9' is not in the trace, which "
+                       r"has CPU:0, CPU:1, "):  # fmt: skip
+        read_trace(folder, program, device="CPU:9")
+    with pytest.raises(
+        ValueError, match=r"read_trace: no \*\.xplane\.pb under .*; pass the folder"
+    ):
+        read_trace(tmp_path, program)
+    with pytest.raises(TypeError, match="read_trace: program must be what compile_for returns"):
+        read_trace(folder, program.text)
+    other = compile_for(jnp.sin, here, jax.ShapeDtypeStruct((8,), jnp.float32))
+    with pytest.raises(ValueError, match=r"read_trace: no instruction of jit_sin ran while it was "
+                       r"recorded; the trace has .*jit_step\("):  # fmt: skip
+        read_trace(folder, other)
+    with jax.profiler.trace(tmp_path / "idle"):
+        pass
+    with pytest.raises(ValueError, match="no device ran instructions while it was recorded"):
+        read_trace(tmp_path / "idle", program)
+    broken = tmp_path / "broken.xplane.pb"
+    broken.write_bytes(b"no trace")
+    with pytest.raises(ValueError, match=r"broken\.xplane\.pb is no trace of jax\.profiler: "):
+        read_trace(broken, program)
+
+
+# -- CPU devices of two processes ------------------------------------------------------------------
+
+# Microseconds of three calls, as the reader of the network benchmark that came before this one
+# measured them in the same recordings: of transfers, of matmuls, and of both at a time.
+TWO_PROCESSES = {
+    "0.10.2": (7391.551, 902.974, 534.062),
+    "0.12.0.1": (1948.021, 1790.895, 646.810),
+}
+
+
+@pytest.mark.parametrize("version", TWO_PROCESSES)
+def test_one_of_two_processes(version, tmp_path):
+    recorded = Path(__file__).parent / "traced" / version
+    text = gzip.decompress((recorded / "ring.hlo.txt.gz").read_bytes()).decode()
+    file = tmp_path / "host.xplane.pb"
+    file.write_bytes(gzip.decompress((recorded / "ring.xplane.pb.gz").read_bytes()))
+    # Two devices are enough to read by: what ran had a process each.
+    mesh = target("here", "rest=4,tp=2")
+    program = CompiledProgram(mesh, text, Memory(0, 0, 0, 0, 0), 0.0, None)
+    first = read_trace(file, program, run=0)
+    runs = [first, *(read_trace(file, program, run=n) for n in (1, 2))]
+    assert len(first.runs) == 3
+    transfer = sum(run.transfer for run in runs)
+    matmuls = [[e for e in run.events if e.is_matmul] for run in runs]
+    matmul = sum(map(covered, matmuls))
+    either = sum(covered([*m, *run.transfers]) for m, run in zip(matmuls, runs, strict=True))
+    found = np.array([transfer, matmul, transfer + matmul - either]) * 1e6
+    np.testing.assert_allclose(found, TWO_PROCESSES[version], atol=2e-3)
+    for run, beside in zip(runs, matmuls, strict=True):
+        (sent,) = run.transfers
+        assert sent.row == "tp +1"
+        assert sent.bytes == 256 * 256 * 4
+        at_a_time = [m.name for m in beside if m.start < sent.end and m.end > sent.start]
+        assert list(sent.covers) == at_a_time
+
+
+# -- TPU and GPU, as the format is defined ---------------------------------------------------------
+
+
+def recorded(version, name):
+    text = (FOLDER / version / f"{name}.hlo.txt").read_text()
+    described = target(PROGRAMS[name].target)
+    return CompiledProgram(described, text, Memory(0, 0, 0, 0, 0), 0.0, None)
+
+
+TPU = sorted(name for name in PROGRAMS if name.startswith("tpu-"))
+GPU = sorted(name for name in PROGRAMS if name.startswith("gpu-"))
+
+
+def facts(found):
+    transfers = sorted(found.transfers, key=lambda e: (e.name, e.start))
+    return [(e.name, e.op, e.row, e.bytes, e.synchronous, e.covers) for e in transfers]
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.12.0.1"])
+@pytest.mark.parametrize("name", TPU)
+def test_a_tpu_core_does_one_thing_after_the_other(version, name, tmp_path):
+    program = recorded(version, name)
+    core = Core(program, Plane("/device:TPU:0"))
+    end = core.run(5_000)
+    measured = read_trace(write(tmp_path, core.plane), program)
+    assert measured.total * 1e9 == pytest.approx(end - 5_000)
+    assert measured.runs == (measured.total,)
+    # What ran is what is predicted to run: the same transfers beside the same matmuls.
+    predicted = timeline(program)
+    assert facts(measured) == facts(predicted)
+    assert measured.sent_bytes == predicted.sent_bytes
+    kinds = Counter(e.kind for e in predicted.events)
+    found = Counter(e.kind for e in measured.events)
+    assert (found["compute"], found["transfer"]) == (kinds["compute"], kinds["transfer"])
+    waits = [e for e in measured.events if e.kind == "wait" and e.row == "compute"]
+    assert measured.exposed == pytest.approx(sum(e.seconds for e in waits))
+    # All that the core did is accounted for, but for the starts of copies.
+    copies = sum(e.seconds for e in measured.events if e.row == "memory" and e.kind == "wait")
+    begun = len([e for e in measured.events if e.kind == "copy"]) * NS["start"]
+    assert (measured.compute + measured.exposed + copies) * 1e9 + begun == pytest.approx(
+        measured.total * 1e9
+    )
+
+
+def test_times_of_a_tpu(tmp_path):
+    program = recorded("0.12.0.1", "tpu-ring-one-way")
+    core = Core(program, Plane("/device:TPU:0"))
+    for number, start in enumerate((1_000, 90_000)):
+        core.run(start, number)
+    measured = read_trace(write(tmp_path, core.plane), program)
+    assert len(measured.runs) == 2
+    assert measured.compute * 1e9 == pytest.approx(core.spent["compute", ""] / 2)
+    waited = sum(core.spent[kind, "collective-permute"] for kind in ("start", "done"))
+    assert measured.exposed * 1e9 == pytest.approx(waited / 2)
+    one = measured.transfers[0]
+    waits = [e for e in measured.events if e.kind == "wait" and e.name == one.name]
+    assert [round(e.seconds * 1e9) for e in waits] == [NS["start"], NS["done"]]
+    assert (waits[0].start, waits[1].end) == pytest.approx((one.start, one.end))
+    assert one.latency > 0
+    assert one.links == 1.0
+    assert measured.link_utilisation > 0
+
+
+def test_a_tpu_says_when_an_asynchronous_transfer_arrived(tmp_path):
+    program = recorded("0.12.0.1", "tpu-ring-one-way")
+    found = []
+    for beside in (False, True):
+        core = Core(program, Plane("/device:TPU:0"))
+        core.run(1_000, beside=beside)
+        found.append(read_trace(write(tmp_path / str(beside), core.plane), program))
+    until_done, own = found
+    for later, sooner in zip(until_done.transfers, own.transfers, strict=True):
+        assert (later.end - sooner.end) * 1e9 == pytest.approx(100)
+        assert (sooner.start - later.start) * 1e9 == pytest.approx(5)
+    assert own.exposed == pytest.approx(until_done.exposed)
+
+
+def test_runs_of_a_tpu_and_other_programs(tmp_path):
+    program = recorded("0.12.0.1", "tpu-loop")
+    core = Core(program, Plane("/device:TPU:1"))
+    ends = [core.run(0, 1)]
+    core.ns = {**NS, "compute": 2_000}
+    ends.append(core.run(100_000, 2))
+    core.ns = {**NS, "compute": 5_000}
+    ends.append(core.run(300_000, 3))
+    core.plane.add("XLA Modules", "jit_other(1)", 900_000, 1_000_000)
+    core.plane.add("XLA Ops", "%dot.1 = f32[2,2]{1,0} dot(%a, %b)", 900_000, 1_000_000)
+    core.plane.add("Steps", "0", 0, 2_000_000)
+    sparse = Plane("/device:TPU:1 SparseCore 0")
+    sparse.add("Sparse Core Ops", "%copy.1 = f32[2] copy(%x)", 0, 10)
+    write(tmp_path, sparse, core.plane)
+    measured = read_trace(tmp_path, program)
+    lengths = [ends[0], ends[1] - 100_000, ends[2] - 300_000]
+    assert [round(seconds * 1e9) for seconds in measured.runs] == lengths
+    assert measured.total * 1e9 == pytest.approx(lengths[1])
+    assert len(measured.transfers) == 5
+    other = read_trace(tmp_path)  # the longest program
+    assert [(e.name, e.is_matmul, e.kind) for e in other.events] == [("dot.1", True, "compute")]
+    with pytest.raises(ValueError, match=r"device='TPU:0' is not in the trace, which has TPU:1$"):
+        read_trace(tmp_path, program, device="TPU:0")
+
+
+def test_words_of_a_tpu_without_a_program(tmp_path):
+    program = recorded("0.12.0.1", "tpu-loop")
+    core = Core(program, Plane("/device:TPU:0"))
+    core.run(0)
+    known, found = (read_trace(write(tmp_path, core.plane), of) for of in (program, None))
+    assert [e.row for e in found.transfers] == ["collective-permute"] * 5
+    assert [e.name for e in found.transfers] == [e.name for e in known.transfers]
+    times = [(e.start, e.end) for e in found.transfers]
+    assert times == [(e.start, e.end) for e in known.transfers]
+    assert (found.compute, found.exposed) == (known.compute, known.exposed)
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.12.0.1"])
+@pytest.mark.parametrize("name", GPU)
+def test_kernels_of_a_gpu(version, name, tmp_path):
+    program = recorded(version, name)
+    streams = Streams(program, Plane("/device:GPU:0"))
+    end = 0
+    for _ in range(2):
+        end = streams.run(end + 50_000)
+    streams.plane.add(Streams.COMPUTE, "memset", 0, 10)  # of no program
+    streams.plane.add("XLA Ops", "derived", 0, 10, hlo_op="derived", hlo_module="jit_none")
+    measured = read_trace(write(tmp_path, streams.plane), program, run=1)
+    assert len(measured.runs) == 2
+    assert measured.total == pytest.approx(measured.runs[0])
+    predicted = timeline(program)
+    named = [(e.name, e.row, e.bytes, e.synchronous) for e in measured.transfers]
+    assert sorted(named) == sorted(
+        (e.name, e.row, e.bytes, e.synchronous) for e in predicted.transfers
+    )
+    assert measured.compute * 1e9 == pytest.approx(streams.computed / 2)
+    assert measured.exposed * 1e9 == pytest.approx(streams.waited / 2)
+    assert measured.transfer * 1e9 == pytest.approx(len(named) * streams.sending)
+    for event in measured.transfers:
+        beside = [
+            e.name
+            for e in measured.events
+            if e.is_matmul and e.start < event.end and e.end > event.start
+        ]
+        assert event.synchronous or list(event.covers) == beside
+
+
+def test_kernels_of_a_gpu_without_a_program(tmp_path):
+    program = recorded("0.12.0.1", "gpu-ring-one-way")
+    streams = Streams(program, Plane("/device:GPU:0"))
+    streams.run(0)
+    found = read_trace(write(tmp_path, streams.plane))
+    assert [e.row for e in found.transfers] == ["collective-permute"] * 3
+    assert found.exposed * 1e9 == pytest.approx(streams.waited)
+
+
+def test_the_newest_recording_of_several_hosts(tmp_path):
+    program = recorded("0.12.0.1", "tpu-all-gather")
+    for when, host, start in (
+        ("2026_11_23_12_00_00", "a", 7),
+        ("2026_11_24_12_00_00", "a", 9),
+        ("2026_11_24_12_00_00", "b", 11),
+    ):
+        core = Core(program, Plane("/device:TPU:0"), {**NS, "synchronous": 100 * start})
+        core.run(start)
+        write(tmp_path, core.plane, host=host, when=when)
+    found = {
+        device: read_trace(tmp_path, program, device=device)
+        for device in (None, "a TPU:0", "b TPU:0")
+    }
+    times = [round(measured.exposed * 1e9) for measured in found.values()]
+    assert times == [900, 900, 1100]
+    with pytest.raises(ValueError, match=r"which has a TPU:0, b TPU:0$"):
+        read_trace(tmp_path, program, device="TPU:0")
+
+
+def test_it_is_the_format_that_jax_reads(tmp_path):
+    plane = Plane("/device:TPU:0")
+    plane.add("XLA Ops", "%copy.1 = f32[2] copy(%x)", 3, 5, run_id=2)
+    (file,) = Path(write(tmp_path, plane)).rglob("*.xplane.pb")
+    with reading_profiles():
+        (found,) = ProfileData.from_file(str(file)).planes
+        (line,) = found.lines
+        (event,) = line.events
+        assert (line.name, event.start_ns, event.duration_ns) == ("XLA Ops", 3, 5)
+        assert dict(event.stats) == {"run_id": 2}
