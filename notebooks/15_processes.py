@@ -23,7 +23,8 @@
 # 1. a program of two processes
 # 2. each host its part of a batch
 # 3. what must be equal in all of them, and what happens if it is not
-# 4. where the arrays are
+# 4. a step that would hang, or compute garbage
+# 5. where the arrays are
 #
 # A notebook is one process, so this one writes programs to files and starts them twice.
 
@@ -151,7 +152,42 @@ assert all("rate" in text for text in said)
 # %% [markdown]
 # It compares meshes, layouts, shapes and the text of a lowered program as well.
 #
-# ## 4. Where the arrays are
+# ## 4. A step that would hang, or compute garbage
+#
+# What is compared once can differ later: a branch that one process takes alone, a batch of another
+# shape. `jaxpar.guard` around a step compares each program that is new, before it runs. Process 1
+# takes a maximum where process 0 takes a sum, of the same shape: without a guard both would end
+# with status 0, and with garbage.
+
+# %%
+said = run("""
+    import textwrap
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jaxpar.make_mesh("dp=8")
+    reduce = lax.psum if rank == 0 else lax.pmax
+
+    def loss(x):
+        return reduce(x, "dp")
+
+    loss = jax.jit(jax.shard_map(loss, mesh=mesh, in_specs=P("dp"), out_specs=P()))
+    step = jaxpar.guard(loss, limit_s=60)
+    try:
+        step(jnp.arange(8.0))
+    except ValueError as error:
+        print(textwrap.fill(str(error), 80))
+""")
+assert all("process 0 has psum over dp" in text for text in said)
+assert all("process 1 pmax over dp" in text for text in said)
+
+# %% [markdown]
+# A process that does not come, is killed, or compiles for minutes is told in the same way, with the
+# line that it is at, once the others have waited for longer than the limit:
+# [when a step hangs](../docs/hangs.md).
+#
+# ## 5. Where the arrays are
 #
 # A global array has shards on devices that this process cannot reach: `np.asarray` of it fails, and
 # `addressable_shards` are those at hand. Which rows of a `[16, 3]` batch over `dp=4,tp=2` each
@@ -198,5 +234,6 @@ assert all("error:" in text for text in said)
 # - `jaxpar.initialize()` first, the same program everywhere.
 # - `batch_part` says what to read, `place_batch` makes it global.
 # - `jaxpar.agree(...)` before the first collective, for what is configured.
+# - `jaxpar.guard(step)` around the step, for what changes later.
 #
 # Next: [testing a collective of your own](16_testing.ipynb).
