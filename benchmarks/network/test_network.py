@@ -1,4 +1,4 @@
-"""The benchmark on a slow network: arithmetic, refusals, and two processes without a limit."""
+"""The benchmark on a slow network: reports, refusals, and two processes without a limit."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxpar
-from network import intervals, report
+from network import report
 
 FOLDER = Path(__file__).parent
 
@@ -22,64 +22,6 @@ def run(*args, **env):
         text=True,
         timeout=300,
     )
-
-
-def test_intervals():
-    merged = intervals.merge([(5, 7), (0, 2), (1, 3), (3, 4), (6, 6.5)])
-    assert merged == [(0, 4), (5, 7)]
-    assert intervals.merge([]) == []
-    assert intervals.intersect(merged, [(-1, 1), (2, 5.5), (9, 10)]) == [(0, 1), (2, 4), (5, 5.5)]
-    assert intervals.intersect(merged, []) == []
-    assert intervals.length(merged) == 6
-
-
-HLO = """HloModule jit_f, is_scheduled=true
-
-%fused_computation (p: f32[2,4], q: f32[4,2]) -> f32[2,2] {
-  %p = f32[2,4]{1,0} parameter(0)
-  %q = f32[4,2]{1,0} parameter(1)
-  ROOT %dot.1 = f32[2,2]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%fused_computation.1 (p.1: f32[2,2]) -> f32[2,2] {
-  %p.1 = f32[2,2]{1,0} parameter(0)
-  ROOT %add.3 = f32[2,2]{1,0} add(%p.1, %p.1)
-}
-
-ENTRY %main.2_spmd (x: f32[2,4], w: f32[4,2]) -> f32[2,2] {
-  %x = f32[2,4]{1,0} parameter(0)
-  %w = f32[4,2]{1,0} parameter(1)
-  %ppermute.9 = f32[2,4]{1,0} collective-permute(%x), channel_id=1, source_target_pairs={{0,1}}
-  %ynn_fusion = f32[2,2]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused_computation
-  %start = ((f32[2]{0}), f32[4]{0}) all-gather-start(%w), dimensions={0}
-  %dot.7 = f32[2,2]{1,0} dot(%ppermute.9, %w), lhs_contracting_dims={1}
-  ROOT %add_fusion = f32[2,2]{1,0} fusion(%dot.7), kind=kLoop, calls=%fused_computation.1
-}
-"""
-
-
-def test_instructions_that_transfer_and_that_multiply():
-    transfers, matmuls = intervals.instructions(HLO)
-    assert transfers == {"ppermute.9", "start"}
-    assert matmuls == {"dot.1", "ynn_fusion", "dot.7"}
-
-
-def test_cover_of_a_trace():
-    def event(name, start, duration):
-        return {"ph": "X", "name": name, "ts": start, "dur": duration}
-
-    events = [
-        event("dot.7", 130, 1),  # returns at once,
-        event("end: dot.7", 150, 0),  # and ends later
-        event("ppermute.9", 0, 100),
-        event("end: ppermute.9", 100, 0),
-        event("ynn_fusion", 20, 30),
-        event("add_fusion", 60, 40),
-        event("all-gather", 0, 1000),  # of another program
-        event("ppermute.9", 140, 60),
-        event("end: ppermute.9", 200, 0),
-    ]
-    assert intervals.cover(events, HLO) == intervals.Cover(transfer=160, matmul=50, both=40)
 
 
 ROWS = [

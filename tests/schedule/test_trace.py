@@ -213,6 +213,46 @@ def test_one_of_two_processes(version, tmp_path):
         assert list(sent.covers) == at_a_time
 
 
+HLO = """HloModule jit_f, is_scheduled=true, num_partitions=2
+
+ENTRY %main (x: f32[2,4], w: f32[4,2]) -> f32[2,2] {
+  %x = f32[2,4]{1,0} parameter(0)
+  %w = f32[4,2]{1,0} parameter(1)
+  %dot.7 = f32[2,2]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %bitcast.1 = f32[2,2]{1,0} bitcast(%dot.7)
+  %ppermute.9 = f32[2,4]{1,0} collective-permute(%x), channel_id=1, source_target_pairs={{0,1}}
+  ROOT %add.3 = f32[2,2]{1,0} add(%bitcast.1, %bitcast.1)
+}
+"""
+
+
+@pytest.mark.parametrize(("added", "ends"), [(400, 350), (200, 200)])
+def test_a_thread_that_returns_before_its_work_is_done(added, ends, here, tmp_path):
+    """It is done when a thread notices, or when what uses its result begins."""
+    plane = Plane("/host:CPU")
+
+    def ran(name, start, length, number, noticed, thread="a", **more):
+        said = {"hlo_op": name, "hlo_module": "jit_f", "program_id": 1, "run_id": -5}
+        plane.add(thread, name, start, length, **said, device_ordinal=3, _p=number, **more)
+        plane.add("b", f"end: {name}", noticed, 1, _c=number)
+
+    ran("dot.7", 100, 10, 1, noticed=350)
+    ran("ppermute.9", 120, 20, 2, noticed=300)
+    ran("add.3", added, 50, 3, noticed=added + 49)
+    plane.add("b", "Rendezvous", 130, 10)
+    program = CompiledProgram(here, HLO, Memory(0, 0, 0, 0, 0), 0.0, None)
+    measured = read_trace(write(tmp_path, plane), program)
+    found = {e.name: (round(e.start * 1e9), round(e.end * 1e9)) for e in measured.events}
+    assert found["dot.7"] == (0, ends - 100)
+    assert found["add.3"] == (added - 100, added - 50)
+    (sent,) = measured.transfers
+    assert (round(sent.start * 1e9), round(sent.end * 1e9)) == (20, 200)
+    assert (sent.row, sent.bytes, sent.covers) == ("tp +1", 32.0, ("dot.7",))
+    hidden = covered([e for e in measured.events if e.kind == "compute"])
+    either = covered([e for e in measured.events if e.kind != "wait"])
+    assert measured.exposed == pytest.approx(either - hidden)
+
+
 # -- TPU and GPU, as the format is defined ---------------------------------------------------------
 
 

@@ -187,8 +187,10 @@ def explain(
     # A program that was not made by `compile_for` cannot be compiled again.
     can_try = program.function is not None and predicted is not None
     trials = Trials(assumed, tries if can_try else 0, progress)
-    is_played = predicted is None or predicted is played
-    before = Before(exposures if is_played else Exposures(program, predicted))
+    compared = exposures
+    if predicted is not None and predicted is not played:
+        compared = Exposures(program, predicted)
+    before = Before(compared)
     rules = Rules(exposures, Edits(program))
     costs = overheads(exposures)
     exposed = [e for e in exposures.found() if e.seconds >= LEAST * played.total]

@@ -201,7 +201,7 @@ def _until_done(ran: Sequence[Ran], known: Mapping[str, Operation]) -> Iterator[
         while one.noticed > one.end and level:
             for user in level:
                 after = bisect_right(starts[user.name], one.start)
-                end = min(end, *starts[user.name][after : after + 1])
+                end = min([end, *starts[user.name][after : after + 1]])
             level = [user for free in level if isinstance(free, Free) for user in users[free.name]]
         yield replace(one, end=max(one.end, end))
 
