@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import combinations, permutations
+from itertools import permutations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxpar._jaxprs import type_of
 from jaxpar._jit import enclosing, jitted_with
 from jaxpar._options import compiled_with
 from jaxpar._options import compiler_options as options_of
@@ -25,7 +20,19 @@ from jaxpar._tuning import Trial as Ways
 from jaxpar._tuning import trying
 from jaxpar._types import Mode
 from jaxpar.mesh import make_mesh, ring_hops
+from jaxpar.schedule._arguments import (
+    exchanged,
+    is_over,
+    laid,
+    last_of,
+    listed,
+    named,
+    shape_of,
+    spec_of,
+    spec_text,
+)
 from jaxpar.schedule._forms import overlapped
+from jaxpar.schedule._narrow_sums import narrowed
 from jaxpar.schedule._repeats import hoisted, kept
 from jaxpar.schedule._rewrite import Change, Handler, bound, rewritten
 from jaxpar.schedule._sources import Line, line_of
@@ -47,7 +54,7 @@ class Edits:
 
     def __init__(self, program: CompiledProgram) -> None:
         self.program, self.target = program, program.target
-        self.args, self.options = _laid(program.args, program.target.mesh), program.compiler_options
+        self.args, self.options = laid(program.args, program.target.mesh), program.compiler_options
 
     def compiler_options(self) -> Iterator[Edit]:
         """The options that the chip should have, where the program lacks some."""
@@ -129,19 +136,20 @@ class Edits:
         Arrays of one shape and spec change together, as the layers of a model and its optimizer's
         state do; then, of each shape, one alone.
         """
-        given = _named(self.program.function, self.args)
-        leaves = {name: x for name, x in given.items() if _spec(x) is not None}
+        given = named(self.program.function, self.args)
+        leaves = {name: x for name, x in given.items() if spec_of(x) is not None}
         for name in arguments:
             leaf = leaves.get(name)
-            spec = _spec(leaf)
-            if leaf is None or spec is None or not _over(spec, axes):
+            spec = spec_of(leaf)
+            if leaf is None or spec is None or not is_over(spec, axes):
                 continue
-            alike = {n for n, x in leaves.items() if x.shape == leaf.shape and _spec(x) == spec}
-            same = {n for n in alike if _last(n) == _last(name)}
-            for new in _exchanged(spec, leaf.shape, self.target.mesh):
+            alike = {n for n, x in leaves.items() if x.shape == leaf.shape and spec_of(x) == spec}
+            same = {n for n in alike if last_of(n) == last_of(name)}
+            for new in exchanged(spec, leaf.shape, self.target.mesh):
                 for group in (alike, same) if same < alike else (alike,):
                     yield Edit(
-                        f"shard {_listed(name, group)} by {_text(new)} in place of {_text(spec)}",
+                        f"shard {listed(name, group)} by {spec_text(new)} in place of "
+                        f"{spec_text(spec)}",
                         lambda new=new, group=group: self._compiled(
                             self.program.function, self._sharded(group, new), self.options
                         ),
@@ -197,7 +205,7 @@ class Edits:
         yield Edit(
             f"sum{f' at {line}' if line else ''} in bfloat16: cast before the collective and "
             "back behind it (less exact), or use jaxpar's with wire_dtype='bfloat16'",
-            lambda: self._rewritten(Change(partial(_narrowed, line))),
+            lambda: self._rewritten(Change(partial(narrowed, line))),
         )
 
     # -- how to compile with them -------------------------------------------------------------
@@ -227,15 +235,15 @@ class Edits:
         change = Change(meshes=(self.target.mesh, mesh))
         fn = self._changed(change)
 
-        args = _laid(self.args, mesh)
+        args = laid(self.args, mesh)
         if fn is None:
             return self._compiled(self.program.function, args, self.options, mesh)
         return self._compiled(fn, jax.tree.leaves(args), self.options, mesh)
 
     def _sharded(self, names: set[str], spec: PartitionSpec) -> tuple[Any, ...]:
         flat = [
-            _shape(x, NamedSharding(self.target.mesh, spec)) if name in names else x
-            for name, x in _named(self.program.function, self.args).items()
+            shape_of(x, NamedSharding(self.target.mesh, spec)) if name in names else x
+            for name, x in named(self.program.function, self.args).items()
         ]
         leaves, tree = jax.tree.flatten(self.args)
         assert len(leaves) == len(flat)
@@ -258,51 +266,6 @@ def _same(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
     return operands
 
 
-def _narrowed(line: Line | None, jaxpr: core.Jaxpr) -> dict[int, Handler]:
-    found: dict[int, Handler] = {}
-    for place, eqn in enumerate(jaxpr.eqns):
-        if line is not None and line_of(eqn) != line:
-            continue
-        wide = any(_is_wide(type_of(x)) for x in eqn.invars)
-        if wide and eqn.primitive.name in ("psum", "psum2", "psum_invariant"):
-            found[place] = _sum_narrowly
-        elif wide and eqn.primitive.name == "reduce_scatter":
-            found[place] = _scatter_narrowly
-    return found
-
-
-def _is_wide(x: Any) -> bool:
-    """Whether it is an array of float32; one number is not worth a cast."""
-    return x.dtype == jnp.float32 and bool(x.shape)
-
-
-def _sum_narrowly(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
-    groups = eqn.params.get("axis_index_groups")
-    return [
-        lax.psum(x.astype(jnp.bfloat16), eqn.params["axes"], axis_index_groups=groups).astype(
-            x.dtype
-        )
-        if _is_wide(x)
-        else lax.psum(x, eqn.params["axes"], axis_index_groups=groups)
-        for x in operands
-    ]
-
-
-def _scatter_narrowly(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
-    (x,), params = operands, eqn.params
-    summed = lax.psum_scatter(
-        x.astype(jnp.bfloat16),
-        params["axis_name"],
-        scatter_dimension=params["scatter_dimension"],
-        axis_index_groups=params["axis_index_groups"],
-        tiled=params["tiled"],
-    )
-    return [summed.astype(x.dtype)]
-
-
-# -- meshes ---------------------------------------------------------------------------------------
-
-
 def _hops(mesh: Mesh, axes: Sequence[str]) -> int:
     """The most links between neighbours along axes, each of them by itself."""
     return max((int(ring_hops(mesh, axis).max()) for axis in axes), default=0)
@@ -317,81 +280,3 @@ def _orders(mesh: Mesh) -> Iterator[Mesh]:
         grid = made.devices.transpose([order.index(name) for name in names])
         if not np.array_equal(grid, mesh.devices):
             yield Mesh(grid, names, axis_types=mesh.axis_types)
-
-
-# -- arguments ------------------------------------------------------------------------------------
-
-
-def _laid(args: Any, mesh: Mesh) -> Any:
-    """Arguments whose shardings, which may be specs without a mesh, are on this one."""
-
-    def laid(x: Any) -> Any:
-        sharding: Any = getattr(x, "sharding", None)
-        if getattr(sharding, "spec", None) is None:
-            return x
-        kind = sharding.memory_kind
-        return _shape(x, NamedSharding(mesh, sharding.spec, memory_kind=kind))
-
-    with jax.set_mesh(mesh):  # a shape whose sharding is a spec has none without
-        return jax.tree.map(laid, args)
-
-
-def _named(function: Any, args: Sequence[Any]) -> dict[str, Any]:
-    """The leaves of arguments, by the names that JAX gives the program's parameters."""
-    names: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}[{n}]" for n in range(len(args) - len(names))]
-        else:
-            names.append(parameter.name)
-    return {
-        f"{name}{keystr(keys)}": leaf
-        for name, arg in zip(names, args, strict=False)
-        for keys, leaf in tree_flatten_with_path(arg)[0]
-    }
-
-
-def _last(name: str) -> str:
-    """What is left of a name without the argument's own: the same weight's state has it too."""
-    return name[name.find("[") :] if "[" in name else name
-
-
-def _listed(name: str, group: set[str]) -> str:
-    """A few names, the first one first."""
-    names = [name, *sorted(group - {name})]
-    more = len(names) - 4
-    return ", ".join(names[:4]) + (f" and {more} more of its shape" if more > 0 else "")
-
-
-def _over(spec: PartitionSpec, axes: Sequence[str]) -> bool:
-    return any(axis in _names(entry) for entry in spec for axis in axes)
-
-
-def _spec(x: Any) -> PartitionSpec | None:
-    return getattr(getattr(x, "sharding", None), "spec", None)
-
-
-def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _exchanged(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Iterator[PartitionSpec]:
-    """A spec with the axes of two dimensions exchanged, where sizes divide."""
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    for first, second in reversed(list(combinations(range(len(shape)), 2))):
-        if entries[first] == entries[second]:
-            continue
-        new = list(entries)
-        new[first], new[second] = new[second], new[first]
-        sizes = [int(np.prod([mesh.shape[name] for name in _names(entry)])) for entry in new]
-        if all(length % size == 0 for length, size in zip(shape, sizes, strict=True)):
-            yield PartitionSpec(*new)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _text(spec: PartitionSpec) -> str:
-    entries = ", ".join(map(repr, spec))
-    return f"P({entries})"
