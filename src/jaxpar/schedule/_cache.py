@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +18,9 @@ from jaxpar._tuning import versions
 from jaxpar.schedule._target import Target
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+MOST_BYTES = 2**30  # of all files in a folder; those that were used last stay
 _FORM = 1  # of what is kept; another number makes old files useless
+_ABANDONED_S = 24 * 3600  # a half-written file that is older is nobody's any more
 
 
 def default_folder() -> Path:
@@ -44,21 +48,56 @@ def key_of(lowered: Any, target: Target, options: Mapping[str, Any]) -> str:
 
 def kept(folder: Path, key: str) -> dict[str, Any] | None:
     """What was kept under a key; None if nothing was, or what is there cannot be read."""
+    path = _path(folder, key)
     try:
-        with gzip.open(_path(folder, key), "rt") as file:
-            return json.load(file)
+        with gzip.open(path, "rt") as file:
+            found = json.load(file)
     except (OSError, EOFError, ValueError):
         return None
+    with suppress(OSError):  # a folder of somebody else's, or a file that is being deleted
+        os.utime(path)
+    return found
 
 
 def keep(folder: Path, key: str, text: str, memory: Any) -> None:
-    """Keeps a compiled program. A folder that cannot be written keeps nothing, silently."""
+    """Keeps a compiled program, and deletes those that were not used for the longest time.
+
+    A folder that cannot be written keeps nothing, silently.
+    """
+    path = _path(folder, key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with written(_path(folder, key)) as half, gzip.open(half, "wt", compresslevel=3) as file:
+        with written(path) as half, gzip.open(half, "wt", compresslevel=3) as file:
             json.dump({"text": text, "memory": asdict(memory)}, file)
     except OSError:
         return
+    _forget(folder, path)
+
+
+def _forget(folder: Path, newest: Path) -> None:
+    """Deletes what is beyond `MOST_BYTES`, and what a process that was killed left half-written.
+
+    Others may read, write and delete in the folder meanwhile. Who reads a file that is deleted has
+    it still, or finds nothing and compiles.
+    """
+    total, now = 0, time.time()
+    for used, size, path in sorted(_files(folder), reverse=True):
+        if path.name.startswith("."):
+            is_wanted = now - used < _ABANDONED_S
+        else:
+            total += size
+            is_wanted = total <= MOST_BYTES or path == newest
+        if not is_wanted:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
+    """When each file of a folder was used, and its bytes."""
+    for path in folder.glob("*.json*.gz"):
+        with suppress(OSError):
+            stat = path.stat()
+            yield stat.st_mtime, stat.st_size, path
 
 
 def _path(folder: Path, key: str) -> Path:
