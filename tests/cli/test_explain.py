@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 
 import pytest
@@ -27,10 +28,31 @@ def make(mesh):
 
     return step, (shape("tp"), shape(None, "tp"))
 
+def make_small(mesh):
+    step, shapes = make(mesh)
+    return step, [
+        jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=x.sharding) for x in shapes
+    ]
+
 def is_broken(mesh):
     raise RuntimeError("</script> no luck")
 """
 LINE = 7  # of the product, in MODEL
+RUN = """
+import jax, jax.numpy as jnp
+from slow import make_small
+from jaxpar import make_mesh
+
+mesh = make_mesh("tp=8")
+step, shapes = make_small(mesh)
+with jax.set_mesh(mesh):
+    args = [jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding) for x in shapes]
+    run = jax.jit(step)
+    jax.block_until_ready(run(*args))
+    with jax.profiler.trace("profile"):
+        for _ in range(2):
+            jax.block_until_ready(run(*args))
+"""
 
 
 @pytest.fixture
@@ -79,6 +101,39 @@ def test_what_it_prints_and_writes(model, capsys):
     assert "better:" not in printed
 
 
+def test_of_a_measured_run(model, capsys, monkeypatch):
+    """A run on the devices at hand, of which nothing is published."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # or another process compiles another program
+    program = [sys.executable, "-c", RUN]
+    subprocess.run(program, check=True, timeout=300)
+    command = ["explain", "slow:make_small", "--target", "here", "--mesh", "tp=8"]
+    files = ["--json", "a.json", "--html", "a.html", "--trace", "t.json"]
+    assert main([*command, "--measured", "profile", *files]) == 0
+    printed, said = capsys.readouterr()
+    assert "error" not in said
+    text = " ".join(printed.split())
+    assert "a step on here (tp=8) took " in text
+    assert "measured, one of 2 runs, which took " in text
+    assert "gain: cannot be told: nothing is predicted for this chip" in text
+    assert "predicted and measured: predicted measured ratio - " in text
+    assert f"where: slow.py:{LINE} in step, forward" in text
+    record = json.loads((model / "a.json").read_text())
+    assert record["estimate"] == "measured"
+    assert record["predicted"] is None
+    assert len(record["runs"]) == 2
+    assert {one["kind"] for one in record["beside"]} == {"compute", "transfer", "wait"}
+    note = json.loads((model / "t.json").read_text())["otherData"]["note"]
+    assert note.startswith("Measured by jax.profiler")
+    page = (model / "a.html").read_text()
+    assert f"transfer {record['findings'][0]['of']['name']}, slow.py:{LINE}" in page
+
+    assert main(command) == 2  # without a measurement
+    _, said = capsys.readouterr()
+    assert "jaxpar has no published figures of 'cpu'" in said
+
+
 def test_a_page_is_safe_of_what_a_program_says():
     record = {
         "target": "v5e:2x2",
@@ -118,6 +173,9 @@ def test_a_program_that_fails_is_told_in_one_line(model, capsys):
         (["--tries", "-1"], "--tries -1 must be at least 0"),
         (["--worst", "0"], "--worst 0 must be at least 1"),
         (["--target", "v5e:2x2,v5e:2x4"], "--target v5e:2x2,v5e:2x4 names several; explain takes "),
+        (["--measured", "none"], "--measured none is not there; name a folder that jax.profiler."),
+        (["--measured", "empty"], "--measured empty: no *.xplane.pb under empty; pass"),
+        (["--measured", "bad.xplane.pb"], "bad.xplane.pb is no trace of jax.profiler: "),
         (["--against", "none.json"], "--against none.json cannot be read: No such file"),
         (["--against", "text.json"], "--against text.json is no JSON: "),
         (["--against", "list.json"], "--against list.json has no findings; name a file that"),
@@ -129,6 +187,8 @@ def test_a_program_that_fails_is_told_in_one_line(model, capsys):
 def test_wrong_usage_is_one_line(arguments, words, model, capsys):
     (model / "text.json").write_text("no JSON")
     (model / "list.json").write_text("[]")
+    (model / "bad.xplane.pb").write_text("no trace")
+    (model / "empty").mkdir()
     assert main(["explain", "slow:make", "--target", "v5e:2x2", *arguments]) == 2
     _, said = capsys.readouterr()
     (line,) = said.splitlines()
@@ -152,5 +212,6 @@ def test_the_worker_says_what_it_tries(model):
     _explain.add_parser(parser.add_subparsers())
     args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
     task = {"request": asdict(_explain._request(args)), "tries": 1, "worst": 3, "cache": False}
+    task["measured"] = None
     kinds = [next(iter(record)) for record in serve(json.loads(json.dumps(task)))]
     assert kinds == ["facts", "begin", "trying", "prediction", "explained"]

@@ -32,7 +32,8 @@ transfer with the line it comes from, its cause out of a closed list, and the ed
 Edits that can be tried by themselves are compiled and played again: their gain is no estimate.
 
 The program need not use anything else of jaxpar. It is the compiler's schedule played on a model
-of the chip with published figures, not a measurement.
+of the chip with published figures, not a measurement. With a trace of jax.profiler of the same
+program it speaks of what was measured, beside what is predicted.
 """
 EPILOG = """\
 examples:
@@ -41,6 +42,7 @@ examples:
   jaxpar explain model:make_step --target v5p:4x4x4 --mesh fsdp=16,tp=4 --html step.html
   jaxpar explain model:make_step --json before.json
   jaxpar explain model:make_step --against before.json      # after an edit
+  jaxpar explain model:make_step --target v5e:2x4 --measured profile    # of a real run
 Compiled programs are kept in the user's folder for caches: --no-cache compiles anew.
 """
 
@@ -75,6 +77,12 @@ def add_parser(commands: Any) -> None:
     add("--tries", type=int, default=8, help="edits that are compiled (default: %(default)s)")
     add("--worst", type=int, default=10, help="findings that are shown (default: %(default)s)")
     add("--no-cache", action="store_true", help="compile what has been compiled before, too")
+    add(
+        "--measured",
+        metavar="FOLDER",
+        help="what jax.profiler.trace recorded of this program: explain that run, and show it "
+        "beside the prediction",
+    )
     add("--against", metavar="FILE.json", help="what a call with --json wrote: compare with it")
     add("--json", metavar="FILE", help="write everything, each event included")
     add("--html", metavar="FILE", help="write one page that works offline: timeline, causes, lines")
@@ -91,6 +99,10 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     request = _request(args)
     before = _before(args.against)
+    if args.measured and not Path(args.measured).exists():
+        raise UsageError(
+            f"--measured {args.measured} is not there; name a folder that jax.profiler.trace wrote"
+        )
     if args.plot:
         require_reportable(args, ("json", "html", "trace", "plot"))
     require_folders(args, ("json", "html", "trace"))
@@ -166,6 +178,7 @@ def _explain(
         "tries": args.tries,
         "worst": args.worst,
         "cache": not args.no_cache,
+        "measured": args.measured,
     }
     environment = {} if request.target == HERE else COMPILING
     if died := converse("jaxpar.cli._explain_worker", task, take, environment):

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpar._units import size_text as size
 from jaxpar._units import us
+from jaxpar.schedule._beside import alone, side, totals
 from jaxpar.schedule._causes import CAUSES
 from jaxpar.schedule._explained import gain, heading, place, title, verdict
 
@@ -76,6 +77,10 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         for one in record["events"]
         if one["end"] > one["start"]
     ]
+    beside: dict[str, Any] = {"rows": [], "alone": []}
+    if record.get("beside"):
+        rows = [*totals(record), *map(side, record["beside"])]
+        beside = {"rows": rows, "alone": [line.strip() for line in alone(record)]}
     return {
         "target": record["target"],
         "heading": heading(record),
@@ -84,5 +89,6 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         "findings": findings,
         "overheads": overheads,
         "held": held,
+        "beside": beside,
         "events": events,
     }

@@ -11,7 +11,7 @@ from jaxpar.cli._predict_programs import Program, programs, requested_options
 from jaxpar.cli._predict_results import Failure, Prediction, Request, request_from
 from jaxpar.cli._predict_worker import Record, facts_of, target_of, where
 from jaxpar.cli._processes import answer
-from jaxpar.schedule import Target, compile_for, explain
+from jaxpar.schedule import CompiledProgram, Target, Timeline, compile_for, explain, read_trace
 from jaxpar.schedule._cache import default_folder
 
 
@@ -19,7 +19,7 @@ def serve(task: dict[str, Any]) -> Iterator[Record]:
     """Yields `facts`, `trying` before each compilation, and `prediction` and `explained`."""
     request = request_from(task["request"])
     try:
-        target = target_of(request)
+        target = target_of(request, needs_figures=task["measured"] is None)
         (program,) = programs(request, target, ())
         yield {"facts": asdict(facts_of(request, target, (), [program]))}
         yield {"begin": program.case}
@@ -34,6 +34,8 @@ def serve(task: dict[str, Any]) -> Iterator[Record]:
     def work() -> None:
         try:
             _explained(program, request, task, target, said)
+        except UsageError as reason:
+            said.put({"failure": asdict(Failure("", str(reason), usage=True))})
         except Exception as reason:
             said.put({"failure": asdict(Failure(program.case, where(reason)))})
         said.put(None)
@@ -62,6 +64,7 @@ def _explained(
         compiled,
         tries=task["tries"],
         worst=task["worst"],
+        measured=_measured(task["measured"], compiled),
         progress=lambda edit: said.put({"trying": f"trying: {edit}"}),
     )
     prediction = Prediction(
@@ -75,6 +78,16 @@ def _explained(
     )
     said.put({"prediction": asdict(prediction)})
     said.put({"explained": found.record()})
+
+
+def _measured(folder: str | None, compiled: CompiledProgram) -> Timeline | None:
+    if folder is None:
+        return None
+    try:
+        return read_trace(folder, compiled)
+    except ValueError as reason:
+        said = str(reason).removeprefix("read_trace: ")
+        raise UsageError(f"--measured {folder}: {said}") from None
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ NOTE = (
     "not a measurement. Transfers have their links to themselves and take nothing of the memory's "
     "bandwidth: how they contend with what computes is not known."
 )
+MEASURED_NOTE = "Measured by jax.profiler: one run of the program on one device."
 GPU_NOTE = (
     "~ GPU times are rooflines: its compiler gives no times without a device. The order of "
     "transfers and matmuls is the compiler's own."
@@ -120,7 +121,12 @@ class Report:
     @property
     def approximate(self) -> bool:
         """Whether times are rooflines."""
-        return self.facts is not None and self.facts.platform != "tpu"
+        return self.facts is not None and self.facts.platform != "tpu" and not self.measured
+
+    @property
+    def measured(self) -> bool:
+        """Whether times are those of a trace."""
+        return any(one.timeline.estimate == "measured" for one in self.predictions)
 
     def take(self, record: Mapping[str, Any], tick: Tick) -> None:
         """Takes in what its process says."""
@@ -224,7 +230,7 @@ def prediction_from(record: Mapping[str, Any]) -> Prediction:
         Event(**_with_tuples(event, "covers")) for event in played.pop("events")
     )
     fields = dict(record)
-    fields["timeline"] = Timeline(**_with_tuples(played, "loops_of_unknown_length"))
+    fields["timeline"] = Timeline(**_with_tuples(played, "loops_of_unknown_length", "runs"))
     fields["floor"] = Floor(**record["floor"])
     fields["memory"] = Memory(**record["memory"])
     return Prediction(**fields)

@@ -12,6 +12,7 @@ from jaxpar._files import write_text, written
 from jaxpar.cli._console import Column, print_rows, require_extra
 from jaxpar.cli._predict_results import (
     GPU_NOTE,
+    MEASURED_NOTE,
     NOTE,
     Facts,
     Prediction,
@@ -102,7 +103,12 @@ def trace(reports: Sequence[Report]) -> dict[str, Any]:
         for pid, (target, prediction) in enumerate(chosen, start=1)
         for event in _program(pid, target, prediction)
     ]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"note": NOTE}}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"note": _note(reports)}}
+
+
+def _note(reports: Sequence[Report]) -> str:
+    """Where the times come from."""
+    return MEASURED_NOTE if any(report.measured for report in reports) else NOTE
 
 
 def _program(pid: int, target: str, prediction: Prediction) -> Iterator[dict[str, Any]]:
@@ -218,7 +224,7 @@ def write_picture(path: str, reports: Sequence[Report], requests: Sequence[Reque
             if group:
                 _draw_group(block, group)
     about = any(report.approximate for report in reports)
-    said = [fill(note, 130 * columns) for note in (NOTE, *([GPU_NOTE] if about else []))]
+    said = [fill(note, 130 * columns) for note in (_note(reports), *([GPU_NOTE] if about else []))]
     figure.suptitle("\n".join(said), fontsize=9, x=0.01, ha="left")
     figure.legend(handles=_legend(), loc="outside lower center", ncols=6, fontsize=9, frameon=False)
     with written(path) as half:
