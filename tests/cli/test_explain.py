@@ -175,7 +175,7 @@ def test_a_program_that_fails_is_told_in_one_line(model, capsys):
         (["--target", "v5e:2x2,v5e:2x4"], "--target v5e:2x2,v5e:2x4 names several; explain takes "),
         (["--measured", "none"], "--measured none is not there; name a folder that jax.profiler."),
         (["--measured", "empty"], "--measured empty: no *.xplane.pb under empty; pass"),
-        (["--measured", "bad.xplane.pb"], "bad.xplane.pb is no trace of jax.profiler: "),
+        (["--measured", "bad.xplane.pb"], "bad.xplane.pb is no trace (Failed to parse"),
         (["--against", "none.json"], "--against none.json cannot be read: No such file"),
         (["--against", "text.json"], "--against text.json is no JSON: "),
         (["--against", "list.json"], "--against list.json has no findings; name a file that"),

@@ -53,16 +53,14 @@ def read_trace(
         instruction of the program ran.
 
     Example:
-      >>> import tempfile
       >>> from jaxpar.schedule import compile_for, read_trace, target
       >>> gather = jax.shard_map(lambda x: lax.all_gather(x, "tp", tiled=True), in_specs=P("tp"),
       ...     out_specs=P(None), check_vma=False)
       >>> here = target("here")
-      >>> x = jax.device_put(jnp.ones(1024), NamedSharding(here.mesh, P("tp")))
-      >>> with tempfile.TemporaryDirectory() as folder, jax.set_mesh(here.mesh):
-      ...     with jax.profiler.trace(folder):
-      ...         y = jax.block_until_ready(jax.jit(gather)(x))
-      ...     measured = read_trace(folder, compile_for(gather, here, x))
+      >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
+      >>> with jax.set_mesh(here.mesh), jax.profiler.trace(folder):
+      ...     y = jax.block_until_ready(jax.jit(gather)(jax.device_put(jnp.ones(1024), P("tp"))))
+      >>> measured = read_trace(folder, compile_for(gather, here, x))
       >>> measured.estimate, [event.row for event in measured.transfers]
       ('measured', ['tp all-gather'])
     """
@@ -74,17 +72,18 @@ def read_trace(
         found = known_devices(hosts)
     if not found:
         raise value_error(
-            f"{folder}: no device ran instructions while it was recorded; trace the call of the "
-            "program and jax.block_until_ready of what it returns"
+            f"{folder}: the trace names no instructions that a device ran; trace the call of the "
+            "program with jax.block_until_ready of what it returns, and on GPU with "
+            "XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     name = device or next(iter(found))
     if name not in found:
-        raise value_error(f"device={device!r} is not in the trace, which has {', '.join(found)}")
+        raise value_error(f"device={device!r} is not in the trace; choose from {', '.join(found)}")
     known = _operations(program)
     runs = _runs(found[name], _ran_of(program, found[name], known), _once(program))
     lengths = [(end - start) * 1e-9 for start, end, _ in runs]
     if run is not None and not 0 <= run < len(runs):
-        raise value_error(f"run={run} is not in 0 to {len(runs) - 1}: the trace has {len(runs)}")
+        raise value_error(f"run must be one of the {len(runs)} in the trace, from 0, got {run}")
     by_length = sorted(range(len(runs)), key=lengths.__getitem__)
     number = by_length[(len(runs) - 1) // 2] if run is None else run
     start, _, ran = runs[number]
@@ -110,7 +109,9 @@ def _data(file: Path) -> Any:
         return ProfileData.from_serialized_xspace(file.read_bytes())
     except Exception as reason:  # of what jaxlib raises where a file is something else
         said = str(reason).partition("\n")[0]
-        raise value_error(f"{file} is no trace of jax.profiler: {said}") from None
+        raise value_error(
+            f"{file} is no trace ({said}); name what jax.profiler.trace wrote"
+        ) from None
 
 
 def _operations(program: CompiledProgram | None) -> dict[str, Operation]:
@@ -141,8 +142,8 @@ def _ran_of(
     fitting = [ran for ran in fitting if any(one.name in known for one in ran)]
     if not fitting:
         raise value_error(
-            f"no instruction of {name} ran while it was recorded; the trace has "
-            f"{', '.join(filter(None, programs)) or 'no names of programs'}. Compile what ran, by "
+            f"no instruction of {name} is in the trace, which has "
+            f"{', '.join(filter(None, programs)) or 'no names of programs'}; compile what ran, by "
             "the same jax, with the same arguments and options"
         )
     return max(fitting, key=lambda ran: _length(one for one in ran if one.name in known))
