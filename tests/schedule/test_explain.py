@@ -1,6 +1,7 @@
 """Seeded mistakes are found, with their line, their cause, an edit and what it gains."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from traces import NS, Core, Plane, write
 
+import jaxpar
 from jaxpar._units import us
+from jaxpar.mesh import ring_hops
 from jaxpar.schedule import (
     Chip,
     Event,
@@ -27,6 +30,7 @@ from jaxpar.schedule import (
     timeline,
 )
 from jaxpar.schedule._causes import CAUSES
+from jaxpar.schedule._edits import Edits
 from jaxpar.schedule._explained import compared
 
 # Of each mistake: the target, its mesh, the cause, a part of the edit, whether it can be tried.
@@ -102,6 +106,22 @@ def test_a_mistake_is_found(name):
         assert now - mended > 0.03 * now
         assert finding.gain == pytest.approx(now - mended, rel=0.08)
         assert finding.tried[0].seconds == pytest.approx(mended, rel=0.05)
+
+
+def test_a_mesh_for_the_axis_that_waits_is_named_with_its_order():
+    chosen = target("v5e:4x4", "dp=2,tp=8")
+    plain = mistakes.disordered(chosen.mesh)
+    x = jax.ShapeDtypeStruct((512,), jnp.float32, sharding=P("dp"))
+    program = compile_for(jnp.sin, replace(chosen, mesh=plain), x)
+    for axis in ("dp", "tp"):
+        (edit,) = Edits(program).order([axis])
+        (shape,) = re.findall(r"make_mesh\('(.*)'\)", edit.text)
+        made = jaxpar.make_mesh(shape, devices=list(plain.devices.flat))
+        assert ring_hops(plain, axis).max() > 1
+        assert ring_hops(made, axis).max() == 1
+        on = edit.compiled().target.mesh
+        assert on.axis_names == plain.axis_names
+        assert ring_hops(on, axis).max() == 1
 
 
 def test_each_cause_has_a_mistake_but_the_last_one():

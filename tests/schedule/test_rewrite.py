@@ -1,5 +1,7 @@
 """Edits leave what a program computes as it is: values of edited programs on eight CPU devices."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +167,31 @@ def test_what_a_checkpoint_sends_is_kept(before, check_vma):
         text = str(jax.make_jaxpr(rewritten(jax.jit(step), Change(kept), *args))(*args))
         assert str(jax.make_jaxpr(step)(*args)).count("all_gather[") == 2
     assert text.count("all_gather[") == 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_a_checkpoint_sums_is_kept(check_vma):
+    def layer(w, x):  # the sum varies over dp alone, what is summed over tp, too
+        return jnp.tanh(x + lax.psum(jnp.tanh(x @ w["up"]) @ w["down"], "tp"))
+
+    def local(w, x):
+        w = jax.tree.map(lambda w: lax.pcast(w, "dp", to="varying"), w) if check_vma else w
+        gradients = jax.grad(lambda w: jnp.sum(jax.checkpoint(layer)(w, x) ** 2))(w)
+        return jax.tree.map(lambda g: lax.psum(g, "dp"), gradients)
+
+    specs = {"up": P(None, "tp"), "down": P("tp")}
+    step = jax.shard_map(
+        local, mesh=MESH, in_specs=(specs, P("dp")), out_specs=specs, check_vma=check_vma
+    )
+    args = {"up": normal(8, 16), "down": normal(16, 8)}, normal(4, 8)
+    same_values(step, Change(kept), *args)
+    with jax.set_mesh(MESH):
+        plain = jax.make_jaxpr(step)(*args)
+        edited = jax.make_jaxpr(rewritten(jax.jit(step), Change(kept), *args))(
+            *jax.tree.leaves(args)
+        )
+    sums = [len(re.findall(r"psum\w*\[\s*axes=\('tp',\)", str(found))) for found in (plain, edited)]
+    assert sums[0] == sums[1] + 1
 
 
 def test_another_order_of_the_devices():

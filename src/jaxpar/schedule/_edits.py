@@ -93,15 +93,16 @@ class Edits:
         """A mesh in which neighbours along these axes are nearer, if there is one."""
         mesh = self.target.mesh
         best, hops = None, _hops(mesh, axes)
-        for other in _orders(mesh):
+        for order, other in _orders(mesh):
             if (found := _hops(other, axes)) < hops:
-                best, hops = other, found
+                best, hops = (order, other), found
         if best is not None:
-            shape = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+            order, other = best
+            shape = ",".join(f"{name}={mesh.shape[name]}" for name in order)
             yield Edit(
                 f"make the mesh with jaxpar.make_mesh({shape!r}), whose neighbours along "
                 f"{', '.join(axes)} are at most {hops} link{'s' * (hops > 1)} apart",
-                lambda: self._on(best),
+                lambda: self._on(other),
             )
 
     def constraints(self) -> Iterator[Edit]:
@@ -271,12 +272,12 @@ def _hops(mesh: Mesh, axes: Sequence[str]) -> int:
     return max((int(ring_hops(mesh, axis).max()) for axis in axes), default=0)
 
 
-def _orders(mesh: Mesh) -> Iterator[Mesh]:
-    """The same mesh with its devices in other orders, each the best for some order of the axes."""
+def _orders(mesh: Mesh) -> Iterator[tuple[tuple[str, ...], Mesh]]:
+    """An order of the axes, and the same mesh with its devices as they are best for that order."""
     names, devices = mesh.axis_names, list(mesh.devices.flat)
     devices.sort(key=lambda device: device.id)
     for order in permutations(names):
         made = make_mesh({name: mesh.shape[name] for name in order}, devices=devices)
         grid = made.devices.transpose([order.index(name) for name in names])
         if not np.array_equal(grid, mesh.devices):
-            yield Mesh(grid, names, axis_types=mesh.axis_types)
+            yield order, Mesh(grid, names, axis_types=mesh.axis_types)

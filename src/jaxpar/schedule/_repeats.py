@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
 from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES, type_of
+from jaxpar._varying import varying_axes
 from jaxpar.schedule._rewrite import Change, Handler, bound, evaluated
 
 
@@ -126,9 +128,22 @@ def _with_results(
     inner = eqn.params["jaxpr"]
     kept = {n: list(results[k]) for n, k in repeated.items()}
     # As what lowers a remat2 does: else the compiler would keep the rest, too.
-    operands, kept = lax.optimization_barrier((operands, kept))
+    operands, kept = _behind_barriers((operands, kept))
     given: dict[int, Handler] = {n: partial(_given, found) for n, found in kept.items()}
     return evaluated(inner, (), operands, Change(lambda jaxpr: given if jaxpr is inner else {}))
+
+
+def _behind_barriers(tree: Any) -> Any:
+    """A barrier for those that vary over the same axes: behind one, all vary as any of them."""
+    leaves, structure = jax.tree.flatten(tree)
+    alike: dict[frozenset[str], list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        alike.setdefault(varying_axes(leaf), []).append(place)
+    for places in alike.values():
+        passed = lax.optimization_barrier([leaves[place] for place in places])
+        for place, leaf in zip(places, passed, strict=True):
+            leaves[place] = leaf
+    return structure.unflatten(leaves)
 
 
 def _given(results: Sequence[Any], eqn: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
