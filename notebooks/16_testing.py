@@ -238,3 +238,5 @@ for ring, gathered in zip(*counts.values(), strict=True):
 # - A NumPy reference, random input, gradients, `check_vma` on and off: one call.
 # - Three devices and more, several axes in every order: Hypothesis draws them.
 # - Count what is sent; a number that moves is a test that fails.
+#
+# Next: [from a slow step to a fast one](17_explain.ipynb).
