@@ -17,8 +17,8 @@ _DATA = "/* data */"
 def page_of(record: Mapping[str, Any]) -> str:
     """The page `explain.html`, with the numbers and texts of an explanation in it."""
     page = files("jaxpar.cli").joinpath("explain.html").read_text()
-    # A text of the program's must not end the script that it stands in.
-    data = json.dumps(_shown(record)).replace("</", "<\\/")
+    # A text of the program's must not end, or begin, the script that it stands in.
+    data = json.dumps(_shown(record)).replace("<", "\\u003c")
     return page.replace(_DATA, data)
 
 
