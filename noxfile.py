@@ -45,6 +45,17 @@ def _jax_for(python: str | bool | None) -> tuple[str, ...]:
 
 
 @nox.session
+def browser(session: nox.Session) -> None:
+    """Opens the page of `jaxpar explain --html` in the system's Chromium or Chrome: seconds."""
+    known = ("chromium", "chromium-browser", "google-chrome")
+    if not any(map(shutil.which, known)):
+        session.error(f"none of {', '.join(known)} is on the PATH: apt-get install chromium")
+    needed = ("beartype", "hypothesis", "playwright>=1.49", "pytest")  # a part of `.[test]`, and it
+    session.install("-e", ".", *needed)
+    session.run("pytest", "tests/browser/page.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Checks style with ruff and types with pyright."""
     session.install("-e", ".[test]", "ruff", "pyright[nodejs]")
