@@ -18,7 +18,9 @@ import pytest
 
 import jaxpar
 from jaxpar.processes._board import Board
+from jaxpar.processes._programs import first_difference, program_of
 from jaxpar.processes._state import State
+from jaxpar.processes._watch import Call, Watch, watch
 
 WORKER = Path(__file__).with_name("guard_worker.py")
 SOON = 10.0  # seconds
@@ -187,6 +189,7 @@ def test_it_is_named(case, count, run):
         others = [rank for rank in ranks if rank != odd]
         found.wait(others, waits)
         assert all(found.after(rank, waits) < SOON for rank in others), found.all()
+        assert "waits for" not in found.text(odd)  # itself
     if case == "operation":  # or it would compute garbage and end with status 0
         assert "done" not in found.text(odd)
     if case in ("branch", "shape", "operation"):
@@ -217,6 +220,7 @@ def test_process_0_is_killed(run):
     found = run("killed_first", 2)
     found.wait([1], "process 0 is gone, killed or crashed: its connection was lost")
     assert found.after(1, "process 0 is gone") < SOON
+    assert "not known to the board" not in found.text(1)  # nothing is known of others
 
 
 # -- alone ----------------------------------------------------------------------------------------
@@ -265,6 +269,97 @@ def test_it_is_traced_and_compiled_once():
         "jaxpr_trace_duration",
     ]
     assert sorted(events) == sorted([*once, *once])
+
+
+def test_static_values_are_part_of_the_program():
+    """Two processes with other values of them would compute garbage."""
+    jitted = jax.jit(
+        lambda x, k, mode, lr: lr * (x[:k].sum() if mode == "sum" else x[:k].max()),
+        static_argnums=1,
+        static_argnames="mode",
+    )
+    step, x = jaxpar.guard(jitted), jnp.arange(4.0)
+    digests = []
+    for k, mode, lr in ((3, "sum", 1.0), (3, "sum", 2.0), (2, "sum", 2.0), (2, "max", 3.0)):
+        step(x, k, mode=mode, lr=lr)
+        digests.append(watch().state().runs[-1][2])
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+    for lr in range(20):  # it is not static: no program of its own
+        step(x, 2, mode="max", lr=float(lr))
+    assert len(step._programs) == len(step._traced) == 3
+
+
+def test_results_are_not_held_once_they_are_computed():
+    step, x = jaxpar.guard(jax.jit(lambda x: x + 1)), jnp.zeros(4)
+    for _ in range(50):
+        x = jax.block_until_ready(step(x))
+    assert len(watch().pending) <= 2
+
+
+def test_the_names_of_calls_within_calls():
+    inner = jaxpar.guard(jax.jit(lambda x: x + 1))
+    with jaxpar.guard("outer"):
+        outer = watch().state()
+        for _ in range(2):
+            jax.block_until_ready(inner(jnp.ones(3)))
+        watch()._settle()
+        now = watch().state()
+    assert (now.number, now.name, now.first, now.first_name) == (outer.number, "outer") * 2
+    assert now.done == outer.number - 1
+    assert now.entered == outer.number + 2
+
+
+def test_compilation_is_not_counted(capfd):
+    def traced(x):
+        time.sleep(1.5)
+        return x + 1
+
+    jaxpar.guard(jax.jit(traced), limit_s=0.5)(jnp.ones(3))
+    time.sleep(0.7)
+    assert "jaxpar.guard" not in capfd.readouterr().err
+
+
+def test_a_step_of_flax():
+    import optax
+    from flax import nnx
+
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @jaxpar.guard
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, gradient = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, gradient)
+        return loss
+
+    losses = [float(step(model, optimizer, jnp.ones((2, 3)))) for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+    assert watch().state().runs[-1][2]  # its program is compared
+
+
+def test_programs_that_differ_are_refused_again():
+    alone = Watch()
+    alone.count, alone.trouble = 2, {"kind": "programs", "what": "processes differ"}
+    program = program_of("step", jax.jit(lambda x: x + 1).trace(1.0), (1.0,), {})
+    for number in (1, 2):
+        with pytest.raises(ValueError, match="processes differ"):
+            Call(number, "step", 60.0, None, alone, is_jitted=True).run(program)
+    alone._bell.close()
+    alone._ear.close()
+
+
+def test_the_error_of_a_lost_connection_says_who_is_gone():
+    alone = Watch()
+    alone.count, alone.trouble = 2, {"kind": "out [1]", "what": "process 1 is gone"}
+    call = Call(1, "step", 60.0, None, alone, is_jitted=True, doing="running")
+    alone.active.append(call)
+    raised = ValueError("UNKNOWN: connection closed by peer")
+    alone.leave(call, raised)
+    alone._bell.close()
+    alone._ear.close()
+    assert raised.__notes__ == ["jaxpar.guard: process 1 is gone"]
 
 
 class Model:
@@ -344,3 +439,25 @@ def test_silence_is_no_fault_of_those_that_wait():
     hear(board, rank=1, waiting_s=9.0, limit_s=1.0, doing="running")
     board.seen[1].at -= 60  # it was heard of a minute ago
     assert "trouble" not in hear(board, rank=0, entered=0, known=0, runs=())
+
+
+def test_one_that_has_finished_a_call_is_not_in_it():
+    board = Board(2)
+    later = {"rank": 1, "entered": 2, "known": 2, "done": 1, "number": 2, "first": 2}
+    hear(board, **later)
+    late = {"number": 1, "first": 1, "first_name": "step", "doing": "running"}
+    hear(board, rank=0, waiting_s=9.0, limit_s=1.0, **late)
+    board.seen[1].at += 1  # it has spoken since
+    answer = hear(board, rank=0, waiting_s=9.0, limit_s=1.0, **late)
+    assert answer["trouble"]["what"].endswith(": process 1 has finished it")
+    hear(board, **later, raised="KeyError in call 1 of 'step'")
+    answer = hear(board, rank=0, waiting_s=9.0, limit_s=1.0, **late)
+    assert "process 1 has left it after KeyError in call 1 of" in answer["trouble"]["what"]
+
+
+def test_a_difference_far_along_a_line_is_shown():
+    same = {"arguments": [], "collectives": []}
+    mine, others = ({**same, "operations": ["x" * 1000 + end]} for end in ("1 of mine", "2"))
+    said = first_difference(0, mine, 3, others)
+    assert re.fullmatch(r"line 1: process 0 has \.\.\.x+1 of mine, process 3 \.\.\.x+2", said)
+    assert len(said) < 500

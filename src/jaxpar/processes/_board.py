@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxpar.processes._meeting import processes_text
 from jaxpar.processes._programs import first_difference
-from jaxpar.processes._state import BEAT, SILENT, Seen, State
+from jaxpar.processes._state import BEAT, MAKING, SILENT, Seen, State
 from jaxpar.processes._wire import read, write
 
 
@@ -172,10 +172,10 @@ class Board:
             return None
         rank = max(late, key=waiting.__getitem__)
         state = self.seen[rank].state
-        call, times = state.done + 1, floor(log2(waiting[rank] / state.limit_s))
+        call, times = state.first, floor(log2(waiting[rank] / state.limit_s))
         what = (
-            f"call {call} of {state.name!r} takes {waiting[rank]:.1f} s, more than its limit of "
-            f"{state.limit_s:g} s: {self._why(call, now)}"
+            f"call {call} of {state.first_name!r} takes {waiting[rank]:.1f} s, more than its limit "
+            f"of {state.limit_s:g} s: {self._why(call, now)}"
         )
         return {"kind": f"late {call}", "key": f"late {call} {times}", "what": what}
 
@@ -192,7 +192,10 @@ class Board:
                 reason = "not come to it"
             elif now - seen.at > SILENT:
                 reason = "not answered"
-            elif seen.state.entered == call and seen.state.doing in ("tracing", "compiling"):
+            elif seen.state.done >= call:
+                raised = seen.state.raised
+                reason = f"left it after {raised}" if raised else "finished it"
+            elif seen.state.number == call and seen.state.doing in MAKING:
                 reason = f"not finished {seen.state.doing} it"
             else:
                 continue

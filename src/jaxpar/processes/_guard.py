@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._checks import check_number, check_whole
 from jaxpar._types import Integer, Number
-from jaxpar.processes._programs import Program, traced
+from jaxpar.processes._programs import Program, program_of, traced
 from jaxpar.processes._watch import Call, watch
 
 
@@ -37,7 +37,8 @@ def guard(what: Any = "step", *, limit_s: Number = 60, exit_code: Integer | None
       what: a jitted function; any other function, of which it is known where its Python is and
         which functions it compiles; or the name of a step, for `with`.
       limit_s: seconds without progress after which everyone prints, again after twice that, four
-        times that, and so on. Longer than your longest step takes, without its compilation.
+        times that, and so on. Longer than your longest step takes; where `what` is jitted, without
+        its compilation.
       exit_code: ends the process with this status once it has printed; None: it goes on waiting.
 
     Returns:
@@ -112,7 +113,9 @@ class Guarded:
         self._function, self._limit, self._code = function, limit, exit_code
         self._name = name or getattr(function, "__name__", type(function).__name__)
         self._is_jitted = hasattr(function, "trace") and hasattr(function, "lower")
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, Program] = {}  # by the kinds of arguments
+        self._traced: dict[Any, Program] = {}  # by what jit has traced
+        self._has_static = False
         self._last: tuple[Any, Program] | None = None
         if jax.distributed.is_initialized():
             watch().start()
@@ -135,8 +138,7 @@ class Guarded:
         call = watch().enter(self._name, self._limit, self._code, is_jitted=self._is_jitted)
         try:
             if self._is_jitted:
-                key = tree, _kinds(leaves)
-                call.run(self._program(call, key, args, kwargs))
+                call.run(self._program(call, tree, leaves, args, kwargs))
             out = self._function(*args, **kwargs)
             call.wait_for(out)
         except BaseException as raised:
@@ -146,14 +148,22 @@ class Guarded:
         return out
 
     def _program(
-        self, call: Call, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, tree: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: Any
     ) -> Program:
         """The program for arguments of this kind, traced if it is new."""
+        key = tree, _kinds(leaves, self._has_static)
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         if key not in self._programs:
             call.do("tracing")
-            self._programs[key] = traced(self._name, self._function, args, kwargs)
+            found = traced(self._function, args, kwargs)
+            # Which of the values that are no arrays are static is seen by what jit traces anew.
+            if found.jaxpr in self._traced:
+                return self._traced[found.jaxpr]
+            program = program_of(self._name, found, args, kwargs)
+            self._has_static |= program.has_static
+            key = tree, _kinds(leaves, self._has_static)
+            self._programs[key] = self._traced[found.jaxpr] = program
         self._last = key, self._programs[key]
         return self._programs[key]
 
@@ -161,13 +171,17 @@ class Guarded:
 _KIND = attrgetter("shape", "dtype", "weak_type", "sharding")
 
 
-def _kinds(leaves: list[Any]) -> tuple[Any, ...]:
-    """By what jit tells arguments apart; of what is no array by its type, not by its value."""
+def _kinds(leaves: list[Any], with_values: bool) -> tuple[Any, ...]:
+    """By what jit tells arguments apart; by the values of those that are no arrays if asked."""
     try:
         return tuple(map(_KIND, leaves))
     except AttributeError:
-        return tuple(_KIND(x) if isinstance(x, jax.Array) else _of_other(x) for x in leaves)
+        return tuple(
+            _KIND(x) if isinstance(x, jax.Array) else _of_other(x, with_values) for x in leaves
+        )
 
 
-def _of_other(x: Any) -> Any:
-    return (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)
+def _of_other(x: Any, with_value: bool) -> Any:
+    if hasattr(x, "dtype"):
+        return x.shape, x.dtype
+    return (type(x), x) if with_value else type(x)

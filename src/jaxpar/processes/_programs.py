@@ -45,9 +45,11 @@ class Program:
     name: str
     arguments: tuple[str, ...]
     collectives: tuple[Sent, ...]
+    has_static: bool  # whether the values of some arguments are part of it
     mesh: Mesh | None  # whose devices it runs on, if its arguments say so
     text: bytes = field(repr=False)  # of its operations, compressed
     lowered: Any = field(repr=False)
+    is_agreed: bool = False  # all processes have come to it
     result: int | None = None  # the place of the smallest of its results
 
     @cached_property
@@ -89,13 +91,21 @@ class Program:
         return bool(np.isin(groups[own], list(missing)).any())
 
 
-def traced(name: str, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """Traces and lowers a function, as calling it would: neither is done again then."""
+def traced(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Traced:
+    """Traces a function, as calling it would: that is not done again then."""
     found = jitted.trace(*args, **kwargs)
+    return getattr(found, "traced", found)  # flax has one around that of JAX
+
+
+def program_of(
+    name: str, found: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Program:
+    """Lowers what was traced, as calling it would: that is not done again then."""
     lowered = found.lower()
     return Program(
         name=name,
         arguments=tuple(_arguments(args, kwargs)),
+        has_static=len(jax.tree.leaves(lowered.args_info)) < len(jax.tree.leaves((args, kwargs))),
         collectives=tuple(_collectives(found.jaxpr.jaxpr)),
         mesh=_mesh_of((args, kwargs)),
         text=zlib.compress(lowered.as_text().encode(), 1),
@@ -169,9 +179,20 @@ def first_difference(
         for number, (left, right) in enumerate(pairs, 1):
             if left != right:
                 label = f"{what}{number}: " if what else ""
+                left, right = _around_difference(left, right)
                 return f"{label}process {one} has {left}, process {other} {right}"
     return "their texts are the same, their digests are not"
 
 
+def _around_difference(*texts: str) -> list[str]:
+    """Long texts from shortly before the place where they differ, and not to their ends."""
+    place = next(
+        (n for n, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1),
+        min(map(len, texts)),
+    )
+    start = max(0, place - 100)
+    return [f"{'...' if start else ''}{text[start : start + 300]}" for text in texts]
+
+
 def _padded(lines: Sequence[str], others: Sequence[str]) -> list[str]:
-    return [line.strip()[:300] for line in lines] + ["nothing more"] * (len(others) - len(lines))
+    return [line.strip() for line in lines] + ["nothing more"] * (len(others) - len(lines))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,14 @@ def report(
 
     The program may have to be read for that, which takes a while: another thread does it.
     """
-    _say(rank, [trouble["what"], *(f"  {line}" for line in _who_is_where(states, count))])
+    # Once process 0 is gone, nothing is known of the others.
+    asked = range(0 if trouble["kind"] == "alone" else count)
+    _say(rank, [trouble["what"], *(f"  {line}" for line in _who_is_where(states, asked))])
     if call is None or call.program is None or trouble["kind"] == "programs":
         return
     missing = absent(states, count, call.number)
+    if rank in missing:
+        return  # the others wait for this one
     thread = Thread(target=_say_where, args=(rank, call, call.program, missing), daemon=True)
     thread.start()
     if call.exit_code is not None:
@@ -57,7 +61,7 @@ def _say_where(rank: int, call: Call, program: Program, missing: Sequence[int]) 
         )
 
 
-def _who_is_where(states: States, count: int) -> Iterator[str]:
+def _who_is_where(states: States, asked: Iterable[int]) -> Iterator[str]:
     """A line for each place, with the processes that are there."""
     places: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for state in states:
@@ -66,7 +70,7 @@ def _who_is_where(states: States, count: int) -> Iterator[str]:
         ranks = [state["rank"] for state in there]
         seconds = max(map(_seconds, there))
         yield f"{processes_text(ranks)}: {place.replace(_SECONDS, f'{seconds:.1f} s')}"
-    missing = sorted(set(range(count)) - {state["rank"] for state in states})
+    missing = sorted(set(asked) - {state["rank"] for state in states})
     if missing:
         yield f"{processes_text(missing)}: not known to the board: no guard was reached there"
 
@@ -91,20 +95,20 @@ def _place(state: Mapping[str, Any]) -> str:
 
 
 def _doing(state: Mapping[str, Any]) -> str:
-    name = repr(state["name"])
-    entered, done = state["entered"], state["done"]
+    number, name = state["number"], repr(state["name"])
     match state["doing"]:
-        case "nothing" if not entered:
+        case "nothing" if not number:
             return "in no guarded call yet"
         case "nothing":
-            return f"in no guarded call, behind call {entered} of {name}"
+            return f"in no guarded call, behind call {number} of {name}"
         case "python":
             made = f" (it compiled {', '.join(state['compiled'])})" if state["compiled"] else ""
-            return f"in call {entered} of {name}{made}"
+            return f"in call {number} of {name}{made}"
         case "comparing":
-            return f"waiting for others to compare their programs in call {entered} of {name}"
+            return f"waiting for others to compare their programs in call {number} of {name}"
         case "running":
-            later = f" to {entered}" if entered > done + 1 else ""
-            return f"running call {done + 1}{later} of {name}"
+            first = state["first"]
+            later = f" to {state['entered']}" if state["entered"] > first else ""
+            return f"running call {first}{later} of {state['first_name']!r}"
         case doing:
-            return f"{doing} call {entered} of {name}"
+            return f"{doing} call {number} of {name}"

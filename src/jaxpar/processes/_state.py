@@ -8,6 +8,7 @@ from typing import Any
 
 BEAT = 0.5  # seconds between two reports of a process
 SILENT = 4 * BEAT  # after which a process counts as one that does not answer
+MAKING = ("tracing", "compiling")  # what a process does before it runs a program
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,15 @@ class State:
       entered: how many guarded calls it has begun; they are numbered from 1.
       known: up to which of them it has said what it runs.
       done: up to which of them nothing is left to wait for.
-      name: of the call that it is in, or was in last.
+      number: of the call that it is in, or was in last.
+      name: of that call.
+      first: number of the call that it waits for; 0: there is nothing to wait for.
+      first_name: of that call.
       doing: what it does in there: `"python"`, `"tracing"`, `"comparing"`, `"compiling"`,
         `"running"`; `"nothing"` outside.
       doing_s: for how many seconds.
-      waiting_s: seconds since anything of its calls was done; None: there is nothing to wait for.
+      waiting_s: seconds since anything of its calls was done; None: there is nothing to wait for,
+        or it traces or compiles itself.
       limit_s: that it may wait.
       where: the line of the user's that its Python is at.
       raised: the error with which its last call ended.
@@ -36,7 +41,10 @@ class State:
     entered: int = 0
     known: int = 0
     done: int = 0
+    number: int = 0
     name: str = ""
+    first: int = 0
+    first_name: str = ""
     doing: str = "nothing"
     doing_s: float = 0.0
     waiting_s: float | None = None
@@ -86,7 +94,7 @@ def absent(states: Sequence[Mapping[str, Any]], count: int, call: int) -> list[i
         and state["ago"] < SILENT
         and (
             state["entered"] > call
-            or (state["entered"] == call and state["doing"] in ("comparing", "running", "nothing"))
+            or (state["entered"] == call and state["doing"] not in ("python", *MAKING))
         )
     ]
     return [rank for rank in range(count) if rank not in there]

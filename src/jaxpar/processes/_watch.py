@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
-from threading import Event, Thread, get_ident
+from threading import Event, Lock, Thread, get_ident
 from time import monotonic, sleep
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxpar.processes._board import Board
 from jaxpar.processes._meeting import arrange, board_address, board_listener, connect, met, token
 from jaxpar.processes._programs import Program
 from jaxpar.processes._report import report
-from jaxpar.processes._state import BEAT, State
+from jaxpar.processes._state import BEAT, MAKING, State
 from jaxpar.processes._wire import read, write
 from jaxpar.schedule._sources import Line, own_line
 
@@ -55,18 +55,23 @@ class Call:
     compiled: list[str] = field(default_factory=list[str])
     result: Any = None  # the smallest of its results that are arrays
 
+    @property
+    def is_made(self) -> bool:
+        """Whether its program is made still: that waits for no other process."""
+        return self.is_jitted and self.doing in MAKING
+
     def do(self, what: str) -> None:
         """Takes down what it does now."""
         self.doing, self.since = what, monotonic()
 
     def run(self, program: Program) -> None:
         """Takes down what it runs; a program that is new waits for the others' to be equal."""
-        is_new = program.digest not in self.watch.programs
         self.program = self.watch.programs.setdefault(program.digest, program)
         self.watch.know(self, program.digest)
-        if is_new:
+        if is_new := not self.program.is_agreed:
             self.do("comparing")
             self.watch.wait_agreed(self.number)
+            self.program.is_agreed = True
         self.do("compiling" if is_new else "running")
 
     def wait_for(self, arrays: Any) -> None:
@@ -87,7 +92,7 @@ class Watch:
     def __init__(self) -> None:
         self.rank = 0
         self.count = 1
-        self.entered = self.known = self.done = self.agreed = 0
+        self.entered = self.known = self.agreed = 0
         self.active: list[Call] = []  # within each other, the innermost last
         self.pending: deque[Call] = deque()  # left, and their results not computed yet
         self.last: Call | None = None
@@ -98,6 +103,7 @@ class Watch:
         self.trouble: Mapping[str, Any] = {}
         self._printed: set[str] = set()
         self._started = self._ended = False
+        self._settling = Lock()
         self._bell, self._ear = socket.socketpair()  # to wake its thread
         self._answered = Event()
         self._wanted: str | None = None
@@ -146,18 +152,22 @@ class Watch:
         self.active.remove(call)
         if raised is not None:
             self.raised = f"{type(raised).__name__} in call {call.number} of {call.name!r}"
-            self._ask_why(raised)
+            self._ask_why(raised, call)
             call.result = None
         if call.result is None:
-            self._progressed(call.number)
+            self.progress = monotonic()
         else:
+            call.do("running")
             self.pending.append(call)
+            self._settle()  # before more results are held than the device works on
         if raised is None:
             self.raised = ""
 
-    def _ask_why(self, raised: BaseException) -> None:
+    def _ask_why(self, raised: BaseException, call: Call) -> None:
         """Notes at an error what is wrong with others; that one is gone is seen a moment later."""
-        if self.count == 1 or not isinstance(raised, jax.errors.JaxRuntimeError):
+        # Of a program that runs, jaxlib raises a ValueError where the connection to one is lost.
+        is_lost = isinstance(raised, ValueError) and call.is_jitted and call.doing == "running"
+        if self.count == 1 or not (is_lost or isinstance(raised, jax.errors.JaxRuntimeError)):
             return
         for _ in range(5):
             self._answered.clear()
@@ -167,10 +177,6 @@ class Watch:
             sleep(0.2)
         if self.trouble and self.trouble["what"] not in str(raised):
             raised.add_note(f"jaxpar.guard: {self.trouble['what']}")
-
-    def _progressed(self, number: int) -> None:
-        self.done = max(self.done, number)
-        self.progress = monotonic()
 
     # -- of its own thread ------------------------------------------------------------------------
 
@@ -237,15 +243,17 @@ class Watch:
 
     def _bye(self) -> None:
         """At the end of the process: says so, and goes on while JAX waits for the others."""
-        self._ended = True
-        self._answered.clear()
-        self._bell.send(b".")
-        self._answered.wait(1)
+        for self._ended in (False, True):  # if process 0 is gone by then, that is an error
+            self._answered.clear()
+            self._bell.send(b".")
+            self._answered.wait(1)
 
     def _settle(self) -> None:
         """Takes down which results have been computed since."""
-        while self.pending and _is_computed(self.pending[0].result):
-            self._progressed(self.pending.popleft().number)
+        with self._settling:
+            while self.pending and _is_computed(self.pending[0].result):
+                self.pending.popleft()
+                self.progress = monotonic()
 
     def state(self) -> State:
         """Where this process is."""
@@ -253,17 +261,23 @@ class Watch:
         call = self.active[-1] if self.active else None
         first = self.pending[0] if self.pending else call
         shown = call or first or self.last
+        unfinished = min((c.number for c in (first, *self.active[:1]) if c), default=None)
         doing = call.doing if call else "running" if first else "nothing"
         since = call.since if call else first.since if first else self.progress
         return State(
             rank=self.rank,
             entered=self.entered,
             known=self.known,
-            done=self.done,
+            done=self.entered if unfinished is None else unfinished - 1,
+            number=shown.number if shown else 0,
             name=shown.name if shown else "",
+            first=first.number if first else 0,
+            first_name=first.name if first else "",
             doing=doing,
             doing_s=now - since,
-            waiting_s=now - max(self.progress, first.entered) if first else None,
+            waiting_s=now - max(self.progress, first.since)
+            if first and not first.is_made
+            else None,
             limit_s=first.limit if first else 60.0,
             where=str(_line_of(shown.thread if shown else self._main) or ""),
             raised=self.raised,
@@ -291,9 +305,9 @@ class Watch:
             "key": "alone",
             "what": "process 0 is gone, killed or crashed: its connection was lost",
         }
-        self._answered.set()
         if not self._ended:
             self._tell([{**asdict(self.state()), "ago": 0.0, "gone": None}])
+        self._answered.set()
 
 
 def _is_computed(result: Any) -> bool:
