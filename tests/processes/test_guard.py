@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 
@@ -15,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.processes._board import Board
 from jaxpar.processes._programs import first_difference, program_of
+from jaxpar.processes._report import report
 from jaxpar.processes._state import State
 from jaxpar.processes._watch import Call, Watch, watch
 
@@ -350,6 +353,21 @@ def test_programs_that_differ_are_refused_again():
     alone._ear.close()
 
 
+def test_of_processes_that_nothing_is_known_of_nothing_is_said(capfd):
+    mesh = jaxpar.make_mesh("dp=1", devices=jax.devices()[:1])
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(x, "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
+    )
+    x = np.ones(1, np.float32)
+    program = program_of("step", jax.jit(total).trace(x), (x,), {})
+    call = Call(1, "step", 60.0, 7, watch(), is_jitted=True, program=program)
+    state = {**asdict(State(rank=1)), "ago": 0.0, "gone": None}
+    report(1, 4, {"kind": "alone", "what": "process 0 is gone"}, [state], call)
+    said = capfd.readouterr().err
+    assert "waits for process 0 in call 1 of 'step': the first collective that needs it" in said
+    assert not re.search(r"process(es)? [\d, ]*[23]", said)
+
+
 def test_the_error_of_a_lost_connection_says_who_is_gone():
     alone = Watch()
     alone.count, alone.trouble = 2, {"kind": "out [1]", "what": "process 1 is gone"}
@@ -409,8 +427,6 @@ def test_refused(arguments, error, text):
 
 def hear(board, **state):
     """What a process hears that says this of itself."""
-    from dataclasses import asdict
-
     given = {"entered": 1, "known": 1, "name": "step", "runs": ((1, "step", "a"),), **state}
     return board.hear({"state": asdict(State(**given))})
 

@@ -26,12 +26,12 @@ def report(
 
     The program may have to be read for that, which takes a while: another thread does it.
     """
-    # Once process 0 is gone, nothing is known of the others.
-    asked = range(0 if trouble["kind"] == "alone" else count)
+    is_alone = trouble["kind"] == "alone"  # process 0 is gone: nothing is known of the others
+    asked = range(0 if is_alone else count)
     _say(rank, [trouble["what"], *(f"  {line}" for line in _who_is_where(states, asked))])
     if call is None or call.program is None or trouble["kind"] == "programs":
         return
-    missing = absent(states, count, call.number)
+    missing = [0] if is_alone else absent(states, count, call.number)
     if rank in missing:
         return  # the others wait for this one
     thread = Thread(target=_say_where, args=(rank, call, call.program, missing), daemon=True)
