@@ -29,14 +29,15 @@ from jaxpar.schedule import (
     target,
     timeline,
 )
+from jaxpar.schedule._arguments import as_namesakes
 from jaxpar.schedule._causes import CAUSES
 from jaxpar.schedule._edits import Edits
-from jaxpar.schedule._explained import compared
+from jaxpar.schedule._explained import compared, gain, text_of
 
 # Of each mistake: the target, its mesh, the cause, a part of the edit, whether it can be tried.
 SEEDED = {
     "heads_on_the_wrong_axis": (
-        *("v5e:2x4", "dp=2,tp=4", "resharding", "shard params['q'], params['k'] by P(None, 'tp'"),
+        *("v5e:2x4", "dp=2,tp=4", "resharding", "shard params['k'], params['q'] by P(None, 'tp'"),
         True,
     ),
     "constraint_that_gathers": (
@@ -124,6 +125,74 @@ def test_a_mesh_for_the_axis_that_waits_is_named_with_its_order():
         assert ring_hops(on, axis).max() == 1
 
 
+def update(params, moments, gradients):
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
+    return jax.tree.map(lambda w, m: w - 0.01 * m, params, moments), moments
+
+
+def weights(*spec):
+    shapes = {"down": (4096, 2048), "up": (2048, 4096)}
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=P(*spec))
+        for name, shape in shapes.items()
+    }
+
+
+def test_moments_that_lie_otherwise_than_their_weights():
+    chosen, lies, other = target("v5e:2x2", "tp=4"), (None, "tp"), ("tp", None)
+    args = weights(*lies), (weights(*other),), weights(*lies)
+    found = explain(compile_for(lambda w, m, g: update(w, m[0], g), chosen, *args), tries=4)
+    mended = compile_for(update, chosen, *[weights(*lies)] * 3)
+    finding = found.findings[0]
+    assert finding.cause == "resharding"
+    assert finding.edit == (
+        "shard m[0]['down'], m[0]['up'] as the earlier arguments of the same names and shapes"
+    )
+    saved = found.timeline.total - timeline(mended).total
+    assert saved > 0.3 * found.timeline.total
+    assert finding.gain == pytest.approx(saved, rel=0.01)
+
+
+def test_arguments_of_the_same_names():
+    def leaf(*spec, shape=(8, 8)):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+    mesh = target("v5e:2x2", "tp=4").mesh
+    leaves = {
+        "state.params['up']": leaf("tp"),
+        "state.opt[0].mu['up']": leaf("tp", None),  # as it is
+        "state.opt[0].nu['up']": leaf(None, "tp"),
+        "model.layers[0].w": leaf(None, "tp"),
+        "model.layers[1].w": leaf("tp"),  # another layer
+        "moments[0].layers[0].w": leaf("tp"),
+        "moments[0].layers[1].w": leaf(None, "tp", shape=(8, 16)),  # of another shape
+        "x": leaf("tp"),
+        "y": leaf(None, "tp"),
+    }
+    assert as_namesakes(leaves) == {
+        "state.opt[0].nu['up']": P("tp"),
+        "moments[0].layers[0].w": P(None, "tp"),
+    }
+
+
+def test_arguments_that_change_together_are_tried_once():
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=P("tp"))
+    program = compile_for(lambda v, w: v + w, target("v5e:2x2", "tp=4"), x, x)
+    edits = {edit.text for edit in Edits(program).specs(["w", "v"], ["tp"])}
+    assert edits == {
+        f"shard {names} by P(None, 'tp') in place of P('tp')" for names in ("v, w", "v", "w")
+    }
+
+
+def test_an_edit_of_two_arguments_counts_once():
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=P("tp"))
+    w = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=P(None, "tp"))
+    program = compile_for(lambda x, v, w: x @ (v + w), target("v5e:2x2", "tp=4"), x, w, w)
+    (finding, *_) = explain(program, tries=6).findings
+    both = [one.edit for one in finding.tried if re.match("shard (v, w|w, v) by", one.edit)]
+    assert len(both) == 1
+
+
 def test_each_cause_has_a_mistake_but_the_last_one():
     causes = {seeded[2] for seeded in SEEDED.values()}
     assert set(CAUSES) - causes == {"nothing to hide behind"}
@@ -154,6 +223,22 @@ def test_an_asynchronous_gather_with_nothing_to_hide_behind():
     assert finding.gain > 0
 
 
+def test_a_permute_is_not_told_to_become_a_gather():
+    def local(x, w):
+        return lax.ppermute(x, "tp", [(0, 1), (1, 0), (2, 3), (3, 2)]) @ w
+
+    step = jax.shard_map(local, in_specs=(P("tp"), P()), out_specs=P("tp"))
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=P("tp"))
+    w = jax.ShapeDtypeStruct((4096, 128), jnp.bfloat16, sharding=P())
+    (finding,) = explain(compile_for(step, target("v5e:2x2", "tp=4"), x, w)).findings
+    assert (finding.of.collective, finding.cause) == (
+        "collective-permute",
+        "nothing to hide behind",
+    )
+    assert "all_gather_matmul" not in finding.edit
+    assert "needs it at once" in finding.why
+
+
 def test_nothing_to_mend_at_the_floor():
     chosen = target("v5e:2x2", "tp=4")
     x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=P("tp"))
@@ -165,6 +250,24 @@ def test_nothing_to_mend_at_the_floor():
     assert floor in found.text()
     assert found.timeline.exposed == 0
     assert 0.8 < found.utilisation <= 1
+    record = found.record()
+    far = text_of({**record, "seconds": 3 * found.floor.total})
+    assert "nothing to mend" not in far
+    assert "3.0 times its floor" in " ".join(far.split())
+    none = " ".join(text_of({**record, "floor": {"compute": 0.0, "transfer": 0.0}}).split())
+    assert "it has no matmuls and sends nothing: it has no floor" in none
+    assert "less than 0 us" not in none
+    assert "nothing to mend here" in none
+
+
+def test_why_no_edit_was_tried():
+    record = explain(gather_matmul(4096), tries=0).record()
+    (finding,) = record["findings"]
+    assert gain(record, finding) == "not tried: 2 edits would take more tries"
+    assert "1 edit would" in gain(record, {**finding, "left": 1})
+    assert gain(record, {**finding, "left": 0}) == "not tried: it cannot be by itself"
+    short = {**finding, "of": {**finding["of"], "seconds": 0.006 * record["seconds"]}}
+    assert "less than a percent of the step" in gain(record, short)
 
 
 def test_an_overlapped_matmul_raises_no_alarm():
@@ -205,6 +308,9 @@ def test_its_record_is_json_and_compares_with_another():
     assert "better:" in text
     assert "all-gather over tp, test_explain.py, layer, forward" in text
     assert "worse:" in compared(json.loads(fast.json()), record)
+    assert "on other devices" not in text
+    moved = compared({**record, "mesh": {"dp": 4}}, record)
+    assert "on other devices: tpu7x:2x2x1 (tp=8), before tpu7x:2x2x1 (dp=4)" in moved
 
 
 def test_of_gpus():
@@ -415,3 +521,14 @@ def test_a_prediction_is_no_measurement():
     program = gather_matmul(4096)
     with pytest.raises(ValueError, match="explain: measured must be from read_trace, got a "):
         explain(program, measured=timeline(program))
+
+
+def test_a_run_of_another_function(tmp_path):
+    program = gather_matmul(4096)
+    found = measured(program, tmp_path)
+    assert any(event.op.startswith("jit(layer)/") for event in found.events)
+    moved = [replace(e, op=e.op.replace("jit(layer)", "jit(other)")) for e in found.events]
+    with pytest.raises(ValueError, match=r"measured is a run of jit\(other\), not of jit\(layer\)"):
+        explain(program, measured=replace(found, events=tuple(moved)))
+    unnamed = [replace(event, op="") for event in found.events]  # a trace may not say it
+    assert explain(program, measured=replace(found, events=tuple(unnamed)), tries=0).findings

@@ -23,7 +23,7 @@ from jaxpar.cli._predict import FIGURES, parse_requests
 from jaxpar.cli._predict_results import Failure, Report, Request, Tick
 from jaxpar.cli._predict_views import write_picture, write_trace
 from jaxpar.cli._processes import COMPILING, converse
-from jaxpar.schedule._explained import compared, text_of
+from jaxpar.schedule._explained import COMPARED, compared, text_of
 from jaxpar.schedule._target import HERE
 
 DESCRIPTION = """\
@@ -150,8 +150,8 @@ def _before(path: str | None) -> dict[str, Any] | None:
         raise UsageError(f"--against {path} cannot be read: {reason.strerror}; {remedy}") from None
     except ValueError as reason:
         raise UsageError(f"--against {path} is no JSON: {reason}; {remedy}") from None
-    if not isinstance(found, dict) or "findings" not in found:
-        raise UsageError(f"--against {path} has no findings; {remedy}")
+    if lacking := [key for key in COMPARED if not isinstance(found, dict) or key not in found]:
+        raise UsageError(f"--against {path} has no {lacking[0]}; {remedy}")
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -47,11 +48,32 @@ def last_of(name: str) -> str:
     return name[name.find("[") :] if "[" in name else name
 
 
-def listed(name: str, group: set[str]) -> str:
-    """A few names, the first one first."""
-    names = [name, *sorted(group - {name})]
+def as_namesakes(leaves: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+    """Of arguments that lie otherwise than earlier ones of their shapes and names: how those do.
+
+    An optimizer's `state[0].mu['up']` is so named as `params['up']` or `state.params['up']`.
+    """
+    first: dict[tuple[str, Any], PartitionSpec] = {}
+    found: dict[str, PartitionSpec] = {}
+    for name, leaf in leaves.items():
+        keys, spec = _KEYS.findall(name), spec_of(leaf) or PartitionSpec()
+        tails = ("".join(keys[n:]) for n in range(1, len(keys)))
+        like = next((first[t, leaf.shape] for t in tails if (t, leaf.shape) in first), None)
+        if like is None:
+            first[_TREE.sub("", name), leaf.shape] = spec
+        elif _padded(like, leaf.shape) != _padded(spec, leaf.shape):
+            found[name] = like
+    return found
+
+
+_KEYS = re.compile(r"^\w+|\.\w+|\[[^]]*\]")
+_TREE = re.compile(r"^\w+(\.params)?")
+
+
+def listed(names: Collection[str]) -> str:
+    """A few names."""
     more = len(names) - 4
-    return ", ".join(names[:4]) + (f" and {more} more of its shape" if more > 0 else "")
+    return ", ".join(list(names)[:4]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_over(spec: PartitionSpec, axes: Sequence[str]) -> bool:
@@ -71,7 +93,7 @@ def shape_of(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def exchanged(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Iterator[PartitionSpec]:
     """A spec with the axes of two dimensions exchanged, where sizes divide."""
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    entries = _padded(spec, shape)
     for first, second in reversed(list(combinations(range(len(shape)), 2))):
         if entries[first] == entries[second]:
             continue
@@ -80,6 +102,11 @@ def exchanged(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Iterator
         sizes = [int(np.prod([mesh.shape[name] for name in _names(entry)])) for entry in new]
         if all(length % size == 0 for length, size in zip(shape, sizes, strict=True)):
             yield PartitionSpec(*new)
+
+
+def _padded(spec: PartitionSpec, shape: Sequence[int]) -> list[Any]:
+    """An entry for each dimension."""
+    return [*spec, *[None] * (len(shape) - len(spec))]
 
 
 def _names(entry: Any) -> tuple[str, ...]:

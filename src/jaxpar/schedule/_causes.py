@@ -18,7 +18,7 @@ from jaxpar._units import size_text as size
 from jaxpar._units import us
 from jaxpar.mesh import ring_hops
 from jaxpar.schedule._edits import Edit, Edits
-from jaxpar.schedule._exposed import Exposed, Exposures
+from jaxpar.schedule._exposed import THE_END, Exposed, Exposures
 from jaxpar.schedule._hlo import Instruction
 from jaxpar.schedule._overheads import Overhead
 from jaxpar.schedule._values import Value
@@ -52,7 +52,7 @@ CAUSES: dict[Cause, str] = {
     "copies": "a loop copies what it carries from trip to trip",
 }
 
-_RESHARDS = ("all-gather", "all-to-all", "collective-permute")
+_BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # what has a form of jaxpar's
 _HALF = 0.5
 _DTYPES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1}
 
@@ -200,7 +200,11 @@ class Rules:
         if not e.inserted or e.latency >= _HALF * e.transfer:  # of a few numbers
             return None
         arguments = self.exposures.arguments(e.name)
-        edits = chain(self.edits.constraints(), self.edits.specs(arguments, e.axes))
+        edits = chain(
+            self.edits.constraints(),
+            self.edits.namesakes(arguments),
+            self.edits.specs(arguments, e.axes),
+        )
         return Verdict(
             "resharding",
             "nobody wrote it: the partitioner put it in, as the array lies otherwise than it is "
@@ -306,7 +310,7 @@ class Rules:
         option = options.get(e.collective)
         if option and option not in self.exposures.program.compiler_options:
             remedy = f"compile with {option} (jaxpar.compiler_options(mesh) has it)"
-        elif e.collective in ("all-gather", "all-reduce", "reduce-scatter"):
+        elif e.collective in _BESIDE_MATMULS:
             within = ", in a jax.shard_map" if e.inserted else ""
             remedy = (
                 f"write it as permutes beside a matmul{within}: jaxpar's all_gather_matmul, "
@@ -356,12 +360,22 @@ class Rules:
         )
 
     def _nothing_to_hide_behind(self, e: Exposed) -> Verdict:
+        needs = f"{e.after} needs it at once"
+        if e.after == THE_END:
+            needs = "the step ends with it"
+        remedy = (
+            "split it and what needs it into pieces, so that one is under way while another is "
+            "computed with"
+        )
+        if e.collective in _BESIDE_MATMULS:
+            remedy = (
+                "split it and its matmul into pieces that run beside each other: jaxpar's "
+                "all_gather_matmul and matmul_reduce_scatter do that"
+            )
         return Verdict(
             "nothing to hide behind",
-            f"{e.after} needs it at once, and {us(e.independent)} of the step's other work could "
-            "run beside it",
-            "split it and its matmul into pieces that run beside each other: jaxpar's "
-            "all_gather_matmul and matmul_reduce_scatter do that",
+            f"{needs}, and {us(e.independent)} of the step's other work could run beside it",
+            remedy,
             chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line)),
         )
 

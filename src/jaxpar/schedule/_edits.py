@@ -21,6 +21,7 @@ from jaxpar._tuning import trying
 from jaxpar._types import Mode
 from jaxpar.mesh import make_mesh, ring_hops
 from jaxpar.schedule._arguments import (
+    as_namesakes,
     exchanged,
     is_over,
     laid,
@@ -137,24 +138,26 @@ class Edits:
         Arrays of one shape and spec change together, as the layers of a model and its optimizer's
         state do; then, of each shape, one alone.
         """
-        given = named(self.program.function, self.args)
-        leaves = {name: x for name, x in given.items() if spec_of(x) is not None}
+        leaves = self._leaves
         for name in arguments:
             leaf = leaves.get(name)
             spec = spec_of(leaf)
             if leaf is None or spec is None or not is_over(spec, axes):
                 continue
-            alike = {n for n, x in leaves.items() if x.shape == leaf.shape and spec_of(x) == spec}
-            same = {n for n in alike if last_of(n) == last_of(name)}
+            alike = [n for n, x in leaves.items() if x.shape == leaf.shape and spec_of(x) == spec]
+            same = [n for n in alike if last_of(n) == last_of(name)]
             for new in exchanged(spec, leaf.shape, self.target.mesh):
-                for group in (alike, same) if same < alike else (alike,):
-                    yield Edit(
-                        f"shard {listed(name, group)} by {spec_text(new)} in place of "
-                        f"{spec_text(spec)}",
-                        lambda new=new, group=group: self._compiled(
-                            self.program.function, self._sharded(group, new), self.options
-                        ),
+                for group in (alike, same) if len(same) < len(alike) else (alike,):
+                    yield self._sharding(
+                        f"by {spec_text(new)} in place of {spec_text(spec)}",
+                        dict.fromkeys(group, new),
                     )
+
+    def namesakes(self, arguments: Sequence[str]) -> Iterator[Edit]:
+        """Arguments sharded as earlier ones of the same names are, as an optimizer's state is."""
+        found = as_namesakes(self._leaves)
+        if not found.keys().isdisjoint(arguments):
+            yield self._sharding("as the earlier arguments of the same names and shapes", found)
 
     def barriers(self) -> Iterator[Edit]:
         """The program without its optimization barriers."""
@@ -241,9 +244,22 @@ class Edits:
             return self._compiled(self.program.function, args, self.options, mesh)
         return self._compiled(fn, jax.tree.leaves(args), self.options, mesh)
 
-    def _sharded(self, names: set[str], spec: PartitionSpec) -> tuple[Any, ...]:
+    @cached_property
+    def _leaves(self) -> dict[str, Any]:
+        """The arguments that have specs, by their names."""
+        given = named(self.program.function, self.args)
+        return {name: x for name, x in given.items() if spec_of(x) is not None}
+
+    def _sharding(self, how: str, specs: dict[str, PartitionSpec]) -> Edit:
+        return Edit(
+            f"shard {listed(specs)} {how}",
+            lambda: self._compiled(self.program.function, self._sharded(specs), self.options),
+        )
+
+    def _sharded(self, specs: dict[str, PartitionSpec]) -> tuple[Any, ...]:
+        mesh = self.target.mesh
         flat = [
-            shape_of(x, NamedSharding(self.target.mesh, spec)) if name in names else x
+            shape_of(x, NamedSharding(mesh, specs[name])) if name in specs else x
             for name, x in named(self.program.function, self.args).items()
         ]
         leaves, tree = jax.tree.flatten(self.args)

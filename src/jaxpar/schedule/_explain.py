@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -13,7 +13,7 @@ from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar.schedule._beside import Beside, beside
 from jaxpar.schedule._causes import CAUSES, Cause, Rules
 from jaxpar.schedule._edits import Edits
-from jaxpar.schedule._explained import record_of, text_of
+from jaxpar.schedule._explained import WORTH, record_of, text_of
 from jaxpar.schedule._exposed import Exposed, Exposures
 from jaxpar.schedule._floor import Floor, device_flops, program_floor
 from jaxpar.schedule._memory import Held, held_at_peak
@@ -24,7 +24,6 @@ from jaxpar.schedule._trials import Trials, Tried
 
 LEAST = 0.005  # of the step: what is exposed for less is not worth a line
 FASTER = 0.995  # of the step's time: an edit that gains less gains nothing
-WORTH = 0.01  # of the step: what is exposed for less is not worth compiling for
 
 
 @readable
@@ -152,11 +151,11 @@ def explain(
       progress: called with each edit before it is compiled.
 
     Returns:
-      An `Explanation`; `print` shows it. Without findings there is nothing to mend.
+      An `Explanation`; `print` shows it. Without findings no transfer is to blame.
 
     Raises:
       ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number; a
-        `measured` that was not.
+        `measured` that was not, or is of another function.
       TypeError: what is no `CompiledProgram`.
 
     Cost: an edit takes as long as the program took to compile.
@@ -179,6 +178,8 @@ def explain(
         raise value_error(f"tries={tries} and worst={worst} must not be negative")
     if measured is not None and measured.estimate != "measured":
         raise value_error("measured must be from read_trace, got a timeline that was predicted")
+    if measured is not None:
+        _require_same(program, measured)
     can_play = measured is None or program.target.chip is not None
     predicted = timeline(program, assumed=assumed) if can_play else None
     played = measured or predicted
@@ -186,7 +187,7 @@ def explain(
     exposures = Exposures(program, played)
     # A program that was not made by `compile_for` cannot be compiled again.
     can_try = program.function is not None and predicted is not None
-    trials = Trials(assumed, tries if can_try else 0, progress)
+    trials = Trials(assumed, tries if can_try else None, progress)
     compared = exposures
     if predicted is not None and predicted is not played:
         compared = Exposures(program, predicted)
@@ -214,6 +215,23 @@ def explain(
         predicted=None if measured is None else predicted,
         beside=() if measured is None else beside(exposures, predicted, measured),
     )
+
+
+def _require_same(program: CompiledProgram, measured: Timeline) -> None:
+    """Refuses a run of another function: its instructions may have the same names."""
+    schedules = program.module.schedules
+    own = _functions(one.op for schedule in schedules for one in schedule.operations)
+    ran = _functions(event.op for event in measured.events)
+    if own and ran and own.isdisjoint(ran):
+        raise value_error(
+            f"measured is a run of {', '.join(sorted(ran))}, not of {', '.join(sorted(own))}; pass "
+            "what read_trace(folder, program) returns"
+        )
+
+
+def _functions(ops: Iterable[str]) -> set[str]:
+    """The jitted functions that operations are named after."""
+    return {op.partition("/")[0] for op in ops if op.startswith("jit(")}
 
 
 class Before:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 
 MOST_HELD = 10
+FAR = 2.0  # times the floor: a step that takes longer has something to mend
+WORTH = 0.01  # of the step: what is exposed for less is not worth compiling for
 _LEAST = 0.005  # of the step: overheads of less are not shown
 
 
@@ -118,26 +120,34 @@ def _folded(line: str, width: int) -> list[str]:
 
 def heading(record: Record) -> list[str]:
     """The step in a few lines."""
-    mesh = ", ".join(f"{name}={length}" for name, length in record["mesh"].items())
     total = record["seconds"]
     takes, waits = ("took", "waited") if is_measured(record) else ("takes", "waits")
     lines = [
-        f"a step on {record['target']} ({mesh}) {takes} {us(total)}; {us(record['exposed'])} "
+        f"a step on {_devices(record)} {takes} {us(total)}; {us(record['exposed'])} "
         f"({_share(record['exposed'], total)}) of that it {waits} for transfers",
     ]
     held = f"it needs {size(record['peak_bytes'])}"
     if record["capacity"]:
-        lines.append(
-            f"no schedule of it takes less than {us(max(record['floor'].values()))}; its matmuls "
-            f"use {record['utilisation']:.0%} of the chip's peak; {held} of "
-            f"{size(record['capacity'])} of memory"
+        floor = max(record["floor"].values())
+        least = (
+            f"no schedule of it takes less than {us(floor)}; its matmuls use "
+            f"{record['utilisation']:.0%} of the chip's peak"
+            if floor
+            else "it has no matmuls and sends nothing: it has no floor"
         )
+        lines.append(f"{least}; {held} of {size(record['capacity'])} of memory")
     else:
         lines.append(f"{held} of memory")
     lines.append(f"({_source(record)})")
     if loops := record["loops_of_unknown_length"]:
         lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
     return lines
+
+
+def _devices(record: Record) -> str:
+    """The target and its mesh."""
+    mesh = ", ".join(f"{name}={length}" for name, length in record["mesh"].items())
+    return f"{record['target']} ({mesh})"
 
 
 def is_measured(record: Record) -> bool:
@@ -214,8 +224,7 @@ def gain(record: Record, finding: Record) -> str:
         if before is None:
             return "cannot be told: nothing is predicted for this chip"
     if not finding["tried"]:
-        left = finding["left"]
-        return f"not tried: {left} edits were left" if left else "not tried: it cannot be by itself"
+        return f"not tried: {_why_not(record, finding)}"
     total = before["seconds"]
     best = min(finding["tried"], key=lambda one: one["seconds"])
     predicted = f" in place of {us(total)}, both predicted" if before is not record else ""
@@ -226,20 +235,39 @@ def gain(record: Record, finding: Record) -> str:
     return f"the step then takes {us(best['seconds'])}{predicted}, {less}"
 
 
+def _why_not(record: Record, finding: Record) -> str:
+    """Why no edit of a finding was tried."""
+    if finding["of"]["seconds"] < WORTH * record["seconds"]:
+        return "less than a percent of the step is not worth compiling for"
+    if left := finding["left"]:
+        return f"{left} edit{'s' * (left != 1)} would take more tries"
+    return "it cannot be by itself"
+
+
 def verdict(record: Record) -> list[str]:
     """Whether there is anything to do."""
     if not record["findings"]:
-        floor = max(record["floor"].values())
-        least = f", and no schedule takes less than {us(floor)}" if record["capacity"] else ""
-        return [
-            f"nothing to mend here: {us(record['seconds'])}{least}; what it waits for is less than "
-            "half a percent at any line"
-        ]
+        return [f"{_nothing(record)}; what it waits for is less than half a percent at any line"]
     gains = [finding for finding in record["findings"] if finding["gain"]]
     tried = {one["edit"] for finding in record["findings"] for one in finding["tried"]}
     lines = [f"edits tried, each by itself: {len(tried)}; findings with a gain: {len(gains)}"]
     lines += [f"not tried: {edit} ({why})" for edit, why in record["refused"].items()]
     return lines
+
+
+def _nothing(record: Record) -> str:
+    """That there is nothing to mend; far from the floor only that no transfer is to blame."""
+    total = record["seconds"]
+    floor = max(record["floor"].values()) if record["capacity"] else 0.0
+    if not floor:
+        return f"nothing to mend here: {us(total)}"
+    if total < FAR * floor:
+        return f"nothing to mend here: {us(total)}, and no schedule takes less than {us(floor)}"
+    return (
+        f"no transfer to mend, though the step takes {us(total)}, {total / floor:,.1f} times its "
+        f"floor of {us(floor)}: its matmuls are slower than the peak, or several devices run the "
+        "same ones (their operands are whole on a mesh axis), or most of it is other work"
+    )
 
 
 def _overheads(record: Record) -> Iterator[str]:
@@ -269,6 +297,8 @@ def _held(record: Record) -> Iterator[str]:
 
 # -- beside another one ---------------------------------------------------------------------------
 
+COMPARED = ("findings", "target", "mesh", "seconds", "exposed", "peak_bytes")  # what it reads
+
 
 def compared(before: Record, after: Record) -> str:
     """What got better and what worse, line by line; lines are told by file and function."""
@@ -278,6 +308,8 @@ def compared(before: Record, after: Record) -> str:
         f"exposed {us(after['exposed'])}, before {us(before['exposed'])}; memory "
         f"{size(after['peak_bytes'])}, before {size(before['peak_bytes'])}"
     ]
+    if (was := _devices(before)) != (now := _devices(after)):
+        lines.append(f"on other devices: {now}, before {was}")
     old, new = _by_place(before), _by_place(after)
     changes = [(new.get(key, 0.0) - old.get(key, 0.0), key) for key in dict.fromkeys((*old, *new))]
     least = 0.001 * before["seconds"]

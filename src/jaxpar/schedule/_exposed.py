@@ -28,6 +28,8 @@ from jaxpar.schedule._target import figures_of
 from jaxpar.schedule._timeline import CompiledProgram, Timeline
 from jaxpar.schedule._values import Value, Values, reached
 
+THE_END = "the end of the step"
+
 
 @readable
 @dataclass(frozen=True)
@@ -312,7 +314,7 @@ class Exposures:
             if event.kind == "compute" and event.seconds:
                 return self.text(event.name)
             place += step
-        return "the start of the step" if step < 0 else "the end of the step"
+        return "the start of the step" if step < 0 else THE_END
 
     def argument(self, value: Value) -> str | None:
         """The argument of the program that a value is, or is a part of; None of anything else.

@@ -51,13 +51,13 @@ class Tried:
 
 
 class Trials:
-    """Tries edits, each once, and no more of them than `most`."""
+    """Tries edits, each once, and no more of them than `most`; None: the program allows none."""
 
     def __init__(
-        self, assumed: Assumed | None, most: int, progress: Callable[[str], None] | None
+        self, assumed: Assumed | None, most: int | None, progress: Callable[[str], None] | None
     ) -> None:
         self.assumed, self.most, self.progress = assumed, most, progress
-        self.left = most
+        self.left = most or 0
         self.done: dict[str, Tried | None] = {}
         self.refused: dict[str, str] = {}  # why an edit could not be tried
 
@@ -66,11 +66,12 @@ class Trials:
 
         They take a half of the tries that are left at most: other findings have edits, too.
         """
-        if not self.most:
+        if self.most is None:
             return (), 0
         found: list[Tried] = []
         skipped, least = 0, self.left // 2
-        for edit in edits:
+        # Edits of two arguments that change together are the same.
+        for edit in {edit.text: edit for edit in edits}.values():
             if edit.text not in self.done and self.left <= least:
                 skipped += 1
             elif (tried := self._try(edit)) is not None:
