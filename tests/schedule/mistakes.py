@@ -76,6 +76,23 @@ def gather_in_a_loop(mesh, mend):
     return step, (shape(mesh, (8, 8192, 4096), None, "fsdp"), shape(mesh, (4096, 4096), "fsdp"))
 
 
+def gather_behind_a_barrier(mesh, mend):
+    """Two projections that gather the same activations, with a barrier between them."""
+
+    def local(x, q, k):
+        whole = lax.all_gather(x, "tp", tiled=True)
+        queries = whole @ q
+        if not mend:
+            x, queries = lax.optimization_barrier((x, queries))
+            whole = lax.all_gather(x, "tp", tiled=True)  # the mistake
+        return queries, whole @ k
+
+    specs = (P("tp"), P(None, "tp"), P(None, "tp"))
+    step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(None, "tp"),) * 2)
+    w = shape(mesh, (2048, 4096), None, "tp")
+    return step, (shape(mesh, (8192, 2048), "tp"), w, w)
+
+
 def checkpoint_that_gathers_again(mesh, mend):
     """A checkpointed layer that gathers its activations once more for the backward pass."""
 

@@ -50,6 +50,10 @@ SEEDED = {
         True,
     ),
     "gather_in_a_loop": ("v5p:2x2x2", "fsdp=8", "sent twice", "in front of the scan", True),
+    "gather_behind_a_barrier": (
+        *("v5p:2x2x1", "tp=4", "sent twice", "take optimization_barrier away"),
+        True,
+    ),
     "checkpoint_that_gathers_again": (
         *("v5p:2x2x2", "tp=8", "sent twice", "save_only_these_names"),
         True,
@@ -107,6 +111,16 @@ def test_a_mistake_is_found(name):
         assert now - mended > 0.03 * now
         assert finding.gain == pytest.approx(now - mended, rel=0.08)
         assert finding.tried[0].seconds == pytest.approx(mended, rel=0.05)
+
+
+def test_what_there_is_no_memory_to_keep_is_not_sent_twice():
+    chosen = target("v5p:2x2x1", "tp=4")
+    step, args = mistakes.gather_behind_a_barrier(chosen.mesh, False)
+    program = compile_for(step, chosen, *args)
+    assert chosen.chip is not None
+    small = replace(chosen.chip, capacity=float(program.memory.peak))
+    found = explain(replace(program, target=replace(chosen, chip=small)), tries=0)
+    assert "sent twice" not in {finding.cause for finding in found.findings}
 
 
 def test_a_mesh_for_the_axis_that_waits_is_named_with_its_order():

@@ -116,7 +116,9 @@ class Rules:
                 "gather in front of the loop, and give the loop the whole array",
                 self.edits.once(),
             )
-        if e.phase == "recomputation" and self._has_room(kept := self._kept(e)):
+        if not self._has_room(kept := self._kept(e)):
+            return None
+        if e.phase == "recomputation":
             return Verdict(
                 "sent twice",
                 f"the forward pass has sent it, jax.checkpoint sends it again, and {size(kept)} to "
@@ -130,6 +132,7 @@ class Rules:
                 "sent twice",
                 f"{self.exposures.text(other)} has sent the same array over {e.over!r} before",
                 "gather once and use the result in both places",
+                self.edits.barriers(),  # without them the compiler does
             )
         return None
 
@@ -182,10 +185,13 @@ class Rules:
         return None
 
     def _origin_of(self, collective: Instruction) -> Value:
-        """The operand of a collective, back through copies."""
+        """The operand of a collective, back through copies and out of what starts it."""
         value = self.values.value(collective.operands[0])
-        while value.kind in ("copy", "bitcast"):
-            value = next(iter(self.values.sources(value)))
+        while value.kind in ("copy", "bitcast", "parameter"):
+            sources = list(self.values.sources(value))
+            if len(sources) != 1:  # an argument, or what a loop carries
+                break
+            value = sources[0]
         return value
 
     def _kept(self, e: Exposed) -> int:
