@@ -14,8 +14,9 @@ from jax.core import Tracer
 from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._checks import check_number, check_whole
 from jaxpar._types import Integer, Number
+from jaxpar.processes._call import Call
 from jaxpar.processes._programs import Program, program_of, traced
-from jaxpar.processes._watch import Call, watch
+from jaxpar.processes._watch import watch
 
 
 @readable

@@ -12,8 +12,8 @@ from jaxpar.processes._meeting import processes_text
 from jaxpar.processes._state import SILENT, absent
 
 if TYPE_CHECKING:
+    from jaxpar.processes._call import Call
     from jaxpar.processes._programs import Program
-    from jaxpar.processes._watch import Call
 
 _SECONDS = "<seconds>"
 States = Sequence[Mapping[str, Any]]

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cache
 from multiprocessing.connection import wait
 from threading import Event, Lock, Thread, get_ident
@@ -19,10 +19,11 @@ import jax
 
 from jaxpar._calls import naming, value_error
 from jaxpar.processes._board import Board
+from jaxpar.processes._call import Call
 from jaxpar.processes._meeting import arrange, board_address, board_listener, connect, met, token
 from jaxpar.processes._programs import Program
 from jaxpar.processes._report import report
-from jaxpar.processes._state import BEAT, MAKING, State
+from jaxpar.processes._state import BEAT, State
 from jaxpar.processes._wire import read, write
 from jaxpar.schedule._sources import Line, own_line
 
@@ -35,55 +36,6 @@ _NEXT = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "compiling",
     "/jax/core/compile/backend_compile_duration": "python",
 }
-
-
-@dataclass(eq=False)
-class Call:
-    """A guarded call of this process."""
-
-    number: int
-    name: str
-    limit: float
-    exit_code: int | None
-    watch: Watch = field(repr=False)
-    is_jitted: bool
-    thread: int = field(default_factory=get_ident)
-    entered: float = field(default_factory=monotonic)
-    doing: str = "python"
-    since: float = field(default_factory=monotonic)
-    program: Program | None = None
-    compiled: list[str] = field(default_factory=list[str])
-    result: Any = None  # the smallest of its results that are arrays
-
-    @property
-    def is_made(self) -> bool:
-        """Whether its program is made still: that waits for no other process."""
-        return self.is_jitted and self.doing in MAKING
-
-    def do(self, what: str) -> None:
-        """Takes down what it does now."""
-        self.doing, self.since = what, monotonic()
-
-    def run(self, program: Program) -> None:
-        """Takes down what it runs; a program that is new waits for the others' to be equal."""
-        self.program = self.watch.programs.setdefault(program.digest, program)
-        self.watch.know(self, program.digest)
-        if is_new := not self.program.is_agreed:
-            self.do("comparing")
-            self.watch.wait_agreed(self.number)
-            self.program.is_agreed = True
-        self.do("compiling" if is_new else "running")
-
-    def wait_for(self, arrays: Any) -> None:
-        """Has it last until the smallest of these is computed: those of one program all are."""
-        leaves = jax.tree.leaves(arrays)
-        place = None if self.program is None else self.program.result
-        if place is None:
-            sizes = {n: x.nbytes for n, x in enumerate(leaves) if isinstance(x, jax.Array)}
-            place = min(sizes, key=sizes.__getitem__, default=None)
-            if self.program is not None:
-                self.program.result = place
-        self.result = None if place is None else leaves[place]
 
 
 class Watch:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from jaxpar._calls import readable
 from jaxpar._chips import NO_FIGURES
-from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 from jaxpar.schedule._event import Event
-from jaxpar.schedule._hlo import Instruction
 from jaxpar.schedule._links import Links
-from jaxpar.schedule._operations import Collective, Control, Loop, Operation, Schedule
+from jaxpar.schedule._operations import Collective, Control, Operation, Schedule
+from jaxpar.schedule._origins import Origins
 from jaxpar.schedule._sources import (
     Line,
-    Sources,
-    line_of,
     own_line,
     phase_of,
-    primitive_of,
     scopes_of,
 )
 from jaxpar.schedule._target import figures_of
 from jaxpar.schedule._timeline import CompiledProgram, Timeline
-from jaxpar.schedule._values import Value, Values, reached
 
 THE_END = "the end of the step"
 
@@ -102,25 +97,18 @@ class Exposed:
         return tuple(dict.fromkeys(parts))
 
 
-class Exposures:
+class Exposures(Origins):
     """Finds what is exposed in a program, and answers what its causes ask about it."""
 
     def __init__(self, program: CompiledProgram, played: Timeline) -> None:
-        self.program, self.played = program, played
-        self.target = program.target
+        super().__init__(program)
+        self.played, self.target = played, program.target
         measured = played.estimate == "measured"  # which needs no figures, where none are known
         self.chip = (program.target.chip or NO_FIGURES) if measured else figures_of(program.target)
-        self.values = Values(program.module.hlo)
-        self.sources = Sources(program.text)
         self.links = Links(program.target.mesh, self.chip)
         self.seconds: dict[str, float] = defaultdict(float)  # computed, by instruction
         self.transfers: dict[str, list[Event]] = defaultdict(list)
         self.waits: dict[str, list[int]] = defaultdict(list)  # places in `order`
-        self.homes = {
-            operation.name: (schedule, operation)
-            for schedule in program.module.schedules
-            for operation in schedule.operations
-        }
         # A trace may have more than the program.
         self.events = [event for event in played.events if event.name in self.homes]
         # What the compute units do, one after the other.
@@ -133,12 +121,6 @@ class Exposures:
         for place, event in enumerate(self.order):
             if event.kind == "wait":
                 self.waits[event.name].append(place)
-        self._origins: dict[Instruction, tuple[str, tuple[Line, ...]]] = {}
-        self.callers: dict[Schedule, list[Control]] = defaultdict(list)
-        for _, operation in self.homes.values():
-            if isinstance(operation, Control):
-                for schedule in operation.runs:
-                    self.callers[schedule].append(operation)
 
     def found(self) -> list[Exposed]:
         """What is exposed, the longest first: what one line sends over one axis is one entry."""
@@ -197,7 +179,7 @@ class Exposures:
         events = [event for one in names for event in self.transfers[one]]
         longest = max(self.waits[name], key=lambda n: self.order[n].seconds, default=None)
         op_name, lines = self.origin(self.instruction(name))
-        inserted = self._is_inserted(name)
+        inserted = self.is_inserted(name)
         covered = self._computed_beside(events)
         independent = max((self._independent(self.homes[x][1]) for x in waiting), default=0.0)
         return Exposed(
@@ -226,134 +208,6 @@ class Exposures:
             synchronous=all(e.synchronous for e in events),
         )
 
-    # -- where it comes from ------------------------------------------------------------------
-
-    def instruction(self, name: str) -> Instruction:
-        """The instruction of a name."""
-        return self.values.instructions[name]
-
-    def loop_around(self, name: str) -> Loop | None:
-        """The innermost loop that an instruction is in the body of, or of what the body calls."""
-        level, seen = [self.homes[name][0]], set[Schedule]()
-        while level:
-            schedule = level.pop()
-            for caller in self.callers[schedule]:
-                if isinstance(caller, Loop):
-                    return caller
-                home = self.homes[caller.name][0]
-                if home not in seen:
-                    seen.add(home)
-                    level.append(home)
-        return None
-
-    def origin(self, i: Instruction) -> tuple[str, tuple[Line, ...]]:
-        """The operation of the traced program and the lines that an instruction comes from.
-
-        What the compiler has made of several instructions often has neither: then what is inside
-        says it, or the nearest that it is made from, or the nearest that is made of it.
-        """
-        if i not in self._origins:
-            self._origins[i] = self._origin(i)
-        return self._origins[i]
-
-    def _origin(self, i: Instruction) -> tuple[str, tuple[Line, ...]]:
-        steps: tuple[Callable[[Instruction], Sequence[Instruction]], ...] = (
-            lambda x: x.operands,
-            lambda x: self._used_by[x],
-        )
-        for near in steps:
-            level, seen = [i], {i}
-            while level:
-                for one in level:
-                    for part in (one, *one.inside):
-                        if lines := self.sources.of(part):
-                            return part.op_name, lines
-                following = {x: None for one in level for x in near(one) if x not in seen}
-                seen.update(following)
-                level = list(following)
-        return i.op_name, ()
-
-    @cached_property
-    def _used_by(self) -> dict[Instruction, list[Instruction]]:
-        found: dict[Instruction, list[Instruction]] = defaultdict(list)
-        for i in self.values.instructions.values():
-            for operand in i.operands:
-                found[operand].append(i)
-        return found
-
-    def _is_inserted(self, name: str) -> bool:
-        """Whether the traced program has no collective where the compiled one has this."""
-        i = self.instruction(name)
-        named = [part.op_name for part in (i, *i.inside) if part.op_name]
-        if not named:  # the compiler has put it together: what is at its line tells
-            return own_line(self.origin(i)[1]) not in self._lines_that_send
-        return not any(_is_collective(primitive_of(op_name)) for op_name in named)
-
-    @cached_property
-    def _lines_that_send(self) -> set[Line | None]:
-        """The lines of the traced program that have collectives."""
-        found, level = set[Line | None](), [self.program.jaxpr.jaxpr]
-        while level:
-            for eqn in level.pop().eqns:
-                level += subjaxprs(eqn.params)
-                if _is_collective(eqn.primitive.name):
-                    found.add(line_of(eqn))
-        return found
-
-    def text(self, name: str) -> str:
-        """An instruction in words: its operation in the traced program, and its line."""
-        op_name, lines = self.origin(self.instruction(name))
-        line = own_line(lines)
-        what = primitive_of(op_name) or name
-        return f"{what} ({line})" if line else what
-
-    def _neighbour(self, place: int, step: int) -> str:
-        place += step
-        while 0 <= place < len(self.order):
-            event = self.order[place]
-            if event.kind == "compute" and event.seconds:
-                return self.text(event.name)
-            place += step
-        return "the start of the step" if step < 0 else THE_END
-
-    def argument(self, value: Value) -> str | None:
-        """The argument of the program that a value is, or is a part of; None of anything else.
-
-        A loop's state that its body changes is none, though it began as one.
-        """
-        found, seen, level = set[str](), set[Value](), [value]
-        while level:
-            value = level.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            i = value.instruction
-            if i.opcode == "parameter" and self.values.home[i] is self.values.hlo.entry:
-                found.add(i.op_name.replace("\\'", "'") or f"argument {i.operand_text}")
-            elif value.moves:
-                level += self.values.sources(value)
-            else:
-                return None
-        return found.pop() if len(found) == 1 else None
-
-    def arguments(self, name: str) -> list[str]:
-        """The arguments that a collective's operand, or what uses its result, comes from.
-
-        The nearest first.
-        """
-        collective = self.values.collective(name)
-        if collective is None:
-            return []
-        own = [self.values.value(self.instruction(name)), self.values.value(collective)]
-        users = reached(own, lambda v: [] if v.multiplies else self.values.users[v])
-        near = [*map(self.values.value, collective.operands), *users]
-        found: dict[str, None] = {}
-        for value in reached(near, self.values.sources):
-            i = value.instruction
-            if i.opcode == "parameter" and self.values.home[i] is self.values.hlo.entry:
-                found[i.op_name.replace("\\'", "'")] = None
-        return list(found)
-
     def _moved(self, name: str, inserted: bool) -> str:
         collective = self.values.collective(name)
         if collective is None or not collective.operands:
@@ -378,6 +232,15 @@ class Exposures:
                 return f"{text}; each device has a part of a sum over {over!r}"
 
     # -- what stood around it -----------------------------------------------------------------
+
+    def _neighbour(self, place: int, step: int) -> str:
+        place += step
+        while 0 <= place < len(self.order):
+            event = self.order[place]
+            if event.kind == "compute" and event.seconds:
+                return self.text(event.name)
+            place += step
+        return "the start of the step" if step < 0 else THE_END
 
     def _computed_beside(self, events: Iterable[Event]) -> float:
         """Seconds in which the device computed while one of the transfers was under way."""
@@ -438,7 +301,3 @@ class Exposures:
                     inner = (x for run in operation.runs for x in run.operations)
                     found[operation] += sum(found[x] for x in inner)
         return found
-
-
-def _is_collective(primitive: str) -> bool:
-    return LAX_NAMES.get(primitive, primitive) in COLLECTIVES
