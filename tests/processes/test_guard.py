@@ -23,7 +23,8 @@ from jaxpar.processes._board import Board
 from jaxpar.processes._programs import first_difference, program_of
 from jaxpar.processes._report import report
 from jaxpar.processes._state import State
-from jaxpar.processes._watch import Call, Watch, watch
+from jaxpar.processes._call import Call
+from jaxpar.processes._watch import Watch, watch
 
 WORKER = Path(__file__).with_name("guard_worker.py")
 SOON = 10.0  # seconds

@@ -3,7 +3,8 @@
 A program is first read, then played, then explained. `_hlo`, `_costs` and `_operations` find out
 what its instructions are, from the compiler's text and without a chip's figures. `_links`,
 `_player` and `_timeline` find out what time it is, from operations and figures and without the
-text. `_exposed`, `_causes`, `_edits` and `_trials` find out why, and what to change.
+text. `_origins`, `_exposed`, `_causes`, `_edits` and `_trials` find out why, and what to change.
+`_trace` has the same of a run that was measured.
 """
 
 from jaxpar._chips import Chip
