@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.processes._board import Board
+from jaxpar.processes._call import Call
 from jaxpar.processes._programs import first_difference, program_of
 from jaxpar.processes._report import report
 from jaxpar.processes._state import State
-from jaxpar.processes._call import Call
 from jaxpar.processes._watch import Watch, watch
 
 WORKER = Path(__file__).with_name("guard_worker.py")
