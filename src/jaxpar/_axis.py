@@ -15,12 +15,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from jaxpar._calls import naming, readable, type_error, value_error
+from jaxpar._cycles import Cycle, disjoint_cycles
 from jaxpar._dtypes import as_dtype
 from jaxpar._types import AxisLike, Mode, Names
 from jaxpar._varying import vary_alike
 
 CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
-MODES = ("naive", "stationary", *CHUNKED, "unidirectional", "bidirectional", "auto")
+MODES = ("naive", "stationary", *CHUNKED, "unidirectional", "bidirectional", "disjoint-rings", "auto")
 
 
 @readable
@@ -79,6 +80,8 @@ class Ring(Axis):
     """Mesh axes bound to the program that is traced: `size` devices, in logical order."""
 
     size: int = field(kw_only=True)
+    # The walk in which blocks go round; None: in the order of the logical index.
+    cycle: Cycle | None = None
 
     def __post_init__(self) -> None:
         """What an `Axis` checks was checked; the ring over no axes is one device."""
@@ -90,6 +93,19 @@ class Ring(Axis):
     def index(self) -> jax.Array:
         """The logical index of the device that runs the program."""
         return lax.axis_index(self.names)
+
+    def away(self, index: jax.Array, distance: Any) -> jax.Array:
+        """The logical index of the device so many places on from that of an index."""
+        if self.cycle is None:
+            return (index + distance) % self.size
+        return self.cycle.device((self.cycle.step(index) + distance) % self.size)
+
+    def disjoint(self) -> tuple[Ring, ...]:
+        """Rings over the same devices that share no link, where each axis is a ring of links."""
+        sizes = tuple(ring.size for ring in self.stages())
+        if len(sizes) < 2:
+            return (self,)
+        return tuple(replace(self, cycle=cycle) for cycle in disjoint_cycles(sizes))
 
     def wire(self, dtype: Any) -> Any:
         """The dtype in which sums travel that are asked for in `dtype`."""
@@ -123,7 +139,8 @@ class Ring(Axis):
         # Given a tuple, ppermute has counted its indices in mesh order, not in the order of the
         # tuple (silently up to jax 0.11.0).
         axes, order = self.in_mesh_order()
-        pairs = [(order[p], order[(p + offset) % self.size]) for p in range(self.size)]
+        walk = [order[p] for p in (range(self.size) if self.cycle is None else self.cycle.devices)]
+        pairs = [(here, walk[(p + offset) % self.size]) for p, here in enumerate(walk)]
         return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         "chunked-8",
         "unidirectional",
         "bidirectional",
+        "disjoint-rings",
         "auto",
     ]
     Operand = Literal["lhs", "rhs"]
@@ -63,7 +64,7 @@ SHOWN = {
     "AxisLike": "str | tuple[str, ...] | list[str] | Axis",
     "Names": "str | tuple[str, ...] | list[str]",
     "Mode": "Literal['naive', 'stationary', 'chunked-2', 'chunked-4', 'chunked-8', "
-    "'unidirectional', 'bidirectional', 'auto']",
+    "'unidirectional', 'bidirectional', 'disjoint-rings', 'auto']",
     "Operand": "Literal['lhs', 'rhs']",
     "SequenceOrder": "Literal['zigzag', 'contiguous']",
     "Policy": "Literal['probability', 'position']",

@@ -120,8 +120,10 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
         return Stationary(problem.ring)
     if mode in CHUNKED:
         return InChunks(problem.ring, CHUNKED[mode])
-    directions = {"unidirectional": (1,), "bidirectional": (1, -1)}[mode]
-    return InTurns(problem.ring, directions, traced_order(), _opposite_is_covered(problem, flows))
+    directions = (1,) if mode == "unidirectional" else (1, -1)
+    rings = problem.ring.disjoint() if mode == "disjoint-rings" else None
+    covered = _opposite_is_covered(problem, flows)
+    return InTurns(problem.ring, directions, traced_order(), covered, rings)
 
 
 def choose_stages(problem: Problem) -> tuple[Way, ...]:

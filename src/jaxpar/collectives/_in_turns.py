@@ -9,6 +9,7 @@ import jax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from jaxpar._axis import Ring
 from jaxpar.collectives._order import Order, Work
 from jaxpar.collectives._parts import (
     Span,
@@ -16,6 +17,7 @@ from jaxpar.collectives._parts import (
     half_of,
     join_halves,
     like_finished,
+    near_cuts,
     of_types,
     pieces_of,
 )
@@ -54,15 +56,20 @@ class InTurns(Way):
       directions: of the transfers of a gather, (1,) or (1, -1); sums go the other way.
       order: how a turn's transfers are kept beside its work.
       whole_opposite: the last block of an even ring comes whole, as matmuls cover it.
+      rings: which devices are neighbours. Of several rings over the same devices, that share no
+        link, each carries its own share of every block. None: the one in logical order.
     """
 
     directions: tuple[int, ...]
     order: Order
     whole_opposite: bool = False
+    rings: tuple[Ring, ...] | None = None
 
     @property
     def mode(self) -> str:
-        """One way round, or both ways."""
+        """One way round, both ways, or both ways round several rings."""
+        if self.rings is not None:
+            return "disjoint-rings"
         return "unidirectional" if len(self.directions) == 1 else "bidirectional"
 
     @in_scope
@@ -77,24 +84,56 @@ class InTurns(Way):
         finish: Pick = as_it_is,
         like: Callable[[], Any] | None = None,
     ) -> Any:
-        ring = self.ring
         length = 0 if dim is None else jax.tree.leaves(block)[0].shape[dim]
-        turns = gather_turns(ring.size, self.directions, whole_opposite=self.whole_opposite)
+        shares = [(0, length)] if dim is None else self._shares(length)
+        ways = len(self.directions)
+        turns = gather_turns(
+            self.ring.size, self.directions, rings=len(shares), whole_opposite=self.whole_opposite
+        )
+
+        def share_of(block: Any, number: int) -> Any:
+            start, size = shares[number]
+            if size == length:
+                return block
+            assert dim is not None
+            cut = partial(lax.slice_in_dim, start_index=start, limit_index=start + size, axis=dim)
+            return jax.tree.map(cut, block)
 
         def turn(state: Any, t: Turn) -> Any:
             index, carry, blocks = state
-            if t.legs and t.legs[0].half is not None:  # two halves of one block have come
-                blocks = [jax.tree.map(lambda x, *xs: join_halves(xs, x), block, *blocks)]
+            legs = t.legs
+            if legs and legs[0].half is not None:  # two halves of one block have come by each ring
+                legs = legs[::ways]
+                blocks = [
+                    jax.tree.map(
+                        lambda x, *xs: join_halves(xs, x),
+                        share_of(block, leg.ring),
+                        *blocks[number * ways : (number + 1) * ways],
+                    )
+                    for number, leg in enumerate(legs)
+                ]
             done = finish if not t.blocks else as_it_is
 
             def send(blocks: list[Any]) -> list[Any]:
-                # One block for each leg; at first the own one for all.
-                for_legs = blocks if len(blocks) > 1 else blocks * len(t.blocks)
-                return [self._moved(b, leg) for b, leg in zip(for_legs, t.blocks, strict=False)]
+                # One block for each leg of the turn before; at first the own one for all.
+                def leaves(leg: Leg) -> Any:
+                    if not t.legs:
+                        return share_of(blocks[0], leg.ring)
+                    return blocks[t.legs.index(Leg(leg.direction, None, leg.ring))]
+
+                return [self._moved(leaves(leg), leg) for leg in t.blocks]
 
             def places(index: Array) -> list[Positions]:
-                owners = self._owners(index, t)[: len(blocks)]
-                return owners if dim is None else [Span(o * length, length) for o in owners]
+                if not legs:
+                    return [index if dim is None else Span(index * length, length)]
+                owners = [self._owner(index, leg, t) for leg in legs]
+                if dim is None:
+                    return owners
+                cuts = [shares[leg.ring] for leg in legs]
+                return [
+                    Span(o * length + start, size)
+                    for o, (start, size) in zip(owners, cuts, strict=True)
+                ]
 
             def take_all(index: Array) -> list[Any]:
                 return [take(positions) for positions in places(index)]
@@ -113,7 +152,7 @@ class InTurns(Way):
             work = Work(take_all, compute, sums, alike)
             return self.order.beside(index, blocks, send, work)
 
-        _, carry, _ = run(turns, (ring.index(), None, [block]), turn)
+        _, carry, _ = run(turns, (self.ring.index(), None, [block]), turn)
         return carry
 
     @in_scope
@@ -126,8 +165,15 @@ class InTurns(Way):
         length: int,
         dtype: DTypeLike,
     ) -> Array:
-        cuts = pieces_of(length, self.order.pieces if self.ring.size > 1 else 1)
-        turns = scatter_turns(self.ring.size, self.directions, len(cuts))
+        shares = self._shares(length)
+        pieces = self.order.pieces if self.ring.size > 1 else 1
+        # Of each ring's share its pieces, which all shares have as many of.
+        pieces = min(len(pieces_of(size, pieces)) for _, size in shares)
+        cuts = [
+            [(begin + start, size) for start, size in pieces_of(length, pieces)]
+            for begin, length in shares
+        ]
+        turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
 
         def send(sums: list[Array], t: Turn) -> list[Array]:
             return [
@@ -135,16 +181,19 @@ class InTurns(Way):
             ]
 
         def take_all(index: Array, t: Turn) -> list[Any]:
-            start, size = cuts[t.piece]
-            owners = self._owners(index, t, -1)
-            return [take(Span(owner * length + start, size)) for owner in owners]
+            if t.legs:
+                owners = [(self._owner(index, leg, t, -1), leg.ring) for leg in t.legs]
+            else:
+                owners = [(index, ring) for ring in range(len(shares))]
+            spans = [(owner, *cuts[ring][t.piece]) for owner, ring in owners]
+            return [take(Span(owner * length + start, size)) for owner, start, size in spans]
 
         def add(made: list[Array], arrived: list[Array], t: Turn) -> list[Array]:
-            """Adds to each sum what came by its leg; to that for this device all."""
+            """Adds to each sum what came by its leg; to that for this device all of a ring."""
             for leg, x in zip(t.adds, arrived, strict=True):
+                of = [to == leg for to in t.legs] or [n == leg.ring for n in range(len(made))]
                 made = [
-                    m + x.astype(m.dtype) if leg == to else m
-                    for m, to in zip(made, t.legs or [leg], strict=True)
+                    m + x.astype(m.dtype) if adds else m for m, adds in zip(made, of, strict=True)
                 ]
             return made
 
@@ -166,8 +215,11 @@ class InTurns(Way):
                 sums = add([produce(x) for x in taken], arrived, t)
                 if t.legs:
                     return [self._wire(x, dtype) for x in sums]
-                start = cuts[t.piece][0]
-                return lax.dynamic_update_slice_in_dim(result, sums[0].astype(dtype), start, dim)
+                whole = result
+                for x, cut in zip(sums, cuts, strict=True):
+                    start = cut[t.piece][0]
+                    whole = lax.dynamic_update_slice_in_dim(whole, x.astype(dtype), start, dim)
+                return whole
 
             def like() -> Any:
                 # Other arrays wherever there are: one that is returned twice is copied.
@@ -181,9 +233,10 @@ class InTurns(Way):
                 index, made, _ = self.order.beside(index, (), as_it_is, work)
             return (index, made, arriving, None) if t.legs else (index, [], arriving, made)
 
-        if len(cuts) == 1:
+        if pieces == 1:
             _, last = run(turns, (self.ring.index(), []), in_one)
-            return last[0].astype(dtype)
+            last = [x.astype(dtype) for x in last]
+            return lax.concatenate(last, dim) if len(last) > 1 else last[0]
         return run(turns, (self.ring.index(), [], [], None), in_two, period=2)[-1]
 
     @in_scope
@@ -200,9 +253,15 @@ class InTurns(Way):
         join: Callable[[list[Any]], Any],
         summed: Pick = as_it_is,
     ) -> tuple[Any, Any]:
-        parts = split(block, len(self.directions))
+        rings = len(self.rings or [self.ring])
+        parts = split(block, len(self.directions) * rings)
+        if len(parts) < len(self.directions) * rings:  # one part a ring, or one
+            rings = min(rings, len(parts))
+            parts = split(block, rings)
         dtypes = [jax.tree.map(lambda x: x.dtype, summed(part)) for part in parts]  # of results
-        first, *between, last = circulate_turns(self.ring.size, self.directions[: len(parts)])
+        first, *between, last = circulate_turns(
+            self.ring.size, self.directions[: len(parts) // rings], rings=rings
+        )
 
         def send(leaving: Any, t: Turn) -> Any:
             blocks, sums = leaving
@@ -234,7 +293,8 @@ class InTurns(Way):
             _, carry, parts, _ = state
 
             def compute(index: Array, parts: list[Any]) -> Any:
-                return visit(carry, list(zip(parts, self._owners(index, t), strict=True)))
+                owners = [self._owner(index, leg, t) for leg in t.legs]
+                return visit(carry, list(zip(parts, owners, strict=True)))
 
             def like() -> Any:
                 return carry, [of_types(own, summed(part)) for part in parts]
@@ -254,17 +314,23 @@ class InTurns(Way):
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
         return self.order.forward_first(out, residuals)
 
-    def _owners(self, index: Array, t: Turn, behind: int = 1) -> list[Array]:
-        """The logical indices of a turn's owners, int32[] each: behind the legs, or ahead (-1)."""
-        if not t.legs:
-            return [index]
-        places = [behind * leg.direction * t.distance for leg in t.legs]
-        return [(index - away) % self.ring.size for away in places]
+    def _shares(self, length: int) -> list[tuple[int, int]]:
+        """Starts and sizes of what each ring carries of a block of `length`."""
+        if self.rings is None or self.ring.size == 1:
+            return [(0, length)]
+        return near_cuts(length, len(self.rings))
+
+    def _owner(self, index: Array, leg: Leg, t: Turn, behind: int = 1) -> Array:
+        """The logical index of the owner behind a turn's leg, or ahead of it (-1): int32[]."""
+        return self._ring(leg).away(index, -behind * leg.direction * t.distance)
 
     def _moved(self, x: Any, leg: Leg) -> Any:
         if leg.half is not None:
             x = jax.tree.map(partial(half_of, half=leg.half), x)
-        return self.ring.shift(x, leg.direction)
+        return self._ring(leg).shift(x, leg.direction)
+
+    def _ring(self, leg: Leg) -> Ring:
+        return self.ring if self.rings is None else self.rings[leg.ring]
 
 
 def run(

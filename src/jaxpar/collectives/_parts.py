@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -93,6 +94,13 @@ def even_cuts(length: int, most: int) -> list[tuple[int, int]]:
     """Starts and sizes of as many equal parts of `length` as there can be, at `most` so many."""
     parts = next(parts for parts in range(most, 0, -1) if length % parts == 0)
     return [(number * (length // parts), length // parts) for number in range(parts)]
+
+
+def near_cuts(length: int, parts: int) -> list[tuple[int, int]]:
+    """Starts and sizes of `parts` parts of `length`, which differ by one at most; none is empty."""
+    parts = max(1, min(parts, length))
+    ends = [length * number // parts for number in range(parts + 1)]
+    return [(start, end - start) for start, end in pairwise(ends)]
 
 
 def empty_result(piece: Array, dim: int, length: int) -> Array:

@@ -23,13 +23,16 @@ class Leg:
     Attributes:
       direction: 1 towards higher logical indices, -1 towards lower ones.
       half: 0 or 1, the half that travels; None: all of it.
+      ring: which of several rings it is of, each of which carries its own share of every block.
     """
 
     direction: int
     half: int | None = None
+    ring: int = 0
 
     def __repr__(self) -> str:
-        return f"{self.direction:+d}" + ("" if self.half is None else f"/{self.half}")
+        half = "" if self.half is None else f"/{self.half}"
+        return f"{self.direction:+d}{half}" + (f" of ring {self.ring}" if self.ring else "")
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,18 +68,23 @@ class Turn:
 
 
 def gather_turns(
-    size: int, directions: tuple[int, ...], *, whole_opposite: bool = False
+    size: int, directions: tuple[int, ...], *, rings: int = 1, whole_opposite: bool = False
 ) -> list[Turn]:
     """Returns the program that brings every device's block past every other.
 
     Both ways round an even ring, the block of the opposite device is left in the end. It comes in
     halves, one from each side, so that each link carries (size - 1) / 2 blocks; or whole by the
-    first direction, which costs no cutting and half a transfer more.
+    first direction, which costs no cutting and half a transfer more. Of several rings over the same
+    devices each brings its own share of all blocks in this way.
     """
-    legs = tuple(Leg(direction) for direction in directions)
-    halves = tuple(Leg(direction, half) for half, direction in enumerate(directions))
+    legs = _legs(directions, rings)
+    halves = tuple(
+        Leg(direction, half, ring)
+        for ring in range(rings)
+        for half, direction in enumerate(directions)
+    )
     hops, opposite = divmod(size - 1, len(directions))
-    last = () if not opposite else legs[:1] if whole_opposite else halves
+    last = () if not opposite else legs[:: len(directions)] if whole_opposite else halves
     turns = [
         Turn(distance, legs if distance else (), blocks=legs if distance < hops else last)
         for distance in range(hops + 1)
@@ -84,7 +92,9 @@ def gather_turns(
     return [*turns, Turn(hops + 1, last)] if opposite else turns
 
 
-def scatter_turns(size: int, directions: tuple[int, ...], pieces: int = 1) -> list[Turn]:
+def scatter_turns(
+    size: int, directions: tuple[int, ...], pieces: int = 1, *, rings: int = 1
+) -> list[Turn]:
     """Returns the program that sends to every device the sum of what all devices make for it.
 
     It is a gather's, backwards: the sum for the farthest owner is made first, and each device on
@@ -92,11 +102,12 @@ def scatter_turns(size: int, directions: tuple[int, ...], pieces: int = 1) -> li
     it is made. With two pieces, which take turns, it has come by then. The pieces of the opposite
     device's sum take the directions in turn, the first one by the last of them.
     """
-    legs = tuple(Leg(-direction) for direction in directions)
+    legs = _legs(tuple(-direction for direction in directions), rings)
     hops, opposite = divmod(size - 1, len(directions))
 
     def made(distance: int, piece: int) -> tuple[Leg, ...]:
-        return () if not distance else (legs[(piece + 1) % pieces],) if distance > hops else legs
+        one_each = legs[(piece + 1) % pieces :: len(directions)]
+        return () if not distance else one_each if distance > hops else legs
 
     owners = range(hops + bool(opposite), -1, -1)
     work = [
@@ -113,13 +124,13 @@ def scatter_turns(size: int, directions: tuple[int, ...], pieces: int = 1) -> li
     return turns
 
 
-def circulate_turns(size: int, directions: tuple[int, ...]) -> list[Turn]:
+def circulate_turns(size: int, directions: tuple[int, ...], *, rings: int = 1) -> list[Turn]:
     """Returns the program in which blocks go all the way round and sums follow them home.
 
     A sum is a turn behind its block, so that its transfer has the next turn's work beside it. In
     the last turn, when the blocks are home again but for one place, sums take the last leg.
     """
-    legs, last = tuple(Leg(direction) for direction in directions), size - 1
+    legs, last = _legs(directions, rings), size - 1
     return [
         Turn(0, blocks=legs if last else ()),
         *[
@@ -128,6 +139,11 @@ def circulate_turns(size: int, directions: tuple[int, ...]) -> list[Turn]:
         ],
         Turn(size, sums=legs if last else ()),
     ]
+
+
+def _legs(directions: tuple[int, ...], rings: int) -> tuple[Leg, ...]:
+    """All ways of all rings, those of one ring side by side."""
+    return tuple(Leg(direction, None, ring) for ring in range(rings) for direction in directions)
 
 
 def stretches(turns: Sequence[Turn], period: int = 1) -> Iterator[tuple[list[Turn], int, int]]:

@@ -1,0 +1,275 @@
+"""Hamiltonian cycles of a torus that share no link: each is a ring over all devices of the torus.
+
+A torus of two closed dimensions has four links a device, of which one ring uses two. It splits into
+two cycles that each go through all devices and together use every link once. Where one side divides
+the other the cycles are "along one dimension all but one step, then one step along the other", and
+the same with dimensions exchanged; places on them are computed, as looking one up in a table costs
+a TPU a microsecond each time. Other tori split, too: their cycles are found by exchanging links of
+rows for links of columns, and their places are looked up.
+
+Nothing here needs JAX but to compute with traced numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import gcd, prod
+from random import Random
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+Place = Any  # an integer, or an int32[]: counted over the dimensions, the last one fastest
+
+
+class Cycle:
+    """A closed walk through all devices of a torus; steps are counted from device 0."""
+
+    size: int
+
+    def device(self, step: Place) -> Place:
+        """The logical index of the device at a step, 0 <= step < size."""
+        raise NotImplementedError
+
+    def step(self, device: Place) -> Place:
+        """The inverse of `device`."""
+        raise NotImplementedError
+
+    @cached_property
+    def devices(self) -> list[int]:
+        """The devices in the order of the walk."""
+        return [int(self.device(step)) for step in range(self.size)]
+
+
+@dataclass(frozen=True)
+class Straight(Cycle):
+    """The walk in the order of the logical index."""
+
+    size: int
+
+    def device(self, step: Place) -> Place:
+        return step
+
+    def step(self, device: Place) -> Place:
+        return device
+
+
+@dataclass(frozen=True)
+class AlongShort(Cycle):
+    """On a torus of `long` x `short`: all but one step along the short dimension, one along the long.
+
+    `short` divides `long`. Exchanged, the device counts the long dimension fastest.
+    """
+
+    long: int
+    short: int
+    exchanged: bool = False
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many devices there are."""
+        return self.long * self.short
+
+    def device(self, step: Place) -> Place:
+        row = step // self.short
+        return _index(row, (step - row) % self.short, self.long, self.short, self.exchanged)
+
+    def step(self, device: Place) -> Place:
+        row, column = _coordinates(device, self.long, self.short, self.exchanged)
+        return row * self.short + (row + column) % self.short
+
+
+@dataclass(frozen=True)
+class AlongLong(Cycle):
+    """What `AlongShort` leaves: short - 1 steps along the long dimension, one along the short.
+
+    long / short and short - 1 have no common factor: else it would be several cycles.
+    """
+
+    long: int
+    short: int
+    exchanged: bool = False
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many devices there are."""
+        return self.long * self.short
+
+    def device(self, step: Place) -> Place:
+        leg = step // self.short  # of `short` devices of one column
+        row, column = (step - leg) % self.long, leg % self.short
+        return _index(row, column, self.long, self.short, self.exchanged)
+
+    def step(self, device: Place) -> Place:
+        row, column = _coordinates(device, self.long, self.short, self.exchanged)
+        within = (row + column) % self.short
+        # Leg column + short * turn begins at the row leg * (short - 1), and that is known, too.
+        times = self.long // self.short
+        begins = (row - within) % self.long
+        inverse = pow(self.short - 1, -1, times) if times > 1 else 0
+        turn = ((begins + column) // self.short - column) * inverse % times
+        return (column + self.short * turn) * self.short + within
+
+
+@dataclass(frozen=True)
+class Listed(Cycle):
+    """A walk whose places are looked up."""
+
+    walk: tuple[int, ...]
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many devices there are."""
+        return len(self.walk)
+
+    def device(self, step: Place) -> Place:
+        return _looked_up(np.array(self.walk), step)
+
+    def step(self, device: Place) -> Place:
+        return _looked_up(np.argsort(self.walk), device)
+
+
+def _looked_up(table: Int[np.ndarray, " size"], place: Place) -> Place:
+    if isinstance(place, int | np.integer):
+        return int(table[place])
+    return jnp.asarray(table, "int32")[place]
+
+
+def _index(row: Place, column: Place, long: int, short: int, exchanged: bool) -> Place:
+    return column * long + row if exchanged else row * short + column
+
+
+def _coordinates(device: Place, long: int, short: int, exchanged: bool) -> tuple[Place, Place]:
+    """The place along the long dimension, and along the short one."""
+    if exchanged:
+        return device % long, device // long
+    return device // short, device % short
+
+
+@cache
+def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:
+    """As many cycles of a torus, whose dimensions close, as it has dimensions; they share no link.
+
+    Args:
+      sizes: of its dimensions, each of 3 or more: two of 2 have no second link.
+
+    Raises:
+      ValueError: a size below 3.
+
+    Source: that every product of cycles splits so is a theorem of Kotzig (1973) for two of them,
+    and of Aubert and Schneider (1982) for more.
+    """
+    if any(size < 3 for size in sizes):
+        raise ValueError(f"disjoint_cycles: sizes {sizes} must be 3 or more each")
+    if len(sizes) == 1:
+        return (Straight(sizes[0]),)
+    if len(sizes) == 2:
+        rows, columns = sizes
+        long, short = max(sizes), min(sizes)
+        if long % short == 0 and gcd(long // short, short - 1) == 1:
+            exchanged = rows < columns
+            return AlongShort(long, short, exchanged), AlongLong(long, short, exchanged)
+    return tuple(map(Listed, _split(sizes)))
+
+
+# -- tori of other shapes -------------------------------------------------------------------------
+
+_Links = list[set[int]]  # of each device, those at the other ends of two of its links
+
+
+def _split(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Splits a torus into Hamiltonian cycles by exchanging links.
+
+    At first each factor has the links of one dimension, and is many cycles. On a square of four
+    devices whose opposite sides are of the same two factors, these exchange their sides. An
+    exchange that joins cycles, or parts none, is made.
+    """
+    for seed in range(1000):
+        factors = _exchanged(sizes, Random(seed))
+        if factors is not None:
+            return [_walk(links) for links in factors]
+    raise AssertionError(f"no cycles were found of {sizes}")
+
+
+def _exchanged(sizes: tuple[int, ...], random: Random) -> list[_Links] | None:
+    grid = np.arange(prod(sizes)).reshape(sizes)
+    factors: list[_Links] = []
+    for dim in range(len(sizes)):
+        ends = zip(np.roll(grid, 1, dim).flat, np.roll(grid, -1, dim).flat, strict=True)
+        factors.append([{int(a), int(b)} for a, b in ends])
+    squares = [
+        tuple(int(x) for x in (grid[at], *corner))
+        for at in np.ndindex(*sizes)
+        for one in range(len(sizes))
+        for other in range(one)
+        for corner in [_corner(grid, at, one, other)]
+    ]
+    counts = [_count(links) for links in factors]
+    for _ in range(60 * len(squares)):
+        if max(counts) == 1:
+            return factors
+        a, b, c, d = random.choice(squares)
+        # Whose are a-b and d-c, and whose are a-d and b-c?
+        first = next(n for n, links in enumerate(factors) if b in links[a])
+        second = next(n for n, links in enumerate(factors) if d in links[a])
+        if first == second or c not in factors[first][d] or c not in factors[second][b]:
+            continue
+        _flip(factors[first], factors[second], a, b, c, d)
+        new = list(counts)
+        new[first], new[second] = _count(factors[first]), _count(factors[second])
+        if sum(new) <= sum(counts) or random.random() < 0.02:
+            counts = new
+        else:
+            _flip(factors[second], factors[first], a, b, c, d)
+    return None
+
+
+def _corner(
+    grid: Int[np.ndarray, "..."], at: tuple[int, ...], one: int, other: int
+) -> tuple[int, int, int]:
+    """The devices next to one along two dimensions, and the one next to both."""
+
+    def moved(*dims: int) -> int:
+        place = [(x + (n in dims)) % size for n, (x, size) in enumerate(zip(at, grid.shape, strict=True))]
+        return int(grid[tuple(place)])
+
+    return moved(one), moved(one, other), moved(other)
+
+
+def _flip(first: _Links, second: _Links, a: int, b: int, c: int, d: int) -> None:
+    """Gives the sides a-b and d-c of the first factor to the second one, and a-d and b-c back."""
+    for x, y in ((a, b), (d, c)):
+        first[x].remove(y)
+        first[y].remove(x)
+        second[x].add(y)
+        second[y].add(x)
+    for x, y in ((a, d), (b, c)):
+        second[x].remove(y)
+        second[y].remove(x)
+        first[x].add(y)
+        first[y].add(x)
+
+
+def _count(links: _Links) -> int:
+    """Of how many cycles a factor is made."""
+    left, count = set(range(len(links))), 0
+    while left:
+        count += 1
+        left.difference_update(_around(links, min(left)))
+    return count
+
+
+def _walk(links: _Links) -> tuple[int, ...]:
+    return tuple(_around(links, 0))
+
+
+def _around(links: _Links, start: int) -> list[int]:
+    """The cycle through a device."""
+    found, before, here = [start], start, min(links[start])
+    while here != start:
+        found.append(here)
+        before, here = here, next(x for x in links[here] if x != before)
+    return found
