@@ -104,8 +104,9 @@ def near_cuts(length: int, parts: int) -> list[tuple[int, int]]:
 
 
 def empty_result(piece: Array, dim: int, length: int) -> Array:
-    """Unwritten memory like two pieces, one of which may be shorter by one."""
-    whole = vary_over(varying_axes(piece), empty_like_blocks(piece, dim, 2))
+    """Unwritten memory of a `length` along `dim`, of which this is one piece of several."""
+    pieces = -(-length // piece.shape[dim])
+    whole = vary_over(varying_axes(piece), empty_like_blocks(piece, dim, pieces))
     return lax.slice_in_dim(whole, 0, length, axis=dim)
 
 
