@@ -21,7 +21,15 @@ from jaxpar._types import AxisLike, Mode, Names
 from jaxpar._varying import vary_alike
 
 CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
-MODES = ("naive", "stationary", *CHUNKED, "unidirectional", "bidirectional", "disjoint-rings", "auto")
+MODES = (
+    "naive",
+    "stationary",
+    *CHUNKED,
+    "unidirectional",
+    "bidirectional",
+    "disjoint-rings",
+    "auto",
+)
 
 
 @readable
@@ -102,9 +110,15 @@ class Ring(Axis):
 
     def disjoint(self) -> tuple[Ring, ...]:
         """Rings over the same devices that share no link, where each axis is a ring of links."""
-        sizes = tuple(ring.size for ring in self.stages())
+        sizes = {ring.names[0]: ring.size for ring in self.stages()}
         if len(sizes) < 2:
             return (self,)
+        if min(sizes.values()) < 3:
+            raise value_error(
+                f"mode='disjoint-rings' over axes of sizes {sizes}: each must be 3 or more, as two "
+                "devices have one link; leave out the axes of 2, or take mode='bidirectional'"
+            )
+        sizes = tuple(sizes.values())
         return tuple(replace(self, cycle=cycle) for cycle in disjoint_cycles(sizes))
 
     def wire(self, dtype: Any) -> Any:

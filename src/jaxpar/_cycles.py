@@ -233,7 +233,9 @@ def _corner(
     """The devices next to one along two dimensions, and the one next to both."""
 
     def moved(*dims: int) -> int:
-        place = [(x + (n in dims)) % size for n, (x, size) in enumerate(zip(at, grid.shape, strict=True))]
+        place = [
+            (x + (n in dims)) % size for n, (x, size) in enumerate(zip(at, grid.shape, strict=True))
+        ]
         return int(grid[tuple(place)])
 
     return moved(one), moved(one, other), moved(other)

@@ -19,7 +19,9 @@ from itertools import permutations
 from math import gcd, prod
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Int, Shaped
 
 
@@ -39,6 +41,25 @@ def closed_dims(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Bool[np.n
     if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
         return extent == 16
     return extent % 4 == 0  # each dimension on its own, whatever the others are
+
+
+# By names and sizes of a mesh's axes and the kind of its devices, the axes that are closed rings of
+# one link each. Tracing sees no more of a mesh than that.
+_closed_axes: dict[tuple[Any, ...], frozenset[str]] = {}
+
+
+def note_closed_axes(mesh: Mesh, axes: frozenset[str]) -> None:
+    """Remembers of a mesh which of its axes are; of meshes that look alike, those of all of them."""
+    key = (mesh.axis_names, mesh.devices.shape, mesh.devices.flat[0].device_kind)
+    _closed_axes[key] = _closed_axes.get(key, axes) & axes
+
+
+def traced_closed_axes() -> frozenset[str]:
+    """Which axes of the mesh that is traced over are closed rings of links, as far as is known."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    kind = "" if device is None else device.device_kind
+    return _closed_axes.get((mesh.axis_names, mesh.axis_sizes, kind), frozenset())
 
 
 def slice_grid(devices: Sequence[Any], shape: Sequence[int]) -> Shaped[np.ndarray, "..."] | None:

@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from jaxpar._axis import axis_names, ring_positions
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._torus import closed_dims, on_torus, slice_grid, slice_of
+from jaxpar._torus import closed_dims, note_closed_axes, on_torus, slice_grid, slice_of
 from jaxpar._types import AxisLike, MeshAxes
 
 
@@ -79,7 +79,26 @@ def make_mesh(
         grid = np.array([*devices, None])[:-1].reshape(shape)  # None: devices are no sequences
     elif grid is None:
         grid = mesh_utils.create_device_mesh(shape, devices)
-    return Mesh(grid, tuple(sizes), axis_types=types)
+    mesh = Mesh(grid, tuple(sizes), axis_types=types)
+    if all(on_torus(device) for device in devices):
+        note_closed_axes(mesh, _closed_axes(mesh))
+    return mesh
+
+
+def _closed_axes(mesh: Mesh) -> frozenset[str]:
+    """The axes of which each step, the last one back too, is over one link."""
+    within = [
+        name
+        for name, row in zip(mesh.axis_names, _slices_along(mesh), strict=True)
+        if row and mesh.shape[name] > 2
+    ]
+    return frozenset(name for name in within if ring_hops(mesh, name).max() == 1)
+
+
+def _slices_along(mesh: Mesh) -> list[bool]:
+    """Of each axis whether its rings stay within a slice."""
+    slices = np.vectorize(slice_of, otypes=[int])(mesh.devices)
+    return [bool((slices == slices.take([0], dim)).all()) for dim in range(slices.ndim)]
 
 
 @public

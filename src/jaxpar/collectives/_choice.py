@@ -16,6 +16,7 @@ import jax
 from jaxpar._axis import CHUNKED, Ring
 from jaxpar._chips import Chip, traced_chip, traced_for_cpu
 from jaxpar._options import traced_asynchronous
+from jaxpar._torus import traced_closed_axes
 from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._cost_model import Flow, row_chunks_time, time_of
 from jaxpar.collectives._fitted import fitted_to
@@ -59,6 +60,7 @@ class Problem:
       told: the collectives that the compiler runs beside other work; None: those of the program
         that is traced.
       what: by which it differs from other work of equal shapes, in words.
+      closed: the axes of the mesh that are closed rings of links.
     """
 
     kind: Kind
@@ -71,6 +73,13 @@ class Problem:
     devices: int = field(default_factory=_traced_devices)
     told: frozenset[str] | None = None
     what: str = ""
+    closed: frozenset[str] = field(default_factory=traced_closed_axes)
+
+    @cached_property
+    def spans_a_torus(self) -> bool:
+        """Whether its axes are two closed rings of links or more: then they have disjoint rings."""
+        long = [ring.names[0] for ring in self.ring.stages()]
+        return len(long) > 1 and set(long) <= self.closed
 
     @cached_property
     def beside(self) -> frozenset[str]:
@@ -166,6 +175,7 @@ def by_time(problem: Problem) -> Ways:
     chunks = problem.kind != "attention" and problem.beside
     modes += (chunked if chip.torus else chunked[:1]) if chunks else []
     modes += turned[0 if chip.torus else 1 :] if rings else []
+    modes += ["disjoint-rings"] if rings and problem.spans_a_torus else []
 
     def ways(flows: tuple[Flow, ...]) -> list[Way]:
         found = [way_of(problem, mode, flows) for mode in modes]
@@ -224,7 +234,8 @@ def by_links(problem: Problem) -> Ways:
     """
     chip = problem.chip
     both = chip is not None and chip.torus
-    way = way_of(problem, "bidirectional" if both else "unidirectional")
+    ring: Mode = "disjoint-rings" if problem.spans_a_torus else "bidirectional"
+    way = way_of(problem, ring if both else "unidirectional")
     return way, way
 
 

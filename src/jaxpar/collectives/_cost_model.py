@@ -195,18 +195,20 @@ def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) ->
 
 def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
     size = way.ring.size
-    turns = gather_turns(size, way.directions, whole_opposite=way.whole_opposite)
-    pieces = 1 if flow.kind == "gather" else way.order.pieces  # of each block
+    rings = len(way.rings or [way.ring])  # of which each has its own links, and a share of blocks
+    turns = gather_turns(size, way.directions, rings=rings, whole_opposite=way.whole_opposite)
+    pieces = rings * (1 if flow.kind == "gather" else way.order.pieces)  # of each block
     fitted = fitted_to(chip.kind)
     work = _work(chip, flow, size * pieces, fitted.turn_passes) / size
-    hop = flow.block_bytes / chip.link + chip.latency
+    hop = flow.block_bytes / rings / chip.link + chip.latency
 
     def seconds(turn: Turn) -> float:
-        whole = [leg for leg in turn.legs if leg.half is None]  # two halves are one block's work
+        # Two halves are one block's work, and so are the shares of all rings.
+        whole = len([leg for leg in turn.legs if leg.half is None]) / rings
         links = [hop if leg.half is None else hop / 2 for leg in turn.blocks]
         # A torus has a link each way; on a GPU both ways leave by one port.
         sent = max(links, default=0.0) if chip.torus else sum(links, 0.0)
-        return max(work * max(1, len(whole)), sent)
+        return max(work * max(1, whole), sent)
 
     halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
     # The opposite block is cut in two, and joined again.
