@@ -21,15 +21,8 @@ from jaxpar._types import AxisLike, Mode, Names
 from jaxpar._varying import vary_alike
 
 CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
-MODES = (
-    "naive",
-    "stationary",
-    *CHUNKED,
-    "unidirectional",
-    "bidirectional",
-    "disjoint-rings",
-    "auto",
-)
+IN_TURNS = ("unidirectional", "bidirectional", "disjoint-rings")
+MODES = ("naive", "stationary", *CHUNKED, *IN_TURNS, "auto")
 
 
 @readable

@@ -59,7 +59,7 @@ class Straight(Cycle):
 
 @dataclass(frozen=True)
 class AlongShort(Cycle):
-    """On a torus of `long` x `short`: all but one step along the short dimension, one along the long.
+    """On a torus of `long` x `short`: short - 1 steps along the short one, one along the long one.
 
     `short` divides `long`. Exchanged, the device counts the long dimension fastest.
     """

@@ -49,7 +49,7 @@ _closed_axes: dict[tuple[Any, ...], frozenset[str]] = {}
 
 
 def note_closed_axes(mesh: Mesh, axes: frozenset[str]) -> None:
-    """Remembers of a mesh which of its axes are; of meshes that look alike, those of all of them."""
+    """Remembers which axes of a mesh are; of meshes that look alike, those of all of them."""
     key = (mesh.axis_names, mesh.devices.shape, mesh.devices.flat[0].device_kind)
     _closed_axes[key] = _closed_axes.get(key, axes) & axes
 
