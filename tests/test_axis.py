@@ -119,7 +119,7 @@ def test_an_unknown_mode(mode):
     with pytest.raises(ValueError, match="mode") as caught:
         Axis("tp", mode=mode)
     choices = "naive, stationary, chunked-2, chunked-4, chunked-8"
-    choices += ", unidirectional, bidirectional, auto"
+    choices += ", unidirectional, bidirectional, disjoint-rings, auto"
     assert str(caught.value) == f"Axis: mode must be one of {choices}, got {mode!r}"
 
 

@@ -1,6 +1,7 @@
 """Ring programs as data: written out, and played in plain Python on every device at once."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -175,6 +176,40 @@ def test_every_share_comes_home_once(size, directions, pieces):
         arrived = coming
     for found in home:
         assert found == {key: Counter(range(size)) for key in range(pieces)}
+
+
+def of_ring(turn, ring):
+    """What a turn has of one ring, as if it were the only one."""
+
+    def own(legs):
+        return tuple(replace(leg, ring=0) for leg in legs if leg.ring == ring)
+
+    names = ("legs", "blocks", "sums", "adds")
+    return replace(turn, **{name: own(getattr(turn, name)) for name in names})
+
+
+@every_ring
+def test_each_of_several_rings_runs_the_program_of_one(size, directions):
+    for rings, ring in [(2, 0), (2, 1), (3, 2)]:
+        for whole in (False, True):
+            several = gather_turns(size, directions, rings=rings, whole_opposite=whole)
+            assert [of_ring(turn, ring) for turn in several] == gather_turns(
+                size, directions, whole_opposite=whole
+            )
+        for pieces in (1, 2):
+            several = scatter_turns(size, directions, pieces, rings=rings)
+            assert [of_ring(turn, ring) for turn in several] == scatter_turns(
+                size, directions, pieces
+            )
+        several = circulate_turns(size, directions, rings=rings)
+        assert [of_ring(turn, ring) for turn in several] == circulate_turns(size, directions)
+
+
+def test_several_rings_are_short_to_read():
+    assert repr(gather_turns(3, BOTH, rings=2)) == (
+        "[Turn(0, blocks=[+1, -1, +1 of ring 1, -1 of ring 1]), "
+        "Turn(1, legs=[+1, -1, +1 of ring 1, -1 of ring 1])]"
+    )
 
 
 @pytest.mark.parametrize("directions", [ONE, BOTH])

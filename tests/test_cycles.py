@@ -1,0 +1,83 @@
+"""Cycles of a torus: through all devices, over one link a step, and no link twice."""
+
+from itertools import pairwise
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpar._cycles import AlongLong, AlongShort, Listed, Straight, disjoint_cycles
+
+
+def links(cycle, sizes):
+    """The links that a cycle takes, each as the set of its two ends."""
+    walk = cycle.devices
+    for ends in pairwise([*walk, walk[0]]):
+        one, other = (np.array(np.unravel_index(end, sizes)) for end in ends)
+        apart = np.minimum((one - other) % sizes, (other - one) % sizes)
+        assert apart.sum() == 1, (sizes, ends)
+        yield frozenset(ends)
+
+
+def check(sizes):
+    cycles = disjoint_cycles(sizes)
+    assert len(cycles) == len(sizes)
+    for cycle in cycles:
+        assert sorted(cycle.devices) == list(range(prod(sizes)))
+        assert [cycle.step(device) for device in cycle.devices] == list(range(prod(sizes)))
+    taken = [link for cycle in cycles for link in links(cycle, sizes)]
+    assert len(set(taken)) == len(taken) == prod(sizes) * len(sizes)  # every link of the torus
+    return cycles
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(3, 3), (4, 4), (5, 5), (8, 8), (16, 16), (4, 8), (8, 4), (4, 16), (16, 4), (8, 16), (9, 3)],
+)
+def test_where_one_side_divides_the_other_places_are_computed(sizes):
+    assert [type(cycle) for cycle in check(sizes)] == [AlongShort, AlongLong]
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (6, 3), (4, 12), (12, 4), (8, 12), (5, 7), (12, 20)])
+def test_other_tori_split_too(sizes):
+    assert [type(cycle) for cycle in check(sizes)] == [Listed, Listed]
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (4, 4, 4), (4, 4, 8), (4, 8, 4), (3, 4, 5)])
+def test_tori_of_three_dimensions(sizes):
+    check(sizes)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(3, 9), min_size=1, max_size=3).filter(lambda s: prod(s) <= 200))
+def test_any_torus(sizes):
+    check(tuple(sizes))
+
+
+def test_one_dimension_is_a_ring_already():
+    assert disjoint_cycles((5,)) == (Straight(5),)
+    check((5,))
+
+
+def test_the_walks_of_a_square():
+    one, other = disjoint_cycles((4, 4))
+    assert one.devices == [0, 1, 2, 3, 7, 4, 5, 6, 10, 11, 8, 9, 13, 14, 15, 12]
+    transposed = [4 * (device % 4) + device // 4 for device in one.devices]
+    assert other.devices[:4] == transposed[:4] == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 16), (16, 4), (3, 4), (3, 3, 3)])
+def test_places_are_the_same_where_they_are_traced(sizes):
+    for cycle in disjoint_cycles(sizes):
+        steps = jnp.arange(cycle.size, dtype="int32")
+        assert jax.jit(jax.vmap(cycle.device))(steps).tolist() == cycle.devices
+        assert jax.jit(jax.vmap(cycle.step))(jnp.array(cycle.devices)).tolist() == steps.tolist()
+
+
+def test_two_devices_have_one_link():
+    with pytest.raises(ValueError, match=r"disjoint_cycles: sizes \(4, 2\) must be 3 or more each"):
+        disjoint_cycles((4, 2))
