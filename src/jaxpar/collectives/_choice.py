@@ -175,7 +175,8 @@ def by_time(problem: Problem) -> Ways:
     chunks = problem.kind != "attention" and problem.beside
     modes += (chunked if chip.torus else chunked[:1]) if chunks else []
     modes += turned[0 if chip.torus else 1 :] if rings else []
-    modes += ["disjoint-rings"] if rings and problem.spans_a_torus else []
+    if rings and problem.spans_a_torus:
+        modes.append("disjoint-rings")
 
     def ways(flows: tuple[Flow, ...]) -> list[Way]:
         found = [way_of(problem, mode, flows) for mode in modes]

@@ -34,10 +34,12 @@ from jaxpar.collectives._ways import (
     Arrivals,
     Pick,
     Positions,
+    Split,
     Take,
     Visits,
     Way,
     as_it_is,
+    in_one_part,
     in_scope,
     take_nothing,
 )
@@ -80,22 +82,25 @@ class InTurns(Way):
         *,
         take: Take = take_nothing,
         dim: int | None = None,
+        split: Split = in_one_part,
         sums: Pick | None = None,
         finish: Pick = as_it_is,
         like: Callable[[], Any] | None = None,
     ) -> Any:
         length = 0 if dim is None else jax.tree.leaves(block)[0].shape[dim]
-        shares = [(0, length)] if dim is None else self._shares(length)
+        shares = [] if dim is None else self._shares(length)
+        rings = len(shares or split(block, len(self.rings or [self.ring])))
         ways = len(self.directions)
         turns = gather_turns(
-            self.ring.size, self.directions, rings=len(shares), whole_opposite=self.whole_opposite
+            self.ring.size, self.directions, rings=rings, whole_opposite=self.whole_opposite
         )
 
-        def share_of(block: Any, number: int) -> Any:
-            start, size = shares[number]
-            if size == length:
+        def share_of(block: Any, ring: int) -> Any:
+            if rings == 1:
                 return block
-            assert dim is not None
+            if dim is None:
+                return split(block, rings)[ring]
+            start, size = shares[ring]
             cut = partial(lax.slice_in_dim, start_index=start, limit_index=start + size, axis=dim)
             return jax.tree.map(cut, block)
 
@@ -249,7 +254,7 @@ class InTurns(Way):
         visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
         end: Callable[[Any, Any], tuple[Any, Any]],
         *,
-        split: Callable[[Any, int], list[Any]],
+        split: Split,
         join: Callable[[list[Any]], Any],
         summed: Pick = as_it_is,
     ) -> tuple[Any, Any]:

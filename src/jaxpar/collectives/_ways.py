@@ -25,6 +25,7 @@ Arrivals = list[tuple[Any, Positions, Any]]  # (block, its positions, what `take
 Visits = list[tuple[Any, Array]]  # (part of a block, the logical index of its owner)
 Take = Callable[[Positions], Any]
 Pick = Callable[[Any], Any]
+Split = Callable[[Any, int], list[Any]]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -33,6 +34,11 @@ Self = TypeVar("Self", bound="Way")
 
 def take_nothing(positions: Positions) -> None:
     """Takes nothing of what stays at home."""
+
+
+def in_one_part(block: Any, parts: int) -> list[Any]:
+    """Does not split a block."""
+    return [block]
 
 
 def as_it_is(x: Any) -> Any:
@@ -84,6 +90,7 @@ class Way:
         *,
         take: Take = take_nothing,
         dim: int | None = None,
+        split: Split = in_one_part,
         sums: Pick | None = None,
         finish: Pick = as_it_is,
         like: Callable[[], Any] | None = None,
@@ -99,6 +106,8 @@ class Way:
           dim: along which the blocks of all devices make a whole, of which positions are a `Span`
             or a `Comb`. None: blocks are used one by one, and in place of positions there is the
             logical index of their owner, int32[].
+          split: without `dim`, deals a block out to at most so many parts, which may go different
+            ways and are consumed one by one.
           sums: picks, of the carry, that which is added to, not only written into; None: nothing.
           finish: what is done with the carry in the end.
           like: makes arrays of the types of the first carry, where it is made of sums.
@@ -147,7 +156,7 @@ class Way:
         visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
         end: Callable[[Any, Any], tuple[Any, Any]],
         *,
-        split: Callable[[Any, int], list[Any]],
+        split: Split,
         join: Callable[[list[Any]], Any],
         summed: Pick = as_it_is,
     ) -> tuple[Any, Any]:
@@ -202,6 +211,7 @@ class Naive(Way):
         *,
         take: Take = take_nothing,
         dim: int | None = None,
+        split: Split = in_one_part,
         sums: Pick | None = None,
         finish: Pick = as_it_is,
         like: Callable[[], Any] | None = None,
@@ -261,7 +271,7 @@ class Naive(Way):
         visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
         end: Callable[[Any, Any], tuple[Any, Any]],
         *,
-        split: Callable[[Any, int], list[Any]],
+        split: Split,
         join: Callable[[list[Any]], Any],
         summed: Pick = as_it_is,
     ) -> tuple[Any, Any]:

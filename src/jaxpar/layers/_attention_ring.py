@@ -72,6 +72,16 @@ class RingAttention:
         chosen = Tile((behind * rows, rows), (behind * columns, columns))
         return [Tile((rows, rows), (0, columns)), chosen]
 
+    @property
+    def chunks(self) -> int:
+        """Of how many runs of positions a block consists."""
+        return 2 if self.balanced else 1
+
+    def split(self, block: Any, parts: int) -> list[Any]:
+        """Deals the positions of keys out to so many parts; to one if they do not divide."""
+        length = block.k.shape[-2]
+        return _split(block, parts if length % (parts * self.chunks) == 0 else 1, self.chunks)
+
     def if_seen(self, source: Int[Array, ""], compute: Callable[[Any], Any], state: Any) -> Any:
         """Returns `compute(state)`, or `state` where all of the block is in the future."""
         if not self.causal or self.zigzag:
@@ -131,7 +141,9 @@ def _forward(method: RingAttention, q: Queries, keys: Keys) -> State:
     def finish(state: State) -> State:
         return state._replace(out=state.out.astype(q.dtype))
 
-    return method.way.gather(keys, consume, sums=as_it_is, finish=finish, like=like)
+    return method.way.gather(
+        keys, consume, split=method.split, sums=as_it_is, finish=finish, like=like
+    )
 
 
 def _fwd(method: RingAttention, q: Queries, keys: Keys) -> Any:
@@ -185,13 +197,10 @@ def _bwd(
         return add_tiles(second, dq, own, keys)
 
     dq, own = _zeros(q, dtype), (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
-    chunks = 2 if method.balanced else 1
     dq, (dk, dv) = method.way.circulate(
         *(keys, dq, own, begin, visit, end),
-        split=lambda block, parts: _split(
-            block, parts if length % (parts * chunks) == 0 else 1, chunks
-        ),
-        join=lambda parts: _join(parts, chunks),
+        split=method.split,
+        join=lambda parts: _join(parts, method.chunks),
         summed=lambda keys: (keys.k, keys.v),
     )
     return dq.astype(q.dtype), Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype))
