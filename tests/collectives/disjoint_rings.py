@@ -1,0 +1,153 @@
+"""Values and gradients of disjoint rings against NumPy.
+
+`disjoint_rings.py CHECK_VMA SIZE SIZE ...`: a process of its own, as these tori have more devices
+than the tests.
+"""
+
+import sys
+from math import prod
+
+import jax
+
+SIZES = tuple(map(int, sys.argv[2:]))
+CHECK_VMA, N = sys.argv[1] == "True", prod(SIZES)
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", N)
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_disable_most_optimizations", True)
+
+import numpy as np  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jaxpar  # noqa: E402
+from jaxpar.layers import ring_attention  # noqa: E402
+
+MODE = "disjoint-rings"
+NAMES = ("x", "y", "z")[: len(SIZES)]
+AXES = NAMES[::-1]  # another order than the mesh's
+MESH = jaxpar.make_mesh(dict(zip(NAMES, SIZES, strict=True)))
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape)
+
+
+def compare(name, fn, in_specs, out_specs, args, expected):
+    """The result, and its gradients for a cotangent."""
+    mapped = jax.shard_map(
+        fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=CHECK_VMA
+    )
+    out, *gradients = expected
+    ct = normal(*out.shape)
+
+    @jax.jit
+    def both(ct, *args):
+        found, pull = jax.vjp(mapped, *args)
+        return found, pull(ct)
+
+    assert "ppermute" in str(jax.make_jaxpr(mapped)(*args))
+    found, pulled = both(ct, *args)
+    np.testing.assert_allclose(found, out, rtol=0, atol=1e-12 * np.abs(out).max() * N)
+    for got, gradient in zip(pulled, gradients, strict=True):
+        want = gradient(ct)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * np.abs(want).max() * N)
+    print(name, flush=True)
+
+
+def product(x, w):
+    return x @ w, lambda ct: ct @ w.T, lambda ct: x.T @ ct
+
+
+def attended(q, k, v):
+    """Attention of each head over all positions, and its gradients."""
+    scores = np.einsum("bqhe,bkhe->bhqk", q, k) / np.sqrt(q.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+
+    def by_score(ct):
+        by_weight = np.einsum("bqhe,bkhe->bhqk", ct, v)
+        inner = (weights * by_weight).sum(-1, keepdims=True)
+        return weights * (by_weight - inner) / np.sqrt(q.shape[-1])
+
+    return (
+        np.einsum("bhqk,bkhe->bqhe", weights, v),
+        lambda ct: np.einsum("bhqk,bkhe->bqhe", by_score(ct), k),
+        lambda ct: np.einsum("bhqk,bqhe->bkhe", by_score(ct), q),
+        lambda ct: np.einsum("bhqk,bqhe->bkhe", weights, ct),
+    )
+
+
+def main():
+    rows, columns, whole = P(AXES), P(None, AXES), P(None, AXES, None, None)
+    for length in (1, 5, 8):  # no share, shares that differ, halves of shares
+        x, w = normal(N * length, 3), normal(3, N)
+        compare(
+            f"gather of {length} rows",
+            lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, mode=MODE),
+            (rows, columns),
+            columns,
+            (x, w),
+            product(x, w),
+        )
+        x, w = normal(N * length, 2 * N), normal(2 * N, 3)
+        compare(
+            f"scatter of {length} rows",
+            lambda x, w: jaxpar.matmul_reduce_scatter(x, w, AXES, mode=MODE),
+            (columns, rows),
+            rows,
+            (x, w),
+            product(x, w),
+        )
+    x, w = normal(4 * N, 2 * N), normal(2 * N, 3)
+    compare(
+        "gather of a weight",
+        lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, gather="rhs", mode=MODE),
+        (rows, rows),
+        rows,
+        (x, w),
+        product(x, w),
+    )
+    q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
+    axis = jaxpar.Axis(AXES, mode=MODE)
+    compare(
+        "attention",
+        lambda q, k, v: ring_attention(q, k, v, axis, causal=False),
+        (whole,) * 3,
+        whole,
+        (q, k, v),
+        attended(q, k, v),
+    )
+    collectives()
+
+
+def collectives():
+    """Those of arrays by themselves, to the bit of lax's: sums of small integers are exact."""
+    x = RNG.integers(-4, 5, (N, N, 5)).astype(float)
+
+    def ours(x):
+        return (
+            jaxpar.ring_all_gather(x[0], AXES, mode=MODE, tiled=True),
+            jaxpar.ring_reduce_scatter(x, AXES, mode=MODE, tiled=True),
+            jaxpar.ring_all_reduce(x, AXES, mode=MODE),
+        )
+
+    def laxs(x):
+        return (
+            lax.all_gather(x[0], AXES, tiled=True),
+            lax.psum_scatter(x, AXES, tiled=True),
+            lax.psum(x, AXES),
+        )
+
+    def run(x):
+        return [jax.tree.map(lambda y: y[None], f(x[0])) for f in (ours, laxs)]
+
+    mapped = jax.shard_map(run, mesh=MESH, in_specs=P(AXES), out_specs=P(AXES), check_vma=CHECK_VMA)
+    found, wanted = jax.jit(mapped)(x)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    print("all", flush=True)
+
+
+if __name__ == "__main__":
+    main()
