@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from jaxpar._axis import axis_names
 from jaxpar._calls import naming, readable, value_error
 from jaxpar._chips import Chip
 from jaxpar._compat import manual_axes
 from jaxpar._jaxprs import subjaxprs
+from jaxpar._types import AxisLike
+from jaxpar.schedule._links import Links
 from jaxpar.schedule._target import Target, figures_of
 from jaxpar.schedule._timeline import CompiledProgram, Timeline, compile_for, timeline
 
@@ -29,6 +32,12 @@ Results = Sequence[core.Var | core.Literal]
 class Floor:
     """The two times of which no schedule beats the longer one; seconds.
 
+    Attributes:
+      compute: of all that is computed.
+      transfer: of all bytes over all links that a device of the group has to others of it.
+      one_ring: of all bytes over two links, one each way: what no ring beats by itself, nor a
+        collective that is one.
+
     Example:
       >>> Floor(compute=2e-3, transfer=1e-3).total
       0.002
@@ -36,11 +45,17 @@ class Floor:
 
     compute: float
     transfer: float
+    one_ring: float = 0.0
 
     @property
     def total(self) -> float:
         """The floor itself."""
         return max(self.compute, self.transfer)
+
+    @property
+    def of_one_ring(self) -> float:
+        """The floor of whatever goes round one ring."""
+        return max(self.total, self.one_ring)
 
 
 @readable
@@ -52,6 +67,7 @@ def matmul_floor(
     rhs: tuple[int, ...],
     sent_bytes: float,
     *,
+    axis: AxisLike | None = None,
     dtype: Any = jnp.bfloat16,
     grad: bool = False,
 ) -> Floor:
@@ -64,12 +80,16 @@ def matmul_floor(
       rhs: local shape of the right operand, gathered.
       sent_bytes: what one device must send in the forward pass: `(n - 1) / n` of the bytes of the
         gathered operand, or of the result before it is scattered.
+      axis: the mesh axes over which it is gathered or scattered, whose links count. None: one that
+        is a ring of links by itself.
       dtype: of operands and result.
       grad: forward and backward: three matmuls, and the bytes twice.
 
     Returns:
       A `Floor`. Its compute time is the compiler's own for the matmul in one piece, compiled here;
-      its transfer time assumes both directions of one torus axis, or the port of a GPU.
+      its transfer time is that of the links between the devices of a group, two for each closed
+      dimension that it spans; of a group that does not close, those of its corners. A GPU has a
+      port.
 
     Raises:
       ValueError: a chip that jaxpar has no figures of; subscripts that do not fit the shapes.
@@ -81,7 +101,8 @@ def matmul_floor(
       True
     """
     chip = figures_of(target)
-    bandwidth = chip.link * (2 if chip.torus else 1)
+    two = 2 if chip.torus else 1
+    links = two if axis is None else Links(target.mesh, chip).within(_groups(target.mesh, axis))
     parsed = re.fullmatch(r"(\w+),(\w+)->(\w+)", subscripts)
     if parsed is None or [len(parsed[1]), len(parsed[2])] != [len(lhs), len(rhs)]:
         raise value_error(
@@ -94,7 +115,17 @@ def matmul_floor(
     if grad:
         products += [(out, right, left), (left, out, right)]
     seconds = sum(_one_piece(target, *product, sizes, dtype) for product in products)
-    return Floor(seconds, (2 if grad else 1) * sent_bytes / bandwidth)
+    sent = (2 if grad else 1) * sent_bytes / chip.link
+    return Floor(seconds, sent / links, sent / min(two, links))
+
+
+def _groups(mesh: Mesh, axis: AxisLike) -> list[list[int]]:
+    """The places, in the order of the mesh, of the devices of each ring over an axis."""
+    names = axis_names(axis)
+    along = [mesh.axis_names.index(name) for name in names]
+    others = [place for place in range(mesh.devices.ndim) if place not in along]
+    places = np.arange(mesh.size).reshape(mesh.devices.shape).transpose([*others, *along])
+    return places.reshape(-1, prod(mesh.shape[name] for name in names)).tolist()
 
 
 @readable
@@ -133,7 +164,8 @@ def program_floor(
     if chip.torus:
         coords = np.array([device.coords for device in target.mesh.devices.flat])
         links = 2 * max(1, int((np.ptp(coords, axis=0) > 0).sum()))
-    return Floor(flops / chip.flops, played.sent_bytes / (links * chip.link))
+    sent = played.sent_bytes / chip.link
+    return Floor(flops / chip.flops, sent / links, sent / min(links, 2))
 
 
 def _one_piece(

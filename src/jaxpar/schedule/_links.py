@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
 from math import ceil
 
 import numpy as np
@@ -56,12 +57,13 @@ class Links:
             self.host = np.array([device.process_index for device in devices])
             self.count = 4 * self.devices  # out and in, through the switch and through the network
         self.permute = lru_cache(maxsize=None)(self._permute)
+        self._rings: dict[str, dict[frozenset[frozenset[int]], Pairs]] = {}  # by the axes' names
 
     def transfer(self, message: Message, share: float) -> Transfer:
         """How a message travels, or this share of its payload."""
         payload, kind = message.payload * share, message.kind
         if kind == "collective-permute":
-            row = lane_of(self.mesh, message.pairs)
+            row = self._lane(message.pairs)
             return Transfer(row, payload, self.permute(message.pairs).of(payload))
         groups = message.groups or [range(self.devices)]
         size = len(groups[0])
@@ -74,6 +76,20 @@ class Links:
         ways = message.ways if self.chip.torus else 1
         route = self.ring(groups, passes * (size - 1) / size / ways, passes / min(ways, 2))
         return Transfer(row, passes * whole * (size - 1) / size, route.of(whole))
+
+    def _lane(self, pairs: Pairs) -> str:
+        """Where a permute goes, those of several rings over the same axes told apart.
+
+        Rings are numbered as they come; of each the way that comes first is `+`.
+        """
+        name = lane_of(self.mesh, pairs)
+        if all(part[-1:].isdecimal() for part in name.split(", ")):
+            return name  # a step along each axis says it all
+        ways = frozenset(map(frozenset, pairs))
+        rings = self._rings.setdefault(name, {})
+        first = rings.setdefault(ways, pairs)
+        number = list(rings).index(ways) + 1
+        return f"{name} ring {number}{'+' if set(pairs) == set(first) else '-'}"
 
     def used(self, transfer: Transfer) -> float:
         """Over how many links a device sends, in the mean over those that send at all."""
@@ -89,6 +105,24 @@ class Links:
             return 1
         both_ways = [1 if extent == 2 else 2 for extent in self.extent if extent > 1]
         return sum(both_ways)
+
+    def within(self, groups: Groups) -> int:
+        """The fewest links that a device has to others of its group; a port counts as one."""
+        if not self.chip.torus:
+            return 1
+        return min(self._degree(group, place) for group in groups for place in group)
+
+    def _degree(self, group: Sequence[int], place: int) -> int:
+        there = {tuple(coords) for coords in self.coords[list(group)].tolist()}
+        found: set[tuple[int, ...]] = set()
+        here = self.coords[place]
+        for dim, step in product(range(len(here)), (1, -1)):
+            next_to = here.copy()
+            next_to[dim] += step
+            if self.wraps[dim]:
+                next_to[dim] %= self.extent[dim]
+            found.add(tuple(next_to.tolist()))
+        return len(found & there) or 1  # devices of one chip have none between them
 
     def _permute(self, pairs: Pairs) -> Route:
         """Each source sends one message to its target, axis by axis of the torus."""
