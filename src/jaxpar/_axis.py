@@ -39,8 +39,9 @@ class Axis:
       mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"stationary"`
         (the same, but of a matmul the other operand and the result travel in the place of the
         gathered one), `"chunked-2"`, `"chunked-4"` or `"chunked-8"` (one for each of so many
-        chunks), `"unidirectional"` or `"bidirectional"` (around a ring), or `"auto"`: what is
-        predicted to be the fastest.
+        chunks), `"unidirectional"` or `"bidirectional"` (around a ring), `"disjoint-rings"` (both
+        ways round as many rings as there are axes, which share no link on a torus), or `"auto"`:
+        what is predicted to be the fastest.
       backward: the mode in the backward pass of matmuls. None: `mode`.
       wire_dtype: the dtype in which partial sums travel. None: that of the result, as
         `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least.
@@ -101,12 +102,18 @@ class Ring(Axis):
             return (index + distance) % self.size
         return self.cycle.device((self.cycle.step(index) + distance) % self.size)
 
+    @property
+    def has_disjoint(self) -> bool:
+        """Whether its axes can be those of a torus, whose rings share no link."""
+        sizes = [ring.size for ring in self.stages()]
+        return len(sizes) > 1 and min(sizes) > 2
+
     def disjoint(self) -> tuple[Ring, ...]:
-        """Rings over the same devices that share no link, where each axis is a ring of links."""
+        """Rings over the same devices that share no link, if each axis is a closed ring of links."""
         sizes = {ring.names[0]: ring.size for ring in self.stages()}
         if len(sizes) < 2:
             return (self,)
-        if min(sizes.values()) < 3:
+        if not self.has_disjoint:
             raise value_error(
                 f"mode='disjoint-rings' over axes of sizes {sizes}: each must be 3 or more, as two "
                 "devices have one link; leave out the axes of 2, or take mode='bidirectional'"

@@ -72,6 +72,7 @@ def ring_all_gather(
       dim: the dimension along which blocks are laid, in logical order.
       tiled: concatenate along `dim` if True, stack along a new dimension there if False.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
+        `"disjoint-rings"` (one for each of several axes, which share no link on a torus),
         `"naive"` (`lax.all_gather`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
         `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the links, both
         ways on a torus, one way behind a switch or on CPU.
@@ -125,6 +126,7 @@ def ring_reduce_scatter(
       dim: the dimension that is cut into one block a device, in logical order.
       tiled: keep that dimension, divided by n, if True; its size is n and it goes if False.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
+        `"disjoint-rings"` (one for each of several axes, which share no link on a torus),
         `"naive"` (`lax.psum_scatter`; `"stationary"` is the same here), `"chunked-2"`,
         `"chunked-4"`, `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the
         links, both ways on a torus, one way behind a switch or on CPU.
@@ -179,6 +181,7 @@ def ring_all_reduce(
       x: pytree of local arrays of any shape; each is this device's addend.
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
+        `"disjoint-rings"` (one for each of several axes, which share no link on a torus),
         `"naive"` (`lax.psum`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
         `"chunked-8"` (a scatter and a gather of each), or `"auto"`: the ring that suits the links,
         both ways on a torus, one way behind a switch or on CPU.

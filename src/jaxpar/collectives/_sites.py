@@ -16,6 +16,7 @@ from jaxpar._tuning import AUTO, decide, imposed, is_tuning
 from jaxpar._types import Dispatch
 
 if TYPE_CHECKING:
+    from jaxpar._axis import Ring
     from jaxpar.collectives._choice import Problem
 
 NAMED = tuple(mode for mode in MODES if mode != AUTO)
@@ -46,12 +47,17 @@ def settled(problem: Problem) -> Problem:
     if not is_tuning() or ring.size == 1 or AUTO not in (forward, backward):
         return problem
     if forward == AUTO:
-        forward = _decide(problem, "forward", NAMED)
+        forward = _decide(problem, "forward", _modes_of(ring))
     if backward == AUTO and problem.backward:
-        backward = _decide(problem, "backward", NAMED)
+        backward = _decide(problem, "backward", _modes_of(ring))
     elif backward == ring.mode == AUTO:
         backward = forward  # one way for both
     return replace(problem, ring=replace(ring, mode=forward, backward=backward))
+
+
+def _modes_of(ring: Ring) -> tuple[str, ...]:
+    """All modes that a ring can have."""
+    return tuple(mode for mode in NAMED if mode != "disjoint-rings" or ring.has_disjoint)
 
 
 def settled_chunks(problem: Problem) -> int | None:

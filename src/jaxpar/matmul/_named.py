@@ -42,7 +42,8 @@ def all_gather_matmul(
         of rhs, or the contracting dimension of either.
       mode: of both passes; None: those of `axis`, `"auto"` for a name. `"naive"`
         (`lax.all_gather`, then one matmul), `"stationary"` (the operand stays, the other one and
-        the result travel), `"unidirectional"` and `"bidirectional"` (rings), `"chunked-2"`,
+        the result travel), `"unidirectional"` and `"bidirectional"` (a ring), `"disjoint-rings"`
+        (one for each of several axes, all at once: on a torus they share no link), `"chunked-2"`,
         `"chunked-4"` and `"chunked-8"` (a collective for each chunk), or `"auto"`: what a cost
         model of the static shapes, the ring's size, the chip and its compiler options predicts to
         be fastest, for forward and backward apart; naive on CPU devices and unknown chips.
