@@ -109,7 +109,7 @@ class Ring(Axis):
         return len(sizes) > 1 and min(sizes) > 2
 
     def disjoint(self) -> tuple[Ring, ...]:
-        """Rings over the same devices that share no link, if each axis is a closed ring of links."""
+        """Rings over the same devices that share no link, if each axis is a ring of links."""
         sizes = {ring.names[0]: ring.size for ring in self.stages()}
         if len(sizes) < 2:
             return (self,)

@@ -138,8 +138,9 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
 def choose_stages(problem: Problem) -> tuple[Way, ...]:
     """Returns the ways of weights over a ring of several axes, one after the other.
 
-    A collective takes all axes at once, and so do disjoint rings; in turns, blocks of the last axis, which are neighbours, go
-    round before those of the others. Axes of one device have no stage.
+    A collective takes all axes at once, and so do disjoint rings; in turns, blocks of the last
+    axis, which are neighbours, go round before those of the others. Axes of one device have no
+    stage.
     """
     problem = settled(problem)
     rings = problem.ring.stages()

@@ -47,9 +47,9 @@ def ring_attention(
       axis: mesh axes, over which the sequence is sharded: a name, a tuple or list of them in any
         order, or an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather` of
         k and v, then attention block by block), `"unidirectional"`, `"bidirectional"`,
-        `"disjoint-rings"`, or `"auto"`: what a model of the forward predicts to be fastest, as in `all_gather_matmul`.
-        Its `wire_dtype` is that in which sums of the gradients of k and v travel; None: that of k
-        and v.
+        `"disjoint-rings"`, or `"auto"`: what a model of the forward predicts to be fastest, as in
+        `all_gather_matmul`. Its `wire_dtype` is that in which sums of the gradients of k and v
+        travel; None: that of k and v.
       segments: local integers `[..., s/n]`, laid out like the positions: packed documents. A query
         sees keys of its own segment only, and none that is negative.
       lengths: integers `[...]`, the same on all devices of the ring: of each whole sequence only so
