@@ -96,11 +96,11 @@ class Ring(Axis):
         """The logical index of the device that runs the program."""
         return lax.axis_index(self.names)
 
-    def away(self, index: jax.Array, distance: Any) -> jax.Array:
-        """The logical index of the device so many places on from that of an index."""
+    def behind(self, index: jax.Array, distance: Any) -> jax.Array:
+        """The logical index of the device so many places behind that of an index."""
         if self.cycle is None:
-            return (index + distance) % self.size
-        return self.cycle.device((self.cycle.step(index) + distance) % self.size)
+            return (index - distance) % self.size
+        return self.cycle.device((self.cycle.step(index) - distance) % self.size)
 
     @property
     def has_disjoint(self) -> bool:

@@ -327,7 +327,7 @@ class InTurns(Way):
 
     def _owner(self, index: Array, leg: Leg, t: Turn, behind: int = 1) -> Array:
         """The logical index of the owner behind a turn's leg, or ahead of it (-1): int32[]."""
-        return self._ring(leg).away(index, -behind * leg.direction * t.distance)
+        return self._ring(leg).behind(index, behind * leg.direction * t.distance)
 
     def _moved(self, x: Any, leg: Leg) -> Any:
         if leg.half is not None:
