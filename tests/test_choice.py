@@ -103,6 +103,37 @@ def named(way):
     return {(1,): "unidirectional", (1, -1): "bidirectional"}[way.directions]
 
 
+def test_disjoint_rings_are_taken_where_axes_are_closed_rings_of_links_and_transfers_bound():
+    def way(closed, flops):
+        axes = Ring(("x", "y"), "auto", None, None, size=16)
+        flow = gather(flops, 2**24)
+        return choose_way(Problem("matmul", axes, (), (flow,), told=NONE, closed=closed))
+
+    mesh = described("TPU v5", shape={"x": 4, "y": 4})
+    bound, covered = 1e9, 1e13
+    plane = traced(lambda: way(frozenset("xy"), bound), mesh)
+    assert plane.mode == "disjoint-rings"
+    assert [ring.cycle.size for ring in plane.rings] == [16, 16]
+    # One ring is no faster than a collective, as neither has anything to hide behind.
+    assert traced(lambda: way(frozenset("x"), bound), mesh).mode == "naive"
+    assert traced(lambda: way(NONE, bound), mesh).mode == "naive"
+    # Where matmuls cover the transfers, more and smaller pieces only cost.
+    assert traced(lambda: way(frozenset("xy"), covered), mesh).mode != "disjoint-rings"
+
+
+def test_disjoint_rings_of_axes_that_have_none():
+    def both(mode):
+        axes = Ring(("x", "y"), mode, None, None, size=8)
+        return choose_way(Problem("matmul", axes, (), (gather(*TINY),), told=NONE))
+
+    with pytest.raises(
+        ValueError, match=r"mode='disjoint-rings' over axes of sizes \{'x': 4, 'y': 2"
+    ):
+        traced(lambda: both("disjoint-rings"), described("TPU v5", shape={"x": 4, "y": 2}))
+    one = traced(lambda: both("disjoint-rings"), described("TPU v5", shape={"x": 8, "y": 1}))
+    assert len(one.rings) == 1  # one axis is one ring
+
+
 def chip(kind):
     return next(c for c in CHIPS if c.kind == kind)
 

@@ -9,7 +9,10 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpar._chips import CHIPS
+from jaxpar._cycles import disjoint_cycles
 from jaxpar.schedule import target
+from jaxpar.schedule._costs import Message
+from jaxpar.schedule._floor import rings_over
 from jaxpar.schedule._hlo import replica_groups
 from jaxpar.schedule._links import Links, lane_of, lane_of_groups
 
@@ -182,6 +185,39 @@ def test_between_hosts_gpus_use_the_network():
     route = Links(mesh, SWITCH).permute(ring(8))
     crossing = sum(hosts[a] != hosts[b] for a, b in ring(8))
     assert sorted(route.seconds) == [1 / 4] * 2 * (8 - crossing) + [1.0] * 2 * crossing
+
+
+def test_links_within_a_group():
+    """Two for each dimension that closes; of a group that does not close, those of its corners."""
+
+    def within(name, mesh, axes):
+        found = target(name, mesh)
+        return Links(found.mesh, found.chip).within(rings_over(found.mesh, axes))
+
+    assert within("v5p:4x4x4", "dp=4,x=4,y=4", "y") == 2
+    assert within("v5p:4x4x4", "dp=4,x=4,y=4", ("y", "x")) == 4
+    assert within("v5p:4x4x4", "x=4,y=4,z=4", ("x", "y", "z")) == 6
+    assert within("v5p:4x4x4", "dp=8,tp=8", "tp") == 3  # a cube
+    assert within("v6e:4x4", "tp=16", "tp") == 2  # its corners
+    assert within("v6e:16x16", "x=16,y=16", ("x", "y")) == 4
+    assert within("h100:8", "tp=8", "tp") == 1
+
+
+def test_rings_over_the_same_axes_have_rows_of_their_own():
+    plane = target("v5p:4x4x4", "dp=4,x=4,y=4")
+    links = Links(plane.mesh, plane.chip)
+    walks = [cycle.devices for cycle in disjoint_cycles((4, 4))]
+    rows = []
+    for walk in (*walks, walks[0][::-1]):
+        ends = list(pairwise([*walk, walk[0]]))
+        pairs = tuple((16 * dp + a, 16 * dp + b) for dp in range(4) for a, b in ends)
+        rows.append(links.transfer(Message("collective-permute", 8.0, pairs=pairs), 1.0))
+    assert [one.row for one in rows] == ["x, y ring 1+", "x, y ring 2+", "x, y ring 1-"]
+    used = [set(one.route.links.tolist()) for one in rows]
+    assert all(len(found) == 64 for found in used)
+    assert not used[0] & used[1]
+    assert not used[0] & used[2]  # the other way has links of its own
+    assert {one.route.hops for one in rows} == {1}
 
 
 def test_lanes_are_named_by_mesh_axes():

@@ -102,7 +102,7 @@ def matmul_floor(
     """
     chip = figures_of(target)
     two = 2 if chip.torus else 1
-    links = two if axis is None else Links(target.mesh, chip).within(_groups(target.mesh, axis))
+    links = two if axis is None else Links(target.mesh, chip).within(rings_over(target.mesh, axis))
     parsed = re.fullmatch(r"(\w+),(\w+)->(\w+)", subscripts)
     if parsed is None or [len(parsed[1]), len(parsed[2])] != [len(lhs), len(rhs)]:
         raise value_error(
@@ -119,7 +119,7 @@ def matmul_floor(
     return Floor(seconds, sent / links, sent / min(two, links))
 
 
-def _groups(mesh: Mesh, axis: AxisLike) -> list[list[int]]:
+def rings_over(mesh: Mesh, axis: AxisLike) -> list[list[int]]:
     """The places, in the order of the mesh, of the devices of each ring over an axis."""
     names = axis_names(axis)
     along = [mesh.axis_names.index(name) for name in names]
