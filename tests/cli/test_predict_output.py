@@ -91,7 +91,7 @@ def test_json_has_all(report, request_made, tmp_path):
     naive, ring, auto = entry["predictions"]
     assert naive["ratio"] == 2
     assert naive["exposed_share"] == 0.5
-    assert naive["floor"] == {"compute": 2e-3, "transfer": 1e-3}
+    assert naive["floor"] == {"compute": 2e-3, "transfer": 1e-3, "one_ring": 0.0}
     assert auto["same_as"] == "bidirectional"
     assert {"name", "op", "kind", "row", "start", "end", "bytes", "covers"} <= set(
         ring["timeline"]["events"][0]

@@ -11,7 +11,7 @@ from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scat
 ALL = (ring_shift, ring_all_gather, ring_reduce_scatter, ring_all_reduce)
 ALL_MODES = (
     *("naive", "stationary", "chunked-2", "chunked-4", "chunked-8"),
-    *("unidirectional", "bidirectional", "auto"),
+    *("unidirectional", "bidirectional", "disjoint-rings", "auto"),
 )
 MODES = ("naive", "chunked-2", "unidirectional", "bidirectional", "auto")
 every_function = pytest.mark.parametrize("function", ALL)

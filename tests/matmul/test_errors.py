@@ -78,7 +78,7 @@ def test_dtypes_that_differ(fn):
 def test_unknown_mode(fn):
     assert error(ValueError, fn, f32(4, 2), f32(2, 8), "t", mode="ring") == (
         "mode must be one of naive, stationary, chunked-2, chunked-4, chunked-8, "
-        "unidirectional, bidirectional, auto, got 'ring'"
+        "unidirectional, bidirectional, disjoint-rings, auto, got 'ring'"
     )
 
 

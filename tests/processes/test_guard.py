@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jaxpar.processes._call import Call
 from jaxpar.processes._programs import first_difference, program_of
 from jaxpar.processes._report import report
 from jaxpar.processes._state import State
-from jaxpar.processes._watch import Watch, watch
+from jaxpar.processes._watch import Watch, _line_of, watch
 
 WORKER = Path(__file__).with_name("guard_worker.py")
 SOON = 10.0  # seconds
@@ -405,6 +406,15 @@ def test_a_step_that_takes_too_long_is_told(capfd):
     assert re.search(
         r"process 0: in call \d+ of 'sleeping' for .*at test_guard.py:\d+ in test", said
     )
+
+
+def test_a_thread_between_two_lines_is_at_its_function(monkeypatch):
+    """Seen by another thread, a frame may have no line."""
+    frame = SimpleNamespace(f_code=test_refused.__code__, f_lineno=None, f_back=None)
+    monkeypatch.setattr(sys, "_current_frames", lambda: {7: frame})
+    line = _line_of(7)
+    assert (line.number, line.function) == (frame.f_code.co_firstlineno, "test_refused")
+    assert _line_of(8) is None  # it has ended
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ PARTS = {
     "layers": "Layers",
     "moe": "Mixtures of experts",
     "layout": "Layouts",
+    "processes": "Several processes",
     "schedule": "Schedules",
     "testing": "Testing kit",
     "cli": "Commands",

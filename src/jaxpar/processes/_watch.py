@@ -275,7 +275,8 @@ def _line_of(thread: int) -> Line | None:
     lines: list[Line] = []
     while frame is not None:
         code = frame.f_code
-        lines.append(Line(code.co_filename, frame.f_lineno, code.co_name))
+        number = frame.f_lineno or code.co_firstlineno  # between two lines it has none
+        lines.append(Line(code.co_filename, number, code.co_name))
         frame = frame.f_back
     return own_line(lines)
 
