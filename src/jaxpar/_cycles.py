@@ -58,10 +58,10 @@ class Straight(Cycle):
 
 
 @dataclass(frozen=True)
-class AlongShort(Cycle):
-    """On a torus of `long` x `short`: short - 1 steps along the short one, one along the long one.
+class _OfRectangle(Cycle):
+    """On a torus of `long` x `short`, of which `short` divides `long`.
 
-    `short` divides `long`. Exchanged, the device counts the long dimension fastest.
+    Exchanged, the device counts the long dimension fastest.
     """
 
     long: int
@@ -72,6 +72,10 @@ class AlongShort(Cycle):
     def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """How many devices there are."""
         return self.long * self.short
+
+
+class AlongShort(_OfRectangle):
+    """Short - 1 steps along the short dimension, one along the long one, and so on."""
 
     def device(self, step: Place) -> Place:
         row = step // self.short
@@ -82,21 +86,11 @@ class AlongShort(Cycle):
         return row * self.short + (row + column) % self.short
 
 
-@dataclass(frozen=True)
-class AlongLong(Cycle):
+class AlongLong(_OfRectangle):
     """What `AlongShort` leaves: short - 1 steps along the long dimension, one along the short.
 
     long / short and short - 1 have no common factor: else it would be several cycles.
     """
-
-    long: int
-    short: int
-    exchanged: bool = False
-
-    @property
-    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How many devices there are."""
-        return self.long * self.short
 
     def device(self, step: Place) -> Place:
         leg = step // self.short  # of `short` devices of one column

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxpar
+from jaxpar.processes._meeting import processes_text
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -89,6 +90,12 @@ def test_a_process_0_that_does_not_come(tmp_path):
     [said], [code] = run("missing", 2, tmp_path, ranks=[1])
     assert code
     assert "TimeoutError: initialize: after 4 s process 0 is missing: nothing answers at" in said
+
+
+def test_many_processes_are_short_to_read():
+    assert processes_text([3]) == "process 3"
+    assert processes_text([0, 1, 2, 7]) == "processes 0, 1, 2, 7"
+    assert processes_text([1, *range(4, 512), 600, 601]) == "processes 1, 4-511, 600, 601"
 
 
 def test_alone():

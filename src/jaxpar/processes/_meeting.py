@@ -240,5 +240,12 @@ def _digest(lines: list[str]) -> str:
 
 
 def processes_text(ranks: Sequence[int]) -> str:
-    """As in `process 3` and `processes 1, 2`."""
-    return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(map(str, ranks))}"
+    """As in `process 3` and `processes 1, 2, 5-63`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(texts)}"
