@@ -51,6 +51,13 @@ def test_table(report, request_made):
     assert "~" not in text
 
 
+def test_table_names_the_floor_of_one_ring_where_it_is_higher(report, request_made):
+    assert "over one ring" not in printed(report, request_made)
+    wide = [replace(p, floor=replace(p.floor, one_ring=3e-3)) for p in report.predictions]
+    text = printed(replace(report, predictions=wide), request_made)
+    assert "scatter-rows 8x8x8; over one ring the floor is 3.000 ms" in text
+
+
 def test_table_marks_rooflines(report, request_made):
     text = printed(as_gpu(report), request_made)
     assert "~4.000   ~2.000  2.00  ~50.0%" in text

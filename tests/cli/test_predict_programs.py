@@ -97,8 +97,9 @@ FLOORS = {
 def test_floor_of_an_operation(name, wire, width, target, monkeypatch):
     asked = {}
 
-    def matmul_floor(target, subscripts, lhs, rhs, sent, *, dtype, grad):
+    def matmul_floor(target, subscripts, lhs, rhs, sent, *, axis, dtype, grad):
         asked.update(subscripts=subscripts, lhs=lhs, rhs=rhs, sent=sent, dtype=dtype, grad=grad)
+        asked.update(axis=axis)
         return Floor(1.0, 2.0)
 
     monkeypatch.setattr(programs, "matmul_floor", matmul_floor)
@@ -112,6 +113,7 @@ def test_floor_of_an_operation(name, wire, width, target, monkeypatch):
         "sent": moved * width * 3 / 4,
         "dtype": jnp.bfloat16,
         "grad": False,
+        "axis": ("tp",),
     }
 
 

@@ -46,7 +46,9 @@ measurement.
 EPILOG = """\
 reading the table:
   total      milliseconds that the schedule takes; ~ marks GPUs, whose times are rooflines
-  floor      what no schedule beats: the matmul in one piece, or the bytes alone, the longer one
+  floor      what no schedule beats: the matmul in one piece, or the bytes alone over all links
+             between the devices of a ring, the longer one; where a single ring does not have all of
+             them, its floor is named, too
   ratio      total / floor
   exposed    share of the total in which the device waits for transfers
   HBM        memory that a device needs at most

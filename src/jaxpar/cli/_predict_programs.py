@@ -84,8 +84,9 @@ def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request)
     if not op.out:
         # An all-reduce is two passes; the cotangent is everywhere, so that the backward has none.
         sent *= 1 if request.grad else 2
+    shapes = (rows, depth), (depth, cols)
     return matmul_floor(
-        target, "mk,kn->mn", (rows, depth), (depth, cols), sent, dtype=dtype, grad=request.grad
+        target, "mk,kn->mn", *shapes, sent, axis=ring, dtype=dtype, grad=request.grad
     )
 
 

@@ -48,8 +48,12 @@ def print_report(report: Report, request: Request, console: Any) -> None:
     print_rows(console, _COLUMNS, [], padding=_PADDING, show_header=True)
     about = "~" if report.approximate else ""
     for case, group in groupby(report.predictions, lambda prediction: prediction.case):
-        console.print(f"[bold]{escape(case)}[/]", highlight=False)
-        rows = [_cells(row, report.facts, about) for row in group]
+        predictions = list(group)
+        floor = predictions[0].floor
+        one = f"; over one ring the floor is {about}{floor.of_one_ring * 1e3:.3f} ms"
+        more = one if floor.of_one_ring > floor.total else ""
+        console.print(f"[bold]{escape(case)}[/]{more}", highlight=False)
+        rows = [_cells(row, report.facts, about) for row in predictions]
         print_rows(console, _COLUMNS, rows, padding=_PADDING)
     console.print()
 
@@ -58,7 +62,8 @@ def print_notes(reports: list[Report], console: Any) -> None:
     """Prints what holds for all of the output."""
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
     lines.append(
-        "floor: the matmul in one piece (of a function, its FLOPs at peak), or the bytes alone. "
+        "floor: the matmul in one piece (of a function, its FLOPs at peak), or the bytes alone "
+        "over all links of the group. "
         "exposed: waiting for transfers. order: transfers that run beside other work, and those "
         "that have a matmul to hide behind."
     )

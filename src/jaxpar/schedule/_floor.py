@@ -36,7 +36,7 @@ class Floor:
       compute: of all that is computed.
       transfer: of all bytes over all links that a device of the group has to others of it.
       one_ring: of all bytes over two links, one each way: what no ring beats by itself, nor a
-        collective that is one.
+        collective that is one; 0 of a program, which may go round several.
 
     Example:
       >>> Floor(compute=2e-3, transfer=1e-3).total
@@ -164,8 +164,7 @@ def program_floor(
     if chip.torus:
         coords = np.array([device.coords for device in target.mesh.devices.flat])
         links = 2 * max(1, int((np.ptp(coords, axis=0) > 0).sum()))
-    sent = played.sent_bytes / chip.link
-    return Floor(flops / chip.flops, sent / links, sent / min(links, 2))
+    return Floor(flops / chip.flops, played.sent_bytes / (links * chip.link))
 
 
 def _one_piece(
