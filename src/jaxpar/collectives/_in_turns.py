@@ -17,7 +17,6 @@ from jaxpar.collectives._parts import (
     half_of,
     join_halves,
     like_finished,
-    near_cuts,
     of_types,
     pieces_of,
 )
@@ -175,8 +174,8 @@ class InTurns(Way):
         # Of each ring's share its pieces, which all shares have as many of.
         pieces = min(len(pieces_of(size, pieces)) for _, size in shares)
         cuts = [
-            [(begin + start, size) for start, size in pieces_of(length, pieces)]
-            for begin, length in shares
+            [(begin + start, size) for start, size in pieces_of(share, pieces)]
+            for begin, share in shares
         ]
         turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
 
@@ -323,7 +322,7 @@ class InTurns(Way):
         """Starts and sizes of what each ring carries of a block of `length`."""
         if self.rings is None or self.ring.size == 1:
             return [(0, length)]
-        return near_cuts(length, len(self.rings))
+        return pieces_of(length, len(self.rings))
 
     def _owner(self, index: Array, leg: Leg, t: Turn, behind: int = 1) -> Array:
         """The logical index of the owner behind a turn's leg, or ahead of it (-1): int32[]."""

@@ -96,13 +96,6 @@ def even_cuts(length: int, most: int) -> list[tuple[int, int]]:
     return [(number * (length // parts), length // parts) for number in range(parts)]
 
 
-def near_cuts(length: int, parts: int) -> list[tuple[int, int]]:
-    """Starts and sizes of `parts` parts of `length`, which differ by one at most; none is empty."""
-    parts = max(1, min(parts, length))
-    ends = [length * number // parts for number in range(parts + 1)]
-    return [(start, end - start) for start, end in pairwise(ends)]
-
-
 def empty_result(piece: Array, dim: int, length: int) -> Array:
     """Unwritten memory of a `length` along `dim`, of which this is one piece of several."""
     pieces = -(-length // piece.shape[dim])
@@ -111,11 +104,10 @@ def empty_result(piece: Array, dim: int, length: int) -> Array:
 
 
 def pieces_of(length: int, pieces: int) -> list[tuple[int, int]]:
-    """Starts and sizes of the one or two `pieces` of `length` that are not empty."""
-    assert pieces in (1, 2), pieces
-    middle = -(-length // 2)
-    halves = [(0, middle), (middle, length - middle)]
-    return halves if pieces == 2 and length > 1 else [(0, length)]
+    """Starts and sizes of as many pieces of `length`, none of them empty, the longest first."""
+    pieces = max(1, min(pieces, length))
+    ends = [-(-length * number // pieces) for number in range(pieces + 1)]
+    return [(start, end - start) for start, end in pairwise(ends)]
 
 
 def half_of(block: Array, half: int) -> Array:

@@ -83,8 +83,9 @@ class Links:
         Rings are numbered as they come; of each the way that comes first is `+`.
         """
         name = lane_of(self.mesh, pairs)
-        if all(part[-1:].isdecimal() for part in name.split(", ")):
-            return name  # a step along each axis says it all
+        sources, targets = map(set, zip(*pairs, strict=True))
+        if name == "itself" or name[-1:].isdecimal() or sources != targets:
+            return name  # a step along each axis says it all, and what is no ring is none
         ways = frozenset(map(frozenset, pairs))
         rings = self._rings.setdefault(name, {})
         first = rings.setdefault(ways, pairs)
@@ -110,10 +111,15 @@ class Links:
         """The fewest links that a device has to others of its group; a port counts as one."""
         if not self.chip.torus:
             return 1
-        return min(self._degree(group, place) for group in groups for place in group)
+        return min(map(self._degree, groups))
 
-    def _degree(self, group: Sequence[int], place: int) -> int:
+    def _degree(self, group: Sequence[int]) -> int:
         there = {tuple(coords) for coords in self.coords[list(group)].tolist()}
+        fewest = min(len(self._next_to(place) & there) for place in group)
+        return fewest or 1  # devices of one chip have none between them
+
+    def _next_to(self, place: int) -> set[tuple[int, ...]]:
+        """The coordinates at the other ends of a device's links."""
         found: set[tuple[int, ...]] = set()
         here = self.coords[place]
         for dim, step in product(range(len(here)), (1, -1)):
@@ -122,7 +128,7 @@ class Links:
             if self.wraps[dim]:
                 next_to[dim] %= self.extent[dim]
             found.add(tuple(next_to.tolist()))
-        return len(found & there) or 1  # devices of one chip have none between them
+        return found
 
     def _permute(self, pairs: Pairs) -> Route:
         """Each source sends one message to its target, axis by axis of the torus."""
