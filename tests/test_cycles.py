@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
+from jaxpar import disjoint_rings, make_mesh, ring_hops, ring_order
 from jaxpar._cycles import AlongLong, AlongShort, Listed, Straight, disjoint_cycles
+from jaxpar.schedule import target
 
 
 def links(cycle, sizes):
@@ -81,3 +84,41 @@ def test_places_are_the_same_where_they_are_traced(sizes):
 def test_two_devices_have_one_link():
     with pytest.raises(ValueError, match=r"disjoint_cycles: sizes \(4, 2\) must be 3 or more each"):
         disjoint_cycles((4, 2))
+
+
+# -- disjoint_rings ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [("x", "y"), ["y", "x"]])
+def test_rings_of_a_mesh_are_of_one_link_each(axes):
+    plane = target("v5p:4x4x8", "dp=4,x=4,y=8").mesh
+    rings = disjoint_rings(plane, axes)
+    assert rings.shape == (2, 32)
+    np.testing.assert_array_equal(rings, disjoint_rings(plane.abstract_mesh, axes))
+    taken = []
+    for ring in rings:
+        along = Mesh(plane.devices.reshape(4, 32)[:, ring], ("dp", "ring"))
+        assert (ring_hops(along, "ring") == 1).all()
+        taken += map(frozenset, pairwise([*ring.tolist(), int(ring[0])]))
+    assert len(taken) == len(set(taken)) == 2 * 32
+
+
+def test_rings_count_positions_in_mesh_order():
+    plane = target("v5p:4x4x8", "dp=4,x=4,y=8").mesh
+    walks = [cycle.devices for cycle in disjoint_cycles((8, 4))]
+    order = ring_order(plane, ("y", "x"))
+    np.testing.assert_array_equal(disjoint_rings(plane, ("y", "x")), order[walks])
+
+
+def test_one_axis_is_the_ring_itself():
+    for axes in ("tp", ("tp",), ("one", "tp")):
+        rings = disjoint_rings(make_mesh("one=1,tp=8"), axes)
+        np.testing.assert_array_equal(rings, [range(8)])
+
+
+def test_axes_that_have_no_disjoint_rings():
+    mesh = make_mesh("x=2,y=4")
+    with pytest.raises(ValueError, match=r"disjoint_rings: .* sizes \{'x': 2, 'y': 4\}: each must"):
+        disjoint_rings(mesh, ("x", "y"))
+    with pytest.raises(ValueError, match="disjoint_rings: axis 'z' is not an axis of the mesh"):
+        disjoint_rings(mesh, ("x", "z"))

@@ -19,7 +19,7 @@ from jaxpar.collectives import (
     ring_shift,
 )
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
-from jaxpar.mesh import make_mesh, ring_hops, ring_order
+from jaxpar.mesh import disjoint_rings, make_mesh, ring_hops, ring_order
 from jaxpar.processes import Description, agree, describe, guard, initialize
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "compiled_with",
     "compiler_options",
     "describe",
+    "disjoint_rings",
     "guard",
     "initialize",
     "jit",

@@ -113,13 +113,7 @@ class Ring(Axis):
         sizes = {ring.names[0]: ring.size for ring in self.stages()}
         if len(sizes) < 2:
             return (self,)
-        if not self.has_disjoint:
-            raise value_error(
-                f"mode='disjoint-rings' over axes of sizes {sizes}: each must be 3 or more, as two "
-                "devices have one link; leave out the axes of 2, or take mode='bidirectional'"
-            )
-        sizes = tuple(sizes.values())
-        return tuple(replace(self, cycle=cycle) for cycle in disjoint_cycles(sizes))
+        return tuple(replace(self, cycle=cycle) for cycle in cycles_over(sizes))
 
     def wire(self, dtype: Any) -> Any:
         """The dtype in which sums travel that are asked for in `dtype`."""
@@ -227,3 +221,13 @@ def check_mode(mode: Any, argument: str = "mode") -> None:
     """Raises unless `mode`, the user's `argument`, is one of those that there are."""
     if not isinstance(mode, str) or mode not in MODES:
         raise value_error(f"{argument} must be one of {', '.join(MODES)}, got {mode!r}")
+
+
+def cycles_over(sizes: dict[str, int]) -> tuple[Cycle, ...]:
+    """Returns the walks through all devices of axes of these sizes that share no link."""
+    if min(sizes.values()) < 3:
+        raise value_error(
+            f"mode='disjoint-rings' over axes of sizes {sizes}: each must be 3 or more, as two "
+            "devices have one link; leave out the axes of 2, or take mode='bidirectional'"
+        )
+    return disjoint_cycles(tuple(sizes.values()))

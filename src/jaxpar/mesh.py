@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Int
 
-from jaxpar._axis import axis_names, ring_positions
+from jaxpar._axis import axis_names, cycles_over, ring_positions
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._torus import closed_dims, note_closed_axes, on_torus, slice_grid, slice_of
 from jaxpar._types import AxisLike, MeshAxes
@@ -125,6 +125,44 @@ def ring_order(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, " s
       array([0, 2, 1, 3])
     """
     return ring_positions(mesh, axis_names(axis))
+
+
+@public
+def disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
+    """Returns the device orders of the rings that `mode="disjoint-rings"` goes round.
+
+    There are as many as axes of more than one device. Each goes through all devices; if each axis
+    is a closed ring of links (`ring_hops` of 1), each step is over one link, and together the rings
+    use every link of that torus once.
+
+    Args:
+      mesh: a concrete or an abstract mesh.
+      axis: a tuple or list of distinct mesh axes, each of 3 devices or more; axes of one device do
+        not count. A single axis is a ring already.
+
+    Returns:
+      `rings[r, s]`: the position, counted over the axes in mesh order, of the device at step `s` of
+      ring `r`; after the last step comes the first one.
+
+    Raises:
+      ValueError: an axis that the mesh lacks, or one that is named twice; of several axes, one of 2
+        devices, which have one link between them.
+
+    Example:
+      >>> from jaxpar.schedule import target
+      >>> rings = disjoint_rings(target("v5p:4x4x4", "dp=4,x=4,y=4").mesh, ("x", "y"))
+      >>> rings.shape, rings[0, :6].tolist(), rings[1, :6].tolist()
+      ((2, 16), [0, 1, 2, 3, 7, 4], [0, 4, 8, 12, 13, 1])
+
+    Source: Kotzig, "Every Cartesian product of two circuits is decomposable into two Hamiltonian
+    circuits" (1973); Aubert and Schneider (1982) for more dimensions.
+    """
+    names = axis_names(axis)
+    order = ring_positions(mesh, names)
+    sizes = {name: mesh.shape[name] for name in names if mesh.shape[name] > 1}
+    if len(sizes) < 2:
+        return order[None]
+    return np.stack([order[cycle.devices] for cycle in cycles_over(sizes)])
 
 
 @public
