@@ -373,3 +373,5 @@ assert not any(finding.gain for finding in found.findings)
 # - An edit changes what waits the longest: make one, ask again.
 # - `jaxpar explain --json before.json`, then `--against before.json`: what the edit changed.
 # - All causes: [why is this step slow?](../docs/explain.md)
+#
+# Next: [every link of a torus](18_links.ipynb).

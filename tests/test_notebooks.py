@@ -1,10 +1,11 @@
 """Every notebook is the same in both of its files, runs, and is stored with what a run shows."""
 
 import copy
+import re
 
 import jupytext
 import pytest
-from notebooks import ROOT, SCRIPTS, VARIES, code_cells, execute, stale
+from notebooks import ROOT, SCRIPTS, VARIES, code_cells, execute, pictures, stale
 
 NAMES = [script.stem for script in SCRIPTS]
 
@@ -41,6 +42,26 @@ def test_shows_text_and_pictures(script):
     shown = [output for cell in cells for output in cell.outputs]
     assert any(output.output_type == "stream" for output in shown)
     assert any("image/png" in output.get("data", {}) for output in shown)
+
+
+def test_pictures_of_pages_are_those_of_notebooks():
+    shown = {}
+    for script in SCRIPTS:
+        shown |= pictures(jupytext.read(script.with_suffix(".ipynb")))
+    assert shown
+    for path, picture in shown.items():
+        assert path.read_bytes() == picture, f"{path.name} is stale; run: nox -s notebooks"
+        pages = [page.read_text() for page in path.parent.glob("*.md")]
+        assert any(f"]({path.name})" in page for page in pages), f"no page shows {path.name}"
+
+
+def test_figures_of_the_page_of_links_are_those_of_its_notebook():
+    page = (ROOT / "docs" / "links.md").read_text()
+    table = page.partition("| rows |")[2].partition("\n\n")[0]
+    cells = code_cells(jupytext.read(ROOT / "notebooks" / "18_links.ipynb"))
+    text = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    told = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", table, re.M)
+    assert told == re.findall(r"^(\d+) +(\d+) +(\d+) +(\d+) +\d+$", text, re.M) != []
 
 
 def test_stale_outputs_are_found():

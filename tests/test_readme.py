@@ -26,7 +26,9 @@ def test_the_readme_is_short_and_has_its_commands():
     assert "pip install nox && nox -s tests\n" in text
 
 
-@pytest.mark.parametrize("page", [*PRINTED, "notebooks/README.md", "docs/how_to.md"])
+@pytest.mark.parametrize(
+    "page", [*PRINTED, "notebooks/README.md", "docs/how_to.md", "docs/links.md"]
+)
 def test_links_to_files_lead_somewhere(page):
     text = (ROOT / page).read_text()
     links = re.findall(r"\]\(([^)#:]+)\)", text)
@@ -40,6 +42,12 @@ def test_example_runs_as_pasted(page):
     [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(example.splitlines()) <= 30
     assert printed(example).replace("PartitionSpec(", "P(") == PRINTED[page]
+
+
+def test_the_rings_of_the_page_are_there():
+    text = (ROOT / "docs" / "links.md").read_text()
+    example, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert printed(example) == "[1, 1]\n[[0, 1, 2, 3, 7, 4], [0, 4, 8, 12, 13, 1]]\n"
 
 
 def test_the_program_of_the_commands_is_one():

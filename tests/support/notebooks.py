@@ -56,6 +56,18 @@ def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def pictures(notebook: NotebookNode) -> dict[Path, bytes]:
+    """The pictures of pages: what cells show that have the path of a picture for a tag."""
+    return {
+        ROOT / tag: base64.b64decode(output.data["image/png"])
+        for cell in code_cells(notebook)
+        for tag in cell.metadata.get("tags", [])
+        if tag.endswith(".png")
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    }
+
+
 def stale(stored: NotebookNode, fresh: NotebookNode) -> list[str]:
     """What the stored notebook shows and a fresh run does not, a line a cell."""
     found = []
@@ -104,10 +116,15 @@ def _same_picture(before: str, now: str) -> bool:
 
 
 def store(script: Path) -> None:
-    """Runs a notebook from its script, and writes the paired file with all outputs."""
+    """Runs a notebook from its script, and writes the paired file with all outputs.
+
+    Pictures that a page shows, too, are written beside the page.
+    """
     notebook = jupytext.read(script)
     execute(notebook)
     jupytext.write(notebook, script.with_suffix(".ipynb"))
+    for path, picture in pictures(notebook).items():
+        path.write_bytes(picture)
 
 
 if __name__ == "__main__":
