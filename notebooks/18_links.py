@@ -53,7 +53,7 @@ import jaxpar
 from jaxpar.collectives._turns import gather_turns  # the program, to draw it: not for your own code
 from jaxpar.schedule import compile_for, matmul_floor, target, timeline
 
-plt.rcParams.update({"figure.dpi": 150, "font.size": 9})
+plt.rcParams.update({"figure.dpi": 150, "font.size": 11})
 RINGS = ("#0072B2", "#E69F00")  # a colour for each ring, and a dash
 DASHES = ("solid", (0, (2.2, 0.9)))
 
@@ -113,13 +113,13 @@ def draw_torus(panel, sizes, walks, title):
         draw_link(panel, columns, a, b, color="0.75", lw=0.8)
     for ring, walk in walks.items():
         for a, b in zip(walk, np.roll(walk, -1), strict=True):
-            draw_link(panel, columns, a, b, True, color=RINGS[ring], lw=2.4, ls=DASHES[ring])
+            draw_link(panel, columns, a, b, True, color=RINGS[ring], lw=2.8, ls=DASHES[ring])
     for device in range(rows * columns):
         down, across = divmod(device, columns)
-        panel.scatter(across, down, s=190, color="white", edgecolors="0.2", zorder=3)
-        panel.text(across, down, device, ha="center", va="center", size=8, zorder=4)
-    panel.set(xlim=(-1, columns), ylim=(rows, -1), aspect="equal")
-    panel.set_title(title, size=9)
+        panel.scatter(across, down, s=290, color="white", edgecolors="0.2", zorder=3)
+        panel.text(across, down, device, ha="center", va="center", size=10, zorder=4)
+    panel.set(xlim=(-1.05, columns + 0.05), ylim=(rows, -1), aspect="equal")
+    panel.set_title(title, size=11)
     panel.axis("off")
 
 
@@ -128,21 +128,21 @@ def draw_link(panel, columns, a, b, head=False, **style):
     here, there = (np.array(divmod(device, columns)[::-1]) for device in (a, b))
     lines = [(here, there)]
     if abs(there - here).max() > 1:
-        out = 0.62 * np.sign(here - there)
+        out = 0.66 * np.sign(here - there)
         lines = [(here, here + out), (there - out, there)]
         for place, number in ((here + 1.3 * out, b), (there - 1.3 * out, a)):
-            panel.text(*place, number, ha="center", va="center", size=7, color="0.4")
+            panel.text(*place, number, ha="center", va="center", size=9, color="0.35")
     for line in lines:
         panel.plot(*np.transpose(line), solid_capstyle="butt", **style)
     if head:
         begin, end = lines[-1]
         middle, ahead = begin + 0.45 * (end - begin), np.sign(end - begin)
-        arrow = {"arrowstyle": "-|>", "color": style["color"], "lw": 0, "mutation_scale": 16}
+        arrow = {"arrowstyle": "-|>", "color": style["color"], "lw": 0, "mutation_scale": 18}
         ends = {"xytext": middle - 0.1 * ahead, "xy": middle + 0.14 * ahead}
         panel.annotate("", **ends, arrowprops=arrow)
 
 
-figure, panels = plt.subplots(1, 3, figsize=(9, 3.2))
+figure, panels = plt.subplots(1, 3, figsize=(9, 3.4))
 draw_torus(panels[0], (4, 4), {0: one}, "ring 1: 16 of 32 links")
 draw_torus(panels[1], (4, 4), {1: other}, "ring 2: the 16 that it leaves")
 draw_torus(panels[2], (4, 4), {0: one, 1: other}, "both: every link once")
@@ -162,7 +162,7 @@ plt.show()
 # links: the one to the next device and the wrap-around link are one and the same.
 
 # %% tags=["docs/links_rectangle.png"]
-figure, panels = plt.subplots(1, 2, figsize=(9, 2.9))
+figure, panels = plt.subplots(1, 2, figsize=(9, 3.1), width_ratios=(7, 10))
 for panel, sizes in zip(panels, [(3, 5), (4, 8)], strict=True):
     draw_torus(panel, sizes, dict(enumerate(rings_of(*sizes))), f"{sizes[0]} x {sizes[1]}")
 figure.tight_layout()
@@ -208,9 +208,9 @@ def owner(leg, distance):
 def box(panel, turn, top, height, text, ring=None):
     style = {"fc": "0.85"} if ring is None else {"fc": RINGS[ring], "hatch": (None, "////")[ring]}
     panel.add_patch(plt.Rectangle((turn + 0.04, top), 0.92, height, ec="white", **style))
-    behind = {"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"}
-    place = (turn + 0.5, top + height / 2)
-    panel.text(*place, text, ha="center", va="center", size=8, bbox=behind)
+    behind = {"boxstyle": f"round,pad={0.2 * height}", "fc": "white", "ec": "none"}
+    place, size = (turn + 0.5, top + height / 2), 10 if height > 0.5 else 8
+    panel.text(*place, text, ha="center", va="center_baseline", size=size, bbox=behind)
 
 
 LANES = [(ring, direction) for ring in (0, 1) for direction in (1, -1)]
@@ -233,11 +233,11 @@ for number, turn in enumerate(program):
 assert sorted(used) == [(device, ring) for device in range(16) for ring in (0, 1)]
 
 names = [f"ring {ring + 1}, {'forward' if way > 0 else 'backward'}" for ring, way in LANES]
-panel.set_yticks([*np.arange(4) + 0.45, 6.8], [*names, "the matmul"], size=9)
+panel.set_yticks([*np.arange(4) + 0.45, 6.8], [*names, "the matmul"])
 panel.set_xticks(np.arange(9) + 0.5, range(9))
 panel.set(xlim=(0, 9), ylim=(8.8, -0.7), xlabel="turn")
-panel.text(0.04, -0.2, "comes in:", size=8, color="0.3")
-panel.text(0.04, 4.8, "is computed meanwhile:", size=8, color="0.3")
+panel.text(0.04, -0.2, "comes in:", size=10, color="0.3")
+panel.text(0.04, 4.8, "is computed meanwhile:", size=10, color="0.3")
 panel.tick_params(length=0)
 panel.spines[:].set_visible(False)
 figure.tight_layout()
@@ -346,11 +346,11 @@ for panel, name in zip(panels, ("one ring", "two rings"), strict=True):
             }[event.kind]
             span = [(1e6 * event.start, 1e6 * event.seconds)]
             panel.broken_barh(span, (rows[event.row] - 0.42, 0.84), **style)
-    panel.set_yticks(list(rows.values()), list(rows), size=8)
+    panel.set_yticks(list(rows.values()), list(rows), size=10)
     panel.set_ylim(len(rows) - 0.5, -0.5)
     bound = 1e6 * (floor.of_one_ring if name == "one ring" else floor.total)
     panel.axvline(bound, color="0.1", ls=":", lw=1.2)
-    panel.set_title(f"{name}: {1e6 * lines[name].total:.0f} us; dotted: floor {bound:.0f}", size=9)
+    panel.set_title(f"{name}: {1e6 * lines[name].total:.0f} us; dotted: floor {bound:.0f}", size=11)
     panel.tick_params(length=0)
     panel.spines[["top", "right"]].set_visible(False)
 computes = plt.Rectangle((0, 0), 1, 1, fc="0.45")
