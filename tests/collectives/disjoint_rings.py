@@ -21,6 +21,8 @@ from jax import lax  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jaxpar  # noqa: E402
+from jaxpar.collectives import _choice  # noqa: E402
+from jaxpar.collectives._order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 from jaxpar.layers import ring_attention  # noqa: E402
 
 MODE = "disjoint-rings"
@@ -92,14 +94,17 @@ def main():
             product(x, w),
         )
         x, w = normal(N * length, 2 * N), normal(2 * N, 3)
-        compare(
-            f"scatter of {length} rows",
-            lambda x, w: jaxpar.matmul_reduce_scatter(x, w, AXES, mode=MODE),
-            (columns, rows),
-            rows,
-            (x, w),
-            product(x, w),
-        )
+        for order in (CpuOrder(), TpuOrder(delays_transfers=True)):  # sums in one and two pieces
+            _choice.traced_order = lambda order=order: order
+            compare(
+                f"scatter of {length} rows",
+                lambda x, w: jaxpar.matmul_reduce_scatter(x, w, AXES, mode=MODE),
+                (columns, rows),
+                rows,
+                (x, w),
+                product(x, w),
+            )
+        _choice.traced_order = traced_order
     x, w = normal(4 * N, 2 * N), normal(2 * N, 3)
     compare(
         "gather of a weight",

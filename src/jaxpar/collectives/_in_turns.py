@@ -226,8 +226,13 @@ class InTurns(Way):
                 return whole
 
             def like() -> Any:
+                if not t.legs:
+                    return result
                 # Other arrays wherever there are: one that is returned twice is copied.
-                return (arrived * 2)[: len(t.legs)] if t.legs else result
+                came: list[list[Array]] = [[] for _ in shares]
+                for leg, x in zip(t.adds, arrived, strict=True):
+                    came[leg.ring].append(x)
+                return [x for alike in came for x in (alike * 2)[: len(t.legs) // len(shares)]]
 
             work = Work(partial(take_all, t=t), compute, as_it_is, like if t.adds else None)
             if t.awaited:
