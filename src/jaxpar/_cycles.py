@@ -3,9 +3,9 @@
 A torus of two closed dimensions has four links a device, of which one ring uses two. It splits into
 two cycles that each go through all devices and together use every link once. Where one side divides
 the other the cycles are "along one dimension all but one step, then one step along the other", and
-the same with dimensions exchanged; places on them are computed, as looking one up in a table costs
+the same with dimensions exchanged; places on them are computed, as looking one up in an array costs
 a TPU a microsecond each time. Other tori split, too: their cycles are found by exchanging links of
-rows for links of columns, and their places are looked up.
+rows for links of columns, and their places are looked up, in numbers that hold several.
 
 Nothing here needs JAX but to compute with traced numbers.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Int
 
 Place = Any  # an integer, or an int32[]: counted over the dimensions, the last one fastest
@@ -126,10 +127,31 @@ class Listed(Cycle):
         return _looked_up(np.argsort(self.walk), device)
 
 
+_MOST_WORDS = 64  # of a table that is looked up by choosing among them
+
+
 def _looked_up(table: Int[np.ndarray, " size"], place: Place) -> Place:
     if isinstance(place, int | np.integer):
         return int(table[place])
-    return jnp.asarray(table, "int32")[place]
+    bits = int(len(table) - 1).bit_length()
+    each = 31 // bits  # places in an int32
+    words = [
+        sum(int(entry) << (bits * n) for n, entry in enumerate(table[start : start + each]))
+        for start in range(0, len(table), each)
+    ]
+    if len(words) > _MOST_WORDS:
+        return jnp.asarray(table, "int32")[place]
+    word = _chosen(words, 0, lax.div(place, jnp.int32(each)))
+    return (word >> (lax.rem(place, jnp.int32(each)) * bits)) & (2**bits - 1)
+
+
+def _chosen(words: list[int], first: int, number: Place) -> Place:
+    """The word of a number; the first of these has the number `first`."""
+    if len(words) == 1:
+        return jnp.int32(words[0])
+    half = len(words) // 2
+    below = _chosen(words[:half], first, number)
+    return jnp.where(number < first + half, below, _chosen(words[half:], first + half, number))
 
 
 def _index(row: Place, column: Place, long: int, short: int, exchanged: bool) -> Place:
