@@ -56,7 +56,7 @@ def test_the_compiler_takes_the_options_and_frees_the_collectives(kind):
     options = jaxpar.compiler_options(described)
     compiler = COMPILERS[kind]
     assert options == {option.name: option.value for option in compiler.options}
-    freed = compiler.frees | {option.frees for option in compiler.options}
+    freed = compiler.frees | {option.frees for option in compiler.options if option.frees}
     locals_, outs = zip(*PROGRAMS.values(), strict=True)
     function = jax.shard_map(
         lambda x, w: ([local(x) for local in locals_], w @ w),

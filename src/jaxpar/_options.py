@@ -59,6 +59,11 @@ _SPARSE_CORES = tuple(
     )
     for name in COLLECTIVES
 )
+_PERMUTES = Option(
+    "xla_max_concurrent_async_collective_permutes",
+    "16",
+    "without it at most five permutes are under way, and three rings that share no link have six",
+)
 _EARLY_STARTS = Option(
     "xla_gpu_enable_latency_hiding_scheduler",
     True,
@@ -70,11 +75,12 @@ _EARLY_STARTS = Option(
 # missing was tried, and is refused or changes nothing: the offload on v4 and v5e, the "async
 # collective fusion" on v5e (no change), v5p and v6e (refused).
 COMPILERS = {
-    "TPU v4": Compiler(),
+    "TPU v4": Compiler((_PERMUTES,)),
     "TPU v5 lite": Compiler(frees=frozenset({"all-gather"})),  # fused with a matmul beside it
-    "TPU v5": Compiler(_SPARSE_CORES),
+    "TPU v5": Compiler((*_SPARSE_CORES, _PERMUTES)),
     "TPU v6 lite": Compiler(_SPARSE_CORES),
-    "TPU7x": Compiler(frees=frozenset(COLLECTIVES)),  # a SparseCore sends them without being told
+    # A SparseCore sends them without being told.
+    "TPU7x": Compiler((_PERMUTES,), frees=frozenset(COLLECTIVES)),
     "NVIDIA": Compiler((_EARLY_STARTS,), frozenset(COLLECTIVES)),
 }
 
