@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -85,20 +86,50 @@ def make_mesh(
     return mesh
 
 
-def _closed_axes(mesh: Mesh) -> frozenset[str]:
-    """The axes of which each step, the last one back too, is over one link."""
-    within = [
-        name
-        for name, row in zip(mesh.axis_names, _slices_along(mesh), strict=True)
-        if row and mesh.shape[name] > 2
-    ]
-    return frozenset(name for name in within if ring_hops(mesh, name).max() == 1)
+def _closed_axes(mesh: Mesh) -> dict[str, int]:
+    """The axes that are closed rings of links, and how many messages share a link of each."""
+    return {
+        name: _messages_a_link(_rings(mesh, (name,)))
+        for name in mesh.axis_names
+        if mesh.shape[name] > 1 and why_not_closed(mesh, name) is None
+    }
 
 
-def _slices_along(mesh: Mesh) -> list[bool]:
-    """Of each axis whether its rings stay within a slice."""
-    slices = np.vectorize(slice_of, otypes=[int])(mesh.devices)
-    return [bool((slices == slices.take([0], dim)).all()) for dim in range(slices.ndim)]
+def why_not_closed(mesh: Mesh, name: str) -> str | None:
+    """Why an axis is no closed ring of links; None where it is: no step is over more than one."""
+    if mesh.shape[name] == 2:
+        return f"the two devices of {name} have one link"
+    if not _stays_within_a_slice(mesh, name):
+        return f"{name} joins slices"
+    *steps, back = ring_hops(mesh, name).max(axis=0).tolist()
+    if max(steps) > 1:
+        return f"neighbours on {name} are up to {max(steps)} links apart"
+    return f"the ends of {name} are {back} links apart" if back > 1 else None
+
+
+def _stays_within_a_slice(mesh: Mesh, name: str) -> bool:
+    slices = np.vectorize(slice_of, otypes=[int])(_rings(mesh, (name,)))
+    return bool((slices == slices[:, :1]).all())
+
+
+def _messages_a_link(rings: Shaped[np.ndarray, "rings size"]) -> int:
+    """How many messages share a link, where all rings send both ways at once.
+
+    Two devices of a chip share its links.
+    """
+    places = [[(slice_of(device), *device.coords) for device in ring] for ring in rings]
+    steps = Counter(
+        frozenset(step) for ring in places for step in zip(ring, [*ring[1:], ring[0]], strict=True)
+    )
+    return max((count for step, count in steps.items() if len(step) == 2), default=1)
+
+
+def _rings(mesh: Mesh, names: tuple[str, ...]) -> Shaped[np.ndarray, "rings size"]:
+    """The devices of each ring, in logical order; rings are in mesh order."""
+    order = ring_positions(mesh, names)
+    others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
+    along = [i for i, name in enumerate(mesh.axis_names) if name in names]
+    return mesh.devices.transpose(others + along).reshape(-1, len(order))[:, order]
 
 
 @public
@@ -169,7 +200,10 @@ def disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray,
 def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
     """Counts the physical links between each device of a ring and the next one.
 
-    A ring is fast when every entry is 1: each transfer then has a link to itself.
+    A ring is fast when every entry is 1: each transfer then has a link to itself. The ring over
+    several axes is in logical order, and jumps where its last axis begins anew. Its hops say
+    nothing of `disjoint_rings`: their steps are over one link where each axis by itself has 3
+    devices or more and hops of at most 1.
 
     Args:
       mesh: a mesh of real or described devices.
@@ -193,12 +227,7 @@ def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
 
     Source: wrap-around rules from the public book "How to scale your model".
     """
-    order = ring_positions(mesh, axis_names(axis))
-    names = axis_names(axis)
-    others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
-    along = [i for i, name in enumerate(mesh.axis_names) if name in names]
-    rings = mesh.devices.transpose(others + along).reshape(-1, len(order))[:, order]
-
+    rings = _rings(mesh, axis_names(axis))
     if not all(on_torus(device) for device in rings.flat):
         return np.asarray(rings != np.roll(rings, -1, axis=1)).astype(int)
     slices = np.array([slice_of(device) for device in rings.flat]).reshape(rings.shape)

@@ -5,7 +5,7 @@ those that are named or those of `auto`. The rules of `auto` are the functions o
 each kind of work, and can be replaced here without touching anything else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -60,7 +60,8 @@ class Problem:
       told: the collectives that the compiler runs beside other work; None: those of the program
         that is traced.
       what: by which it differs from other work of equal shapes, in words.
-      closed: the axes of the mesh that are closed rings of links.
+      closed: the axes of the mesh that are closed rings of links, and how many messages share a
+        link where all rings of one send both ways.
     """
 
     kind: Kind
@@ -73,13 +74,26 @@ class Problem:
     devices: int = field(default_factory=_traced_devices)
     told: frozenset[str] | None = None
     what: str = ""
-    closed: frozenset[str] = field(default_factory=traced_closed_axes)
+    closed: Mapping[str, int] = field(default_factory=traced_closed_axes)
+
+    @cached_property
+    def messages(self) -> tuple[int, int]:
+        """How many messages share a link around the one ring, and around disjoint rings.
+
+        Several where two devices have the links of one chip; one where nothing is known of axes.
+        """
+        found = [self.closed.get(ring.names[0], 1) for ring in self.ring.stages()]
+        return (found[-1], max(found)) if found else (1, 1)  # one ring is along the last axis
 
     @cached_property
     def spans_a_torus(self) -> bool:
-        """Whether its axes are two closed rings of links or more: then they have disjoint rings."""
+        """Whether its axes are closed rings of links that have more of them than one ring.
+
+        Two devices of a chip that are on one axis may have all there is by one ring.
+        """
         long = [ring.names[0] for ring in self.ring.stages()]
-        return len(long) > 1 and set(long) <= self.closed
+        one, disjoint = self.messages
+        return len(long) * one > disjoint and len(long) > 1 and set(long) <= self.closed.keys()
 
     @cached_property
     def beside(self) -> frozenset[str]:
@@ -189,7 +203,15 @@ def by_time(problem: Problem) -> Ways:
         return [way for way in found if not (joined and way.chunks > 1)]
 
     def seconds(flows: tuple[Flow, ...], way: Way, kept: bool = False) -> float:
-        time = time_of(chip, flows, way, problem.beside, kept=kept, devices=problem.devices)
+        time = time_of(
+            chip,
+            flows,
+            way,
+            problem.beside,
+            kept=kept,
+            devices=problem.devices,
+            messages=problem.messages[way.mode == "disjoint-rings"],
+        )
         # Of rings that take the same but for rounding, the one that sends half over a link.
         alike = 1 + 1e-9 * (way.mode == "unidirectional")
         margin = fitted_to(chip.kind).chunked_margin if way.chunks > 1 else MARGIN

@@ -17,9 +17,7 @@ from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._turns import Turn, gather_turns
 from jaxpar.collectives._ways import InChunks, Stationary, Way
 
-# What one more piece of work costs beyond what it computes, reads and writes, in seconds; and what
-# one more collective does.
-PIECE_OVERHEAD = 3e-6
+# What one more collective costs, in seconds.
 CHUNK_OVERHEAD = 6e-6
 # Of peak, what large matmuls reach.
 MATMUL_SHARE = 0.9
@@ -99,6 +97,7 @@ def time_of(
     *,
     kept: bool = False,
     devices: int = 0,
+    messages: int = 1,
 ) -> float:
     """Returns the seconds that flows take, one after the other, by a way.
 
@@ -109,9 +108,10 @@ def time_of(
       beside: the collectives that the compiler runs beside other work.
       kept: what the last one gathers is there already.
       devices: of the whole mesh; 0: no more than those of the ring.
+      messages: that share a link in turns, where devices of one chip send at once.
     """
     if isinstance(way, InTurns):
-        return sum((_in_turns(chip, flow, way) for flow in flows), 0.0)
+        return sum((_in_turns(chip, flow, way, messages) for flow in flows), 0.0)
     if isinstance(way, InChunks):
         return sum((_in_chunks(chip, flow, way, beside) for flow in flows), 0.0)
     if isinstance(way, Stationary):
@@ -193,21 +193,22 @@ def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) ->
     return rest + (work + sent + (chunks - 1) * max(work, sent)) / chunks
 
 
-def _in_turns(chip: Chip, flow: Flow, way: InTurns) -> float:
+def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int) -> float:
     size = way.ring.size
     rings = len(way.rings or [way.ring])  # of which each has its own links, and a share of blocks
     turns = gather_turns(size, way.directions, rings=rings, whole_opposite=way.whole_opposite)
     pieces = rings * (1 if flow.kind == "gather" else way.order.pieces)  # of each block
     fitted = fitted_to(chip.kind)
     work = _work(chip, flow, size * pieces, fitted.turn_passes) / size
-    hop = flow.block_bytes / rings / chip.link + chip.latency
+    work += 2 * fitted.travelling * flow.added / chip.hbm / size
+    hop = flow.block_bytes / rings * messages / chip.link + chip.latency
 
     def seconds(turn: Turn) -> float:
         # Two halves are one block's work, and so are the shares of all rings.
         whole = len([leg for leg in turn.legs if leg.half is None]) / rings
-        links = [hop if leg.half is None else hop / 2 for leg in turn.blocks]
+        hops = [hop if leg.half is None else hop / 2 for leg in turn.blocks]
         # A torus has a link each way; on a GPU both ways leave by one port.
-        sent = max(links, default=0.0) if chip.torus else sum(links, 0.0)
+        sent = max(hops, default=0.0) if chip.torus else sum(hops, 0.0)
         return max(work * max(1, whole), sent)
 
     halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
@@ -243,8 +244,7 @@ def _work(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = Fa
     where there are none, or not at all where they are `kept` on the chip until the last piece.
     """
     computed = flow.flops / (MATMUL_SHARE * chip.flops)
-    # Two cores that make one device keep nothing.
-    fits = chip.cores == 1 and flow.whole <= VMEM_SHARE * chip.vmem
+    fits = flow.whole <= VMEM_SHARE * chip.vmem
     if fits:
         computed = max(computed, pieces * flow.whole / (VMEM_SPEED * chip.hbm))
     reads = 1 if fits else pieces
@@ -252,7 +252,7 @@ def _work(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = Fa
     moved = reads * flow.whole + flow.shared + flow.sums
     work = hypot(computed, moved / chip.hbm)
     added = again * passes / chip.hbm
-    return max(work, (moved + again) / chip.hbm) + added + (pieces - 1) * PIECE_OVERHEAD
+    return max(work, (moved + again) / chip.hbm) + added + (pieces - 1) * fitted_to(chip.kind).piece
 
 
 def collective_time(chip: Chip, flow: Flow, size: int) -> float:

@@ -24,6 +24,8 @@ class Fitted:
       chunk_passes: the same in chunks.
       chunked_margin: by what factor chunks must be predicted to win: each is a matmul that a
         compiler tiles by itself.
+      piece: seconds that one more piece of work costs beyond what it computes, reads and writes.
+      travelling: how often sums that travel are read and written as float32 besides, in turns.
     """
 
     copies: float = 1.0
@@ -33,12 +35,14 @@ class Fitted:
     turn_passes: float = 0.0
     chunk_passes: float = 0.0
     chunked_margin: float = 0.94
+    piece: float = 3e-6
+    travelling: float = 0.0
 
 
 _OTHERS = Fitted()
 _BY_KIND = {
     "TPU v5 lite": Fitted(last_gather=0.4, turn_passes=2.0, chunk_passes=0.5),
-    "TPU v5": Fitted(copies=0.4, slices=0.4, chunked_margin=0.92),
+    "TPU v5": Fitted(copies=0.4, slices=0.4, chunked_margin=0.92, piece=1.8e-6, travelling=0.9),
     "TPU v6 lite": Fitted(
         copies=0.4,
         slices=0.4,
