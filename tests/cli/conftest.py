@@ -92,6 +92,8 @@ def report():
         mesh={"tp": 4},
         ring=("tp",),
         links_apart=1,
+        disjoint=False,
+        not_closed=(),
         chip={"capacity": 2.0**34, "link": 4.5e10},
         compiler_options={"xla_a": True},
         versions={"jax": "0.12", "libtpu": "0.0.50"},

@@ -76,6 +76,21 @@ def test_table_warns(report, request_made, change, text):
     assert text in printed(changed, request_made)
 
 
+def test_table_warns_of_links_that_rings_share(report, request_made):
+    def words(facts, predictions=report.predictions):
+        changed = replace(report, facts=facts, predictions=predictions)
+        return " ".join(printed(changed, request_made).split())
+
+    plane = replace(report.facts, ring=("x", "y"), links_apart=2, disjoint=True)
+    assert "so that transfers share links; those of disjoint-rings do not" in words(plane)
+    disjoint = [replace(p, same_as="disjoint-rings") for p in report.predictions]
+    assert "links apart" not in words(plane, disjoint)
+    open_ = replace(plane, disjoint=False, not_closed=("the ends of y are 3 links apart",))
+    assert "share none: the ends of y are 3 links apart; auto does not take" in words(open_)
+    one_ring = [replace(p, mode="bidirectional", same_as=None) for p in report.predictions]
+    assert "share none" not in words(open_, one_ring)
+
+
 def test_results_survive_json(report, request_made):
     for prediction in report.predictions:
         sent = json.loads(json.dumps(asdict(prediction)))

@@ -54,6 +54,8 @@ class Facts:
     mesh: dict[str, int]
     ring: tuple[str, ...]  # empty for a function, which has rings of its own
     links_apart: int  # at most, from one device of a ring to the next
+    disjoint: bool  # whether it is over several axes that are closed rings of links
+    not_closed: tuple[str, ...]  # of several axes on a torus, why some are none
     chip: dict[str, Any]  # the figures used
     compiler_options: dict[str, Any]
     versions: dict[str, str]  # of jax and of the compiler
@@ -175,11 +177,8 @@ def notes(report: Report) -> list[str]:
     """What a reader must know to judge a target's results."""
     found: list[str] = []
     facts = report.facts
-    if facts and facts.links_apart > 1:
-        found.append(
-            f"neighbours on the ring {','.join(facts.ring)} are up to {facts.links_apart} links "
-            "apart on this mesh, so that transfers share links"
-        )
+    if facts:
+        found += _notes_of_links(facts, report.predictions)
     if facts and report.predictions:
         most = max(p.timeline.peak_bytes for p in report.predictions)
         if most > facts.chip["capacity"]:
@@ -190,6 +189,25 @@ def notes(report: Report) -> list[str]:
     loops = {name for p in report.predictions for name in p.timeline.loops_of_unknown_length}
     if loops:
         found.append(f"loops of unknown length count as one trip: {', '.join(sorted(loops))}")
+    return found
+
+
+def _notes_of_links(facts: Facts, predictions: Sequence[Prediction]) -> list[str]:
+    """Whether a ring's transfers share links, and why its axes have no rings that do not."""
+    found: list[str] = []
+    names = ",".join(facts.ring)
+    others = {p.same_as or p.mode for p in predictions} - {"naive", "disjoint-rings"}
+    if facts.links_apart > 1 and (others or not facts.disjoint):
+        found.append(
+            f"neighbours on the ring {names} are up to {facts.links_apart} links apart on this "
+            "mesh, so that transfers share links"
+            + ("; those of disjoint-rings do not" if facts.disjoint else "")
+        )
+    if facts.not_closed and {p.mode for p in predictions} & {"auto", "disjoint-rings"}:
+        found.append(
+            f"no rings over {names} are of one link each and share none: "
+            f"{', '.join(facts.not_closed)}; auto does not take disjoint-rings"
+        )
     return found
 
 
@@ -238,7 +256,7 @@ def prediction_from(record: Mapping[str, Any]) -> Prediction:
 
 def facts_from(record: Mapping[str, Any]) -> Facts:
     """The inverse of `dataclasses.asdict` of `Facts`."""
-    return Facts(**_with_tuples(record, "ring"))
+    return Facts(**_with_tuples(record, "ring", "not_closed"))
 
 
 def request_from(record: Mapping[str, Any]) -> Request:

@@ -15,6 +15,7 @@ from jaxpar.cli._ops import Ring
 from jaxpar.cli._predict_programs import Program, programs, requested_options
 from jaxpar.cli._predict_results import Facts, Failure, Prediction, Request, request_from
 from jaxpar.cli._processes import answer, first_line, one_line
+from jaxpar.mesh import why_not_closed
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 
@@ -101,6 +102,7 @@ def facts_of(request: Request, target: Target, ring: Ring, chosen: list[Program]
     first = target.mesh.devices.flat[0]
     # Besides those requested, a function of `jaxpar.jit` keeps its own.
     _, options = jitted_with(chosen[0].function, requested_options(request, target))
+    not_closed = _not_closed(target, ring)
     compilers = ("jax", *COMPILER_PACKAGES["tpu" if target.platform == "tpu" else "gpu"])
     return Facts(
         platform=target.platform,
@@ -109,10 +111,20 @@ def facts_of(request: Request, target: Target, ring: Ring, chosen: list[Program]
         mesh=dict(target.mesh.shape),
         ring=ring,
         links_apart=int(jaxpar.ring_hops(target.mesh, ring).max()) if ring else 0,
+        disjoint=not_closed == [],
+        not_closed=tuple(not_closed or ()),
         chip=asdict(target.chip) if target.chip else {},
         compiler_options=options,
         versions=versions(*compilers),
     )
+
+
+def _not_closed(target: Target, ring: Ring) -> list[str] | None:
+    """Why axes of a ring over several are no closed rings of links; None of another ring."""
+    long = [name for name in ring if target.mesh.shape[name] > 1]
+    if len(long) < 2 or target.platform != "tpu":
+        return None
+    return [why for name in long if (why := why_not_closed(target.mesh, name))]
 
 
 def where(reason: BaseException) -> str:
