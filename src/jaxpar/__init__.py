@@ -8,9 +8,11 @@ from jaxpar import testing as testing
 from jaxpar._axis import Axis
 from jaxpar._jit import jit
 from jaxpar._options import compiled_with, compiler_options
+from jaxpar._quantized import Quantized, quantize
 from jaxpar._tuning import Tuning, tuned
 from jaxpar._types import AxisLike as AxisLike
 from jaxpar._types import Mode as Mode
+from jaxpar._wire import LowBit
 from jaxpar.collectives import (
     ragged_all_to_all,
     ring_all_gather,
@@ -25,6 +27,8 @@ from jaxpar.processes import Description, agree, describe, guard, initialize
 __all__ = [
     "Axis",
     "Description",
+    "LowBit",
+    "Quantized",
     "Tuning",
     "agree",
     "all_gather_matmul",
@@ -38,6 +42,7 @@ __all__ = [
     "make_mesh",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "quantize",
     "ragged_all_to_all",
     "ring_all_gather",
     "ring_all_reduce",

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._cycles import Cycle, disjoint_cycles
-from jaxpar._dtypes import as_dtype
-from jaxpar._types import AxisLike, Mode, Names
+from jaxpar._types import AxisLike, Mode, Names, WireLike
 from jaxpar._varying import vary_alike
+from jaxpar._wire import LowBit, as_wire, gathered_by, summed_as
 
 CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS = ("unidirectional", "bidirectional", "disjoint-rings")
@@ -44,7 +43,9 @@ class Axis:
         what is predicted to be the fastest.
       backward: the mode in the backward pass of matmuls. None: `mode`.
       wire_dtype: the dtype in which partial sums travel. None: that of the result, as
-        `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least.
+        `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least. Or
+        `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or a `LowBit`: then blocks of floats that are
+        gathered travel in 8 bits with scales, and sums as with None.
 
     Raises:
       TypeError: names that are no strings, or what is no dtype.
@@ -57,7 +58,7 @@ class Axis:
 
     names: Names
     mode: Mode = "auto"
-    wire_dtype: DTypeLike | None = None
+    wire_dtype: WireLike = None
     backward: Mode | None = None
 
     def __post_init__(self) -> None:
@@ -74,7 +75,7 @@ class Axis:
             check_mode(self.mode)
             if self.backward is not None:
                 check_mode(self.backward, "backward")
-            object.__setattr__(self, "wire_dtype", as_dtype("wire_dtype", self.wire_dtype))
+            object.__setattr__(self, "wire_dtype", as_wire("wire_dtype", self.wire_dtype))
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,16 @@ class Ring(Axis):
 
     def wire(self, dtype: Any) -> Any:
         """The dtype in which sums travel that are asked for in `dtype`."""
-        return jnp.dtype(self.wire_dtype or dtype)
+        return jnp.dtype(summed_as(self.wire_dtype, dtype) or dtype)
+
+    def low_bit(self, dtype: Any) -> LowBit | None:
+        """How blocks of a dtype are gathered, None where they travel as they are."""
+        return gathered_by(self.wire_dtype, dtype)
+
+    def low_bit_cotangents(self, dtype: Any) -> LowBit | None:
+        """The same of cotangents, which are gathered where sums were scattered."""
+        how = self.low_bit(dtype)
+        return how if how is not None and how.cotangents else None
 
     def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
         """The axes in the mesh's order, of which there is only one reading.
@@ -166,7 +176,7 @@ def bind(
     if mode is not None:
         check_mode(mode)
     mode, backward = (given.mode, given.backward) if mode is None else (mode, None)
-    wire = given.wire_dtype if wire_dtype is None else as_dtype("wire_dtype", wire_dtype)
+    wire = given.wire_dtype if wire_dtype is None else as_wire("wire_dtype", wire_dtype)
     names: tuple[str, ...] = given.names
     sizes: dict[str, int] = {}
     mesh = jax.sharding.get_abstract_mesh()

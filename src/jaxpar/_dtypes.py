@@ -52,28 +52,17 @@ def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
         ) from None
 
 
-def check_wire(wire_dtype: Any, summed: Any) -> None:
-    """Raises unless sums of dtype `summed` can travel as `wire_dtype`: both of one kind."""
-    if wire_dtype is None:
-        return
-    if jnp.issubdtype(wire_dtype, jnp.bool_) or _kind(wire_dtype) != _kind(summed):
-        raise type_error(
-            f"wire_dtype={wire_dtype} cannot carry sums of {summed}; choose {_kind(summed)} "
-            "dtype, or None"
-        )
-
-
 def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
     """Raises if `dtype` would lose digits of integers, signs, fractions or imaginary parts."""
     signed = jnp.issubdtype(given, jnp.signedinteger)
     narrower = jnp.issubdtype(given, jnp.integer) and dtype.itemsize < given.itemsize
     if (
         narrower
-        or _KINDS.index(_kind(dtype)) < _KINDS.index(_kind(given))
+        or _KINDS.index(kind_of_dtype(dtype)) < _KINDS.index(kind_of_dtype(given))
         or (signed and jnp.issubdtype(dtype, jnp.unsignedinteger))
         or jnp.issubdtype(dtype, jnp.bool_)
     ):
-        kind = "a wider" if narrower else "a signed" if signed else _kind(given)
+        kind = "a wider" if narrower else "a signed" if signed else kind_of_dtype(given)
         raise type_error(
             f"{argument}={dtype} cannot hold {what} of {given} operands; choose {kind} "
             "dtype, or None"
@@ -82,14 +71,14 @@ def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
 
 def loses_parts(added: Any, dtype: Any) -> bool:
     """Whether sums of `dtype` lose fractions or imaginary parts of what is added, or are none."""
-    is_less = _KINDS.index(_kind(dtype)) < _KINDS.index(_kind(added))
+    is_less = _KINDS.index(kind_of_dtype(dtype)) < _KINDS.index(kind_of_dtype(added))
     return is_less or bool(jnp.issubdtype(added, jnp.bool_))
 
 
 _KINDS = ("an integer", "a float", "a complex")  # each holds what the ones before hold
 
 
-def _kind(dtype: Any) -> str:
+def kind_of_dtype(dtype: Any) -> str:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return "a complex"
     return "a float" if jnp.issubdtype(dtype, jnp.inexact) else "an integer"

@@ -14,8 +14,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from jaxpar._axis import Axis
+    from jaxpar._quantized import Quantized
     from jaxpar._tuning import Tuning
+    from jaxpar._wire import LowBit
 
     AxisLike = str | tuple[str, ...] | list[str] | Axis
     Names = Any  # a tuple of strings, made of any of a string, a tuple and a list
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
         "disjoint-rings",
         "auto",
     ]
+    WireLike = DTypeLike | LowBit | None
+    MaybeQuantized = Array | Quantized
     Operand = Literal["lhs", "rhs"]
     SequenceOrder = Literal["zigzag", "contiguous"]
     Policy = Literal["probability", "position"]
@@ -56,7 +62,7 @@ else:
         Label
     ) = Weights = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Names = (
         TuningLike
-    ) = RulesLike = AnyMesh = PathLike = Any
+    ) = WireLike = MaybeQuantized = RulesLike = AnyMesh = PathLike = Any
     Values = Any
 
 # What `help` shows in their place: a static checker's types, which are not there at run time.
@@ -65,6 +71,8 @@ SHOWN = {
     "Names": "str | tuple[str, ...] | list[str]",
     "Mode": "Literal['naive', 'stationary', 'chunked-2', 'chunked-4', 'chunked-8', "
     "'unidirectional', 'bidirectional', 'disjoint-rings', 'auto']",
+    "WireLike": "DTypeLike | LowBit | None",
+    "MaybeQuantized": "Array | Quantized",
     "Operand": "Literal['lhs', 'rhs']",
     "SequenceOrder": "Literal['zigzag', 'contiguous']",
     "Policy": "Literal['probability', 'position']",

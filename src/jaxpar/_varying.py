@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxpar._dtypes import addition_dtype, check_wire, common_dtype
+from jaxpar._dtypes import addition_dtype, common_dtype
+from jaxpar._wire import check_wire
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:

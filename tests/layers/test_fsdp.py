@@ -471,7 +471,7 @@ def test_bf16_gradients_are_summed_in_float32():
     )
 
 
-NARROW = Axis("f", wire_dtype="int8")
+NARROW = Axis("f", wire_dtype="int32")
 
 
 def run_scan(layer_fn, stack, x, axis="f", **options):
@@ -501,7 +501,7 @@ def keep(w, x):
             (2, 4),
             {"dim": (0, 1)},
         ),
-        (TypeError, r"wire_dtype=int8 cannot carry", keep, (2, 4), {"axis": NARROW}),
+        (TypeError, r"wire_dtype=int32 cannot carry", keep, (2, 4), {"axis": NARROW}),
     ],
 )
 def test_errors_of_scan(error, text, layer_fn, shapes, options):

@@ -9,7 +9,9 @@ from jax import Array, lax
 
 from jaxpar._derivatives import linear_pair, with_derivative
 from jaxpar._dtypes import addition_dtype
+from jaxpar._quantized import Quantized, Scales, encoded, gather_scales
 from jaxpar._varying import checks_varying, vary_over
+from jaxpar._wire import LowBit, summed_as
 from jaxpar.collectives._order import spec_of
 from jaxpar.collectives._ways import Arrivals, Positions, Way
 
@@ -34,6 +36,7 @@ class Group:
     # Of a bucket, of blocks of any shapes in a row each: those of the members, and where they are
     # cut. None: members travel in their own shapes.
     flat: tuple[tuple[tuple[int, ...], int], ...] | None = None
+    exact: bool = False  # they are not quantized: small ones, and scales
 
     def laid_out(self, parts: list[Array]) -> list[Array]:
         """Returns members as they travel: of a bucket [blocks, numbers of a block]."""
@@ -71,11 +74,13 @@ class Blocks:
       stages: the ways to gather, one after the other; the last one brings what are neighbours.
       groups: the leaves that are cut. All others are whole, and stay as they are.
       derived_by_jax: JAX's derivatives and dtypes of sums are left as they are.
+      low_bit: how floats travel that are gathered; None: as they are.
     """
 
     stages: tuple[Way, ...]
     groups: tuple[Group, ...]
     derived_by_jax: bool = False
+    low_bit: LowBit | None = None
 
 
 def _gather(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
@@ -85,9 +90,10 @@ def _gather(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         parts = [leaves[n] for n in group.members]
         if parts[0] is None:
             continue
-        parts = group.laid_out(parts)
+        parts, scales = _encode(blocks, group, group.laid_out(parts))
         for way in reversed(blocks.stages):
-            parts = _gather_group(group, parts, way)
+            last = way is blocks.stages[0]
+            parts = _gather_group(group, parts, way, scales if last else None)
         for number, part in zip(group.members, group.as_they_were(parts), strict=True):
             whole[number] = part
     return whole
@@ -102,7 +108,7 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
             continue
         dtype = parts[0].dtype
         wide = dtype if blocks.derived_by_jax else addition_dtype(dtype)
-        wire = blocks.stages[0].ring.wire_dtype if blocks.stages else None
+        wire = summed_as(blocks.stages[0].ring.wire_dtype, dtype) if blocks.stages else None
         between = wide if wire == wide else dtype  # a wide wire: rounded once, in the last stage
         parts = group.laid_out(parts)
         for way in blocks.stages:
@@ -116,19 +122,42 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
 gather_blocks, scatter_sums = linear_pair(_gather, _scatter)
 
 
-def _gather_group(group: Group, parts: list[Array], way: Way) -> list[Array]:
+def _encode(
+    blocks: Blocks, group: Group, parts: list[Array]
+) -> tuple[list[Array], list[Scales] | None]:
+    """Returns what travels of blocks, and the scales of all devices where they are quantized."""
+    if blocks.low_bit is None or group.exact or not blocks.stages:
+        return parts, None
+    coded = [encoded(blocks.low_bit, x, group.dim) for x in parts]
+    if not all(isinstance(x, Quantized) for x in coded):
+        return parts, None
+    names = tuple(name for way in blocks.stages for name in way.ring.names)
+    return gather_scales(names, coded, group.dim)
+
+
+def _gather_group(
+    group: Group, parts: list[Array], way: Way, scales: list[Scales] | None
+) -> list[Array]:
     sizes = [part.shape[group.dim] * way.ring.size for part in parts]
+    read: list[Scales | None] = [None] * len(parts) if scales is None else [*scales]
+
+    def take(positions: Positions) -> list[Any]:
+        return [None if of is None else of.at(positions) for of in read]
 
     def place(wholes: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         wholes = [None] * len(parts) if wholes is None else wholes
-        for block, positions, _ in arrivals:
+        for block, positions, taken in arrivals:
+            found = [
+                part if of is None else of.read(part, at)
+                for part, of, at in zip(group.split(block), read, taken, strict=True)
+            ]
             wholes = [
                 positions.place(whole, part, group.dim, size)
-                for whole, part, size in zip(wholes, group.split(block), sizes, strict=True)
+                for whole, part, size in zip(wholes, found, sizes, strict=True)
             ]
         return wholes
 
-    return way.gather(group.join(parts), place, dim=group.dim)
+    return way.gather(group.join(parts), place, take=take, dim=group.dim)
 
 
 def _scatter_group(
@@ -149,12 +178,16 @@ def _scatter_group(
 
 def gather_along(way: Way, x: Array, dim: int) -> Array:
     """Returns the blocks of all devices along `dim`."""
-    return gather_blocks(_one(way, dim, way.derived_by_jax), None, [x])[0]
+    low_bit = way.ring.low_bit(x.dtype)
+    by_jax = way.derived_by_jax and low_bit is None
+    return gather_blocks(_one(way, dim, by_jax, low_bit), None, [x])[0]
 
 
 def scatter_along(way: Way, x: Array, dim: int) -> Array:
     """Returns this device's block, along `dim`, of the sum of all devices' arrays."""
-    return scatter_sums(_one(way, dim, way.derived_by_jax), None, [x])[0]
+    low_bit = way.ring.low_bit_cotangents(x.dtype)
+    by_jax = way.derived_by_jax and low_bit is None
+    return scatter_sums(_one(way, dim, by_jax, low_bit), None, [x])[0]
 
 
 def all_reduce(way: Way, x: Array) -> Array:
@@ -193,8 +226,8 @@ def gather_replicated(way: Way, block: Array, dim: int) -> Array:
     return gather_blocks(_one(way, dim), None, [block])[0]
 
 
-def _one(way: Way, dim: int, derived_by_jax: bool = False) -> Blocks:
-    return Blocks((way,), (Group((0,), dim),), derived_by_jax)
+def _one(way: Way, dim: int, derived_by_jax: bool = False, low_bit: LowBit | None = None) -> Blocks:
+    return Blocks((way,), (Group((0,), dim),), derived_by_jax, low_bit)
 
 
 def _sum(blocks: Blocks, x: Array) -> Array:
@@ -215,9 +248,11 @@ _replicated_sum = with_derivative(_sum, _sum_fwd, _sum_bwd)
 
 
 def group_leaves(
-    leaves: Leaves, dims: list[int | None], *, size: int, join: bool
+    leaves: Leaves, dims: list[int | None], scales: list[bool], *, size: int, join: bool
 ) -> tuple[Group, ...]:
     """Returns the groups of the leaves that are cut along `dims`, None for those that are whole.
+
+    Those that are `scales` of quantized values are no groups with others.
 
     To `join`, leaves must be of one dtype and differ in one dimension, not the one they are cut in.
     Small ones of one dtype make a bucket; `size` devices have a block each.
@@ -231,12 +266,14 @@ def group_leaves(
         assert dim is not None
         fitting: list[tuple[int, list[int]]] = [(0, [first])]
         for joined in range(x.ndim) if join else ():
-            same = [n for n in left if dims[n] == dim and _fits(leaves[n], x, joined)]
+            alike = [n for n in left if (dims[n], scales[n]) == (dim, scales[first])]
+            same = [n for n in alike if _fits(leaves[n], x, joined)]
             if joined != dim:
                 fitting.append((joined, same))
         joined, members = max(fitting, key=lambda fit: len(fit[1]))
         lengths = tuple(leaves[n].shape[joined] for n in members)
-        groups.append(Group(tuple(members), dim, joined, lengths))
+        exact = scales[first] or all(_is_small(leaves[n], size) for n in members)
+        groups.append(Group(tuple(members), dim, joined, lengths, exact=exact))
         left = [n for n in left if n not in members]
     return tuple(groups)
 
@@ -245,8 +282,7 @@ def _buckets(leaves: Leaves, dims: list[int | None], size: int) -> list[Group]:
     """A bucket for all small leaves of a type, where there are several."""
     alike: dict[Any, list[int]] = {}
     for number, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
-        small = 0 < x.size * x.dtype.itemsize * size <= SMALL and not any(spec_of(x))
-        if dim is not None and small:
+        if dim is not None and x.size and _is_small(x, size) and not any(spec_of(x)):
             key = x.dtype, jax.typeof(x).manual_axis_type.varying
             alike.setdefault(key, []).append(number)
     return [
@@ -256,10 +292,15 @@ def _buckets(leaves: Leaves, dims: list[int | None], size: int) -> list[Group]:
             joined=1,
             lengths=tuple(leaves[n].size for n in members),
             flat=tuple((leaves[n].shape, dims[n] or 0) for n in members),
+            exact=True,
         )
         for members in alike.values()
         if len(members) > 1
     ]
+
+
+def _is_small(x: Any, size: int) -> bool:
+    return x.size * x.dtype.itemsize * size <= SMALL
 
 
 def _fits(x: Any, other: Any, joined: int) -> bool:

@@ -8,14 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error
 from jaxpar._checks import check_dim, check_divides
-from jaxpar._dtypes import check_wire
-from jaxpar._types import AxisLike, Integer, Mode, Tree
+from jaxpar._types import AxisLike, Integer, Mode, Tree, WireLike
 from jaxpar._varying import vary_alike
+from jaxpar._wire import check_wire
 from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.collectives._ways import Way
@@ -62,7 +61,13 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
 
 @public
 def ring_all_gather(
-    x: Tree, axis: AxisLike, *, dim: Integer = 0, tiled: bool = False, mode: Mode | None = None
+    x: Tree,
+    axis: AxisLike,
+    *,
+    dim: Integer = 0,
+    tiled: bool = False,
+    mode: Mode | None = None,
+    wire_dtype: WireLike = None,
 ) -> Tree:
     """All-gathers every array of a pytree by passing blocks around a ring.
 
@@ -76,6 +81,9 @@ def ring_all_gather(
         `"naive"` (`lax.all_gather`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
         `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the links, both
         ways on a torus, one way behind a switch or on CPU.
+      wire_dtype: `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or a `LowBit`: floats travel in 8
+        bits with scales, rounded once, and the derivative is as if they were not. None, or any
+        other dtype, which is that of the derivative's sums: that of `axis`; their own.
 
     Returns:
       What `lax.all_gather(x, axis, axis=dim, tiled=tiled)` returns, varying over `axis`.
@@ -97,7 +105,7 @@ def ring_all_gather(
     Source: the ring algorithm of Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations" (2009).
     """
-    ring = bind(axis, mode=mode)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     (x,) = vary_alike(ring.names, x)
 
     def gather(x: Array) -> Array:
@@ -116,7 +124,7 @@ def ring_reduce_scatter(
     dim: Integer = 0,
     tiled: bool = False,
     mode: Mode | None = None,
-    wire_dtype: DTypeLike | None = None,
+    wire_dtype: WireLike = None,
 ) -> Tree:
     """Reduce-scatters every array of a pytree by passing partial sums around a ring.
 
@@ -173,7 +181,7 @@ def ring_reduce_scatter(
 
 @public
 def ring_all_reduce(
-    x: Tree, axis: AxisLike, *, mode: Mode | None = None, wire_dtype: DTypeLike | None = None
+    x: Tree, axis: AxisLike, *, mode: Mode | None = None, wire_dtype: WireLike = None
 ) -> Tree:
     """Sums every array of a pytree over a ring: a reduce-scatter, then an all-gather.
 

@@ -29,6 +29,12 @@ class Span:
             return x
         return lax.dynamic_slice_in_dim(x, self.start, self.size, dim)
 
+    def of_blocks(self, x: Array, dim: int, length: int) -> Array:
+        """Returns what `x` has one of along `dim` for each block of `length` positions."""
+        if self.size == x.shape[dim] * length:
+            return x
+        return lax.dynamic_slice_in_dim(x, self.start // length, 1, dim)
+
     def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
         """Writes `part` at these positions of `dim`, of `length`; None: a whole yet unwritten."""
         if part.shape[dim] == length:
@@ -59,6 +65,10 @@ class Comb:
         apart = split_dim(x, dim, self.blocks)
         cut = lax.slice_in_dim(apart, self.start, self.start + self.size, axis=dim + 1)
         return join_dims(cut, dim)
+
+    def of_blocks(self, x: Array, dim: int, length: int) -> Array:
+        """As that of a span."""
+        return x
 
     def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
         """As that of a span."""

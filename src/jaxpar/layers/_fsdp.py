@@ -15,9 +15,11 @@ from jaxtyping import Num
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_dim
-from jaxpar._dtypes import check_wire, loses_parts
-from jaxpar._types import AxisLike, Integer, Tree, TreeDim
+from jaxpar._dtypes import loses_parts
+from jaxpar._quantized import as_array, as_operand, scales_among
+from jaxpar._types import AxisLike, Integer, MaybeQuantized, Tree, TreeDim
 from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
+from jaxpar._wire import check_wire
 from jaxpar.collectives._blocks import Blocks, gather_blocks, group_leaves, scatter_sums
 from jaxpar.collectives._choice import Problem, choose_stages
 from jaxpar.matmul import _einsum
@@ -50,8 +52,13 @@ def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
     return scatter_sums(shards, None, gradients)
 
 
-def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring) -> Shards:
-    """Checks the arguments that describe how `leaves` are sharded; a dim counts within its leaf."""
+def bind_shards(
+    leaves: list[Any], dims: list[Any], ring: Ring, scales: list[bool] | None = None
+) -> Shards:
+    """Checks the arguments that describe how `leaves` are sharded; a dim counts within its leaf.
+
+    `scales` tells which leaves are those of quantized values; None: none is.
+    """
     counted: list[int | None] = []
     for x, dim in zip(leaves, dims, strict=True):
         counted.append(None if dim is None else check_dim("dim", dim, x.shape))
@@ -61,8 +68,9 @@ def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring) -> Shards:
     shapes, what = tuple(x.shape for x in cut), " and ".join(sorted({str(x.dtype) for x in cut}))
     stages = choose_stages(Problem("weights", ring, shapes, what=what))
     join = all(way.joins for way in stages)
-    groups = group_leaves(leaves, counted, size=ring.size, join=join)
-    return Shards(stages, groups, dims=tuple(counted))
+    scales = [False] * len(leaves) if scales is None else scales
+    groups = group_leaves(leaves, counted, scales, size=ring.size, join=join)
+    return Shards(stages, groups, low_bit=ring.low_bit("float32"), dims=tuple(counted))
 
 
 _WHOLE = object()
@@ -104,9 +112,13 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
         other), `"disjoint-rings"` (over all of them at once), or `"auto"`: rings on a TPU whose
         compiler waits for an all-gather, which it does without the options of
         `jaxpar.compiler_options`, as long as they are short enough to be unrolled; naive elsewhere.
-        Its `wire_dtype` is that in which sums of gradients travel; None: their own.
+        Its `wire_dtype` is that in which sums of gradients travel; None: their own. Of 8 bits it
+        is that of what is gathered: leaves of 256 KiB and more travel with a scale a row, rounded
+        once, and their gradients are as if they were not.
       dim: the dimension along which a leaf is sharded, None for a leaf that is whole; one for all
         leaves, or a pytree of them that is a prefix of `tree`.
+
+    A `Quantized` in the tree, which is two leaves, stays one: its values travel as they are.
 
     Returns:
       The whole parameters, varying over `axis` where they were gathered. Autodiff keeps them for
@@ -132,7 +144,7 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     """
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     dims = broadcast_dim(dim, tree)
-    shards = bind_shards(leaves, dims, bind(axis))
+    shards = bind_shards(leaves, dims, bind(axis), scales_among(tree))
     return treedef.unflatten(gather_shards(shards, vary_sharded(shards, leaves)))
 
 
@@ -170,7 +182,7 @@ def add_bias(
 @public
 def fsdp_linear(
     x: Array,
-    w: Array,
+    w: MaybeQuantized,
     axis: AxisLike,
     *,
     bias: Array | None = None,
@@ -182,11 +194,11 @@ def fsdp_linear(
 
     Args:
       x: local `[..., k]`, this device's share of the batch.
-      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`).
+      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`); or a `Quantized` one.
       axis: mesh axes, over which weights are sharded: a name, a tuple or list of them in any order,
         or an `Axis`, which says how data travel: its mode as in `all_gather_matmul`, and of a
-        sharded bias as in `fsdp_gather`; its `wire_dtype` for the sums of the weight's gradient;
-        None: its own.
+        sharded bias as in `fsdp_gather`; its `wire_dtype` for the sums of the weight's gradient, or
+        of 8 bits for the weight itself, as in `all_gather_matmul`; None: their own.
       bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it; its shape says which.
       dim: the dimension along which `w` is sharded.
       preferred_element_type: as in `all_gather_matmul`.
@@ -214,11 +226,11 @@ def fsdp_linear(
     Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
     models" (2020), stage 3; the overlap as in `all_gather_matmul`.
     """
-    x, w = jnp.asarray(x), jnp.asarray(w)
-    labels = matmul_labels(x, w)
-    label = labels.rhs[check_dim("dim", dim, w.shape)]
+    x, weight = as_array("x", x), as_operand("w", w)
+    labels = matmul_labels(x, weight)
+    label = labels.rhs[check_dim("dim", dim, weight.shape)]
     call = _einsum.make_call(labels, bind(axis), preferred_element_type, precision)
-    (y,) = _einsum.gather(replace(call, regather=True), "rhs", label, x, (w,))
+    (y,) = _einsum.gather(replace(call, regather=True), "rhs", label, x, (weight,))
     if bias is None:
         return y
     bias = jnp.asarray(bias)

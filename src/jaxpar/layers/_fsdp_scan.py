@@ -17,6 +17,7 @@ from jaxpar._axis import bind
 from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
+from jaxpar._quantized import scales_among
 from jaxpar._types import AxisLike, Tree, TreeDim
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.layers._fsdp import (
@@ -154,7 +155,7 @@ def fsdp_scan(
     own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
     dims = broadcast_dim(dim, stacked_params)
     ring = bind(axis)
-    shards = bind_shards(own, dims, ring)
+    shards = bind_shards(own, dims, ring, scales_among(stacked_params))
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:
         given = params_tree.unflatten(weights), state_tree.unflatten(state)

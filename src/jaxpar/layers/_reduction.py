@@ -14,9 +14,10 @@ from jaxtyping import Float, Num
 from jaxpar._axis import bind
 from jaxpar._calls import called, public, type_error, value_error
 from jaxpar._checks import check_whole
-from jaxpar._dtypes import addition_dtype, check_wire, common_dtype
+from jaxpar._dtypes import addition_dtype, common_dtype
 from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar._wire import check_wire
 
 
 @public

@@ -21,9 +21,9 @@ from jaxtyping import Shaped
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
 from jaxpar._checks import check_dim, check_divides
-from jaxpar._dtypes import check_wire
 from jaxpar._types import AxisLike, Integer, Tree
 from jaxpar._varying import checks_varying, vary_on_wire, vary_over, varying_axes
+from jaxpar._wire import check_wire
 
 
 @public

@@ -14,9 +14,10 @@ from jaxtyping import Integer as Integers
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import as_integers, check_precision, check_replicated, check_whole
-from jaxpar._dtypes import check_wire, sum_dtype
+from jaxpar._dtypes import sum_dtype
 from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
 from jaxpar._varying import vary_alike
+from jaxpar._wire import check_wire
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.collectives._cost_model import Flow
 from jaxpar.layers._attention_block import Keys, Scores

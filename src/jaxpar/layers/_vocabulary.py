@@ -23,9 +23,10 @@ from jaxpar._checks import (
     check_sharded,
     check_whole,
 )
-from jaxpar._dtypes import addition_dtype, check_wire, sum_dtype
+from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._types import AxisLike, Integer, Number
 from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
+from jaxpar._wire import check_wire
 from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
 from jaxpar.layers._regions import reduce_region
 

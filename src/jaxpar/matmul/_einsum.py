@@ -21,9 +21,11 @@ from jaxpar._axis import Ring
 from jaxpar._calls import value_error
 from jaxpar._checks import check_divides, check_precision
 from jaxpar._derivatives import with_derivative
-from jaxpar._dtypes import as_dtype, check_holds, check_wire, result_dtype, sum_dtype
+from jaxpar._dtypes import as_dtype, check_holds, result_dtype, sum_dtype
+from jaxpar._quantized import Quantized, as_array, straight_through
 from jaxpar._types import Operand
 from jaxpar._varying import checks_varying, vary_alike, vary_over
+from jaxpar._wire import check_wire
 from jaxpar.collectives._blocks import gather_replicated
 from jaxpar.collectives._choice import Problem, choose_ways
 from jaxpar.collectives._cost_model import Flow
@@ -61,6 +63,8 @@ class Call:
         operands: tuple[Array, ...],
         forward: tuple[Flow, ...],
         backward: tuple[Flow, ...] = (),
+        *,
+        low_bit: bool = False,
     ) -> RingEinsum:
         """Returns how to run over the ring."""
         shapes = tuple(x.shape for x in operands)
@@ -69,7 +73,7 @@ class Call:
         problem = Problem(kind, self.ring, shapes, forward, backward, what=what)
         way, back = choose_ways(problem)
         underived, _ = choose_ways(replace(problem, backward=()))
-        return RingEinsum(way, back, underived, label, self.arithmetic, self.recomputed)
+        return RingEinsum(way, back, underived, label, self.arithmetic, self.recomputed, low_bit)
 
     def result_dtype(self, lhs: Array) -> Any:
         """The dtype of the result."""
@@ -121,6 +125,7 @@ def gather(
 ) -> tuple[Array, ...]:
     """Multiplies lhs by each of `rhs`, `operand` being gathered along `label` first."""
     ring, labels = call.ring, call.labels
+    lhs, rhs = _read_alike(operand, lhs, rhs)
     sizes = [local_sizes(labels, lhs, weight, ring, gathered=(operand, label)) for weight in rhs]
     dtype, _ = call.result_dtype(lhs), call.wire_dtype(lhs)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
@@ -130,24 +135,36 @@ def gather(
         (left,), rights = rhs, (lhs,)
         product = Product(labels.rhs, labels.lhs, labels.out, dtype)
 
-    products, width = [product] * len(rights), left.dtype.itemsize
-    forth = flow_of("gather", label, ring.size, products, sizes, width, width)
+    left = straight_through(ring.wire_dtype, left, product.left.index(label))
+    low_bit = isinstance(left, Quantized)
+    products, width = [product] * len(rights), rights[0].dtype.itemsize
+    sent = 1 if low_bit else width
+    forth = flow_of("gather", label, ring.size, products, sizes, width, sent)
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     wire = ring.wire(left.dtype).itemsize
     back = (
         flow_of("scatter", label, ring.size, for_left, sizes, width, wire),
-        flow_of("gather", label, ring.size, for_rights, sizes, width, width),
+        flow_of("gather", label, ring.size, for_rights, sizes, width, sent),
     )
-    method = call.method(label, (left, *rights), (forth,), back)
+    method = call.method(label, (left, *rights), (forth,), back, low_bit=low_bit)
 
     def gathered(
-        left: Left, rights: tuple[Num[Array, "..."], ...]
+        left: Left | Quantized, rights: tuple[Num[Array, "..."], ...]
     ) -> tuple[Num[Array, "..."], ...]:
         return gather_einsum(method, (product,) * len(rights), left, rights)
 
     # Rules of our own gather again anyway, and an operand that stays is gathered nowhere.
     regather = call.regather and method.kept and not method.way.stays
     return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
+
+
+def _read_alike(operand: Operand, lhs: Any, rhs: tuple[Any, ...]) -> Any:
+    """Has an operand that comes quantized, which the gathered one may, be read as its partner."""
+    if operand == "lhs":
+        rhs = tuple(as_array("rhs", x) for x in rhs)
+        return replace(lhs, dtype=rhs[0].dtype) if isinstance(lhs, Quantized) else lhs, rhs
+    lhs, (w,) = as_array("lhs", lhs), rhs
+    return lhs, (replace(w, dtype=lhs.dtype) if isinstance(w, Quantized) else w,)
 
 
 def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
@@ -162,8 +179,10 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
     width = lhs.dtype.itemsize
     forth = flow_of("scatter", label, ring.size, [product], [sizes], width, wire.itemsize)
     gradients = gradients_of_scatter([product], [(lhs.dtype, rhs.dtype)])
-    back = flow_of("gather", label, ring.size, gradients, [sizes] * 2, width, dtype.itemsize)
-    method = call.method(label, (lhs, rhs), (forth,), (back,))
+    low_bit = ring.low_bit_cotangents(dtype) is not None
+    sent = 1 if low_bit else dtype.itemsize
+    back = flow_of("gather", label, ring.size, gradients, [sizes] * 2, width, sent)
+    method = call.method(label, (lhs, rhs), (forth,), (back,), low_bit=low_bit)
     return scatter_einsum(method, (product,), ((lhs, rhs),))
 
 

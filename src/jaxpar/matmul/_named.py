@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
@@ -12,14 +11,24 @@ from jax.typing import DTypeLike
 from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_dim
-from jaxpar._types import AxisLike, Integer, Label, Mode, Operand, Subscripts, Weights
+from jaxpar._quantized import as_array, as_operand
+from jaxpar._types import (
+    AxisLike,
+    Integer,
+    Label,
+    Mode,
+    Operand,
+    Subscripts,
+    Weights,
+    WireLike,
+)
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels, parse_labels
 
 
 @public
 def all_gather_matmul(
-    lhs: Array,
+    lhs: MaybeQuantized,
     rhs: Weights,
     axis: AxisLike,
     *,
@@ -28,7 +37,7 @@ def all_gather_matmul(
     mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
+    wire_dtype: WireLike = None,
 ) -> Weights:
     """Computes `all_gather(lhs) @ rhs`, or `lhs @ all_gather(rhs)`, as the blocks arrive.
 
@@ -37,7 +46,8 @@ def all_gather_matmul(
       rhs: local `[k, n]`, or a tuple of such weights (their `n` may differ) that share one gather
         of lhs.
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
-      gather: the operand that is sharded over `axis`, `"lhs"` or `"rhs"`.
+      gather: the operand that is sharded over `axis`, `"lhs"` or `"rhs"`. A `Quantized` one travels
+        as it is, and has no derivative.
       dim: the dimension of that operand along which it is sharded: rows or batch of lhs, columns
         of rhs, or the contracting dimension of either.
       mode: of both passes; None: those of `axis`, `"auto"` for a name. `"naive"`
@@ -52,7 +62,10 @@ def all_gather_matmul(
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
       wire_dtype: the dtype in which the partial sums of the backward reduce-scatter travel. None:
-        that of `axis`, or that of the gradient.
+        that of `axis`, or that of the gradient. Or `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or
+        a `LowBit`: then what is gathered, forward and backward, travels in 8 bits with a scale for
+        each row, and is rounded once. The derivative is as if it were not. An operand that stays
+        (`"stationary"`) is not rounded.
 
     Operands may vary over any axes; one that is replicated over an axis over which another varies
     gets its gradient summed there.
@@ -87,7 +100,7 @@ def all_gather_matmul(
         raise value_error(f"gather must be 'lhs' or 'rhs', got {gather!r}")
     if isinstance(rhs, tuple) and gather == "rhs":
         raise value_error(_no_shared_gather("gather='rhs' gathers each weight"))
-    lhs, weights = jnp.asarray(lhs), _as_arrays(rhs)
+    lhs, weights = as_operand("lhs", lhs), _as_operands(rhs)
     labels = matmul_labels(lhs, *weights)
     letters, operand = (labels.lhs, lhs) if gather == "lhs" else (labels.rhs, weights[0])
     label = letters[check_dim("dim", dim, operand.shape)]
@@ -107,7 +120,7 @@ def matmul_reduce_scatter(
     mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
+    wire_dtype: WireLike = None,
 ) -> Array:
     """Computes `psum_scatter(lhs @ rhs)`, producing each block while the sums of others travel.
 
@@ -123,7 +136,8 @@ def matmul_reduce_scatter(
       precision: as in `jax.lax.dot_general`.
       wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of the
         result, as `lax.psum_scatter` of a matmul sends it: 16 bits round once a hop, and float32
-        costs twice the bytes.
+        costs twice the bytes. Of 8 bits, as in `all_gather_matmul`, it is that of the cotangent,
+        which the derivative gathers; sums travel as with None.
 
     Returns:
       This device's block, along `dim`, of the sum over the ring of `lhs @ rhs`, varying over
@@ -148,7 +162,7 @@ def matmul_reduce_scatter(
 
     Source: as `all_gather_matmul`.
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     labels = matmul_labels(lhs, rhs)
     result_shape = (*lhs.shape[:-1], *rhs.shape[1:])
     label = labels.out[check_dim("dim", dim, result_shape)]
@@ -166,7 +180,7 @@ def matmul_all_reduce(
     mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
+    wire_dtype: WireLike = None,
 ) -> Array:
     """Computes `psum(lhs @ rhs)`: an overlapped reduce-scatter, then an all-gather.
 
@@ -179,8 +193,8 @@ def matmul_all_reduce(
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of the
-        result.
+      wire_dtype: the dtype in which partial sums travel. None, or 8 bits: that of `axis`, or that
+        of the result.
 
     Returns:
       The sum over the ring of `lhs @ rhs`. Under `check_vma=True` it is typed as replicated over
@@ -205,7 +219,7 @@ def matmul_all_reduce(
 
     Source: as `all_gather_matmul`.
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     labels = matmul_labels(lhs, rhs)
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
@@ -215,7 +229,7 @@ def matmul_all_reduce(
 @public
 def ring_einsum(
     subscripts: Subscripts,
-    lhs: Array,
+    lhs: MaybeQuantized,
     rhs: Weights,
     axis: AxisLike,
     *,
@@ -224,7 +238,7 @@ def ring_einsum(
     mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
-    wire_dtype: DTypeLike | None = None,
+    wire_dtype: WireLike = None,
 ) -> Weights:
     """Computes an einsum of two operands of which one, or the result, is sharded over a ring.
 
@@ -245,7 +259,8 @@ def ring_einsum(
         `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
       wire_dtype: the dtype in which partial sums travel, forward or backward. None: that of `axis`,
-        or that of what they sum up to.
+        or that of what they sum up to. Of 8 bits it is that of what is gathered, as in
+        `all_gather_matmul`.
 
     Returns:
       The local result: with the gathered label whole, or this device's block along the scattered
@@ -278,7 +293,7 @@ def ring_einsum(
     labels = parse_labels(subscripts)
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
-    lhs, weights = jnp.asarray(lhs), _as_arrays(rhs)
+    lhs, weights = as_operand("lhs", lhs), _as_operands(rhs)
     if gather is not None and scatter is None:
         operand = _einsum.gathered_operand(call, gather, lhs, weights[0])
         if isinstance(rhs, tuple) and operand == "rhs":
@@ -288,6 +303,7 @@ def ring_einsum(
     if scatter is not None and gather is None:
         if isinstance(rhs, tuple):
             raise value_error(_no_shared_gather(f"scatter={scatter!r} gathers nothing"))
+        lhs, weights = as_array("lhs", lhs), (as_array("rhs", rhs),)
         if len(scatter) != 1 or scatter not in labels.out:
             raise value_error(
                 f"scatter={scatter!r} is not a label of the result of '{labels}'; "
@@ -301,13 +317,14 @@ def ring_einsum(
     )
 
 
-def _as_arrays(rhs: Weights) -> tuple[Array, ...]:
+def _as_operands(rhs: Weights) -> tuple[Array, ...]:
     given: Any = rhs
     if isinstance(given, list):
         raise type_error("rhs is a list; pass one array, or a tuple of weights")
     if isinstance(rhs, tuple) and not rhs:
         raise value_error("rhs is an empty tuple; give at least one weight")
-    return tuple(jnp.asarray(weight) for weight in (rhs if isinstance(rhs, tuple) else (rhs,)))
+    weights: Any = rhs if isinstance(rhs, tuple) else (rhs,)
+    return tuple(as_operand("rhs", weight) for weight in weights)
 
 
 def _no_shared_gather(why: str) -> str:

@@ -21,6 +21,7 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._derivatives import with_derivative
+from jaxpar._quantized import Quantized, exact_of, gather_scales, join, straight_through
 from jaxpar.collectives._choice import joining_is_cheaper
 from jaxpar.collectives._cost_model import FlowKind
 from jaxpar.collectives._parts import Span, even_cuts, join_dims, split_dim
@@ -60,6 +61,8 @@ class RingEinsum:
     # XLA would drop it though residuals wait for it, but schedules transfers worse, and what is
     # counted in the jaxpr would have it.
     recomputed: bool = False
+    # Something that is gathered is quantized, which JAX's own derivative takes for constant.
+    low_bit: bool = False
 
     @property
     def derived_by_jax(self) -> bool:
@@ -69,7 +72,7 @@ class RingEinsum:
     @property
     def kept(self) -> bool:
         """Whether the derivative is JAX's own, for which the gathered operand is kept."""
-        return self.way.derived_by_jax and self.way == self.backward
+        return self.way.derived_by_jax and self.way == self.backward and not self.low_bit
 
     def forward(self) -> RingEinsum:
         """How the einsum runs where a derivative is taken."""
@@ -91,7 +94,7 @@ class RingEinsum:
 def _gather(
     method: RingEinsum,
     products: tuple[Product, ...],
-    left: Left,
+    left: Left | Quantized,
     rights: tuple[Num[Array, "..."], ...],
 ) -> tuple[Num[Array, "..."], ...]:
     """Computes `product(all-gathered left, right)` for each product and its right operand.
@@ -102,26 +105,36 @@ def _gather(
     method = replace(method, way=method.underived)
     if method.way.stays and all(x.size for x in (left, *rights)):
         return tuple(
-            _stay(method, p, left, right) for p, right in zip(products, rights, strict=True)
+            _stay(method, p, exact_of(left), right)
+            for p, right in zip(products, rights, strict=True)
         )
     dim = products[0].left.index(method.label)
     whole = left.shape[dim] * method.way.ring.size
-    if method.way.chunks > 1:
+    scales = None
+    if isinstance(left, Quantized):
+        (left,), (scales,) = gather_scales(method.way.ring.names, [left], dim)
+    elif method.way.chunks > 1:
         along = _cut_label(method, "gather", products, [(left, r) for r in rights])
         if along != method.label:
             with jax.named_scope(method.way.mode):
                 return _gather_across(method, along, products, left, rights)
 
-    def take(positions: Positions) -> list[Array]:
-        return [
+    def take(positions: Positions) -> tuple[Any, list[Array]]:
+        return None if scales is None else scales.at(positions), [
             _cut(method.label, right, p.right, positions)
             for p, right in zip(products, rights, strict=True)
         ]
 
     def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         results = [None] * len(products) if results is None else results
+        blocks = [
+            block if scale is None else Quantized(block, scale) for block, _, (scale, _) in arrivals
+        ]
         uses = [
-            [(block, taken[number], positions) for block, positions, taken in arrivals]
+            [
+                (block, taken[number], positions)
+                for block, (_, positions, (_, taken)) in zip(blocks, arrivals, strict=True)
+            ]
             for number in range(len(products))
         ]
         return [
@@ -292,10 +305,13 @@ def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: An
     left, rights = residuals
     method = method.derivative()
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
-    return (
-        scatter_einsum(method, for_left, tuple(zip(cts, rights, strict=True))),
-        gather_einsum(method, for_rights, left, tuple(cts)),
-    )
+    gradients = gather_einsum(method, for_rights, left, tuple(cts))
+    if isinstance(left, Quantized) and left.exact is None:
+        return None, gradients
+    of_left: Any = scatter_einsum(method, for_left, tuple(zip(cts, rights, strict=True)))
+    if isinstance(left, Quantized):  # as if nothing had been rounded
+        of_left = replace(left, values=None, scales=None, exact=of_left)
+    return of_left, gradients
 
 
 def _scatter_fwd(method: RingEinsum, products: Any, pairs: Any) -> Any:
@@ -309,6 +325,9 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
     pairs, method = residuals, method.derivative()
     gradients = gradients_of_scatter(products, [(left.dtype, right.dtype) for left, right in pairs])
     partners = tuple(x for left, right in pairs for x in (right, left))
+    if method.low_bit:
+        how = method.way.ring.low_bit_cotangents(ct.dtype)
+        ct = straight_through(how, ct, products[0].out.index(method.label))
     grads: Any = gather_einsum(method, gradients, ct, partners)
     return (tuple(zip(grads[::2], grads[1::2], strict=True)),)
 
@@ -318,7 +337,11 @@ scatter_einsum = with_derivative(_scatter, _scatter_fwd, _scatter_bwd, statics=2
 
 
 def _multiply_part(
-    method: RingEinsum, product: Product, left: Left, right: Right, dtype: Any = None
+    method: RingEinsum,
+    product: Product,
+    left: Left | Quantized,
+    right: Right,
+    dtype: Any = None,
 ) -> Out:
     """Computes one product of a part of the positions of the ring's label.
 
@@ -329,14 +352,16 @@ def _multiply_part(
     # The positions are a comb: blocks are a dimension of their own.
     label, texts = method.label, (product.left, product.right, product.out)
     block = unused_label(*texts)
-    left, right = (
-        split_dim(x, labels.index(label), method.way.ring.size) if label in labels else x
+    apart: list[Any] = [
+        jax.tree.map(partial(split_dim, dim=labels.index(label), parts=method.way.ring.size), x)
+        if label in labels
+        else x
         for x, labels in ((left, product.left), (right, product.right))
-    )
+    ]
     of_left, of_right, of_out = (labels.replace(label, block + label) for labels in texts)
-    apart = Product(of_left, of_right, of_out, product.dtype)
+    product_apart = Product(of_left, of_right, of_out, product.dtype)
     # Rounded before the dimensions are joined: after it, placing is no part of the matmul.
-    out = multiply(method.arithmetic, apart, left, right, dtype)
+    out = multiply(method.arithmetic, product_apart, apart[0], apart[1], dtype)
     return join_dims(out, product.out.index(label)) if label in product.out else out
 
 
@@ -349,7 +374,7 @@ def _use_blocks(
     method: RingEinsum,
     product: Product,
     result: Out | None,
-    arrivals: list[tuple[Left, Array, Positions]],
+    arrivals: list[tuple[Left | Quantized, Array, Positions]],
     whole: int,
 ) -> Out:
     """Multiplies blocks by their partners, and places or adds what they give."""
@@ -362,7 +387,7 @@ def _use_blocks(
         blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
         dims = product.left.index(label), product.right.index(label)
         if len(blocks) > 1 and joining_is_cheaper(blocks[0].shape[dims[0]]):
-            blocks, rights = [lax.concatenate(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
+            blocks, rights = [join(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
         for block, right in zip(blocks, rights, strict=True):
             # The whole at once is rounded by the matmul; sums are, when they are finished.
             dtype = product.dtype if block.shape[dims[0]] == whole else None

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._dtypes import common_dtype, sum_dtype
+from jaxpar._quantized import Quantized, spread
 
 # Labels of an einsum, known while tracing, name the dimensions of its arrays; sizes of all but the
 # label of the ring are the same in all arrays that have it. So annotations say only whose shape one
@@ -37,9 +38,15 @@ class Arithmetic:
 
 
 def multiply(
-    arithmetic: Arithmetic, product: Product, left: Left, right: Right, dtype: Any = None
+    arithmetic: Arithmetic,
+    product: Product,
+    left: Left | Quantized,
+    right: Right,
+    dtype: Any = None,
 ) -> Out:
     """Computes one product of local arrays, rounded to `dtype`, or in that of partial sums."""
+    if isinstance(left, Quantized):
+        return _multiply_quantized(arithmetic, product, left, right, dtype)
     given = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
     sums = partial_dtype(arithmetic, left, right)
     dtype = sums if dtype is None else dtype
@@ -54,6 +61,30 @@ def multiply(
         preferred_element_type=dtype if rounds else sums,
     )
     return out.astype(dtype)
+
+
+def _multiply_quantized(
+    arithmetic: Arithmetic, product: Product, left: Quantized, right: Right, dtype: Any
+) -> Out:
+    """Scales the sums, where there is a scale for each of them; otherwise what is summed.
+
+    Both are part of the matmul. The values, of 8 bits, are exact in every dtype of the right one.
+    """
+    given = right.dtype
+    sums = partial_dtype(arithmetic, right, right)
+    scaled = [name for name, n in zip(product.left, left.scales.shape, strict=True) if n > 1]
+    if sums.itemsize < 4 or not set(scaled) <= set(product.out):
+        return multiply(arithmetic, product, left.dequantized(given), right, dtype)
+    out = multiply(arithmetic, product, left.values.astype(given), right)
+    kept = [name for name in product.left if name in product.out]
+    within = tuple(
+        n if name in scaled else 1 for name, n in zip(product.left, left.shape, strict=True)
+    )
+    others = [dim for dim, name in enumerate(product.left) if name not in kept]
+    scales = lax.squeeze(spread(left.scales, within), others)
+    scales = scales.transpose([kept.index(name) for name in product.out if name in kept])
+    scales = lax.expand_dims(scales, [d for d, name in enumerate(product.out) if name not in kept])
+    return (out * scales.astype(out.dtype)).astype(sums if dtype is None else dtype)
 
 
 def gradients_of_gather(

@@ -131,7 +131,7 @@ class Ragged(Exchange):
         """Tells all devices how many tokens will come from where."""
         _, chosen, _ = tokens
         devices = jnp.where(chosen < 0, -1, chosen // self.bounds.local)
-        return RaggedDispatcher.from_target_device_ids(devices, axis=self.ring.names)
+        return RaggedDispatcher.from_target_device_ids(devices, axis=self.ring)
 
     def send(self, tokens: Tokens, plan: Any) -> Arrived:
         """Returns the tokens that have arrived here."""

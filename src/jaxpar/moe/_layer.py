@@ -14,7 +14,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int32
 
 from jaxpar._calls import public, type_error
-from jaxpar._dtypes import check_wire, common_dtype, sum_dtype
+from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar._types import (
     AxisLike,
     Dispatch,
@@ -26,6 +26,7 @@ from jaxpar._types import (
     Values,
 )
 from jaxpar._varying import vary_over, varying_axes
+from jaxpar._wire import check_wire
 from jaxpar.collectives._choice import Problem, applies_experts_in_stages, choose_dispatch
 from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity
 from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared

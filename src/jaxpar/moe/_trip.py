@@ -22,8 +22,10 @@ from jaxtyping import Bool, Shaped, UInt
 
 from jaxpar._axis import Ring
 from jaxpar._derivatives import linear_pair
+from jaxpar._quantized import decoded, encoded
 from jaxpar._unwritten import unwritten
 from jaxpar._varying import vary_alike, zeros_alike
+from jaxpar._wire import LowBit
 from jaxpar.collectives._ragged import Slices, exchange_rows
 from jaxpar.moe._copies import Copies, collect, spread
 
@@ -200,6 +202,7 @@ class Receivers:
     ring: Ring
     capacity: int
     clean: bool  # rows where nothing arrives are 0; otherwise they hold anything
+    low_bit: LowBit | None = None  # how rows of floats go there; back they come as they are
     derived_by_jax: ClassVar[bool] = False
 
 
@@ -208,7 +211,8 @@ def send(
 ) -> list[Shaped[Array, "{capacity} ..."]]:
     """Returns of each leaf the rows that arrive, then rows of anything."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
-    arrived: list[Array] = _send(Receivers(ring, capacity, clean=False), trip, leaves)
+    receivers = Receivers(ring, capacity, clean=False, low_bit=ring.low_bit("float32"))
+    arrived: list[Array] = _send(receivers, trip, leaves)
     return arrived
 
 
@@ -219,12 +223,15 @@ def bring_back(
     trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
     # Rows that nothing was brought back from have the gradient 0, which is written.
-    sums: list[Array] = _bring_back(Receivers(ring, capacity, clean=True), trip, leaves)
+    low_bit = ring.low_bit_cotangents("float32")
+    receivers = Receivers(ring, capacity, clean=True, low_bit=low_bit)
+    sums: list[Array] = _bring_back(receivers, trip, leaves)
     return sums
 
 
 def _there(how: Receivers, trip: Trip, tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
+    sent = jax.tree.map(lambda x: encoded(how.low_bit, x, 0), tree)
+    leaves, treedef = jax.tree.flatten(sent)
     packing = plan_packing(leaves, trip.copies.source.size)
 
     def exchanged(carrier: Shaped[Array, "tokens *row"]) -> Shaped[Array, "capacity *row"]:
@@ -234,11 +241,12 @@ def _there(how: Receivers, trip: Trip, tree: Any) -> Any:
         return exchange_rows(carrier, buffer, trip.there, how.ring)
 
     arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], how.capacity)
+    arrived = jax.tree.leaves(decoded(treedef.unflatten(arrived)))
     if how.clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
         row = jnp.arange(how.capacity, dtype="int32")
         valid = row < jnp.sum(trip.there.recv_sizes, dtype="int32")
         arrived = [_where_valid(valid, x) for x in arrived]
-    return treedef.unflatten(arrived)
+    return jax.tree.unflatten(jax.tree.structure(tree), arrived)
 
 
 def _where_valid(
