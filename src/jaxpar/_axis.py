@@ -17,7 +17,7 @@ from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._cycles import Cycle, disjoint_cycles
 from jaxpar._types import AxisLike, Mode, Names, WireLike
 from jaxpar._varying import vary_alike
-from jaxpar._wire import LowBit, as_wire, gathered_by, summed_as
+from jaxpar._wire import LowBit, as_wire, gathered_by, rounded_by, summed_as
 
 CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS = ("unidirectional", "bidirectional", "disjoint-rings")
@@ -123,6 +123,10 @@ class Ring(Axis):
     def low_bit(self, dtype: Any) -> LowBit | None:
         """How blocks of a dtype are gathered, None where they travel as they are."""
         return gathered_by(self.wire_dtype, dtype)
+
+    def low_bit_sums(self, dtype: Any) -> LowBit | None:
+        """How sums of a dtype travel, None where they are not quantized."""
+        return rounded_by(self.wire_dtype, dtype)
 
     def low_bit_cotangents(self, dtype: Any) -> LowBit | None:
         """The same of cotangents, which are gathered where sums were scattered."""

@@ -191,6 +191,11 @@ def straight_through(wire: Any, x: Any, dim: int) -> Any:
     return replace(codes, exact=x) if codes is not x else x
 
 
+def read_as(x: Any, dtype: DTypeLike) -> Array:
+    """Returns what may be quantized as an array of a dtype."""
+    return x.dequantized(dtype) if isinstance(x, Quantized) else x.astype(dtype)
+
+
 def decoded(tree: Any) -> Any:
     """Returns a pytree with what is quantized of it as arrays."""
     return jax.tree.map(

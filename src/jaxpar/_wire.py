@@ -27,7 +27,9 @@ class LowBit:
         whose largest numbers are hundreds of times the others.
       columns: at most so many neighbours along a row share a scale, the largest divisor of its
         length. None: all of a row.
-      sums: the dtype in which partial sums travel, 16 bits or more. None: their own.
+      sums: the dtype in which partial sums travel. None: their own. Of 8 bits, with scales as what
+        is gathered, they are rounded at every hop of a ring, and once by a collective; `dtype`
+        must be the same.
       cotangents: whether what the backward pass gathers of cotangents travels so, too.
 
     A row is along the last dimension of an array other than the one along which it is gathered. The
@@ -36,7 +38,7 @@ class LowBit:
     with rows so short that scales take what the values save, travel as they are.
 
     Raises:
-      TypeError: another dtype, or sums of 8 bits.
+      TypeError: another dtype, or other sums of 8 bits.
       ValueError: fewer columns than 1.
 
     Cost: a block is read twice and written once before it leaves; of bfloat16 half of the bytes
@@ -66,9 +68,9 @@ class LowBit:
             dtype, sums = as_dtype("dtype", self.dtype), as_dtype("sums", self.sums)
             if not is_low_bit(dtype):
                 raise type_error(f"dtype={dtype} must be one of {', '.join(LOW_BIT)}")
-            if sums is not None and sums.itemsize < 2:
+            if sums is not None and sums.itemsize < 2 and sums != dtype:
                 raise type_error(
-                    f"sums={sums} would round partial sums to 8 bits at every hop; choose 16 bits "
+                    f"sums={sums} cannot have scales beside dtype={dtype}; choose {dtype}, 16 bits "
                     "or more, or None"
                 )
             object.__setattr__(self, "dtype", dtype)
@@ -97,8 +99,14 @@ def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
 def summed_as(wire: Any, dtype: Any) -> Any:
     """The dtype that a wire asks for sums of a dtype, None where they travel in their own."""
     if isinstance(wire, LowBit):
-        return wire.sums
+        wire = wire.sums
     return None if is_low_bit(wire) and jnp.issubdtype(dtype, jnp.floating) else wire
+
+
+def rounded_by(wire: Any, dtype: Any) -> LowBit | None:
+    """How sums of a dtype travel over a wire that quantizes them, None where it does not."""
+    how = gathered_by(wire, dtype)
+    return how if how is not None and is_low_bit(how.sums) else None
 
 
 def check_wire(wire: Any, summed: Any) -> None:

@@ -185,8 +185,9 @@ def gather_along(way: Way, x: Array, dim: int) -> Array:
 
 def scatter_along(way: Way, x: Array, dim: int) -> Array:
     """Returns this device's block, along `dim`, of the sum of all devices' arrays."""
-    low_bit = way.ring.low_bit_cotangents(x.dtype)
-    by_jax = way.derived_by_jax and low_bit is None
+    ring = way.ring
+    low_bit = ring.low_bit_cotangents(x.dtype)
+    by_jax = way.derived_by_jax and not (low_bit or ring.low_bit_sums(x.dtype))
     return scatter_sums(_one(way, dim, by_jax, low_bit), None, [x])[0]
 
 

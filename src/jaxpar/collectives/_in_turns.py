@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar._axis import Ring
+from jaxpar._quantized import read_as
 from jaxpar.collectives._order import Order, Work
 from jaxpar.collectives._parts import (
     Span,
@@ -181,7 +182,8 @@ class InTurns(Way):
 
         def send(sums: list[Array], t: Turn) -> list[Array]:
             return [
-                self._moved(self._wire(x, dtype), leg) for x, leg in zip(sums, t.sums, strict=True)
+                self._moved(self._quantized(x, dim, dtype), leg)
+                for x, leg in zip(sums, t.sums, strict=True)
             ]
 
         def take_all(index: Array, t: Turn) -> list[Any]:
@@ -197,7 +199,7 @@ class InTurns(Way):
             for leg, x in zip(t.adds, arrived, strict=True):
                 of = [to == leg for to in t.legs] or [n == leg.ring for n in range(len(made))]
                 made = [
-                    m + x.astype(m.dtype) if adds else m for m, adds in zip(made, of, strict=True)
+                    m + read_as(x, m.dtype) if adds else m for m, adds in zip(made, of, strict=True)
                 ]
             return made
 
@@ -213,12 +215,12 @@ class InTurns(Way):
             index, leaving, arrived, written = state
             result: Any = written
             if written is None and not t.legs:
-                result = empty_result(arrived[0].astype(dtype), dim, length)
+                result = empty_result(read_as(arrived[0], dtype), dim, length)
 
             def compute(_: Array, leaving: Any, taken: list[Any]) -> Any:
                 sums = add([produce(x) for x in taken], arrived, t)
                 if t.legs:
-                    return [self._wire(x, dtype) for x in sums]
+                    return [self._quantized(x, dim, dtype) for x in sums]
                 whole = result
                 for x, cut in zip(sums, cuts, strict=True):
                     start = cut[t.piece][0]

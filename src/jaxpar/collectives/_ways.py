@@ -6,7 +6,7 @@ is one collective, or a scatter and a gather (`reduce`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,8 +16,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar._axis import Ring
+from jaxpar._quantized import Quantized, encoded
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._parts import Comb, Span, even_cuts
+from jaxpar.collectives._parts import Comb, Span, even_cuts, split_dim
 
 # Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
 Positions = Any  # Span | Comb | Array
@@ -187,6 +188,12 @@ class Way:
         """Returns sums in the dtype in which they travel, that of their result if none is asked."""
         return x.astype(self.ring.wire(dtype))
 
+    def _quantized(self, x: Array, dim: int, dtype: DTypeLike) -> Any:
+        """Returns sums that are scattered along `dim` as they travel, quantized where asked."""
+        how = self.ring.low_bit_sums(dtype)
+        coded = x if how is None or self.ring.size == 1 else encoded(how, x, dim)
+        return coded if isinstance(coded, Quantized) else self._wire(x, dtype)
+
     def _psum(self, x: Array) -> Array:
         return lax.psum(x, self.ring.names)
 
@@ -251,11 +258,22 @@ class Naive(Way):
         return [(0, length, Span(0, length * self.ring.size))]
 
     def _scattered(self, sums: Array, dim: int, length: int, dtype: DTypeLike) -> Array:
-        sums = self._wire(sums, dtype)
         if not sums.size:  # XLA does not scatter nothing
             return lax.slice_in_dim(sums, 0, length, axis=dim).astype(dtype)
         axes = self.ring.names
+        sums = self._quantized(sums, dim, dtype)
+        if isinstance(sums, Quantized):
+            return self._summed(sums, dim).astype(dtype)
         return lax.psum_scatter(sums, axes, scatter_dimension=dim, tiled=True).astype(dtype)
+
+    def _summed(self, sums: Quantized, dim: int) -> Array:
+        """Sends every device its blocks of all, which no collective adds, and adds them up."""
+
+        def apart(x: Array) -> Array:
+            return lax.all_to_all(split_dim(x, dim, self.ring.size), self.ring.names, dim, 0)
+
+        wide = jax.tree.map(apart, sums)
+        return jnp.sum(replace(wide, dtype=wide.scales.dtype).dequantized(), axis=0)
 
     @in_scope
     def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:

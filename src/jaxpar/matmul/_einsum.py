@@ -139,12 +139,13 @@ def gather(
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), rights[0].dtype.itemsize
     sent = 1 if low_bit else width
-    forth = flow_of("gather", label, ring.size, products, sizes, width, sent)
+    forth = flow_of("gather", label, ring.size, products, sizes, width, sent, quantized=low_bit)
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
-    wire = ring.wire(left.dtype).itemsize
+    rounds = ring.low_bit_sums(left.dtype) is not None
+    wire = 1 if rounds else ring.wire(left.dtype).itemsize
     back = (
-        flow_of("scatter", label, ring.size, for_left, sizes, width, wire),
-        flow_of("gather", label, ring.size, for_rights, sizes, width, sent),
+        flow_of("scatter", label, ring.size, for_left, sizes, width, wire, quantized=rounds),
+        flow_of("gather", label, ring.size, for_rights, sizes, width, sent, quantized=low_bit),
     )
     method = call.method(label, (left, *rights), (forth,), back, low_bit=low_bit)
 
@@ -177,12 +178,16 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     width = lhs.dtype.itemsize
-    forth = flow_of("scatter", label, ring.size, [product], [sizes], width, wire.itemsize)
+    rounds = ring.low_bit_sums(dtype) is not None
+    sums = 1 if rounds else wire.itemsize
+    forth = flow_of("scatter", label, ring.size, [product], [sizes], width, sums, quantized=rounds)
     gradients = gradients_of_scatter([product], [(lhs.dtype, rhs.dtype)])
     low_bit = ring.low_bit_cotangents(dtype) is not None
     sent = 1 if low_bit else dtype.itemsize
-    back = flow_of("gather", label, ring.size, gradients, [sizes] * 2, width, sent)
-    method = call.method(label, (lhs, rhs), (forth,), (back,), low_bit=low_bit)
+    back = flow_of(
+        "gather", label, ring.size, gradients, [sizes] * 2, width, sent, quantized=low_bit
+    )
+    method = call.method(label, (lhs, rhs), (forth,), (back,), low_bit=low_bit or rounds)
     return scatter_einsum(method, (product,), ((lhs, rhs),))
 
 

@@ -16,6 +16,8 @@ def flow_of(
     sizes: Sequence[dict[str, int]],
     width: int,
     wire: int,
+    *,
+    quantized: bool = False,
 ) -> Flow:
     """Returns what a device does for products, and what it sends.
 
@@ -29,6 +31,7 @@ def flow_of(
       sizes: by label, of the whole, for each product.
       width: bytes of a number.
       wire: bytes of one that travels.
+      quantized: whether they are, with scales.
     """
     moving = products[0].left if kind == "gather" else products[0].out
     block = prod(sizes[0][name] for name in moving) // size * wire
@@ -58,7 +61,7 @@ def flow_of(
                     partners += 0 if label in labels else numbers * width
         flops = sum(2.0 * prod(numbers_of.values()) for numbers_of in sizes)
         read = (whole, shared, sums, minor, cut, sliced, partners, exchanged, added)
-        return Flow(kind, flops, block, *read, along=along, length=sizes[0][along])
+        return Flow(kind, flops, block, *read, quantized, along=along, length=sizes[0][along])
 
-    others = moving.replace(label, "")
+    others = "" if quantized else moving.replace(label, "")  # scales are cut along the ring's
     return replace(cut_along(label), across=tuple(map(cut_along, others)))
