@@ -123,9 +123,14 @@ def quantize(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise type_error(f"x is {x.dtype}{list(x.shape)}; give floats")
     along = check_dim("dim", dim, x.shape)
+    check_chance(how, key)
+    return codes_of(how, x, along, key)
+
+
+def check_chance(how: LowBit, key: Any) -> None:
+    """Raises where a key is given for what is not rounded by chance."""
     if key is not None and how.dtype != "int8":
         raise type_error(f"a key rounds int8 by chance, and not {how.dtype}; leave it out")
-    return codes_of(how, x, along, key)
 
 
 def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quantized:

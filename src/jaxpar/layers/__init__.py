@@ -11,6 +11,7 @@
 #   heads, size      heads of queries, and the features of a head
 
 from jaxpar.layers._attention import HeadLayout, head_layout, parallel_attention
+from jaxpar.layers._compressed import reduce_compressed_gradients
 from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
 from jaxpar.layers._fsdp_scan import fsdp_scan
 from jaxpar.layers._gradients import mean_loss, value_and_grad
@@ -38,6 +39,7 @@ __all__ = [
     "layer_norm",
     "mean_loss",
     "parallel_attention",
+    "reduce_compressed_gradients",
     "reduce_gradients",
     "reduce_region",
     "ring_attention",

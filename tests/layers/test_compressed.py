@@ -1,0 +1,157 @@
+"""Sums of gradients in 8 bits: nothing is lost for good."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import Axis, LowBit, make_mesh
+from jaxpar.layers import reduce_compressed_gradients
+from jaxpar.layers._compressed import SMALL
+from jaxpar.testing import count_collectives
+
+STEPS = 5
+
+
+def gradients(step):
+    """Of 8 devices: a large leaf, one whose size nothing divides, a small one, and integers."""
+    rng = np.random.default_rng(step)
+    return {
+        "large": rng.standard_normal((8 * 160, 128)).astype("float32"),
+        "odd": rng.standard_normal((8 * 131, 127)).astype("float32"),
+        "small": rng.standard_normal((8, 16)).astype("float32"),
+        "count": np.arange(8, dtype="int32"),
+    }
+
+
+def compiled(axis="dp", check_vma=True, **options):
+    def local(grads, error, key):
+        key = jax.random.wrap_key_data(key)
+        given = {"key": key} if options.get("by_chance") else {}
+        return reduce_compressed_gradients(grads, axis, error, **given)
+
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=make_mesh("dp=8"),
+            in_specs=(P("dp"), P("dp"), P()),
+            out_specs=(P(), P("dp")),
+            check_vma=check_vma,
+        )
+    )
+
+
+def nothing():
+    """The error before the first step."""
+    return {
+        name: np.zeros_like(x) if x.size >= 8 * SMALL else np.zeros(0, "float32")
+        for name, x in gradients(0).items()
+    }
+
+
+def over_devices(x):
+    return x.reshape(8, -1, *x.shape[1:]).sum(0, dtype="float64")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("wire", "by_chance"),
+    [
+        (None, False),
+        ("int8", False),
+        ("float8_e4m3fn", False),
+        (LowBit("int8", columns=64), True),
+    ],
+)
+def test_sums_and_errors_are_the_exact_sums(wire, by_chance, check_vma):
+    step = compiled(Axis("dp", wire_dtype=wire), check_vma, by_chance=by_chance)
+    error, sums = nothing(), []
+    for number in range(STEPS):
+        key = jax.random.key_data(jax.random.key(number))
+        found, error = step(gradients(number), error, key)
+        sums.append(jax.tree.map(np.float64, found))
+    exact = [jax.tree.map(over_devices, gradients(number)) for number in range(STEPS)]
+    for name in ("large", "odd"):
+        total = sum(each[name] for each in exact)
+        lost = over_devices(np.asarray(error[name]))
+        found = sum(each[name] for each in sums)
+        assert np.abs(found + lost - total).max() < 1e-4
+        # One step rounds each addend and the sum; five lose no more than one.
+        rough = np.abs(sums[0][name] - exact[0][name]).max()
+        assert 1e-3 < rough < 2.0
+        assert np.abs(found - total).max() < 1.5 * rough
+        if not by_chance and wire != "float8_e4m3fn":
+            assert rough < 8 * 4.5 / 254 + 13 / 254
+    for name in ("small", "count"):
+        np.testing.assert_allclose(sums[0][name], exact[0][name], rtol=1e-6)
+        assert not error[name].size
+
+
+def test_only_small_leaves_are_summed_in_their_own_dtype():
+    given = gradients(0), nothing(), np.zeros(2, "uint32")
+    calls = count_collectives(compiled(), *given, grad=False).forward
+    assert calls["all_to_all"] == calls["all_gather"] == 4  # values and scales of two leaves
+    assert calls["psum"] == 2
+
+
+def test_rounding_by_chance_has_no_bias():
+    """Without feedback: the mean over many keys is the exact sum."""
+    step, grads = compiled(by_chance=True), gradients(0)
+    sums = np.mean(
+        [
+            np.float64(step(grads, nothing(), jax.random.key_data(jax.random.key(n)))[0]["large"])
+            for n in range(60)
+        ],
+        axis=0,
+    )
+    exact = over_devices(grads["large"])
+    nearest = np.float64(compiled()(grads, nothing(), np.zeros(2, "uint32"))[0]["large"])
+    assert np.abs(sums - exact).mean() < 0.3 * np.abs(nearest - exact).mean()
+
+
+def test_leaves_that_are_sharded_are_summed_over_the_other_axes():
+    mesh, grads = make_mesh("dp=4,tp=2"), gradients(0)["large"]  # [4 * 160, 2 * 128] would do, too
+
+    def local(grads):
+        return reduce_compressed_gradients(grads, ("dp", "tp"), specs=P(None, "tp"))
+
+    step = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=P("dp", "tp"),
+        out_specs=(P(None, "tp"), P("dp", "tp")),
+        check_vma=False,
+    )
+    wide = np.concatenate([grads, 2 * grads], axis=1)
+    sums, error = jax.jit(step)(wide)
+    exact = wide.reshape(4, -1, 256).sum(0)
+    assert error.shape == wide.shape
+    lost = np.asarray(error).reshape(4, -1, 256).sum(0)
+    np.testing.assert_allclose(sums + lost, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "options"),
+    [
+        (TypeError, "wire_dtype=bfloat16 is none of 8 bits; choose 'int8'", {"wire": "bfloat16"}),
+        (ValueError, r"error\['large'\] has local shape \(3, 128\), but the gradient", {"rows": 3}),
+        (
+            TypeError,
+            "a key rounds int8 by chance, and not float8_e4m3fn",
+            {"wire": "float8_e4m3fn"},
+        ),
+    ],
+)
+def test_errors(kind, message, options):
+    axis = Axis("dp", wire_dtype=options.get("wire"))
+
+    def local(grads):
+        error = {"large": jnp.zeros((options["rows"], 128))} if "rows" in options else None
+        return reduce_compressed_gradients(grads, axis, error, key=jax.random.key(0))
+
+    mapped = jax.shard_map(
+        local, mesh=make_mesh("dp=8"), in_specs=P("dp"), out_specs=(P(), P("dp"))
+    )
+    with pytest.raises(kind, match=f"^reduce_compressed_gradients: {message}"):
+        jax.eval_shape(mapped, {"large": gradients(0)["large"]})
