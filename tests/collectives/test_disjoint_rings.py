@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar.collectives._parts import shares_of
 from jaxpar.schedule import compile_for, matmul_floor, target, timeline
 
 WORKER = Path(__file__).with_name("disjoint_rings.py")
@@ -39,6 +40,13 @@ def test_values_and_gradients(sizes, check_vma):
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.endswith("all\n")
+
+
+def test_shares_are_of_whole_tiles_where_there_are_many():
+    assert shares_of(256, 3) == [(0, 88), (88, 88), (176, 80)]
+    assert shares_of(80, 2) == [(0, 40), (40, 40)]
+    assert shares_of(24, 2) == [(0, 12), (12, 12)]  # two tiles to one would be a third more
+    assert shares_of(1, 2) == [(0, 1)]
 
 
 @pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")])

@@ -20,6 +20,7 @@ from jaxpar.collectives._parts import (
     like_finished,
     of_types,
     pieces_of,
+    shares_of,
 )
 from jaxpar.collectives._turns import (
     Leg,
@@ -175,7 +176,7 @@ class InTurns(Way):
         # Of each ring's share its pieces, which all shares have as many of.
         pieces = min(len(pieces_of(size, pieces)) for _, size in shares)
         cuts = [
-            [(begin + start, size) for start, size in pieces_of(share, pieces)]
+            [(begin + start, size) for start, size in shares_of(share, pieces)]
             for begin, share in shares
         ]
         turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
@@ -329,7 +330,7 @@ class InTurns(Way):
         """Starts and sizes of what each ring carries of a block of `length`."""
         if self.rings is None or self.ring.size == 1:
             return [(0, length)]
-        return pieces_of(length, len(self.rings))
+        return shares_of(length, len(self.rings))
 
     def _owner(self, index: Array, leg: Leg, t: Turn, behind: int = 1) -> Array:
         """The logical index of the owner behind a turn's leg, or ahead of it (-1): int32[]."""

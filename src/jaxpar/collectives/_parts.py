@@ -120,6 +120,15 @@ def pieces_of(length: int, pieces: int) -> list[tuple[int, int]]:
     return [(start, end - start) for start, end in pairwise(ends)]
 
 
+TILE = 8  # rows of a TPU's; what begins or ends within one is shifted
+
+
+def shares_of(length: int, shares: int) -> list[tuple[int, int]]:
+    """Starts and sizes of pieces of `length` as equal as can be, of whole tiles where there are."""
+    unit = TILE if length % TILE == 0 and length >= 5 * TILE * shares else 1
+    return [(unit * start, unit * size) for start, size in pieces_of(length // unit, shares)]
+
+
 def half_of(block: Array, half: int) -> Array:
     """Returns the first or the second half of a block, along a dimension that has two if any has.
 
