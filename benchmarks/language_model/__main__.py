@@ -39,9 +39,10 @@ def _run(args: argparse.Namespace) -> None:
     from language_model.run import run
     from language_model.train import Trainer
     from language_model.weights import count
+    from language_model.wire import describe
 
     model, training = args.model, args.training
-    how = {name: getattr(args, name) for name in ("microbatches", "mode", "dispatch")}
+    how = {name: getattr(args, name) for name in ("microbatches", "mode", "dispatch", "wire_dtype")}
     others = [curves.read(path) for path in args.compare]  # before minutes of work
     if args.plot_loads:
         loads.check(others)
@@ -54,6 +55,7 @@ def _run(args: argparse.Namespace) -> None:
     say(
         f"{count(model):,} weights, {model.dtype} | {trainer.mesh.size} x "
         f"{trainer.mesh.devices.flat[0].device_kind}, mesh {curves.mesh_text(trainer.mesh)}"
+        f"{describe(args.wire_dtype)}"
     )
     text = standard_library()
     say(f"{len(text.train):,} bytes to learn from, {len(text.validation):,} held out")

@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Sequence
 
+from jaxpar._wire import LOW_BIT
 from jaxpar.cli._arguments import add_processes, parse_processes, require_folders
 from jaxpar.cli._console import UsageError
 from language_model.config import DTYPES, Model, Training
 from language_model.data import VOCABULARY
 from language_model.parallel import AXES, mesh_axes
+from language_model.wire import from_options
 
 DISPATCHES = ("auto", "ragged", "all_gather")
 MODES = ("auto", "naive", "unidirectional", "bidirectional")
@@ -30,6 +32,7 @@ examples:
   python benchmarks/language_model --mesh dp=2,fsdp=2,tp=2
   python benchmarks/language_model --mesh fsdp=4,tp=2 --dtype bfloat16 --microbatches 2
   python benchmarks/language_model --mesh dp=2,ep=4 --experts 16 --top-k 2
+  python benchmarks/language_model --mesh fsdp=4,tp=2 --wire-dtype int8
   python benchmarks/language_model --mesh dp=1 --log one.json
   python benchmarks/language_model --mesh cp=4,tp=2 --compare one.json --plot curves.png
   python benchmarks/language_model --mesh dp=8 --checkpoint DIR --stop 100
@@ -100,6 +103,7 @@ def _check(args: argparse.Namespace) -> None:
     args.stop = args.steps if args.stop is None else args.stop
     if not 0 <= args.stop <= args.steps:
         raise UsageError(f"--stop must be within --steps {args.steps}, got {args.stop}")
+    args.wire_dtype = from_options(args)
     args.process_id, args.num_processes = parse_processes(args)
     if args.coordinator is not None and args.target:
         raise UsageError("--target needs one process; predict with --steps 0 in a run of its own")
@@ -135,6 +139,13 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     )
     add("--microbatches", type=int, default=1, metavar="N", help="gradients summed before a step")
     add("--mode", choices=MODES, default="auto", help="of the matmuls and gathers")
+    add(
+        "--wire-dtype",
+        choices=LOW_BIT,
+        help="in which what is gathered travels, with scales (default: as it is)",
+    )
+    add("--wire-columns", type=int, metavar="N", help="that share a scale (default: a row)")
+    add("--exact-cotangents", action="store_true", help="which then travel as they are")
     add("--target", metavar="CHIP:LAYOUT", help="predict the step for it, as in v5p:4x4x4, first")
     add_processes(add)
 

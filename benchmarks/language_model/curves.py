@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.cli._console import UsageError, require_extra
+from language_model import wire
 from language_model.run import Result
 from language_model.train import Trainer
 
@@ -27,6 +28,7 @@ def record(trainer: Trainer, text: str, result: Result) -> dict[str, Any]:
         "microbatches": trainer.microbatches,
         "mode": trainer.mode,
         "dispatch": trainer.dispatch,
+        "wire_dtype": wire.to_json(trainer.wire_dtype),
         "model": asdict(trainer.model),
         "training": asdict(trainer.training),
         "text": text,
@@ -65,7 +67,7 @@ def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
         losses, colour = run["losses"], _COLOURS[number % len(_COLOURS)]
         width = 4 if number == 0 and len(runs) > 1 else 1.2  # to be seen below the others
         steps = range(1, len(losses) + 1)
-        above.plot(steps, losses, label=_label(run), color=colour, linewidth=width)
+        above.plot(steps, losses, label=label(run), color=colour, linewidth=width)
         if number:
             apart = [abs(a - b) / abs(b) for a, b in zip(losses, first, strict=False)]
             below.plot(range(1, len(apart) + 1), apart, ".", color=colour, markersize=3)
@@ -82,9 +84,11 @@ def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
     figure.savefig(path)
 
 
-def _label(run: dict[str, Any]) -> str:
+def label(run: dict[str, Any]) -> str:
+    """Says in one line what was run, and how it ended."""
     processes = f", {run['processes']} processes" if run.get("processes", 1) > 1 else ""
     micro = f", {run['microbatches']} microbatches" if run.get("microbatches", 1) > 1 else ""
+    travels = wire.describe(wire.from_json(run.get("wire_dtype")))
     validation = run.get("validation")
     ends = "" if validation is None else f": {validation:.4f} on held-out text"
-    return f"{run['mesh']}, {run['model']['dtype']}{micro}{processes}{ends}"
+    return f"{run['mesh']}, {run['model']['dtype']}{micro}{travels}{processes}{ends}"

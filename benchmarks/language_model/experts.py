@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxpar import Axis, LowBit
 from jaxpar.moe import Experts, Statistics, routed_moe_layer
 from language_model.config import Model, Training
 
 
-def mixture(model: Model, w: Any, x: Array, is_token: Array, dispatch: str) -> Any:
+def mixture(
+    model: Model, w: Any, x: Array, is_token: Array, dispatch: str, wire_dtype: LowBit | None
+) -> Any:
     """Applies the experts of one layer to x, [b, s/(cp*tp), d]; returns statistics of all tokens.
 
     With one expert a token its weight is its score: divided by itself it would teach nothing.
@@ -20,9 +23,9 @@ def mixture(model: Model, w: Any, x: Array, is_token: Array, dispatch: str) -> A
         x,
         w["router"],
         Experts(up=w["up"], down=w["down"], gate=w["gate"]),
-        axis="ep",
+        axis=Axis("ep", wire_dtype=wire_dtype),
         data_axis=("dp", "fsdp", "cp"),
-        tp_axis="tp",
+        tp_axis=Axis("tp", wire_dtype=wire_dtype),
         top_k=model.top_k,
         normalize=model.top_k > 1,
         capacity_factor=model.capacity_factor,

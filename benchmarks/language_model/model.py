@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxpar import Axis
+from jaxpar import Axis, LowBit
 from jaxpar.layers import (
     fsdp_gather,
     fsdp_scan,
@@ -36,6 +36,7 @@ def loss_sum(
     mode: str = "auto",
     dispatch: str = "auto",
     training: Training | None = None,
+    wire_dtype: LowBit | None = None,
 ) -> LossSum:
     """Returns the function of a device's blocks that `layers.value_and_grad` differentiates.
 
@@ -45,6 +46,7 @@ def loss_sum(
       mode: how the matmuls and gathers run.
       dispatch: how tokens reach their experts.
       training: for the losses of the experts' routers, which are left out without.
+      wire_dtype: how what is gathered travels; None: as it is.
 
     Returns:
       `(params, tokens, labels) -> ((loss, weight), statistics)`: the sums, over this device's own
@@ -52,7 +54,7 @@ def loss_sum(
       stacked, or None. tokens are int32[b, s/cp], labels int32[b, s/(cp*tp)].
     """
 
-    tp, fsdp = (Axis(name, mode=mode) for name in ("tp", "fsdp"))
+    tp, fsdp = (Axis(name, mode=mode, wire_dtype=wire_dtype) for name in ("tp", "fsdp"))
     dims, dims_of_layers = layout.fsdp_dims(), layout.under("layers").fsdp_dims(stacked=1)
 
     def function(
@@ -108,7 +110,7 @@ def loss_sum(
         normed = rms_norm(x, w["mlp_norm"])
         if not model.experts:
             return x + gated_mlp(normed, w["gate"], w["up"], w["down"], tp), found
-        made, new = mixture(model, w, normed, is_token, dispatch)
+        made, new = mixture(model, w, normed, is_token, dispatch, wire_dtype)
         return x + made, append(found, new)
 
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from jaxpar import LowBit
 from jaxpar.cli._console import UsageError
 from jaxpar.cli._processes import answer, first_line
+from language_model import wire
 from language_model.config import Model, Training
 from workers import records_of
 
@@ -22,6 +24,7 @@ def predict(
     microbatches: int = 1,
     mode: str = "auto",
     dispatch: str = "auto",
+    wire_dtype: LowBit | None = None,
 ) -> dict[str, Any]:
     """Compiles the step for a target, and returns its times and its memory.
 
@@ -36,6 +39,7 @@ def predict(
         "microbatches": microbatches,
         "mode": mode,
         "dispatch": dispatch,
+        "wire_dtype": wire.to_json(wire_dtype),
     }
     (*_, found), _ = records_of("language_model.predict", request)
     if "failure" in found:
@@ -75,6 +79,7 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
     mesh = build_mesh(request["mesh"], devices)
     chosen = describe(request["target"], dict(mesh.shape))
     options = {name: request[name] for name in ("microbatches", "mode", "dispatch")}
+    options["wire_dtype"] = wire.from_json(request["wire_dtype"])
     model, training = Model(**request["model"]), Training(**request["training"])
     step, args = step_on(chosen.mesh, model, training, **options)
     compiled = compile_for(step, chosen, *args)

@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar import layers
+from jaxpar import LowBit, layers
 from jaxpar.cli._console import require_extra
 from jaxpar.layout import Layout
 from language_model.config import Model, Training
-from language_model.model import loss_sum
+from language_model.model import LossSum, loss_sum
 from language_model.parallel import AXES, LABELS, TOKENS
 from language_model.weights import initialise, lay_out
 
@@ -31,6 +31,7 @@ class Trainer:
       microbatches: pieces of a device's batch whose gradients are summed before they are reduced.
       mode: how the matmuls and gathers run.
       dispatch: how tokens reach their experts.
+      wire_dtype: how what is gathered travels; None: as it is.
     """
 
     model: Model
@@ -39,6 +40,7 @@ class Trainer:
     microbatches: int = 1
     mode: str = "auto"
     dispatch: str = "auto"
+    wire_dtype: LowBit | None = None
 
     @cached_property
     def layout(self) -> Layout:
@@ -86,6 +88,10 @@ class Trainer:
             "step": jnp.zeros((), jnp.int32),
         }
 
+    def _loss_sum(self, training: Training | None = None) -> LossSum:
+        how = self.mode, self.dispatch, training, self.wire_dtype
+        return loss_sum(self.model, self.layout, *how)
+
     @cached_property
     def gradient(self) -> Callable[[Any, Array, Array], tuple[tuple[Array, Any], Any]]:
         """Of global arrays: `(params, tokens, labels) -> ((loss, statistics), gradients)`.
@@ -94,7 +100,7 @@ class Trainer:
         """
         return jax.shard_map(
             layers.value_and_grad(
-                loss_sum(self.model, self.layout, self.mode, self.dispatch, self.training),
+                self._loss_sum(self.training),
                 AXES,
                 microbatches=self.microbatches,
                 has_aux=True,
@@ -128,7 +134,7 @@ class Trainer:
 
         It is that of the text alone, without the losses of routers.
         """
-        function = loss_sum(self.model, self.layout, self.mode, self.dispatch)
+        function = self._loss_sum()
 
         def sums(params: Any, tokens: Array, labels: Array) -> tuple[Array, Array]:
             return jax.lax.psum(function(params, tokens, labels)[0], AXES)

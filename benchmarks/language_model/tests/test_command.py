@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import language_model.__main__ as command
+from jaxpar import LowBit
 from jaxpar.__main__ import main as explain_or_predict
 from jaxpar.cli._console import UsageError, require_extra
 from language_model import curves, loads
@@ -37,9 +38,11 @@ def devices_are_there(monkeypatch):
 def test_writes_and_draws_curves(tmp_path, capsys):
     log, plot = tmp_path / "a.json", tmp_path / "a.png"
     steps = ["--steps", "3", "--print-every", "2", "--dtype", "bfloat16"]
-    assert main(*steps, "--mesh", "dp=2,tp=2", "--log", str(log)) == 0
+    low = ["--wire-dtype", "int8", "--wire-columns", "64", "--exact-cotangents"]
+    assert main(*steps, *low, "--mesh", "dp=2,tp=2", "--log", str(log)) == 0
     out = capsys.readouterr().out
-    assert "bfloat16 | 4 x cpu, mesh dp=2,tp=2" in out
+    travels = "gathers in int8 in blocks of 64, exact cotangents"
+    assert f"bfloat16 | 4 x cpu, mesh dp=2,tp=2, {travels}\n" in out
     assert out.count("\nstep ") == 2
     assert "loss on held-out text" in out
     record = json.loads(log.read_text())
@@ -47,6 +50,8 @@ def test_writes_and_draws_curves(tmp_path, capsys):
     assert 5 < record["validation"] < 6
     assert record["tokens_per_second"] > 0
     assert record["model"]["vocabulary"] == 257
+    how = {"dtype": "int8", "columns": 64, "sums": None, "cotangents": False}
+    assert record["wire_dtype"] == how
 
     steps[-1] = "float32"
     steps += ["--validation-batches", "0"]
@@ -112,6 +117,9 @@ def test_draws_one_curve(tmp_path):
         (["--experts", "4", "--top-k", "5"], "top_k must be from 1 to the 4 experts, got 5"),
         (["--experts", "4", "--capacity-factor", "0"], "capacity_factor must be positive, got 0.0"),
         (["--balance-loss", "nan"], "balance_loss must not be negative, got nan"),
+        (["--wire-columns", "64"], "--wire-columns is of gathers in 8 bits; give --wire-dtype"),
+        (["--exact-cotangents"], "--exact-cotangents is of gathers in 8 bits; give --wire-dtype"),
+        (["--wire-dtype=int8", "--wire-columns=0"], "--wire-columns must be at least 1, got 0"),
         (["--plot-loads", "a.png"], "give --experts as well"),
         (["--plot-loads", "no/such/a.png", "--experts", "4"], "its directory does not exist"),
         (["--compare", "a.json"], "give --plot FILE.png as well"),
@@ -136,7 +144,8 @@ def test_names_the_command_that_installs_what_is_missing(monkeypatch):
 
 def test_predicts_a_step():
     model = Model(257, 256, 2, 4, 2, 64, 512, dtype="bfloat16")
-    found = predict("v5e:2x2", "fsdp=-1,tp=2", model, Training(batch=4), 1, "auto")
+    how = LowBit("int8", columns=64)
+    found = predict("v5e:2x2", "fsdp=-1,tp=2", model, Training(batch=4), 1, "auto", wire_dtype=how)
     assert found["mesh"] == "fsdp=2,tp=2"
     assert 0 < found["exposed"] < found["total"]
     assert found["peak"] > 257 * 256
