@@ -15,7 +15,7 @@ from jaxpar._calls import naming, public, readable, type_error, value_error
 from jaxpar._checks import check_dim
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype, as_dtype
-from jaxpar._types import Integer
+from jaxpar._types import Integer, Leaf
 from jaxpar._wire import LowBit, gathered_by
 
 # Rows of fewer numbers are those of weights of experts, or of scales: a few bytes, and exact.
@@ -49,10 +49,10 @@ class Quantized:
       ((8, 4), Array(0.5, dtype=float32))
     """
 
-    values: Array
-    scales: Array
+    values: Leaf
+    scales: Leaf
     # What the values were made of, if the derivative is to go on to that as if nothing was rounded.
-    exact: Array | None = None
+    exact: Leaf | None = None
     dtype: DTypeLike = field(default="bfloat16", kw_only=True, metadata={"static": True})
 
     def __post_init__(self) -> None:

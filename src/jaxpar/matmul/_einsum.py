@@ -23,7 +23,7 @@ from jaxpar._checks import check_divides, check_precision
 from jaxpar._derivatives import with_derivative
 from jaxpar._dtypes import as_dtype, check_holds, result_dtype, sum_dtype
 from jaxpar._quantized import Quantized, as_array, straight_through
-from jaxpar._types import Operand
+from jaxpar._types import MaybeQuantized, Operand
 from jaxpar._varying import checks_varying, vary_alike, vary_over
 from jaxpar._wire import check_wire
 from jaxpar.collectives._blocks import gather_replicated
@@ -60,7 +60,7 @@ class Call:
     def method(
         self,
         label: str,
-        operands: tuple[Array, ...],
+        operands: tuple[MaybeQuantized, ...],
         forward: tuple[Flow, ...],
         backward: tuple[Flow, ...] = (),
         *,
@@ -75,7 +75,7 @@ class Call:
         underived, _ = choose_ways(replace(problem, backward=()))
         return RingEinsum(way, back, underived, label, self.arithmetic, self.recomputed, low_bit)
 
-    def result_dtype(self, lhs: Array) -> Any:
+    def result_dtype(self, lhs: MaybeQuantized) -> Any:
         """The dtype of the result."""
         preferred = self.arithmetic.preferred_element_type
         if preferred is None:
@@ -83,7 +83,7 @@ class Call:
         check_holds("preferred_element_type", preferred, lhs.dtype, "products")
         return preferred
 
-    def wire_dtype(self, lhs: Array) -> Any:
+    def wire_dtype(self, lhs: MaybeQuantized) -> Any:
         """The dtype in which partial sums travel."""
         preferred = self.arithmetic.preferred_element_type
         summed = sum_dtype(lhs.dtype) if preferred is None else preferred
@@ -103,7 +103,7 @@ def make_call(
     return Call(labels, ring, Arithmetic(preferred, precision))
 
 
-def gathered_operand(call: Call, label: str, lhs: Array, rhs: Array) -> Operand:
+def gathered_operand(call: Call, label: str, lhs: MaybeQuantized, rhs: MaybeQuantized) -> Operand:
     """Returns the operand sharded along `label`: the only one that has it, or the smaller one."""
     labels = call.labels
     if len(label) != 1 or label not in labels.lhs + labels.rhs:
@@ -121,7 +121,11 @@ def gathered_operand(call: Call, label: str, lhs: Array, rhs: Array) -> Operand:
 
 
 def gather(
-    call: Call, operand: Operand, label: str, lhs: Array, rhs: tuple[Array, ...]
+    call: Call,
+    operand: Operand,
+    label: str,
+    lhs: MaybeQuantized,
+    rhs: tuple[MaybeQuantized, ...],
 ) -> tuple[Array, ...]:
     """Multiplies lhs by each of `rhs`, `operand` being gathered along `label` first."""
     ring, labels = call.ring, call.labels

@@ -3,10 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from jax import Array
-
 from jaxpar._axis import Ring
 from jaxpar._calls import type_error, value_error
+from jaxpar._types import MaybeQuantized
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def parse_labels(subscripts: str) -> Labels:
     return labels
 
 
-def matmul_labels(lhs: Array, *weights: Array) -> Labels:
+def matmul_labels(lhs: MaybeQuantized, *weights: MaybeQuantized) -> Labels:
     """Returns the labels of `lhs [..., k] @ rhs [k, n]`, or says which rank is wrong."""
     if lhs.ndim < 1:
         raise value_error("lhs must be [..., k], got a local array without dimensions")
@@ -64,7 +63,7 @@ def matmul_labels(lhs: Array, *weights: Array) -> Labels:
     return Labels(rows + "k", "kn", rows + "n")
 
 
-def check_ranks(labels: Labels, lhs: Array, rhs: Array) -> None:
+def check_ranks(labels: Labels, lhs: MaybeQuantized, rhs: MaybeQuantized) -> None:
     """Raises unless each operand has a dimension for each of its labels."""
     for name, x, letters in (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs)):
         if x.ndim != len(letters):
@@ -76,8 +75,8 @@ def check_ranks(labels: Labels, lhs: Array, rhs: Array) -> None:
 
 def local_sizes(
     labels: Labels,
-    lhs: Array,
-    rhs: Array,
+    lhs: MaybeQuantized,
+    rhs: MaybeQuantized,
     ring: Ring,
     gathered: tuple[str, str] | None = None,
 ) -> dict[str, int]:
@@ -108,8 +107,8 @@ def local_sizes(
 
 def _size_mismatch(
     labels: Labels,
-    lhs: Array,
-    rhs: Array,
+    lhs: MaybeQuantized,
+    rhs: MaybeQuantized,
     ring: Ring,
     label: str,
     gathered: tuple[str, str] | None,

@@ -16,6 +16,7 @@ from jaxpar._types import (
     AxisLike,
     Integer,
     Label,
+    MaybeQuantized,
     Mode,
     Operand,
     Subscripts,
@@ -317,7 +318,7 @@ def ring_einsum(
     )
 
 
-def _as_operands(rhs: Weights) -> tuple[Array, ...]:
+def _as_operands(rhs: Weights) -> tuple[MaybeQuantized, ...]:
     given: Any = rhs
     if isinstance(given, list):
         raise type_error("rhs is a list; pass one array, or a tuple of weights")

@@ -292,7 +292,7 @@ def _scatter_across(
     return lax.concatenate(parts, products[0].out.index(along))
 
 
-def _gather_fwd(method: RingEinsum, products: Any, left: Left, rights: Any) -> Any:
+def _gather_fwd(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any) -> Any:
     run = partial(gather_einsum, method.forward(), products)
     if method.kept:
         return jax.vjp(run, left, rights)

@@ -1,0 +1,84 @@
+"""What is gathered in 8 bits, over meshes of 4 to 64 devices, and compiled for TPUs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.schedule import compile_for, target, timeline
+
+HERE = Path(__file__).parent
+SOURCES = (Path(jaxpar.__file__).parents[1], HERE.parent / "support")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "modes", "check_vma"),
+    [
+        ((4,), "int8", "naive,chunked-2,unidirectional,bidirectional", True),
+        ((8,), "float8_e5m2", "chunked-2,bidirectional", False),
+        ((3, 3), "int8", "naive,disjoint-rings", False),
+        ((4, 3), "float8_e4m3fn", "disjoint-rings", True),
+        ((4, 4), "int8", "disjoint-rings", True),
+        ((2, 2, 4), "int8", "unidirectional", False),
+        ((8, 8), "int8", "disjoint-rings", True),  # in loops
+    ],
+)
+def test_values_and_gradients(sizes, dtype, modes, check_vma):
+    run = subprocess.run(
+        [sys.executable, HERE / "low_bit.py", str(check_vma), dtype, modes, *map(str, sizes)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.endswith("all\n")
+
+
+def played(topology, mesh, axes, columns, mode, wire_dtype=None):
+    """The timeline of a matmul of gathered rows, in bfloat16, compiled for a slice."""
+    chips = target(topology, mesh)
+    step = jax.shard_map(
+        lambda x, w: jaxpar.all_gather_matmul(x, w, axes, mode=mode, wire_dtype=wire_dtype),
+        mesh=chips.mesh,
+        in_specs=(P(axes), P(None, axes)),
+        out_specs=P(None, axes),
+    )
+    shapes = {(16384, 8192): P(axes), (8192, columns): P(None, axes)}
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(chips.mesh, spec))
+        for shape, spec in shapes.items()
+    ]
+    found = timeline(compile_for(step, chips, *args))
+    assert not any(event.synchronous for event in found.transfers)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("slice_of", "columns", "mode", "most"),
+    [
+        (("v5p:4x4x4", "dp=4,tp=16"), 8192, "naive", 0.65),
+        (("v5p:4x4x4", "dp=4,tp=16"), 8192, "bidirectional", 0.65),
+        (("v6e:16x16", "dp=16,tp=16"), 28672, "naive", 0.70),
+        (("v6e:16x16", "dp=16,tp=16"), 28672, "bidirectional", 0.65),
+    ],
+)
+def test_a_matmul_that_waits_for_its_blocks_takes_less(slice_of, columns, mode, most):
+    wide, narrow = (played(*slice_of, "tp", columns, mode, wire) for wire in (None, "int8"))
+    assert len(narrow.transfers) == len(wide.transfers) + 1  # that of all scales
+    assert narrow.total <= most * wide.total
+
+
+def test_two_rings_of_8_bits_against_a_collective_of_16():
+    slice_of = "v5p:4x4x4", "dp=4,x=4,y=4"
+    wide = played(*slice_of, ("x", "y"), 8192, "naive")
+    narrow = played(*slice_of, ("x", "y"), 8192, "disjoint-rings", "int8")
+    assert narrow.total <= 0.40 * wide.total
