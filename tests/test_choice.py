@@ -104,16 +104,16 @@ def named(way):
 
 
 def test_disjoint_rings_are_taken_where_axes_are_closed_rings_of_links_and_transfers_bound():
-    def way(closed, flops):
+    def way(closed, flops, kind="matmul"):
         axes = Ring(("x", "y"), "auto", None, None, size=16)
         flow = gather(flops, 2**24)
-        return choose_way(Problem("matmul", axes, (), (flow,), told=NONE, closed=closed))
+        return choose_way(Problem(kind, axes, (), (flow,), told=NONE, closed=closed))
 
     mesh = described("TPU v5", shape={"x": 4, "y": 4})
     bound, covered = 1e9, 1e13
     plane = traced(lambda: way({"x": 1, "y": 1}, bound), mesh)
     assert plane.mode == "disjoint-rings"
-    assert [ring.cycle.size for ring in plane.rings] == [16, 16]
+    assert [ring.walk.size for ring in plane.rings] == [16, 16]
     # One ring is no faster than a collective, as neither has anything to hide behind.
     assert traced(lambda: way({"x": 1}, bound), mesh).mode == "naive"
     assert traced(lambda: way({}, bound), mesh).mode == "naive"
