@@ -350,5 +350,6 @@ def test_a_wire_that_carries_no_floats_is_the_call_s(axis):
         in_specs=P(),
         out_specs=P("tp"),
     )
-    with pytest.raises(TypeError, match=r"^ring_reduce_scatter: wire_dtype=int32 cannot carry sums"):
+    wrong = r"^ring_reduce_scatter: wire_dtype=int32 cannot carry sums"
+    with pytest.raises(TypeError, match=wrong):
         jax.eval_shape(mapped, jnp.ones((8, 4)))

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxpar import disjoint_rings, make_mesh, ring_hops, ring_order
-from jaxpar._cycles import AlongLong, AlongShort, Listed, Straight, disjoint_cycles
+from jaxpar._cycles import (
+    AcrossCube,
+    AlongLong,
+    AlongShort,
+    Listed,
+    Straight,
+    disjoint_cycles,
+    disjoint_walks,
+)
 from jaxpar.schedule import target
 
 
@@ -53,6 +61,26 @@ def test_other_tori_split_too(sizes):
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (4, 4, 4), (4, 4, 8), (4, 8, 4), (3, 4, 5)])
 def test_tori_of_three_dimensions(sizes):
     check(sizes)
+
+
+@pytest.mark.parametrize("dimensions", [2, 3, 4])
+def test_walks_across_a_cube_are_never_over_one_link(dimensions):
+    size, walks = 2**dimensions, disjoint_walks((2,) * dimensions)
+    assert walks == tuple(AcrossCube(dimensions, first) for first in range(dimensions))
+    for walk in walks:
+        for device in range(size):
+            # What comes by each hop is another device's, and at last its own.
+            owners = [walk.behind(device, hops) for hops in range(size + 1)]
+            assert sorted(owners[:-1]) == list(range(size))
+            assert owners[0] == owners[-1] == device
+    for hops in range(size):
+        sent = [(device, walk.next(device, 1, hops)) for walk in walks for device in range(size)]
+        assert len(set(sent)) == len(sent) == size * dimensions  # every link, both ways
+        for walk in walks:
+            for device in range(size):
+                neighbour = walk.next(device, 1, hops)
+                assert (device ^ neighbour).bit_count() == 1
+                assert walk.behind(neighbour, hops + 1) == walk.behind(device, hops)
 
 
 @settings(deadline=None, max_examples=40)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
 from jaxpar._calls import naming, readable, type_error, value_error
-from jaxpar._cycles import Cycle, disjoint_cycles
+from jaxpar._cycles import AcrossCube, Walk, disjoint_walks
 from jaxpar._types import AxisLike, Mode, Names, WireLike
 from jaxpar._varying import vary_alike
 from jaxpar._wire import LowBit, as_wire, gathered_by, rounded_by, summed_as
@@ -83,8 +83,8 @@ class Ring(Axis):
     """Mesh axes bound to the program that is traced: `size` devices, in logical order."""
 
     size: int = field(kw_only=True)
-    # The walk in which blocks go round; None: in the order of the logical index.
-    cycle: Cycle | None = None
+    # By which blocks go round; None: in the order of the logical index.
+    walk: Walk | None = None
 
     def __post_init__(self) -> None:
         """What an `Axis` checks was checked; the ring over no axes is one device."""
@@ -99,22 +99,27 @@ class Ring(Axis):
 
     def behind(self, index: jax.Array, distance: Any) -> jax.Array:
         """The logical index of the device so many places behind that of an index."""
-        if self.cycle is None:
+        if self.walk is None:
             return (index - distance) % self.size
-        return self.cycle.device((self.cycle.step(index) - distance) % self.size)
+        return self.walk.behind(index, distance)
 
     @property
     def has_disjoint(self) -> bool:
-        """Whether its axes can be those of a torus, whose rings share no link."""
+        """Whether its axes can be those of a torus or a cube, with more links than one ring has."""
         sizes = [ring.size for ring in self.stages()]
-        return len(sizes) > 1 and min(sizes) > 2
+        return (len(sizes) > 1 and min(sizes) > 2) or (len(sizes) > 2 and set(sizes) == {2})
+
+    @property
+    def crosses_a_cube(self) -> bool:
+        """Whether hops are exchanges, which go both ways at once, over a dimension each."""
+        return isinstance(self.walk, AcrossCube)
 
     def disjoint(self) -> tuple[Ring, ...]:
         """Rings over the same devices that share no link, if each axis is a ring of links."""
         sizes = {ring.names[0]: ring.size for ring in self.stages()}
         if len(sizes) < 2:
             return (self,)
-        return tuple(replace(self, cycle=cycle) for cycle in cycles_over(sizes))
+        return tuple(replace(self, walk=walk) for walk in walks_over(sizes))
 
     def wire(self, dtype: Any) -> Any:
         """The dtype in which sums travel that are asked for in `dtype`."""
@@ -158,12 +163,25 @@ class Ring(Axis):
         (tree,) = vary_alike(self.names, tree)
         if offset % self.size == 0:
             return tree
+        return self._permuted(tree, [(p, (p + offset) % self.size) for p in range(self.size)])
+
+    def hop(self, tree: Any, direction: int, hops: int) -> Any:
+        """Moves every leaf on to the next device, where so many hops have brought it to this one.
+
+        Down a walk those of the way home count: of sums that are `hops + 1` away from their owner.
+        """
+        if self.walk is None:
+            return self.shift(tree, direction)
+        (tree,) = vary_alike(self.names, tree)
+        walk = self.walk
+        return self._permuted(tree, [(p, walk.next(p, direction, hops)) for p in range(self.size)])
+
+    def _permuted(self, tree: Any, pairs: list[tuple[int, int]]) -> Any:
         # Given a tuple, ppermute has counted its indices in mesh order, not in the order of the
         # tuple (silently up to jax 0.11.0).
         axes, order = self.in_mesh_order()
-        walk = [order[p] for p in (range(self.size) if self.cycle is None else self.cycle.devices)]
-        pairs = [(here, walk[(p + offset) % self.size]) for p, here in enumerate(walk)]
-        return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
+        ordered = [(order[source], order[to]) for source, to in pairs]
+        return jax.tree.map(lambda x: lax.ppermute(x, axes, ordered), tree)
 
 
 def bind(
@@ -237,11 +255,17 @@ def check_mode(mode: Any, argument: str = "mode") -> None:
         raise value_error(f"{argument} must be one of {', '.join(MODES)}, got {mode!r}")
 
 
-def cycles_over(sizes: dict[str, int]) -> tuple[Cycle, ...]:
+def walks_over(sizes: dict[str, int]) -> tuple[Walk, ...]:
     """Returns the walks through all devices of axes of these sizes that share no link."""
-    if min(sizes.values()) < 3:
+    if min(sizes.values()) == 2 < max(sizes.values()):
         raise value_error(
             f"mode='disjoint-rings' over axes of sizes {sizes}: each must be 3 or more, as two "
-            "devices have one link; leave out the axes of 2, or take mode='bidirectional'"
+            "devices have one link, or each be 2, a cube; leave out the axes of 2, or take "
+            "mode='bidirectional'"
         )
-    return disjoint_cycles(tuple(sizes.values()))
+    if len(sizes) > 4 and set(sizes.values()) == {2}:
+        raise value_error(
+            f"mode='disjoint-rings' over {len(sizes)} axes of 2: a cube has at most 4; leave some "
+            "out, or take mode='bidirectional'"
+        )
+    return disjoint_walks(tuple(sizes.values()))

@@ -1,4 +1,4 @@
-"""Hamiltonian cycles of a torus that share no link: each is a ring over all devices of the torus.
+"""Walks through all devices of a torus or a cube that share no link: each can be a ring's.
 
 A torus of two closed dimensions has four links a device, of which one ring uses two. It splits into
 two cycles that each go through all devices and together use every link once. Where one side divides
@@ -6,6 +6,9 @@ the other the cycles are "along one dimension all but one step, then one step al
 the same with dimensions exchanged; places on them are computed, as looking one up in an array costs
 a TPU a microsecond each time. Other tori split, too: their cycles are found by exchanging links of
 rows for links of columns, and their places are looked up, in numbers that hold several.
+
+A cube of two devices a side has three links a device, and no such cycles. There each hop is over
+one dimension for all devices, and the walks differ in which one it is.
 
 Nothing here needs JAX but to compute with traced numbers.
 """
@@ -26,7 +29,21 @@ from jaxtyping import Int
 Place = Any  # an integer, or an int32[]: counted over the dimensions, the last one fastest
 
 
-class Cycle:
+class Walk:
+    """By which hops what a device holds comes past all others, and back to it in the end."""
+
+    size: int
+
+    def behind(self, device: Place, distance: Any) -> Place:
+        """The logical index of the device from which so many hops lead to another one."""
+        raise NotImplementedError
+
+    def next(self, device: int, direction: int, hops: int) -> int:
+        """The device to which a device sends on what so many hops have brought to it."""
+        raise NotImplementedError
+
+
+class Cycle(Walk):
     """A closed walk through all devices of a torus; steps are counted from device 0."""
 
     size: int
@@ -43,6 +60,42 @@ class Cycle:
     def devices(self) -> list[int]:
         """The devices in the order of the walk."""
         return [int(self.device(step)) for step in range(self.size)]
+
+    def behind(self, device: Place, distance: Any) -> Place:
+        return self.device((self.step(device) - distance) % self.size)
+
+    def next(self, device: int, direction: int, hops: int) -> int:
+        return int(self.device((self.step(device) + direction) % self.size))
+
+
+@dataclass(frozen=True)
+class AcrossCube(Walk):
+    """Exchanges between neighbours of a cube of two devices a side, all over one dimension a hop.
+
+    Each hop sends on what the one before brought. Its dimension is that of the bit that changes as
+    the Gray code counts, a b a c a b a c; walks that begin with another one are never at the same
+    one, so that each has a third of all links in every hop, both ways.
+    """
+
+    dimensions: int
+    first: int
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many devices there are."""
+        return 2**self.dimensions
+
+    def behind(self, device: Place, distance: int) -> Place:
+        return device ^ self._apart(distance)
+
+    def next(self, device: int, direction: int, hops: int) -> int:
+        return device ^ self._apart(hops) ^ self._apart(hops + 1)
+
+    def _apart(self, hops: int) -> int:
+        """The bits of the index in which two devices differ that so many hops are between."""
+        count = hops % self.size
+        bits = [bit for bit in range(self.dimensions) if (count ^ count >> 1) >> bit & 1]
+        return sum(1 << (bit + self.first) % self.dimensions for bit in bits)
 
 
 @dataclass(frozen=True)
@@ -166,6 +219,17 @@ def _coordinates(device: Place, long: int, short: int, exchanged: bool) -> tuple
 
 
 @cache
+def disjoint_walks(sizes: tuple[int, ...]) -> tuple[Walk, ...]:
+    """As many walks through all devices as there are dimensions, which share no link.
+
+    Args:
+      sizes: of the dimensions: each of 3 or more and closed, or each of 2.
+    """
+    if set(sizes) == {2}:
+        return tuple(AcrossCube(len(sizes), first) for first in range(len(sizes)))
+    return disjoint_cycles(sizes)
+
+
 def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:
     """As many cycles of a torus, whose dimensions close, as it has dimensions; they share no link.
 

@@ -11,10 +11,11 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 
-from jaxpar._axis import axis_names, cycles_over, ring_positions
+from jaxpar._axis import axis_names, ring_positions, walks_over
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._cycles import Cycle
 from jaxpar._torus import closed_dims, note_closed_axes, on_torus, slice_grid, slice_of
 from jaxpar._types import AxisLike, MeshAxes
 
@@ -96,9 +97,10 @@ def _closed_axes(mesh: Mesh) -> dict[str, int]:
 
 
 def why_not_closed(mesh: Mesh, name: str) -> str | None:
-    """Why an axis is no closed ring of links; None where it is: no step is over more than one."""
-    if mesh.shape[name] == 2:
-        return f"the two devices of {name} have one link"
+    """Why an axis is no closed ring of links; None where it is: no step is over more than one.
+
+    Two devices at the ends of one link are one here: three such axes are a cube.
+    """
     if not _stays_within_a_slice(mesh, name):
         return f"{name} joins slices"
     *steps, back = ring_hops(mesh, name).max(axis=0).tolist()
@@ -119,7 +121,9 @@ def _messages_a_link(rings: Shaped[np.ndarray, "rings size"]) -> int:
     """
     places = [[(slice_of(device), *device.coords) for device in ring] for ring in rings]
     steps = Counter(
-        frozenset(step) for ring in places for step in zip(ring, [*ring[1:], ring[0]], strict=True)
+        step
+        for ring in places
+        for step in {frozenset(pair) for pair in zip(ring, [*ring[1:], ring[0]], strict=True)}
     )
     return max((count for step, count in steps.items() if len(step) == 2), default=1)
 
@@ -177,7 +181,7 @@ def disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray,
 
     Raises:
       ValueError: an axis that the mesh lacks, or one that is named twice; of several axes, one of 2
-        devices, which have one link between them.
+        devices, which have one link between them, or all: a cube has other walks than rings.
 
     Example:
       >>> from jaxpar.schedule import target
@@ -193,7 +197,13 @@ def disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray,
     sizes = {name: mesh.shape[name] for name in names if mesh.shape[name] > 1}
     if len(sizes) < 2:
         return order[None]
-    return np.stack([order[cycle.devices] for cycle in cycles_over(sizes)])
+    walks = [walk for walk in walks_over(sizes) if isinstance(walk, Cycle)]
+    if not walks:
+        raise value_error(
+            f"axes of sizes {sizes} are a cube, whose devices exchange blocks over one dimension "
+            "after the other and have no rings that share no link; give axes of 3 or more"
+        )
+    return np.stack([order[walk.devices] for walk in walks])
 
 
 @public

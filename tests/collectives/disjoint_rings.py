@@ -1,4 +1,4 @@
-"""Values and gradients of disjoint rings against NumPy.
+"""Values and gradients of disjoint rings, and across cubes, against NumPy.
 
 `disjoint_rings.py CHECK_VMA SIZE SIZE ...`: a process of its own, as these tori have more devices
 than the tests.
@@ -26,7 +26,7 @@ from jaxpar.collectives._order import CpuOrder, TpuOrder, traced_order  # noqa: 
 from jaxpar.layers import ring_attention  # noqa: E402
 
 MODE = "disjoint-rings"
-NAMES = ("x", "y", "z")[: len(SIZES)]
+NAMES = ("x", "y", "z", "u")[: len(SIZES)]
 AXES = NAMES[::-1]  # another order than the mesh's
 MESH = jaxpar.make_mesh(dict(zip(NAMES, SIZES, strict=True)))
 RNG = np.random.default_rng(0)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import jax
@@ -27,6 +28,10 @@ WORKER = Path(__file__).with_name("disjoint_rings.py")
         ((4, 4), False),
         ((3, 3, 3), True),
         ((8, 8), False),  # in loops
+        ((2, 2), True),
+        ((2, 2, 2), True),
+        ((2, 2, 2), False),
+        ((2, 2, 2, 2), True),
     ],
 )
 def test_values_and_gradients(sizes, check_vma):
@@ -49,10 +54,18 @@ def test_shares_are_of_whole_tiles_where_there_are_many():
     assert shares_of(1, 2) == [(0, 1)]
 
 
-@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")])
-def test_all_links_of_a_plane(axes):
+@pytest.mark.parametrize(
+    ("mesh", "axes", "most"),
+    [
+        ("dp=4,x=4,y=4", ("x", "y"), 0.65),
+        ("dp=4,x=4,y=4", ("y", "x"), 0.65),
+        ("dp=8,x=2,y=2,z=2", ("z", "x", "y"), 0.85),  # three links of a cube, where a ring has two
+    ],
+)
+def test_all_links(mesh, axes, most):
     """Compiled for v5p: less than two links could do, and what auto takes."""
-    plane, rows, depth, columns = target("v5p:4x4x4", "dp=4,x=4,y=4"), 8192, 4096, 4096
+    plane, rows, depth, columns = target("v5p:4x4x4", mesh), 8192, 4096, 4096
+    n = prod(plane.mesh.shape[name] for name in axes)
     everywhere = ("dp", *axes)
 
     def compiled(mode):
@@ -62,7 +75,7 @@ def test_all_links_of_a_plane(axes):
             in_specs=(P(everywhere), P(None, axes)),
             out_specs=P("dp", axes),
         )
-        shapes = {(4 * rows, depth): P(everywhere), (depth, columns): P(None, axes)}
+        shapes = {(64 // n * rows, depth): P(everywhere), (depth, columns): P(None, axes)}
         args = [
             jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(plane.mesh, spec))
             for shape, spec in shapes.items()
@@ -71,12 +84,13 @@ def test_all_links_of_a_plane(axes):
 
     named, chosen = map(compiled, ("disjoint-rings", "auto"))
     found = timeline(named)
-    assert len({event.row for event in found.transfers}) == 4
+    assert len({event.row for event in found.transfers}) == (4 if len(axes) == 2 else 3)
     assert not any(event.synchronous for event in found.transfers)
-    sent = rows * depth * 2 * 15 / 16
-    floor = matmul_floor(plane, "mk,kn->mn", (rows, depth), (depth, columns // 16), sent, axis=axes)
-    assert floor.one_ring == 2 * floor.transfer
-    assert floor.total < found.total <= 0.65 * floor.of_one_ring
+    sent = rows * depth * 2 * (n - 1) / n
+    floor = matmul_floor(plane, "mk,kn->mn", (rows, depth), (depth, columns // n), sent, axis=axes)
+    links = 4 if len(axes) == 2 else 3
+    assert floor.one_ring == pytest.approx(links / 2 * floor.transfer)
+    assert floor.total < found.total <= most * floor.of_one_ring
     # But for the line that has called it.
     text, other = (program.text.partition("\n%")[2] for program in (named, chosen))
     assert text == other != ""

@@ -124,6 +124,10 @@ def _not_closed(target: Target, ring: Ring) -> list[str] | None:
     long = [name for name in ring if target.mesh.shape[name] > 1]
     if len(long) < 2 or target.platform != "tpu":
         return None
+    sizes = {name: target.mesh.shape[name] for name in long}
+    two = [name for name, size in sizes.items() if size == 2]
+    if two and (len(two) < len(long) or len(long) < 3):
+        return [f"the two devices of {name} have one link" for name in two]
     return [why for name in long if (why := why_not_closed(target.mesh, name))]
 
 

@@ -127,7 +127,7 @@ class InTurns(Way):
                         return share_of(blocks[0], leg.ring)
                     return blocks[t.legs.index(Leg(leg.direction, None, leg.ring))]
 
-                return [self._moved(leaves(leg), leg) for leg in t.blocks]
+                return [self._moved(leaves(leg), leg, t.distance) for leg in t.blocks]
 
             def places(index: Array) -> list[Positions]:
                 if not legs:
@@ -183,7 +183,7 @@ class InTurns(Way):
 
         def send(sums: list[Array], t: Turn) -> list[Array]:
             return [
-                self._moved(self._quantized(x, dim, dtype), leg)
+                self._moved(self._quantized(x, dim, dtype), leg, t.distance - bool(t.piece))
                 for x, leg in zip(sums, t.sums, strict=True)
             ]
 
@@ -278,8 +278,8 @@ class InTurns(Way):
         def send(leaving: Any, t: Turn) -> Any:
             blocks, sums = leaving
             return (
-                [self._moved(x, leg) for x, leg in zip(blocks, t.blocks, strict=True)],
-                [self._moved(x, leg) for x, leg in zip(sums, t.sums, strict=True)],
+                [self._moved(x, leg, t.distance) for x, leg in zip(blocks, t.blocks, strict=True)],
+                [self._moved(x, leg, t.distance - 1) for x, leg in zip(sums, t.sums, strict=True)],
             )
 
         def beside(state: Any, t: Turn, compute: Any, like: Callable[[], Any]) -> Any:
@@ -317,7 +317,8 @@ class InTurns(Way):
             return index, carry, parts, made
 
         state, own = at_home((self.ring.index(), carry, parts, []), first, begin, own)
-        state = run(between, state, turn, unrolled=UNROLLED_CIRCULATING)
+        cube = self.rings is not None and self.rings[0].crosses_a_cube  # each hop over another one
+        state = run(between, state, turn, unrolled=None if cube else UNROLLED_CIRCULATING)
         (_, carry, _, sums), own = at_home(state, last, end, own)
         if sums:
             own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, join(sums))
@@ -336,10 +337,10 @@ class InTurns(Way):
         """The logical index of the owner behind a turn's leg, or ahead of it (-1): int32[]."""
         return self._ring(leg).behind(index, behind * leg.direction * t.distance)
 
-    def _moved(self, x: Any, leg: Leg) -> Any:
+    def _moved(self, x: Any, leg: Leg, hops: Any) -> Any:
         if leg.half is not None:
             x = jax.tree.map(partial(half_of, half=leg.half), x)
-        return self._ring(leg).shift(x, leg.direction)
+        return self._ring(leg).hop(x, leg.direction, hops)
 
     def _ring(self, leg: Leg) -> Ring:
         return self.ring if self.rings is None else self.rings[leg.ring]

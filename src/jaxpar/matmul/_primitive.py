@@ -374,7 +374,7 @@ def _use_blocks(
     method: RingEinsum,
     product: Product,
     result: Out | None,
-    arrivals: list[tuple[Left | Quantized, Array, Positions]],
+    arrivals: list[tuple[Any, Array, Positions]],  # blocks of a ring's share, which may differ
     whole: int,
 ) -> Out:
     """Multiplies blocks by their partners, and places or adds what they give."""
