@@ -113,7 +113,14 @@ def test_disjoint_rings_are_taken_where_axes_are_closed_rings_of_links_and_trans
     bound, covered = 1e9, 1e13
     plane = traced(lambda: way({"x": 1, "y": 1}, bound), mesh)
     assert plane.mode == "disjoint-rings"
-    assert [ring.walk.size for ring in plane.rings] == [16, 16]
+    assert [ring.cycle.size for ring in plane.rings] == [16, 16]
+    # Attention does more than its FLOPs tell.
+    alone = traced(lambda: way({"x": 1, "y": 1}, bound, "attention"), mesh)
+    assert alone.mode in ("naive", "bidirectional")
+    # Two devices of a chip share its links: those of both axes, of one alone, and of the last.
+    assert traced(lambda: way({"x": 2, "y": 2}, bound), mesh).mode == "disjoint-rings"
+    assert traced(lambda: way({"x": 2, "y": 1}, bound), mesh).mode == "naive"
+    assert traced(lambda: way({"x": 1, "y": 2}, bound), mesh).mode == "disjoint-rings"
     # One ring is no faster than a collective, as neither has anything to hide behind.
     assert traced(lambda: way({"x": 1}, bound), mesh).mode == "naive"
     assert traced(lambda: way({}, bound), mesh).mode == "naive"

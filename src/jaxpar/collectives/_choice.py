@@ -60,8 +60,8 @@ class Problem:
       told: the collectives that the compiler runs beside other work; None: those of the program
         that is traced.
       what: by which it differs from other work of equal shapes, in words.
-      closed: the axes of the mesh that are closed rings of links, or two devices at the ends of
-        one, and how many messages share a link where all rings of one send both ways.
+      closed: the axes of the mesh that are closed rings of links, and how many messages share a
+        link where all rings of one send both ways.
     """
 
     kind: Kind
@@ -93,11 +93,7 @@ class Problem:
         """
         long = [ring.names[0] for ring in self.ring.stages()]
         one, disjoint = self.messages
-        return (
-            self.ring.has_disjoint
-            and len(long) * one > disjoint
-            and set(long) <= self.closed.keys()
-        )
+        return len(long) * one > disjoint and len(long) > 1 and set(long) <= self.closed.keys()
 
     @cached_property
     def beside(self) -> frozenset[str]:
@@ -147,9 +143,8 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
         return Stationary(problem.ring)
     if mode in CHUNKED:
         return InChunks(problem.ring, CHUNKED[mode])
+    directions = (1,) if mode == "unidirectional" else (1, -1)
     rings = problem.ring.disjoint() if mode == "disjoint-rings" else None
-    one_way = mode == "unidirectional" or (rings and rings[0].crosses_a_cube)
-    directions = (1,) if one_way else (1, -1)
     covered = _opposite_is_covered(problem, flows)
     return InTurns(problem.ring, directions, traced_order(), covered, rings)
 
