@@ -113,7 +113,7 @@ def test_disjoint_rings_are_taken_where_axes_are_closed_rings_of_links_and_trans
     bound, covered = 1e9, 1e13
     plane = traced(lambda: way({"x": 1, "y": 1}, bound), mesh)
     assert plane.mode == "disjoint-rings"
-    assert [ring.cycle.size for ring in plane.rings] == [16, 16]
+    assert [ring.walk.size for ring in plane.rings] == [16, 16]
     # Attention does more than its FLOPs tell.
     alone = traced(lambda: way({"x": 1, "y": 1}, bound, "attention"), mesh)
     assert alone.mode in ("naive", "bidirectional")

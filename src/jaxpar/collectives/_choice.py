@@ -18,7 +18,7 @@ from jaxpar._chips import Chip, traced_chip, traced_for_cpu
 from jaxpar._options import traced_asynchronous
 from jaxpar._torus import traced_closed_axes
 from jaxpar._types import Dispatch, Mode
-from jaxpar.collectives._cost_model import Flow, row_chunks_time, time_of
+from jaxpar.collectives._cost_model import Flow, joins, row_chunks_time, time_of
 from jaxpar.collectives._fitted import fitted_to
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import traced_order
@@ -60,8 +60,8 @@ class Problem:
       told: the collectives that the compiler runs beside other work; None: those of the program
         that is traced.
       what: by which it differs from other work of equal shapes, in words.
-      closed: the axes of the mesh that are closed rings of links, and how many messages share a
-        link where all rings of one send both ways.
+      closed: the axes of the mesh that are closed rings of links, or two devices at the ends of
+        one, and how many messages share a link where all rings of one send both ways.
     """
 
     kind: Kind
@@ -93,7 +93,11 @@ class Problem:
         """
         long = [ring.names[0] for ring in self.ring.stages()]
         one, disjoint = self.messages
-        return len(long) * one > disjoint and len(long) > 1 and set(long) <= self.closed.keys()
+        return (
+            self.ring.has_disjoint
+            and len(long) * one > disjoint
+            and set(long) <= self.closed.keys()
+        )
 
     @cached_property
     def beside(self) -> frozenset[str]:
@@ -143,8 +147,9 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
         return Stationary(problem.ring)
     if mode in CHUNKED:
         return InChunks(problem.ring, CHUNKED[mode])
-    directions = (1,) if mode == "unidirectional" else (1, -1)
     rings = problem.ring.disjoint() if mode == "disjoint-rings" else None
+    one_way = mode == "unidirectional" or (rings and rings[0].crosses_a_cube)
+    directions = (1,) if one_way else (1, -1)
     covered = _opposite_is_covered(problem, flows)
     return InTurns(problem.ring, directions, traced_order(), covered, rings)
 
@@ -283,14 +288,9 @@ RULES: dict[Kind, Callable[[Problem], Ways]] = {
 
 
 def joining_is_cheaper(length: int) -> bool:
-    """Whether two blocks of `length` are better joined along it, contracted, and multiplied once.
-
-    A sum of M x N float32 is read and written, 8 M N bytes, while 2 M N `length` FLOPs run. Beyond
-    half of their time joining is cheaper, where a compiler joins for nothing, within the matmul
-    (TPU).
-    """
+    """Whether two blocks of `length` are better joined along it, contracted, than added."""
     chip = traced_chip()
-    return chip is not None and chip.torus and 8 * chip.flops / chip.hbm > length
+    return chip is not None and joins(chip, length)
 
 
 def choose_dispatch(problem: Problem) -> Dispatch:
