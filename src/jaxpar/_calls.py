@@ -19,9 +19,9 @@ Shown = TypeVar("Shown")
 _called: ContextVar[str | None] = ContextVar("called", default=None)
 
 
-def called() -> str:
-    """Returns the name of the public function that the user called."""
-    return _called.get() or "jaxpar"
+def called(otherwise: str = "jaxpar") -> str:
+    """Returns the name of the public function that the user called, if any was."""
+    return _called.get() or otherwise
 
 
 def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[Given, Result]:

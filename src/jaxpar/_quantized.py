@@ -36,8 +36,7 @@ class Quantized:
       scales: floats; each dimension is that of the values or divides it, and a scale holds for as
         many neighbours as there are for each. Along the dimension that is gathered there is one for
         each position, or one for a device's block.
-      dtype: of the array that it stands for, in which `ring_all_gather` and `fsdp_gather` return
-        it. A matmul reads it in the dtype of its partner.
+      dtype: of the array that it stands for. A matmul reads it in the dtype of its partner.
 
     Raises (where it is used):
       TypeError: values that are no 8-bit numbers, or scales that are no floats.
@@ -76,8 +75,9 @@ class Quantized:
 
     def dequantized(self, dtype: DTypeLike | None = None) -> Array:
         """Returns values times scales, in the array's dtype or another one."""
-        wide = self.values.astype(self.scales.dtype) * spread(self.scales, self.shape)
-        return wide.astype(self.dtype if dtype is None else dtype)
+        wide = addition_dtype(self.scales.dtype)
+        x = self.values.astype(wide) * spread(self.scales.astype(wide), self.shape)
+        return x.astype(self.dtype if dtype is None else dtype)
 
 
 @public
@@ -86,7 +86,7 @@ def quantize(
     dtype: DTypeLike = "int8",
     *,
     dim: Integer = -1,
-    columns: int | None = None,
+    columns: Integer | None = None,
     key: Array | None = None,
 ) -> Quantized:
     """Rounds an array to 8 bits, in blocks along a dimension that have a scale each.
@@ -137,7 +137,7 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
     """Quantizes x in blocks along `dim`."""
     wide = x.astype(addition_dtype(x.dtype))
     block = columns_of(how, x.shape[dim])
-    apart = (*x.shape[:dim], -1, block, *x.shape[dim + 1 :])
+    apart = (*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])
     largest = jnp.max(jnp.abs(wide).reshape(apart), axis=dim + 1, initial=0)
     whole = jnp.issubdtype(how.dtype, jnp.integer)
     limit = float(jnp.iinfo(how.dtype).max if whole else jnp.finfo(how.dtype).max)
@@ -252,12 +252,18 @@ def as_operand(argument: str, x: Any) -> Any:
 
 def as_array(argument: str, x: Any) -> Array:
     """Returns what a user gave where nothing is gathered as an array."""
-    if isinstance(x, Quantized):
-        raise type_error(
-            f"{argument} is Quantized{list(x.shape)}, which an operand that is gathered may be and "
-            f"no other; pass {argument}.dequantized()"
-        )
+    check_summable(argument, x)
     return jnp.asarray(x)
+
+
+def check_summable(argument: str, tree: Any) -> None:
+    """Raises where something of a pytree that is not gathered is quantized."""
+    for x in jax.tree.leaves(tree, is_leaf=_is_quantized):
+        if isinstance(x, Quantized):
+            raise type_error(
+                f"{argument} is Quantized{list(x.shape)}, which an operand that is gathered may be "
+                f"and no other; pass {argument}.dequantized()"
+            )
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxpar._calls import naming, readable, type_error, value_error
+from jaxpar._calls import called, naming, readable, type_error, value_error
 from jaxpar._dtypes import as_dtype, kind_of_dtype
-from jaxpar._types import Flag
+from jaxpar._types import Flag, Integer
 
 LOW_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 
@@ -54,12 +54,12 @@ class LowBit:
     """
 
     dtype: DTypeLike
-    columns: int | None = None
+    columns: Integer | None = None
     sums: DTypeLike | None = None
     cotangents: Flag = True
 
     def __post_init__(self) -> None:
-        with naming("LowBit"):
+        with naming(called("LowBit")):
             given: Any = self.columns
             if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
                 raise type_error(f"columns must be an integer or None, got {given!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,9 +13,10 @@ from jax import Array, lax
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error
 from jaxpar._checks import check_dim, check_divides
+from jaxpar._quantized import check_summable, scales_among
 from jaxpar._types import AxisLike, Integer, Mode, Tree, WireLike
 from jaxpar._varying import vary_alike
-from jaxpar._wire import check_wire
+from jaxpar._wire import check_wire, summed_as
 from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.collectives._ways import Way
@@ -108,12 +110,14 @@ def ring_all_gather(
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     (x,) = vary_alike(ring.names, x)
 
-    def gather(x: Array) -> Array:
+    def gather(x: Array, exact: bool) -> Array:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
-        way = _way("all-gather", ring, x)
+        over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
+        way = _way("all-gather", over, x)
         return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 
-    return jax.tree.map(gather, x)
+    leaves, treedef = jax.tree.flatten(x)
+    return treedef.unflatten(map(gather, leaves, scales_among(x)))
 
 
 @public
@@ -165,6 +169,7 @@ def ring_reduce_scatter(
     Source: as `ring_all_gather`, run backwards.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    check_summable("x", x)
     (x,) = vary_alike(ring.names, x)
 
     def scatter(x: Array) -> Array:
@@ -219,6 +224,7 @@ def ring_all_reduce(
     Source: as `ring_all_gather`.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    check_summable("x", x)
     (x,) = vary_alike(ring.names, x)
 
     def reduce(x: Array) -> Array:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import type_error, value_error
 from jaxpar._checks import check_dim, check_sequence_dim
+from jaxpar._quantized import as_array
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_on_wire, vary_over, varying_axes
 from jaxpar.collectives._choice import Problem, choose_row_chunks
@@ -93,7 +93,7 @@ class Projection:
         `block(layer, x)` gathers rows, uses all weights on each of them by itself, the last one in
         the end, and scatters what that gives.
         """
-        x, weights = jnp.asarray(x), tuple(map(jnp.asarray, weights))
+        x, weights = as_array("x", x), tuple(as_array("a weight", w) for w in weights)
         if self.sequence_dim is None or self.fsdp is not None or x.ndim < 2:
             return block(self, x)
         dim: Any = check_sequence_dim("x", self.sequence_dim, x.shape)
@@ -202,7 +202,7 @@ class Projection:
 
 
 def _arrays(x: Any, weights: Mapping[str, Any]) -> tuple[Array, Weights]:
-    return jnp.asarray(x), {name: jnp.asarray(w) for name, w in weights.items()}
+    return as_array("x", x), {name: as_array(name, w) for name, w in weights.items()}
 
 
 def bind_projection(
