@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh, ring_hops, ring_order
+from jaxpar.mesh import _closed_axes
 from jaxpar.testing import axis_orders, meshes
 
 V5E, V6E, V4, V5P, V7 = "TPU v5 lite", "TPU v6 lite", "TPU v4", "TPU v5", "TPU7x"
@@ -303,3 +304,16 @@ def test_a_ring_of_one_has_no_hops(kind):
 def test_mesh_axes_of_the_wrong_type(axes):
     with pytest.raises(TypeError, match="make_mesh: axes must"):
         make_mesh(axes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "messages"),
+    [
+        (V5P, "dp=4,x=4,y=4", {"dp": 1, "x": 1, "y": 1}),
+        (V7, "dp=8,x=4,y=4", {"dp": 2, "x": 2, "y": 2}),  # y: two chips, to and fro between them
+        (V7, "x=4,y=32", {"x": 2, "y": 1}),  # y: both devices of each chip, one after the other
+    ],
+)
+def test_devices_of_a_chip_share_the_links_of_an_axis(kind, axes, messages):
+    grid = chips(kind, 4, 4, 4, cores=2 if kind == V7 else 1)
+    assert _closed_axes(make_mesh(axes, devices=list(grid.flat))) == messages

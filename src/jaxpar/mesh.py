@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -117,14 +118,11 @@ def _stays_within_a_slice(mesh: Mesh, name: str) -> bool:
 def _messages_a_link(rings: Shaped[np.ndarray, "rings size"]) -> int:
     """How many messages share a link, where all rings send both ways at once.
 
-    Two devices of a chip share its links.
+    Two devices of a chip share its links. Those of an axis of two exchange one message each.
     """
     places = [[(slice_of(device), *device.coords) for device in ring] for ring in rings]
-    steps = Counter(
-        step
-        for ring in places
-        for step in {frozenset(pair) for pair in zip(ring, [*ring[1:], ring[0]], strict=True)}
-    )
+    back = 1 if rings.shape[1] > 2 else 0
+    steps = Counter(frozenset(step) for ring in places for step in pairwise([*ring, *ring[:back]]))
     return max((count for step, count in steps.items() if len(step) == 2), default=1)
 
 

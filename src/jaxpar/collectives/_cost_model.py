@@ -202,7 +202,7 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int) -> float:
     rings = len(way.rings or [way.ring])  # of which each has its own links, and a share of blocks
     turns = gather_turns(size, way.directions, rings=rings, whole_opposite=way.whole_opposite)
     pieces = rings * (1 if flow.kind == "gather" else way.order.pieces)  # of each block
-    if flow.kind == "gather" and flow.sums and joins(chip, flow.length / size / rings):
+    if flow.kind == "gather" and flow.sums and joins(chip, flow.length // (size * rings)):
         pieces = 1  # what comes by several rings is multiplied at once
     fitted = fitted_to(chip.kind)
     work = _work(chip, flow, size * pieces, fitted.turn_passes) / size
@@ -233,7 +233,7 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int) -> float:
     return sum(map(seconds, turns), 0.0) + copied
 
 
-def joins(chip: Chip, length: float) -> bool:
+def joins(chip: Chip, length: int) -> bool:
     """Whether blocks of `length` are better joined along it, contracted, and multiplied once.
 
     A sum of M x N float32 is read and written, 8 M N bytes, while 2 M N `length` FLOPs run. Beyond
