@@ -12,8 +12,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar import Axis, LowBit
+from jaxpar._axis import bind
+from jaxpar.collectives._choice import Problem
+from jaxpar.collectives._sites import site_of
 from jaxpar.schedule import compile_for, target, timeline
 
+ROW = jax.ShapeDtypeStruct((8,), "float32")
 HERE = Path(__file__).parent
 SOURCES = (Path(jaxpar.__file__).parents[1], HERE.parent / "support")
 
@@ -82,3 +87,30 @@ def test_two_rings_of_8_bits_against_a_collective_of_16():
     wide = played(*slice_of, ("x", "y"), 8192, "naive")
     narrow = played(*slice_of, ("x", "y"), 8192, "disjoint-rings", "int8")
     assert narrow.total <= 0.40 * wide.total
+
+
+@pytest.mark.parametrize(
+    ("wire", "text"),
+    [
+        (None, ""),
+        ("bfloat16", ", sums in bfloat16"),
+        ("int8", ", int8 on the wire"),
+        (LowBit("int8"), ", int8 on the wire"),
+        (LowBit("float8_e5m2", columns=64), ", float8_e5m2 on the wire, a scale for 64 columns"),
+        (
+            LowBit("int8", sums="bfloat16", cotangents=False),
+            ", int8 on the wire, sums in bfloat16, cotangents as they are",
+        ),
+    ],
+)
+def test_the_name_of_a_site_tells_the_wire(wire, text):
+    names = []
+
+    def local(x):
+        ring = bind(Axis("tp", wire_dtype=wire))
+        names.append(site_of(Problem("collective", ring, (x.shape,), what="all-gather of float32")))
+        return x
+
+    mesh = jaxpar.make_mesh("tp=8")
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")), ROW)
+    assert names == [f"collective over tp=8: all-gather of float32{text}; 1"]

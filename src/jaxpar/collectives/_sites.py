@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar._axis import MODES
 from jaxpar._tuning import AUTO, decide, imposed, is_tuning
 from jaxpar._types import Dispatch
+from jaxpar._wire import LowBit, is_low_bit
 
 if TYPE_CHECKING:
     from jaxpar._axis import Ring
@@ -30,9 +31,19 @@ def site_of(problem: Problem) -> str:
     runs = [(shape, len(list(alike))) for shape, alike in groupby(problem.shapes)]
     texts = [("x".join(map(str, shape)) or "()", times) for shape, times in runs]
     shapes = ", ".join(text if times == 1 else f"{times} of {text}" for text, times in texts)
-    sums = "" if ring.wire_dtype is None else f"sums in {ring.wire_dtype}"
-    what = ", ".join(filter(None, (problem.what, sums)))
+    what = ", ".join(filter(None, (problem.what, _wire_text(ring.wire_dtype))))
     return f"{problem.kind} over {','.join(ring.names)}={ring.size}: {what}; {shapes}"
+
+
+def _wire_text(wire: Any) -> str:
+    """Returns what is said of a wire, nothing of one that leaves all as it is."""
+    if not isinstance(wire, LowBit):
+        sums = "" if wire is None else f"sums in {wire}"
+        return f"{wire} on the wire" if is_low_bit(wire) else sums
+    columns = "" if wire.columns is None else f"a scale for {wire.columns} columns"
+    sums = "" if wire.sums is None else f"sums in {wire.sums}"
+    exact = "" if wire.cotangents else "cotangents as they are"
+    return ", ".join(filter(None, (f"{wire.dtype} on the wire", columns, sums, exact)))
 
 
 def settled(problem: Problem) -> Problem:
