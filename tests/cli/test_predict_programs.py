@@ -93,8 +93,16 @@ FLOORS = {
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize(("wire", "width"), [(None, 2), ("float8_e4m3fn", 1), ("float32", 2)])
-def test_floor_of_an_operation(name, wire, width, target, monkeypatch):
+@pytest.mark.parametrize(
+    ("wire", "grad", "gathers", "sums", "all_reduces"),
+    [
+        (None, False, 2, 2, 2),
+        ("float32", False, 2, 2, 2),
+        ("int8", False, 1, 2, 2),  # what is gathered travels in 8 bits, and sums as they are
+        ("float8_e4m3fn", True, 1.5, 1.5, 1),  # of both passes one gathers, and one sums
+    ],
+)
+def test_floor_of_an_operation(name, wire, grad, gathers, sums, all_reduces, target, monkeypatch):
     asked = {}
 
     def matmul_floor(target, subscripts, lhs, rhs, sent, *, axis, dtype, grad):
@@ -103,7 +111,8 @@ def test_floor_of_an_operation(name, wire, width, target, monkeypatch):
         return Floor(1.0, 2.0)
 
     monkeypatch.setattr(programs, "matmul_floor", matmul_floor)
-    request = replaced(wire_dtype=wire)
+    request = replaced(wire_dtype=wire, grad=grad)
+    width = {"gather": gathers, "scatter": sums, "all": all_reduces}[name.split("-")[0]]
     assert programs.op_floor(target, OPS[name], (16, 32, 64), ("tp",), request).total == 2
     (rows, depth, cols), moved = FLOORS[name]
     assert asked == {
@@ -112,7 +121,7 @@ def test_floor_of_an_operation(name, wire, width, target, monkeypatch):
         "rhs": (depth, cols),
         "sent": moved * width * 3 / 4,
         "dtype": jnp.bfloat16,
-        "grad": False,
+        "grad": grad,
         "axis": ("tp",),
     }
 

@@ -77,7 +77,11 @@ def add_parser(commands: Any) -> None:
     add_operations(add, DEFAULT_SHAPE)
     add("--modes", help=f"of {', '.join(MODES)} (default: {','.join(DEFAULT_MODES)})")
     add_dtype(add, "bfloat16")
-    add("--wire-dtype", help="dtype in which partial sums travel")
+    add(
+        "--wire-dtype",
+        help="dtype in which partial sums travel; of int8, float8_e4m3fn or float8_e5m2: in which "
+        "floats are gathered, with scales",
+    )
     add("--grad", action="store_true", help="forward and backward, with all gradients")
     add(
         "--targets",

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar._jit import jitted_like, jitted_with
 from jaxpar._options import compiler_options
+from jaxpar._wire import gathered_by
 from jaxpar.cli._arguments import parse_ops, parse_shapes
 from jaxpar.cli._console import UsageError
 from jaxpar.cli._ops import (
@@ -79,8 +80,7 @@ def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request)
     else:
         rows, moved = rows // size, depth * cols
     dtype = jnp.dtype(request.dtype)
-    width = min(jnp.dtype(name).itemsize for name in (dtype, request.wire_dtype or dtype))
-    sent = moved * width * (size - 1) / size
+    sent = moved * _width(op, request) * (size - 1) / size
     if not op.out:
         # An all-reduce is two passes; the cotangent is everywhere, so that the backward has none.
         sent *= 1 if request.grad else 2
@@ -88,6 +88,18 @@ def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request)
     return matmul_floor(
         target, "mk,kn->mn", *shapes, sent, axis=ring, dtype=dtype, grad=request.grad
     )
+
+
+def _width(op: Op, request: Request) -> float:
+    """Bytes of a number that travels, the mean of both passes."""
+    dtype = jnp.dtype(request.dtype)
+    if gathered_by(request.wire_dtype, dtype) is None:
+        return min(jnp.dtype(name).itemsize for name in (dtype, request.wire_dtype or dtype))
+    # Of the two passes one gathers, in 8 bits, and one sums; an all-reduce does no other.
+    if not op.out:
+        return dtype.itemsize
+    sums_first = op.lhs == op.rhs
+    return (1 + dtype.itemsize) / 2 if request.grad else dtype.itemsize if sums_first else 1
 
 
 def _of_op(request: Request, target: Target, ring: Ring, op: Op, shape: Shape) -> Iterator[Program]:
