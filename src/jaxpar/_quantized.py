@@ -311,10 +311,14 @@ def gather_scales(
                 f"dimension {dim}: there must be {length} or 1 along it, not {have}; quantize "
                 f"along another dimension than {dim}, or repeat the scales"
             )
-    flat = [x.scales.reshape(-1) for x in blocks]
-    rows = lax.all_gather(lax.concatenate(flat, 0) if len(flat) > 1 else flat[0], names)
-    parts = lax.split(rows, [x.size for x in flat], 1)
-    wholes = [_joined_along(dim, y, x.scales.shape) for x, y in zip(blocks, parts, strict=True)]
+    if any(any(jax.typeof(x.scales).sharding.spec) for x in blocks):
+        # Explicit axes shard another dimension, and flat rows would be resharded.
+        wholes = [lax.all_gather(x.scales, names, axis=dim, tiled=True) for x in blocks]
+    else:
+        flat = [x.scales.reshape(-1) for x in blocks]
+        rows = lax.all_gather(lax.concatenate(flat, 0) if len(flat) > 1 else flat[0], names)
+        parts = lax.split(rows, [x.size for x in flat], 1)
+        wholes = [_joined_along(dim, y, x.scales.shape) for x, y in zip(blocks, parts, strict=True)]
     values, wholes = optimization_barrier(([x.values for x in blocks], wholes))
     return values, [
         Scales(whole, dim, x.shape[dim], x.scales.shape[dim] == x.shape[dim], x.dtype)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from eight_bits import gathered, rounded, travelling, without_ties
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import (
@@ -471,3 +472,23 @@ def test_over_an_axis():
 
     close(jax.jit(over(axis))(x, w), rounded(x) @ exactly(w))
     close(jax.jit(over(axis, wire_dtype="float32"))(x, w), exactly(x) @ exactly(w))
+
+
+@pytest.mark.parametrize("mode", ["naive", "bidirectional"])
+@pytest.mark.parametrize("columns", [None, 16])
+def test_rows_that_explicit_axes_shard(mode, columns):
+    """Their scales are sharded as they are."""
+    mesh = make_mesh("dp=2,tp=4", axis_types=AxisType.Explicit)
+    x, w = untied(2, 16, 64, columns=columns), normal(64, 16)
+    mapped = jax.shard_map(
+        lambda x, w: all_gather_matmul(
+            x, w, "tp", dim=1, mode=mode, wire_dtype=LowBit("int8", columns=columns)
+        ),
+        in_specs=(P(None, "tp"), P(None, "tp")),
+        out_specs=P(None, None, "tp"),
+        axis_names={"tp"},
+    )
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, NamedSharding(mesh, P("dp", "tp", None)))
+        found = jax.jit(mapped)(rows, jax.device_put(w, NamedSharding(mesh, P(None, "tp"))))
+    close(found, rounded(x, columns=columns) @ exactly(w))
