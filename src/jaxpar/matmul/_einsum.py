@@ -124,8 +124,8 @@ def gather(
     call: Call,
     operand: Operand,
     label: str,
-    lhs: MaybeQuantized,
-    rhs: tuple[MaybeQuantized, ...],
+    lhs: Any,
+    rhs: tuple[Any, ...],
 ) -> tuple[Array, ...]:
     """Multiplies lhs by each of `rhs`, `operand` being gathered along `label` first."""
     ring, labels = call.ring, call.labels
