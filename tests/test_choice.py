@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import ring_shift
 from jaxpar._axis import MODES, Ring
+from jaxpar._axis_links import AxisLinks
 from jaxpar._chips import CHIPS
 from jaxpar._options import compiled_with, options_of
 from jaxpar.collectives._choice import (
@@ -107,7 +108,7 @@ def test_disjoint_rings_are_taken_where_axes_are_closed_rings_of_links_and_trans
     def way(closed, flops, kind="matmul"):
         axes = Ring(("x", "y"), "auto", None, None, size=16)
         flow = gather(flops, 2**24)
-        return choose_way(Problem(kind, axes, (), (flow,), told=NONE, closed=closed))
+        return choose_way(Problem(kind, axes, (), (flow,), told=NONE, links=AxisLinks(closed)))
 
     mesh = described("TPU v5", shape={"x": 4, "y": 4})
     bound, covered = 1e9, 1e13

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxpar import disjoint_rings, make_mesh, ring_hops, ring_order
+from jaxpar._axis_links import AxisLinks, note_links, traced_links
 from jaxpar._cycles import (
     AcrossCube,
     AlongLong,
@@ -150,3 +151,59 @@ def test_axes_that_have_no_disjoint_rings():
         disjoint_rings(mesh, ("x", "y"))
     with pytest.raises(ValueError, match="disjoint_rings: axis 'z' is not an axis of the mesh"):
         disjoint_rings(mesh, ("x", "z"))
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "mesh", "axis", "walks"),
+    [
+        ("v5p:4x4x4", "dp=4,tp=16", "tp", 2),
+        ("v5p:4x4x4", "tp=64", "tp", 3),
+        ("v5p:4x4x4", "fsdp=16,tp=4", "fsdp", 2),
+        ("v5p:8x8x4", "dp=4,tp=64", "tp", 2),
+        ("v4:4x4x8", "dp=4,tp=32", "tp", 2),
+        ("v5p:4x4x4", "dp=8,tp=8", "tp", 3),  # 4 x 2: a closed side of four is two of a cube
+        ("v5p:4x4x4", "dp=2,fsdp=4,tp=8", "tp", 3),
+        ("v5p:2x2x2", "tp=8", "tp", 3),
+        ("v6e:16x16", "tp=256", "tp", 2),
+        ("v6e:16x16", "dp=16,tp=16", "tp", 0),  # one dimension: a ring has all its links
+        ("v6e:4x4", "tp=16", "tp", 0),  # open
+        ("v5p:4x4x4", "dp=16,tp=4", "tp", 0),
+        ("tpu7x:4x4x4", "dp=8,tp=16", "tp", 0),  # two devices share the links of a chip
+    ],
+)
+def test_walks_of_one_axis_are_over_links_of_their_own(slice_name, mesh, axis, walks):
+    mesh = target(slice_name, mesh).mesh
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        found = traced_links().walks.get(axis, ())
+    assert len(found) == walks
+    coords = np.array([device.coords for device in mesh.devices.flat])
+    extent = np.ptp(coords, axis=0) + 1
+    closed = extent == 16 if slice_name.startswith("v6e") else extent % 4 == 0
+    order = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
+    for ring in order.reshape(-1, order.shape[-1]):
+        at = np.array([device.coords for device in ring])
+        for hops in range(len(ring)):
+            used = []
+            for walk in found:
+                for way in (1,) if isinstance(walk, AcrossCube) else (1, -1):
+                    there = [walk.next(place, way, hops) for place in range(len(ring))]
+                    apart = np.abs(at - at[there])
+                    apart = np.where(closed, np.minimum(apart, extent - apart), apart)
+                    assert (apart.sum(1) == 1).all()
+                    used += list(enumerate(there))
+            assert len(set(used)) == len(used)
+    for walk in found:  # what has come by so many hops is of the device that it says
+        place = jnp.arange(walk.size)
+        for hops in range(walk.size):
+            behind = jax.vmap(lambda device, hops=hops, walk=walk: walk.behind(device, hops))(place)
+            there = [walk.next(int(device), 1, hops) for device in place]
+            again = [walk.behind(int(device), hops + 1) for device in there]
+            assert again == [int(device) for device in behind]
+
+
+def test_meshes_that_look_alike_and_lie_otherwise_have_the_links_of_both():
+    mesh = target("v4:4x4x4", "dp=4,tp=16").mesh
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert len(traced_links().walks["tp"]) == 2
+        note_links(mesh, AxisLinks())
+        assert not traced_links().walks

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
+from jaxpar._axis_links import traced_links
 from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._cycles import AcrossCube, Walk, disjoint_walks
 from jaxpar._types import AxisLike, Mode, Names, WireLike
@@ -106,8 +107,11 @@ class Ring(Axis):
     @property
     def has_disjoint(self) -> bool:
         """Whether its axes can be those of a torus or a cube, with more links than one ring has."""
-        sizes = [ring.size for ring in self.stages()]
-        return (len(sizes) > 1 and min(sizes) > 2) or (len(sizes) > 2 and set(sizes) == {2})
+        stages = self.stages()
+        sizes = [ring.size for ring in stages]
+        if len(sizes) == 1:
+            return bool(traced_links().walks.get(stages[0].names[0]))
+        return len(sizes) > 1 and (min(sizes) > 2 or (len(sizes) > 2 and max(sizes) == 2))
 
     @property
     def crosses_a_cube(self) -> bool:
@@ -117,9 +121,11 @@ class Ring(Axis):
     def disjoint(self) -> tuple[Ring, ...]:
         """Rings over the same devices that share no link, if each axis is a ring of links."""
         sizes = {ring.names[0]: ring.size for ring in self.stages()}
-        if len(sizes) < 2:
-            return (self,)
-        return tuple(replace(self, walk=walk) for walk in walks_over(sizes))
+        if len(sizes) > 1:
+            walks = walks_over(sizes)
+        else:
+            walks = tuple(walk for name in sizes for walk in traced_links().walks.get(name, ()))
+        return tuple(replace(self, walk=walk) for walk in walks) or (self,)
 
     def wire(self, dtype: Any) -> Any:
         """The dtype in which sums travel that are asked for in `dtype`."""
@@ -165,7 +171,7 @@ class Ring(Axis):
             return tree
         return self._permuted(tree, [(p, (p + offset) % self.size) for p in range(self.size)])
 
-    def hop(self, tree: Any, direction: int, hops: int) -> Any:
+    def hop(self, tree: Any, direction: int, hops: Any) -> Any:
         """Moves every leaf on to the next device, where so many hops have brought it to this one.
 
         Down a walk those of the way home count: of sums that are `hops + 1` away from their owner.

@@ -79,6 +79,7 @@ class AcrossCube(Walk):
 
     dimensions: int
     first: int
+    corners: tuple[int, ...] | None = None  # those of the devices; None: their indices
 
     @property
     def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -86,10 +87,17 @@ class AcrossCube(Walk):
         return 2**self.dimensions
 
     def behind(self, device: Place, distance: int) -> Place:
-        return device ^ self._apart(distance)
+        return self._across(device, self._apart(distance))
 
     def next(self, device: int, direction: int, hops: int) -> int:
-        return device ^ self._apart(hops) ^ self._apart(hops + 1)
+        return self._across(device, self._apart(hops) ^ self._apart(hops + 1))
+
+    def _across(self, device: Place, bits: int) -> Place:
+        """The device at the corner that differs in these bits."""
+        if self.corners is None:
+            return device ^ bits
+        there = _looked_up(np.array(self.corners), device) ^ bits
+        return _looked_up(np.argsort(self.corners), there)
 
     def _apart(self, hops: int) -> int:
         """The bits of the index in which two devices differ that so many hops are between."""
@@ -253,6 +261,48 @@ def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:
             exchanged = rows < columns
             return AlongShort(long, short, exchanged), AlongLong(long, short, exchanged)
     return tuple(map(Listed, _split(sizes)))
+
+
+def walks_of_places(
+    places: Int[np.ndarray, "size dims"], around: Int[np.ndarray, " dims"]
+) -> tuple[Walk, ...]:
+    """Walks of devices at these places of a torus, if they are one themselves, or a cube.
+
+    Args:
+      places: of the devices, by their logical index.
+      around: the length of each dimension, 0 where it has no link from its end to its beginning.
+    """
+    places = np.stack(
+        [_from_zero(along, n) for along, n in zip(places.T, around.tolist(), strict=True)], axis=1
+    )
+    sides = places.max(axis=0) + 1
+    cells = np.asarray(np.ravel_multi_index(tuple(places.T), tuple(sides)))
+    if np.sort(cells).tolist() != list(range(prod(sides.tolist()))):
+        return ()
+    places, around, sides = (x[..., sides > 1] for x in (places, around, sides))
+    closed = sides == around
+    if len(sides) > 1 and (closed & (sides > 2)).all():
+        index = np.argsort(cells)
+        cycles = disjoint_cycles(tuple(map(int, sides)))
+        return tuple(Listed(tuple(map(int, index[cycle.devices]))) for cycle in cycles)
+    # A closed dimension of four is two of a cube: neighbours differ in one bit of the Gray code.
+    if not ((sides == 2) | (sides == 4) & closed).all():
+        return ()
+    corners, bits = np.zeros(len(places), int), 0
+    for along, side in zip(places.T, sides, strict=True):
+        corners |= (along ^ along >> 1) << bits
+        bits += 1 if side == 2 else 2
+    if not 3 <= bits <= 4:
+        return ()
+    return tuple(AcrossCube(bits, first, tuple(map(int, corners))) for first in range(bits))
+
+
+def _from_zero(along: Int[np.ndarray, " size"], around: int) -> Int[np.ndarray, " size"]:
+    """Places along a dimension from 0 on, in the shortest stretch of it that has all."""
+    if not around:
+        return along - along.min()
+    turned = [(along + by) % around for by in range(around)]
+    return min(turned, key=lambda places: int(places.max()))
 
 
 # -- tori of other shapes -------------------------------------------------------------------------

@@ -13,15 +13,13 @@ dimension. So a step keeps its dimension along all the other axes, and no two ax
 more devices a chip, which count as one more dimension, it suffices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import permutations
 from math import gcd, prod
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Bool, Int, Shaped
 
 
@@ -41,30 +39,6 @@ def closed_dims(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Bool[np.n
     if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
         return extent == 16
     return extent % 4 == 0  # each dimension on its own, whatever the others are
-
-
-# By names and sizes of a mesh's axes and the kind of its devices, the axes that are closed rings of
-# one link each, and of each how many messages share a link where all its rings send both ways.
-# Tracing sees no more of a mesh than that.
-_closed_axes: dict[tuple[Any, ...], dict[str, int]] = {}
-
-
-def note_closed_axes(mesh: Mesh, axes: Mapping[str, int]) -> None:
-    """Remembers which axes of a mesh are; of meshes that look alike, those of all of them."""
-    key = (mesh.axis_names, mesh.devices.shape, mesh.devices.flat[0].device_kind)
-    known = _closed_axes.get(key, axes)
-    _closed_axes[key] = {name: max(known[name], axes[name]) for name in known.keys() & axes}
-
-
-def traced_closed_axes() -> Mapping[str, int]:
-    """Which axes of the mesh that is traced over are closed rings of links, as far as is known.
-
-    With each, how many messages share a link.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    kind = "" if device is None else device.device_kind
-    return _closed_axes.get((mesh.axis_names, mesh.axis_sizes, kind), {})
 
 
 def slice_grid(devices: Sequence[Any], shape: Sequence[int]) -> Shaped[np.ndarray, "..."] | None:

@@ -15,9 +15,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Int, Shaped
 
 from jaxpar._axis import axis_names, ring_positions, walks_over
+from jaxpar._axis_links import AxisLinks, note_links
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._cycles import Cycle
-from jaxpar._torus import closed_dims, note_closed_axes, on_torus, slice_grid, slice_of
+from jaxpar._cycles import Cycle, Walk, walks_of_places
+from jaxpar._torus import closed_dims, on_torus, slice_grid, slice_of
 from jaxpar._types import AxisLike, MeshAxes
 
 
@@ -84,7 +85,8 @@ def make_mesh(
         grid = mesh_utils.create_device_mesh(shape, devices)
     mesh = Mesh(grid, tuple(sizes), axis_types=types)
     if all(on_torus(device) for device in devices):
-        note_closed_axes(mesh, _closed_axes(mesh))
+        walks = {name: _walks(mesh, name) for name in mesh.axis_names}
+        note_links(mesh, AxisLinks(_closed_axes(mesh), walks))
     return mesh
 
 
@@ -108,6 +110,26 @@ def why_not_closed(mesh: Mesh, name: str) -> str | None:
     if max(steps) > 1:
         return f"neighbours on {name} are up to {max(steps)} links apart"
     return f"the ends of {name} are {back} links apart" if back > 1 else None
+
+
+def _walks(mesh: Mesh, name: str) -> tuple[Walk, ...]:
+    """The walks of an axis by itself that share no link, of which each hop is over one link."""
+    rings = _rings(mesh, (name,))
+    if rings.shape[1] < 8 or not _stays_within_a_slice(mesh, name):
+        return ()
+    coords = np.array([device.coords for device in rings.flat]).reshape(*rings.shape, -1)
+    extent = np.ptp([device.coords for device in mesh.devices.flat], axis=0) + 1
+    around = np.where(closed_dims(rings[0, 0].device_kind, extent), extent, 0)
+    walks = walks_of_places(coords[0], around)
+    places = range(rings.shape[1])
+    for walk in walks:  # other rings may lie otherwise
+        for hops in places:
+            there = [walk.next(place, 1, hops) for place in places]
+            apart = np.abs(coords - coords[:, there])
+            apart = np.where(around, np.minimum(apart, around - apart), apart)
+            if (apart.sum(-1) != 1).any():
+                return ()
+    return walks
 
 
 def _stays_within_a_slice(mesh: Mesh, name: str) -> bool:

@@ -59,7 +59,9 @@ def test_shares_are_of_whole_tiles_where_there_are_many():
     [
         ("dp=4,x=4,y=4", ("x", "y"), 0.65),
         ("dp=4,x=4,y=4", ("y", "x"), 0.65),
+        ("dp=4,tp=16", ("tp",), 0.65),  # a plane by one name
         ("dp=8,x=2,y=2,z=2", ("z", "x", "y"), 0.85),  # three links of a cube, where a ring has two
+        ("dp=8,tp=8", ("tp",), 0.85),
     ],
 )
 def test_all_links(mesh, axes, most):
@@ -82,13 +84,13 @@ def test_all_links(mesh, axes, most):
         ]
         return compile_for(step, plane, *args)
 
+    links = 4 if n == 16 else 3
     named, chosen = map(compiled, ("disjoint-rings", "auto"))
     found = timeline(named)
-    assert len({event.row for event in found.transfers}) == (4 if len(axes) == 2 else 3)
+    assert len({event.row for event in found.transfers}) == links
     assert not any(event.synchronous for event in found.transfers)
     sent = rows * depth * 2 * (n - 1) / n
     floor = matmul_floor(plane, "mk,kn->mn", (rows, depth), (depth, columns // n), sent, axis=axes)
-    links = 4 if len(axes) == 2 else 3
     assert floor.one_ring == pytest.approx(links / 2 * floor.transfer)
     assert floor.total < found.total <= most * floor.of_one_ring
     # But for the line that has called it.

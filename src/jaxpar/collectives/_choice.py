@@ -5,7 +5,7 @@ those that are named or those of `auto`. The rules of `auto` are the functions o
 each kind of work, and can be replaced here without touching anything else.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -14,9 +14,9 @@ from typing import Literal
 import jax
 
 from jaxpar._axis import CHUNKED, Ring
+from jaxpar._axis_links import AxisLinks, traced_links
 from jaxpar._chips import Chip, traced_chip, traced_for_cpu
 from jaxpar._options import traced_asynchronous
-from jaxpar._torus import traced_closed_axes
 from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._cost_model import Flow, joins, row_chunks_time, time_of
 from jaxpar.collectives._fitted import fitted_to
@@ -60,8 +60,7 @@ class Problem:
       told: the collectives that the compiler runs beside other work; None: those of the program
         that is traced.
       what: by which it differs from other work of equal shapes, in words.
-      closed: the axes of the mesh that are closed rings of links, or two devices at the ends of
-        one, and how many messages share a link where all rings of one send both ways.
+      links: what is known of those of the mesh.
     """
 
     kind: Kind
@@ -74,7 +73,7 @@ class Problem:
     devices: int = field(default_factory=_traced_devices)
     told: frozenset[str] | None = None
     what: str = ""
-    closed: Mapping[str, int] = field(default_factory=traced_closed_axes)
+    links: AxisLinks = field(default_factory=traced_links)
 
     @cached_property
     def messages(self) -> tuple[int, int]:
@@ -82,7 +81,7 @@ class Problem:
 
         Several where two devices have the links of one chip; one where nothing is known of axes.
         """
-        found = [self.closed.get(ring.names[0], 1) for ring in self.ring.stages()]
+        found = [self.links.closed.get(ring.names[0], 1) for ring in self.ring.stages()]
         return (found[-1], max(found)) if found else (1, 1)  # one ring is along the last axis
 
     @cached_property
@@ -93,10 +92,12 @@ class Problem:
         """
         long = [ring.names[0] for ring in self.ring.stages()]
         one, disjoint = self.messages
+        if len(long) == 1:
+            return bool(self.links.walks.get(long[0]))
         return (
             self.ring.has_disjoint
             and len(long) * one > disjoint
-            and set(long) <= self.closed.keys()
+            and set(long) <= self.links.closed.keys()
         )
 
     @cached_property

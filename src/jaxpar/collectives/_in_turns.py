@@ -183,7 +183,7 @@ class InTurns(Way):
 
         def send(sums: list[Array], t: Turn) -> list[Array]:
             return [
-                self._moved(self._quantized(x, dim, dtype), leg, t.distance - bool(t.piece))
+                self._moved(self._quantized(x, dim, dtype), leg, t.distance - (1 if t.piece else 0))
                 for x, leg in zip(sums, t.sums, strict=True)
             ]
 
