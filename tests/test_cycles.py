@@ -160,7 +160,7 @@ def test_axes_that_have_no_disjoint_rings():
         ("v5p:4x4x4", "tp=64", "tp", 3),
         ("v5p:4x4x4", "fsdp=16,tp=4", "fsdp", 2),
         ("v5p:8x8x4", "dp=4,tp=64", "tp", 2),
-        ("v4:4x4x8", "dp=4,tp=32", "tp", 2),
+        ("v5p:4x4x8", "dp=4,tp=32", "tp", 2),
         ("v5p:4x4x4", "dp=8,tp=8", "tp", 3),  # 4 x 2: a closed side of four is two of a cube
         ("v5p:4x4x4", "dp=2,fsdp=4,tp=8", "tp", 3),
         ("v5p:2x2x2", "tp=8", "tp", 3),
@@ -202,8 +202,8 @@ def test_walks_of_one_axis_are_over_links_of_their_own(slice_name, mesh, axis, w
 
 
 def test_meshes_that_look_alike_and_lie_otherwise_have_the_links_of_both():
-    mesh = target("v4:4x4x4", "dp=4,tp=16").mesh
+    mesh = target("v5p:4x4x4", "others=4,alike=16").mesh
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert len(traced_links().walks["tp"]) == 2
+        assert len(traced_links().walks["alike"]) == 2
         note_links(mesh, AxisLinks())
         assert not traced_links().walks
