@@ -27,7 +27,7 @@ with install_import_hook("jaxpar", "signatures.checked"):
 
 
 QUICKLY_COMPILED = {
-    *("language_model", "layers", "layout", "matmul", "moe", "training_step"),
+    *("language_model", "layers", "layout", "low_bit", "matmul", "moe", "training_step"),
     *("testing", "test_clusters.py", "test_examples.py", "test_values.py"),
     *("test_gradients.py", "test_interop.py", "test_ragged.py", "test_reference.py"),
     *("test_tuning.py", "test_ways.py"),

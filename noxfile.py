@@ -181,6 +181,13 @@ def step_time(session: nox.Session) -> None:
     session.run("python", "benchmarks/step_time", *session.posargs, env={"JAX_PLATFORMS": "cpu"})
 
 
+@nox.session
+def low_bit(session: nox.Session) -> None:
+    """Measures what gathers in 8 bits are off by, of drawn numbers and of a trained model's."""
+    session.install("-e", ".[train]")
+    session.run("python", "benchmarks/low_bit", *session.posargs)
+
+
 @nox.session(python=NEWEST_PYTHON)
 def moe(session: nox.Session) -> None:
     """Compares experts with other ways of dispatch, compiled for TPU and GPU, and with matmuls."""
@@ -189,8 +196,8 @@ def moe(session: nox.Session) -> None:
 
 
 # Minutes on two cores, the longest last.
-FIGURES = {"notebooks": 4, "step_time": 10, "bench": 12, "network": 15, "overlap": 12, "moe": 25}
-FIGURES |= {"training_step": 30, "sweep": 60}
+FIGURES = {"notebooks": 4, "low_bit": 8, "step_time": 10, "bench": 12, "network": 15, "overlap": 12}
+FIGURES |= {"moe": 25, "training_step": 30, "sweep": 60}
 
 
 @nox.session(python=NEWEST_PYTHON)
