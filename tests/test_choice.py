@@ -134,6 +134,13 @@ def test_disjoint_rings_of_axes_that_have_none():
         ValueError, match=r"mode='disjoint-rings' over axes of sizes \{'x': 4, 'y': 2"
     ):
         traced(lambda: both("disjoint-rings"), described("TPU v5", shape={"x": 4, "y": 2}))
+    names = tuple("abcde")
+
+    def five():
+        return Ring(names, "disjoint-rings", None, None, size=32).disjoint()
+
+    with pytest.raises(ValueError, match="over 5 axes of 2: a cube has at most 4; leave some out"):
+        traced(five, described("TPU v5", shape=dict.fromkeys(names, 2)))
     one = traced(lambda: both("disjoint-rings"), described("TPU v5", shape={"x": 8, "y": 1}))
     assert len(one.rings) == 1  # one axis is one ring
 

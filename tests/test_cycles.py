@@ -207,3 +207,9 @@ def test_meshes_that_look_alike_and_lie_otherwise_have_the_links_of_both():
         assert len(traced_links().walks["alike"]) == 2
         note_links(mesh, AxisLinks())
         assert not traced_links().walks
+
+
+def test_a_cube_has_other_walks_than_rings():
+    mesh = make_mesh("x=2,y=2,z=2")
+    with pytest.raises(ValueError, match=r"^disjoint_rings: axes of sizes .* are a cube, whose"):
+        disjoint_rings(mesh, ("x", "y", "z"))
