@@ -125,7 +125,7 @@ def compiler_options(devices: Any = None) -> Options:
 
     Example:
       >>> from jaxpar.schedule import target
-      >>> sorted(compiler_options(target("v5p:2x2x1")))[0]
+      >>> sorted(compiler_options(target("v5p:2x2x1")))[1]
       'xla_tpu_enable_sparse_core_collective_offload_all_gather'
       >>> compiler_options(target("v5e:2x2")), compiler_options(jax.devices("cpu")[0])
       ({}, {})

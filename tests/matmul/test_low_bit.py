@@ -20,6 +20,8 @@ from jaxpar import (
     quantize,
     ring_einsum,
 )
+from jaxpar.collectives import _choice
+from jaxpar.collectives._order import CpuOrder, TpuOrder
 
 MESH = make_mesh("tp=8")
 MODES = ("naive", "stationary", "chunked-2", "unidirectional", "bidirectional")
@@ -492,3 +494,28 @@ def test_rows_that_explicit_axes_shard(mode, columns):
         rows = jax.device_put(x, NamedSharding(mesh, P("dp", "tp", None)))
         found = jax.jit(mapped)(rows, jax.device_put(w, NamedSharding(mesh, P(None, "tp"))))
     close(found, rounded(x, columns=columns) @ exactly(w))
+
+
+@pytest.mark.parametrize("order", [None, CpuOrder(), TpuOrder(delays_transfers=True)])
+@pytest.mark.parametrize("mode", ["naive", "unidirectional", "bidirectional", "chunked-2"])
+def test_sums_in_8_bits_on_request(mode, order, monkeypatch):
+    """Rounded once by a collective, at every hop of a ring; in one and in two pieces."""
+    if order is not None:
+        monkeypatch.setattr(_choice, "traced_order", lambda: order)
+    wire = LowBit("int8", sums="int8")
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype("float32") for shape in ((64, 64), (64, 96)))
+
+    def local(x, w):
+        return matmul_reduce_scatter(x, w, "tp", mode=mode, wire_dtype=wire)
+
+    mapped = jax.shard_map(
+        local, mesh=make_mesh("tp=8"), in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp")
+    )
+    out, pull = jax.vjp(mapped, x, w)
+    exact = np.float64(x) @ w
+    off = np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2))
+    assert 0.003 < off < (0.008 if mode in ("naive", "chunked-2") else 0.014)
+    for gradient, wanted in zip(pull(out), (exact @ w.T, x.T @ exact), strict=True):
+        off = np.sqrt(np.mean((gradient - wanted) ** 2) / np.mean(wanted**2))
+        assert off < 0.016

@@ -181,7 +181,7 @@ class InTurns(Way):
         ]
         turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
 
-        def send(sums: list[Array], t: Turn) -> list[Array]:
+        def send(sums: list[Any], t: Turn) -> list[Any]:
             return [
                 self._moved(self._quantized(x, dim, dtype), leg, t.distance - (1 if t.piece else 0))
                 for x, leg in zip(sums, t.sums, strict=True)
@@ -195,7 +195,7 @@ class InTurns(Way):
             spans = [(owner, *cuts[ring][t.piece]) for owner, ring in owners]
             return [take(Span(owner * length + start, size)) for owner, start, size in spans]
 
-        def add(made: list[Array], arrived: list[Array], t: Turn) -> list[Array]:
+        def add(made: list[Array], arrived: list[Any], t: Turn) -> list[Array]:
             """Adds to each sum what came by its leg; to that for this device all of a ring."""
             for leg, x in zip(t.adds, arrived, strict=True):
                 of = [to == leg for to in t.legs] or [n == leg.ring for n in range(len(made))]

@@ -188,7 +188,7 @@ class Way:
         """Returns sums in the dtype in which they travel, that of their result if none is asked."""
         return x.astype(self.ring.wire(dtype))
 
-    def _quantized(self, x: Array, dim: int, dtype: DTypeLike) -> Any:
+    def _quantized(self, x: Any, dim: int, dtype: DTypeLike) -> Any:
         """Returns sums that are scattered along `dim` as they travel, quantized where asked."""
         how = self.ring.low_bit_sums(dtype)
         coded = x if how is None or self.ring.size == 1 else encoded(how, x, dim)
