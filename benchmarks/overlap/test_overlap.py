@@ -9,6 +9,9 @@ import overlap.__main__ as command
 import tables
 from jaxpar import make_mesh
 from jaxpar.cli._ops import OPS
+from jaxpar.schedule import target
+from jaxpar.schedule._floor import rings_over
+from jaxpar.schedule._links import Links
 from overlap import peers, plot, report, worker
 
 SHAPE = (32, 48, 16)
@@ -159,3 +162,11 @@ def test_a_process_that_dies_is_a_failure():
 def test_the_readme_has_the_markers():
     readme = (command.FOLDER / "README.md").read_text()
     assert tables.rewrite(readme, command.SECTION, "new").count("new") >= 1
+
+
+@pytest.mark.parametrize("case", worker.load_cases(), ids=lambda case: case.name)
+def test_the_floor_is_that_of_one_ring(case):
+    """No other ring over these devices would have links of its own."""
+    described = target(case.chip, ",".join(f"{axis}={n}" for axis, n in case.mesh.items()))
+    links = Links(described.mesh, described.chip)
+    assert links.within(rings_over(described.mesh, case.axis)) == 2

@@ -165,7 +165,7 @@ def _floor(case: Case, described: Target) -> float:
     sent = case.block_bytes * (n - 1)
     dtype = jnp.dtype(case.dtype)
     floor = matmul_floor(
-        described, "mk,kn->mn", (m, k), (k, cols), sent, dtype=dtype, grad=case.grad
+        described, "mk,kn->mn", (m, k), (k, cols), sent, axis=case.axis, dtype=dtype, grad=case.grad
     )
     return floor.total
 
