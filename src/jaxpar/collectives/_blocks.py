@@ -9,10 +9,11 @@ from jax import Array, lax
 
 from jaxpar._derivatives import linear_pair, with_derivative
 from jaxpar._dtypes import addition_dtype
-from jaxpar._quantized import Quantized, Scales, encoded, gather_scales
+from jaxpar._quantized import Quantized, encoded
 from jaxpar._varying import checks_varying, vary_over
 from jaxpar._wire import LowBit, summed_as
 from jaxpar.collectives._order import spec_of
+from jaxpar.collectives._scales import Scales, gather_scales
 from jaxpar.collectives._ways import Arrivals, Positions, Way
 
 Leaves = list[Any]  # arrays

@@ -21,10 +21,11 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._derivatives import with_derivative
-from jaxpar._quantized import Quantized, exact_of, gather_scales, join, straight_through
+from jaxpar._quantized import Quantized, exact_of, straight_through
 from jaxpar.collectives._choice import joining_is_cheaper
 from jaxpar.collectives._cost_model import FlowKind
 from jaxpar.collectives._parts import Span, even_cuts, join_dims, split_dim
+from jaxpar.collectives._scales import gather_scales, join
 from jaxpar.collectives._ways import Arrivals, Naive, Positions, Way
 from jaxpar.matmul._flow import flow_of
 from jaxpar.matmul._product import (
