@@ -72,7 +72,7 @@ def played(topology, mesh, axes, columns, mode, wire_dtype=None):
     [
         (("v5p:4x4x4", "dp=4,tp=16"), 8192, "naive", 0.65),
         (("v5p:4x4x4", "dp=4,tp=16"), 8192, "bidirectional", 0.65),
-        (("v6e:16x16", "dp=16,tp=16"), 28672, "naive", 0.71),  # more than 0.65 is the matmul, 0.30 of it
+        (("v6e:16x16", "dp=16,tp=16"), 28672, "naive", 0.71),  # of which the matmul is 0.30
     ],
 )
 def test_a_matmul_that_waits_for_its_blocks_takes_less(slice_of, columns, mode, most):
