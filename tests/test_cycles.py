@@ -182,10 +182,11 @@ def test_walks_of_one_axis_are_over_links_of_their_own(slice_name, mesh, axis, w
     order = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
     for ring in order.reshape(-1, order.shape[-1]):
         at = np.array([device.coords for device in ring])
-        for hops in range(len(ring)):
+        cube = any(isinstance(walk, AcrossCube) for walk in found)
+        for hops in range(len(ring) if cube else 1):  # a cycle has one next device
             used = []
             for walk in found:
-                for way in (1,) if isinstance(walk, AcrossCube) else (1, -1):
+                for way in (1,) if cube else (1, -1):
                     there = [walk.next(place, way, hops) for place in range(len(ring))]
                     apart = np.abs(at - at[there])
                     apart = np.where(closed, np.minimum(apart, extent - apart), apart)
@@ -194,7 +195,7 @@ def test_walks_of_one_axis_are_over_links_of_their_own(slice_name, mesh, axis, w
             assert len(set(used)) == len(used)
     for walk in found:  # what has come by so many hops is of the device that it says
         place = jnp.arange(walk.size)
-        for hops in range(walk.size):
+        for hops in range(walk.size) if walk.size < 16 else (0, 1, 5, walk.size - 1):
             behind = jax.vmap(lambda device, hops=hops, walk=walk: walk.behind(device, hops))(place)
             there = [walk.next(int(device), 1, hops) for device in place]
             again = [walk.behind(int(device), hops + 1) for device in there]

@@ -123,7 +123,7 @@ def _walks(mesh: Mesh, name: str) -> tuple[Walk, ...]:
     walks = walks_of_places(coords[0], around)
     places = range(rings.shape[1])
     for walk in walks:  # other rings may lie otherwise
-        for hops in places:
+        for hops in range(1) if isinstance(walk, Cycle) else places:  # a cycle has one next device
             there = [walk.next(place, 1, hops) for place in places]
             apart = np.abs(coords - coords[:, there])
             apart = np.where(around, np.minimum(apart, around - apart), apart)
