@@ -18,13 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd, prod
-from random import Random
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Int
+
+from jaxpar._torus_split import split_torus
 
 Place = Any  # an integer, or an int32[]: counted over the dimensions, the last one fastest
 
@@ -260,7 +261,7 @@ def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:
         if long % short == 0 and gcd(long // short, short - 1) == 1:
             exchanged = rows < columns
             return AlongShort(long, short, exchanged), AlongLong(long, short, exchanged)
-    return tuple(map(Listed, _split(sizes)))
+    return tuple(map(Listed, split_torus(sizes)))
 
 
 def walks_of_places(
@@ -303,105 +304,3 @@ def _from_zero(along: Int[np.ndarray, " size"], around: int) -> Int[np.ndarray, 
         return along - along.min()
     turned = [(along + by) % around for by in range(around)]
     return min(turned, key=lambda places: int(places.max()))
-
-
-# -- tori of other shapes -------------------------------------------------------------------------
-
-_Links = list[set[int]]  # of each device, those at the other ends of two of its links
-
-
-def _split(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Splits a torus into Hamiltonian cycles by exchanging links.
-
-    At first each factor has the links of one dimension, and is many cycles. On a square of four
-    devices whose opposite sides are of the same two factors, these exchange their sides. An
-    exchange that joins cycles, or parts none, is made.
-    """
-    for seed in range(1000):
-        factors = _exchanged(sizes, Random(seed))
-        if factors is not None:
-            return [_walk(links) for links in factors]
-    raise AssertionError(f"no cycles were found of {sizes}")
-
-
-def _exchanged(sizes: tuple[int, ...], random: Random) -> list[_Links] | None:
-    grid = np.arange(prod(sizes)).reshape(sizes)
-    factors: list[_Links] = []
-    for dim in range(len(sizes)):
-        ends = zip(np.roll(grid, 1, dim).flat, np.roll(grid, -1, dim).flat, strict=True)
-        factors.append([{int(a), int(b)} for a, b in ends])
-    squares = [
-        tuple(int(x) for x in (grid[at], *corner))
-        for at in np.ndindex(*sizes)
-        for one in range(len(sizes))
-        for other in range(one)
-        for corner in [_corner(grid, at, one, other)]
-    ]
-    counts = [_count(links) for links in factors]
-    for _ in range(60 * len(squares)):
-        if max(counts) == 1:
-            return factors
-        a, b, c, d = random.choice(squares)
-        # Whose are a-b and d-c, and whose are a-d and b-c?
-        first = next(n for n, links in enumerate(factors) if b in links[a])
-        second = next(n for n, links in enumerate(factors) if d in links[a])
-        if first == second or c not in factors[first][d] or c not in factors[second][b]:
-            continue
-        _flip(factors[first], factors[second], a, b, c, d)
-        new = list(counts)
-        new[first], new[second] = _count(factors[first]), _count(factors[second])
-        if sum(new) <= sum(counts) or random.random() < 0.02:
-            counts = new
-        else:
-            _flip(factors[second], factors[first], a, b, c, d)
-    return None
-
-
-def _corner(
-    grid: Int[np.ndarray, "..."], at: tuple[int, ...], one: int, other: int
-) -> tuple[int, int, int]:
-    """The devices next to one along two dimensions, and the one next to both."""
-
-    def moved(*dims: int) -> int:
-        place = [
-            (x + (n in dims)) % size for n, (x, size) in enumerate(zip(at, grid.shape, strict=True))
-        ]
-        return int(grid[tuple(place)])
-
-    return moved(one), moved(one, other), moved(other)
-
-
-def _flip(first: _Links, second: _Links, a: int, b: int, c: int, d: int) -> None:
-    """Gives the sides a-b and d-c of the first factor to the second one, and a-d and b-c back."""
-    for x, y in ((a, b), (d, c)):
-        first[x].remove(y)
-        first[y].remove(x)
-        second[x].add(y)
-        second[y].add(x)
-    for x, y in ((a, d), (b, c)):
-        second[x].remove(y)
-        second[y].remove(x)
-        first[x].add(y)
-        first[y].add(x)
-
-
-def _count(links: _Links) -> int:
-    """Of how many cycles a factor is made."""
-    left, count = set(range(len(links))), 0
-    while left:
-        count += 1
-        left.difference_update(_around(links, min(left)))
-    return count
-
-
-def _walk(links: _Links) -> tuple[int, ...]:
-    return tuple(_around(links, 0))
-
-
-def _around(links: _Links, start: int) -> list[int]:
-    """The cycle through a device."""
-    found, before, here = [start], start, min(links[start])
-    while here != start:
-        found.append(here)
-        before, here = here, next(x for x in links[here] if x != before)
-    return found
