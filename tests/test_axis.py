@@ -353,3 +353,16 @@ def test_a_wire_that_carries_no_floats_is_the_call_s(axis):
     wrong = r"^ring_reduce_scatter: wire_dtype=int32 cannot carry sums"
     with pytest.raises(TypeError, match=wrong):
         jax.eval_shape(mapped, jnp.ones((8, 4)))
+
+
+@pytest.mark.parametrize("wire", ["int4", "int32", "bool"])
+def test_a_gather_whose_gradient_no_wire_carries(wire):
+    gather = jax.shard_map(
+        lambda x: ring_all_gather(x, "tp", wire_dtype=wire),
+        mesh=make_mesh("tp=8"),
+        in_specs=P("tp"),
+        out_specs=P(None, "tp"),
+    )
+    with pytest.raises(TypeError, match=f"^ring_all_gather: wire_dtype={wire} cannot carry sums"):
+        jax.eval_shape(gather, jnp.ones((8, 4)))
+    assert jax.eval_shape(gather, jnp.ones((8, 4), "int8")).dtype == "int8"  # it has none

@@ -133,12 +133,12 @@ class Ring(Axis):
         return jnp.dtype(summed_as(self.wire_dtype, dtype) or dtype)
 
     def low_bit(self, dtype: Any) -> LowBit | None:
-        """How blocks of a dtype are gathered, None where they travel as they are."""
-        return gathered_by(self.wire_dtype, dtype)
+        """How blocks of a dtype are gathered, None where they travel as they are, or nowhere."""
+        return gathered_by(self.wire_dtype, dtype) if self.size > 1 else None
 
     def low_bit_sums(self, dtype: Any) -> LowBit | None:
         """How sums of a dtype travel, None where they are not quantized."""
-        return rounded_by(self.wire_dtype, dtype)
+        return rounded_by(self.wire_dtype, dtype) if self.size > 1 else None
 
     def low_bit_cotangents(self, dtype: Any) -> LowBit | None:
         """The same of cotangents, which are gathered where sums were scattered."""

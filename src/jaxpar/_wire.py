@@ -34,8 +34,9 @@ class LowBit:
 
     A row is along the last dimension of an array other than the one along which it is gathered. The
     scale is the largest magnitude of a block over the largest number of the dtype, in float32; a
-    block with a number that is not finite arrives as NaN. Arrays of one dimension, of integers, and
-    with rows so short that scales take what the values save, travel as they are.
+    block with a number that is not finite arrives as NaN. Arrays of one dimension, of integers or
+    complex numbers, and with rows so short that scales take what the values save, travel as they
+    are.
 
     Raises:
       TypeError: another dtype, or other sums of 8 bits.

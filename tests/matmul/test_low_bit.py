@@ -525,3 +525,22 @@ def test_sums_in_8_bits_on_request(mode, order, monkeypatch):
     for gradient, wanted in zip(gradients, (exact @ w.T, x.T @ exact), strict=True):
         off = np.sqrt(np.mean((gradient - wanted) ** 2) / np.mean(wanted**2))
         assert off < 0.016
+
+
+@pytest.mark.parametrize("mode", ["naive", "bidirectional", "disjoint-rings"])
+def test_nothing_is_rounded_on_a_device_alone(mode):
+    wire, mesh = LowBit("int8", sums="int8"), make_mesh("tp=1", devices=jax.devices()[:1])
+    x, w = normal(4, 48), normal(48, 40)
+
+    def local(x, w):
+        gathered = all_gather_matmul(x, w, "tp", mode=mode, wire_dtype=wire)
+        return gathered, matmul_reduce_scatter(x, w, "tp", mode=mode, wire_dtype=wire)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P("tp"))
+    out, pull = jax.jit(lambda *args: jax.vjp(mapped, *args))(x, w)
+    dx, dw = pull(out)
+    exact = np.float64(x) @ w
+    for found in out:
+        close(found, exact)
+    close(dx, 2 * exact @ w.T, 2.0**-20)
+    close(dw, 2 * np.float64(x).T @ exact, 2.0**-20)

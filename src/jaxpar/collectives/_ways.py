@@ -191,7 +191,7 @@ class Way:
     def _quantized(self, x: Any, dim: int, dtype: DTypeLike) -> Any:
         """Returns sums that are scattered along `dim` as they travel, quantized where asked."""
         how = self.ring.low_bit_sums(dtype)
-        coded = x if how is None or self.ring.size == 1 else encoded(how, x, dim)
+        coded = x if how is None else encoded(how, x, dim)
         return coded if isinstance(coded, Quantized) else self._wire(x, dtype)
 
     def _psum(self, x: Array) -> Array:

@@ -15,7 +15,7 @@ from jaxpar._calls import public, type_error, value_error
 from jaxpar._quantized import check_chance, codes_of
 from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over
-from jaxpar._wire import LowBit
+from jaxpar._wire import LowBit, gathered_by
 from jaxpar.layers._reduction import spec_axes, sum_leaves
 
 # Numbers of a leaf below which it is summed as it is: its scales and latencies would cost more.
@@ -76,10 +76,11 @@ def reduce_compressed_gradients(
     Wang et al., "ZeRO++" (2023).
     """
     ring = bind(axis)
-    how = LowBit("int8", COLUMNS) if ring.wire_dtype is None else ring.low_bit("float32")
+    wire = ring.wire_dtype
+    how = LowBit("int8", COLUMNS) if wire is None else gathered_by(wire, "float32")
     if how is None:
         raise type_error(
-            f"wire_dtype={ring.wire_dtype} is none of 8 bits; choose 'int8' or a LowBit, or call "
+            f"wire_dtype={wire} is none of 8 bits; choose 'int8' or a LowBit, or call "
             "reduce_gradients"
         )
     check_chance(how, key)

@@ -139,7 +139,7 @@ def gather(
         (left,), rights = rhs, (lhs,)
         product = Product(labels.rhs, labels.lhs, labels.out, dtype)
 
-    left = straight_through(ring.wire_dtype, left, product.left.index(label))
+    left = straight_through(ring.low_bit(left.dtype), left, product.left.index(label))
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), rights[0].dtype.itemsize
     sent = 1 if low_bit else width
