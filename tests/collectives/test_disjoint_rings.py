@@ -1,8 +1,5 @@
 """Rings that share no link: values and gradients on tori of 9 to 64 devices."""
 
-import os
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import run_worker
 
 import jaxpar
 from jaxpar.collectives._parts import shares_of
@@ -35,16 +33,7 @@ WORKER = Path(__file__).with_name("disjoint_rings.py")
     ],
 )
 def test_values_and_gradients(sizes, check_vma):
-    run = subprocess.run(
-        [sys.executable, str(WORKER), str(check_vma), *map(str, sizes)],
-        env={**os.environ, "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.endswith("all\n")
+    run_worker(WORKER, check_vma, *sizes)
 
 
 def test_shares_are_of_whole_tiles_where_there_are_many():

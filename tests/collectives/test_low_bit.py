@@ -1,8 +1,5 @@
 """What is gathered in 8 bits, over meshes of 4 to 64 devices, and compiled for TPUs."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -10,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import run_worker
 
 import jaxpar
 from jaxpar import Axis, LowBit
@@ -20,7 +18,6 @@ from jaxpar.schedule import compile_for, target, timeline
 
 ROW = jax.ShapeDtypeStruct((8,), "float32")
 HERE = Path(__file__).parent
-SOURCES = (Path(jaxpar.__file__).parents[1], HERE.parent / "support")
 
 
 @pytest.mark.parametrize(
@@ -36,16 +33,7 @@ SOURCES = (Path(jaxpar.__file__).parents[1], HERE.parent / "support")
     ],
 )
 def test_values_and_gradients(sizes, dtype, modes, check_vma):
-    run = subprocess.run(
-        [sys.executable, HERE / "low_bit.py", str(check_vma), dtype, modes, *map(str, sizes)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.endswith("all\n")
+    run_worker(HERE / "low_bit.py", check_vma, dtype, modes, *sizes)
 
 
 def played(topology, mesh, axes, columns, mode, wire_dtype=None):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eight_bits import gathered, rounded, travelling, without_ties
+from eight_bits import gathered, rounded, travelling, with_gradients, without_ties
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -42,15 +42,6 @@ def weight(*shape, dim):
 def assert_close(found, wanted, digits=1e-5):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=digits, atol=digits * np.abs(y).max())
-
-
-def with_gradients(fn):
-    @jax.jit
-    def run(ct, *args):
-        found, pull = jax.vjp(fn, *args)
-        return found, pull(ct)
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eight_bits import gathered, rounded, travelling, without_ties
+from eight_bits import gathered, rounded, travelling, with_gradients, without_ties
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -54,17 +54,6 @@ def gathering(mode, wire="int8", out_specs=None, in_specs=None, **how):
         in_specs=(P("tp"), P(None, "tp")) if in_specs is None else in_specs,
         out_specs=P(None, "tp") if out_specs is None else out_specs,
     )
-
-
-def with_gradients(fn):
-    """The results, and the gradients for cotangents."""
-
-    @jax.jit
-    def run(ct, *args):
-        found, pull = jax.vjp(fn, *args)
-        return found, pull(ct)
-
-    return run
 
 
 # Values of 8 bits are exact in 16, and so are their products in 32: only scales are rounded.

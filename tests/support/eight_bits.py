@@ -64,3 +64,14 @@ def _travelling(jaxpr):
             yield from ((name, str(var.aval.dtype)) for var in eqn.invars)
         else:
             yield from chain.from_iterable(map(_travelling, subjaxprs(eqn.params)))
+
+
+def with_gradients(fn):
+    """The results, and the gradients for cotangents."""
+
+    @jax.jit
+    def run(ct, *args):
+        found, pull = jax.vjp(fn, *args)
+        return found, pull(ct)
+
+    return run

@@ -1,4 +1,4 @@
-"""Programs of pages, run by themselves."""
+"""Programs of pages and workers of tests, run by themselves."""
 
 import os
 import subprocess
@@ -17,3 +17,18 @@ def printed(example):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_worker(file, *arguments):
+    """Runs a worker, whose devices are other than the tests', until it says that it did all."""
+    sources = Path(jaxpar.__file__).parents[1], Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, str(file), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.endswith("all\n")
