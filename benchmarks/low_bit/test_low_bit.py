@@ -9,10 +9,11 @@ import pytest
 
 import low_bit.__main__ as command
 import tables
+from jaxpar import make_mesh
 from jaxpar.cli._console import UsageError
 from language_model.config import Model, Training
 from language_model.tests import reference
-from low_bit import errors, trained, training
+from low_bit import errors, scatter, trained, training
 from low_bit.operands import FEATURES, drawn
 
 SMALL = (64, 128, 64)
@@ -170,3 +171,11 @@ def test_unknown_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", ["ring", "ring_in_8_bits", "rings", "rings_in_8_bits"])
+def test_steps_whose_time_is_predicted(make):
+    mesh = make_mesh("dp=2,tp=4")
+    step, operands = getattr(scatter, make)(mesh)
+    assert jax.eval_shape(step, *operands).shape == (scatter.ROWS, scatter.COLUMNS)
+    assert ("i8[" in str(jax.make_jaxpr(step)(*operands))) == make.endswith("8_bits")
