@@ -53,7 +53,10 @@ def test_an_axis_of_an_axis_keeps_what_is_not_said_anew():
 def test_what_an_axis_is_when_nothing_else_is_said():
     axis = Axis("tp")
     assert (axis.mode, axis.wire_dtype) == ("auto", None)
-    assert repr(axis) == "Axis(names=('tp',), mode='auto', wire_dtype=None, backward=None)"
+    assert (
+        repr(axis)
+        == "Axis(names=('tp',), mode='auto', wire_dtype=None, backward=None, keep_gathered=None)"
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

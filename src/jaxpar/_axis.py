@@ -16,7 +16,7 @@ from jaxtyping import Int
 from jaxpar._axis_links import traced_links
 from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._cycles import AcrossCube, Walk, disjoint_walks
-from jaxpar._types import AxisLike, Mode, Names, WireLike
+from jaxpar._types import AxisLike, Flag, Mode, Names, WireLike
 from jaxpar._varying import vary_alike
 from jaxpar._wire import LowBit, as_wire, gathered_by, rounded_by, summed_as
 
@@ -48,20 +48,26 @@ class Axis:
         `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least. Or
         `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or a `LowBit`: then blocks of floats that are
         gathered travel in 8 bits with scales, and sums as with None.
+      keep_gathered: whether a matmul keeps what it gathered for its derivative, which then does not
+        gather it again, but has the whole of it in memory until then. None: with `"naive"` and
+        `"stationary"`, and with `"auto"` where that is faster; the other modes, by name, keep this
+        device's block alone.
 
     Raises:
-      TypeError: names that are no strings, or what is no dtype.
+      TypeError: names that are no strings, what is no dtype, or no bool.
       ValueError: no name, or one twice; an unknown mode.
 
     Example:
       >>> Axis("tp", mode="bidirectional", wire_dtype="bfloat16")
-      Axis(names=('tp',), mode='bidirectional', wire_dtype=dtype(bfloat16), backward=None)
+      Axis(names=('tp',), mode='bidirectional', wire_dtype=dtype(bfloat16), backward=None,
+           keep_gathered=None)
     """
 
     names: Names
     mode: Mode = "auto"
     wire_dtype: WireLike = None
     backward: Mode | None = None
+    keep_gathered: Flag | None = None
 
     def __post_init__(self) -> None:
         with naming("Axis"):
@@ -73,11 +79,19 @@ class Axis:
                     object.__setattr__(self, "wire_dtype", inner.wire_dtype)
                 if self.backward is None:
                     object.__setattr__(self, "backward", inner.backward)
+                if self.keep_gathered is None:
+                    object.__setattr__(self, "keep_gathered", inner.keep_gathered)
             object.__setattr__(self, "names", axis_names(self.names))
             check_mode(self.mode)
             if self.backward is not None:
                 check_mode(self.backward, "backward")
             object.__setattr__(self, "wire_dtype", as_wire("wire_dtype", self.wire_dtype))
+            keep: Any = self.keep_gathered
+            if not (keep is None or isinstance(keep, bool)):
+                raise type_error(
+                    f"keep_gathered must be True, False or None, got {keep!r} of type "
+                    f"{type(keep).__name__}"
+                )
 
 
 @dataclass(frozen=True)
@@ -224,7 +238,7 @@ def bind(
             f"{argument} {names!r} has axes that the mesh lacks, which has {dict(mesh.shape)}; a "
             "ring over several axes needs mesh axes, whose order is known"
         )
-    return Ring(names, mode, wire, backward, size=prod(sizes.values()))
+    return Ring(names, mode, wire, backward, given.keep_gathered, size=prod(sizes.values()))
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:

@@ -83,8 +83,10 @@ def attended(q, k, v):
 
 def main():
     rows, columns, whole = P(AXES), P(None, AXES), P(None, AXES, None, None)
+    kept = jaxpar.Axis(AXES, MODE, keep_gathered=True)
     for length in (1, 5, 8):  # no share, shares that differ, halves of shares
         x, w = normal(N * length, 3), normal(3, N)
+        y, v = normal(N * length, 2 * N), normal(2 * N, 3)
         compare(
             f"gather of {length} rows",
             lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, mode=MODE),
@@ -93,16 +95,24 @@ def main():
             (x, w),
             product(x, w),
         )
-        x, w = normal(N * length, 2 * N), normal(2 * N, 3)
         for order in (CpuOrder(), TpuOrder(delays_transfers=True)):  # sums in one and two pieces
             _choice.traced_order = lambda order=order: order
+            if length == 5:
+                compare(
+                    "gather of rows that are kept",
+                    lambda x, w: jaxpar.all_gather_matmul(x, w, kept),
+                    (rows, columns),
+                    columns,
+                    (x, w),
+                    product(x, w),
+                )
             compare(
                 f"scatter of {length} rows",
                 lambda x, w: jaxpar.matmul_reduce_scatter(x, w, AXES, mode=MODE),
                 (columns, rows),
                 rows,
-                (x, w),
-                product(x, w),
+                (y, v),
+                product(y, v),
             )
         _choice.traced_order = traced_order
     x, w = normal(4 * N, 2 * N), normal(2 * N, 3)

@@ -283,7 +283,7 @@ def test_a_whole_opposite_block(op, n, sliced, monkeypatch):
 def test_joined_arrivals(op, n, sliced, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "jaxpar.matmul._primitive.joining_is_cheaper",
+        "jaxpar.matmul._arrivals.joining_is_cheaper",
         lambda length: not asked.append(length),
     )
     check(op, n, 3, "bidirectional", check_vma=(n == 4) != sliced)

@@ -21,6 +21,9 @@ from jaxpar.collectives._ways import InChunks, Stationary, Way
 CHUNK_OVERHEAD = 6e-6
 # Of peak, what large matmuls reach.
 MATMUL_SHARE = 0.9
+# Blocks that were kept are joined, contracted, while they are no longer than this together: more
+# would be copied first, less is a sum of float32 for each.
+KEPT_JOINED = 768
 # Passes over a block's bytes in HBM that quantizing it takes: seen on v5p 9, on v6e 14.
 QUANTIZING = 12.0
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
@@ -99,7 +102,7 @@ def time_of(
     way: Way,
     beside: frozenset[str],
     *,
-    kept: bool = False,
+    kept: int = 0,
     devices: int = 0,
     messages: int = 1,
 ) -> float:
@@ -110,13 +113,18 @@ def time_of(
       flows: a gather, a scatter, or a scatter and then a gather that does not wait for it.
       way: any.
       beside: the collectives that the compiler runs beside other work.
-      kept: what the last one gathers is there already.
+      kept: in how many pieces what the last one gathers is there already; 0: it is not.
       devices: of the whole mesh; 0: no more than those of the ring.
       messages: that share a link in turns, where devices of one chip send at once.
     """
     if isinstance(way, Stationary):
-        return sum((_staying(chip, flow, way.ring.size, kept) for flow in flows), 0.0)
-    gathered = [flow for flow in flows if flow.quantized and flow.kind == "gather"]
+        return sum((_staying(chip, flow, way.ring.size, kept > 0) for flow in flows), 0.0)
+    if kept and isinstance(way, InTurns):
+        work = _work_on_kept(chip, flows[1], kept, in_turns=True)
+        return _in_turns(chip, flows[0], way, messages, beside=work)
+    if kept and isinstance(way, InChunks):
+        return _in_chunks(chip, flows[0], way, beside) + _work_on_kept(chip, flows[1], kept)
+    gathered = [flow for flow in flows if flow.quantized and flow.kind == "gather" and not kept]
     ahead = sum((QUANTIZING * flow.block_bytes / chip.hbm for flow in gathered), 0.0)
     if isinstance(way, InTurns):
         return ahead + sum(_in_turns(chip, flow, way, messages) for flow in flows)
@@ -138,10 +146,12 @@ def row_chunks_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -
 
 
 def _at_once(
-    chip: Chip, flows: Sequence[Flow], way: Way, beside: frozenset[str], kept: bool, devices: int
+    chip: Chip, flows: Sequence[Flow], way: Way, beside: frozenset[str], kept: int, devices: int
 ) -> float:
     size = way.ring.size
     work = [_work(chip, flow, 1, 0.0) for flow in flows]
+    if kept and len(flows) > 1:
+        work[1] = _work_on_kept(chip, flows[1], kept)
     sent = [collective_time(chip, flow, size) for flow in flows]
     if len(flows) < 2:
         reduces = any(flow.kind == "all-reduce" for flow in flows)
@@ -197,7 +207,25 @@ def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) ->
     return rest + (work + sent + (chunks - 1) * max(work, sent)) / chunks
 
 
-def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int) -> float:
+def kept_pieces(flow: Flow, way: Way, backward: Way) -> int:
+    """In how many pieces a matmul uses what a gather brought by a way and kept."""
+    if not isinstance(way, InTurns):
+        return backward.parts
+    pieces = way.ring.size * len(way.rings or [way.ring])
+    if not flow.sums:
+        return pieces
+    joined = KEPT_JOINED // max(1, flow.length // pieces) + 1
+    return -(-pieces // joined)
+
+
+def _work_on_kept(chip: Chip, flow: Flow, pieces: int, *, in_turns: bool = False) -> float:
+    """Seconds of the work on what was gathered before; in turns sums stay in VMEM if they fit."""
+    fits = in_turns and 2 * flow.sums <= chip.vmem
+    return _work(chip, flow, pieces, fitted_to(chip.kind).turn_passes, kept=fits)
+
+
+def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: float = 0.0) -> float:
+    """Seconds of turns, to which so many seconds of other work are dealt out."""
     size = way.ring.size
     rings = len(way.rings or [way.ring])  # of which each has its own links, and a share of blocks
     turns = gather_turns(size, way.directions, rings=rings, whole_opposite=way.whole_opposite)
@@ -206,7 +234,7 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int) -> float:
         pieces = 1  # what comes by several rings is multiplied at once
     fitted = fitted_to(chip.kind)
     work = _work(chip, flow, size * pieces, fitted.turn_passes) / size
-    work += 2 * fitted.travelling * flow.added / chip.hbm / size
+    work += 2 * fitted.travelling * flow.added / chip.hbm / size + beside / size
     hop = flow.block_bytes / rings * messages / chip.link + chip.latency
 
     def seconds(turn: Turn) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxpar._axis import Ring
 from jaxpar._quantized import read_as
-from jaxpar.collectives._order import Order, Work
+from jaxpar.collectives._order import Beside, Order, Work
 from jaxpar.collectives._parts import (
     Span,
     empty_result,
@@ -34,8 +35,10 @@ from jaxpar.collectives._turns import (
 from jaxpar.collectives._ways import (
     Arrivals,
     Pick,
+    Place,
     Positions,
     Split,
+    Step,
     Take,
     Visits,
     Way,
@@ -87,14 +90,13 @@ class InTurns(Way):
         sums: Pick | None = None,
         finish: Pick = as_it_is,
         like: Callable[[], Any] | None = None,
+        kept: list[Any] | None = None,
     ) -> Any:
         length = 0 if dim is None else jax.tree.leaves(block)[0].shape[dim]
         shares = [] if dim is None else self._shares(length)
         rings = len(shares or split(block, len(self.rings or [self.ring])))
         ways = len(self.directions)
-        turns = gather_turns(
-            self.ring.size, self.directions, rings=rings, whole_opposite=self.whole_opposite
-        )
+        turns = self._gather_turns(rings)
 
         def share_of(block: Any, ring: int) -> Any:
             if rings == 1:
@@ -108,8 +110,8 @@ class InTurns(Way):
         def turn(state: Any, t: Turn) -> Any:
             index, carry, blocks = state
             legs = t.legs
-            if legs and legs[0].half is not None:  # two halves of one block have come by each ring
-                legs = legs[::ways]
+            if legs != self._whole(legs):  # two halves of one block have come by each ring
+                legs = self._whole(legs)
                 blocks = [
                     jax.tree.map(
                         lambda x, *xs: join_halves(xs, x),
@@ -118,6 +120,8 @@ class InTurns(Way):
                     )
                     for number, leg in enumerate(legs)
                 ]
+            if kept is not None:
+                kept.extend(blocks)
             done = finish if not t.blocks else as_it_is
 
             def send(blocks: list[Any]) -> list[Any]:
@@ -130,16 +134,9 @@ class InTurns(Way):
                 return [self._moved(leaves(leg), leg, t.distance) for leg in t.blocks]
 
             def places(index: Array) -> list[Positions]:
-                if not legs:
-                    return [index if dim is None else Span(index * length, length)]
-                owners = [self._owner(index, leg, t) for leg in legs]
-                if dim is None:
-                    return owners
-                cuts = [shares[leg.ring] for leg in legs]
-                return [
-                    Span(o * length + start, size)
-                    for o, (start, size) in zip(owners, cuts, strict=True)
-                ]
+                if dim is not None:
+                    return [self._place(index, leg, t, length) for leg in legs or [None]]
+                return [self._owner(index, leg, t) for leg in legs] if legs else [index]
 
             def take_all(index: Array) -> list[Any]:
                 return [take(positions) for positions in places(index)]
@@ -161,7 +158,21 @@ class InTurns(Way):
         _, carry, _ = run(turns, (self.ring.index(), None, [block]), turn)
         return carry
 
-    @in_scope
+    @property
+    def parts(self) -> int:
+        return self.ring.size
+
+    @property
+    def keeps(self) -> bool:
+        return not _loops(self._gather_turns(len(self.rings or [self.ring])))
+
+    def places(self, length: int) -> list[Place]:
+        return [
+            partial(self._place, leg=leg, t=t, length=length)
+            for t in self._gather_turns(len(self._shares(length)))
+            for leg in self._whole(t.legs) or [None]
+        ]
+
     def scatter(
         self,
         produce: Callable[[Any], Array],
@@ -171,6 +182,19 @@ class InTurns(Way):
         length: int,
         dtype: DTypeLike,
     ) -> Array:
+        return self.scatter_beside((), produce, take, dim=dim, length=length, dtype=dtype)[0]
+
+    @in_scope
+    def scatter_beside(
+        self,
+        steps: Sequence[Step],
+        produce: Callable[[Any], Array],
+        take: Take,
+        *,
+        dim: int,
+        length: int,
+        dtype: DTypeLike,
+    ) -> tuple[Array, Any]:
         shares = self._shares(length)
         pieces = self.order.pieces if self.ring.size > 1 else 1
         # Of each ring's share its pieces, which all shares have as many of.
@@ -180,6 +204,14 @@ class InTurns(Way):
             for begin, share in shares
         ]
         turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
+        if steps and _loops(turns, pieces):
+            return Way.scatter_beside(
+                self, steps, produce, take, dim=dim, length=length, dtype=dtype
+            )
+        spare = Spare(steps, self.ring.index(), len(turns))
+
+        def beside(index: Array, leaving: Any, send: Any, work: Work) -> Beside:
+            return spare.within(partial(self.order.beside, index, leaving, send), work)
 
         def send(sums: list[Any], t: Turn) -> list[Any]:
             return [
@@ -208,7 +240,7 @@ class InTurns(Way):
             """What was sent is under way while this turn computes, and added once it is here."""
             index, leaving = state
             work = Work(partial(take_all, t=t), lambda _, __, taken: [produce(x) for x in taken])
-            index, made, arrived = self.order.beside(index, leaving, partial(send, t=t), work)
+            index, made, arrived = beside(index, leaving, partial(send, t=t), work)
             return index, add(made, arrived, t)
 
         def in_two(state: Any, t: Turn) -> Any:
@@ -239,17 +271,17 @@ class InTurns(Way):
 
             work = Work(partial(take_all, t=t), compute, as_it_is, like if t.adds else None)
             if t.awaited:
-                index, made, arriving = self.order.beside(index, leaving, partial(send, t=t), work)
+                index, made, arriving = beside(index, leaving, partial(send, t=t), work)
             else:
                 arriving = send(leaving, t)
-                index, made, _ = self.order.beside(index, (), as_it_is, work)
+                index, made, _ = beside(index, (), as_it_is, work)
             return (index, made, arriving, None) if t.legs else (index, [], arriving, made)
 
         if pieces == 1:
             _, last = run(turns, (self.ring.index(), []), in_one)
             last = [x.astype(dtype) for x in last]
-            return lax.concatenate(last, dim) if len(last) > 1 else last[0]
-        return run(turns, (self.ring.index(), [], [], None), in_two, period=2)[-1]
+            return (lax.concatenate(last, dim) if len(last) > 1 else last[0]), spare.carry
+        return run(turns, (self.ring.index(), [], [], None), in_two, period=2)[-1], spare.carry
 
     @in_scope
     def circulate(
@@ -333,6 +365,22 @@ class InTurns(Way):
             return [(0, length)]
         return shares_of(length, len(self.rings))
 
+    def _gather_turns(self, rings: int) -> list[Turn]:
+        return gather_turns(
+            self.ring.size, self.directions, rings=rings, whole_opposite=self.whole_opposite
+        )
+
+    def _whole(self, legs: tuple[Leg, ...]) -> tuple[Leg, ...]:
+        """The legs by which blocks come, one of the two where a block comes in halves."""
+        return legs[:: len(self.directions)] if legs and legs[0].half is not None else legs
+
+    def _place(self, index: Array, leg: Leg | None, t: Turn, length: int) -> Span:
+        """Where what comes by a leg lies, or the own block, which came by none."""
+        if leg is None:
+            return Span(index * length, length)
+        start, size = self._shares(length)[leg.ring]
+        return Span(self._owner(index, leg, t) * length + start, size)
+
     def _owner(self, index: Array, leg: Leg, t: Turn, behind: int = 1) -> Array:
         """The logical index of the owner behind a turn's leg, or ahead of it (-1): int32[]."""
         return self._ring(leg).behind(index, behind * leg.direction * t.distance)
@@ -344,6 +392,51 @@ class InTurns(Way):
 
     def _ring(self, leg: Leg) -> Ring:
         return self.ring if self.rings is None else self.rings[leg.ring]
+
+
+class Spare:
+    """Work that waits for nothing, dealt out to the turns of a program that is unrolled.
+
+    The first step is ahead of them all, and makes the arrays to which the others add.
+    """
+
+    def __init__(self, steps: Sequence[Step], index: Array, turns: int):
+        self.carry: Any = None
+        if steps:
+            self.carry = steps[0].next(index, steps[0].take(index), None)
+        self._dealt = iter(deal(steps[1:], turns))
+
+    def within(self, beside: Callable[[Work], Beside], work: Work) -> Beside:
+        """Returns what a turn comes to, the carry having gone on beside its transfers."""
+        carry, steps = self.carry, next(self._dealt, [])
+        if not steps:
+            return beside(work)
+
+        def take(index: Array) -> Any:
+            return work.take(index), [step.take(index) for step in steps]
+
+        def compute(index: Array, leaving: Any, taken: Any) -> Any:
+            folded = carry
+            for step, at in zip(steps, taken[1], strict=True):
+                folded = step.next(index, at, folded)
+            return work.compute(index, leaving, taken[0]), folded
+
+        sums, like, finish = work.sums, work.like, steps[-1].finish
+        index, (made, self.carry), arrived = beside(
+            Work(
+                take,
+                compute,
+                None if sums is None else lambda made: (sums(made[0]), made[1]),
+                None if like is None else lambda: (like(), like_finished(finish, carry)),
+            )
+        )
+        return index, made, arrived
+
+
+def deal(steps: Sequence[Step], hands: int) -> list[list[Step]]:
+    """Deals steps out in their order, evenly, to so many hands."""
+    ends = [len(steps) * (hand + 1) // hands for hand in range(hands)]
+    return [list(steps[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def run(
@@ -364,6 +457,11 @@ def run(
                 for t in moved(first, number * step):
                     state = turn(state, t)
     return state
+
+
+def _loops(turns: Sequence[Turn], period: int = 1) -> bool:
+    """Whether some of the turns are a loop, not unrolled."""
+    return any(times > UNROLLED for _, times, _ in stretches(turns, period))
 
 
 def _loop(first: list[Turn], times: int, step: int, state: Any, turn: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,8 +12,14 @@ from jax import Array, lax
 from jaxpar._calls import value_error
 from jaxpar._compat import optimization_barrier
 from jaxpar._quantized import Quantized
+from jaxpar._types import Leaf
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["whole"],
+    meta_fields=["dim", "length", "apart", "dtype"],
+)
 @dataclass(frozen=True)
 class Scales:
     """The scales of all devices' blocks along the dimension that is gathered.
@@ -25,7 +32,7 @@ class Scales:
       dtype: of what they and the values stand for.
     """
 
-    whole: Array
+    whole: Leaf
     dim: int
     length: int
     apart: bool

@@ -5,10 +5,10 @@ and both a turn apart. Who uses them does not know which way they go. A sum that
 is one collective, or a scatter and a gather (`reduce`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 from jaxpar._axis import Ring
 from jaxpar._quantized import Quantized, encoded
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._parts import Comb, Span, even_cuts, split_dim
+from jaxpar.collectives._order import Work, traced_order
+from jaxpar.collectives._parts import Comb, Span, even_cuts, like_finished, split_dim
 
 # Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
 Positions = Any  # Span | Comb | Array
@@ -27,6 +28,7 @@ Visits = list[tuple[Any, Array]]  # (part of a block, the logical index of its o
 Take = Callable[[Positions], Any]
 Pick = Callable[[Any], Any]
 Split = Callable[[Any, int], list[Any]]
+Place = Callable[[Array], Positions]  # of this device's logical index
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -60,6 +62,31 @@ def in_scope(
     return call
 
 
+class Step(NamedTuple):
+    """Some of the work that waits for no transfer, and so can be beside any.
+
+    Attributes:
+      take: this device's logical index to what is cut for it.
+      fold: `(index, taken, carry)` to the next carry; the first one is None.
+      finish: what is done with the carry after it.
+    """
+
+    take: Callable[[Array], Any]
+    fold: Callable[[Array, Any, Any], Any]
+    finish: Pick = as_it_is
+
+    def next(self, index: Array, taken: Any, carry: Any) -> Any:
+        """Returns the next carry, of what was taken."""
+        return self.finish(self.fold(index, taken, carry))
+
+    def work(self, carry: Any) -> Work:
+        """The step by itself, as an order sees it."""
+        like = None if carry is None else partial(like_finished, self.finish, carry)
+        return Work(
+            self.take, lambda index, _, taken: self.next(index, taken, carry), as_it_is, like
+        )
+
+
 @dataclass(frozen=True)
 class Way:
     """How blocks and sums get round a ring, of one pass; static.
@@ -70,6 +97,7 @@ class Way:
       adds: whether devices add sums that travel; a collective does it otherwise.
       stays: whether of a matmul the operand stays that would be gathered.
       chunks: of how many parts of a block each has a collective of its own.
+      parts: into how many other work is cut that is to be beside its transfers.
     """
 
     ring: Ring
@@ -78,6 +106,7 @@ class Way:
     adds = True
     stays = False
     chunks = 1
+    parts = 1
 
     @property
     def mode(self) -> str:
@@ -95,6 +124,7 @@ class Way:
         sums: Pick | None = None,
         finish: Pick = as_it_is,
         like: Callable[[], Any] | None = None,
+        kept: list[Any] | None = None,
     ) -> Any:
         """Brings all devices' blocks here, and folds `consume(carry, arrivals)` over them.
 
@@ -112,9 +142,23 @@ class Way:
           sums: picks, of the carry, that which is added to, not only written into; None: nothing.
           finish: what is done with the carry in the end.
           like: makes arrays of the types of the first carry, where it is made of sums.
+          kept: a list to which, with `dim`, all blocks are added in the order in which they come,
+            where `keeps` says that they can be.
 
         Returns:
           The last carry, finished.
+        """
+        raise NotImplementedError
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a gather can hand out the blocks that come, instead of consuming them alone."""
+        return not self.stays and self.chunks == 1
+
+    def places(self, length: int) -> list[Place]:
+        """Returns, for blocks in the order in which a gather keeps them, where they lie.
+
+        `length` is that of one device's block.
         """
         raise NotImplementedError
 
@@ -140,6 +184,27 @@ class Way:
           The sum of all devices' addends for this device's positions.
         """
         raise NotImplementedError
+
+    def scatter_beside(
+        self,
+        steps: Sequence[Step],
+        produce: Callable[[Any], Array],
+        take: Take,
+        *,
+        dim: int,
+        length: int,
+        dtype: DTypeLike,
+    ) -> tuple[Array, Any]:
+        """As `scatter`, and takes steps of other work meanwhile; returns their last carry, too."""
+        carry = self.stepped(steps)
+        return self.scatter(produce, take, dim=dim, length=length, dtype=dtype), carry
+
+    def stepped(self, steps: Sequence[Step]) -> Any:
+        """Returns the last carry of steps that are beside nothing, or what a compiler finds."""
+        order, index, carry = traced_order(), self.ring.index(), None
+        for step in steps:
+            index, carry, _ = order.beside(index, (), as_it_is, step.work(carry))
+        return carry
 
     def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
         """Returns the sum of all devices' addends, everywhere.
@@ -222,12 +287,15 @@ class Naive(Way):
         sums: Pick | None = None,
         finish: Pick = as_it_is,
         like: Callable[[], Any] | None = None,
+        kept: list[Any] | None = None,
     ) -> Any:
         carry = None
         if dim is not None:
             for start, size, positions in self._parts(jax.tree.leaves(block)[0].shape[dim]):
                 cut = partial(_cut, start=start, size=size, dim=dim)
                 part = jax.tree.map(lambda x, cut=cut: self._gathered(cut(x), dim), block)
+                if kept is not None:
+                    kept.append(part)
                 carry = consume(carry, [(part, positions, take(positions))])
             return finish(carry)
         index = self.ring.index()
@@ -249,6 +317,9 @@ class Naive(Way):
             for _, size, positions in self._parts(length)
         ]
         return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+
+    def places(self, length: int) -> list[Place]:
+        return [lambda _, at=positions: at for _, _, positions in self._parts(length)]
 
     def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
         """The parts of a block of `length` that travel one after the other: start and size.

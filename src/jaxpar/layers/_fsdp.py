@@ -212,9 +212,9 @@ def fsdp_linear(
       ValueError: wrong ranks or sizes, an unknown axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the whole weight forward, and again backward, where it is
-    gathered once more rather than kept; the gradient of the weight is reduce-scattered, (n-1)/n of
-    it in the wire's dtype. In the ring modes all of it overlaps with the matmuls, and nothing is
-    ever gathered. A sharded bias is gathered by itself.
+    gathered once more rather than kept, unless `axis` has `keep_gathered=True`; the gradient of
+    the weight is reduce-scattered, (n-1)/n of it in the wire's dtype. In the ring modes all of it
+    overlaps with the matmuls, and nothing is ever gathered. A sharded bias is gathered by itself.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

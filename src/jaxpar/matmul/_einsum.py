@@ -27,11 +27,11 @@ from jaxpar._types import MaybeQuantized, Operand
 from jaxpar._varying import checks_varying, vary_alike, vary_over
 from jaxpar._wire import check_wire
 from jaxpar.collectives._blocks import gather_replicated
-from jaxpar.collectives._choice import Problem, choose_ways
+from jaxpar.collectives._choice import Problem, choose_ways, may_keep
 from jaxpar.collectives._cost_model import Flow
 from jaxpar.matmul._flow import flow_of
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
-from jaxpar.matmul._primitive import RingEinsum, gather_einsum, scatter_einsum
+from jaxpar.matmul._primitive import gather_einsum, scatter_einsum
 from jaxpar.matmul._product import (
     Arithmetic,
     Left,
@@ -43,6 +43,7 @@ from jaxpar.matmul._product import (
     multiply,
     sizes_of,
 )
+from jaxpar.matmul._ring_einsum import RingEinsum
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,16 @@ class Call:
     labels: Labels
     ring: Ring
     arithmetic: Arithmetic
-    # The naive form gathers again in the backward pass, as rings do, instead of keeping the whole.
+    # Unless told otherwise, it gathers again in the backward pass instead of keeping the whole.
     regather: bool = False
     recomputed: bool = False
     in_layer: bool = False  # other work of a layer is before and behind it
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether what was gathered must not be kept for the backward pass."""
+        keep = self.ring.keep_gathered
+        return self.regather if keep is None else not keep
 
     def method(
         self,
@@ -70,10 +77,13 @@ class Call:
         shapes = tuple(x.shape for x in operands)
         kind = "projection" if self.in_layer else "matmul"
         what = f"{forward[0].kind} {label} of {self.labels}, {operands[0].dtype}"
-        problem = Problem(kind, self.ring, shapes, forward, backward, what=what)
+        gathers = forward[0].kind == "gather" and not self.recomputed and not self.gathers_again
+        keeps = gathers and may_keep(self.ring)
+        problem = Problem(kind, self.ring, shapes, forward, backward, what=what, keeps=keeps)
         way, back = choose_ways(problem)
         underived, _ = choose_ways(replace(problem, backward=()))
-        return RingEinsum(way, back, underived, label, self.arithmetic, self.recomputed, low_bit)
+        method = RingEinsum(way, back, underived, label, self.arithmetic, self.recomputed, low_bit)
+        return replace(method, keeps=keeps and way.keeps and not method.left_to_jax)
 
     def result_dtype(self, lhs: MaybeQuantized) -> Any:
         """The dtype of the result."""
@@ -159,7 +169,7 @@ def gather(
         return gather_einsum(method, (product,) * len(rights), left, rights)
 
     # Rules of our own gather again anyway, and an operand that stays is gathered nowhere.
-    regather = call.regather and method.kept and not method.way.stays
+    regather = call.gathers_again and method.left_to_jax and not method.way.stays
     return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
 
 

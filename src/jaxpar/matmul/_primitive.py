@@ -22,14 +22,15 @@ from jaxtyping import Num
 
 from jaxpar._derivatives import with_derivative
 from jaxpar._quantized import Quantized, exact_of, straight_through
-from jaxpar.collectives._choice import joining_is_cheaper
+from jaxpar._types import Leaf
+from jaxpar.collectives._choice import joins_kept
 from jaxpar.collectives._cost_model import FlowKind
-from jaxpar.collectives._parts import Span, even_cuts, join_dims, split_dim
-from jaxpar.collectives._scales import gather_scales, join
-from jaxpar.collectives._ways import Arrivals, Naive, Positions, Way
+from jaxpar.collectives._parts import Span, even_cuts
+from jaxpar.collectives._scales import Scales, gather_scales
+from jaxpar.collectives._ways import Arrivals, Naive, Positions, Step
+from jaxpar.matmul._arrivals import cut_operand, multiply_part, take_partners, use_arrivals
 from jaxpar.matmul._flow import flow_of
 from jaxpar.matmul._product import (
-    Arithmetic,
     Left,
     Out,
     Product,
@@ -40,56 +41,8 @@ from jaxpar.matmul._product import (
     partial_dtype,
     sizes_of,
 )
+from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.matmul._stationary import return_result, send_partner, unused_label, with_devices
-
-
-@dataclass(frozen=True)
-class RingEinsum:
-    """How a ring einsum runs.
-
-    Attributes:
-      way: forward, where a derivative is taken.
-      backward: in the derivative.
-      underived: where none is taken: what a naive forward pass keeps is then of no use.
-    """
-
-    way: Way
-    backward: Way
-    underived: Way
-    label: str  # the einsum label that is sharded over the ring
-    arithmetic: Arithmetic
-    # Runs again in the backward pass, within jax.checkpoint, where the result itself is dead code.
-    # XLA would drop it though residuals wait for it, but schedules transfers worse, and what is
-    # counted in the jaxpr would have it.
-    recomputed: bool = False
-    # Something that is gathered is quantized, which JAX's own derivative takes for constant.
-    low_bit: bool = False
-
-    @property
-    def derived_by_jax(self) -> bool:
-        """Whether JAX's own derivatives are left as they are."""
-        return self.kept and self.underived.derived_by_jax
-
-    @property
-    def kept(self) -> bool:
-        """Whether the derivative is JAX's own, for which the gathered operand is kept."""
-        return self.way.derived_by_jax and self.way == self.backward and not self.low_bit
-
-    def forward(self) -> RingEinsum:
-        """How the einsum runs where a derivative is taken."""
-        return replace(self, underived=self.way)
-
-    def derivative(self) -> RingEinsum:
-        """How the einsums of the derivative run."""
-        return replace(self, way=self.backward, underived=self.backward)
-
-    def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
-        """Returns both, the residuals not before the result, unless nobody waits for that."""
-        if self.recomputed:
-            return out, residuals
-        for way in dict.fromkeys((self.way, self.backward)):
-            out, residuals = way.forward_first(out, residuals)
-        return out, residuals
 
 
 def _gather(
@@ -109,39 +62,35 @@ def _gather(
             _stay(method, p, exact_of(left), right)
             for p, right in zip(products, rights, strict=True)
         )
-    dim = products[0].left.index(method.label)
-    whole = left.shape[dim] * method.way.ring.size
-    scales = None
-    if isinstance(left, Quantized):
-        (left,), (scales,) = gather_scales(method.way.ring.names, [left], dim)
-    elif method.way.chunks > 1:
+    if method.way.chunks > 1 and not isinstance(left, Quantized):
         along = _cut_label(method, "gather", products, [(left, r) for r in rights])
         if along != method.label:
             with jax.named_scope(method.way.mode):
                 return _gather_across(method, along, products, left, rights)
+    return _gather_blocks(method, products, left, rights, None)[0]
 
-    def take(positions: Positions) -> tuple[Any, list[Array]]:
-        return None if scales is None else scales.at(positions), [
-            _cut(method.label, right, p.right, positions)
-            for p, right in zip(products, rights, strict=True)
-        ]
+
+def _gather_blocks(
+    method: RingEinsum,
+    products: tuple[Product, ...],
+    left: Left | Quantized,
+    rights: tuple[Num[Array, "..."], ...],
+    kept: list[Any] | None,
+) -> tuple[tuple[Num[Array, "..."], ...], Scales | None]:
+    """Computes a gather of blocks along the ring's label, and adds all that come to `kept`.
+
+    Returns the results, and the scales of all blocks where they are quantized.
+    """
+    dim, scales = products[0].left.index(method.label), None
+    whole = left.shape[dim] * method.way.ring.size
+    if isinstance(left, Quantized):
+        (left,), (scales,) = gather_scales(method.way.ring.names, [left], dim)
+
+    def take(positions: Positions) -> Any:
+        return take_partners(method, products, rights, scales, positions)
 
     def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
-        results = [None] * len(products) if results is None else results
-        blocks = [
-            block if scale is None else Quantized(block, scale) for block, _, (scale, _) in arrivals
-        ]
-        uses = [
-            [
-                (block, taken[number], positions)
-                for block, (_, positions, (_, taken)) in zip(blocks, arrivals, strict=True)
-            ]
-            for number in range(len(products))
-        ]
-        return [
-            _use_blocks(method, product, result, use, whole)
-            for product, result, use in zip(products, results, uses, strict=True)
-        ]
+        return use_arrivals(method, products, results, arrivals, whole)
 
     def sums(results: list[Array]) -> list[Array]:
         return [r for r, p in zip(results, products, strict=True) if method.label not in p.out]
@@ -151,9 +100,15 @@ def _gather(
 
     adds = any(method.label not in p.out for p in products)
     results = method.way.gather(
-        left, consume, take=take, dim=dim, sums=sums if adds else None, finish=finish
+        left,
+        consume,
+        take=take,
+        dim=dim,
+        sums=sums if adds else None,
+        finish=finish,
+        kept=kept,
     )
-    return tuple(results)
+    return tuple(results), scales
 
 
 def _stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
@@ -178,18 +133,27 @@ def _scatter(
     operands vary over the same axes, the ring's among them.
     """
 
-    method = replace(method, way=method.underived)
+    return _scatter_beside(replace(method, way=method.underived), (), products, pairs)[0]
+
+
+def _scatter_beside(
+    method: RingEinsum,
+    steps: Sequence[Step],
+    products: tuple[Product, ...],
+    pairs: tuple[tuple[Array, Array], ...],
+) -> tuple[Out, Any]:
+    """As a scatter, beside whose transfers steps of other work are taken; returns theirs, too."""
     if method.way.chunks > 1:
         along = _cut_label(method, "scatter", products, pairs)
         if along != method.label:
             with jax.named_scope(method.way.mode):
-                return _scatter_across(method, along, products, pairs)
+                return _scatter_across(method, along, products, pairs), method.way.stepped(steps)
 
     def take(positions: Positions) -> list[tuple[Array, Array]]:
         return [
             (
-                _cut(method.label, left, p.left, positions),
-                _cut(method.label, right, p.right, positions),
+                cut_operand(method.label, left, p.left, positions),
+                cut_operand(method.label, right, p.right, positions),
             )
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
@@ -200,14 +164,15 @@ def _scatter(
 
     def produce(taken: list[tuple[Array, Array]]) -> Out:
         parts = [
-            _multiply_part(method, p, left, right, dtype)
+            multiply_part(method, p, left, right, dtype)
             for p, (left, right) in zip(products, taken, strict=True)
         ]
         return sum(parts[1:], start=parts[0])
 
     # All products have the result's labels, and so any of them knows its shape.
     first, sizes = products[0], sizes_of(products[0], *pairs[0])
-    return method.way.scatter(
+    return method.way.scatter_beside(
+        steps,
         produce,
         take,
         dim=first.out.index(method.label),
@@ -259,8 +224,10 @@ def _gather_across(
         parts = _gather(
             once,
             tuple(wide),
-            _cut(along, left, products[0].left, chunk),
-            tuple(_cut(along, r, p.right, chunk) for p, r in zip(products, rights, strict=True)),
+            cut_operand(along, left, products[0].left, chunk),
+            tuple(
+                cut_operand(along, r, p.right, chunk) for p, r in zip(products, rights, strict=True)
+            ),
         )
         for number, (p, part) in enumerate(zip(products, parts, strict=True)):
             result = results[number]
@@ -284,7 +251,7 @@ def _scatter_across(
             once,
             products,
             tuple(
-                (_cut(along, left, p.left, chunk), _cut(along, right, p.right, chunk))
+                (cut_operand(along, left, p.left, chunk), cut_operand(along, right, p.right, chunk))
                 for p, (left, right) in zip(products, pairs, strict=True)
             ),
         )
@@ -294,34 +261,157 @@ def _scatter_across(
 
 
 def _gather_fwd(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any) -> Any:
+    if method.keeps:
+        out, kept = _gather_and_keep(method, products, left, rights)
+        return method.forward_first(out, (left, rights, kept))
     run = partial(gather_einsum, method.forward(), products)
-    if method.kept:
+    if method.left_to_jax:
         return jax.vjp(run, left, rights)
-    return method.forward_first(run(left, rights), (left, rights))
+    return method.forward_first(run(left, rights), (left, rights, None))
 
 
 def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
-    if method.kept:
+    if method.left_to_jax:
         return residuals(cts)
-    left, rights = residuals
+    left, rights, kept = residuals
+    if kept is None:
+        of_left, of_rights = _gradients(method, products, left, rights, tuple(cts))
+    else:
+        of_left, of_rights = _gradients_by_kept(method, products, left, rights, tuple(cts), kept)
+    if isinstance(left, Quantized) and of_left is not None:  # as if nothing had been rounded
+        of_left = replace(left, values=None, scales=None, exact=of_left)
+    return of_left, of_rights
+
+
+def _gradients(
+    method: RingEinsum, products: tuple[Product, ...], left: Any, rights: Any, cts: Any
+) -> Any:
+    """Returns the gradients of a gather's operands; the left one is gathered once more."""
     method = method.derivative()
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
-    gradients = gather_einsum(method, for_rights, left, tuple(cts))
+    of_rights = gather_einsum(method, for_rights, left, cts)
     if isinstance(left, Quantized) and left.exact is None:
-        return None, gradients
-    of_left: Any = scatter_einsum(method, for_left, tuple(zip(cts, rights, strict=True)))
-    if isinstance(left, Quantized):  # as if nothing had been rounded
-        of_left = replace(left, values=None, scales=None, exact=of_left)
-    return of_left, gradients
+        return None, of_rights
+    return scatter_einsum(method, for_left, tuple(zip(cts, rights, strict=True))), of_rights
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Kept:
+    """What a gather brought: the whole, or others' blocks as they came; and all scales."""
+
+    blocks: list[Leaf]
+    scales: Scales | None
+
+
+def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any) -> Any:
+    """A gather that returns what it brought, too, for its own derivative."""
+    blocks: list[Array] = []
+    results, scales = _gather_blocks(method, products, left, rights, blocks)
+    # The own block, which is used first, is kept anyway.
+    return results, Kept(blocks[1:] if method.way.parts > 1 else blocks, scales)
+
+
+def _keep_fwd(method: RingEinsum, products: Any, left: Any, rights: Any) -> Any:
+    out, kept = _gather_and_keep(method, products, left, rights)
+    return (out, kept), (left, rights, kept)
+
+
+def _keep_bwd(method: RingEinsum, products: Any, residuals: Any, cts: Any) -> Any:
+    return _gather_bwd(method, products, residuals, cts[0])
+
+
+def _by_kept(
+    method: RingEinsum,
+    products: tuple[Product, ...],
+    left: Any,
+    rights: Any,
+    cts: Any,
+    kept: Kept,
+) -> Any:
+    """Returns the same of what was kept: the gradients of the right operands send nothing.
+
+    They are made, a few blocks a turn, beside the transfers of the left one's.
+    """
+    for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
+    own = left.values if isinstance(left, Quantized) else left
+    blocks = [own, *kept.blocks] if method.way.parts > 1 else kept.blocks
+    steps = _steps(method, for_rights, blocks, kept.scales, cts)
+    back = method.derivative()
+    if isinstance(left, Quantized) and left.exact is None:
+        of_left, made = None, back.way.stepped(steps)
+    else:
+        pairs = tuple(zip(cts, rights, strict=True))
+        of_left, made = _scatter_beside(back, steps, for_left, pairs)
+    results: Any = made
+    return of_left, tuple(results)
+
+
+def _steps(
+    method: RingEinsum,
+    products: tuple[Product, ...],
+    kept: list[Array],
+    scales: Scales | None,
+    cts: Any,
+) -> list[Step]:
+    """Returns the work on blocks that were kept, in steps: of as many as are best joined."""
+    dim, way = products[0].left.index(method.label), method.way
+    adds = method.label not in products[0].out
+    whole = kept[0].shape[dim] * way.parts  # the first one is not cut
+    blocks = list(zip(kept, way.places(whole // way.ring.size), strict=True))
+    cuts: list[Span | None] = [None] * len(blocks)
+    if len(blocks) == 1:  # the whole, of which each turn gets a part
+        cuts = [Span(*cut) for cut in even_cuts(whole, method.backward.parts)]
+        blocks = [(kept[0], lambda _, at=cut: at) for cut in cuts]
+
+    def step(numbers: list[int]) -> Step:
+        def take(index: Array) -> Any:
+            places = [blocks[number][1](index) for number in numbers]
+            return [take_partners(method, products, cts, scales, at) for at in places]
+
+        def fold(index: Array, taken: Any, results: list[Any] | None) -> list[Any]:
+            arrivals: Arrivals = []
+            for number, at in zip(numbers, taken, strict=True):
+                (block, place), cut = blocks[number], cuts[number]
+                # Cut here, not taken: as part of the matmul it is no copy.
+                block = block if cut is None else cut.cut(block, dim)
+                arrivals.append((block, place(index), at))
+            return use_arrivals(method, products, results, arrivals, whole)
+
+        return Step(take, fold)
+
+    def finish(results: list[Array]) -> list[Array]:
+        return [x.astype(p.dtype) for x, p in zip(results, products, strict=True)]
+
+    groups: list[list[int]] = [[0]]
+    for number in range(1, len(blocks)):
+        joined = sum(blocks[n][0].shape[dim] for n in groups[-1])
+        if adds and joins_kept(joined) and cuts[number] is None:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return [*map(step, groups[:-1]), step(groups[-1])._replace(finish=finish)]
+
+
+def _by_kept_fwd(
+    method: RingEinsum, products: Any, left: Any, rights: Any, cts: Any, kept: Kept
+) -> Any:
+    return _gradients_by_kept(method, products, left, rights, cts, kept), (left, rights, cts)
+
+
+def _by_kept_bwd(method: RingEinsum, products: Any, residuals: Any, cts: Any) -> Any:
+    # What was kept is a function of the left operand, and so everything goes on to that.
+    _, gradients = jax.vjp(partial(_gradients, method.derivative(), products), *residuals)
+    return *gradients(cts), None
 
 
 def _scatter_fwd(method: RingEinsum, products: Any, pairs: Any) -> Any:
     run = partial(scatter_einsum, method.forward(), products)
-    return jax.vjp(run, pairs) if method.kept else method.forward_first(run(pairs), pairs)
+    return jax.vjp(run, pairs) if method.left_to_jax else method.forward_first(run(pairs), pairs)
 
 
 def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: Any, ct: Out) -> Any:
-    if method.kept:
+    if method.left_to_jax:
         return residuals(ct)
     pairs, method = residuals, method.derivative()
     gradients = gradients_of_scatter(products, [(left.dtype, right.dtype) for left, right in pairs])
@@ -334,65 +424,6 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
 
 
 gather_einsum = with_derivative(_gather, _gather_fwd, _gather_bwd, statics=2)
+_gather_and_keep = with_derivative(_keep, _keep_fwd, _keep_bwd, statics=2)
+_gradients_by_kept = with_derivative(_by_kept, _by_kept_fwd, _by_kept_bwd, statics=2)
 scatter_einsum = with_derivative(_scatter, _scatter_fwd, _scatter_bwd, statics=2)
-
-
-def _multiply_part(
-    method: RingEinsum,
-    product: Product,
-    left: Left | Quantized,
-    right: Right,
-    dtype: Any = None,
-) -> Out:
-    """Computes one product of a part of the positions of the ring's label.
-
-    It is of `dtype`, or of that of partial sums.
-    """
-    if method.way.chunks == 1:
-        return multiply(method.arithmetic, product, left, right, dtype)
-    # The positions are a comb: blocks are a dimension of their own.
-    label, texts = method.label, (product.left, product.right, product.out)
-    block = unused_label(*texts)
-    apart: list[Any] = [
-        jax.tree.map(partial(split_dim, dim=labels.index(label), parts=method.way.ring.size), x)
-        if label in labels
-        else x
-        for x, labels in ((left, product.left), (right, product.right))
-    ]
-    of_left, of_right, of_out = (labels.replace(label, block + label) for labels in texts)
-    product_apart = Product(of_left, of_right, of_out, product.dtype)
-    # Rounded before the dimensions are joined: after it, placing is no part of the matmul.
-    out = multiply(method.arithmetic, product_apart, apart[0], apart[1], dtype)
-    return join_dims(out, product.out.index(label)) if label in product.out else out
-
-
-def _cut(label: str, x: Array, labels: str, positions: Positions) -> Array:
-    """Returns these positions of an operand that has the label, all of any other."""
-    return positions.cut(x, labels.index(label)) if label in labels else x
-
-
-def _use_blocks(
-    method: RingEinsum,
-    product: Product,
-    result: Out | None,
-    arrivals: list[tuple[Any, Array, Positions]],  # blocks of a ring's share, which may differ
-    whole: int,
-) -> Out:
-    """Multiplies blocks by their partners, and places or adds what they give."""
-    label = method.label
-    if label in product.out:
-        for block, right, positions in arrivals:
-            part = _multiply_part(method, product, block, right, product.dtype)
-            result = positions.place(result, part, product.out.index(label), whole)
-    else:
-        blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
-        dims = product.left.index(label), product.right.index(label)
-        if len(blocks) > 1 and joining_is_cheaper(blocks[0].shape[dims[0]]):
-            blocks, rights = [join(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
-        for block, right in zip(blocks, rights, strict=True):
-            # The whole at once is rounded by the matmul; sums are, when they are finished.
-            dtype = product.dtype if block.shape[dims[0]] == whole else None
-            part = _multiply_part(method, product, block, right, dtype)
-            result = part if result is None else result + part
-    assert result is not None
-    return result

@@ -1,0 +1,121 @@
+"""What is made of blocks that arrive: partners that are cut for them, products placed or added."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array, lax
+
+from jaxpar._quantized import Quantized
+from jaxpar.collectives._choice import joining_is_cheaper
+from jaxpar.collectives._parts import join_dims, split_dim
+from jaxpar.collectives._scales import Scales, join
+from jaxpar.collectives._ways import Arrivals, Positions
+from jaxpar.matmul._product import Left, Out, Product, Right, multiply
+from jaxpar.matmul._ring_einsum import RingEinsum
+from jaxpar.matmul._stationary import unused_label
+
+
+def take_partners(
+    method: RingEinsum,
+    products: tuple[Product, ...],
+    rights: tuple[Array, ...],
+    scales: Scales | None,
+    positions: Positions,
+) -> tuple[Any, list[Array]]:
+    """Returns what is used with the block of these positions: its scales, and its partners."""
+    return None if scales is None else scales.at(positions), [
+        cut_operand(method.label, right, p.right, positions)
+        for p, right in zip(products, rights, strict=True)
+    ]
+
+
+def use_arrivals(
+    method: RingEinsum,
+    products: tuple[Product, ...],
+    results: list[Any] | None,
+    arrivals: Arrivals,
+    whole: int,
+) -> list[Any]:
+    """Multiplies blocks by their partners in all products, and places or adds what they give.
+
+    `whole` is the length of the ring's label.
+    """
+    results = [None] * len(products) if results is None else results
+    blocks = [
+        block if scale is None else Quantized(block, scale) for block, _, (scale, _) in arrivals
+    ]
+    uses = [
+        [
+            (block, taken[number], positions)
+            for block, (_, positions, (_, taken)) in zip(blocks, arrivals, strict=True)
+        ]
+        for number in range(len(products))
+    ]
+    return [
+        _use_blocks(method, product, result, use, whole)
+        for product, result, use in zip(products, results, uses, strict=True)
+    ]
+
+
+def _use_blocks(
+    method: RingEinsum,
+    product: Product,
+    result: Out | None,
+    arrivals: list[tuple[Any, Array, Positions]],  # blocks of a ring's share, which may differ
+    whole: int,
+) -> Out:
+    """Multiplies blocks by their partners, and places or adds what they give."""
+    label = method.label
+    if label in product.out:
+        for block, right, positions in arrivals:
+            part = multiply_part(method, product, block, right, product.dtype)
+            result = positions.place(result, part, product.out.index(label), whole)
+    else:
+        blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
+        dims = product.left.index(label), product.right.index(label)
+        if len(blocks) > 1 and joining_is_cheaper(blocks[0].shape[dims[0]]):
+            blocks, rights = [join(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
+        for block, right in zip(blocks, rights, strict=True):
+            # The whole at once is rounded by the matmul; sums are, when they are finished.
+            dtype = product.dtype if block.shape[dims[0]] == whole else None
+            part = multiply_part(method, product, block, right, dtype)
+            result = part if result is None else result + part
+    assert result is not None
+    return result
+
+
+def multiply_part(
+    method: RingEinsum,
+    product: Product,
+    left: Left | Quantized,
+    right: Right,
+    dtype: Any = None,
+) -> Out:
+    """Computes one product of a part of the positions of the ring's label.
+
+    It is of `dtype`, or of that of partial sums.
+    """
+    if method.way.chunks == 1:
+        return multiply(method.arithmetic, product, left, right, dtype)
+    # The positions are a comb: blocks are a dimension of their own.
+    label, texts = method.label, (product.left, product.right, product.out)
+    block = unused_label(*texts)
+    apart: list[Any] = [
+        jax.tree.map(partial(split_dim, dim=labels.index(label), parts=method.way.ring.size), x)
+        if label in labels
+        else x
+        for x, labels in ((left, product.left), (right, product.right))
+    ]
+    of_left, of_right, of_out = (labels.replace(label, block + label) for labels in texts)
+    product_apart = Product(of_left, of_right, of_out, product.dtype)
+    # Rounded before the dimensions are joined: after it, placing is no part of the matmul.
+    out = multiply(method.arithmetic, product_apart, apart[0], apart[1], dtype)
+    return join_dims(out, product.out.index(label)) if label in product.out else out
+
+
+def cut_operand(label: str, x: Array, labels: str, positions: Positions) -> Array:
+    """Returns these positions of an operand that has the label, all of any other."""
+    return positions.cut(x, labels.index(label)) if label in labels else x

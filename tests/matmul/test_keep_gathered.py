@@ -1,0 +1,200 @@
+"""What a matmul gathered is kept for its derivative, or not: values, transfers, memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import Axis
+from jaxpar.collectives import _in_turns
+from jaxpar.layers import fsdp_linear
+from jaxpar.matmul import all_gather_matmul, ring_einsum
+from jaxpar.mesh import make_mesh
+from jaxpar.testing import count_collectives
+
+check = pytest.mark.parametrize("check_vma", [True, False])
+
+# Axes of the mesh, and how data travel over them: forward, and backward where that differs.
+WAYS = {
+    "one way": ({"x": 3}, "unidirectional", None),
+    "both ways, halves": ({"x": 4}, "bidirectional", None),
+    "a cube": ({"x": 2, "y": 2, "z": 2}, "disjoint-rings", None),
+    "a ring, then at once": ({"x": 4}, "bidirectional", "naive"),
+    "a ring, then chunks": ({"x": 4}, "unidirectional", "chunked-2"),
+    "at once, then a ring": ({"x": 4}, "naive", "bidirectional"),
+    "one device": ({"x": 1}, "bidirectional", "naive"),
+}
+ways = pytest.mark.parametrize(("axes", "mode", "backward"), WAYS.values(), ids=WAYS)
+
+# All compute x @ w: the call, and the dimension of x and of w that is sharded, and of the result.
+FORMS = {
+    "rows": (lambda x, w, axis: all_gather_matmul(x, w, axis), (0, 1, 1)),
+    "k of lhs": (lambda x, w, axis: all_gather_matmul(x, w, axis, dim=1), (1, 1, 1)),
+    "k of rhs": (lambda x, w, axis: all_gather_matmul(x, w, axis, gather="rhs"), (0, 0, 0)),
+    "columns": (lambda x, w, axis: all_gather_matmul(x, w, axis, gather="rhs", dim=1), (0, 1, 0)),
+    "two weights": (
+        lambda x, w, axis: sum(all_gather_matmul(x, (w / 4, w * 0.75), axis)),
+        (0, 1, 1),
+    ),
+}
+forms = pytest.mark.parametrize(("call", "dims"), FORMS.values(), ids=FORMS)
+M, K, N = 72, 144, 72
+
+
+def normal(*shape):
+    return (
+        np.random.default_rng([*shape]).standard_normal(shape).astype("float32") / shape[0] ** 0.5
+    )
+
+
+def along(names, dim):
+    return P(*[None] * dim, names)
+
+
+def sharded(call, dims, axes, mode, backward, *, keep, check_vma, wire=None):
+    mesh = make_mesh(axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+    axis = Axis(tuple(axes), mode, wire, backward, keep_gathered=keep)
+    *given, out = [along(tuple(axes), dim) for dim in dims]
+    return jax.shard_map(
+        lambda x, w: call(x, w, axis),
+        mesh=mesh,
+        in_specs=tuple(given),
+        out_specs=out,
+        check_vma=check_vma,
+    )
+
+
+def twice(fn):
+    """The gradients of sum(sin(x @ w)), and those of a function of them."""
+
+    def once(x, w):
+        return jax.grad(lambda x, w: jnp.sum(jnp.sin(fn(x, w))), argnums=(0, 1))(x, w)
+
+    def again(x, w):
+        of_x, of_w = once(x, w)
+        return jnp.sum(jnp.cos(of_x)) + jnp.sum(jnp.sin(of_w))
+
+    return jax.jit(lambda x, w: (once(x, w), jax.grad(again, argnums=(0, 1))(x, w)))
+
+
+@check
+@ways
+@forms
+def test_gradients_of_what_was_kept_and_theirs(call, dims, axes, mode, backward, check_vma):
+    x, w = normal(M, K), normal(K, N)
+    fn = sharded(call, dims, axes, mode, backward, keep=True, check_vma=check_vma)
+    found, expected = twice(fn)(x, w), twice(jnp.matmul)(x, w)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)))
+
+
+@check
+def test_a_loop_keeps_nothing_and_a_loop_that_scatters_is_after_it(check_vma, monkeypatch):
+    x, w = normal(M, K), normal(K, N)
+    call, dims = FORMS["rows"]
+    for mode, backward, unrolled in (("unidirectional", None, 2), ("naive", "unidirectional", 2)):
+        monkeypatch.setattr(_in_turns, "UNROLLED", unrolled)
+        fn = sharded(call, dims, {"x": 8}, mode, backward, keep=True, check_vma=check_vma)
+        for a, b in zip(
+            jax.tree.leaves(twice(fn)(x, w)), jax.tree.leaves(twice(jnp.matmul)(x, w)), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)))
+
+
+@ways
+def test_eight_bits_that_were_kept_are_those_that_would_be_gathered(axes, mode, backward):
+    x, w = normal(M, K), normal(K, N)
+    call, dims = FORMS["rows"]
+    given = (call, dims, axes, mode, backward)
+    kept, again = (
+        twice(sharded(*given, keep=keep, check_vma=True, wire="int8"))(x, w)
+        for keep in (True, False)
+    )
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)))
+
+
+@check
+def test_labels_of_a_batch_stay_apart(check_vma):
+    def call(x, w, axis):
+        return ring_einsum("bmk,bkn->nbm", x, w, axis, gather="m")
+
+    mesh = make_mesh("x=4", devices=jax.devices()[:4])
+    x, w = normal(3, 16, 8), normal(3, 8, 5)
+    fn = jax.shard_map(
+        lambda x, w: call(x, w, Axis("x", "bidirectional", keep_gathered=True)),
+        mesh=mesh,
+        in_specs=(P(None, "x"), P()),
+        out_specs=P("x"),
+        check_vma=check_vma,
+    )
+
+    def loss(fn):
+        return jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(fn(x, w))), argnums=(0, 1)))
+
+    found = loss(lambda x, w: fn(x, w)[:5])(x, w)
+    expected = loss(lambda x, w: jnp.einsum("bmk,bkn->nbm", x, w))(x, w)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)))
+
+
+def counts(mode, keep, backward=None, wire=None):
+    call, dims = FORMS["rows"]
+    fn = sharded(call, dims, {"x": 4}, mode, backward, keep=keep, check_vma=True, wire=wire)
+    return count_collectives(fn, normal(M, K), normal(K, N))
+
+
+SHARDS, WHOLE = 4 * (M * K + K * N) // 4, 4 * (M * K + K * N // 4)  # bytes
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep", "sent", "kept"),
+    [
+        ("unidirectional", True, {"ppermute": 3}, WHOLE),
+        ("unidirectional", False, {"ppermute": 6}, SHARDS),
+        ("unidirectional", None, {"ppermute": 6}, SHARDS),
+        ("naive", True, {"psum_scatter": 1}, WHOLE),
+        ("naive", None, {"psum_scatter": 1}, WHOLE),
+        ("naive", False, {"psum_scatter": 1, "all_gather": 1}, SHARDS),
+    ],
+)
+def test_what_is_kept_is_not_gathered_again(mode, keep, sent, kept):
+    found = counts(mode, keep)
+    assert (dict(found.backward), found.residual_bytes) == (sent, kept)
+
+
+def test_of_what_was_gathered_at_once_a_ring_keeps_the_whole():
+    found = counts("naive", True, "unidirectional")
+    assert dict(found.forward) == {"all_gather": 1}
+    assert (dict(found.backward), found.residual_bytes) == ({"ppermute": 3}, WHOLE + 4 * M * K // 4)
+
+
+def test_eight_bits_are_kept_as_eight():
+    values, scales, own = M * K, 4 * M, 4 * M * K // 4
+    found = counts("unidirectional", True, wire="int8")
+    assert found.residual_bytes <= values + 2 * scales + 2 * own + 4 * K * N // 4
+
+
+@pytest.mark.parametrize("mode", ["naive", "bidirectional"])
+def test_weights_are_gathered_again_unless_they_are_asked_for(mode):
+    mesh = make_mesh("x=4", devices=jax.devices()[:4])
+
+    def residuals(mode, keep):
+        axis = Axis("x", mode, keep_gathered=keep)
+        fn = jax.shard_map(
+            lambda x, w: fsdp_linear(x, w, axis),
+            mesh=mesh,
+            in_specs=(P("x"), P("x")),
+            out_specs=P("x"),
+        )
+        return count_collectives(fn, normal(M, K), normal(K, N)).residual_bytes
+
+    assert residuals(mode, None) == SHARDS
+    assert residuals(mode, True) == 4 * (M * K // 4 + K * N)
+
+
+def test_an_axis_says_what_it_keeps():
+    assert Axis(Axis("x", keep_gathered=False)).keep_gathered is False
+    with pytest.raises(TypeError, match="keep_gathered must be True, False or None, got 1"):
+        Axis("x", keep_gathered=1)
