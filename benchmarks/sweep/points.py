@@ -15,7 +15,8 @@ MESHES = (
     ("v5e:8x8", "dp=8,tp=8"),
     ("v5p:4x4x4", "dp=16,tp=4"),
     ("v5p:8x8x8", "dp=64,tp=8"),
-    ("v5p:4x4x4", "dp=4,tp=16"),
+    ("v5p:4x4x4", "dp=4,tp=16"),  # a plane that is closed
+    ("v5p:4x4x4", "dp=8,tp=8"),  # a cube
     ("v6e:2x4", "tp=8"),
     ("v6e:4x4", "dp=4,tp=4"),
     ("v6e:16x16", "dp=64,tp=4"),

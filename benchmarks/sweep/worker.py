@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import jaxpar
 from jaxpar import Axis
+from jaxpar._axis_links import traced_links
 from jaxpar._tuning import versions
 from jaxpar.cli._ops import OPS, with_gradients
 from jaxpar.cli._processes import answer, one_line
@@ -22,7 +23,8 @@ from overlap import peers
 from sweep.points import Point, point_from
 
 RING = ("tp",)
-PEERS = ("naive", "XLA post_spmd", "XLA plain jit")
+ONE_RING = "one ring"
+PEERS = ("naive", "XLA post_spmd", "XLA plain jit", ONE_RING)
 
 
 class Compiler:
@@ -58,7 +60,7 @@ def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, 
     """Yields name, jitted function, operands and further options of each form of a point."""
     op, matmul = OPS[point.op], (point.op, point.shape, jnp.bfloat16, target.mesh, RING)
     operands = peers.operands(*matmul)[: 3 if point.grad else 2]
-    for peer in PEERS:
+    for peer in PEERS[:-1]:
         if peer == "XLA plain jit":
             for function, args in peers.plain_jit(*matmul, grad=point.grad):
                 yield peer, function, args[: len(operands)], {}
@@ -76,6 +78,10 @@ def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, 
         )
         return jax.jit(with_gradients(function) if point.grad else function)
 
+    with jax.set_mesh(target.mesh):
+        all_links = traced_links().walks.get(*RING)
+    if all_links:
+        yield ONE_RING, own(Axis(RING, "bidirectional")), operands, {}
     yield "auto", own(Axis(RING)), operands, {}
     if ways:
         both = product(NAMED, NAMED) if point.grad else zip(NAMED, NAMED, strict=True)

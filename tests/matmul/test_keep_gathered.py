@@ -174,6 +174,9 @@ def test_eight_bits_are_kept_as_eight():
     values, scales, own = M * K, 4 * M, 4 * M * K // 4
     found = counts("unidirectional", True, wire="int8")
     assert found.residual_bytes <= values + 2 * scales + 2 * own + 4 * K * N // 4
+    naive = counts("naive", None, wire="int8")
+    assert dict(naive.backward) == {"psum_scatter": 1}
+    assert naive.residual_bytes <= values + 2 * scales + 2 * own + 4 * K * N // 4
 
 
 @pytest.mark.parametrize("mode", ["naive", "bidirectional"])

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jaxpar.collectives._parts import (
     pieces_of,
     shares_of,
 )
+from jaxpar.collectives._steps import Spare, Step
 from jaxpar.collectives._turns import (
     Leg,
     Turn,
@@ -38,7 +38,6 @@ from jaxpar.collectives._ways import (
     Place,
     Positions,
     Split,
-    Step,
     Take,
     Visits,
     Way,
@@ -392,51 +391,6 @@ class InTurns(Way):
 
     def _ring(self, leg: Leg) -> Ring:
         return self.ring if self.rings is None else self.rings[leg.ring]
-
-
-class Spare:
-    """Work that waits for nothing, dealt out to the turns of a program that is unrolled.
-
-    The first step is ahead of them all, and makes the arrays to which the others add.
-    """
-
-    def __init__(self, steps: Sequence[Step], index: Array, turns: int):
-        self.carry: Any = None
-        if steps:
-            self.carry = steps[0].next(index, steps[0].take(index), None)
-        self._dealt = iter(deal(steps[1:], turns))
-
-    def within(self, beside: Callable[[Work], Beside], work: Work) -> Beside:
-        """Returns what a turn comes to, the carry having gone on beside its transfers."""
-        carry, steps = self.carry, next(self._dealt, [])
-        if not steps:
-            return beside(work)
-
-        def take(index: Array) -> Any:
-            return work.take(index), [step.take(index) for step in steps]
-
-        def compute(index: Array, leaving: Any, taken: Any) -> Any:
-            folded = carry
-            for step, at in zip(steps, taken[1], strict=True):
-                folded = step.next(index, at, folded)
-            return work.compute(index, leaving, taken[0]), folded
-
-        sums, like, finish = work.sums, work.like, steps[-1].finish
-        index, (made, self.carry), arrived = beside(
-            Work(
-                take,
-                compute,
-                None if sums is None else lambda made: (sums(made[0]), made[1]),
-                None if like is None else lambda: (like(), like_finished(finish, carry)),
-            )
-        )
-        return index, made, arrived
-
-
-def deal(steps: Sequence[Step], hands: int) -> list[list[Step]]:
-    """Deals steps out in their order, evenly, to so many hands."""
-    ends = [len(steps) * (hand + 1) // hands for hand in range(hands)]
-    return [list(steps[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def run(

@@ -8,7 +8,7 @@ is one collective, or a scatter and a gather (`reduce`).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from jaxpar._axis import Ring
 from jaxpar._quantized import Quantized, encoded
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._order import Work, traced_order
-from jaxpar.collectives._parts import Comb, Span, even_cuts, like_finished, split_dim
+from jaxpar.collectives._parts import Comb, Span, even_cuts, split_dim
+from jaxpar.collectives._steps import Step, at_once
 
 # Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
 Positions = Any  # Span | Comb | Array
@@ -60,31 +60,6 @@ def in_scope(
             return method(self, *args, **kwargs)
 
     return call
-
-
-class Step(NamedTuple):
-    """Some of the work that waits for no transfer, and so can be beside any.
-
-    Attributes:
-      take: this device's logical index to what is cut for it.
-      fold: `(index, taken, carry)` to the next carry; the first one is None.
-      finish: what is done with the carry after it.
-    """
-
-    take: Callable[[Array], Any]
-    fold: Callable[[Array, Any, Any], Any]
-    finish: Pick = as_it_is
-
-    def next(self, index: Array, taken: Any, carry: Any) -> Any:
-        """Returns the next carry, of what was taken."""
-        return self.finish(self.fold(index, taken, carry))
-
-    def work(self, carry: Any) -> Work:
-        """The step by itself, as an order sees it."""
-        like = None if carry is None else partial(like_finished, self.finish, carry)
-        return Work(
-            self.take, lambda index, _, taken: self.next(index, taken, carry), as_it_is, like
-        )
 
 
 @dataclass(frozen=True)
@@ -196,15 +171,8 @@ class Way:
         dtype: DTypeLike,
     ) -> tuple[Array, Any]:
         """As `scatter`, and takes steps of other work meanwhile; returns their last carry, too."""
-        carry = self.stepped(steps)
+        carry = at_once(steps, self.ring.index())
         return self.scatter(produce, take, dim=dim, length=length, dtype=dtype), carry
-
-    def stepped(self, steps: Sequence[Step]) -> Any:
-        """Returns the last carry of steps that are beside nothing, or what a compiler finds."""
-        order, index, carry = traced_order(), self.ring.index(), None
-        for step in steps:
-            index, carry, _ = order.beside(index, (), as_it_is, step.work(carry))
-        return carry
 
     def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
         """Returns the sum of all devices' addends, everywhere.

@@ -83,9 +83,10 @@ def all_gather_matmul(
     piece, in as many as there are chunks, or around a ring in n. One way takes n-1 transfers,
     towards higher logical indices; both ways takes n/2, with half the bytes on each link (on an
     even ring whose matmuls cover it, half a block more on one and less on the other). The
-    derivative gathers once more and reduce-scatters once, overlapped alike, and keeps the operands
-    as they came in; where both passes are naive (or stationary) it is JAX's own, which keeps the
-    gathered operand (or what travelled in its place) and gathers nothing again.
+    derivative reduce-scatters once, overlapped alike. What was gathered (or travelled in its place)
+    is kept for it by `"naive"` and `"stationary"`, and on TPUs by `"auto"`; rings and chunks that
+    are named keep the operands as they came in, and gather once more. `Axis(axis,
+    keep_gathered=...)` says which.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -275,8 +276,8 @@ def ring_einsum(
 
     Cost: a device sends (n-1)/n of the gathered operand, or of the result before the scatter, and
     computes the local einsum in as many pieces as `all_gather_matmul` and `matmul_reduce_scatter`
-    do. The derivative is a gather and a scatter again, and keeps the operands as they came in;
-    where both passes are naive or stationary it is JAX's own, which keeps what was gathered.
+    do. The derivative of a gather is a scatter, and a gather unless what was gathered is kept, as
+    in `all_gather_matmul`; that of a scatter is a gather.
 
     Example:
       >>> mesh = make_mesh("tp=8")

@@ -5,14 +5,15 @@ scatter sums all products into one travelling result. The derivative of a gather
 the travelling operand, over all its products) and one gather (for all the others); the derivative
 of a scatter is one gather of the cotangent, which feeds the gradients of all operands. So one pair
 of custom_vjp functions is closed under differentiation, and residuals are the operands as they
-came in: shards. Where both passes are naive the derivative is JAX's own, which keeps the gathered
-operand and does not gather it again.
+came in: shards. Or the blocks that a gather brought are kept, too: then its derivative is a
+scatter, beside whose transfers it uses them. Where both passes are naive the derivative is JAX's
+own, which keeps the gathered operand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,14 @@ from jaxtyping import Num
 
 from jaxpar._derivatives import with_derivative
 from jaxpar._quantized import Quantized, exact_of, straight_through
-from jaxpar._types import Leaf
-from jaxpar.collectives._choice import joins_kept
 from jaxpar.collectives._cost_model import FlowKind
 from jaxpar.collectives._parts import Span, even_cuts
 from jaxpar.collectives._scales import Scales, gather_scales
-from jaxpar.collectives._ways import Arrivals, Naive, Positions, Step
+from jaxpar.collectives._steps import Step, at_once
+from jaxpar.collectives._ways import Arrivals, Naive, Positions
 from jaxpar.matmul._arrivals import cut_operand, multiply_part, take_partners, use_arrivals
 from jaxpar.matmul._flow import flow_of
+from jaxpar.matmul._kept import Kept, steps_of
 from jaxpar.matmul._product import (
     Left,
     Out,
@@ -147,7 +148,9 @@ def _scatter_beside(
         along = _cut_label(method, "scatter", products, pairs)
         if along != method.label:
             with jax.named_scope(method.way.mode):
-                return _scatter_across(method, along, products, pairs), method.way.stepped(steps)
+                return _scatter_across(method, along, products, pairs), at_once(
+                    steps, method.way.ring.index()
+                )
 
     def take(positions: Positions) -> list[tuple[Array, Array]]:
         return [
@@ -295,15 +298,6 @@ def _gradients(
     return scatter_einsum(method, for_left, tuple(zip(cts, rights, strict=True))), of_rights
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Kept:
-    """What a gather brought: the whole, or others' blocks as they came; and all scales."""
-
-    blocks: list[Leaf]
-    scales: Scales | None
-
-
 def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any) -> Any:
     """A gather that returns what it brought, too, for its own derivative."""
     blocks: list[Array] = []
@@ -336,61 +330,15 @@ def _by_kept(
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     own = left.values if isinstance(left, Quantized) else left
     blocks = [own, *kept.blocks] if method.way.parts > 1 else kept.blocks
-    steps = _steps(method, for_rights, blocks, kept.scales, cts)
+    steps = steps_of(method, for_rights, blocks, kept.scales, cts)
     back = method.derivative()
     if isinstance(left, Quantized) and left.exact is None:
-        of_left, made = None, back.way.stepped(steps)
+        of_left, made = None, at_once(steps, back.way.ring.index())
     else:
         pairs = tuple(zip(cts, rights, strict=True))
         of_left, made = _scatter_beside(back, steps, for_left, pairs)
     results: Any = made
     return of_left, tuple(results)
-
-
-def _steps(
-    method: RingEinsum,
-    products: tuple[Product, ...],
-    kept: list[Array],
-    scales: Scales | None,
-    cts: Any,
-) -> list[Step]:
-    """Returns the work on blocks that were kept, in steps: of as many as are best joined."""
-    dim, way = products[0].left.index(method.label), method.way
-    adds = method.label not in products[0].out
-    whole = kept[0].shape[dim] * way.parts  # the first one is not cut
-    blocks = list(zip(kept, way.places(whole // way.ring.size), strict=True))
-    cuts: list[Span | None] = [None] * len(blocks)
-    if len(blocks) == 1:  # the whole, of which each turn gets a part
-        cuts = [Span(*cut) for cut in even_cuts(whole, method.backward.parts)]
-        blocks = [(kept[0], lambda _, at=cut: at) for cut in cuts]
-
-    def step(numbers: list[int]) -> Step:
-        def take(index: Array) -> Any:
-            places = [blocks[number][1](index) for number in numbers]
-            return [take_partners(method, products, cts, scales, at) for at in places]
-
-        def fold(index: Array, taken: Any, results: list[Any] | None) -> list[Any]:
-            arrivals: Arrivals = []
-            for number, at in zip(numbers, taken, strict=True):
-                (block, place), cut = blocks[number], cuts[number]
-                # Cut here, not taken: as part of the matmul it is no copy.
-                block = block if cut is None else cut.cut(block, dim)
-                arrivals.append((block, place(index), at))
-            return use_arrivals(method, products, results, arrivals, whole)
-
-        return Step(take, fold)
-
-    def finish(results: list[Array]) -> list[Array]:
-        return [x.astype(p.dtype) for x, p in zip(results, products, strict=True)]
-
-    groups: list[list[int]] = [[0]]
-    for number in range(1, len(blocks)):
-        joined = sum(blocks[n][0].shape[dim] for n in groups[-1])
-        if adds and joins_kept(joined) and cuts[number] is None:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return [*map(step, groups[:-1]), step(groups[-1])._replace(finish=finish)]
 
 
 def _by_kept_fwd(
