@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from jaxpar._compat import optimization_barrier
+
 Function = Callable[..., Any]
 
 
@@ -21,6 +23,15 @@ def with_derivative(function: Function, fwd: Function, bwd: Function, statics: i
         return (function if how.derived_by_jax else ruled)(how, *operands)
 
     return call
+
+
+def as_residuals(operands: Any) -> Any:
+    """Returns operands as what a rule keeps for the derivative.
+
+    As they came in, JAX mistakes them for others where a scan is differentiated twice: on 0.10 to
+    0.12.0 the backward rule of the second derivative gets a scalar in the place of an operand.
+    """
+    return optimization_barrier(operands)
 
 
 def linear_pair(one: Function, other: Function) -> tuple[Function, Function]:

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpar import Axis
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.testing import assert_matches_reference
 
@@ -37,6 +38,53 @@ def layers_in_numpy(x, ups, downs):
     for up, down in zip(ups, downs, strict=True):
         x = x + np.sin(x @ up) @ down
     return x
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "gathered again"])
+def test_second_derivatives_of_a_scan(keep, check_vma):
+    """Residuals that are operands as they came in were mistaken for others."""
+    axis = Axis("x", "bidirectional", keep_gathered=keep)
+
+    def apply(x, ws):
+        wide, up, down, last = ws
+        x = jnp.sin(all_gather_matmul(x, wide, axis, gather="rhs", dim=1))
+        h = jnp.sin(all_gather_matmul(x, up, axis))
+        x = x + matmul_reduce_scatter(h, down, axis)
+        return x + jnp.sin(matmul_all_reduce(x, last, axis)), None
+
+    def plain(x, ws):
+        wide, up, down, last = ws
+        x = jnp.sin(x @ wide)
+        x = x + jnp.sin(x @ up) @ down
+        rows = jnp.split(x, 4)
+        return x + jnp.tile(jnp.sin(sum(rows) @ last), (4, 1)), None
+
+    specs = (P(None, None, "x"), P(None, None, "x"), P(None, "x"), P())
+    mapped = jax.shard_map(
+        lambda x, *ws: lax.scan(apply, x, ws)[0],
+        mesh=line(4),
+        in_specs=(P("x"), *specs),
+        out_specs=P("x"),
+        check_vma=check_vma,
+    )
+    x = normal(8, 8) / 4
+    ws = [normal(2, 8, 8) / 4, normal(2, 8, 16) / 4, normal(2, 16, 8) / 4, normal(2, 8, 8) / 8]
+
+    def twice(fn):
+        def once(x, *ws):
+            return jax.grad(lambda x, *ws: jnp.sum(fn(x, *ws) ** 2), argnums=tuple(range(5)))(
+                x, *ws
+            )
+
+        def again(x, *ws):
+            return sum(jnp.sum(jnp.sin(g)) for g in once(x, *ws))
+
+        return jax.jit(jax.grad(again, argnums=tuple(range(5))))(x, *ws)
+
+    found, expected = twice(mapped), twice(lambda x, *ws: lax.scan(plain, x, ws)[0])
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.max(np.abs(b)))
 
 
 @both

@@ -20,7 +20,7 @@ from jaxtyping import Num
 from jaxpar._axis import Ring
 from jaxpar._calls import value_error
 from jaxpar._checks import check_divides, check_precision
-from jaxpar._derivatives import with_derivative
+from jaxpar._derivatives import as_residuals, with_derivative
 from jaxpar._dtypes import as_dtype, check_holds, result_dtype, sum_dtype
 from jaxpar._quantized import Quantized, as_array, straight_through
 from jaxpar._types import MaybeQuantized, Operand
@@ -289,11 +289,11 @@ def _product_bwd(method: RingEinsum, product: Product, residuals: Any, ct: Out) 
 
 
 def _sum_fwd(method: RingEinsum, product: Product, *operands: Array) -> Any:
-    return _replicated_sum(method, product, *operands), operands
+    return _replicated_sum(method, product, *operands), as_residuals(operands)
 
 
 def _product_fwd(method: RingEinsum, product: Product, *operands: Array) -> Any:
-    return _replicated_product(method, product, *operands), operands
+    return _replicated_product(method, product, *operands), as_residuals(operands)
 
 
 _replicated_sum = with_derivative(_sum, _sum_fwd, _sum_bwd, statics=2)

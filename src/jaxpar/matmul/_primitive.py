@@ -21,7 +21,7 @@ import jax
 from jax import Array, lax
 from jaxtyping import Num
 
-from jaxpar._derivatives import with_derivative
+from jaxpar._derivatives import as_residuals, with_derivative
 from jaxpar._quantized import Quantized, exact_of, straight_through
 from jaxpar.collectives._cost_model import FlowKind
 from jaxpar.collectives._parts import Span, even_cuts
@@ -308,7 +308,7 @@ def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any
 
 def _keep_fwd(method: RingEinsum, products: Any, left: Any, rights: Any) -> Any:
     out, kept = _gather_and_keep(method, products, left, rights)
-    return (out, kept), (left, rights, kept)
+    return (out, kept), as_residuals((left, rights, kept))
 
 
 def _keep_bwd(method: RingEinsum, products: Any, residuals: Any, cts: Any) -> Any:
@@ -344,7 +344,9 @@ def _by_kept(
 def _by_kept_fwd(
     method: RingEinsum, products: Any, left: Any, rights: Any, cts: Any, kept: Kept
 ) -> Any:
-    return _gradients_by_kept(method, products, left, rights, cts, kept), (left, rights, cts)
+    return _gradients_by_kept(method, products, left, rights, cts, kept), as_residuals(
+        (left, rights, cts)
+    )
 
 
 def _by_kept_bwd(method: RingEinsum, products: Any, residuals: Any, cts: Any) -> Any:

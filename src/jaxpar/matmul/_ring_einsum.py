@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxpar._derivatives import as_residuals
 from jaxpar.collectives._ways import Way
 from jaxpar.matmul._product import Arithmetic
 
@@ -55,6 +56,7 @@ class RingEinsum:
         """Returns both, the residuals not before the result, unless nobody waits for that."""
         if self.recomputed:
             return out, residuals
+        residuals = as_residuals(residuals)
         for way in dict.fromkeys((self.way, self.backward)):
             out, residuals = way.forward_first(out, residuals)
         return out, residuals
