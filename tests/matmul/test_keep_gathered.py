@@ -90,10 +90,14 @@ def test_gradients_of_what_was_kept_and_theirs(call, dims, axes, mode, backward,
 
 
 @check
-def test_a_loop_keeps_nothing_and_a_loop_that_scatters_is_after_it(check_vma, monkeypatch):
+def test_a_loop_keeps_the_whole_and_a_loop_that_scatters_is_after_it(check_vma, monkeypatch):
     x, w = normal(M, K), normal(K, N)
     call, dims = FORMS["rows"]
-    for mode, backward, unrolled in (("unidirectional", None, 2), ("naive", "unidirectional", 2)):
+    for mode, backward, unrolled in (
+        ("unidirectional", None, 2),
+        ("bidirectional", None, 1),
+        ("naive", "unidirectional", 2),
+    ):
         monkeypatch.setattr(_in_turns, "UNROLLED", unrolled)
         fn = sharded(call, dims, {"x": 8}, mode, backward, keep=True, check_vma=check_vma)
         for a, b in zip(

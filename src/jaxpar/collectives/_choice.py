@@ -5,7 +5,7 @@ those that are named or those of `auto`. The rules of `auto` are the functions o
 each kind of work, and can be replaced here without touching anything else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -20,6 +20,7 @@ from jaxpar._options import traced_asynchronous
 from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._cost_model import (
     KEPT_JOINED,
+    KEPT_TOGETHER,
     Flow,
     joins,
     kept_pieces,
@@ -164,6 +165,12 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
     return InTurns(problem.ring, directions, traced_order(), covered, rings)
 
 
+def crosses_a_cube(way: Way) -> bool:
+    """Whether it exchanges over one dimension of a cube after the other."""
+    rings = way.rings if isinstance(way, InTurns) else None
+    return bool(rings) and rings[0].crosses_a_cube
+
+
 def choose_stages(problem: Problem) -> tuple[Way, ...]:
     """Returns the ways of weights over a ring of several axes, one after the other.
 
@@ -216,7 +223,14 @@ def by_time(problem: Problem) -> Ways:
         # What a GPU's compiler would join again, or have wait for copies of what is gathered.
         sent = sum(flow.block_bytes * ring.size for flow in flows if flow.kind == "scatter")
         joined = not chip.torus and (sent < JOINED or any(f.kind != "scatter" for f in flows))
-        return [way for way in found if not (joined and way.chunks > 1)]
+        # Thirds of rows alone are whole tiles: others, and sums in sixths, take up to twice as
+        # long.
+        rows = all(f.kind == "gather" and not f.sums and not f.minor for f in flows)
+        return [
+            way
+            for way in found
+            if not (joined and way.chunks > 1) and (rows or not crosses_a_cube(way))
+        ]
 
     def seconds(flows: tuple[Flow, ...], way: Way, kept: int = 0) -> float:
         time = time_of(
@@ -321,10 +335,11 @@ def may_keep(ring: Ring) -> bool:
     return by_auto or (ring.mode == "naive" and ring.backward in (None, "naive"))
 
 
-def joins_kept(length: int) -> bool:
-    """Whether blocks that were kept, of `length` together, are better joined with one more."""
+def joins_kept(lengths: Sequence[int]) -> bool:
+    """Whether blocks that were kept, of these lengths, are better joined with one more."""
     chip = traced_chip()
-    return chip is not None and chip.torus and length <= KEPT_JOINED
+    few = len(lengths) < KEPT_TOGETHER and sum(lengths) <= KEPT_JOINED
+    return chip is not None and chip.torus and few
 
 
 def choose_dispatch(problem: Problem) -> Dispatch:

@@ -22,15 +22,15 @@ CHUNK_OVERHEAD = 6e-6
 # Of peak, what large matmuls reach.
 MATMUL_SHARE = 0.9
 # Blocks that were kept are joined, contracted, while they are no longer than this together: more
-# would be copied first, less is a sum of float32 for each.
-KEPT_JOINED = 768
+# would be copied first, less is a sum of float32 for each. And no more than so many blocks.
+KEPT_JOINED, KEPT_TOGETHER = 768, 4
 # Passes over a block's bytes in HBM that quantizing it takes: seen on v5p 9, on v6e 14.
 QUANTIZING = 12.0
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
 SCATTERED_SHARE = 0.2
 # Of VMEM, what an operand takes at most that is read from HBM once for all pieces; and how much
 # faster each piece feeds it from there to the matrix units, however few rows it multiplies.
-VMEM_SHARE, VMEM_SPEED = 0.6, 3.5
+VMEM_SHARE, VMEM_SPEED = 0.4, 3.5
 # Of the time in which gradients of weights are added up, what is not beside transfers.
 GRADIENTS_SHARE = 2 / 3
 
@@ -187,7 +187,8 @@ def _spanned(chip: Chip, size: int, devices: int, offloaded: bool) -> int:
     while prod(sides) < devices:
         sides[sides.index(min(sides))] *= 2
     sides.sort(reverse=True)
-    spanned = next((n for n in range(1, len(sides)) if prod(sides[:n]) >= size), len(sides))
+    # Those that it fills: part of one is no closed ring.
+    spanned = max([n for n in range(1, len(sides) + 1) if prod(sides[:n]) <= size], default=1)
     return 1 if chip.dimensions == 2 and size < 16 and not offloaded else spanned
 
 
@@ -209,19 +210,23 @@ def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) ->
 
 def kept_pieces(flow: Flow, way: Way, backward: Way) -> int:
     """In how many pieces a matmul uses what a gather brought by a way and kept."""
-    if not isinstance(way, InTurns):
+    if not isinstance(way, InTurns) or way.parts == 1:  # the whole
         return backward.parts
     pieces = way.ring.size * len(way.rings or [way.ring])
     if not flow.sums:
         return pieces
     joined = KEPT_JOINED // max(1, flow.length // pieces) + 1
-    return -(-pieces // joined)
+    return -(-pieces // min(joined, KEPT_TOGETHER))
 
 
 def _work_on_kept(chip: Chip, flow: Flow, pieces: int, *, in_turns: bool = False) -> float:
     """Seconds of the work on what was gathered before; in turns sums stay in VMEM if they fit."""
-    fits = in_turns and 2 * flow.sums <= chip.vmem
-    return _work(chip, flow, pieces, fitted_to(chip.kind).turn_passes, kept=fits)
+    fitted = fitted_to(chip.kind)
+    cut = 2 * flow.cut / (fitted.slices * chip.hbm) if pieces > 1 else 0.0
+    if in_turns:
+        fits = 2 * flow.sums <= chip.vmem
+        return cut + _work(chip, flow, pieces, fitted.turn_passes, kept=fits)
+    return cut + _work(chip, flow, pieces, max(2.0, fitted.turn_passes))
 
 
 def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: float = 0.0) -> float:
@@ -233,8 +238,11 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: fl
     if flow.kind == "gather" and flow.sums and joins(chip, flow.length // (size * rings)):
         pieces = 1  # what comes by several rings is multiplied at once
     fitted = fitted_to(chip.kind)
-    work = _work(chip, flow, size * pieces, fitted.turn_passes) / size
-    work += 2 * fitted.travelling * flow.added / chip.hbm / size + beside / size
+    work = _work(chip, flow, size * pieces, fitted.turn_passes)
+    added = 2 * fitted.travelling * flow.added / chip.hbm
+    if added:  # beside the matmul, as far as it takes longer
+        added *= min(1.0, added / work)
+    work = (work + added + beside) / size
     hop = flow.block_bytes / rings * messages / chip.link + chip.latency
 
     def seconds(turn: Turn) -> float:

@@ -92,6 +92,13 @@ class InTurns(Way):
         kept: list[Any] | None = None,
     ) -> Any:
         length = 0 if dim is None else jax.tree.leaves(block)[0].shape[dim]
+        if kept is not None and self.parts == 1:
+            consume, sums, finish = placing(consume, sums, finish, dim, length * self.ring.size)
+            carry, whole = self.gather(
+                block, consume, take=take, dim=dim, sums=sums, finish=finish, like=like
+            )
+            kept.append(whole)
+            return carry
         shares = [] if dim is None else self._shares(length)
         rings = len(shares or split(block, len(self.rings or [self.ring])))
         ways = len(self.directions)
@@ -159,13 +166,12 @@ class InTurns(Way):
 
     @property
     def parts(self) -> int:
-        return self.ring.size
-
-    @property
-    def keeps(self) -> bool:
-        return not _loops(self._gather_turns(len(self.rings or [self.ring])))
+        loops = _loops(self._gather_turns(len(self.rings or [self.ring])))
+        return 1 if loops else self.ring.size
 
     def places(self, length: int) -> list[Place]:
+        if self.parts == 1:
+            return [lambda _: Span(0, self.ring.size * length)]
         return [
             partial(self._place, leg=leg, t=t, length=length)
             for t in self._gather_turns(len(self._shares(length)))
@@ -391,6 +397,28 @@ class InTurns(Way):
 
     def _ring(self, leg: Leg) -> Ring:
         return self.ring if self.rings is None else self.rings[leg.ring]
+
+
+def placing(
+    consume: Callable[[Any, Arrivals], Any],
+    sums: Pick | None,
+    finish: Pick,
+    dim: int | None,
+    length: int,
+) -> tuple[Callable[[Any, Arrivals], Any], Pick | None, Pick]:
+    """Has a fold place what arrives in a whole, too, the second part of its carry."""
+
+    def both(carry: Any, arrivals: Arrivals) -> Any:
+        made, whole = (None, None) if carry is None else carry
+        for block, at, _ in arrivals:
+            whole = at.place(whole, block, dim, length)
+        return consume(made, arrivals), whole
+
+    return (
+        both,
+        None if sums is None else lambda carry: sums(carry[0]),
+        lambda carry: (finish(carry[0]), carry[1]),
+    )
 
 
 def run(

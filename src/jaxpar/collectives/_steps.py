@@ -22,11 +22,13 @@ class Step(NamedTuple):
       take: this device's logical index to what is cut for it.
       fold: `(index, taken, carry)` to the next carry; the first one is None.
       finish: what is done with the carry after it.
+      adds: whether it adds to the carry, and does not only write into it.
     """
 
     take: Callable[[Array], Any]
     fold: Callable[[Array, Any, Any], Any]
     finish: Callable[[Any], Any] = _as_it_is
+    adds: bool = True
 
     def next(self, index: Array, taken: Any, carry: Any) -> Any:
         """Returns the next carry, of what was taken."""
@@ -34,10 +36,14 @@ class Step(NamedTuple):
 
     def work(self, carry: Any) -> Work:
         """The step by itself, as an order sees it."""
+
+        def compute(index: Array, _: Any, taken: Any) -> Any:
+            return self.next(index, taken, carry)
+
+        if not self.adds:  # in one instruction all that was written before would be copied
+            return Work(self.take, compute)
         like = None if carry is None else partial(like_finished, self.finish, carry)
-        return Work(
-            self.take, lambda index, _, taken: self.next(index, taken, carry), _as_it_is, like
-        )
+        return Work(self.take, compute, _as_it_is, like)
 
 
 def at_once(steps: Sequence[Step], index: Array) -> Any:

@@ -59,14 +59,14 @@ def steps_of(
                 arrivals.append((block, place(index), at))
             return use_arrivals(method, products, results, arrivals, whole)
 
-        return Step(take, fold)
+        return Step(take, fold, adds=adds)
 
     def finish(results: list[Array]) -> list[Array]:
         return [x.astype(p.dtype) for x, p in zip(results, products, strict=True)]
 
     groups: list[list[int]] = [[0]]
     for number in range(1, len(blocks)):
-        joined = sum(blocks[n][0].shape[dim] for n in groups[-1])
+        joined = [blocks[n][0].shape[dim] for n in groups[-1]]
         if adds and joins_kept(joined) and cuts[number] is None:
             groups[-1].append(number)
         else:
