@@ -710,6 +710,7 @@ def test_a_batch_of_one_changes_no_choice(call, kind, monkeypatch):
         ("TPU v5", 512, 8, ALL, 2),
         ("TPU v5", 8, 8, NONE, 2 / 3),  # a cube
         ("TPU v5", 4, 4, NONE, 1),
+        ("TPU v5", 64, 8, NONE, 2),  # one side of 4, and half of another
         ("TPU7x", 16, 8, ALL, 1),
         ("NVIDIA H100", 8, 8, ALL, 2),
     ],

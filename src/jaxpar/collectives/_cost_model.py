@@ -186,7 +186,7 @@ def _spanned(chip: Chip, size: int, devices: int, offloaded: bool) -> int:
     sides = [1] * max(1, chip.dimensions)
     while prod(sides) < devices:
         sides[sides.index(min(sides))] *= 2
-    sides.sort(reverse=True)
+    sides = sorted((side for side in sides if side > 1), reverse=True)
     # Those that it fills: part of one is no closed ring.
     spanned = max([n for n in range(1, len(sides) + 1) if prod(sides[:n]) <= size], default=1)
     return 1 if chip.dimensions == 2 and size < 16 and not offloaded else spanned
