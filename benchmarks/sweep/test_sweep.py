@@ -20,7 +20,7 @@ def test_there_are_hundreds_of_points_of_every_kind():
     found = points()
     assert len(set(found)) == len(found) >= 300
     for part in (found, found[:120]):
-        assert len({(p.slice, p.mesh) for p in part}) == 12
+        assert len({(p.slice, p.mesh) for p in part}) == 13
         assert len({p.op for p in part}) == 7
         assert {p.shape[0] for p in part} == {256, 1024, 4096, 16384, 65536}
         assert {(p.grad, p.options) for p in part} == {
