@@ -258,7 +258,8 @@ def by_time(problem: Problem) -> Ways:
         by_jax = (
             first == second and first.derived_by_jax and problem.ring.keep_gathered is not False
         )
-        keeps = by_jax or (problem.keeps and first.keeps)
+        gathered = problem.forward[0].kind == "gather"
+        keeps = gathered and (by_jax or (problem.keeps and first.keeps))
         kept = kept_pieces(problem.backward[-1], first, second) if keeps else 0
         return seconds(problem.forward, first) + seconds(problem.backward, second, kept)
 
