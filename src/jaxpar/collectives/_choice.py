@@ -165,12 +165,6 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
     return InTurns(problem.ring, directions, traced_order(), covered, rings)
 
 
-def crosses_a_cube(way: Way) -> bool:
-    """Whether it exchanges over one dimension of a cube after the other."""
-    rings = way.rings if isinstance(way, InTurns) else None
-    return bool(rings) and rings[0].crosses_a_cube
-
-
 def choose_stages(problem: Problem) -> tuple[Way, ...]:
     """Returns the ways of weights over a ring of several axes, one after the other.
 
@@ -229,7 +223,7 @@ def by_time(problem: Problem) -> Ways:
         return [
             way
             for way in found
-            if not (joined and way.chunks > 1) and (rows or not crosses_a_cube(way))
+            if not (joined and way.chunks > 1) and (rows or not way.crosses_a_cube)
         ]
 
     def seconds(flows: tuple[Flow, ...], way: Way, kept: int = 0) -> float:

@@ -22,7 +22,7 @@ from jaxpar.collectives._parts import (
     pieces_of,
     shares_of,
 )
-from jaxpar.collectives._steps import Spare, Step
+from jaxpar.collectives._steps import Spare, Step, at_once
 from jaxpar.collectives._turns import (
     Leg,
     Turn,
@@ -165,6 +165,10 @@ class InTurns(Way):
         return carry
 
     @property
+    def crosses_a_cube(self) -> bool:
+        return self.rings is not None and self.rings[0].crosses_a_cube
+
+    @property
     def parts(self) -> int:
         loops = _loops(self._gather_turns(len(self.rings or [self.ring])))
         return 1 if loops else self.ring.size
@@ -177,17 +181,6 @@ class InTurns(Way):
             for t in self._gather_turns(len(self._shares(length)))
             for leg in self._whole(t.legs) or [None]
         ]
-
-    def scatter(
-        self,
-        produce: Callable[[Any], Array],
-        take: Take,
-        *,
-        dim: int,
-        length: int,
-        dtype: DTypeLike,
-    ) -> Array:
-        return self.scatter_beside((), produce, take, dim=dim, length=length, dtype=dtype)[0]
 
     @in_scope
     def scatter_beside(
@@ -209,11 +202,10 @@ class InTurns(Way):
             for begin, share in shares
         ]
         turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
-        if steps and _loops(turns, pieces):
-            return Way.scatter_beside(
-                self, steps, produce, take, dim=dim, length=length, dtype=dtype
-            )
-        spare = Spare(steps, self.ring.index(), len(turns))
+        before = None
+        if steps and _loops(turns, pieces):  # no turn is there by itself to take one
+            before, steps = at_once(steps, self.ring.index()), ()
+        spare = Spare(steps, self.ring.index(), len(turns), before)
 
         def beside(index: Array, leaving: Any, send: Any, work: Work) -> Beside:
             return spare.within(partial(self.order.beside, index, leaving, send), work)
@@ -354,8 +346,9 @@ class InTurns(Way):
             return index, carry, parts, made
 
         state, own = at_home((self.ring.index(), carry, parts, []), first, begin, own)
-        cube = self.rings is not None and self.rings[0].crosses_a_cube  # each hop over another one
-        state = run(between, state, turn, unrolled=None if cube else UNROLLED_CIRCULATING)
+        # Over a cube each hop is another one.
+        unrolled = None if self.crosses_a_cube else UNROLLED_CIRCULATING
+        state = run(between, state, turn, unrolled=unrolled)
         (_, carry, _, sums), own = at_home(state, last, end, own)
         if sums:
             own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, join(sums))

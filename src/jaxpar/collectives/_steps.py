@@ -60,8 +60,8 @@ class Spare:
     The first step is ahead of them all, and makes the arrays to which the others add.
     """
 
-    def __init__(self, steps: Sequence[Step], index: Array, turns: int):
-        self.carry: Any = None
+    def __init__(self, steps: Sequence[Step], index: Array, turns: int, carry: Any = None):
+        self.carry = carry
         if steps:
             self.carry = steps[0].next(index, steps[0].take(index), None)
         self._dealt = iter(deal(steps[1:], turns))

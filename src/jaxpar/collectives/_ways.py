@@ -73,6 +73,7 @@ class Way:
       stays: whether of a matmul the operand stays that would be gathered.
       chunks: of how many parts of a block each has a collective of its own.
       parts: into how many other work is cut that is to be beside its transfers.
+      crosses_a_cube: whether its transfers are exchanges over one dimension after the other.
     """
 
     ring: Ring
@@ -82,6 +83,7 @@ class Way:
     stays = False
     chunks = 1
     parts = 1
+    crosses_a_cube = False
 
     @property
     def mode(self) -> str:
@@ -158,7 +160,7 @@ class Way:
         Returns:
           The sum of all devices' addends for this device's positions.
         """
-        raise NotImplementedError
+        return self.scatter_beside((), produce, take, dim=dim, length=length, dtype=dtype)[0]
 
     def scatter_beside(
         self,
@@ -171,8 +173,7 @@ class Way:
         dtype: DTypeLike,
     ) -> tuple[Array, Any]:
         """As `scatter`, and takes steps of other work meanwhile; returns their last carry, too."""
-        carry = at_once(steps, self.ring.index())
-        return self.scatter(produce, take, dim=dim, length=length, dtype=dtype), carry
+        raise NotImplementedError
 
     def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
         """Returns the sum of all devices' addends, everywhere.
@@ -271,20 +272,22 @@ class Naive(Way):
         return finish(self._visit(block, consume, take, first))
 
     @in_scope
-    def scatter(
+    def scatter_beside(
         self,
+        steps: Sequence[Step],
         produce: Callable[[Any], Array],
         take: Take,
         *,
         dim: int,
         length: int,
         dtype: DTypeLike,
-    ) -> Array:
+    ) -> tuple[Array, Any]:
+        carry = at_once(steps, self.ring.index()) if steps else None
         parts = [
             self._scattered(produce(take(positions)), dim, size, dtype)
             for _, size, positions in self._parts(length)
         ]
-        return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+        return (lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]), carry
 
     def places(self, length: int) -> list[Place]:
         return [lambda _, at=positions: at for _, _, positions in self._parts(length)]
