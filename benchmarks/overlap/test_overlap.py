@@ -12,7 +12,7 @@ from jaxpar.cli._ops import OPS
 from jaxpar.schedule import target
 from jaxpar.schedule._floor import rings_over
 from jaxpar.schedule._links import Links
-from overlap import peers, plot, report, worker
+from overlap import peers, plot, report, weights, worker
 
 SHAPE = (32, 48, 16)
 
@@ -170,3 +170,12 @@ def test_the_floor_is_that_of_one_ring(case):
     described = target(case.chip, ",".join(f"{axis}={n}" for axis, n in case.mesh.items()))
     links = Links(described.mesh, described.chip)
     assert links.within(rings_over(described.mesh, case.axis)) == 2
+
+
+@pytest.mark.parametrize("make_step", [weights.naive, weights.disjoint_rings_with_few_rows])
+def test_layers_whose_weights_are_gathered(make_step):
+    mesh = target("v5p:4x4x4", "dp=4,x=4,y=4").mesh
+    step, (given, rows) = make_step(mesh)
+    with jax.set_mesh(mesh):
+        found = jax.eval_shape(step, given, rows)
+    assert [w.shape for w in found] == [w.shape for w in given]

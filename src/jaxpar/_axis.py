@@ -49,10 +49,10 @@ class Axis:
         `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or a `LowBit`: then blocks of floats that are
         gathered travel in 8 bits with scales, and sums as with None.
       keep_gathered: whether a matmul keeps what it gathered for its derivative, which then does not
-        gather it again, but has the whole of it in memory until then. None: where both passes are
-        `"naive"`, or both `"stationary"`, and with `"auto"` on TPUs; a mode that is named for one
-        of them, or another one, keeps this device's block alone. Chunks never keep, stationary
-        ones always; weights over `fsdp` are gathered again unless it is True, and in layers with an
+        gather it again, but has the whole of it in memory until then. None: where both passes turn
+        out `"naive"`, or both `"stationary"`, and on TPUs where the forward pass is `"auto"`; one
+        that is named keeps this device's block alone otherwise. Chunks never keep, stationary ones
+        always; weights over `fsdp` are gathered again unless it is True, and in layers with an
         `fsdp_axis` in any case.
 
     Raises:

@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import Axis
+from jaxpar import Axis, compiled_with, compiler_options
 from jaxpar.collectives import _in_turns
 from jaxpar.layers import fsdp_linear
 from jaxpar.matmul import all_gather_matmul, ring_einsum
 from jaxpar.mesh import make_mesh
+from jaxpar.schedule import target
 from jaxpar.testing import count_collectives
 
 check = pytest.mark.parametrize("check_vma", [True, False])
@@ -178,9 +180,10 @@ def test_eight_bits_are_kept_as_eight():
     values, scales, own = M * K, 4 * M, 4 * M * K // 4
     found = counts("unidirectional", True, wire="int8")
     assert found.residual_bytes <= values + 2 * scales + 2 * own + 4 * K * N // 4
-    naive = counts("naive", None, wire="int8")
-    assert dict(naive.backward) == {"psum_scatter": 1}
-    assert naive.residual_bytes <= values + 2 * scales + 2 * own + 4 * K * N // 4
+    for mode, backward in (("naive", None), ("auto", None), ("auto", "naive"), ("naive", "auto")):
+        naive = counts(mode, None, backward, wire="int8")  # as `auto` is on CPU devices
+        assert dict(naive.backward) == {"psum_scatter": 1}
+        assert naive.residual_bytes <= values + 2 * scales + 2 * own + 4 * K * N // 4
 
 
 @pytest.mark.parametrize("mode", ["naive", "bidirectional"])
@@ -199,6 +202,45 @@ def test_weights_are_gathered_again_unless_they_are_asked_for(mode):
 
     assert residuals(mode, None) == SHARDS
     assert residuals(mode, True) == 4 * (M * K // 4 + K * N)
+
+
+def sent_on_tpus(call, dims, axis, sizes, plane):
+    """How often a program and its gradients, traced for TPUs with their options, send."""
+    rows, across, *_ = specs = [along("tp", dim) for dim in dims]
+    given = [
+        jax.ShapeDtypeStruct(size, "bfloat16", sharding=NamedSharding(plane.mesh, spec))
+        for size, spec in zip(sizes, specs, strict=False)
+    ]
+    fn = jax.shard_map(
+        lambda x, w: call(x, w, axis),
+        mesh=plane.mesh,
+        in_specs=(rows, across),
+        out_specs=specs[-1],
+    )
+
+    def gradients(x, w):
+        y, pull = jax.vjp(fn, x, w)
+        return pull(y)
+
+    with jax.set_mesh(plane.mesh), compiled_with(compiler_options(plane)):
+        text = str(jax.jit(gradients).trace(*given).jaxpr)
+    return {name: text.count(f" {name}[") for name in ("all_gather", "reduce_scatter", "ppermute")}
+
+
+def test_what_is_left_to_auto_goes_with_what_is_named():
+    """The forward pass of which `auto` would think, if both were its own, keeps nothing here."""
+    given = (*FORMS["rows"], Axis("tp", backward="naive"), ((16384, 8192), (8192, 8192)))
+    found = sent_on_tpus(*given, target("v6e:16x16", "dp=16,tp=16"))
+    assert found["ppermute"] > 0
+    assert (found["all_gather"], found["reduce_scatter"]) == (0, 1)
+
+
+def test_auto_reckons_with_a_weight_that_is_gathered_again():
+    """It goes round by rings; a naive gather that is kept would be ahead of them."""
+    plane = target("v5p:4x4x4", "dp=4,tp=16")
+    found = sent_on_tpus(fsdp_linear, (0, 0, 0), Axis("tp"), ((4096, 4096),) * 2, plane)
+    assert found["ppermute"] > 0
+    assert found["all_gather"] == 0
 
 
 def test_an_axis_says_what_it_keeps():

@@ -69,7 +69,8 @@ class Problem:
         that is traced.
       what: by which it differs from other work of equal shapes, in words.
       links: what is known of those of the mesh.
-      keeps: whether the forward pass may keep what it gathers for the backward pass.
+      keeps: whether the forward pass may keep what it gathers for a backward pass of its own.
+      keeps_by_jax: whether it does where the derivative is left to JAX.
     """
 
     kind: Kind
@@ -84,6 +85,7 @@ class Problem:
     what: str = ""
     links: AxisLinks = field(default_factory=traced_links)
     keeps: bool = False
+    keeps_by_jax: bool = True
 
     @cached_property
     def messages(self) -> tuple[int, int]:
@@ -212,7 +214,9 @@ def by_time(problem: Problem) -> Ways:
     if rings and problem.spans_a_torus and problem.kind != "attention":
         modes.append("disjoint-rings")
 
-    def ways(flows: tuple[Flow, ...]) -> list[Way]:
+    def ways(flows: tuple[Flow, ...], named: Mode = "auto") -> list[Way]:
+        if named != "auto":
+            return [way_of(problem, named, flows)]
         found = [way_of(problem, mode, flows) for mode in modes]
         # What a GPU's compiler would join again, or have wait for copies of what is gathered.
         sent = sum(flow.block_bytes * ring.size for flow in flows if flow.kind == "scatter")
@@ -249,15 +253,16 @@ def by_time(problem: Problem) -> Ways:
     def both(pair: Ways) -> float:
         first, second = pair
         # A forward pass by collectives keeps what it gathers for a backward pass that is alike.
-        by_jax = (
-            first == second and first.derived_by_jax and problem.ring.keep_gathered is not False
-        )
+        by_jax = problem.keeps_by_jax and first == second and first.derived_by_jax
         gathered = problem.forward[0].kind == "gather"
         keeps = gathered and (by_jax or (problem.keeps and first.keeps))
         kept = kept_pieces(problem.backward[-1], first, second) if keeps else 0
         return seconds(problem.forward, first) + seconds(problem.backward, second, kept)
 
-    return min(product(ways(problem.forward), ways(problem.backward)), key=both)
+    # What is named for one of the passes is what the other one goes with.
+    forward = ways(problem.forward, ring.mode)
+    backward = ways(problem.backward, ring.backward or ring.mode)
+    return min(product(forward, backward), key=both)
 
 
 def in_a_layer(problem: Problem) -> Ways:
@@ -319,7 +324,7 @@ def joining_is_cheaper(length: int) -> bool:
 
 
 def may_keep(ring: Ring) -> bool:
-    """Whether a matmul may keep what it gathered for a derivative of its own.
+    """Whether a matmul may keep what it gathered for a derivative of its own, whatever its ways.
 
     `auto` on a TPU alone: a GPU adds sums in passes of their own, and gathers again beside other
     work (8192x8192x28672 over 8 H100: 1510 us, 1770 by what was kept).
@@ -327,8 +332,7 @@ def may_keep(ring: Ring) -> bool:
     if ring.keep_gathered is not None:
         return ring.keep_gathered
     chip = traced_chip()
-    by_auto = ring.mode == "auto" and chip is not None and chip.torus
-    return by_auto or (ring.mode == "naive" and ring.backward in (None, "naive"))
+    return ring.mode == "auto" and chip is not None and chip.torus
 
 
 def joins_kept(lengths: Sequence[int]) -> bool:

@@ -77,13 +77,18 @@ class Call:
         shapes = tuple(x.shape for x in operands)
         kind = "projection" if self.in_layer else "matmul"
         what = f"{forward[0].kind} {label} of {self.labels}, {operands[0].dtype}"
-        gathers = forward[0].kind == "gather" and not self.recomputed and not self.gathers_again
-        keeps = gathers and may_keep(self.ring)
-        problem = Problem(kind, self.ring, shapes, forward, backward, what=what, keeps=keeps)
+        may = not self.recomputed and not self.gathers_again
+        keeps = may and may_keep(self.ring)
+        problem = Problem(
+            kind, self.ring, shapes, forward, backward, what=what, keeps=keeps, keeps_by_jax=may
+        )
         way, back = choose_ways(problem)
         underived, _ = choose_ways(replace(problem, backward=()))
         method = RingEinsum(way, back, underived, label, self.arithmetic, self.recomputed, low_bit)
-        return replace(method, keeps=keeps and way.keeps and not method.left_to_jax)
+        if forward[0].kind != "gather" or not way.keeps or method.left_to_jax:
+            return method
+        # Naive both ways keeps, in 8 bits too, whose derivative JAX's own could not be.
+        return replace(method, keeps=keeps or (may and way == back and way.derived_by_jax))
 
     def result_dtype(self, lhs: MaybeQuantized) -> Any:
         """The dtype of the result."""
