@@ -2,7 +2,7 @@
 
     python benchmarks/sweep [--points N] [--ways] [--jobs 2] [--json F]
 
-Compiles every form of matmul over slices of five TPU generations, rows from 256 to 65536 and rings
+Compiles every form of matmul over slices of four TPU generations, rows from 256 to 65536 and rings
 of 4, 8 and 16, forward and with strict gradients, with the chip's compiler options and without; and
 rewrites the summary of README.md. Each program is compiled once: what was found is kept in
 benchmarks/sweep/.cache, so that a run that was stopped goes on where it was, and one after a change
