@@ -193,7 +193,7 @@ def test_without_a_mesh_auto_is_naive_and_rings_are_plain():
         ("TPU v5 lite", TpuOrder()),
         ("TPU v5", TpuOrder(delays_transfers=True, cuts_first=True)),
         ("TPU v6 lite", TpuOrder(delays_transfers=True, cuts_first=True)),
-        ("TPU7x", TpuOrder(cuts_first=True)),
+        ("TPU7x", TpuOrder(cuts_first=True, cuts_columns_first=True)),
         ("TPU v9", TpuOrder()),  # not in the table of chips
         ("NVIDIA H100", Order()),
         (None, Order()),

@@ -4,6 +4,7 @@ They send each sum in two pieces that take turns, group the matmuls of a step in
 slice operands inside it, or before it.
 """
 
+from dataclasses import dataclass, field
 from zlib import crc32
 
 import jax
@@ -181,6 +182,7 @@ both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"]
 def have_order(monkeypatch, *, sliced, whole=False):
     order = TpuOrder(delays_transfers=sliced, cuts_first=sliced)
     monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
+    monkeypatch.setattr("jaxpar.collectives._order.FLOPS_WITHIN", -1)  # these are short
     if whole:
         monkeypatch.setattr("jaxpar.collectives._choice._opposite_is_covered", lambda *_: True)
 
@@ -260,6 +262,50 @@ def test_there_is_a_loop_with_conditionals(n, sliced, loops):
     text = str(jax.make_jaxpr(mapped(form, n))(*operands(form[2])))
     assert "cond[" in text
     assert ("scan[" in text or "while[" in text) == (n > 3)
+
+
+@dataclass(frozen=True)
+class Asked(TpuOrder):
+    """Notes what it is asked to cut."""
+
+    cuts: list = field(default_factory=list, compare=False)
+
+    def for_sums(self, cut, parts):
+        self.cuts.append((cut.flops, cut.columns, parts))
+        return super().for_sums(cut, parts)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (scatter_rows, (True, False)),
+        (scatter_columns, (True, True)),
+        (gather_contracted, (True, False)),  # rows of the right operand make columns
+        (gather_contracted_of_rhs, (True, False)),  # columns of the left operand make rows
+        (gather_columns_of_rhs, (True, True)),
+        (ring_scatter, (False, False)),
+    ],
+)
+def test_an_order_hears_what_sums_are_made_of(op, expected, monkeypatch):
+    order = Asked()
+    monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
+    form = op(4, 6, mode="bidirectional")
+    arrays = operands(form[2])
+
+    def loss(*arrays):
+        return mapped(form, 4)(*arrays).sum()
+
+    jax.eval_shape(jax.grad(loss, argnums=tuple(range(len(arrays)))), *arrays)
+    assert {(bool(flops), columns) for flops, columns, _ in order.cuts} == {expected}
+    assert {parts for *_, parts in order.cuts} == {8}
+
+
+def test_a_loop_keeps_the_order(monkeypatch, loops):
+    order = Asked()
+    monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
+    form = scatter_rows(8, 2, mode="bidirectional")
+    jax.eval_shape(mapped(form, 8), *operands(form[2]))
+    assert not order.cuts
 
 
 @both_rings

@@ -13,8 +13,9 @@ from typing import Literal
 
 from jaxpar._chips import Chip
 from jaxpar.collectives._fitted import fitted_to
-from jaxpar.collectives._in_turns import InTurns
-from jaxpar.collectives._turns import Turn, gather_turns
+from jaxpar.collectives._in_turns import InTurns, loops
+from jaxpar.collectives._order import Cut
+from jaxpar.collectives._turns import Turn, gather_turns, scatter_turns
 from jaxpar.collectives._ways import InChunks, Stationary, Way
 
 # What one more collective costs, in seconds.
@@ -256,17 +257,29 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: fl
     halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
     # The opposite block is cut in two, and joined again.
     copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
-    # Cuts of what stays are instructions of their own where the order says so; elsewhere those of
-    # columns are, but for a TPU's scatter, whose matmul cuts by itself.
-    cuts_columns = flow.kind == "gather" or not chip.torus
-    cut = flow.cut if way.order.cuts_first else flow.sliced if cuts_columns else 0
-    copied += 2 * cut / (fitted.slices * chip.hbm)
+    copied += _cut(chip, flow, way, rings)
     # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
     copied += 0.0 if chip.torus else 2 * flow.added / chip.hbm
     if fitted.placed_apart and flow.kind == "gather":
         copied += _copy(chip, flow.minor - flow.sliced)
     copied += _gathered(chip, flow, size)
     return sum(map(seconds, turns), 0.0) + copied
+
+
+def _cut(chip: Chip, flow: Flow, way: InTurns, rings: int) -> float:
+    """Seconds in which what stays is cut, or a matmul takes longer that cuts it by itself."""
+    fitted, order, size, pieces = fitted_to(chip.kind), way.order, way.ring.size, way.order.pieces
+    turns = scatter_turns(size, way.directions, pieces, rings=rings)
+    if flow.kind != "gather" and not loops(turns, pieces):
+        columns = 0 < flow.sliced < flow.minor  # of an operand, and of the result
+        order = order.for_sums(Cut(flow.flops, columns), size * pieces * rings)
+    if order.cuts_first:
+        cut = flow.cut
+    elif way.order.cuts_first:
+        cut = fitted.within * flow.cut
+    else:  # columns are, but for a TPU's scatter, whose matmul cuts by itself
+        cut = flow.sliced if flow.kind == "gather" or not chip.torus else 0
+    return 2 * cut / (fitted.slices * chip.hbm)
 
 
 def joins(chip: Chip, length: int) -> bool:

@@ -16,6 +16,7 @@ class Fitted:
     Attributes:
       copies: what a copy reaches that a compiler adds.
       slices: what a slice reaches that is cut for a matmul, by an instruction of its own.
+      within: how much of such a slice's time a matmul takes more that cuts by itself.
       last_gather: what the copy reaches by which a gather enters the result of a program; None:
         there is none.
       placed_apart: columns that a turn computes are placed by a pass of its own.
@@ -30,6 +31,7 @@ class Fitted:
 
     copies: float = 1.0
     slices: float = 1.0
+    within: float = 0.0
     last_gather: float | None = None
     placed_apart: bool = False
     turn_passes: float = 0.0
@@ -42,7 +44,14 @@ class Fitted:
 _OTHERS = Fitted()
 _BY_KIND = {
     "TPU v5 lite": Fitted(last_gather=0.4, turn_passes=2.0, chunk_passes=0.5),
-    "TPU v5": Fitted(copies=0.4, slices=0.4, chunked_margin=0.92, piece=1.8e-6, travelling=0.9),
+    "TPU v5": Fitted(
+        copies=0.4,
+        slices=0.4,
+        within=0.5,
+        chunked_margin=0.92,
+        piece=1.8e-6,
+        travelling=0.9,
+    ),
     "TPU v6 lite": Fitted(
         copies=0.4,
         slices=0.4,

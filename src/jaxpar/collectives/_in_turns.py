@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxpar._axis import Ring
 from jaxpar._quantized import read_as
-from jaxpar.collectives._order import Beside, Order, Work
+from jaxpar.collectives._order import NO_MATMUL, Beside, Cut, Order, Work
 from jaxpar.collectives._parts import (
     Span,
     empty_result,
@@ -170,8 +170,8 @@ class InTurns(Way):
 
     @property
     def parts(self) -> int:
-        loops = _loops(self._gather_turns(len(self.rings or [self.ring])))
-        return 1 if loops else self.ring.size
+        turns = self._gather_turns(len(self.rings or [self.ring]))
+        return 1 if loops(turns) else self.ring.size
 
     def places(self, length: int) -> list[Place]:
         if self.parts == 1:
@@ -192,6 +192,7 @@ class InTurns(Way):
         dim: int,
         length: int,
         dtype: DTypeLike,
+        cut: Cut = NO_MATMUL,
     ) -> tuple[Array, Any]:
         shares = self._shares(length)
         pieces = self.order.pieces if self.ring.size > 1 else 1
@@ -202,13 +203,15 @@ class InTurns(Way):
             for begin, share in shares
         ]
         turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
-        before = None
-        if steps and _loops(turns, pieces):  # no turn is there by itself to take one
+        before, order = None, self.order
+        if not loops(turns, pieces):
+            order = order.for_sums(cut, self.ring.size * pieces * len(shares))
+        elif steps:  # no turn is there by itself to take one
             before, steps = at_once(steps, self.ring.index()), ()
         spare = Spare(steps, self.ring.index(), len(turns), before)
 
         def beside(index: Array, leaving: Any, send: Any, work: Work) -> Beside:
-            return spare.within(partial(self.order.beside, index, leaving, send), work)
+            return spare.within(partial(order.beside, index, leaving, send), work)
 
         def send(sums: list[Any], t: Turn) -> list[Any]:
             return [
@@ -434,7 +437,7 @@ def run(
     return state
 
 
-def _loops(turns: Sequence[Turn], period: int = 1) -> bool:
+def loops(turns: Sequence[Turn], period: int = 1) -> bool:
     """Whether some of the turns are a loop, not unrolled."""
     return any(times > UNROLLED for _, times, _ in stretches(turns, period))
 

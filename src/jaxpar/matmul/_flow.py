@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import prod
 
 from jaxpar.collectives._cost_model import Flow, FlowKind
-from jaxpar.matmul._product import Product
+from jaxpar.matmul._product import Product, flops_of
 
 
 def flow_of(
@@ -59,7 +59,7 @@ def flow_of(
                 if kind == "gather" and not travels:
                     exchanged += numbers * width if label in labels else 0
                     partners += 0 if label in labels else numbers * width
-        flops = sum(2.0 * prod(numbers_of.values()) for numbers_of in sizes)
+        flops = flops_of(sizes)
         read = (whole, shared, sums, minor, cut, sliced, partners, exchanged, added)
         return Flow(kind, flops, block, *read, quantized, along=along, length=sizes[0][along])
 

@@ -24,6 +24,7 @@ from jaxtyping import Num
 from jaxpar._derivatives import as_residuals, with_derivative
 from jaxpar._quantized import Quantized, exact_of, straight_through
 from jaxpar.collectives._cost_model import FlowKind
+from jaxpar.collectives._order import Cut
 from jaxpar.collectives._parts import Span, even_cuts
 from jaxpar.collectives._scales import Scales, gather_scales
 from jaxpar.collectives._steps import Step, at_once
@@ -36,6 +37,7 @@ from jaxpar.matmul._product import (
     Out,
     Product,
     Right,
+    flops_of,
     gradients_of_gather,
     gradients_of_scatter,
     multiply,
@@ -173,14 +175,17 @@ def _scatter_beside(
         return sum(parts[1:], start=parts[0])
 
     # All products have the result's labels, and so any of them knows its shape.
-    first, sizes = products[0], sizes_of(products[0], *pairs[0])
+    first, label = products[0], method.label
+    sizes = [sizes_of(p, *pair) for p, pair in zip(products, pairs, strict=True)]
+    columns = any(p.left.endswith(label) or p.right.endswith(label) for p in products)
     return method.way.scatter_beside(
         steps,
         produce,
         take,
-        dim=first.out.index(method.label),
-        length=sizes[method.label] // method.way.ring.size,
+        dim=first.out.index(label),
+        length=sizes[0][label] // method.way.ring.size,
         dtype=first.dtype,
+        cut=Cut(flops_of(sizes), columns and first.out.endswith(label)),
     )
 
 

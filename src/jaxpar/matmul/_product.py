@@ -1,7 +1,8 @@
 """One einsum of two local arrays, by its labels: what it computes, and in which dtypes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -135,3 +136,8 @@ def partial_dtype(arithmetic: Arithmetic, left: Left, right: Right) -> Any:
 def sizes_of(product: Product, left: Left, right: Right) -> dict[str, int]:
     """The size of each label of two arrays."""
     return dict(zip(product.left + product.right, left.shape + right.shape, strict=True))
+
+
+def flops_of(sizes: Iterable[dict[str, int]]) -> float:
+    """The FLOPs of products whose labels have such sizes."""
+    return sum(2.0 * prod(of.values()) for of in sizes)
