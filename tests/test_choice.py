@@ -31,6 +31,7 @@ from jaxpar.collectives._choice import (
     joining_is_cheaper,
 )
 from jaxpar.collectives._cost_model import Flow, collective_time, time_of
+from jaxpar.collectives._fitted import fitted_to
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import Order, TpuOrder, traced_order
 from jaxpar.collectives._turns import gather_turns
@@ -339,6 +340,27 @@ def test_what_every_piece_reads_counts_for_every_piece(mode):
     )
     pieces = {"naive": 1, "chunked-4": 4, "bidirectional": 8}[mode]
     assert with_it - without == pytest.approx(pieces * size / v6e.hbm, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flow", "n", "flops", "share"),
+    [
+        ("TPU v5", "scatter", 8, 1e11, 0.5),
+        ("TPU v6 lite", "scatter", 8, 1e11, 0.0),
+        ("TPU v5 lite", "scatter", 8, 1e11, 0.0),
+        ("TPU v5", "gather", 8, 1e11, 1.0),
+        ("TPU v5", "scatter", 8, 1e12, 1.0),
+        ("TPU v5", "scatter", 64, 1e11, 1.0),  # a loop
+    ],
+)
+def test_a_cut_is_a_pass_but_where_a_short_matmul_of_sums_makes_it(kind, flow, n, flops, share):
+    described_chip, cut = chip(kind), 10**8
+    way = chosen(described(kind), n, TINY, "bidirectional")
+    without, with_it = (
+        time_of(described_chip, (Flow(flow, flops, 8, cut=size),), way, ALL) for size in (0, cut)
+    )
+    passed = 2 * cut / (fitted_to(kind).slices * described_chip.hbm)
+    assert with_it - without == pytest.approx(share * passed)
 
 
 def test_backward_what_is_gathered_hides_beside_the_other_gradient():
