@@ -7,12 +7,12 @@ import pytest
 
 import overlap.__main__ as command
 import tables
-from jaxpar import make_mesh
+from jaxpar import compiled_with, compiler_options, make_mesh
 from jaxpar.cli._ops import OPS
 from jaxpar.schedule import target
 from jaxpar.schedule._floor import rings_over
 from jaxpar.schedule._links import Links
-from overlap import peers, plot, report, weights, worker
+from overlap import layers, peers, plot, report, weights, worker
 
 SHAPE = (32, 48, 16)
 
@@ -179,3 +179,12 @@ def test_layers_whose_weights_are_gathered(make_step):
     with jax.set_mesh(mesh):
         found = jax.eval_shape(step, given, rows)
     assert [w.shape for w in found] == [w.shape for w in given]
+
+
+@pytest.mark.parametrize("make_step", [layers.auto, layers.disjoint_rings_with_few_rows])
+def test_layers_whose_rows_are_gathered(make_step):
+    described = target("v5p:4x4x4", "dp=4,x=4,y=4")
+    step, given = make_step(described.mesh)
+    with jax.set_mesh(described.mesh), compiled_with(compiler_options(described)):
+        found = jax.eval_shape(step, *given)
+    assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(given)]
