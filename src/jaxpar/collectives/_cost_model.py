@@ -29,9 +29,9 @@ KEPT_JOINED, KEPT_TOGETHER = 768, 4
 QUANTIZING = 12.0
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
 SCATTERED_SHARE = 0.2
-# Of VMEM, what an operand takes at most that is read from HBM once for all pieces; and how much
-# faster each piece feeds it from there to the matrix units, however few rows it multiplies.
-VMEM_SHARE, VMEM_SPEED = 0.4, 3.5
+# How much faster than from HBM each piece feeds an operand from VMEM to the matrix units, however
+# few rows it multiplies.
+VMEM_SPEED = 3.5
 # Of the time in which gradients of weights are added up, what is not beside transfers.
 GRADIENTS_SHARE = 2 / 3
 
@@ -309,7 +309,7 @@ def _work(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = Fa
     where there are none, or not at all where they are `kept` on the chip until the last piece.
     """
     computed = flow.flops / (MATMUL_SHARE * chip.flops)
-    fits = flow.whole <= VMEM_SHARE * chip.vmem
+    fits = flow.whole <= fitted_to(chip.kind).resident * chip.vmem
     if fits:
         computed = max(computed, pieces * flow.whole / (VMEM_SPEED * chip.hbm))
     reads = 1 if fits else pieces

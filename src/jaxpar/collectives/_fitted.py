@@ -26,6 +26,7 @@ class Fitted:
       chunked_margin: by what factor chunks must be predicted to win: each is a matmul that a
         compiler tiles by itself.
       piece: seconds that one more piece of work costs beyond what it computes, reads and writes.
+      resident: of VMEM, what an operand takes at most that is read from HBM once for all pieces.
       travelling: how often sums that travel are read and written as float32 besides, in turns.
     """
 
@@ -38,12 +39,13 @@ class Fitted:
     chunk_passes: float = 0.0
     chunked_margin: float = 0.94
     piece: float = 3e-6
+    resident: float = 0.4
     travelling: float = 0.0
 
 
 _OTHERS = Fitted()
 _BY_KIND = {
-    "TPU v5 lite": Fitted(last_gather=0.4, turn_passes=2.0, chunk_passes=0.5),
+    "TPU v5 lite": Fitted(last_gather=0.4, turn_passes=2.0, chunk_passes=0.5, resident=0.5),
     "TPU v5": Fitted(
         copies=0.4,
         slices=0.4,
@@ -58,6 +60,7 @@ _BY_KIND = {
         last_gather=0.4,
         turn_passes=1.0,
         chunk_passes=1.0,
+        resident=0.5,
     ),
     "TPU7x": Fitted(
         copies=0.4,
