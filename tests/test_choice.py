@@ -194,7 +194,7 @@ def test_without_a_mesh_auto_is_naive_and_rings_are_plain():
         ("TPU v5 lite", TpuOrder()),
         ("TPU v5", TpuOrder(delays_transfers=True, cuts_first=True)),
         ("TPU v6 lite", TpuOrder(delays_transfers=True, cuts_first=True)),
-        ("TPU7x", TpuOrder(cuts_first=True, cuts_columns_first=True)),
+        ("TPU7x", TpuOrder(cuts_first=True)),
         ("TPU v9", TpuOrder()),  # not in the table of chips
         ("NVIDIA H100", Order()),
         (None, Order()),
@@ -349,7 +349,8 @@ def test_what_every_piece_reads_counts_for_every_piece(mode):
         ("TPU v6 lite", "scatter", 8, 1e11, 0.0),
         ("TPU v5 lite", "scatter", 8, 1e11, 0.0),
         ("TPU v5", "gather", 8, 1e11, 1.0),
-        ("TPU v5", "scatter", 8, 1e12, 1.0),
+        ("TPU v6 lite", "scatter", 8, 1e12, 1.0),
+        ("TPU v5", "all-reduce", 8, 1e11, 0.5),
         ("TPU v5", "scatter", 64, 1e11, 1.0),  # a loop
     ],
 )

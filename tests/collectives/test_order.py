@@ -20,7 +20,6 @@ from jaxpar.collectives._order import (
     ORDERS,
     ClusterOrder,
     CpuOrder,
-    Cut,
     Order,
     TpuOrder,
     written_after,
@@ -149,14 +148,14 @@ def test_an_operand_is_cut_before_its_matmul(compiled):
     first, inside = (
         timeline(compiled(order, "v5p:2x2x2", "scatter-rows", *shape)) for order in (V5P, within)
     )
-    assert V5P.for_sums(Cut(2.0 * prod(shape) / 8), 16).cuts_first
+    assert V5P.for_sums(2.0 * prod(shape) / 8 / 16).cuts_first
     assert first.compute < 0.97 * inside.compute
     assert first.total < 0.95 * inside.total
 
 
 @dataclass(frozen=True)
 class CutsFirst(TpuOrder):
-    def for_sums(self, cut, parts):
+    def for_sums(self, flops):
         return self
 
 

@@ -179,19 +179,21 @@ every_op = pytest.mark.parametrize("op", [*GATHERS, *SCATTERS, *RINGS])
 both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
 
 
-def have_order(monkeypatch, *, sliced, whole=False):
+def have_order(monkeypatch, *, sliced, whole=False, within=False):
     order = TpuOrder(delays_transfers=sliced, cuts_first=sliced)
     monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
-    monkeypatch.setattr("jaxpar.collectives._order.FLOPS_WITHIN", -1)  # these are short
+    if not within:  # these are short
+        monkeypatch.setattr("jaxpar.collectives._order.FLOPS_WITHIN", -1)
     if whole:
         monkeypatch.setattr("jaxpar.collectives._choice._opposite_is_covered", lambda *_: True)
 
 
 @pytest.fixture
 def sliced(request, monkeypatch):
-    """Has programs ordered as for a TPU: of one of two kinds, by the name of the test's case."""
-    sliced = crc32(request.node.name.encode()) % 2 == 0
-    have_order(monkeypatch, sliced=sliced)
+    """Has programs ordered as for a TPU: in one of three ways, by the name of the test's case."""
+    number = crc32(request.node.name.encode())
+    sliced = number % 2 == 0
+    have_order(monkeypatch, sliced=sliced, within=number % 4 == 0)
     return sliced
 
 
@@ -266,38 +268,37 @@ def test_there_is_a_loop_with_conditionals(n, sliced, loops):
 
 @dataclass(frozen=True)
 class Asked(TpuOrder):
-    """Notes what it is asked to cut."""
+    """Notes the FLOPs of the sums that it is asked for."""
 
-    cuts: list = field(default_factory=list, compare=False)
+    asked: list = field(default_factory=list, compare=False)
 
-    def for_sums(self, cut, parts):
-        self.cuts.append((cut.flops, cut.columns, parts))
-        return super().for_sums(cut, parts)
+    def for_sums(self, flops):
+        self.asked.append(flops)
+        return super().for_sums(flops)
 
 
 @pytest.mark.parametrize(
-    ("op", "expected"),
+    ("op", "flops"),
     [
-        (scatter_rows, (True, False)),
-        (scatter_columns, (True, True)),
-        (gather_contracted, (True, False)),  # rows of the right operand make columns
-        (gather_contracted_of_rhs, (True, False)),  # columns of the left operand make rows
-        (gather_columns_of_rhs, (True, True)),
-        (ring_scatter, (False, False)),
+        (scatter_rows, 2 * 24 * 2 * 3),  # the device's matmul of [24, 2] and [2, 3]
+        (scatter_columns, 2 * 4 * 2 * 24),
+        (gather_rows, 2 * 24 * 4 * 2),
+        (gather_rows_for_two, 2 * 24 * 4 * (2 + 1)),
+        (ring_scatter, 0),
     ],
 )
-def test_an_order_hears_what_sums_are_made_of(op, expected, monkeypatch):
+def test_an_order_hears_what_a_sum_takes(op, flops, monkeypatch):
+    """Of two pieces for each of four devices."""
     order = Asked()
     monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
     form = op(4, 6, mode="bidirectional")
     arrays = operands(form[2])
 
     def loss(*arrays):
-        return mapped(form, 4)(*arrays).sum()
+        return sum(jnp.sum(out) for out in jax.tree.leaves(mapped(form, 4)(*arrays)))
 
     jax.eval_shape(jax.grad(loss, argnums=tuple(range(len(arrays)))), *arrays)
-    assert {(bool(flops), columns) for flops, columns, _ in order.cuts} == {expected}
-    assert {parts for *_, parts in order.cuts} == {8}
+    assert set(order.asked) == {flops / 8}
 
 
 def test_a_loop_keeps_the_order(monkeypatch, loops):
@@ -305,7 +306,7 @@ def test_a_loop_keeps_the_order(monkeypatch, loops):
     monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
     form = scatter_rows(8, 2, mode="bidirectional")
     jax.eval_shape(mapped(form, 8), *operands(form[2]))
-    assert not order.cuts
+    assert not order.asked
 
 
 @both_rings

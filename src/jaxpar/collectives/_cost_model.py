@@ -14,7 +14,6 @@ from typing import Literal
 from jaxpar._chips import Chip
 from jaxpar.collectives._fitted import fitted_to
 from jaxpar.collectives._in_turns import InTurns, loops
-from jaxpar.collectives._order import Cut
 from jaxpar.collectives._turns import Turn, gather_turns, scatter_turns
 from jaxpar.collectives._ways import InChunks, Stationary, Way
 
@@ -268,17 +267,17 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: fl
 
 def _cut(chip: Chip, flow: Flow, way: InTurns, rings: int) -> float:
     """Seconds in which what stays is cut, or a matmul takes longer that cuts it by itself."""
-    fitted, order, size, pieces = fitted_to(chip.kind), way.order, way.ring.size, way.order.pieces
-    turns = scatter_turns(size, way.directions, pieces, rings=rings)
-    if flow.kind != "gather" and not loops(turns, pieces):
-        columns = 0 < flow.sliced < flow.minor  # of an operand, and of the result
-        order = order.for_sums(Cut(flow.flops, columns), size * pieces * rings)
+    fitted, order, pieces = fitted_to(chip.kind), way.order, way.order.pieces
+    if flow.kind != "gather":
+        turns = scatter_turns(way.ring.size, way.directions, pieces, rings=rings)
+        if not loops(turns, pieces):
+            order = order.for_sums(flow.flops / (way.ring.size * pieces))
     if order.cuts_first:
         cut = flow.cut
-    elif way.order.cuts_first:
+    elif flow.kind == "gather" or not chip.torus:  # columns are
+        cut = flow.sliced
+    else:
         cut = fitted.within * flow.cut
-    else:  # columns are, but for a TPU's scatter, whose matmul cuts by itself
-        cut = flow.sliced if flow.kind == "gather" or not chip.torus else 0
     return 2 * cut / (fitted.slices * chip.hbm)
 
 

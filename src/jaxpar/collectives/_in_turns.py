@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxpar._axis import Ring
 from jaxpar._quantized import read_as
-from jaxpar.collectives._order import NO_MATMUL, Beside, Cut, Order, Work
+from jaxpar.collectives._order import Beside, Order, Work
 from jaxpar.collectives._parts import (
     Span,
     empty_result,
@@ -192,7 +192,7 @@ class InTurns(Way):
         dim: int,
         length: int,
         dtype: DTypeLike,
-        cut: Cut = NO_MATMUL,
+        flops: float = 0.0,
     ) -> tuple[Array, Any]:
         shares = self._shares(length)
         pieces = self.order.pieces if self.ring.size > 1 else 1
@@ -205,7 +205,7 @@ class InTurns(Way):
         turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
         before, order = None, self.order
         if not loops(turns, pieces):
-            order = order.for_sums(cut, self.ring.size * pieces * len(shares))
+            order = order.for_sums(flops / (self.ring.size * pieces))
         elif steps:  # no turn is there by itself to take one
             before, steps = at_once(steps, self.ring.index()), ()
         spare = Spare(steps, self.ring.index(), len(turns), before)

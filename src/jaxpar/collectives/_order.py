@@ -40,24 +40,11 @@ class Work(NamedTuple):
     like: Callable[[], Any] | None = None
 
 
-class Cut(NamedTuple):
-    """What a scatter makes of what it cuts.
-
-    Attributes:
-      flops: of its matmuls; 0 where what is cut is added as it is.
-      columns: whether the last dimension is cut of an operand, and dealt out of the result.
-    """
-
-    flops: float = 0.0
-    columns: bool = False
-
-
-NO_MATMUL = Cut()
-
-# A matmul of up to so many FLOPs had better cut its operand by itself. A cut of its own takes a
-# microsecond and a pass over memory, where one within has a long matmul read memory again and
-# again: 468 us for 421 with 8 GFLOP a turn, 1304 for 1388 with 30, 2432 for 3080 with 60.
-FLOPS_WITHIN = 2e10
+# A scatter's sum of up to so many FLOPs had better have its matmul cut the operand by itself. A cut
+# of its own takes a microsecond and a pass over memory; one within has a long matmul read memory
+# again and again. All sums of a ring of 8 v5p, cut first and within: 468 and 421 us with 7.5 GFLOP
+# each, 1304 and 1388 with 30, 2432 and 3080 with 60.
+FLOPS_WITHIN = 1e10
 
 
 @dataclass(frozen=True)
@@ -84,8 +71,11 @@ class Order:
         made = work.compute(index, leaving, work.take(index))
         return lax.optimization_barrier((index, made, arriving))
 
-    def for_sums(self, cut: Cut, parts: int) -> "Order":
-        """Returns the order for unrolled turns of a scatter, which make its sums in so many."""
+    def for_sums(self, flops: float) -> "Order":
+        """Returns the order for the unrolled turns of a scatter, each of whose sums takes `flops`.
+
+        0: nothing is multiplied.
+        """
         return self
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
@@ -114,11 +104,11 @@ class TpuOrder(Order):
     # instruction that covers that; a turn that only places is one instruction, too. Without it:
     #     matmul.8; collective-permute-start; matmul.9; collective-permute-done
     delays_transfers: bool = False
-    # A matmul that cuts its operand is slower by more than the cut takes (376 us for 24 + 272).
+    # A long matmul that cuts its operand is slower by more than the cut takes (376 us for 24 + 272;
+    # short ones: `for_sums`).
     # Without it there is one instruction for both, which reads memory where the cut stays in VMEM:
     #     fusion.45 = fusion(lhs, start, rhs), kind=kOutput  # dynamic-slice and convolution
     cuts_first: bool = False
-    cuts_columns_first: bool = False  # also of short matmuls
 
     def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
         arriving = send(leaving)
@@ -139,9 +129,8 @@ class TpuOrder(Order):
             made = compute(index)
         return lax.optimization_barrier((index, made, arriving))
 
-    def for_sums(self, cut: Cut, parts: int) -> Order:
-        within = cut.flops / parts <= FLOPS_WITHIN and not (cut.columns and self.cuts_columns_first)
-        return replace(self, cuts_first=self.cuts_first and not within)
+    def for_sums(self, flops: float) -> Order:
+        return replace(self, cuts_first=self.cuts_first and flops > FLOPS_WITHIN)
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
         # Without it a backward pass whose cotangent does not depend on the result is interleaved
@@ -201,7 +190,7 @@ ORDERS = {
     "TPU v5 lite": TpuOrder(),
     "TPU v5": TpuOrder(delays_transfers=True, cuts_first=True),
     "TPU v6 lite": TpuOrder(delays_transfers=True, cuts_first=True),
-    "TPU7x": TpuOrder(cuts_first=True, cuts_columns_first=True),
+    "TPU7x": TpuOrder(cuts_first=True),
     "TPU": TpuOrder(),
 }
 

@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from jaxpar._axis import Ring
 from jaxpar._quantized import Quantized, encoded
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._order import NO_MATMUL, Cut
 from jaxpar.collectives._parts import Comb, Span, even_cuts, split_dim
 from jaxpar.collectives._steps import Step, at_once
 
@@ -172,11 +171,11 @@ class Way:
         dim: int,
         length: int,
         dtype: DTypeLike,
-        cut: Cut = NO_MATMUL,
+        flops: float = 0.0,
     ) -> tuple[Array, Any]:
         """As `scatter`, and takes steps of other work meanwhile; returns their last carry, too.
 
-        `cut` says what `produce` makes of what `take` cuts, of all positions.
+        `flops` are those of `produce` for all positions; 0: it multiplies nothing.
         """
         raise NotImplementedError
 
@@ -286,7 +285,7 @@ class Naive(Way):
         dim: int,
         length: int,
         dtype: DTypeLike,
-        cut: Cut = NO_MATMUL,
+        flops: float = 0.0,
     ) -> tuple[Array, Any]:
         carry = at_once(steps, self.ring.index()) if steps else None
         parts = [

@@ -24,7 +24,6 @@ from jaxtyping import Num
 from jaxpar._derivatives import as_residuals, with_derivative
 from jaxpar._quantized import Quantized, exact_of, straight_through
 from jaxpar.collectives._cost_model import FlowKind
-from jaxpar.collectives._order import Cut
 from jaxpar.collectives._parts import Span, even_cuts
 from jaxpar.collectives._scales import Scales, gather_scales
 from jaxpar.collectives._steps import Step, at_once
@@ -177,7 +176,6 @@ def _scatter_beside(
     # All products have the result's labels, and so any of them knows its shape.
     first, label = products[0], method.label
     sizes = [sizes_of(p, *pair) for p, pair in zip(products, pairs, strict=True)]
-    columns = any(p.left.endswith(label) or p.right.endswith(label) for p in products)
     return method.way.scatter_beside(
         steps,
         produce,
@@ -185,7 +183,7 @@ def _scatter_beside(
         dim=first.out.index(label),
         length=sizes[0][label] // method.way.ring.size,
         dtype=first.dtype,
-        cut=Cut(flops_of(sizes), columns and first.out.endswith(label)),
+        flops=flops_of(sizes),
     )
 
 
