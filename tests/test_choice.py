@@ -354,7 +354,10 @@ def test_what_every_piece_reads_counts_for_every_piece(mode):
         ("TPU v5", "scatter", 64, 1e11, 1.0),  # a loop
     ],
 )
-def test_a_cut_is_a_pass_but_where_a_short_matmul_of_sums_makes_it(kind, flow, n, flops, share):
+def test_a_cut_is_a_pass_but_where_a_short_matmul_of_sums_makes_it(
+    kind, flow, n, flops, share, monkeypatch
+):
+    monkeypatch.setattr("jaxpar.collectives._order.cuts_within_matmuls", lambda: True)
     described_chip, cut = chip(kind), 10**8
     way = chosen(described(kind), n, TINY, "bidirectional")
     without, with_it = (

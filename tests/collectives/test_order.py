@@ -159,6 +159,7 @@ class CutsFirst(TpuOrder):
         return self
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="cut first, it is faster there")
 def test_the_operand_of_a_short_matmul_is_cut_within(compiled):
     inside, first = (
         timeline(compiled(order, "v5p:2x2x2", "scatter-rows", 8192, 14336, 4096)).total

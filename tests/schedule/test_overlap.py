@@ -53,7 +53,12 @@ def test_transfers_run_beside_matmuls(op, name, mode):
     assert permutes
     assert not [transfer.name for transfer in permutes if transfer.synchronous]
     bare = [transfer.name for transfer in permutes if not transfer.covers]
-    assert len(bare) <= (op in ONE_BARE and name.partition(":")[0] in ("h100", "b200")), bare
+    if name.startswith("v5p"):  # one has but an operand's cut beside it, where that saves a tenth
+        assert len(bare) <= 1, bare
+        if mode == "bidirectional" and op != "all-reduce":
+            assert played.exposed <= 0.04 * played.total
+    else:
+        assert len(bare) <= (op in ONE_BARE and name.partition(":")[0] in ("h100", "b200")), bare
 
 
 def test_transfers_hide_behind_attention_on_tpus():

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar._chips import traced_for_cpu, traced_for_cpu_cluster
+from jaxpar._compat import cuts_within_matmuls
 
 Send = Callable[[Any], Any]
 Beside = tuple[Array, Any, Any]  # the index, what was made, what arrived
@@ -130,7 +131,8 @@ class TpuOrder(Order):
         return lax.optimization_barrier((index, made, arriving))
 
     def for_sums(self, flops: float) -> Order:
-        return replace(self, cuts_first=self.cuts_first and flops > FLOPS_WITHIN)
+        within = cuts_within_matmuls() and flops <= FLOPS_WITHIN
+        return replace(self, cuts_first=self.cuts_first and not within)
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
         # Without it a backward pass whose cotangent does not depend on the result is interleaved
