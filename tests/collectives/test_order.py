@@ -103,16 +103,23 @@ def test_what_is_placed_is_written_by_its_matmul(compiled):
     assert len(passes) <= 3, passes  # the opposite block: cut in halves twice, and joined
 
 
+@dataclass(frozen=True)
+class CutsFirst(TpuOrder):
+    def for_sums(self, flops):
+        return self
+
+
 def test_sums_in_two_pieces_are_added_while_others_travel(compiled):
-    class OnePiece(TpuOrder):
+    class OnePiece(CutsFirst):
         pieces = 1
 
     shape = (4096, 4096, 4096)
     two, one = (
-        timeline(compiled(order, "v5p:2x2x2", "scatter-rows", *shape)).total
-        for order in (V5P, OnePiece(V5P.delays_transfers, V5P.cuts_first))
+        timeline(compiled(order, "v5p:2x2x2", "scatter-rows", *shape))
+        for order in (of(V5P.delays_transfers, V5P.cuts_first) for of in (CutsFirst, OnePiece))
     )
-    assert two < 0.85 * one, (two, one)
+    assert two.exposed < 0.6 * one.exposed
+    assert two.total < 0.85 * one.total
 
 
 @dataclass(frozen=True)
@@ -151,12 +158,6 @@ def test_an_operand_is_cut_before_its_matmul(compiled):
     assert V5P.for_sums(2.0 * prod(shape) / 8 / 16).cuts_first
     assert first.compute < 0.97 * inside.compute
     assert first.total < 0.95 * inside.total
-
-
-@dataclass(frozen=True)
-class CutsFirst(TpuOrder):
-    def for_sums(self, flops):
-        return self
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="cut first, it is faster there")

@@ -33,9 +33,9 @@ def on_a_ring(function, n, **options):
 
 
 @pytest.fixture(autouse=True)
-def long_matmuls(monkeypatch):
-    """Takes what these tests multiply for long, which is cut first where an order does."""
-    monkeypatch.setattr("jaxpar.collectives._order.FLOPS_WITHIN", -1)
+def cut_first(monkeypatch):
+    """Has operands cut first where an order does, however short their matmuls are."""
+    monkeypatch.setattr("jaxpar.collectives._order.cuts_within_matmuls", lambda: False)
 
 
 ORDERS = (

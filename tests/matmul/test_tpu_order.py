@@ -182,8 +182,7 @@ both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"]
 def have_order(monkeypatch, *, sliced, whole=False, within=False):
     order = TpuOrder(delays_transfers=sliced, cuts_first=sliced)
     monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
-    if not within:  # these are short
-        monkeypatch.setattr("jaxpar.collectives._order.FLOPS_WITHIN", -1)
+    monkeypatch.setattr("jaxpar.collectives._order.cuts_within_matmuls", lambda: within)
     if whole:
         monkeypatch.setattr("jaxpar.collectives._choice._opposite_is_covered", lambda *_: True)
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar._compat import cuts_within_matmuls
 from jaxpar.cli._ops import OPS
 from jaxpar.layers import ring_attention
 from jaxpar.schedule import CompiledProgram, compile_for, target, timeline
@@ -53,12 +54,14 @@ def test_transfers_run_beside_matmuls(op, name, mode):
     assert permutes
     assert not [transfer.name for transfer in permutes if transfer.synchronous]
     bare = [transfer.name for transfer in permutes if not transfer.covers]
-    if name.startswith("v5p"):  # one has but an operand's cut beside it, where that saves a tenth
+    chip = name.partition(":")[0]
+    # One has a cut beside it and no matmul, where matmuls that cut by themselves save a tenth.
+    beside_a_cut = chip == "v5p" and mode == "bidirectional" and op.startswith("gather")
+    if beside_a_cut and cuts_within_matmuls():
         assert len(bare) <= 1, bare
-        if mode == "bidirectional" and op != "all-reduce":
-            assert played.exposed <= 0.04 * played.total
+        assert played.exposed <= 0.04 * played.total
     else:
-        assert len(bare) <= (op in ONE_BARE and name.partition(":")[0] in ("h100", "b200")), bare
+        assert len(bare) <= (op in ONE_BARE and chip in ("h100", "b200")), bare
 
 
 def test_transfers_hide_behind_attention_on_tpus():

@@ -205,6 +205,8 @@ class InTurns(Way):
         turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
         before, order = None, self.order
         if not loops(turns, pieces):
+            # Shares of several rings are counted as one sum: in smaller ones two rings took 1746 us
+            # for 1687 of a scatter of 65536x14336x4096.
             order = order.for_sums(flops / (self.ring.size * pieces))
         elif steps:  # no turn is there by itself to take one
             before, steps = at_once(steps, self.ring.index()), ()
