@@ -1,6 +1,6 @@
 """Cycles of a torus: through all devices, over one link a step, and no link twice."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 
 import jax
@@ -16,6 +16,7 @@ from jaxpar._axis_links import AxisLinks, note_links, traced_links
 from jaxpar._cycles import (
     AcrossCube,
     AlongLong,
+    AlongOne,
     AlongShort,
     Listed,
     Straight,
@@ -214,3 +215,21 @@ def test_a_cube_has_other_walks_than_rings():
     mesh = make_mesh("x=2,y=2,z=2")
     with pytest.raises(ValueError, match=r"^disjoint_rings: axes of sizes .* are a cube, whose"):
         disjoint_rings(mesh, ("x", "y", "z"))
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 5), (3, 4, 5)])
+def test_along_one_dimension_a_device_comes_past_its_row(sizes):
+    devices, directions = range(prod(sizes)), (1, -1)
+    taken = []
+    for dimension, side in enumerate(sizes):
+        walk = AlongOne(sizes, dimension)
+        assert (walk.size, walk.around) == (prod(sizes), side)
+        for device in devices:
+            places = np.array(np.unravel_index(device, sizes))
+            assert walk.place(device) == places[dimension]
+            for distance in range(side + 1):
+                places[dimension] = (walk.place(device) - distance) % side
+                assert walk.behind(device, distance) == np.ravel_multi_index(places, sizes)
+            assert walk.next(walk.behind(device, 1), 1, 0) == device
+        taken += [(d, walk.next(d, to, 0)) for d, to in product(devices, directions)]
+    assert len(set(taken)) == len(taken)  # no two dimensions share a link

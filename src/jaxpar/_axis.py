@@ -122,6 +122,11 @@ class Ring(Axis):
         return self.walk.behind(index, distance)
 
     @property
+    def around(self) -> int:
+        """How many devices a block comes past on its way round, its own among them."""
+        return self.size if self.walk is None else self.walk.around
+
+    @property
     def has_disjoint(self) -> bool:
         """Whether its axes can be those of a torus or a cube, with more links than one ring has."""
         stages = self.stages()

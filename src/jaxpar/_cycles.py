@@ -35,11 +35,16 @@ class Walk:
 
     size: int
 
+    @property
+    def around(self) -> int:
+        """How many devices that is."""
+        return self.size
+
     def behind(self, device: Place, distance: Any) -> Place:
         """The logical index of the device from which so many hops lead to another one."""
         raise NotImplementedError
 
-    def next(self, device: int, direction: int, hops: int) -> int:
+    def next(self, device: int, direction: int, hops: Any) -> int:
         """The device to which a device sends on what so many hops have brought to it."""
         raise NotImplementedError
 
@@ -65,8 +70,41 @@ class Cycle(Walk):
     def behind(self, device: Place, distance: Any) -> Place:
         return self.device((self.step(device) - distance) % self.size)
 
-    def next(self, device: int, direction: int, hops: int) -> int:
+    def next(self, device: int, direction: int, hops: Any) -> int:
         return int(self.device((self.step(device) + direction) % self.size))
+
+
+@dataclass(frozen=True)
+class AlongOne(Walk):
+    """Round one dimension of a torus: a device comes past those alone that differ in its place."""
+
+    sides: tuple[int, ...]
+    dimension: int
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many devices there are."""
+        return prod(self.sides)
+
+    @property
+    def around(self) -> int:
+        return self.sides[self.dimension]
+
+    def place(self, device: Place) -> Place:
+        """Where a device is along the dimension."""
+        return device // self._apart % self.around
+
+    def behind(self, device: Place, distance: Any) -> Place:
+        place = self.place(device)
+        return device + ((place - distance) % self.around - place) * self._apart
+
+    def next(self, device: int, direction: int, hops: Any) -> int:
+        return int(self.behind(device, -direction))
+
+    @property
+    def _apart(self) -> int:
+        """The difference of the indices of neighbours."""
+        return prod(self.sides[self.dimension + 1 :])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ than the tests.
 """
 
 import sys
+from dataclasses import replace
+from itertools import product
 from math import prod
 
 import jax
@@ -22,6 +24,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jaxpar  # noqa: E402
 from jaxpar.collectives import _choice  # noqa: E402
+from jaxpar.collectives._choice import with_phases  # noqa: E402
 from jaxpar.collectives._order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 from jaxpar.layers import ring_attention  # noqa: E402
 
@@ -29,6 +32,8 @@ MODE = "disjoint-rings"
 NAMES = ("x", "y", "z", "u")[: len(SIZES)]
 AXES = NAMES[::-1]  # another order than the mesh's
 MESH = jaxpar.make_mesh(dict(zip(NAMES, SIZES, strict=True)))
+# The sides of a torus that sums can go along one after the other; None: they go round rings.
+TORUS = (None, SIZES[::-1]) if min(SIZES) > 2 and len(set(SIZES)) == 1 else (None,)
 RNG = np.random.default_rng(0)
 
 
@@ -58,7 +63,7 @@ def compare(name, fn, in_specs, out_specs, args, expected):
     print(name, flush=True)
 
 
-def product(x, w):
+def multiplied(x, w):
     return x @ w, lambda ct: ct @ w.T, lambda ct: x.T @ ct
 
 
@@ -93,10 +98,13 @@ def main():
             (rows, columns),
             columns,
             (x, w),
-            product(x, w),
+            multiplied(x, w),
         )
-        for order in (CpuOrder(), TpuOrder(delays_transfers=True)):  # sums in one and two pieces
+        # Sums in one and two pieces, round rings and along one dimension after the other.
+        orders = (CpuOrder(), TpuOrder(delays_transfers=True))
+        for order, along in product(orders, TORUS):
             _choice.traced_order = lambda order=order: order
+            _choice.with_phases = lambda _, way, __, along=along: replace(way, sides=along)
             if length == 5:
                 compare(
                     "gather of rows that are kept",
@@ -104,7 +112,7 @@ def main():
                     (rows, columns),
                     columns,
                     (x, w),
-                    product(x, w),
+                    multiplied(x, w),
                 )
             compare(
                 f"scatter of {length} rows",
@@ -112,9 +120,9 @@ def main():
                 (columns, rows),
                 rows,
                 (y, v),
-                product(y, v),
+                multiplied(y, v),
             )
-        _choice.traced_order = traced_order
+        _choice.traced_order, _choice.with_phases = traced_order, with_phases
     x, w = normal(4 * N, 2 * N), normal(2 * N, 3)
     compare(
         "gather of a weight",
@@ -122,7 +130,7 @@ def main():
         (rows, rows),
         rows,
         (x, w),
-        product(x, w),
+        multiplied(x, w),
     )
     q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
     axis = jaxpar.Axis(AXES, mode=MODE)

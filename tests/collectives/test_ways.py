@@ -23,7 +23,7 @@ both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"]
 def loops(request, monkeypatch):
     """Whether rings of more than one step run a loop."""
     if request.param == "loop":
-        monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED", 1)
+        monkeypatch.setattr("jaxpar.collectives._run.UNROLLED", 1)
     return request.param == "loop"
 
 
@@ -197,7 +197,7 @@ def all_three(mode):
 @both_rings
 @pytest.mark.parametrize("n", [7, 8])
 def test_a_loop_gives_the_same_values_and_gradients(n, mode, monkeypatch):
-    monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED", 1)
+    monkeypatch.setattr("jaxpar.collectives._run.UNROLLED", 1)
     mesh = make_mesh({"x": n}, devices=jax.devices()[:n])
     assert_matches_reference(
         all_three(mode),
@@ -226,7 +226,7 @@ def test_a_loop_sends_what_unrolled_steps_send(n, check_vma, mode, monkeypatch):
     unrolled, wanted = traced()
     assert "scan[" not in unrolled
     assert "while[" not in unrolled
-    monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED", 1)
+    monkeypatch.setattr("jaxpar.collectives._run.UNROLLED", 1)
     loop, found = traced()
     assert "scan[" in loop or "while[" in loop
     assert found == wanted

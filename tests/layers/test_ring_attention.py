@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis
-from jaxpar.collectives import _in_turns
+from jaxpar.collectives import _in_turns, _run
 from jaxpar.layers import ring_attention, zigzag_order
 from jaxpar.testing import assert_matches_reference, count_collectives, tolerance
 
@@ -153,7 +153,7 @@ def test_several_axes_in_any_order(sizes, mode):
 
 @pytest.mark.parametrize("mode", RINGS)
 def test_long_rings_run_loops(mode, monkeypatch):
-    monkeypatch.setattr(_in_turns, "UNROLLED", 1)
+    monkeypatch.setattr(_run, "UNROLLED", 1)
     monkeypatch.setattr(_in_turns, "UNROLLED_CIRCULATING", 1)
     axis = Axis("x", mode=mode)
     check(line(7), axis, (1, 4, 2, 2), 1, check_vma=mode == "unidirectional")

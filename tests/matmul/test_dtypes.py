@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import _in_turns
+from jaxpar.collectives import _run
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxpar.testing import assert_matches_reference, tolerance
 
@@ -191,7 +191,7 @@ def test_integers_are_exact(dtype, asked, result):
 @pytest.mark.parametrize(("mode", "n"), [("unidirectional", 4), ("bidirectional", 7)])
 def test_float64(mode, n, unrolled, monkeypatch):
     """To the precision of float64, also where a loop counts in 64 bits."""
-    monkeypatch.setattr(_in_turns, "UNROLLED", unrolled)
+    monkeypatch.setattr(_run, "UNROLLED", unrolled)
     mesh = Mesh(np.array(jax.devices()[:n]), ("x",), axis_types=(AxisType.Auto,))
 
     def fn(x, w, v):

@@ -198,7 +198,7 @@ def sliced(request, monkeypatch):
 
 @pytest.fixture
 def loops(monkeypatch):
-    monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED", 1)
+    monkeypatch.setattr("jaxpar.collectives._run.UNROLLED", 1)
 
 
 def normal(shape, seed=0, dtype=np.float32):

@@ -164,7 +164,25 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
     one_way = mode == "unidirectional" or (rings and rings[0].crosses_a_cube)
     directions = (1,) if one_way else (1, -1)
     covered = _opposite_is_covered(problem, flows)
-    return InTurns(problem.ring, directions, traced_order(), covered, rings)
+    way = InTurns(problem.ring, directions, traced_order(), covered, rings)
+    return way if mode != "disjoint-rings" else with_phases(problem, way, flows)
+
+
+def with_phases(problem: Problem, way: InTurns, flows: tuple[Flow, ...]) -> InTurns:
+    """Returns a way of disjoint rings with what sums had better go by.
+
+    Along one dimension after the other pieces are larger by the side of the torus; but less of
+    the transfers is beside work.
+    """
+    chip, sides = problem.chip, tuple(ring.size for ring in problem.ring.stages())
+    scattered = [flow for flow in flows if flow.kind != "gather"]
+    if chip is None or not scattered or len(sides) < 2 or min(sides) < 3 or len(set(sides)) > 1:
+        return way
+    messages = problem.messages[True]
+    return min(
+        (way, replace(way, sides=sides)),
+        key=lambda way: time_of(chip, scattered, way, problem.beside, messages=messages),
+    )
 
 
 def choose_stages(problem: Problem) -> tuple[Way, ...]:

@@ -13,7 +13,8 @@ from typing import Literal
 
 from jaxpar._chips import Chip
 from jaxpar.collectives._fitted import fitted_to
-from jaxpar.collectives._in_turns import InTurns, loops
+from jaxpar.collectives._in_turns import InTurns
+from jaxpar.collectives._run import loops
 from jaxpar.collectives._turns import Turn, gather_turns, scatter_turns
 from jaxpar.collectives._ways import InChunks, Stationary, Way
 
@@ -33,6 +34,10 @@ SCATTERED_SHARE = 0.2
 VMEM_SPEED = 3.5
 # Of the time in which gradients of weights are added up, what is not beside transfers.
 GRADIENTS_SHARE = 2 / 3
+# Seconds of a turn of a loop beyond its work; and of an instruction that cuts operands for one.
+LOOPED, CUT = 1e-6, 1e-6
+# Of the time in which sums are added that go along a second dimension, what is not beside matmuls.
+PHASES_SHARE = 3 / 4
 
 FlowKind = Literal["gather", "scatter", "all-reduce"]
 
@@ -231,6 +236,8 @@ def _work_on_kept(chip: Chip, flow: Flow, pieces: int, *, in_turns: bool = False
 
 def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: float = 0.0) -> float:
     """Seconds of turns, to which so many seconds of other work are dealt out."""
+    if way.sides and flow.kind != "gather":
+        return _in_phases(chip, flow, way, way.sides, messages, beside=beside)
     size = way.ring.size
     rings = len(way.rings or [way.ring])  # of which each has its own links, and a share of blocks
     turns = gather_turns(size, way.directions, rings=rings, whole_opposite=way.whole_opposite)
@@ -257,6 +264,8 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: fl
     # The opposite block is cut in two, and joined again.
     copied = 2 * _copy(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
     copied += _cut(chip, flow, way, rings)
+    if flow.kind == "gather" and loops(turns):
+        copied += len(turns) * LOOPED
     # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
     copied += 0.0 if chip.torus else 2 * flow.added / chip.hbm
     if fitted.placed_apart and flow.kind == "gather":
@@ -265,13 +274,44 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: fl
     return sum(map(seconds, turns), 0.0) + copied
 
 
+def _in_phases(
+    chip: Chip, flow: Flow, way: InTurns, sides: tuple[int, ...], messages: int, *, beside: float
+) -> float:
+    """Seconds of sums that go along one dimension of a torus after the other."""
+    side, shares, pieces = sides[0], len(sides), way.order.pieces
+    fitted = fitted_to(chip.kind)
+    made = side * shares * pieces
+    work = _work(chip, flow, made, fitted.turn_passes)
+    added = 2 * fitted.travelling * flow.added / chip.hbm
+    each = (work + added * min(1.0, added / work) + beside) / made  # of a sum
+    sent = flow.block_bytes * way.ring.size / made  # of a sum, in bytes
+    turn = 2 * shares * each  # both ways round of each share
+
+    def hop(size: float) -> float:
+        return size * messages / chip.link + chip.latency
+
+    # The first turn that adds waits for what the first one made; half a turn is before, and behind.
+    seconds = 2 * turn + hop(sent) + (side - 2) * max(turn, hop(sent))
+    for _ in sides[1:]:
+        sent /= side
+        # More shares are less often of whole tiles.
+        one = 3 * sent / (fitted.copies * chip.hbm) + (shares - 1) * fitted.piece
+        adds = made * one * PHASES_SHARE
+        seconds += max(adds, (side - 1) * hop(sent)) + hop(sent)
+    return seconds + _cut(chip, flow, way, shares) + _gathered(chip, flow, way.ring.size)
+
+
 def _cut(chip: Chip, flow: Flow, way: InTurns, rings: int) -> float:
     """Seconds in which what stays is cut, or a matmul takes longer that cuts it by itself."""
     fitted, order, pieces = fitted_to(chip.kind), way.order, way.order.pieces
     if flow.kind != "gather":
-        turns = scatter_turns(way.ring.size, way.directions, pieces, rings=rings)
-        if not loops(turns, pieces):
-            order = order.for_sums(flow.flops / (way.ring.size * pieces))
+        around = way.sides[0] if way.sides else way.ring.size
+        turns = scatter_turns(around, way.directions, pieces, rings=rings)
+        looped = loops(turns, pieces)
+        if not looped:
+            order = order.for_sums(flow.flops / (around * pieces))
+        elif order.cuts_first:
+            return 2 * flow.cut / (fitted.slices * chip.hbm) + len(turns) * (LOOPED + CUT)
     if order.cuts_first:
         cut = flow.cut
     elif flow.kind == "gather" or not chip.torus:  # columns are

@@ -10,11 +10,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar._axis import Ring
-from jaxpar._quantized import read_as
 from jaxpar.collectives._order import Beside, Order, Work
 from jaxpar.collectives._parts import (
     Span,
-    empty_result,
     half_of,
     join_halves,
     like_finished,
@@ -22,15 +20,15 @@ from jaxpar.collectives._parts import (
     pieces_of,
     shares_of,
 )
+from jaxpar.collectives._run import loops, run
+from jaxpar.collectives._scatter import Phase, Scatter, phases_over
 from jaxpar.collectives._steps import Spare, Step, at_once
 from jaxpar.collectives._turns import (
     Leg,
     Turn,
     circulate_turns,
     gather_turns,
-    moved,
     scatter_turns,
-    stretches,
 )
 from jaxpar.collectives._ways import (
     Arrivals,
@@ -47,10 +45,7 @@ from jaxpar.collectives._ways import (
     take_nothing,
 )
 
-# How many turns that differ in distance alone are unrolled while tracing; more run in a loop.
-# benchmarks/compile_time/README.md has compile time and program size on both sides of it.
-UNROLLED = 15
-UNROLLED_CIRCULATING = 6  # fewer: such a turn holds more matmuls than one
+UNROLLED_CIRCULATING = 6  # fewer than of other turns: such a one holds more matmuls
 
 
 @dataclass(frozen=True)
@@ -63,12 +58,15 @@ class InTurns(Way):
       whole_opposite: the last block of an even ring comes whole, as matmuls cover it.
       rings: which devices are neighbours. Of several rings over the same devices, that share no
         link, each carries its own share of every block. None: the one in logical order.
+      sides: of the torus of those devices, where sums do not go round such rings, but along one
+        dimension after the other, each share along another one. None: they do.
     """
 
     directions: tuple[int, ...]
     order: Order
     whole_opposite: bool = False
     rings: tuple[Ring, ...] | None = None
+    sides: tuple[int, ...] | None = None
 
     @property
     def mode(self) -> str:
@@ -194,20 +192,23 @@ class InTurns(Way):
         dtype: DTypeLike,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
-        shares = self._shares(length)
+        # Of each share its pieces, which all have as many of.
         pieces = self.order.pieces if self.ring.size > 1 else 1
-        # Of each ring's share its pieces, which all shares have as many of.
+        shares = self._shares(length)
         pieces = min(len(pieces_of(size, pieces)) for _, size in shares)
         cuts = [
             [(begin + start, size) for start, size in shares_of(share, pieces)]
             for begin, share in shares
         ]
-        turns = scatter_turns(self.ring.size, self.directions, pieces, rings=len(shares))
+        phases = [Phase(self.rings or (self.ring,))]
+        if self.sides is not None:
+            phases = phases_over(self.ring, self.sides, len(shares))
+        turns = scatter_turns(phases[0].around, self.directions, pieces, rings=len(shares))
         before, order = None, self.order
         if not loops(turns, pieces):
             # Shares of several rings are counted as one sum: in smaller ones two rings took 1746 us
             # for 1687 of a scatter of 65536x14336x4096.
-            order = order.for_sums(flops / (self.ring.size * pieces))
+            order = order.for_sums(flops / (phases[0].around * pieces))
         elif steps:  # no turn is there by itself to take one
             before, steps = at_once(steps, self.ring.index()), ()
         spare = Spare(steps, self.ring.index(), len(turns), before)
@@ -215,75 +216,9 @@ class InTurns(Way):
         def beside(index: Array, leaving: Any, send: Any, work: Work) -> Beside:
             return spare.within(partial(order.beside, index, leaving, send), work)
 
-        def send(sums: list[Any], t: Turn) -> list[Any]:
-            return [
-                self._moved(self._quantized(x, dim, dtype), leg, t.distance - (1 if t.piece else 0))
-                for x, leg in zip(sums, t.sums, strict=True)
-            ]
-
-        def take_all(index: Array, t: Turn) -> list[Any]:
-            if t.legs:
-                owners = [(self._owner(index, leg, t, -1), leg.ring) for leg in t.legs]
-            else:
-                owners = [(index, ring) for ring in range(len(shares))]
-            spans = [(owner, *cuts[ring][t.piece]) for owner, ring in owners]
-            return [take(Span(owner * length + start, size)) for owner, start, size in spans]
-
-        def add(made: list[Array], arrived: list[Any], t: Turn) -> list[Array]:
-            """Adds to each sum what came by its leg; to that for this device all of a ring."""
-            for leg, x in zip(t.adds, arrived, strict=True):
-                of = [to == leg for to in t.legs] or [n == leg.ring for n in range(len(made))]
-                made = [
-                    m + read_as(x, m.dtype) if adds else m for m, adds in zip(made, of, strict=True)
-                ]
-            return made
-
-        def in_one(state: Any, t: Turn) -> Any:
-            """What was sent is under way while this turn computes, and added once it is here."""
-            index, leaving = state
-            work = Work(partial(take_all, t=t), lambda _, __, taken: [produce(x) for x in taken])
-            index, made, arrived = beside(index, leaving, partial(send, t=t), work)
-            return index, add(made, arrived, t)
-
-        def in_two(state: Any, t: Turn) -> Any:
-            """What is added came in the turn before, while the other piece was computed."""
-            index, leaving, arrived, written = state
-            result: Any = written
-            if written is None and not t.legs:
-                result = empty_result(read_as(arrived[0], dtype), dim, length)
-
-            def compute(_: Array, leaving: Any, taken: list[Any]) -> Any:
-                sums = add([produce(x) for x in taken], arrived, t)
-                if t.legs:
-                    return [self._quantized(x, dim, dtype) for x in sums]
-                whole = result
-                for x, cut in zip(sums, cuts, strict=True):
-                    start = cut[t.piece][0]
-                    whole = lax.dynamic_update_slice_in_dim(whole, x.astype(dtype), start, dim)
-                return whole
-
-            def like() -> Any:
-                if not t.legs:
-                    return result
-                # Other arrays wherever there are: one that is returned twice is copied.
-                came: list[list[Array]] = [[] for _ in shares]
-                for leg, x in zip(t.adds, arrived, strict=True):
-                    came[leg.ring].append(x)
-                return [x for alike in came for x in (alike * 2)[: len(t.legs) // len(shares)]]
-
-            work = Work(partial(take_all, t=t), compute, as_it_is, like if t.adds else None)
-            if t.awaited:
-                index, made, arriving = beside(index, leaving, partial(send, t=t), work)
-            else:
-                arriving = send(leaving, t)
-                index, made, _ = beside(index, (), as_it_is, work)
-            return (index, made, arriving, None) if t.legs else (index, [], arriving, made)
-
-        if pieces == 1:
-            _, last = run(turns, (self.ring.index(), []), in_one)
-            last = [x.astype(dtype) for x in last]
-            return (lax.concatenate(last, dim) if len(last) > 1 else last[0]), spare.carry
-        return run(turns, (self.ring.index(), [], [], None), in_two, period=2)[-1], spare.carry
+        quantize = partial(self._quantized, dim=dim, dtype=dtype)
+        scatter = Scatter(turns, cuts, dim, length, dtype, quantize)
+        return scatter.run(phases, self.ring.index(), beside, take, produce), spare.carry
 
     @in_scope
     def circulate(
@@ -417,38 +352,3 @@ def placing(
         None if sums is None else lambda carry: sums(carry[0]),
         lambda carry: (finish(carry[0]), carry[1]),
     )
-
-
-def run(
-    turns: Sequence[Turn],
-    state: Any,
-    turn: Callable[[Any, Turn], Any],
-    *,
-    period: int = 1,
-    unrolled: int | None = None,
-) -> Any:
-    """Folds `turn(state, t)` over a program; many that differ in distance alone are a loop."""
-    unrolled = UNROLLED if unrolled is None else unrolled
-    for first, times, step in stretches(turns, period):
-        if times > unrolled:
-            state = _loop(first, times, step, state, turn)
-        else:
-            for number in range(times):
-                for t in moved(first, number * step):
-                    state = turn(state, t)
-    return state
-
-
-def loops(turns: Sequence[Turn], period: int = 1) -> bool:
-    """Whether some of the turns are a loop, not unrolled."""
-    return any(times > UNROLLED for _, times, _ in stretches(turns, period))
-
-
-def _loop(first: list[Turn], times: int, step: int, state: Any, turn: Any) -> Any:
-    def trip(number: Array, state: Any) -> Any:
-        for t in moved(first, number.astype("int32") * step):
-            state = turn(state, t)
-        return state
-
-    # Two times a trip: with one, the compilers copy the carried block before each send.
-    return lax.fori_loop(0, times, trip, state, unroll=2)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar._compat import empty_like_blocks
@@ -80,6 +81,33 @@ class Comb:
         return join_dims(
             lax.dynamic_update_slice(into, split_dim(part, dim, self.blocks), start), dim
         )
+
+
+@dataclass(frozen=True)
+class Slab:
+    """The same positions of the blocks of a slab of a torus: `size` of each from `start` on.
+
+    The whole is the blocks, `length` positions each, of devices of which there are so many along
+    each of the `sides`, the last one fastest. Those of the slab are at one `place` along a side.
+    """
+
+    sides: Sequence[int]
+    side: int
+    place: Any
+    length: int
+    start: int
+    size: int
+
+    def cut(self, x: Array, dim: int) -> Array:
+        """As that of a span."""
+        shape = (*x.shape[:dim], *self.sides, self.length, *x.shape[dim + 1 :])
+        starts = [jnp.int32(0)] * len(shape)  # all of one dtype, also where numbers have 64 bits
+        starts[dim + self.side] = self.place
+        starts[dim + len(self.sides)] = jnp.int32(self.start)
+        sizes = list(shape)
+        sizes[dim + self.side], sizes[dim + len(self.sides)] = 1, self.size
+        cut = lax.dynamic_slice(x.reshape(shape), starts, sizes)
+        return cut.reshape((*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 
 
 def split_dim(x: Array, dim: int, parts: int) -> Array:
