@@ -9,10 +9,10 @@ import overlap.__main__ as command
 import tables
 from jaxpar import compiled_with, compiler_options, make_mesh
 from jaxpar.cli._ops import OPS
-from jaxpar.schedule import target
+from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.schedule._floor import rings_over
 from jaxpar.schedule._links import Links
-from overlap import layers, peers, plot, report, weights, worker
+from overlap import layers, peers, phases, plot, report, weights, worker
 
 SHAPE = (32, 48, 16)
 
@@ -188,3 +188,16 @@ def test_layers_whose_rows_are_gathered(make_step):
     with jax.set_mesh(described.mesh), compiled_with(compiler_options(described)):
         found = jax.eval_shape(step, *given)
     assert [x.shape for x in jax.tree.leaves(found)] == [x.shape for x in jax.tree.leaves(given)]
+
+
+@pytest.mark.parametrize(
+    ("make_scatter", "permutes"), [(phases.rings, 252), (phases.dimensions, 56)]
+)
+def test_both_forms_of_a_scatter_over_a_plane(make_scatter, permutes):
+    described = target("v5p:8x8x4", "dp=4,x=8,y=8")
+    step, given = make_scatter(described.mesh)
+    with jax.set_mesh(described.mesh):
+        found = jax.eval_shape(step, *given)
+    assert found.shape == (given[0].shape[0], given[1].shape[1])
+    timed = timeline(compile_for(step, described, *given))
+    assert len(timed.transfers) == permutes
