@@ -42,8 +42,8 @@ class Axis:
         chunks), `"unidirectional"` or `"bidirectional"` (around a ring), `"disjoint-rings"` (both
         ways round as many rings as there are axes, which share no link on a torus; of one axis as
         many as its torus has, if `make_mesh` found one; sums of matmuls along one axis after the
-        other, where axes are of one length and that is predicted to be faster), or `"auto"`: what is predicted to be the
-        fastest.
+        other, where axes are of one length and that is predicted to be faster), or `"auto"`: what
+        is predicted to be the fastest.
       backward: the mode in the backward pass of matmuls. None: `mode`.
       wire_dtype: the dtype in which partial sums travel. None: that of the result, as
         `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least. Or
