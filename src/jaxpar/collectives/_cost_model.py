@@ -298,6 +298,8 @@ def _in_phases(
         one = 3 * sent / (fitted.copies * chip.hbm) + (shares - 1) * fitted.piece
         adds = made * one * PHASES_SHARE
         seconds += max(adds, (side - 1) * hop(sent)) + hop(sent)
+    # Columns of the blocks of a slab lie apart.
+    seconds += flow.minor / (SCATTERED_SHARE * chip.hbm)
     return seconds + _cut(chip, flow, way, shares) + _gathered(chip, flow, way.ring.size)
 
 
