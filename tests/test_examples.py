@@ -28,9 +28,6 @@ NAMES = {name: getattr(module, name) for module, name in PUBLIC}
 NAMES["REPLICATED"] = jaxpar.layout.REPLICATED
 
 
-# Hypothesis warned once in many runs that the global state had changed while it drew for an example
-# of ours that uses no such module; by what, is not known.
-@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.parametrize(
     ("module", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
 )
