@@ -26,7 +26,7 @@ def make_scatter(mesh, along, rows=16384):
         # In place of what the cost model decides.
         form = mock.patch(
             "jaxpar.collectives._choice.with_phases",
-            lambda problem, way, flows: replace(way, sides=sides),
+            lambda problem, way, flows: replace(way, sums_along=sides),
         )
         with form:
             return matmul_reduce_scatter(x, w, axes, mode="disjoint-rings")

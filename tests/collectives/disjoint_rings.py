@@ -32,7 +32,7 @@ MODE = "disjoint-rings"
 NAMES = ("x", "y", "z", "u")[: len(SIZES)]
 AXES = NAMES[::-1]  # another order than the mesh's
 MESH = jaxpar.make_mesh(dict(zip(NAMES, SIZES, strict=True)))
-# The sides of a torus that sums can go along one after the other; None: they go round rings.
+# The sides of a torus along which blocks and sums can go, one after the other; None: round rings.
 TORUS = (None, SIZES[::-1]) if min(SIZES) > 2 and len(set(SIZES)) == 1 else (None,)
 RNG = np.random.default_rng(0)
 
@@ -86,25 +86,49 @@ def attended(q, k, v):
     )
 
 
+def low_bit(name, dim, left, right):
+    """What is gathered in 8 bits is the same values in every mode."""
+    x, w = normal(N * 16, N * 16), normal(N * 16, N)
+
+    def found(mode):
+        mapped = jax.shard_map(
+            lambda x, w: jaxpar.all_gather_matmul(
+                x, w, AXES, dim=dim, mode=mode, wire_dtype="int8"
+            ),
+            mesh=MESH,
+            in_specs=(left, right),
+            out_specs=right,
+        )
+        return np.asarray(jax.jit(mapped)(x, w))
+
+    naive, exact = found("naive"), x @ w
+    assert 1e-3 < np.abs(naive - exact).max() / np.abs(exact).max() < 2e-2
+    np.testing.assert_allclose(found(MODE), naive, rtol=0, atol=1e-12 * np.abs(exact).max() * N)
+    print("gather of", name, "in 8 bits", flush=True)
+
+
 def main():
     rows, columns, whole = P(AXES), P(None, AXES), P(None, AXES, None, None)
     kept = jaxpar.Axis(AXES, MODE, keep_gathered=True)
     for length in (1, 5, 8):  # no share, shares that differ, halves of shares
         x, w = normal(N * length, 3), normal(3, N)
         y, v = normal(N * length, 2 * N), normal(2 * N, 3)
-        compare(
-            f"gather of {length} rows",
-            lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, mode=MODE),
-            (rows, columns),
-            columns,
-            (x, w),
-            multiplied(x, w),
-        )
         # Sums in one and two pieces, round rings and along one dimension after the other.
         orders = (CpuOrder(), TpuOrder(delays_transfers=True))
         for order, along in product(orders, TORUS if length == 5 else (None,)):
             _choice.traced_order = lambda order=order: order
-            _choice.with_phases = lambda _, way, __, along=along: replace(way, sides=along)
+            _choice.with_phases = lambda _, way, __, along=along: replace(
+                way, blocks_along=along, sums_along=along
+            )
+            if length == 5 or order is orders[0]:
+                compare(
+                    f"gather of {length} rows",
+                    lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, mode=MODE),
+                    (rows, columns),
+                    columns,
+                    (x, w),
+                    multiplied(x, w),
+                )
             if length == 5:
                 compare(
                     "gather of rows that are kept",
@@ -122,16 +146,22 @@ def main():
                 (y, v),
                 multiplied(y, v),
             )
-        _choice.traced_order, _choice.with_phases = traced_order, with_phases
+        _choice.traced_order = traced_order
     x, w = normal(4 * N, 2 * N), normal(2 * N, 3)
-    compare(
-        "gather of a weight",
-        lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, gather="rhs", mode=MODE),
-        (rows, rows),
-        rows,
-        (x, w),
-        multiplied(x, w),
-    )
+    for along in TORUS:
+        _choice.with_phases = lambda _, way, __, along=along: replace(way, blocks_along=along)
+        compare(
+            "gather of a weight",
+            lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, gather="rhs", mode=MODE),
+            (rows, rows),
+            rows,
+            (x, w),
+            multiplied(x, w),
+        )
+        if CHECK_VMA:
+            low_bit("rows", 0, rows, columns)
+            low_bit("columns", 1, columns, columns)
+    _choice.with_phases = with_phases
     q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
     axis = jaxpar.Axis(AXES, mode=MODE)
     compare(

@@ -128,7 +128,7 @@ class WithoutConditional(TpuOrder):
         return super().beside(index, leaving, send, work._replace(like=None))
 
 
-@pytest.mark.parametrize(("op", "share"), [("scatter-rows", 0.9), ("gather-rhs-k", 0.7)])
+@pytest.mark.parametrize(("op", "share"), [("scatter-rows", 0.95), ("gather-rhs-k", 0.7)])
 def test_a_conditional_adds_in_the_epilogue_of_the_matmul(op, share, compiled):
     shape = (4096, 4096, 4096)
     as_one, apart = (
@@ -136,6 +136,7 @@ def test_a_conditional_adds_in_the_epilogue_of_the_matmul(op, share, compiled):
         for order in (V5P, WithoutConditional(V5P.delays_transfers, V5P.cuts_first))
     )
     assert as_one.compute < share * apart.compute
+    assert as_one.total < 0.95 * apart.total
 
 
 def test_a_conditional_has_transfers_start_before_the_turn(compiled):
@@ -163,7 +164,7 @@ def test_an_operand_is_cut_before_its_matmul(compiled):
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="cut first, it is faster there")
 def test_the_operand_of_a_short_matmul_is_cut_within(compiled):
     inside, first = (
-        timeline(compiled(order, "v5p:2x2x2", "scatter-rows", 8192, 14336, 4096)).total
+        timeline(compiled(order, "v5p:2x2x2", "scatter-rows", 2048, 14336, 4096)).total
         for order in (V5P, CutsFirst(V5P.delays_transfers, V5P.cuts_first))
     )
     assert inside < 0.95 * first

@@ -252,9 +252,10 @@ def test_values_and_gradients(op, n, mode, sliced):
 
 
 @pytest.mark.parametrize("op", [gather_rows, gather_contracted, scatter_rows, ring_scatter])
-@pytest.mark.parametrize(("n", "mode"), [(4, "unidirectional"), (8, "bidirectional")])
+@pytest.mark.parametrize(("n", "mode"), [(4, "unidirectional"), (7, "bidirectional")])
 def test_loops(op, n, mode, sliced, loops):
-    check(op, n, 2, mode, check_vma=(n == 8) != sliced)
+    """On 8 devices no two turns of a scatter both ways round would be alike."""
+    check(op, n, 2, mode, check_vma=(n == 7) != sliced)
 
 
 @pytest.mark.parametrize("n", [3, 5, 8])
@@ -303,8 +304,8 @@ def test_an_order_hears_what_a_sum_takes(op, flops, monkeypatch):
 def test_a_loop_keeps_the_order(monkeypatch, loops):
     order = Asked()
     monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
-    form = scatter_rows(8, 2, mode="bidirectional")
-    jax.eval_shape(mapped(form, 8), *operands(form[2]))
+    form = scatter_rows(7, 2, mode="bidirectional")
+    jax.eval_shape(mapped(form, 7), *operands(form[2]))
     assert not order.asked
 
 

@@ -169,20 +169,28 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
 
 
 def with_phases(problem: Problem, way: InTurns, flows: tuple[Flow, ...]) -> InTurns:
-    """Returns a way of disjoint rings with what sums had better go by.
+    """Returns a way of disjoint rings with what blocks and sums had better go by.
 
     Along one dimension after the other pieces are larger by the side of the torus; but less of
     the transfers is beside work.
     """
     chip, sides = problem.chip, tuple(ring.size for ring in problem.ring.stages())
-    scattered = [flow for flow in flows if flow.kind != "gather"]
-    if chip is None or not scattered or len(sides) < 2 or min(sides) < 3 or len(set(sides)) > 1:
+    if chip is None or len(sides) < 2 or min(sides) < 3 or len(set(sides)) > 1:
         return way
     messages = problem.messages[True]
-    return min(
-        (way, replace(way, sides=sides)),
-        key=lambda way: time_of(chip, scattered, way, problem.beside, messages=messages),
-    )
+
+    def seconds(flows: list[Flow], way: InTurns) -> float:
+        return time_of(chip, flows, way, problem.beside, messages=messages)
+
+    scattered = [flow for flow in flows if flow.kind != "gather"]
+    gathered = [flow for flow in flows if flow.kind == "gather"]
+    sums, blocks = replace(way, sums_along=sides), replace(way, blocks_along=sides)
+    if seconds(scattered, sums) < seconds(scattered, way):
+        way = replace(way, sums_along=sides)
+    # Of blocks the model is less sure: copies between dimensions are laid out as a compiler likes.
+    if seconds(gathered, blocks) < MARGIN * seconds(gathered, way):
+        way = replace(way, blocks_along=sides)
+    return way
 
 
 def choose_stages(problem: Problem) -> tuple[Way, ...]:

@@ -36,6 +36,11 @@ VMEM_SPEED = 3.5
 GRADIENTS_SHARE = 2 / 3
 # Seconds of a turn of a loop beyond its work; and of an instruction that cuts operands for one.
 LOOPED, CUT = 1e-6, 1e-6
+# Seconds of an instruction that joins a block with others; and of the time of copies how much it
+# takes, as small ones are on the chip.
+JOINED, JOINED_SHARE = 1e-6, 0.4
+# Seconds of an instruction that lays out what came along one dimension for the next one.
+PLACED = 1.3e-6
 # Of the time in which sums are added that go along a second dimension, what is not beside matmuls.
 PHASES_SHARE = 3 / 4
 
@@ -215,9 +220,12 @@ def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) ->
 
 def kept_pieces(flow: Flow, way: Way, backward: Way) -> int:
     """In how many pieces a matmul uses what a gather brought by a way and kept."""
-    if not isinstance(way, InTurns) or way.parts == 1:  # the whole
+    if not isinstance(way, InTurns) or way.keeps_whole:
         return backward.parts
-    pieces = way.ring.size * len(way.rings or [way.ring])
+    if way.blocks_along:  # slabs, in halves
+        pieces = 2 * way.blocks_along[0] * len(way.blocks_along)
+    else:
+        pieces = way.ring.size * len(way.rings or [way.ring])
     if not flow.sums:
         return pieces
     joined = KEPT_JOINED // max(1, flow.length // pieces) + 1
@@ -236,16 +244,20 @@ def _work_on_kept(chip: Chip, flow: Flow, pieces: int, *, in_turns: bool = False
 
 def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: float = 0.0) -> float:
     """Seconds of turns, to which so many seconds of other work are dealt out."""
-    if way.sides and flow.kind != "gather":
-        return _in_phases(chip, flow, way, way.sides, messages, beside=beside)
+    if way.sums_along and flow.kind != "gather":
+        return _sums_in_phases(chip, flow, way, way.sums_along, messages, beside=beside)
+    if way.blocks_along and flow.kind == "gather":
+        return _blocks_in_phases(chip, flow, way, way.blocks_along, messages)
     size = way.ring.size
     rings = len(way.rings or [way.ring])  # of which each has its own links, and a share of blocks
     turns = gather_turns(size, way.directions, rings=rings, whole_opposite=way.whole_opposite)
     pieces = rings * (1 if flow.kind == "gather" else way.order.pieces)  # of each block
+    fitted, joined = fitted_to(chip.kind), 0.0
     if flow.kind == "gather" and flow.sums and joins(chip, flow.length // (size * rings)):
         pieces = 1  # what comes by several rings is multiplied at once
-    fitted = fitted_to(chip.kind)
-    work = _work(chip, flow, size * pieces, fitted.turn_passes)
+        if rings > 1:
+            joined = JOINED * size * rings + JOINED_SHARE * _copy(chip, size * flow.block_bytes)
+    work = _work(chip, flow, size * pieces, fitted.turn_passes) + joined
     added = 2 * fitted.travelling * flow.added / chip.hbm
     if added:  # beside the matmul, as far as it takes longer
         added *= min(1.0, added / work)
@@ -274,7 +286,7 @@ def _in_turns(chip: Chip, flow: Flow, way: InTurns, messages: int, *, beside: fl
     return sum(map(seconds, turns), 0.0) + copied
 
 
-def _in_phases(
+def _sums_in_phases(
     chip: Chip, flow: Flow, way: InTurns, sides: tuple[int, ...], messages: int, *, beside: float
 ) -> float:
     """Seconds of sums that go along one dimension of a torus after the other."""
@@ -303,11 +315,45 @@ def _in_phases(
     return seconds + _cut(chip, flow, way, shares) + _gathered(chip, flow, way.ring.size)
 
 
+def _blocks_in_phases(
+    chip: Chip, flow: Flow, way: InTurns, sides: tuple[int, ...], messages: int
+) -> float:
+    """Seconds of blocks that come along one dimension of a torus after the other."""
+    side, shares = sides[0], len(sides)
+    fitted = fitted_to(chip.kind)
+    hops, opposite = divmod(side - 1, 2)
+    sent = flow.block_bytes / shares  # of a share, in bytes
+
+    def hop(size: float) -> float:
+        return size * messages / chip.link + chip.latency
+
+    seconds = 0.0
+    for _ in sides[1:]:
+        placed = shares * side * (PLACED + 2 * sent / (fitted.copies * chip.hbm))
+        seconds += hop(sent) + max(placed, (hops + opposite - 1) * hop(sent))
+        sent *= side
+    pieces = side * shares
+    if opposite:  # slabs are cut in halves, the second one beside transfers
+        seconds += shares * sent / (fitted.copies * chip.hbm)
+        pieces *= 2
+    joined = 0.0
+    if flow.sums and joins(chip, flow.length // pieces):
+        joined = 2 * PLACED * pieces + _copy(chip, way.ring.size * flow.block_bytes)
+        pieces = side
+    work = (_work(chip, flow, pieces, fitted.turn_passes) + joined) / side  # of a turn, one way
+    seconds += max(work, hop(sent)) + (hops - 1) * max(2 * work, hop(sent))
+    if opposite:
+        seconds += max(2 * work, hop(sent / 2)) + work
+    else:
+        seconds += 2 * work
+    return seconds + _cut(chip, flow, way, shares)
+
+
 def _cut(chip: Chip, flow: Flow, way: InTurns, rings: int) -> float:
     """Seconds in which what stays is cut, or a matmul takes longer that cuts it by itself."""
     fitted, order, pieces = fitted_to(chip.kind), way.order, way.order.pieces
     if flow.kind != "gather":
-        around = way.sides[0] if way.sides else way.ring.size
+        around = way.sums_along[0] if way.sums_along else way.ring.size
         turns = scatter_turns(around, way.directions, pieces, rings=rings)
         looped = loops(turns, pieces)
         if not looped:

@@ -6,35 +6,22 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from jaxpar._axis import Ring
+from jaxpar.collectives._gather import Gather, Use
 from jaxpar.collectives._order import Beside, Order, Work
-from jaxpar.collectives._parts import (
-    Span,
-    half_of,
-    join_halves,
-    like_finished,
-    of_types,
-    pieces_of,
-    shares_of,
-)
+from jaxpar.collectives._parts import Span, cut_out, of_types, pieces_of, shares_of
+from jaxpar.collectives._phases import Phase, phases_over
 from jaxpar.collectives._run import loops, run
-from jaxpar.collectives._scatter import Phase, Scatter, phases_over
+from jaxpar.collectives._scatter import Scatter
 from jaxpar.collectives._steps import Spare, Step, at_once
-from jaxpar.collectives._turns import (
-    Leg,
-    Turn,
-    circulate_turns,
-    gather_turns,
-    scatter_turns,
-)
+from jaxpar.collectives._turns import Leg, Turn, circulate_turns, scatter_turns
 from jaxpar.collectives._ways import (
     Arrivals,
     Pick,
     Place,
-    Positions,
     Split,
     Take,
     Visits,
@@ -58,15 +45,17 @@ class InTurns(Way):
       whole_opposite: the last block of an even ring comes whole, as matmuls cover it.
       rings: which devices are neighbours. Of several rings over the same devices, that share no
         link, each carries its own share of every block. None: the one in logical order.
-      sides: of the torus of those devices, where sums do not go round such rings, but along one
-        dimension after the other, each share along another one. None: they do.
+      blocks_along: sides of the torus of those devices, where blocks do not go round such rings,
+        but along one dimension after the other, each share along another one. None: they do.
+      sums_along: the same for sums.
     """
 
     directions: tuple[int, ...]
     order: Order
     whole_opposite: bool = False
     rings: tuple[Ring, ...] | None = None
-    sides: tuple[int, ...] | None = None
+    blocks_along: tuple[int, ...] | None = None
+    sums_along: tuple[int, ...] | None = None
 
     @property
     def mode(self) -> str:
@@ -90,77 +79,27 @@ class InTurns(Way):
         kept: list[Any] | None = None,
     ) -> Any:
         length = 0 if dim is None else jax.tree.leaves(block)[0].shape[dim]
-        if kept is not None and self.parts == 1:
+        if kept is not None and self.keeps_whole:
             consume, sums, finish = placing(consume, sums, finish, dim, length * self.ring.size)
             carry, whole = self.gather(
                 block, consume, take=take, dim=dim, sums=sums, finish=finish, like=like
             )
             kept.append(whole)
             return carry
-        shares = [] if dim is None else self._shares(length)
-        rings = len(shares or split(block, len(self.rings or [self.ring])))
-        ways = len(self.directions)
-        turns = self._gather_turns(rings)
+        cuts = [] if dim is None else self._shares(length)
+        shares = len(cuts or split(block, len(self.rings or [self.ring])))
 
-        def share_of(block: Any, ring: int) -> Any:
-            if rings == 1:
+        def share_of(block: Any, number: int) -> Any:
+            if shares == 1:
                 return block
             if dim is None:
-                return split(block, rings)[ring]
-            start, size = shares[ring]
-            cut = partial(lax.slice_in_dim, start_index=start, limit_index=start + size, axis=dim)
-            return jax.tree.map(cut, block)
+                return split(block, shares)[number]
+            start, size = cuts[number]
+            return cut_out(block, start, size, dim)
 
-        def turn(state: Any, t: Turn) -> Any:
-            index, carry, blocks = state
-            legs = t.legs
-            if legs != self._whole(legs):  # two halves of one block have come by each ring
-                legs = self._whole(legs)
-                blocks = [
-                    jax.tree.map(
-                        lambda x, *xs: join_halves(xs, x),
-                        share_of(block, leg.ring),
-                        *blocks[number * ways : (number + 1) * ways],
-                    )
-                    for number, leg in enumerate(legs)
-                ]
-            if kept is not None:
-                kept.extend(blocks)
-            done = finish if not t.blocks else as_it_is
-
-            def send(blocks: list[Any]) -> list[Any]:
-                # One block for each leg of the turn before; at first the own one for all.
-                def leaves(leg: Leg) -> Any:
-                    if not t.legs:
-                        return share_of(blocks[0], leg.ring)
-                    return blocks[t.legs.index(Leg(leg.direction, None, leg.ring))]
-
-                return [self._moved(leaves(leg), leg, t.distance) for leg in t.blocks]
-
-            def places(index: Array) -> list[Positions]:
-                if dim is not None:
-                    return [self._place(index, leg, t, length) for leg in legs or [None]]
-                return [self._owner(index, leg, t) for leg in legs] if legs else [index]
-
-            def take_all(index: Array) -> list[Any]:
-                return [take(positions) for positions in places(index)]
-
-            # Starts are computed here once more, and not taken: one that comes through a barrier,
-            # or into a conditional, is not known to be a multiple of `length`, and the TPU compiler
-            # then writes what was made in a pass of its own, not as the matmul makes it.
-            def compute(index: Array, blocks: list[Any], taken: list[Any]) -> Any:
-                return done(consume(carry, list(zip(blocks, places(index), taken, strict=True))))
-
-            alike = like if carry is None else partial(like_finished, done, carry)
-            if not t.blocks and sums is None:
-                # Nothing is under way beside the last turn, which only writes: a turn in one piece
-                # would copy all that was written before.
-                alike = None
-            work = Work(take_all, compute, sums, alike)
-            return self.order.beside(index, blocks, send, work)
-
-        _, carry, _ = run(turns, (self.ring.index(), None, [block]), turn)
-        return carry
+        gather = self._gather(cuts, shares, dim)
+        use = Use(consume, take, sums, finish, like)
+        return gather.run(self.ring.index(), block, share_of, self.order.beside, use, kept)
 
     @property
     def crosses_a_cube(self) -> bool:
@@ -168,17 +107,26 @@ class InTurns(Way):
 
     @property
     def parts(self) -> int:
-        turns = self._gather_turns(len(self.rings or [self.ring]))
-        return 1 if loops(turns) else self.ring.size
+        shares = len(self.rings or [self.ring])
+        around, pieces = self._sum_phases(shares)[0].around, self.order.pieces
+        turns = scatter_turns(around, self.directions, pieces, rings=shares)
+        return 1 if loops(turns, pieces) else around
+
+    @property
+    def keeps_own_first(self) -> bool:
+        return not self.keeps_whole and self.blocks_along is None
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether what comes is kept as one array: turns that run in a loop hand out none."""
+        gather = self._gather([], len(self.rings or [self.ring]), 0)
+        return loops(gather.turns())
 
     def places(self, length: int) -> list[Place]:
-        if self.parts == 1:
+        if self.keeps_whole:
             return [lambda _: Span(0, self.ring.size * length)]
-        return [
-            partial(self._place, leg=leg, t=t, length=length)
-            for t in self._gather_turns(len(self._shares(length)))
-            for leg in self._whole(t.legs) or [None]
-        ]
+        cuts = self._shares(length)
+        return self._gather(cuts, len(cuts), 0).places(length)
 
     @in_scope
     def scatter_beside(
@@ -200,9 +148,7 @@ class InTurns(Way):
             [(begin + start, size) for start, size in shares_of(share, pieces)]
             for begin, share in shares
         ]
-        phases = [Phase(self.rings or (self.ring,))]
-        if self.sides is not None:
-            phases = phases_over(self.ring, self.sides, len(shares))
+        phases = self._sum_phases(len(shares))
         turns = scatter_turns(phases[0].around, self.directions, pieces, rings=len(shares))
         before, order = None, self.order
         if not loops(turns, pieces):
@@ -303,29 +249,28 @@ class InTurns(Way):
             return [(0, length)]
         return shares_of(length, len(self.rings))
 
-    def _gather_turns(self, rings: int) -> list[Turn]:
-        return gather_turns(
-            self.ring.size, self.directions, rings=rings, whole_opposite=self.whole_opposite
-        )
+    def _gather(self, cuts: Sequence[tuple[int, int]], shares: int, dim: int | None) -> Gather:
+        """What runs a gather of blocks in so many shares, along `dim` of which those are cut."""
+        if dim is None or self.blocks_along is None:
+            phase = Phase((self.rings or (self.ring,))[:shares])
+            return Gather([phase], self.directions, cuts, dim, self.whole_opposite)
+        last, *earlier = phases_over(self.ring, self.blocks_along, shares)
+        if len(self.directions) == 2 and self.blocks_along[0] % 2 == 0:
+            # The halves in which the opposite device's slab comes are two arrays from the first
+            # turn on. Cut where they leave, and joined where they come, they would be copied twice.
+            last = last.in_halves()
+        return Gather([*earlier[::-1], last], self.directions, cuts, dim, whole_opposite=True)
 
-    def _whole(self, legs: tuple[Leg, ...]) -> tuple[Leg, ...]:
-        """The legs by which blocks come, one of the two where a block comes in halves."""
-        return legs[:: len(self.directions)] if legs and legs[0].half is not None else legs
+    def _sum_phases(self, shares: int) -> list[Phase]:
+        if self.sums_along is None:
+            return [Phase(self.rings or (self.ring,))]
+        return phases_over(self.ring, self.sums_along, shares)
 
-    def _place(self, index: Array, leg: Leg | None, t: Turn, length: int) -> Span:
-        """Where what comes by a leg lies, or the own block, which came by none."""
-        if leg is None:
-            return Span(index * length, length)
-        start, size = self._shares(length)[leg.ring]
-        return Span(self._owner(index, leg, t) * length + start, size)
-
-    def _owner(self, index: Array, leg: Leg, t: Turn, behind: int = 1) -> Array:
-        """The logical index of the owner behind a turn's leg, or ahead of it (-1): int32[]."""
-        return self._ring(leg).behind(index, behind * leg.direction * t.distance)
+    def _owner(self, index: Array, leg: Leg, t: Turn) -> Array:
+        """The logical index of the owner behind a turn's leg: int32[]."""
+        return self._ring(leg).behind(index, leg.direction * t.distance)
 
     def _moved(self, x: Any, leg: Leg, hops: Any) -> Any:
-        if leg.half is not None:
-            x = jax.tree.map(partial(half_of, half=leg.half), x)
         return self._ring(leg).hop(x, leg.direction, hops)
 
     def _ring(self, leg: Leg) -> Ring:

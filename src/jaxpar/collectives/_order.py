@@ -43,8 +43,8 @@ class Work(NamedTuple):
 
 # A scatter's sum of up to so many FLOPs had better have its matmul cut the operand by itself. A cut
 # of its own takes a microsecond and a pass over memory; one within has a long matmul read memory
-# again and again. All sums of a ring of 8 v5p, cut first and within: 468 and 421 us with 7.5 GFLOP
-# each, 1304 and 1388 with 30, 2432 and 3080 with 60.
+# again and again. All sums of a ring of 8 v5p, cut first and within: 139 and 127 us with 2 GFLOP
+# each, 429 and 421 with 7.5, 1307 and 1388 with 30, 2444 and 3080 with 60.
 FLOPS_WITHIN = 1e10
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import jax
@@ -35,6 +36,11 @@ class Span:
         if self.size == x.shape[dim] * length:
             return x
         return lax.dynamic_slice_in_dim(x, self.start // length, 1, dim)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks positions lie in, apart from one another in the whole."""
+        return 1
 
     def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
         """Writes `part` at these positions of `dim`, of `length`; None: a whole yet unwritten."""
@@ -85,29 +91,57 @@ class Comb:
 
 @dataclass(frozen=True)
 class Slab:
-    """The same positions of the blocks of a slab of a torus: `size` of each from `start` on.
+    """A box of the blocks of a torus' devices, and of each of them the same positions.
 
-    The whole is the blocks, `length` positions each, of devices of which there are so many along
-    each of the `sides`, the last one fastest. Those of the slab are at one `place` along a side.
+    The whole has the `shape` of the torus, the last side fastest, and of a block. The slab is
+    `sizes` of it from `starts` on, integers or int32[].
     """
 
-    sides: Sequence[int]
-    side: int
-    place: Any
-    length: int
-    start: int
-    size: int
+    shape: tuple[int, ...]
+    starts: tuple[Any, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def blocks(self) -> int:
+        """As that of a span."""
+        return prod(self.sizes[:-1])
 
     def cut(self, x: Array, dim: int) -> Array:
         """As that of a span."""
-        shape = (*x.shape[:dim], *self.sides, self.length, *x.shape[dim + 1 :])
-        starts = [jnp.int32(0)] * len(shape)  # all of one dtype, also where numbers have 64 bits
-        starts[dim + self.side] = self.place
-        starts[dim + len(self.sides)] = jnp.int32(self.start)
-        sizes = list(shape)
-        sizes[dim + self.side], sizes[dim + len(self.sides)] = 1, self.size
-        cut = lax.dynamic_slice(x.reshape(shape), starts, sizes)
+        if (span := self._span) is not None:
+            return span.cut(x, dim)
+        apart, starts, sizes = self._apart(x, dim)
+        cut = lax.dynamic_slice(apart, starts, sizes)
         return cut.reshape((*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+
+    def of_blocks(self, x: Array, dim: int, length: int) -> Array:
+        """As that of a span."""
+        shape, starts, sizes = (of[:-1] for of in (self.shape, self.starts, self.sizes))
+        return Slab((*shape, 1), (*starts, 0), (*sizes, 1)).cut(x, dim)
+
+    def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
+        """As that of a span."""
+        if (span := self._span) is not None:
+            return span.place(whole, part, dim, length)
+        into = _unwritten(whole, part, dim, length)
+        apart, starts, sizes = self._apart(into, dim)
+        return lax.dynamic_update_slice(apart, part.reshape(sizes), starts).reshape(into.shape)
+
+    @property
+    def _span(self) -> Span | None:
+        """The same positions where they follow one another."""
+        first, *others = range(len(self.shape))
+        if self.sizes[first] > 1 or any(self.sizes[d] < self.shape[d] for d in others):
+            return None
+        size = prod(self.sizes)
+        return Span(self.starts[first] * size, size)
+
+    def _apart(self, x: Array, dim: int) -> tuple[Array, list[Any], list[int]]:
+        """`x` with `dim` as all dimensions of the whole; in it, starts and sizes."""
+        before, behind = x.shape[:dim], x.shape[dim + 1 :]
+        # All of one dtype, also where numbers have 64 bits.
+        starts = [*map(jnp.int32, (*[0] * len(before), *self.starts, *[0] * len(behind)))]
+        return x.reshape(*before, *self.shape, *behind), starts, [*before, *self.sizes, *behind]
 
 
 def split_dim(x: Array, dim: int, parts: int) -> Array:
@@ -124,8 +158,13 @@ def _unwritten(whole: Array | None, part: Array, dim: int, length: int) -> Array
     """Returns the whole; if there is none yet, memory for one, of which all will be written."""
     if whole is None:
         # Not zeros: filling what every turn overwrites would be one more pass over the result.
-        whole = empty_like_blocks(part, dim, length // part.shape[dim])
+        return empty_result(part, dim, length)
     return vary_over(varying_axes(part), whole)
+
+
+def cut_out(tree: Any, start: int, size: int, dim: int) -> Any:
+    """Returns these positions of `dim` of every leaf."""
+    return jax.tree.map(lambda x: lax.slice_in_dim(x, start, start + size, axis=dim), tree)
 
 
 def even_cuts(length: int, most: int) -> list[tuple[int, int]]:

@@ -13,10 +13,11 @@ Nothing here knows what is computed, nor on which platform: `_in_turns.py` runs 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, order=True)
 class Leg:
     """A transfer to a neighbour: of a block or a sum, or of one half of it.
 
@@ -73,9 +74,9 @@ def gather_turns(
     """Returns the program that brings every device's block past every other.
 
     Both ways round an even ring, the block of the opposite device is left in the end. It comes in
-    halves, one from each side, so that each link carries (size - 1) / 2 blocks; or whole by the
-    first direction, which costs no cutting and half a transfer more. Of several rings over the same
-    devices each brings its own share of all blocks in this way.
+    halves, one from each side, so that each link carries (size - 1) / 2 blocks; or whole, which
+    costs no cutting and half a transfer more, by the first direction, of several rings by one after
+    the other. Of those each brings its own share of all blocks in this way.
     """
     legs = _legs(directions, rings)
     halves = tuple(
@@ -84,7 +85,8 @@ def gather_turns(
         for half, direction in enumerate(directions)
     )
     hops, opposite = divmod(size - 1, len(directions))
-    last = () if not opposite else legs[:: len(directions)] if whole_opposite else halves
+    whole = tuple(Leg(directions[ring % len(directions)], None, ring) for ring in range(rings))
+    last = () if not opposite else whole if whole_opposite else halves
     turns = [
         Turn(distance, legs if distance else (), blocks=legs if distance < hops else last)
         for distance in range(hops + 1)
@@ -99,28 +101,31 @@ def scatter_turns(
 
     It is a gather's, backwards: the sum for the farthest owner is made first, and each device on
     its way adds its share. With one piece a sum is still under way while the share that is added to
-    it is made. With two pieces, which take turns, it has come by then. The pieces of the opposite
-    device's sum take the directions in turn, the first one by the last of them.
+    it is made. With two pieces, the halves, which take turns, it has come by then. The halves of
+    the opposite device's sum take the directions in turn, the first one by the last of them; of the
+    next sums those are made first to which nothing comes, so that it has a turn more to come.
     """
-    legs = _legs(tuple(-direction for direction in directions), rings)
     hops, opposite = divmod(size - 1, len(directions))
+    halves = range(pieces) if pieces > 1 else [None]
 
-    def made(distance: int, piece: int) -> tuple[Leg, ...]:
-        one_each = legs[(piece + 1) % pieces :: len(directions)]
-        return () if not distance else one_each if distance > hops else legs
+    def made(distance: int, half: int | None) -> tuple[Leg, ...]:
+        ways = tuple(-direction for direction in directions)
+        if distance > hops:
+            ways = ways[((half or 0) + 1) % pieces :][:1]
+        return _legs(ways, rings, half) if distance else ()
 
-    owners = range(hops + bool(opposite), -1, -1)
-    work = [
-        (distance, piece, made(distance, piece)) for distance in owners for piece in range(pieces)
-    ]
+    farthest = hops + bool(opposite)
     turns: list[Turn] = []
-    for number, (distance, piece, to) in enumerate(work):
-        leaving = work[number - 1][2] if number else ()
-        coming = work[number - pieces][2] if number >= pieces else ()
-        elsewhere = pieces > 1 and distance > hops
-        turns.append(
-            Turn(distance, to, sums=leaving, adds=coming, piece=piece, awaited=not elsewhere)
-        )
+    for distance, half in product(range(farthest, -1, -1), halves):
+        leaving = made(distance, half)
+        came = made(distance + 1, half) if distance < farthest else ()
+        awaited, parts = half is None or distance <= hops, [leaving]
+        if half == 0 and leaving and came and came != leaving:
+            awaited, parts = False, [tuple(leg for leg in leaving if leg not in came), came]
+        for legs in parts:
+            sums = turns[-1].legs if turns else ()
+            adds = tuple(leg for leg in came if leg in legs or not legs)
+            turns.append(Turn(distance, legs, (), sums, adds, half or 0, awaited))
     return turns
 
 
@@ -141,9 +146,9 @@ def circulate_turns(size: int, directions: tuple[int, ...], *, rings: int = 1) -
     ]
 
 
-def _legs(directions: tuple[int, ...], rings: int) -> tuple[Leg, ...]:
+def _legs(directions: tuple[int, ...], rings: int, half: int | None = None) -> tuple[Leg, ...]:
     """All ways of all rings, those of one ring side by side."""
-    return tuple(Leg(direction, None, ring) for ring in range(rings) for direction in directions)
+    return tuple(Leg(direction, half, ring) for ring in range(rings) for direction in directions)
 
 
 def stretches(turns: Sequence[Turn], period: int = 1) -> Iterator[tuple[list[Turn], int, int]]:

@@ -22,7 +22,7 @@ from jaxpar.collectives._parts import Comb, Span, even_cuts, split_dim
 from jaxpar.collectives._steps import Step, at_once
 
 # Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
-Positions = Any  # Span | Comb | Array
+Positions = Any  # Span | Comb | Slab | Array
 Arrivals = list[tuple[Any, Positions, Any]]  # (block, its positions, what `take` gave for them)
 Visits = list[tuple[Any, Array]]  # (part of a block, the logical index of its owner)
 Take = Callable[[Positions], Any]
@@ -72,7 +72,8 @@ class Way:
       adds: whether devices add sums that travel; a collective does it otherwise.
       stays: whether of a matmul the operand stays that would be gathered.
       chunks: of how many parts of a block each has a collective of its own.
-      parts: into how many other work is cut that is to be beside its transfers.
+      parts: into how many other work is cut that is to be beside a scatter's transfers.
+      keeps_own_first: of blocks that a gather keeps, the first is this device's own as it is.
       crosses_a_cube: whether its transfers are exchanges over one dimension after the other.
     """
 
@@ -83,6 +84,7 @@ class Way:
     stays = False
     chunks = 1
     parts = 1
+    keeps_own_first = False
     crosses_a_cube = False
 
     @property
@@ -111,9 +113,9 @@ class Way:
             block, or several side by side, with its positions in the whole and what `take` gives
             for them.
           take: positions of the whole to what stays at home and is used there.
-          dim: along which the blocks of all devices make a whole, of which positions are a `Span`
-            or a `Comb`. None: blocks are used one by one, and in place of positions there is the
-            logical index of their owner, int32[].
+          dim: along which the blocks of all devices make a whole, of which positions are a `Span`,
+            a `Comb` or a `Slab`. None: blocks are used one by one, and in place of positions there
+            is the logical index of their owner, int32[].
           split: without `dim`, deals a block out to at most so many parts, which may go different
             ways and are consumed one by one.
           sums: picks, of the carry, that which is added to, not only written into; None: nothing.
@@ -152,7 +154,8 @@ class Way:
 
         Args:
           produce: what `take` gave, to this device's addends for its positions.
-          take: positions along `dim`, a `Span` or a `Comb`, to what `produce` needs for them.
+          take: positions along `dim`, a `Span`, a `Comb` or a `Slab`, to what `produce` needs for
+            them.
           dim: the dimension of what is produced that is dealt out to the devices.
           length: how many positions each device owns.
           dtype: of the result.

@@ -71,17 +71,21 @@ def _use_blocks(
     label = method.label
     if label in product.out:
         for block, right, positions in arrivals:
-            part = multiply_part(method, product, block, right, product.dtype)
+            part = multiply_part(
+                method, product, block, right, product.dtype, blocks=positions.blocks
+            )
             result = positions.place(result, part, product.out.index(label), whole)
     else:
         blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
+        apart = arrivals[0][2].blocks
         dims = product.left.index(label), product.right.index(label)
         if len(blocks) > 1 and joining_is_cheaper(blocks[0].shape[dims[0]]):
             blocks, rights = [join(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
+            apart = 1
         for block, right in zip(blocks, rights, strict=True):
             # The whole at once is rounded by the matmul; sums are, when they are finished.
             dtype = product.dtype if block.shape[dims[0]] == whole else None
-            part = multiply_part(method, product, block, right, dtype)
+            part = multiply_part(method, product, block, right, dtype, blocks=apart)
             result = part if result is None else result + part
     assert result is not None
     return result
@@ -93,18 +97,20 @@ def multiply_part(
     left: Left | Quantized,
     right: Right,
     dtype: Any = None,
+    *,
+    blocks: int = 1,
 ) -> Out:
     """Computes one product of a part of the positions of the ring's label.
 
-    It is of `dtype`, or of that of partial sums.
+    It is of `dtype`, or of that of partial sums. Where positions lie in several `blocks`, those are
+    a dimension of their own.
     """
-    if method.way.chunks == 1:
+    if blocks == 1:
         return multiply(method.arithmetic, product, left, right, dtype)
-    # The positions are a comb: blocks are a dimension of their own.
     label, texts = method.label, (product.left, product.right, product.out)
     block = unused_label(*texts)
     apart: list[Any] = [
-        jax.tree.map(partial(split_dim, dim=labels.index(label), parts=method.way.ring.size), x)
+        jax.tree.map(partial(split_dim, dim=labels.index(label), parts=blocks), x)
         if label in labels
         else x
         for x, labels in ((left, product.left), (right, product.right))

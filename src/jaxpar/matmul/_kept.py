@@ -38,7 +38,7 @@ def steps_of(
     """Returns the work on blocks that were kept, in steps: of as many as are best joined."""
     dim, way = products[0].left.index(method.label), method.way
     adds = method.label not in products[0].out
-    whole = kept[0].shape[dim] * way.parts  # the first one is not cut
+    whole = sum(block.shape[dim] for block in kept)
     blocks = list(zip(kept, way.places(whole // way.ring.size), strict=True))
     cuts: list[Span | None] = [None] * len(blocks)
     if len(blocks) == 1:  # the whole, of which each turn gets a part

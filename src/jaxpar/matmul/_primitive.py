@@ -162,13 +162,14 @@ def _scatter_beside(
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
 
+    blocks = method.way.ring.size if method.way.chunks > 1 else 1
     # One product of which nothing is added on this device is rounded as it travels.
     alone = len(products) == 1 and not method.way.adds
     dtype = method.way.ring.wire(products[0].dtype) if alone else None
 
     def produce(taken: list[tuple[Array, Array]]) -> Out:
         parts = [
-            multiply_part(method, p, left, right, dtype)
+            multiply_part(method, p, left, right, dtype, blocks=blocks)
             for p, (left, right) in zip(products, taken, strict=True)
         ]
         return sum(parts[1:], start=parts[0])
@@ -306,7 +307,7 @@ def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any
     blocks: list[Array] = []
     results, scales = _gather_blocks(method, products, left, rights, blocks)
     # The own block, which is used first, is kept anyway.
-    return results, Kept(blocks[1:] if method.way.parts > 1 else blocks, scales)
+    return results, Kept(blocks[1:] if method.way.keeps_own_first else blocks, scales)
 
 
 def _keep_fwd(method: RingEinsum, products: Any, left: Any, rights: Any) -> Any:
@@ -332,7 +333,7 @@ def _by_kept(
     """
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     own = left.values if isinstance(left, Quantized) else left
-    blocks = [own, *kept.blocks] if method.way.parts > 1 else kept.blocks
+    blocks = [own, *kept.blocks] if method.way.keeps_own_first else kept.blocks
     steps = steps_of(method, for_rights, blocks, kept.scales, cts)
     back = method.derivative()
     if isinstance(left, Quantized) and left.exact is None:
