@@ -1,6 +1,6 @@
-"""A scatter over a torus in both forms of disjoint rings, for `jaxpar predict`.
+"""Matmuls over a torus in both forms of disjoint rings, for `jaxpar predict`.
 
-jaxpar predict overlap.phases:rings --targets v5p:8x8x4 --mesh dp=4,x=8,y=8
+jaxpar predict overlap.phases:scatter_by_rings --targets v5p:8x8x4 --mesh dp=4,x=8,y=8
 """
 
 from dataclasses import replace
@@ -12,27 +12,28 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import matmul_reduce_scatter
+from jaxpar import all_gather_matmul, matmul_reduce_scatter
 
 DEPTH = COLUMNS = 8192
 
 
-def make_scatter(mesh, along, rows=16384):
-    """The scatter and its operands: over all axes but dp, along one after the other or not."""
+def make_matmul(mesh, op, along, rows=16384):
+    """A matmul and its operands: over all axes but dp, along one after the other or not."""
     axes = tuple(name for name in mesh.axis_names if name != "dp")
     sides = tuple(mesh.shape[name] for name in axes) if along else None
 
-    def scatter(x, w):
+    def matmul(x, w):
         # In place of what the cost model decides.
         form = mock.patch(
             "jaxpar.collectives._choice.with_phases",
-            lambda problem, way, flows: replace(way, sums_along=sides),
+            lambda problem, way, flows: replace(way, blocks_along=sides, sums_along=sides),
         )
         with form:
-            return matmul_reduce_scatter(x, w, axes, mode="disjoint-rings")
+            return op(x, w, axes, mode="disjoint-rings")
 
-    specs = P(None, axes), P(axes)
-    step = jax.shard_map(scatter, mesh=mesh, in_specs=specs, out_specs=P(axes))
+    specs = (P(axes), P(None, axes)) if op is all_gather_matmul else (P(None, axes), P(axes))
+    out = specs[1]
+    step = jax.shard_map(matmul, mesh=mesh, in_specs=specs, out_specs=out)
     shapes = (rows, DEPTH), (DEPTH, COLUMNS)
     return step, tuple(
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -40,11 +41,20 @@ def make_scatter(mesh, along, rows=16384):
     )
 
 
-rings = partial(make_scatter, along=False)
-dimensions = partial(make_scatter, along=True)
-rings_of_2048_rows = partial(make_scatter, along=False, rows=2048)
-dimensions_of_2048_rows = partial(make_scatter, along=True, rows=2048)
-rings_of_4096_rows = partial(make_scatter, along=False, rows=4096)
-dimensions_of_4096_rows = partial(make_scatter, along=True, rows=4096)
-rings_of_32768_rows = partial(make_scatter, along=False, rows=32768)
-dimensions_of_32768_rows = partial(make_scatter, along=True, rows=32768)
+make_scatter = partial(make_matmul, op=matmul_reduce_scatter)
+make_gather = partial(make_matmul, op=all_gather_matmul)
+
+scatter_by_rings = partial(make_scatter, along=False)
+scatter_by_dimensions = partial(make_scatter, along=True)
+scatter_of_2048_rows_by_rings = partial(make_scatter, along=False, rows=2048)
+scatter_of_2048_rows_by_dimensions = partial(make_scatter, along=True, rows=2048)
+scatter_of_4096_rows_by_rings = partial(make_scatter, along=False, rows=4096)
+scatter_of_4096_rows_by_dimensions = partial(make_scatter, along=True, rows=4096)
+scatter_of_32768_rows_by_rings = partial(make_scatter, along=False, rows=32768)
+scatter_of_32768_rows_by_dimensions = partial(make_scatter, along=True, rows=32768)
+gather_by_rings = partial(make_gather, along=False)
+gather_by_dimensions = partial(make_gather, along=True)
+gather_of_2048_rows_by_rings = partial(make_gather, along=False, rows=2048)
+gather_of_2048_rows_by_dimensions = partial(make_gather, along=True, rows=2048)
+gather_of_4096_rows_by_rings = partial(make_gather, along=False, rows=4096)
+gather_of_4096_rows_by_dimensions = partial(make_gather, along=True, rows=4096)

@@ -41,9 +41,9 @@ class Axis:
         gathered one), `"chunked-2"`, `"chunked-4"` or `"chunked-8"` (one for each of so many
         chunks), `"unidirectional"` or `"bidirectional"` (around a ring), `"disjoint-rings"` (both
         ways round as many rings as there are axes, which share no link on a torus; of one axis as
-        many as its torus has, if `make_mesh` found one; sums of matmuls along one axis after the
-        other, where axes are of one length and that is predicted to be faster), or `"auto"`: what
-        is predicted to be the fastest.
+        many as its torus has, if `make_mesh` found one; blocks and sums of matmuls along one axis
+        after the other, where axes are of one length and that is predicted to be faster), or
+        `"auto"`: what is predicted to be the fastest.
       backward: the mode in the backward pass of matmuls. None: `mode`.
       wire_dtype: the dtype in which partial sums travel. None: that of the result, as
         `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least. Or

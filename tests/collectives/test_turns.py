@@ -90,6 +90,10 @@ def test_pieces_for_the_opposite_device_go_one_each_way():
         Turn(0, sums=(DOWN_1, UP_1), adds=(DOWN_0, UP_0)),
         Turn(0, adds=(DOWN_1, UP_1), piece=1),
     ]
+    assert scatter_turns(4, BOTH, 2, staggered=False)[2:4] == [
+        Turn(1, (DOWN_0, UP_0), sums=(DOWN_1,), adds=(UP_0,)),
+        Turn(1, (DOWN_1, UP_1), sums=(DOWN_0, UP_0), adds=(DOWN_1,), piece=1),
+    ]
 
 
 def test_blocks_go_round_and_sums_follow_a_turn_behind():
@@ -149,13 +153,13 @@ def test_every_block_comes_once(size, directions, whole):
 
 
 @every_ring
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_every_share_comes_home_once(size, directions, pieces):
+@pytest.mark.parametrize(("pieces", "staggered"), [(1, True), (2, True), (2, False)])
+def test_every_share_comes_home_once(size, directions, pieces, staggered):
     """A sum is played as whose shares it has: that of an owner at home has each device's once."""
     made = [{} for _ in range(size)]  # by leg: (owner, piece, shares)
     came = [{} for _ in range(size)]
     home = [{} for _ in range(size)]
-    for turn in scatter_turns(size, directions, pieces):
+    for turn in scatter_turns(size, directions, pieces, staggered=staggered):
         assert set(turn.sums) == set(made[0])
         coming = [
             {leg: made[(i - leg.direction) % size][leg] for leg in turn.sums} for i in range(size)

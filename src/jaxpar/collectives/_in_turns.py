@@ -107,10 +107,7 @@ class InTurns(Way):
 
     @property
     def parts(self) -> int:
-        shares = len(self.rings or [self.ring])
-        around, pieces = self._sum_phases(shares)[0].around, self.order.pieces
-        turns = scatter_turns(around, self.directions, pieces, rings=shares)
-        return 1 if loops(turns, pieces) else around
+        return 1 if self.keeps_whole else self._sum_phases(1)[0].around
 
     @property
     def keeps_own_first(self) -> bool:
@@ -149,7 +146,11 @@ class InTurns(Way):
             for begin, share in shares
         ]
         phases = self._sum_phases(len(shares))
-        turns = scatter_turns(phases[0].around, self.directions, pieces, rings=len(shares))
+        # Sums that are quantized cost more in two matmuls.
+        staggered = not steps and self.ring.low_bit_sums(dtype) is None
+        turns = scatter_turns(
+            phases[0].around, self.directions, pieces, rings=len(shares), staggered=staggered
+        )
         before, order = None, self.order
         if not loops(turns, pieces):
             # Shares of several rings are counted as one sum: in smaller ones two rings took 1746 us

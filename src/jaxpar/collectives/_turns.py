@@ -95,15 +95,21 @@ def gather_turns(
 
 
 def scatter_turns(
-    size: int, directions: tuple[int, ...], pieces: int = 1, *, rings: int = 1
+    size: int,
+    directions: tuple[int, ...],
+    pieces: int = 1,
+    *,
+    rings: int = 1,
+    staggered: bool = True,
 ) -> list[Turn]:
     """Returns the program that sends to every device the sum of what all devices make for it.
 
     It is a gather's, backwards: the sum for the farthest owner is made first, and each device on
     its way adds its share. With one piece a sum is still under way while the share that is added to
     it is made. With two pieces, the halves, which take turns, it has come by then. The halves of
-    the opposite device's sum take the directions in turn, the first one by the last of them; of the
-    next sums those are made first to which nothing comes, so that it has a turn more to come.
+    the opposite device's sum take the directions in turn, the first one by the last of them.
+    Staggered, of the next sums those are made first to which nothing comes, so that it has a turn
+    more to come; not where other work is beside it.
     """
     hops, opposite = divmod(size - 1, len(directions))
     halves = range(pieces) if pieces > 1 else [None]
@@ -120,7 +126,7 @@ def scatter_turns(
         leaving = made(distance, half)
         came = made(distance + 1, half) if distance < farthest else ()
         awaited, parts = half is None or distance <= hops, [leaving]
-        if half == 0 and leaving and came and came != leaving:
+        if staggered and half == 0 and leaving and came and came != leaving:
             awaited, parts = False, [tuple(leg for leg in leaving if leg not in came), came]
         for legs in parts:
             sums = turns[-1].legs if turns else ()
