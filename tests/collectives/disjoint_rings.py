@@ -27,6 +27,8 @@ from jaxpar.collectives import _choice  # noqa: E402
 from jaxpar.collectives._choice import with_phases  # noqa: E402
 from jaxpar.collectives._order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 from jaxpar.layers import ring_attention  # noqa: E402
+from jaxpar.matmul import _arrivals  # noqa: E402
+from jaxpar.matmul._arrivals import joining_is_cheaper  # noqa: E402
 
 MODE = "disjoint-rings"
 NAMES = ("x", "y", "z", "u")[: len(SIZES)]
@@ -86,14 +88,14 @@ def attended(q, k, v):
     )
 
 
-def low_bit(name, dim, left, right):
+def low_bit(name, dim, left, right, code=lambda x: x):
     """What is gathered in 8 bits is the same values in every mode."""
     x, w = normal(N * 16, N * 16), normal(N * 16, N)
 
     def found(mode):
         mapped = jax.shard_map(
             lambda x, w: jaxpar.all_gather_matmul(
-                x, w, AXES, dim=dim, mode=mode, wire_dtype="int8"
+                code(x), w, AXES, dim=dim, mode=mode, wire_dtype="int8"
             ),
             mesh=MESH,
             in_specs=(left, right),
@@ -161,6 +163,10 @@ def main():
         if CHECK_VMA:
             low_bit("rows", 0, rows, columns)
             low_bit("columns", 1, columns, columns)
+            _arrivals.joining_is_cheaper = lambda length: True
+            low_bit("joined columns", 1, columns, columns)
+            low_bit("columns with a scale for each block", 1, columns, columns, jaxpar.quantize)
+            _arrivals.joining_is_cheaper = joining_is_cheaper
     _choice.with_phases = with_phases
     q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
     axis = jaxpar.Axis(AXES, mode=MODE)

@@ -232,7 +232,7 @@ def test_both_ways_take_half_the_turns(directions):
 
 @every_ring
 def test_a_turn_waits_for_what_its_links_carry_next(size, directions):
-    """But where pieces for the device that is as far one way as the other go one each way."""
+    """But where sums go one way at a time, behind the device that is as far as the other way."""
     for pieces in (1, 2):
         turns = scatter_turns(size, directions, pieces)
         for turn, following in pairwise(turns):

@@ -254,7 +254,7 @@ def test_values_and_gradients(op, n, mode, sliced):
 @pytest.mark.parametrize("op", [gather_rows, gather_contracted, scatter_rows, ring_scatter])
 @pytest.mark.parametrize(("n", "mode"), [(4, "unidirectional"), (7, "bidirectional")])
 def test_loops(op, n, mode, sliced, loops):
-    """On 8 devices no two turns of a scatter both ways round would be alike."""
+    """On 8 devices no two pairs of turns of a scatter both ways round would be alike."""
     check(op, n, 2, mode, check_vma=(n == 7) != sliced)
 
 

@@ -186,7 +186,7 @@ def with_phases(problem: Problem, way: InTurns, flows: tuple[Flow, ...]) -> InTu
     gathered = [flow for flow in flows if flow.kind == "gather"]
     sums, blocks = replace(way, sums_along=sides), replace(way, blocks_along=sides)
     if seconds(scattered, sums) < seconds(scattered, way):
-        way = replace(way, sums_along=sides)
+        way = sums
     # Of blocks the model is less sure: copies between dimensions are laid out as a compiler likes.
     if seconds(gathered, blocks) < MARGIN * seconds(gathered, way):
         way = replace(way, blocks_along=sides)

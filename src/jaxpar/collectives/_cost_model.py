@@ -222,8 +222,9 @@ def kept_pieces(flow: Flow, way: Way, backward: Way) -> int:
     """In how many pieces a matmul uses what a gather brought by a way and kept."""
     if not isinstance(way, InTurns) or way.keeps_whole:
         return backward.parts
-    if way.blocks_along:  # slabs, in halves
-        pieces = 2 * way.blocks_along[0] * len(way.blocks_along)
+    if way.blocks_along:  # slabs, in halves if they can be
+        side = way.blocks_along[0]
+        pieces = side * len(way.blocks_along) * (2 - side % 2)
     else:
         pieces = way.ring.size * len(way.rings or [way.ring])
     if not flow.sums:
@@ -338,6 +339,7 @@ def _blocks_in_phases(
         pieces *= 2
     joined = 0.0
     if flow.sums and joins(chip, flow.length // pieces):
+        # Each is laid out beside others, and so is what it is multiplied by.
         joined = 2 * PLACED * pieces + _copy(chip, way.ring.size * flow.block_bytes)
         pieces = side
     work = (_work(chip, flow, pieces, fitted.turn_passes) + joined) / side  # of a turn, one way
@@ -346,6 +348,10 @@ def _blocks_in_phases(
         seconds += max(2 * work, hop(sent / 2)) + work
     else:
         seconds += 2 * work
+    # Columns of the blocks of a slab lie apart.
+    seconds += (flow.minor - flow.sliced) / (SCATTERED_SHARE * chip.hbm)
+    if fitted.placed_apart:
+        seconds += _copy(chip, flow.minor - flow.sliced)
     return seconds + _cut(chip, flow, way, shares)
 
 

@@ -141,7 +141,7 @@ class Gather:
         return self._past(phase, index, parts, getitem, at, freely, Use(place), None)
 
     def _halves(self, part: Any) -> list[Any]:
-        """The first half of a slab's blocks and the last: neighbours, of the first side but one."""
+        """The first half of a slab's blocks and the last, as `Phase.positions` has them."""
         dim = self.dim
         assert dim is not None
         length = jax.tree.leaves(part)[0].shape[dim]

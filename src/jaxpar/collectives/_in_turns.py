@@ -107,7 +107,11 @@ class InTurns(Way):
 
     @property
     def parts(self) -> int:
-        return 1 if self.keeps_whole else self._sum_phases(1)[0].around
+        around, pieces = self._sum_phases(1)[0].around, self.order.pieces
+        looped = loops(scatter_turns(around, self.directions, pieces), pieces)
+        # A whole that was kept of a longer gather is not cut for fewer turns: the gradients of a
+        # gather of 16384x8192x8192 over 8 x 8 v5p took 2089 us so, and 2003.
+        return 1 if looped or self.keeps_whole else around
 
     @property
     def keeps_own_first(self) -> bool:
@@ -146,8 +150,9 @@ class InTurns(Way):
             for begin, share in shares
         ]
         phases = self._sum_phases(len(shares))
-        # Sums that are quantized cost more in two matmuls.
-        staggered = not steps and self.ring.low_bit_sums(dtype) is None
+        # Steps fill the time that staggered sums do, but for the first one, which is ahead of all
+        # turns; and quantizing sums in one more turn costs more than it.
+        staggered = len(steps) < 2 and self.ring.low_bit_sums(dtype) is None
         turns = scatter_turns(
             phases[0].around, self.directions, pieces, rings=len(shares), staggered=staggered
         )
@@ -256,7 +261,7 @@ class InTurns(Way):
             phase = Phase((self.rings or (self.ring,))[:shares])
             return Gather([phase], self.directions, cuts, dim, self.whole_opposite)
         last, *earlier = phases_over(self.ring, self.blocks_along, shares)
-        if len(self.directions) == 2 and self.blocks_along[0] % 2 == 0:
+        if self.blocks_along[0] % 2 == 0:
             # The halves in which the opposite device's slab comes are two arrays from the first
             # turn on. Cut where they leave, and joined where they come, they would be copied twice.
             last = last.in_halves()

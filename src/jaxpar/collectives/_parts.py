@@ -112,7 +112,7 @@ class Slab:
             return span.cut(x, dim)
         apart, starts, sizes = self._apart(x, dim)
         cut = lax.dynamic_slice(apart, starts, sizes)
-        return cut.reshape((*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+        return cut.reshape((*x.shape[:dim], prod(self.sizes), *x.shape[dim + 1 :]))
 
     def of_blocks(self, x: Array, dim: int, length: int) -> Array:
         """As that of a span."""
@@ -121,6 +121,8 @@ class Slab:
 
     def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
         """As that of a span."""
+        if part.shape[dim] == length:
+            return part
         if (span := self._span) is not None:
             return span.place(whole, part, dim, length)
         into = _unwritten(whole, part, dim, length)

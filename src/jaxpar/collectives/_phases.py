@@ -26,8 +26,8 @@ class Phase:
     less; a gather's are the same, the last one first.
 
     Attributes:
-      rings: of each share its own.
-      dimensions: of each share those of the torus over whose devices its sums are still of all, or
+      rings: of each share its own, or with `halves` two that are alike.
+      dimensions: of each ring those of the torus over whose devices its sums are still of all, or
         its blocks will be.
       halves: a share's slab is two arrays, of the first half of its blocks and of the last.
     """
@@ -46,31 +46,29 @@ class Phase:
         rings = tuple(ring for ring in self.rings for _ in (0, 1))
         return Phase(rings, tuple(of for of in self.dimensions for _ in (0, 1)), halves=True)
 
-    def positions(
-        self, owner: Array, share: int, length: int, start: int, size: int
-    ) -> Span | Slab:
-        """Where a piece of a share's blocks is in the whole of all, for a turn's owner.
+    def positions(self, owner: Array, ring: int, length: int, start: int, size: int) -> Span | Slab:
+        """Where a piece of a ring's blocks is in the whole of all, for a turn's owner.
 
         Of each block of `length` the piece is `size` positions from `start` on.
         """
         if not self.dimensions:
             return Span(owner * length + start, size)
-        walk, dimensions = self.rings[share].walk, self.dimensions[share]
+        walk, dimensions = self.rings[ring].walk, self.dimensions[ring]
         assert isinstance(walk, AlongOne)
-        starts, sizes = [0 for _ in dimensions], [*self.sides(share)]
+        starts, sizes = [0 for _ in dimensions], [*self.sides(ring)]
         along = dimensions.index(walk.dimension)
         starts[along], sizes[along] = walk.place(owner), 1
-        if self.halves:
+        if self.halves:  # of the first of the other sides: each half is in one stretch of a slab
             other = 1 if along == 0 else 0
             sizes[other] //= 2
-            starts[other] = share % 2 * sizes[other]
-        return Slab((*self.sides(share), length), (*starts, start), (*sizes, size))
+            starts[other] = ring % 2 * sizes[other]
+        return Slab((*self.sides(ring), length), (*starts, start), (*sizes, size))
 
-    def sides(self, share: int) -> tuple[int, ...]:
-        """Of the torus of those devices, of a share."""
-        walk = self.rings[share].walk
+    def sides(self, ring: int) -> tuple[int, ...]:
+        """Of the torus of a ring's dimensions."""
+        walk = self.rings[ring].walk
         assert isinstance(walk, AlongOne)
-        return tuple(walk.sides[dimension] for dimension in self.dimensions[share])
+        return tuple(walk.sides[dimension] for dimension in self.dimensions[ring])
 
 
 def phases_over(ring: Ring, sides: tuple[int, ...], shares: int) -> list[Phase]:

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jaxpar._calls import value_error
 from jaxpar._compat import optimization_barrier
-from jaxpar._quantized import Quantized
+from jaxpar._quantized import Quantized, spread
 from jaxpar._types import Leaf
 
 
@@ -90,11 +90,12 @@ def join(blocks: Sequence[Any], dim: int) -> Any:
     """Returns blocks one behind the other along a dimension, quantized if they are."""
     if not isinstance(blocks[0], Quantized):
         return lax.concatenate(blocks, dim)
-    scales = [
-        jnp.broadcast_to(
-            x.scales, (*x.scales.shape[:dim], x.shape[dim], *x.scales.shape[dim + 1 :])
-        )
-        for x in blocks
-    ]
+
+    def of_each(x: Quantized) -> Array:
+        """Its scales, one for each position of the dimension: there may be one for a block."""
+        shape = (*x.scales.shape[:dim], x.shape[dim], *x.scales.shape[dim + 1 :])
+        return jnp.broadcast_to(spread(x.scales, shape), shape)
+
+    scales = [of_each(x) for x in blocks]
     values = lax.concatenate([x.values for x in blocks], dim)
     return replace(blocks[0], values=values, scales=lax.concatenate(scales, dim))

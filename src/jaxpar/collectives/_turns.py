@@ -50,8 +50,8 @@ class Turn:
       sums: by which sums leave that the turn before made.
       adds: by which the sums came that are added to those that are made now.
       piece: which piece of the owner's block the sums are for.
-      awaited: whether the next turn waits for what leaves in this one. Not where its own transfers
-        take other links.
+      awaited: whether the next turn waits for what leaves in this one. Not while sums go one way at
+        a time: those of the next turns take other links, or follow over the same one.
     """
 
     distance: Any
@@ -108,8 +108,8 @@ def scatter_turns(
     its way adds its share. With one piece a sum is still under way while the share that is added to
     it is made. With two pieces, the halves, which take turns, it has come by then. The halves of
     the opposite device's sum take the directions in turn, the first one by the last of them.
-    Staggered, of the next sums those are made first to which nothing comes, so that it has a turn
-    more to come; not where other work is beside it.
+    Staggered, of the sums for the devices before that one those are made first to which nothing
+    comes: so its first half has a turn more to arrive.
     """
     hops, opposite = divmod(size - 1, len(directions))
     halves = range(pieces) if pieces > 1 else [None]

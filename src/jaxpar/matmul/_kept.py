@@ -22,7 +22,7 @@ from jaxpar.matmul._ring_einsum import RingEinsum
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Kept:
-    """What a gather brought: the whole, or others' blocks as they came; and all scales."""
+    """What a gather brought: the whole, or blocks as they came, if not the own; and all scales."""
 
     blocks: list[Leaf]
     scales: Scales | None
