@@ -191,7 +191,8 @@ def test_layers_whose_rows_are_gathered(make_step):
 
 
 @pytest.mark.parametrize(
-    ("make_scatter", "permutes"), [(phases.rings, 252), (phases.dimensions, 56)]
+    ("make_scatter", "permutes"),
+    [(phases.scatter_by_rings, 252), (phases.scatter_by_dimensions, 56)],
 )
 def test_both_forms_of_a_scatter_over_a_plane(make_scatter, permutes):
     described = target("v5p:8x8x4", "dp=4,x=8,y=8")
