@@ -191,12 +191,16 @@ def test_layers_whose_rows_are_gathered(make_step):
 
 
 @pytest.mark.parametrize(
-    ("make_scatter", "permutes"),
-    [(phases.scatter_by_rings, 252), (phases.scatter_by_dimensions, 56)],
+    ("make_matmul", "permutes"),
+    [
+        (phases.scatter_by_rings, 252),
+        (phases.scatter_by_dimensions, 56),
+        (phases.gather_by_dimensions, 42),
+    ],
 )
-def test_both_forms_of_a_scatter_over_a_plane(make_scatter, permutes):
+def test_both_forms_of_a_matmul_over_a_plane(make_matmul, permutes):
     described = target("v5p:8x8x4", "dp=4,x=8,y=8")
-    step, given = make_scatter(described.mesh)
+    step, given = make_matmul(described.mesh)
     with jax.set_mesh(described.mesh):
         found = jax.eval_shape(step, *given)
     assert found.shape == (given[0].shape[0], given[1].shape[1])

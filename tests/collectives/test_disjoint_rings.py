@@ -87,6 +87,26 @@ def test_all_links(mesh, axes, most):
     assert text == other != ""
 
 
+def over_a_torus(torus, matmul, specs, rows, mode):
+    """The timeline of a matmul of so many rows, 8192 x 8192, compiled for v5p."""
+    axes = next(name for name in specs[2] if name is not None)
+    step = jax.shard_map(
+        lambda x, w: matmul(x, w, axes, mode=mode),
+        mesh=torus.mesh,
+        in_specs=specs[:2],
+        out_specs=specs[2],
+    )
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(torus.mesh, spec))
+        for shape, spec in zip(((rows, 8192), (8192, 8192)), specs[:2], strict=True)
+    ]
+    found = timeline(compile_for(step, torus, *args))
+    if mode != "naive":
+        assert not any(event.synchronous for event in found.transfers)
+        assert len({event.row for event in found.transfers}) == 2 * len(axes)
+    return found
+
+
 @pytest.mark.parametrize(
     ("slices", "mesh", "axes", "rows", "most"),
     [
@@ -96,33 +116,16 @@ def test_all_links(mesh, axes, most):
     ],
 )
 def test_sums_go_along_one_dimension_after_the_other(slices, mesh, axes, rows, most):
-    """Compiled for v5p: where rings through all devices would have small pieces."""
-    torus = target(slices, mesh)
-
-    def seconds(mode):
-        step = jax.shard_map(
-            lambda x, w: jaxpar.matmul_reduce_scatter(x, w, axes, mode=mode),
-            mesh=torus.mesh,
-            in_specs=(P(None, axes), P(axes)),
-            out_specs=P(axes),
-        )
-        shapes = ((rows, 8192), P(None, axes)), ((8192, 8192), P(axes))
-        args = [
-            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(torus.mesh, spec))
-            for shape, spec in shapes
-        ]
-        found = timeline(compile_for(step, torus, *args))
-        if mode != "naive":
-            # Both ways, and 14 or 9 sums each of two pieces, not 252 of a ring of 64.
-            assert (
-                len(found.transfers)
-                == 2 * len(axes) * len(axes) * 2 * (torus.mesh.shape["x"] - 1) // 2
-            )
-            assert not any(event.synchronous for event in found.transfers)
-            assert len({event.row for event in found.transfers}) == 2 * len(axes)
-        return found.total
-
-    assert seconds("auto") < most * seconds("naive")
+    """Where rings through all devices would have small pieces."""
+    torus, specs = target(slices, mesh), (P(None, axes), P(axes), P(axes))
+    auto, naive = (
+        over_a_torus(torus, jaxpar.matmul_reduce_scatter, specs, rows, mode)
+        for mode in ("auto", "naive")
+    )
+    # Both ways, and 14 or 9 sums each of two pieces, not 252 of a ring of 64.
+    each = 2 * (torus.mesh.shape["x"] - 1) // 2
+    assert len(auto.transfers) == 2 * len(axes) * len(axes) * each
+    assert auto.total < most * naive.total
 
 
 @pytest.mark.parametrize(
@@ -134,31 +137,16 @@ def test_sums_go_along_one_dimension_after_the_other(slices, mesh, axes, rows, m
     ],
 )
 def test_blocks_come_along_one_dimension_after_the_other(slices, mesh, axes, rows, most):
-    """Compiled for v5p: where rings through all devices would have small pieces."""
-    torus = target(slices, mesh)
-
-    def seconds(mode):
-        step = jax.shard_map(
-            lambda x, w: jaxpar.all_gather_matmul(x, w, axes, mode=mode),
-            mesh=torus.mesh,
-            in_specs=(P(axes), P(None, axes)),
-            out_specs=P(None, axes),
-        )
-        shapes = ((rows, 8192), P(axes)), ((8192, 8192), P(None, axes))
-        args = [
-            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(torus.mesh, spec))
-            for shape, spec in shapes
-        ]
-        found = timeline(compile_for(step, torus, *args))
-        if mode != "naive":
-            # Of each share; slabs of the last dimension are two arrays.
-            arrays = len(axes) * (len(axes) - 1 + 2)
-            assert len(found.transfers) == arrays * (torus.mesh.shape["x"] - 1)
-            assert not any(event.synchronous for event in found.transfers)
-            assert len({event.row for event in found.transfers}) == 2 * len(axes)
-        return found.total
-
-    assert seconds("auto") < most * seconds("naive")
+    """Where rings through all devices would have small pieces."""
+    torus, specs = target(slices, mesh), (P(axes), P(None, axes), P(None, axes))
+    auto, naive = (
+        over_a_torus(torus, jaxpar.all_gather_matmul, specs, rows, mode)
+        for mode in ("auto", "naive")
+    )
+    # Of each share; slabs of the last dimension are two arrays.
+    arrays = len(axes) * (len(axes) - 1 + 2)
+    assert len(auto.transfers) == arrays * (torus.mesh.shape["x"] - 1)
+    assert auto.total < most * naive.total
 
 
 def test_gradients_over_a_plane_use_what_was_gathered():
