@@ -240,6 +240,28 @@ def test_chunks_that_are_named_warn_where_nothing_says_how_they_are_compiled(mod
             jaxpar.jit(gathered).trace(X)
 
 
+def test_rings_that_are_named_ask_for_no_options():
+    v5p = target("v5p:4x4x4", "dp=4,x=4,y=4")
+
+    axis = jaxpar.Axis(("x", "y"), "disjoint-rings")
+
+    def loss(x):
+        out = jaxpar.all_gather_matmul(x, jnp.ones((2048, 8), x.dtype), axis)
+        return jnp.sum(out.astype("float32"))
+
+    gradients = jax.shard_map(
+        jax.grad(loss),
+        mesh=v5p.mesh,
+        in_specs=P(("x", "y")),
+        out_specs=P(("x", "y")),
+        check_vma=False,
+    )
+    rows = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    with jax.set_mesh(v5p.mesh), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(gradients).trace(rows)
+
+
 def test_a_function_of_jit_has_the_options_of_the_one_that_calls_it():
     v6e = target("v6e:2x2")
     inner = jaxpar.jit(jax.shard_map(_gather, mesh=v6e.mesh, in_specs=P("tp"), out_specs=P("tp")))

@@ -180,7 +180,8 @@ def with_phases(problem: Problem, way: InTurns, flows: tuple[Flow, ...]) -> InTu
     messages = problem.messages[True]
 
     def seconds(flows: list[Flow], way: InTurns) -> float:
-        return time_of(chip, flows, way, problem.beside, messages=messages)
+        # Turns need permutes alone: a mode that is named does not ask for compiler options.
+        return time_of(chip, flows, way, frozenset(), messages=messages)
 
     scattered = [flow for flow in flows if flow.kind != "gather"]
     gathered = [flow for flow in flows if flow.kind == "gather"]
