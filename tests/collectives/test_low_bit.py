@@ -27,7 +27,6 @@ HERE = Path(__file__).parent
         ((8,), "float8_e5m2", "chunked-2,bidirectional", False),
         ((3, 3), "int8", "naive,disjoint-rings", False),
         ((4, 3), "float8_e4m3fn", "disjoint-rings", True),
-        ((4, 4), "int8", "disjoint-rings", True),
         ((2, 2, 4), "int8", "unidirectional", False),
         ((8, 8), "int8", "disjoint-rings", True),  # in loops
     ],

@@ -161,6 +161,16 @@ def test_an_operand_is_cut_before_its_matmul(compiled):
     assert first.total < 0.95 * inside.total
 
 
+def test_sums_of_one_size_are_not_late(compiled, monkeypatch):
+    case = (V5P, "v5p:2x2x2", "scatter-rows", 4104, 4096, 4096)  # 513 rows
+    alike = timeline(compiled(*case))
+    monkeypatch.setattr(
+        "jaxpar.collectives._in_turns.equal_pieces", lambda *_: [(0, 257), (257, 256)]
+    )
+    uneven = timeline(compiled(*case))
+    assert alike.total < 0.95 * uneven.total
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="cut first, it is faster there")
 def test_the_operand_of_a_short_matmul_is_cut_within(compiled):
     inside, first = (

@@ -445,11 +445,13 @@ def test_second_derivatives(op, mode, sliced):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
-def test_what_is_sent(n, sliced):
+@pytest.mark.parametrize(("rows", "sent"), [(4, 4), (3, 4)])  # pieces are of one size
+def test_what_is_sent(n, rows, sent, sliced):
     """As many bytes as ever; sums in two pieces, which share what is left both ways."""
     for mode in ("unidirectional", "bidirectional"):
-        form = scatter_rows(n, 3, mode=mode)
+        form = scatter_rows(n, rows, mode=mode)
         shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in form[2]]
         counts = count_collectives(mapped(form, n), *shapes)
         assert counts.forward == {"ppermute": 2 * (n - 1)}
-        assert counts.forward_bytes == counts.backward_bytes == (n - 1) * 3 * 3 * 4
+        assert counts.forward_bytes == (n - 1) * sent * 3 * 4
+        assert counts.backward_bytes == (n - 1) * rows * 3 * 4

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxpar._axis import Ring
 from jaxpar.collectives._gather import Gather, Use
 from jaxpar.collectives._order import Beside, Order, Work
-from jaxpar.collectives._parts import Span, cut_out, of_types, pieces_of, shares_of
+from jaxpar.collectives._parts import Span, cut_out, equal_pieces, of_types, shares_of
 from jaxpar.collectives._phases import Phase, phases_over
 from jaxpar.collectives._run import loops, run
 from jaxpar.collectives._scatter import Scatter
@@ -141,20 +141,16 @@ class InTurns(Way):
         dtype: DTypeLike,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
-        # Of each share its pieces, which all have as many of.
-        pieces = self.order.pieces if self.ring.size > 1 else 1
-        shares = self._shares(length)
-        pieces = min(len(pieces_of(size, pieces)) for _, size in shares)
-        cuts = [
-            [(begin + start, size) for start, size in shares_of(share, pieces)]
-            for begin, share in shares
-        ]
-        phases = self._sum_phases(len(shares))
+        pieces, shares = self.order.pieces if self.ring.size > 1 else 1, len(self._shares(length))
+        pieces = max(1, min(pieces, length // shares))
+        parts = equal_pieces(length, shares * pieces)
+        cuts = [parts[share * pieces :][:pieces] for share in range(shares)]
+        phases = self._sum_phases(shares)
         # Steps fill the time that staggered sums do, but for the first one, which is ahead of all
         # turns; and quantizing sums in one more turn costs more than it.
         staggered = len(steps) < 2 and self.ring.low_bit_sums(dtype) is None
         turns = scatter_turns(
-            phases[0].around, self.directions, pieces, rings=len(shares), staggered=staggered
+            phases[0].around, self.directions, pieces, rings=shares, staggered=staggered
         )
         before, order = None, self.order
         if not loops(turns, pieces):

@@ -6,13 +6,13 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from jaxpar._dtypes import addition_dtype
 from jaxpar._quantized import read_as
 from jaxpar.collectives._order import Work
-from jaxpar.collectives._parts import empty_result
+from jaxpar.collectives._parts import Span, empty_result
 from jaxpar.collectives._phases import Ordering, Phase, freely
 from jaxpar.collectives._run import run
 from jaxpar.collectives._turns import Leg, Turn
@@ -27,7 +27,7 @@ class Scatter:
 
     Attributes:
       turns: the program, of each of them.
-      cuts: of each share its pieces, one or two, as starts and sizes in a block.
+      cuts: of each share its pieces, one or two, as starts and sizes in a block: all of one size.
       dim: along which the blocks of all devices make a whole.
       length: of a block.
       dtype: of the result.
@@ -164,7 +164,7 @@ class Scatter:
             sums = self._rounded(sums)
             if not place:
                 return [sums]
-            return lax.concatenate(sums, self.dim) if len(sums) > 1 else sums[0]
+            return self._placed(None, sums, 0)
         return run(self.turns, (index, {}, {}, []), in_two, period=2)[-1]
 
     def _wide(self, x: Array) -> Array:
@@ -173,8 +173,9 @@ class Scatter:
     def _rounded(self, sums: list[Array]) -> list[Array]:
         return [x.astype(self.dtype) for x in sums]
 
-    def _placed(self, block: Array, sums: list[Array], piece: int) -> Array:
-        """Writes a piece of each share where it belongs."""
+    def _placed(self, block: Array | None, sums: list[Array], piece: int) -> Array:
+        """Writes a piece of each share where it belongs; None: in a block that is yet unwritten."""
         for x, cuts in zip(self._rounded(sums), self.cuts, strict=True):
-            block = lax.dynamic_update_slice_in_dim(block, x, cuts[piece][0], self.dim)
+            block = Span(*cuts[piece]).place(block, x, self.dim, self.length)
+        assert block is not None  # there is a share
         return block
