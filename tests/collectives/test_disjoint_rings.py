@@ -54,7 +54,6 @@ def test_pieces_are_of_one_size():
 @pytest.mark.parametrize(
     ("mesh", "axes", "most"),
     [
-        ("dp=4,x=4,y=4", ("x", "y"), 0.65),
         ("dp=4,x=4,y=4", ("y", "x"), 0.65),
         ("dp=4,tp=16", ("tp",), 0.65),  # a plane by one name
         ("dp=8,x=2,y=2,z=2", ("z", "x", "y"), 0.85),  # three links of a cube, where a ring has two

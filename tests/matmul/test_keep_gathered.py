@@ -80,11 +80,12 @@ def twice(fn):
     return jax.jit(lambda x, w: (once(x, w), jax.grad(again, argnums=(0, 1))(x, w)))
 
 
-@check
 @ways
 @forms
-def test_gradients_of_what_was_kept_and_theirs(call, dims, axes, mode, backward, check_vma):
+def test_gradients_of_what_was_kept_and_theirs(call, dims, axes, mode, backward):
     x, w = normal(M, K), normal(K, N)
+    way = list(WAYS.values()).index((axes, mode, backward))
+    check_vma = (way + sum(dims)) % 2 == 0  # every other way of each form
     fn = sharded(call, dims, axes, mode, backward, keep=True, check_vma=check_vma)
     found, expected = twice(fn)(x, w), twice(jnp.matmul)(x, w)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
