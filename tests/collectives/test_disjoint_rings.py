@@ -94,7 +94,7 @@ def test_all_links(mesh, axes, most):
     assert text == other != ""
 
 
-def over_a_torus(torus, matmul, specs, rows, mode):
+def over_a_torus(torus, matmul, specs, rows, mode, links=None):
     """The timeline of a matmul of so many rows, 8192 x 8192, compiled for v5p."""
     axes = next(name for name in specs[2] if name is not None)
     step = jax.shard_map(
@@ -110,7 +110,7 @@ def over_a_torus(torus, matmul, specs, rows, mode):
     found = timeline(compile_for(step, torus, *args))
     if mode != "naive":
         assert not any(event.synchronous for event in found.transfers)
-        assert len({event.row for event in found.transfers}) == 2 * len(axes)
+        assert len({event.row for event in found.transfers}) == (links or 2 * len(axes))
     return found
 
 
@@ -152,6 +152,17 @@ def test_blocks_come_along_one_dimension_after_the_other(slices, mesh, axes, row
     arrays = len(axes) * (len(axes) - 1 + 2)
     assert len(auto.transfers) == arrays * (torus.mesh.shape["x"] - 1)
     assert auto.total < most * naive.total
+
+
+@pytest.mark.parametrize(("rows", "most"), [(32768, 0.85), (2048, 1.0)])
+def test_sums_cross_a_cube(rows, most):
+    """Where a ring is bound by transfers, and sixths of a block are not too small."""
+    cube, specs = target("v5p:4x4x4", "dp=8,tp=8"), (P(None, "tp"), P("tp"), P("tp"))
+    auto, one_ring = (
+        over_a_torus(cube, jaxpar.matmul_reduce_scatter, specs, rows, mode, links)
+        for mode, links in (("auto", 3 if most < 1 else 2), ("bidirectional", 2))
+    )
+    assert auto.total <= most * one_ring.total
 
 
 def test_gradients_over_a_plane_use_what_was_gathered():

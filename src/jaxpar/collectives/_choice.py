@@ -248,13 +248,14 @@ def by_time(problem: Problem) -> Ways:
         # What a GPU's compiler would join again, or have wait for copies of what is gathered.
         sent = sum(flow.block_bytes * ring.size for flow in flows if flow.kind == "scatter")
         joined = not chip.torus and (sent < JOINED or any(f.kind != "scatter" for f in flows))
-        # Thirds of rows alone are whole tiles: others, and sums in sixths, take up to twice as
-        # long.
-        rows = all(f.kind == "gather" and not f.sums and not f.minor for f in flows)
+        # Across a cube, contractions and columns in thirds take up to twice as long as rows.
+        rows = not any(f.sums or f.minor for f in flows)
+        kinds = {f.kind for f in flows}
+        cube = rows and kinds in ({"gather"}, {"scatter"})
         return [
             way
             for way in found
-            if not (joined and way.chunks > 1) and (rows or not way.crosses_a_cube)
+            if not (joined and way.chunks > 1) and (cube or not way.crosses_a_cube)
         ]
 
     def seconds(flows: tuple[Flow, ...], way: Way, kept: int = 0) -> float:
