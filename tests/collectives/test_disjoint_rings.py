@@ -1,5 +1,6 @@
 """Rings that share no link: values and gradients on tori of 9 to 64 devices."""
 
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 
@@ -48,7 +49,14 @@ def test_pieces_are_of_one_size():
     assert equal_pieces(2064, 2) == [(0, 1032), (1032, 1032)]
     assert equal_pieces(256, 6) == [(0, 43), (43, 43), (86, 43), (129, 43), (172, 43), (213, 43)]
     assert equal_pieces(10, 6) == [(0, 2), (2, 2), (4, 2), (6, 2), (8, 2), (8, 2)]
+    assert equal_pieces(2049, 1) == [(0, 2049)]
     assert equal_pieces(0, 1) == [(0, 0)]
+    for length, pieces in product(range(1, 4000, 7), range(1, 7)):
+        starts, sizes = zip(*equal_pieces(length, min(pieces, length)), strict=True)
+        assert len(set(sizes)) == 1
+        assert starts[0] == 0
+        assert starts[-1] + sizes[-1] == length
+        assert all(0 <= b - a <= sizes[0] for a, b in pairwise(starts))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from jaxpar import (
     ring_einsum,
     ring_reduce_scatter,
 )
-from jaxpar.collectives._order import TpuOrder
+from jaxpar.collectives._order import CpuOrder, TpuOrder
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 ROWS, COLS, NONE = P("x"), P(None, "x"), P()
@@ -310,10 +310,17 @@ def test_a_loop_keeps_the_order(monkeypatch, loops):
 
 
 @both_rings
-@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("length", [1, 2, 1001])  # the last one's are whole tiles, and overlap
 @pytest.mark.parametrize("op", [scatter_rows, scatter_columns, all_reduce, ring_scatter])
 def test_pieces_of_any_length(op, length, mode, sliced):
     check(op, 4, length, mode, check_vma=sliced)
+
+
+@both_rings
+@pytest.mark.parametrize("op", [scatter_rows, ring_scatter])
+def test_one_piece_of_a_long_block(op, mode, monkeypatch):
+    monkeypatch.setattr("jaxpar.collectives._choice.traced_order", CpuOrder)
+    check(op, 3, 1001, mode, check_vma=True)
 
 
 @pytest.mark.parametrize("n", [2, 4])

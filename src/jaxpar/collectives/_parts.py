@@ -207,7 +207,7 @@ def equal_pieces(length: int, pieces: int) -> list[tuple[int, int]]:
     size = -(-length // pieces)
     tiles = -(-size // TILE) * TILE
     if tiles * pieces <= 1.01 * length:
-        size = tiles
+        size = min(tiles, length)  # of one piece it is all
     return [(min(number * size, length - size), size) for number in range(pieces)]
 
 
