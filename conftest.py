@@ -52,14 +52,6 @@ def quick_compilation(request):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-LONG = {"test_disjoint_rings.py", "test_explain.py", "test_low_bit.py", "test_notebooks.py"}
-
-
-def pytest_collection_modifyitems(items):
-    """What takes minutes comes first: if it began last, the other workers would wait for it."""
-    items.sort(key=lambda item: item.path.name not in LONG)
-
-
 def pytest_collection_finish(session):
     """Thousands of programs make millions of objects: the collector looks at fewer, and rarely."""
     gc.freeze()
