@@ -57,6 +57,7 @@ def compiler():
 def model(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "model", raising=False)  # another test's
 
 
 def run_all_here(requests, jobs, tick):
