@@ -30,8 +30,10 @@ from jaxpar.collectives._choice import (
     choose_ways,
     joining_is_cheaper,
 )
-from jaxpar.collectives._cost_model import Flow, collective_time, time_of
+from jaxpar.collectives._cost_model import time_of
+from jaxpar.collectives._cost_of_work import collective_time
 from jaxpar.collectives._fitted import fitted_to
+from jaxpar.collectives._flow import Flow
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import Order, TpuOrder, traced_order
 from jaxpar.collectives._turns import gather_turns

@@ -21,13 +21,13 @@ from jaxpar._types import Dispatch, Mode
 from jaxpar.collectives._cost_model import (
     KEPT_JOINED,
     KEPT_TOGETHER,
-    Flow,
-    joins,
     kept_pieces,
     row_chunks_time,
     time_of,
 )
+from jaxpar.collectives._cost_of_work import joins
 from jaxpar.collectives._fitted import fitted_to
+from jaxpar.collectives._flow import Flow
 from jaxpar.collectives._in_turns import InTurns
 from jaxpar.collectives._order import traced_order
 from jaxpar.collectives._sites import ROW_CHUNKS, settled, settled_chunks, settled_dispatch

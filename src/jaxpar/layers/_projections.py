@@ -17,7 +17,7 @@ from jaxpar._quantized import as_array
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_on_wire, vary_over, varying_axes
 from jaxpar.collectives._choice import Problem, choose_row_chunks
-from jaxpar.collectives._cost_model import Flow
+from jaxpar.collectives._flow import Flow
 from jaxpar.collectives._parts import even_cuts
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum

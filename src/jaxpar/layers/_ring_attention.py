@@ -19,7 +19,7 @@ from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
 from jaxpar._varying import vary_alike
 from jaxpar._wire import check_wire
 from jaxpar.collectives._choice import Problem, choose_way
-from jaxpar.collectives._cost_model import Flow
+from jaxpar.collectives._flow import Flow
 from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_ring import RingAttention, attention
 

@@ -28,7 +28,7 @@ from jaxpar._varying import checks_varying, vary_alike, vary_over
 from jaxpar._wire import check_wire
 from jaxpar.collectives._blocks import gather_replicated
 from jaxpar.collectives._choice import Problem, choose_ways, may_keep
-from jaxpar.collectives._cost_model import Flow
+from jaxpar.collectives._flow import Flow
 from jaxpar.matmul._flow import flow_of
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import gather_einsum, scatter_einsum

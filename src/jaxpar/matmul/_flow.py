@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from jaxpar.collectives._cost_model import Flow, FlowKind
+from jaxpar.collectives._flow import Flow, FlowKind
 from jaxpar.matmul._product import Product, flops_of
 
 

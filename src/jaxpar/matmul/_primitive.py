@@ -23,7 +23,7 @@ from jaxtyping import Num
 
 from jaxpar._derivatives import as_residuals, with_derivative
 from jaxpar._quantized import Quantized, exact_of, straight_through
-from jaxpar.collectives._cost_model import FlowKind
+from jaxpar.collectives._flow import FlowKind
 from jaxpar.collectives._parts import Span, even_cuts
 from jaxpar.collectives._scales import Scales, gather_scales
 from jaxpar.collectives._steps import Step, at_once
