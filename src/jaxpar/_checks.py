@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -11,6 +12,10 @@ from jaxtyping import Integer as Integers
 from jaxpar._axis import Ring
 from jaxpar._calls import type_error, value_error
 from jaxpar._varying import checks_varying, varying_axes
+
+# What to do about shards, and about addends, that are all the same.
+SHARDED = "shard it in in_specs, or cut it with scatter_region"
+ADDENDS = "shard in in_specs what it is made of, or leave out a sum that was made already"
 
 
 def check_precision(precision: Any) -> None:
@@ -131,23 +136,24 @@ def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
         )
 
 
-def check_own(argument: str, x: Array, ring: Ring, remedy: str, what: str = "its own") -> None:
-    """Raises if `x` is typed as the same on devices of the ring, each of which needs `what`."""
+def check_own(argument: str, given: Any, ring: Ring, what: str, remedy: str = "") -> None:
+    """Raises if `given` is typed as the same on devices of the ring, each of which needs `what`.
+
+    Of several arrays, which make one thing together, one that differs will do.
+    """
     if not checks_varying(ring.names):
         return
-    shared = set(ring.names) - varying_axes(x)
-    copied = sorted(name for name in shared if lax.axis_size(name) > 1)
+    varying = varying_axes(given)
+    copied = tuple(name for name in ring.names if name not in varying and lax.axis_size(name) > 1)
     if copied:
+        shapes = [str(jnp.shape(x)) for x in jax.tree.leaves(given)]
+        of = f"shapes {', '.join(shapes[:-1])} and {shapes[-1]} are"
+        of = f"shape {shapes[0]} is" if len(shapes) == 1 else of
         raise value_error(
-            f"{argument} of local shape {x.shape} is replicated over {copied}, but each device of "
-            f"{ring} needs {what}; {remedy}"
+            f"{argument} of local {of} replicated over {sorted(copied)}, but each device of "
+            f"{ring} needs {what} of its own; {remedy or SHARDED}. If each device does have its "
+            f"own, and they are equal, say so by jax.lax.pcast(..., {copied}, to='varying')"
         )
-
-
-def check_sharded(argument: str, w: Array, what: str, ring: Ring) -> None:
-    """Raises if `w` is typed as the same on devices that should each have their own `what`."""
-    remedy = "shard it in in_specs, or cut it with scatter_region"
-    check_own(argument, w, ring, remedy, f"{what} of its own")
 
 
 def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:

@@ -32,6 +32,15 @@ def subjaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:
     return [leaf for leaf in opened if isinstance(leaf, core.Jaxpr)]
 
 
+def named_axes(jaxpr: core.Jaxpr) -> set[str]:
+    """Returns the texts that equations have as parameters: among them all axes that they name."""
+    named: set[str] = set()
+    for eqn in jaxpr.eqns:
+        named |= {leaf for leaf in jax.tree.leaves(list(eqn.params.values())) if type(leaf) is str}
+        named |= set[str]().union(*map(named_axes, subjaxprs(eqn.params)))
+    return named
+
+
 def type_of(x: core.Var | core.Literal) -> Any:
     """Returns the type of a variable or literal, with its shape and dtype."""
     return x.aval

@@ -220,6 +220,11 @@ def _is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
 
+def values_of(x: Any) -> Array:
+    """Returns the array of numbers in what may be quantized."""
+    return x.values if isinstance(x, Quantized) else x
+
+
 def exact_of(x: Any) -> Array:
     """Returns the array that x, quantized or not, stands for: where it does not travel."""
     if not isinstance(x, Quantized):

@@ -12,8 +12,9 @@ from jax import Array, lax
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error
-from jaxpar._checks import check_dim, check_divides
+from jaxpar._checks import ADDENDS, check_dim, check_divides
 from jaxpar._quantized import check_summable, scales_among
+from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, Mode, Tree, WireLike
 from jaxpar._varying import vary_alike
 from jaxpar._wire import check_wire, summed_as
@@ -58,7 +59,7 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
             f"offset must be an integer known while tracing, got {offset!r} of type "
             f"{type(offset).__name__}; for a shift that depends on data, gather and index instead"
         ) from None
-    return ring.shift(x, places)
+    return ring.shift(as_arrays("x", x), places)
 
 
 @public
@@ -108,6 +109,8 @@ def ring_all_gather(
     clusters of workstations" (2009).
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    x = as_arrays("x", x)
+    check_own_leaves("x", x, ring, "a block")
     (x,) = vary_alike(ring.names, x)
 
     def gather(x: Array, exact: bool) -> Array:
@@ -171,8 +174,7 @@ def ring_reduce_scatter(
     Source: as `ring_all_gather`, run backwards.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
-    check_summable("x", x)
-    (x,) = vary_alike(ring.names, x)
+    (x,) = vary_alike(ring.names, _as_addends(x, ring))
 
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)
@@ -226,8 +228,7 @@ def ring_all_reduce(
     Source: as `ring_all_gather`.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
-    check_summable("x", x)
-    (x,) = vary_alike(ring.names, x)
+    (x,) = vary_alike(ring.names, _as_addends(x, ring))
 
     def reduce(x: Array) -> Array:
         x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
@@ -235,6 +236,14 @@ def ring_all_reduce(
         return all_reduce(_way("all-reduce", ring, x), x)
 
     return jax.tree.map(reduce, x)
+
+
+def _as_addends(x: Any, ring: Ring) -> Any:
+    """Returns the pytree of arrays, of which each device must have its own to be summed."""
+    check_summable("x", x)
+    x = as_arrays("x", x, "sum")
+    check_own_leaves("x", x, ring, "an addend", ADDENDS)
+    return x
 
 
 def _way(collective: str, ring: Ring, x: Array) -> Way:

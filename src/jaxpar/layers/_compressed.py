@@ -13,8 +13,9 @@ from jaxtyping import Float
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._quantized import check_chance, codes_of
+from jaxpar._trees import as_arrays
 from jaxpar._types import AxisLike, Tree
-from jaxpar._varying import checks_varying, vary_over
+from jaxpar._varying import checks_varying, vary_over, varying_axes
 from jaxpar._wire import LowBit, gathered_by
 from jaxpar.layers._reduction import spec_axes, sum_leaves
 
@@ -48,7 +49,8 @@ def reduce_compressed_gradients(
       key: of `jax.random`, another one in each step: rounds up or down by chance, int8 only.
 
     Returns:
-      `(sums, error)`: a pytree like `grads`, the sums, typed as replicated under `check_vma=True`;
+      `(sums, error)`: a pytree like `grads`, the sums, typed as replicated under `check_vma=True`
+      (a leaf that is typed so already is left as it is, as by `reduce_gradients`);
       and the error, float32 (zeros of shape [0] for leaves that are summed as they are: those of
       fewer than 2^14 numbers, and of no floats), which varies over `axis`: keep it sharded as the
       devices have it. All sums so far and the errors of all devices together are the exact sums.
@@ -84,13 +86,16 @@ def reduce_compressed_gradients(
             "reduce_gradients"
         )
     check_chance(how, key)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(jax.tree.map(jnp.asarray, grads))
+    paths, treedef = jax.tree_util.tree_flatten_with_path(as_arrays("grads", grads, "sum"))
     errors = [None] * len(paths) if error is None else treedef.flatten_up_to(error)
     sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
     sums: list[Array] = []
     lost: list[Array] = []
     for number, ((path, leaf), past, axes) in enumerate(zip(paths, errors, sharded, strict=True)):
-        over = ring.over(tuple(name for name in ring.names if name not in axes))
+        summed = set(ring.names) - axes
+        if checks_varying(ring.names):  # over other axes JAX has summed it already
+            summed &= varying_axes(leaf)
+        over = ring.over(tuple(name for name in ring.names if name in summed))
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.size < SMALL or over.size == 1:
             sums.extend(sum_leaves([leaf], [set(over.names)], None, [leaf.dtype]))
             lost.append(jnp.zeros(0))

@@ -14,9 +14,10 @@ from jaxtyping import Num
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_dim
+from jaxpar._checks import check_dim, check_own
 from jaxpar._dtypes import loses_parts
-from jaxpar._quantized import as_array, as_operand, scales_among
+from jaxpar._quantized import as_array, as_operand, scales_among, values_of
+from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, MaybeQuantized, Tree, TreeDim
 from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar._wire import check_wire
@@ -26,6 +27,8 @@ from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels
 
 Leaves = list[Any]  # arrays
+
+WHOLE = "shard it in in_specs, or say that it is whole by dim=None"
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,11 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
 
     Source: as `fsdp_linear`.
     """
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    dims = broadcast_dim(dim, tree)
-    shards = bind_shards(leaves, dims, bind(axis), scales_among(tree))
+    tree = as_arrays("tree", tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    dims, ring = broadcast_dim(dim, tree), bind(axis)
+    shards = bind_shards(leaves, dims, ring, scales_among(tree))
+    check_own_leaves("tree", tree, ring, "a shard", WHOLE, dims)
     return treedef.unflatten(gather_shards(shards, vary_sharded(shards, leaves)))
 
 
@@ -166,6 +171,7 @@ def whole_bias(
             f"the bias of {weight} has local shape {bias.shape}, but the result has "
             f"{columns} columns here; the bias needs as many{further}"
         )
+    check_own(f"the bias of {weight}", bias, fsdp, "a shard")
     return fsdp_gather(bias, fsdp)
 
 
@@ -230,6 +236,7 @@ def fsdp_linear(
     labels = matmul_labels(x, weight)
     label = labels.rhs[check_dim("dim", dim, weight.shape)]
     call = _einsum.make_call(labels, bind(axis), preferred_element_type, precision)
+    check_own("w", values_of(weight), call.ring, "a shard")
     (y,) = _einsum.gather(replace(call, regather=True), "rhs", label, x, (weight,))
     if bias is None:
         return y

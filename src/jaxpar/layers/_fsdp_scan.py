@@ -18,9 +18,11 @@ from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
 from jaxpar._quantized import scales_among
+from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Tree, TreeDim
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.layers._fsdp import (
+    WHOLE,
     Shards,
     bind_shards,
     broadcast_dim,
@@ -149,13 +151,15 @@ def fsdp_scan(
 
     Source: as `fsdp_linear`.
     """
-    stacked, params_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, stacked_params))
-    state, state_tree = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
+    stacked_params = as_arrays("stacked_params", stacked_params)
+    stacked, params_tree = jax.tree.flatten(stacked_params)
+    state, state_tree = jax.tree.flatten(as_arrays("x", x))
     count = _count_layers(stacked)
     own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
     dims = broadcast_dim(dim, stacked_params)
     ring = bind(axis)
     shards = bind_shards(own, dims, ring, scales_among(stacked_params))
+    check_own_leaves("stacked_params", stacked_params, ring, "a shard", WHOLE, dims)
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:
         given = params_tree.unflatten(weights), state_tree.unflatten(state)

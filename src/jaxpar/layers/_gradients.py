@@ -13,11 +13,23 @@ from jaxtyping import Float, Inexact, Num, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import of_user, public, type_error, value_error
-from jaxpar._checks import check_whole
+from jaxpar._checks import check_own, check_whole
 from jaxpar._dtypes import addition_dtype, sum_dtype
+from jaxpar._jaxprs import named_axes
+from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import checks_varying, vary_over, varying_axes
-from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
+from jaxpar.layers._reduction import (
+    bind_groups,
+    check_bucket,
+    manual_axes,
+    sharded_axes,
+    sum_leaves,
+)
+
+# Of parameters and a batch to (loss, (weight, aux)), of this device.
+Local = Callable[[Any, Any], tuple[Array, tuple[Array, Any]]]
+SHARE = "leave out a sum over axis that was made before, or leave out of axis what all have"
 
 
 @public
@@ -52,6 +64,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
     """
     ring = bind(axis)
     loss, weight = _check_scalars(loss_sum, weight)
+    check_own("loss_sum", loss, ring, "a share", SHARE)
     total = lax.stop_gradient(_total(_widened(weight), ring))
     return _quotient(_total(_widened(loss), ring), total)
 
@@ -62,6 +75,7 @@ def value_and_grad(
     axis: AxisLike,
     *,
     specs: Any = None,
+    groups: AxisLike = (),
     microbatches: Integer = 1,
     bucket_bytes: Any = None,
     has_aux: bool = False,
@@ -81,6 +95,9 @@ def value_and_grad(
         travel: here always by `lax.psum`. `()` where every device has all of the loss.
       specs: pytree prefix of `PartitionSpec`s for params, those of `in_specs`. Needed under
         `check_vma=False`; under `check_vma=True` types say as much, and specs are checked.
+      groups: mesh axes that part groups of devices with parameters and losses of their own, such as
+        those of an outer shard_map: nothing is summed over them. Under `check_vma=False` an axis
+        that `loss_fn` never names is one without being told.
       microbatches: the number of parts into which dimension 0 of every batch leaf is cut. They run
         one after the other, and their gradients are added in float32 or wider.
       bucket_bytes: None for one psum a leaf; otherwise as in `reduce_gradients`.
@@ -122,21 +139,26 @@ def value_and_grad(
     limit = check_bucket(bucket_bytes)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
-        ring = bind(axis) if axis not in ((), []) else Ring((), size=1)
+        ring, apart = bind(axis) if axis not in ((), []) else Ring((), size=1), bind_groups(groups)
+        _check_apart(ring, apart)
         checked = checks_varying(manual_axes())
-        params = jax.tree_util.tree_map_with_path(_check_parameter, params)
-        sharded = sharded_axes(params, specs)
+        params = as_arrays("params", params)
+        jax.tree_util.tree_map_with_path(_check_parameter, params)
+        if apart.names:
+            check_own_leaves("params", params, apart, "parameters", "leave that axis out of groups")
+        sharded = sharded_axes(params, specs, apart.names)
         # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
         # would sum the gradient over devices in every microbatch.
         copies = vary_over(ring.names, params)
-        found = _accumulate(of_user(loss_fn, "loss_fn"), has_aux, ring, parts, copies, batch)
-        (loss, weight, aux), grads = found
-
-        total = _total(weight, ring)
+        batches = batch if parts == 1 else _cut(parts, batch)
+        local = _local_loss(of_user(loss_fn, "loss_fn"), has_aux, ring, apart)
         # Under check_vma=True JAX has summed over all other axes, and the loss counted once there.
         # Otherwise each device's loss has counted, and no gradient is summed yet.
-        axes = ring.names if checked else manual_axes()
-        count = 1 if checked else prod(lax.axis_size(a) for a in axes if a not in ring.names)
+        others = () if checked else _used(local, copies, batches, parts, ring.names + apart.names)
+        axes, count = ring.names + others, prod(map(lax.axis_size, others))
+        (loss, weight, aux), grads = _accumulate(local, parts, copies, batches)
+
+        total = _total(weight, ring)
         # Divided before they are summed: sums of many tokens' gradients would overflow float16.
         leaves, treedef = jax.tree.flatten(grads)
         leaves = [_quotient(leaf, total, count) for leaf in leaves]
@@ -151,28 +173,45 @@ def value_and_grad(
     return public(value_and_gradient, over=axis)
 
 
+def _local_loss(loss_fn: Callable[..., Any], has_aux: bool, ring: Ring, apart: Ring) -> Local:
+    """What `loss_fn` returns, checked, and typed as one share of each device."""
+
+    def local(params: Any, batch: Any) -> tuple[Float[Array, ""], tuple[Num[Array, ""], Any]]:
+        result = loss_fn(params, *batch)
+        result, aux = _pair(result) if has_aux else (result, None)
+        loss, weight = _check_result(result, ring, apart)
+        return loss, (weight, as_arrays("aux", aux))
+
+    return local
+
+
+def _used(
+    local: Local, params: Any, batches: Any, parts: int, known: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The axes, but those that are known, over which devices compute a loss together.
+
+    Over an axis that it never names they do not: each has the whole gradient of what it computed,
+    be that the same as others' or, in a group with a model of its own, another one.
+    """
+    others = tuple(name for name in manual_axes() if name not in known)
+    if prod(map(lax.axis_size, others)) == 1:
+        return ()
+    first = batches if parts == 1 else jax.tree.map(lambda x: x[0], batches)
+    named = named_axes(jax.make_jaxpr(lambda params: local(params, first)[0])(params).jaxpr)
+    return tuple(name for name in others if name in named)
+
+
 def _accumulate(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    ring: Ring,
-    parts: int,
-    params: Any,
-    batch: tuple[Any, ...],
+    local: Local, parts: int, params: Any, batches: Any
 ) -> tuple[tuple[Float[Array, ""], Num[Array, ""], Any], Any]:
     """This device's loss, weight, aux and wide gradients, over all microbatches."""
 
     def run(batch: Any) -> tuple[tuple[Float[Array, ""], Num[Array, ""], Any], Any]:
-        def local(params: Any) -> tuple[Float[Array, ""], tuple[Num[Array, ""], Any]]:
-            result = loss_fn(params, *batch)
-            result, aux = _pair(result) if has_aux else (result, None)
-            loss, weight = _local_loss(result, ring)
-            return loss, (weight, jax.tree.map(jnp.asarray, aux))
-
-        (loss, (weight, aux)), grads = jax.value_and_grad(local, has_aux=True)(params)
+        (loss, (weight, aux)), grads = jax.value_and_grad(local, has_aux=True)(params, batch)
         return (loss, weight, aux), jax.tree.map(_widened, grads)
 
     if parts == 1:
-        (loss, weight, aux), grads = run(batch)
+        (loss, weight, aux), grads = run(batches)
         return (loss, weight, jax.tree.map(lambda x: x[None], aux)), grads
 
     def zero(param: Inexact[Array, "*shape"]) -> Inexact[Array, "*shape"]:
@@ -182,13 +221,18 @@ def _accumulate(
         found, grads = run(batch)
         return jax.tree.map(jnp.add, sums, grads), found
 
-    def split(path: Any, leaf: Any) -> Shaped[Array, "parts size ..."]:
-        return _split(parts, jax.tree_util.keystr(path), jnp.asarray(leaf))
-
-    batches = jax.tree_util.tree_map_with_path(split, batch)
     grads, found = lax.scan(step, jax.tree.map(zero, params), batches, length=parts)
     losses, weights, aux = found
     return (jnp.sum(losses), jnp.sum(weights, dtype=weights.dtype), aux), grads
+
+
+def _cut(parts: int, batch: Any) -> Any:
+    """Cuts a batch into as many parts."""
+
+    def split(path: Any, leaf: Any) -> Shaped[Array, "parts size ..."]:
+        return _split(parts, jax.tree_util.keystr(path), leaf)
+
+    return jax.tree_util.tree_map_with_path(split, as_arrays("batch", batch))
 
 
 def _pair(result: Any) -> tuple[Any, Any]:
@@ -199,8 +243,8 @@ def _pair(result: Any) -> tuple[Any, Any]:
     return result
 
 
-def _local_loss(result: Any, ring: Ring) -> tuple[Float[Array, ""], Num[Array, ""]]:
-    """What `loss_fn` returned, checked, and typed as one share of each device."""
+def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""], Num[Array, ""]]:
+    """Returns loss and weight as shares of each device."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise type_error(
             f"loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
@@ -213,13 +257,16 @@ def _local_loss(result: Any, ring: Ring) -> tuple[Float[Array, ""], Num[Array, "
         )
     loss, weight = _check_scalars(*result)
     for argument, x in (("loss_sum", loss), ("weight", weight)):
-        others = sorted(varying_axes(x) - set(ring.names))
+        others = sorted(varying_axes(x) - set(ring.names) - set(apart.names))
         if others:
             raise value_error(
                 f"{argument} varies over {others}, which axis {ring.names} "
                 "lacks; add them if devices have different shares of the loss there; otherwise sum "
-                "or gather before it with reduce_region or gather_region, typed as replicated"
+                "or gather before it with reduce_region or gather_region, typed as replicated; or "
+                "name them in groups= if devices along them have models of their own"
             )
+    if ring.names:
+        check_own("loss_sum", loss, ring, "a share", SHARE)
     return vary_over(ring.names, (_widened(loss), _widened(weight)))
 
 
@@ -244,15 +291,22 @@ def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Float[Array, ""], Shaped
     return loss, weight
 
 
-def _check_parameter(path: Any, leaf: Any) -> Inexact[Array, " ..."]:
-    leaf = jnp.asarray(leaf)
+def _check_parameter(path: Any, leaf: Shaped[Array, " ..."]) -> None:
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise type_error(
             f"params{jax.tree_util.keystr(path)} is "
             f"{leaf.dtype}{list(leaf.shape)}, which has no gradient; pass it to loss_fn apart "
             "from params"
         )
-    return leaf
+
+
+def _check_apart(ring: Ring, apart: Ring) -> None:
+    shared = sorted(set(ring.names) & set(apart.names))
+    if shared:
+        raise value_error(
+            f"axis and groups both have {shared}; devices along an axis share a loss, or have one "
+            "each"
+        )
 
 
 def _split(

@@ -12,7 +12,7 @@ from jaxtyping import Num
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import type_error, value_error
-from jaxpar._checks import check_dim, check_sequence_dim
+from jaxpar._checks import check_dim, check_own, check_sequence_dim
 from jaxpar._quantized import as_array
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_on_wire, vary_over, varying_axes
@@ -28,6 +28,8 @@ Weights = Mapping[str, Array]  # by the names that errors use
 Biases = tuple[Array | None, ...]
 Options = tuple[Any, Any]  # preferred_element_type, precision
 Select = Callable[[str, Array], Array]
+
+SHARDED_SEQUENCE = "shard it in in_specs, or pass sequence_dim=None if all have the whole"
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,19 @@ class Projection:
         biases: Biases,
         fsdp_dim: Integer,
         select: Select = lambda _, whole: whole,
+        shared: tuple[str, ...] = (),
     ) -> tuple[Array, ...]:
         """Multiplies x, its sequence whole, by each weight; all share one gather of x.
 
-        `select(name, whole)` takes of a weight, or of its bias, the columns that are used here.
+        `select(name, whole)` takes of a weight, or of its bias, the columns that are used here. All
+        devices have those weights that are `shared`.
         """
         x, weights = _arrays(x, weights)
         along = self._check(x, weights, fsdp_dim)
+        if self.sequence_dim is not None:
+            check_own("x", x, self.ring, "a part of the sequence", SHARDED_SEQUENCE)
+        for name in weights.keys() - set(shared):
+            check_own(name, weights[name], self.ring, "columns")
 
         def product(
             x: Num[Array, "*tokens d"], shards: tuple[Num[Array, "_ _"], ...]
@@ -72,6 +80,8 @@ class Projection:
         """Multiplies x by the one weight, sums over the axis, and adds the bias once."""
         x, weights = _arrays(x, weights)
         along = self._check(x, weights, fsdp_dim)
+        for name, w in weights.items():
+            check_own(name, w, self.ring, "rows")
 
         def product(
             x: Num[Array, "*tokens d"], shards: tuple[Num[Array, "_ _"], ...]
@@ -187,6 +197,8 @@ class Projection:
                     "dtype of the result with preferred_element_type"
                 )
             along = check_dim("fsdp_dim", fsdp_dim, w.shape)
+            if self.fsdp is not None:
+                check_own(name, w, self.fsdp, "a shard")
             rows, text = w.shape[0], ""
             if self.fsdp is not None and along == 0:
                 rows *= self.fsdp.size

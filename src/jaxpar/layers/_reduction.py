@@ -11,10 +11,11 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Num
 
-from jaxpar._axis import bind
+from jaxpar._axis import Ring, bind
 from jaxpar._calls import called, public, type_error, value_error
 from jaxpar._checks import check_whole
 from jaxpar._dtypes import addition_dtype, common_dtype
+from jaxpar._trees import as_arrays
 from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
 from jaxpar._wire import check_wire
@@ -64,7 +65,7 @@ def reduce_gradients(
     """
     ring = bind(axis)
     limit = check_bucket(bucket_bytes)
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
+    leaves, treedef = jax.tree.flatten(as_arrays("grads", grads, "sum"))
     sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
     summed = [set(ring.names) - axes for axes in sharded]
     if checks_varying(ring.names):
@@ -74,7 +75,7 @@ def reduce_gradients(
 
 
 @public
-def global_norm(tree: Any, *, specs: Any = None) -> Array:
+def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array:
     """Computes the Euclidean norm of a pytree of shards, as if they were whole.
 
     Args:
@@ -82,9 +83,12 @@ def global_norm(tree: Any, *, specs: Any = None) -> Array:
         over, such as the gradients of `value_and_grad`.
       specs: pytree prefix of `PartitionSpec`s, as `in_specs`. Needed under `check_vma=False`; under
         `check_vma=True` types say over which axes a leaf is sharded, and specs are checked.
+      groups: mesh axes that part groups of devices, as in `value_and_grad`: each has a norm of
+        its own.
 
     Returns:
-      The square root of the sum of the squares of all global entries, the same on every device;
+      The square root of the sum of the squares of all global entries, the same on every device (of
+      a group);
       a float32 scalar, float64 if a leaf is. 0 for an empty pytree.
 
     Raises:
@@ -101,9 +105,10 @@ def global_norm(tree: Any, *, specs: Any = None) -> Array:
       >>> norm(jnp.ones(8), jnp.ones(1))
       Array(3., dtype=float32)
     """
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    tree = as_arrays("tree", tree, "norm")
     squares: dict[tuple[str, ...], Array] = {}
-    for leaf, axes in zip(leaves, sharded_axes(tree, specs), strict=True):
+    axes_of_leaves = sharded_axes(tree, specs, bind_groups(groups).names)
+    for leaf, axes in zip(jax.tree.leaves(tree), axes_of_leaves, strict=True):
         exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # its squares would overflow
         wide = jnp.abs(leaf.astype("float32" if exact else addition_dtype(leaf.dtype)))
         key, square = tuple(sorted(axes)), jnp.sum(wide * wide)
@@ -174,8 +179,13 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
 
 
-def sharded_axes(tree: Any, specs: Any) -> list[set[str]]:
-    """The axes over which each leaf is sharded, by its type or by its spec."""
+def bind_groups(groups: AxisLike) -> Ring:
+    """Returns the ring over axes that part groups of devices, of which there may be none."""
+    return Ring((), size=1) if groups in ((), []) else bind(groups, "groups")
+
+
+def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[set[str]]:
+    """The axes over which each leaf is sharded within a group, by its type or by its spec."""
     axes = manual_axes()
     if not axes or not checks_varying(axes):
         if axes and specs is None:
@@ -183,16 +193,18 @@ def sharded_axes(tree: Any, specs: Any) -> list[set[str]]:
                 "under check_vma=False types do not say over which axes a leaf is "
                 "sharded; pass specs=, the in_specs of the tree"
             )
-        return spec_axes(tree, specs if axes else PartitionSpec())
-    typed = [set(varying_axes(leaf)) for leaf in jax.tree.leaves(tree)]
+        named = spec_axes(tree, specs if axes else PartitionSpec())
+        return [names - set(groups) for names in named]
+    typed = [set(varying_axes(leaf)) - set(groups) for leaf in jax.tree.leaves(tree)]
     if specs is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for path, found, given in zip(paths, typed, spec_axes(tree, specs), strict=True):
-            if found != given:
+            if found != given - set(groups):
                 raise value_error(
                     f"leaf {_keystr(path)} varies over {sorted(found)}, but its spec "
                     f"shards it over {sorted(given)}; give the in_specs of the tree, or leave out "
-                    "specs=, which check_vma=True does without"
+                    "specs=, which check_vma=True does without, and name axes in groups= if "
+                    "devices along them have models of their own"
                 )
     return typed
 

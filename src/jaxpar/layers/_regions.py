@@ -11,7 +11,6 @@ value, as its derivative, or at the boundary of `shard_map`).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from jaxtyping import Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
-from jaxpar._checks import check_dim, check_divides
+from jaxpar._checks import ADDENDS, check_dim, check_divides
+from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, Tree
 from jaxpar._varying import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar._wire import check_wire
@@ -59,11 +59,10 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
     """
     ring = bind(axis)
 
-    def copy(x: Any) -> Array:
-        x = jnp.asarray(x)
+    def copy(x: Array) -> Array:
         return vary_on_wire(ring.names, x, ring.wire_dtype).astype(x.dtype)
 
-    return jax.tree.map(copy, x)
+    return jax.tree.map(copy, as_arrays("x", x))
 
 
 @public
@@ -95,9 +94,10 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     Source: as `copy_region`, its operator g.
     """
     ring = bind(axis)
+    x = as_arrays("x", x, "sum")
+    check_own_leaves("x", x, ring, "an addend", ADDENDS)
 
-    def reduce(x: Any) -> Array:
-        x = jnp.asarray(x)
+    def reduce(x: Array) -> Array:
         check_wire(ring.wire_dtype, x.dtype)
         wide = x.astype(ring.wire(x.dtype))
         return lax.psum(vary_over(ring.names, wide), ring.names).astype(x.dtype)
@@ -136,20 +136,9 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
     Source: as `copy_region`.
     """
     ring = bind(axis)
-    names = ring.names
-
-    def gather(x: Any) -> Array:
-        x = jnp.asarray(x)
-        along = check_dim("dim", dim, x.shape)
-        if not x.size:  # XLA does not gather nothing
-            return jnp.zeros(
-                (*x.shape[:along], x.shape[along] * ring.size, *x.shape[along + 1 :]), x.dtype
-            )
-        if not checks_varying(names):
-            return lax.all_gather(x, names, axis=along, tiled=True)
-        return lax.all_gather(vary_over(names, x), names, axis=along, tiled=True, to="invarying")
-
-    return jax.tree.map(gather, x)
+    x = as_arrays("x", x)
+    check_own_leaves("x", x, ring, "a block")
+    return jax.tree.map(lambda leaf: _joined(ring, check_dim("dim", dim, leaf.shape), leaf), x)
 
 
 @public
@@ -185,8 +174,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
     """
     ring = bind(axis)
 
-    def scatter(x: Any) -> Array:
-        x = jnp.asarray(x)
+    def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)
         check_divides("x", x.shape, along, ring)
         if not checks_varying(ring.names):
@@ -198,7 +186,16 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
             x = _own_block(x, (name,), along) if varies else _cut((name,), along, x)
         return x
 
-    return jax.tree.map(scatter, x)
+    return jax.tree.map(scatter, as_arrays("x", x))
+
+
+def _joined(ring: Ring, dim: int, x: Shaped[Array, "*block"]) -> Shaped[Array, "*whole"]:
+    if not x.size:  # XLA does not gather nothing
+        return jnp.zeros((*x.shape[:dim], x.shape[dim] * ring.size, *x.shape[dim + 1 :]), x.dtype)
+    if not checks_varying(ring.names):
+        return lax.all_gather(x, ring.names, axis=dim, tiled=True)
+    x = vary_over(ring.names, x)
+    return lax.all_gather(x, ring.names, axis=dim, tiled=True, to="invarying")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -216,7 +213,7 @@ def _cut_bwd(
     names: tuple[str, ...], dim: int, _: None, ct: Shaped[Array, "*block"]
 ) -> tuple[Shaped[Array, "*whole"]]:
     # Without this rule JAX would sum arrays of the whole size that are zero but for one block.
-    return (gather_region(ct, names, dim=dim),)
+    return (_joined(Ring(names, size=lax.axis_size(names)), dim, ct),)
 
 
 _cut.defvjp(_cut_fwd, _cut_bwd)

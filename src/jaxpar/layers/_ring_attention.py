@@ -13,7 +13,7 @@ from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_integers, check_precision, check_replicated, check_whole
+from jaxpar._checks import as_integers, check_own, check_precision, check_replicated, check_whole
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
 from jaxpar._varying import vary_alike
@@ -113,6 +113,9 @@ def ring_attention(
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
+    # Without an order of positions all devices may have the same queries.
+    for argument, x in {"q": q, "k": k, "v": v}.items() if causal else {"k": k, "v": v}.items():
+        check_own(argument, x, ring, "a part of the sequence")
     check_wire(ring.wire_dtype, sum_dtype(q.dtype))
     check_precision(precision)
     zigzag = order == "zigzag" and ring.size > 1  # one device has all positions in either order

@@ -18,9 +18,9 @@ from jaxpar._checks import (
     as_signed,
     check_divides,
     check_number,
+    check_own,
     check_replicated,
     check_sequence_dim,
-    check_sharded,
     check_whole,
 )
 from jaxpar._dtypes import addition_dtype, sum_dtype
@@ -28,6 +28,7 @@ from jaxpar._types import AxisLike, Integer, Number
 from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
 from jaxpar._wire import check_wire
 from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
+from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.layers._regions import reduce_region
 
 
@@ -81,7 +82,7 @@ def vocabulary_parallel_embedding(
     dim = check_sequence_dim("the result", sequence_dim, shape)
     if dim is not None:
         check_divides("the result", shape, dim, ring)
-    check_sharded("table", table, "rows", ring)
+    check_own("table", table, ring, "rows")
 
     tokens, table = vary_alike(ring.names, tokens, table)
     first = ring.index() * table.shape[0]
@@ -229,7 +230,10 @@ def vocabulary_parallel_cross_entropy(
         ignore_label=check_whole("ignore_label", ignore_label),
         precision=precision,
     )
-    check_sharded("w", w, "columns", ring)
+    check_own("w", w, ring, "columns")
+    if dim is not None:
+        for argument, tokens in {"x": x, "labels": labels}.items():
+            check_own(argument, tokens, ring, "a part of the sequence", SHARDED_SEQUENCE)
     labels = as_signed(labels)
     if not labels.size:
         return jnp.zeros(labels.shape, sum_dtype(x.dtype))

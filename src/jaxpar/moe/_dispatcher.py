@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,8 @@ from jaxtyping import Bool, Int, Int32, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, readable, type_error, value_error
-from jaxpar._checks import as_integers, as_signed, check_whole
+from jaxpar._checks import as_integers, as_signed, check_own, check_whole
+from jaxpar._trees import as_arrays
 from jaxpar._types import AxisLike, Integer, Leaf, Tree
 from jaxpar._varying import vary_alike, vary_over
 from jaxpar.collectives._ragged import Slices
@@ -211,10 +211,13 @@ class RaggedDispatcher:
           Array([1, 2], dtype=int32)
         """
         capacity = check_whole("capacity", capacity, 0)
+        data = as_arrays("data", data)
         leaves, treedef = jax.tree.flatten(data)
         rows = self._devices.shape[0]
         remedy = f"the ids that the plan was made from have {rows}; give one row for each of them"
         leaves = [_check_leaf(leaf, rows, remedy) for leaf in leaves]
+        if leaves:
+            check_own("data", data, self._ring, "rows")
         trip, _, arrived = self._trip(capacity)
         received = send(trip, leaves, self._ring, capacity)
         return treedef.unflatten(received), arrived
@@ -252,7 +255,7 @@ class RaggedDispatcher:
           Array([ 0,  2,  4,  6,  8, 10, 12,  7], dtype=int32)
         """
         capacity = check_whole("capacity", capacity, 0)
-        leaves, treedef = jax.tree.flatten(data)
+        leaves, treedef = jax.tree.flatten(as_arrays("data", data))
         remedy = f"capacity={capacity}; give what became of each row that dispatch returned"
         leaves = [_check_leaf(leaf, capacity, remedy, summed=True) for leaf in leaves]
         trip, fits, _ = self._trip(capacity)
@@ -308,9 +311,8 @@ def _check_mask(mask: Array, ids: Int[Array, "*ids"]) -> Bool[Array, "*ids"]:
 
 
 def _check_leaf(
-    leaf: Any, rows: int, remedy: str, *, summed: bool = False
+    x: Shaped[Array, " ..."], rows: int, remedy: str, *, summed: bool = False
 ) -> Shaped[Array, "{rows} ..."]:
-    x = jnp.asarray(leaf)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         raise type_error(
             f"data has an array of {x.dtype}, which cannot travel; send what "

@@ -45,7 +45,7 @@ from jaxpar.moe._sharding import (
     check_routing,
     gather_whole,
 )
-from jaxpar.moe._statistics import Statistics, routing_statistics
+from jaxpar.moe._statistics import Statistics, statistics_of
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -208,7 +208,7 @@ def moe_layer(
         compute = jax.checkpoint(compute, policy=keep)
     out, pairs = compute(rows, routing.weights, routed, fused)
     overflow = jnp.sum(chosen >= 0, dtype=jnp.int32) - pairs
-    statistics = routing_statistics(routing, axes.counted, overflow=overflow)
+    statistics = statistics_of(routing, axes.counted, None, overflow)
     return out.reshape(tokens.shape), statistics
 
 

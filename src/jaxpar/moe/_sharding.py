@@ -16,11 +16,13 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_number, check_own, check_whole
 from jaxpar._padding import Blocks
+from jaxpar._trees import check_own_leaves
 from jaxpar._tuning import AUTO
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._sites import DISPATCHES
 from jaxpar.layers import fsdp_gather
+from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.moe._experts import check_shapes
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
 from jaxpar.moe._routing import Routing
@@ -95,13 +97,12 @@ def bind_axes(
 def check_own_rows(tokens: Array, axes: Axes) -> None:
     """Raises unless each device has rows of its own."""
     check_rows(tokens)
-    check_own("tokens", tokens, axes.expert, "shard them, or cut them by scatter_region")
+    check_own("tokens", tokens, axes.expert, "rows")
     if axes.data:
-        remedy = "shard them, or leave that axis out of data_axis"
-        check_own("tokens", tokens, axes.expert.over(axes.data), remedy)
+        remedy = "shard them in in_specs, or leave that axis out of data_axis"
+        check_own("tokens", tokens, axes.expert.over(axes.data), "rows", remedy)
     if axes.gathered_tensor is not None:
-        remedy = "pass sequence_dim=None if all of them have the same tokens, or shard them"
-        check_own("tokens", tokens, axes.gathered_tensor, remedy)
+        check_own("tokens", tokens, axes.gathered_tensor, "rows", SHARDED_SEQUENCE)
 
 
 def check_rows(tokens: Array) -> None:
@@ -180,19 +181,14 @@ def check_experts(
                 f"{ring} are ceil({count} / {ring.size}) = {share} a device; append missing ones "
                 f"with pad_experts(experts, {ring.size}), and shard along the first dimension"
             )
-        remedy = (
-            "shard it in in_specs, or cut it by scatter_region; type what is made in here by "
-            f"jax.lax.pcast(..., {ring.names}, to='varying')"
-        )
-        check_own(f"experts.{name}", w, ring, remedy)
+        check_own(f"experts.{name}", w, ring, "experts")
     of_shared = {} if shared is None else shared._asdict()
     for kind, tree in (("experts", experts._asdict()), ("shared", of_shared)):
         for name, w in tree.items():
             if w is None:
                 continue
             if axes.tensor is not None and name != "down_bias":
-                remedy = "shard its hidden features over tp_axis"
-                check_own(f"{kind}.{name}", w, axes.tensor, remedy, "features of its own")
+                check_own(f"{kind}.{name}", w, axes.tensor, "hidden features")
             if w.dtype != tokens.dtype:
                 raise type_error(
                     f"tokens are {tokens.dtype}{list(tokens.shape)} and {kind}.{name} "
@@ -267,6 +263,7 @@ def gather_whole(
     """Gathers what is sharded over fsdp, and checks that it fits the rows."""
     if axes.fsdp is not None:
         dims = fsdp_dims(experts, dim)
+        check_own_leaves(kind, experts, axes.fsdp, "a shard")
         experts = fsdp_gather(experts, axes.fsdp, dim=dims)
         # Named last, after the cast that its uses need: what comes after a name would be kept.
         experts = vary_over(varying_axes(rows, experts), experts)

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int32, Num
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, readable, value_error
+from jaxpar._checks import check_own
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_alike
 from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_experts
@@ -87,7 +88,16 @@ def routing_statistics(
     Source: Fedus et al., "Switch transformers" (2021), and Zoph et al., "ST-MoE" (2022), for the
     losses.
     """
-    routing, axes = as_routing(routing), _axes(axis)
+    routing = as_routing(routing)
+    if axis not in ((), []):
+        check_own("routing", routing, bind(axis), "tokens", "leave out of axis where all have them")
+    return statistics_of(routing, _axes(axis), mask, overflow)
+
+
+def statistics_of(
+    routing: Routing, axes: tuple[str, ...], mask: Values | None, overflow: Array | Integer
+) -> Statistics:
+    """Computes the statistics over axes over which devices have tokens of their own."""
     counted = _counted(routing, mask)
     lost = jnp.asarray(overflow)
     if lost.ndim or not jnp.issubdtype(lost.dtype, jnp.integer):
