@@ -357,7 +357,7 @@ def error(*shapes, attend=attend, heads=4, kv_heads=2, **options):
     """What it says of local arrays, on a mesh of fsdp=2, tp=4, after its own name."""
 
     def body():
-        args = [jnp.zeros(shape) for shape in shapes]
+        args = [jax.lax.pcast(jnp.zeros(x), ("fsdp", "tp"), to="varying") for x in shapes]
         parallel_attention(*args, "tp", attend, heads=heads, kv_heads=kv_heads, **options)
         return jnp.zeros(8)
 

@@ -305,7 +305,9 @@ def test_operands_that_do_not_fit():
     )
     assert error(ValueError) == (
         "w of local shape (3, 4) is replicated over ['tp'], but each device of axis 'tp' (4) "
-        "needs columns of its own; shard it in in_specs, or cut it with scatter_region"
+        "needs columns of its own; shard it in in_specs, or cut it with scatter_region. If "
+        "each device does have its own, and they are equal, say so by jax.lax.pcast(..., ('tp',), "
+        "to='varying')"
     )
 
 

@@ -433,7 +433,8 @@ def test_specs_that_differ_from_the_types():
     step = value_and_grad(lambda p, x: good(p["w"], x), "dp", specs={"w": P("dp")})
     assert error(lambda w, x: step({"w": w}, x)) == (
         "leaf ['w'] varies over ['tp'], but its spec shards it over ['dp']; give the in_specs of "
-        "the tree, or leave out specs=, which check_vma=True does without"
+        "the tree, or leave out specs=, which check_vma=True does without, and name axes in groups= "
+        "if devices along them have models of their own"
     )
 
 
@@ -453,7 +454,8 @@ def test_a_loss_that_varies_over_another_axis():
     assert error(value_and_grad(lambda w, x: (jnp.sum(w) * jnp.sum(x), 1), "dp")) == (
         "loss_sum varies over ['tp'], which axis ('dp',) lacks; add them if devices have "
         "different shares of the loss there; otherwise sum or gather before it with reduce_region "
-        "or gather_region, typed as replicated"
+        "or gather_region, typed as replicated; or name them in groups= if devices along them have "
+        "models of their own"
     )
     text = error(value_and_grad(lambda w, x: (jnp.sum(x), jnp.sum(w)), "dp"))
     assert text.startswith("weight varies over ['tp'], which axis ('dp',) lacks")

@@ -119,7 +119,9 @@ def test_errors():
     )
     assert error(ValueError, tokens, table) == (
         "table of local shape (3, 4) is replicated over ['tp'], but each device of axis 'tp' (4) "
-        "needs rows of its own; shard it in in_specs, or cut it with scatter_region"
+        "needs rows of its own; shard it in in_specs, or cut it with scatter_region. If "
+        "each device does have its own, and they are equal, say so by jax.lax.pcast(..., ('tp',), "
+        "to='varying')"
     )
     assert error(ValueError, tokens, table, sequence_dim=2) == (
         "sequence_dim=2 is the last dimension of the result, local shape (2, 6, 4), which holds "

@@ -90,13 +90,17 @@ def test_empty_results(mode, check_vma):
         )
 
     mapped = jax.shard_map(
-        lambda x, w: forms(x, w)[1], mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma
+        lambda x, w: forms(x, w)[1],
+        mesh=mesh,
+        in_specs=(P("tp"), P()),
+        out_specs=P(),
+        check_vma=check_vma,
     )
     assert jax.jit(mapped)(x, w).shape == (0, 4)
     mapped = jax.shard_map(
         lambda x, w: forms(x, w)[0][None],
         mesh=mesh,
-        in_specs=P(),
+        in_specs=(P("tp"), P()),
         out_specs=P("tp"),
         check_vma=check_vma,
     )

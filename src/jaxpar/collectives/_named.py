@@ -110,13 +110,15 @@ def ring_all_gather(
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     x = as_arrays("x", x)
+    for leaf in jax.tree.leaves(x):
+        check_dim("dim", dim, leaf.shape, stacked=not tiled)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):  # whose derivative is a sum
+            check_wire(ring.wire_dtype, leaf.dtype)
     check_own_leaves("x", x, ring, "a block")
     (x,) = vary_alike(ring.names, x)
 
     def gather(x: Array, exact: bool) -> Array:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
-        if jnp.issubdtype(x.dtype, jnp.inexact):  # whose derivative is a sum
-            check_wire(ring.wire_dtype, x.dtype)
         over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
         way = _way("all-gather", over, x)
         return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
@@ -167,21 +169,26 @@ def ring_reduce_scatter(
     Example:
       >>> mesh = make_mesh("tp=8")
       >>> scatter = jaxpar.jit(jax.shard_map(lambda x: ring_reduce_scatter(x, "tp", tiled=True),
-      ...     mesh=mesh, in_specs=P(), out_specs=P("tp")))
-      >>> scatter(jnp.arange(16.0))[:3]
-      Array([ 0.,  8., 16.], dtype=float32)
+      ...     mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+      >>> scatter(jnp.arange(64.0))[:3]  # each device adds 8 numbers, and keeps the sum of one
+      Array([224., 232., 240.], dtype=float32)
 
     Source: as `ring_all_gather`, run backwards.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
-    (x,) = vary_alike(ring.names, _as_addends(x, ring))
+    check_summable("x", x)
+    x = as_arrays("x", x, "sum")
+    for leaf in jax.tree.leaves(x):
+        along = check_dim("dim", dim, leaf.shape)
+        check_divides("x", leaf.shape, along, ring, exactly=not tiled)
+        if leaf.dtype == bool:
+            raise type_error(f"x is bool{list(leaf.shape)}, which has no sum; cast it to int32")
+        check_wire(ring.wire_dtype, leaf.dtype)
+    check_own_leaves("x", x, ring, "an addend", ADDENDS)
+    (x,) = vary_alike(ring.names, x)
 
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)
-        check_divides("x", x.shape, along, ring, exactly=not tiled)
-        if x.dtype == bool:
-            raise type_error(f"x is bool{list(x.shape)}, which has no sum; cast it to int32")
-        check_wire(ring.wire_dtype, x.dtype)
         out = scatter_along(_way("reduce-scatter", ring, x), x, along)
         return out if tiled else lax.squeeze(out, [along])
 
@@ -228,22 +235,19 @@ def ring_all_reduce(
     Source: as `ring_all_gather`.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
-    (x,) = vary_alike(ring.names, _as_addends(x, ring))
+    check_summable("x", x)
+    x = as_arrays("x", x, "sum")
+    # lax.psum counts bools, too.
+    x = jax.tree.map(lambda leaf: leaf.astype("int32") if leaf.dtype == bool else leaf, x)
+    for leaf in jax.tree.leaves(x):
+        check_wire(ring.wire_dtype, leaf.dtype)
+    check_own_leaves("x", x, ring, "an addend", ADDENDS)
+    (x,) = vary_alike(ring.names, x)
 
     def reduce(x: Array) -> Array:
-        x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
-        check_wire(ring.wire_dtype, x.dtype)
         return all_reduce(_way("all-reduce", ring, x), x)
 
     return jax.tree.map(reduce, x)
-
-
-def _as_addends(x: Any, ring: Ring) -> Any:
-    """Returns the pytree of arrays, of which each device must have its own to be summed."""
-    check_summable("x", x)
-    x = as_arrays("x", x, "sum")
-    check_own_leaves("x", x, ring, "an addend", ADDENDS)
-    return x
 
 
 def _way(collective: str, ring: Ring, x: Array) -> Way:

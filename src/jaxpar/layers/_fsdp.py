@@ -16,7 +16,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_dim, check_own
 from jaxpar._dtypes import loses_parts
-from jaxpar._quantized import as_array, as_operand, scales_among, values_of
+from jaxpar._quantized import as_array, as_operand, scales_among
 from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, MaybeQuantized, Tree, TreeDim
 from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
@@ -236,8 +236,8 @@ def fsdp_linear(
     labels = matmul_labels(x, weight)
     label = labels.rhs[check_dim("dim", dim, weight.shape)]
     call = _einsum.make_call(labels, bind(axis), preferred_element_type, precision)
-    check_own("w", values_of(weight), call.ring, "a shard")
-    (y,) = _einsum.gather(replace(call, regather=True), "rhs", label, x, (weight,))
+    call = replace(call, regather=True, names=("x", "w"))
+    (y,) = _einsum.gather(call, "rhs", label, x, (weight,))
     if bias is None:
         return y
     bias = jnp.asarray(bias)

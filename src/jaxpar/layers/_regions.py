@@ -95,10 +95,11 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     """
     ring = bind(axis)
     x = as_arrays("x", x, "sum")
+    for leaf in jax.tree.leaves(x):
+        check_wire(ring.wire_dtype, leaf.dtype)
     check_own_leaves("x", x, ring, "an addend", ADDENDS)
 
     def reduce(x: Array) -> Array:
-        check_wire(ring.wire_dtype, x.dtype)
         wide = x.astype(ring.wire(x.dtype))
         return lax.psum(vary_over(ring.names, wide), ring.names).astype(x.dtype)
 
@@ -137,8 +138,9 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
     """
     ring = bind(axis)
     x = as_arrays("x", x)
+    dims = jax.tree.map(lambda leaf: check_dim("dim", dim, leaf.shape), x)
     check_own_leaves("x", x, ring, "a block")
-    return jax.tree.map(lambda leaf: _joined(ring, check_dim("dim", dim, leaf.shape), leaf), x)
+    return jax.tree.map(lambda along, leaf: _joined(ring, along, leaf), dims, x)
 
 
 @public

@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Num
 
 from jaxpar._calls import of_user, public, type_error, value_error
-from jaxpar._checks import check_own
 from jaxpar._types import AxisLike, Integer, Weights
 from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_pair
 
@@ -155,7 +154,6 @@ def row_parallel_linear(
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
-    check_own("x", x, layer.ring, "features")
     return layer.rows(x, {"w": w}, bias, fsdp_dim)
 
 

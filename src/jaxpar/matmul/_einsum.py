@@ -19,10 +19,10 @@ from jaxtyping import Num
 
 from jaxpar._axis import Ring
 from jaxpar._calls import value_error
-from jaxpar._checks import check_divides, check_precision
+from jaxpar._checks import ADDENDS, check_divides, check_own, check_precision
 from jaxpar._derivatives import as_residuals, with_derivative
 from jaxpar._dtypes import as_dtype, check_holds, result_dtype, sum_dtype
-from jaxpar._quantized import Quantized, as_array, straight_through
+from jaxpar._quantized import Quantized, as_array, straight_through, values_of
 from jaxpar._types import MaybeQuantized, Operand
 from jaxpar._varying import checks_varying, vary_alike, vary_over
 from jaxpar._wire import check_wire
@@ -57,6 +57,7 @@ class Call:
     regather: bool = False
     recomputed: bool = False
     in_layer: bool = False  # other work of a layer is before and behind it
+    names: tuple[str, str] = ("lhs", "rhs")  # of the operands, in errors
 
     @property
     def gathers_again(self) -> bool:
@@ -147,6 +148,8 @@ def gather(
     lhs, rhs = _read_alike(operand, lhs, rhs)
     sizes = [local_sizes(labels, lhs, weight, ring, gathered=(operand, label)) for weight in rhs]
     dtype, _ = call.result_dtype(lhs), call.wire_dtype(lhs)
+    name, block = (call.names[0], lhs) if operand == "lhs" else (call.names[1], rhs[0])
+    check_own(name, values_of(block), ring, "a block")
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     if operand == "lhs":
         left, rights, product = lhs, rhs, Product(labels.lhs, labels.rhs, labels.out, dtype)
@@ -194,6 +197,7 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
     dim, shape = labels.out.index(label), tuple(sizes[name] for name in labels.out)
     check_divides("the result", shape, dim, ring)
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
+    check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", ADDENDS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     width = lhs.dtype.itemsize
@@ -215,6 +219,7 @@ def all_reduce(call: Call, lhs: Array, rhs: Array) -> Out:
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
+    check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", ADDENDS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     label, width = labels.out[0], lhs.dtype.itemsize

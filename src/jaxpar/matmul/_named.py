@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import ADDENDS, check_dim, check_own
-from jaxpar._quantized import as_array, as_operand, values_of
+from jaxpar._checks import check_dim
+from jaxpar._quantized import as_array, as_operand
 from jaxpar._types import (
     AxisLike,
     Integer,
@@ -108,7 +108,6 @@ def all_gather_matmul(
     label = letters[check_dim("dim", dim, operand.shape)]
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
-    check_own(gather, values_of(operand), ring, "a block")
     results: Any = _einsum.gather(call, gather, label, lhs, weights)
     return results if isinstance(rhs, tuple) else results[0]
 
@@ -171,7 +170,6 @@ def matmul_reduce_scatter(
     label = labels.out[check_dim("dim", dim, result_shape)]
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
-    check_own("lhs and rhs", (lhs, rhs), ring, "a product", ADDENDS)
     return _einsum.scatter(call, label, lhs, rhs)
 
 
@@ -227,7 +225,6 @@ def matmul_all_reduce(
     labels = matmul_labels(lhs, rhs)
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
-    check_own("lhs and rhs", (lhs, rhs), ring, "a product", ADDENDS)
     return _einsum.all_reduce(call, lhs, rhs)
 
 
@@ -303,8 +300,6 @@ def ring_einsum(
         operand = _einsum.gathered_operand(call, gather, lhs, weights[0])
         if isinstance(rhs, tuple) and operand == "rhs":
             raise value_error(_no_shared_gather(f"gather={gather!r} gathers rhs"))
-        gathered = lhs if operand == "lhs" else weights[0]
-        check_own(operand, values_of(gathered), ring, "a block")
         results: Any = _einsum.gather(call, operand, gather, lhs, weights)
         return results if isinstance(rhs, tuple) else results[0]
     if scatter is not None and gather is None:
@@ -316,7 +311,6 @@ def ring_einsum(
                 f"scatter={scatter!r} is not a label of the result of '{labels}'; "
                 f"choose one of {list(labels.out)}"
             )
-        check_own("lhs and rhs", (lhs, weights[0]), ring, "a product", ADDENDS)
         result: Any = _einsum.scatter(call, scatter, lhs, weights[0])
         return result
     raise value_error(
