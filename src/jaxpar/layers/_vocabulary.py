@@ -166,7 +166,8 @@ def vocabulary_parallel_cross_entropy(
       x: local `[..., s, d]`, replicated over `axis`; with a `sequence_dim` `[..., s/n, d]`,
         sharded over it.
       w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for weights tied to
-        those of `vocabulary_parallel_embedding`.
+        those of `vocabulary_parallel_embedding`. Under `check_vma=False` types do not tell a whole
+        w, whose losses are too large by log(n), and `vocabulary` alone may.
       labels: local integers of the shape of `x` without its last dimension, sharded like it.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel: x, and its gradient. Its mode is as in `ring_all_gather`, but `"auto"` is
@@ -231,6 +232,12 @@ def vocabulary_parallel_cross_entropy(
         precision=precision,
     )
     check_own("w", w, ring, "columns")
+    if not checks_varying(ring.names) and w.shape[1] >= loss.vocabulary and ring.size > 1:
+        raise value_error(
+            f"w has local shape {w.shape}, columns of all vocabulary={loss.vocabulary} tokens on "
+            f"every device of {ring}; shard it in in_specs, {-(-loss.vocabulary // ring.size)} "
+            "columns a device"
+        )
     if dim is not None:
         for argument, tokens in {"x": x, "labels": labels}.items():
             check_own(argument, tokens, ring, "a part of the sequence", SHARDED_SEQUENCE)
