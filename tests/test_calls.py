@@ -19,6 +19,7 @@ from jaxpar import (
     ring_shift,
 )
 from jaxpar._calls import called, naming, of_user, public, type_error, value_error
+from jaxpar._varying import vary_over
 from jaxpar.layers import (
     column_parallel_linear,
     fsdp_scan,
@@ -111,7 +112,7 @@ def test_what_is_called_inside_is_not_named(name, call):
 
 def test_a_layer_of_the_user_inside_fsdp_scan_names_its_own_call():
     def network(layer, axis):
-        return lambda x: fsdp_scan(layer, jnp.zeros((3, 4, 8)), x, axis)
+        return lambda x: fsdp_scan(layer, vary_over(["dp"], jnp.zeros((3, 4, 8))), x, axis)
 
     def wrong(w, x):
         return column_parallel_linear(x, w, "no")
@@ -227,7 +228,7 @@ def test_a_scope_shows_all_axes_in_their_order(axis):
 def test_scopes_of_nested_calls_are_nested():
     def network(x, w):
         def layer(w, x):
-            return x + matmul_all_reduce(x, w, "tp", mode="naive")
+            return x + matmul_all_reduce(vary_over(["tp"], x), w, "tp", mode="naive")
 
         return fsdp_scan(layer, w, x, Axis("dp", mode="naive"))
 

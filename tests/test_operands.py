@@ -35,17 +35,6 @@ def layer_of_experts(axis, x, up, down, **options):
     return moe.moe_layer(x, routing, {"up": up, "down": down}, axis, **options)
 
 
-def sent(axis, ids, x):
-    plan = moe.RaggedDispatcher.from_target_device_ids(jnp.int32(ids[:, 0]), axis=axis)
-    return plan.dispatch({"rows": x}, 4)
-
-
-def exchanged(axis, x, starts):
-    starts = jnp.int32(starts)
-    ones = jnp.ones_like(starts)
-    return jaxpar.ragged_all_to_all(x, jnp.zeros_like(x), starts, ones, starts, ones, axis)
-
-
 def of(function, *arguments, **options):
     """Has the axis come first."""
     return lambda axis, *operands: function(*operands, axis, *arguments, **options)
@@ -86,11 +75,6 @@ CASES = {
         of(J.ring_reduce_scatter, dim=-1, tiled=True), lambda n: [(3, n)], {"x": (0,)}
     ),
     "ring_all_reduce": Case(of(J.ring_all_reduce), lambda n: [(3,)], {"x": (0,)}),
-    "ragged_all_to_all": Case(
-        exchanged,
-        lambda n: [(4, 2), (n,)],
-        {"operand, input_offsets and send_sizes": (0, 1)},
-    ),
     "all_gather_matmul": Case(of(J.all_gather_matmul), lambda n: [(4, 6), (6, 3)], {"lhs": (0,)}),
     "all_gather_matmul over k": Case(
         of(J.all_gather_matmul, dim=-1), lambda n: [(4, 6), (6 * n, 3)], {"lhs": (0,)}
@@ -194,7 +178,6 @@ CASES = {
         {"experts.up": (1,), "experts.down": (2,)},
     ),
     "routing_statistics": Case(statistics, lambda n: [(4, 3)], {"routing": (0,)}),
-    "RaggedDispatcher.dispatch": Case(sent, lambda n: [(4, 1), (4, 2)], {"data": (1,)}),
 }
 
 

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar._varying import vary_over
 from jaxpar.testing import (
     assert_matches_reference,
     axis_orders,
@@ -131,10 +132,11 @@ def test_all_reduce(ring, data):
 
 
 @both_rings
-def test_replicated_inputs(mode):
+def test_equal_inputs(mode):
     """Each device adds the same array, so it counts n times, and so does its gradient."""
 
     def all_three(x):
+        x = vary_over(["x"], x)
         return (
             ring_all_gather(x, "x", tiled=True, mode=mode),
             ring_reduce_scatter(x, "x", tiled=True, mode=mode),

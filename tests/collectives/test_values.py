@@ -242,7 +242,7 @@ def test_empty_arrays(mode):
             ring_reduce_scatter(x.T, "x", tiled=True, mode=mode),
         )
 
-    run = jax.shard_map(forms, mesh=line(4), in_specs=P(), out_specs=P("x"))
+    run = jax.shard_map(forms, mesh=line(4), in_specs=P("x"), out_specs=P("x"))
     shapes = [out.shape for out in jax.jit(run)(np.ones((0, 4), np.float32))]
     assert shapes == [(16, 0, 4), (4, 0)]
 

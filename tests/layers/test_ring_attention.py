@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis
+from jaxpar._varying import vary_over
 from jaxpar.collectives import _in_turns, _run
 from jaxpar.layers import ring_attention, zigzag_order
 from jaxpar.testing import assert_matches_reference, count_collectives, tolerance
@@ -428,7 +429,10 @@ Q = (4, 2, 8)
 def test_what_is_wrong_is_said(shapes, options, error, text):
     options = {"axis": "x", **options}
     fn = jax.shard_map(
-        lambda *args: ring_attention(*args, **options), mesh=line(2), in_specs=P(), out_specs=P()
+        lambda *args: ring_attention(*vary_over(["x"], args), **options),
+        mesh=line(2),
+        in_specs=P(),
+        out_specs=P(),
     )
     with pytest.raises(error, match=re.escape(text)) as caught:
         jax.eval_shape(fn, *map(jnp.ones, shapes))

@@ -16,7 +16,6 @@ from jaxtyping import Bool, Int32, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_own
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisLike
 from jaxpar._varying import vary_alike
@@ -224,8 +223,6 @@ def ragged_all_to_all(
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
     slices = _check_slices(Slices(*(jnp.asarray(x) for x in given)), ring)
     _check_rows(operand, output)
-    sent = operand, slices.input_offsets, slices.send_sizes
-    check_own("operand, input_offsets and send_sizes", sent, ring, "rows to send")
     operand, output, slices = vary_alike(ring.names, operand, output, slices)
     if not jnp.issubdtype(operand.dtype, jnp.inexact):
         return exchange_rows(operand, output, slices, ring)

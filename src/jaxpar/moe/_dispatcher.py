@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int, Int32, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, readable, type_error, value_error
-from jaxpar._checks import as_integers, as_signed, check_own, check_whole
+from jaxpar._checks import as_integers, as_signed, check_whole
 from jaxpar._trees import as_arrays
 from jaxpar._types import AxisLike, Integer, Leaf, Tree
 from jaxpar._varying import vary_alike, vary_over
@@ -211,13 +211,10 @@ class RaggedDispatcher:
           Array([1, 2], dtype=int32)
         """
         capacity = check_whole("capacity", capacity, 0)
-        data = as_arrays("data", data)
-        leaves, treedef = jax.tree.flatten(data)
+        leaves, treedef = jax.tree.flatten(as_arrays("data", data))
         rows = self._devices.shape[0]
         remedy = f"the ids that the plan was made from have {rows}; give one row for each of them"
         leaves = [_check_leaf(leaf, rows, remedy) for leaf in leaves]
-        if leaves:
-            check_own("data", data, self._ring, "rows")
         trip, _, arrived = self._trip(capacity)
         received = send(trip, leaves, self._ring, capacity)
         return treedef.unflatten(received), arrived
