@@ -51,7 +51,8 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
 
     Raises:
       TypeError: a loss that is no float.
-      ValueError: arguments that are no scalars, an unknown axis name, a call outside shard_map.
+      ValueError: arguments that are no scalars, a loss that is typed as replicated over `axis`, an
+        unknown axis name, a call outside shard_map.
 
     Cost: psums of two scalars.
 
@@ -97,7 +98,7 @@ def value_and_grad(
         `check_vma=False`; under `check_vma=True` types say as much, and specs are checked.
       groups: mesh axes that part groups of devices with parameters and losses of their own, such as
         those of an outer shard_map: nothing is summed over them. Under `check_vma=False` an axis
-        that `loss_fn` never names is one without being told.
+        that `loss_fn` never names is taken for one. `()`: none.
       microbatches: the number of parts into which dimension 0 of every batch leaf is cut. They run
         one after the other, and their gradients are added in float32 or wider.
       bucket_bytes: None for one psum a leaf; otherwise as in `reduce_gradients`.
@@ -114,12 +115,14 @@ def value_and_grad(
     Raises:
       TypeError: an option, a parameter or a result of `loss_fn` of the wrong type.
       ValueError: `microbatches` that do not divide a batch leaf; results of `loss_fn` that are no
-        scalars, or are typed as varying over an axis not in `axis`; no specs under
-        `check_vma=False`, or wrong ones; an unknown axis name; a call outside shard_map.
+        scalars, or are typed as varying over an axis neither in `axis` nor in `groups`, or of a
+        loss, as summed over `axis` already; no specs under `check_vma=False`, or wrong ones;
+        parameters that all groups share; an unknown axis name; a call outside shard_map.
 
     Cost: gradients are summed where the parameter is replicated, 2 (n-1)/n of their bytes on the
     wire: over `axis` once. Over other axes JAX sums them under `check_vma=True`,
-    in the backward of each microbatch; under `check_vma=False` all is summed at once, at the end.
+    in the backward of each microbatch; under `check_vma=False` all is summed at once, at the end,
+    and `loss_fn` is traced once more where there are other axes, to see which of them it names.
     More than one microbatch keeps gradients of all parameters in float32 or wider.
 
     Example:

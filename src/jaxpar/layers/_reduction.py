@@ -87,12 +87,11 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
         its own.
 
     Returns:
-      The square root of the sum of the squares of all global entries, the same on every device (of
-      a group);
-      a float32 scalar, float64 if a leaf is. 0 for an empty pytree.
+      The square root of the sum of the squares of all global entries, the same on every device, of
+      a group if there are any; a float32 scalar, float64 if a leaf is. 0 for an empty pytree.
 
     Raises:
-      TypeError: specs that are no PartitionSpecs.
+      TypeError: specs that are no PartitionSpecs, a leaf that is no array.
       ValueError: no specs under `check_vma=False`; specs that are no prefix of `tree`, name an axis
         that is not bound, or differ from the types.
 
