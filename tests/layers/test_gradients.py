@@ -604,3 +604,49 @@ def test_weights_that_are_integers_do_not_wrap_around(check_vma):
     )
     mean, (loss, grad) = jax.jit(run)(jnp.full(2, 2.0**30))
     assert (mean, loss, grad) == (1, 3, 1)
+
+
+@jax.custom_vjp
+def own_copy(x):
+    return x
+
+
+@jax.custom_vjp
+def own_reduce(x):
+    return lax.psum(x, "tp")
+
+
+own_copy.defvjp(lambda x: (x, None), lambda _, ct: (lax.psum(ct, "tp"),))
+own_reduce.defvjp(lambda x: (own_reduce(x), None), lambda _, ct: (ct,))
+
+
+@pytest.mark.parametrize(
+    ("ends", "shares"),
+    [
+        ((own_copy, own_reduce), (1, 1 / 4)),
+        ((lambda x: copy_region(x, "tp"), lambda x: reduce_region(x, "tp")), (1, 1)),
+    ],
+    ids=["own", "jaxpar"],
+)
+def test_operators_of_one_s_own_under_check_vma_false(ends, shares):
+    """Their derivatives are those of another convention: sharded parameters get 1/n."""
+    begin, end = ends
+
+    def loss(p, x):
+        return jnp.sum(end(jnp.sin(begin(x * p["scale"]) @ p["in"]) @ p["out"]) ** 2), len(x)
+
+    def whole(p, x):
+        return jnp.sum((jnp.sin((x * p["scale"]) @ p["in"]) @ p["out"]) ** 2) / len(x)
+
+    p, x = {"scale": normal(D), "in": normal(D, H), "out": normal(H, D)}, normal(ROWS, D)
+    specs = {"scale": P(), "in": P(None, "tp"), "out": P("tp")}
+    step = jax.shard_map(
+        value_and_grad(loss, "dp", specs=specs),
+        mesh=make_mesh("dp=2,tp=4"),
+        in_specs=(specs, P("dp")),
+        out_specs=(P(), specs),
+        check_vma=False,
+    )
+    expected = jax.grad(whole)(p, x)
+    shares = {"scale": shares[0], "in": shares[1], "out": shares[1]}
+    close(jax.jit(step)(p, x)[1], jax.tree.map(jnp.multiply, expected, shares))

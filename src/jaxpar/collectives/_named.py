@@ -93,7 +93,8 @@ def ring_all_gather(
 
     Raises:
       TypeError: an option of the wrong type.
-      ValueError: a dimension out of range, an unknown mode or axis name, a call outside shard_map.
+      ValueError: x that is typed as replicated over `axis`; a dimension out of range, an unknown
+        mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the result, in n-1 steps one way, or half of that over each link
     in n/2 steps both ways. The derivative is `ring_reduce_scatter`, its sums in float32.
@@ -158,8 +159,9 @@ def ring_reduce_scatter(
 
     Raises:
       TypeError: booleans, which have no sum; an option of the wrong type.
-      ValueError: a dimension that the ring does not divide (or, untiled, that is not n), or is out
-        of range; an unknown mode or axis name; a call outside shard_map.
+      ValueError: x that is typed as replicated over `axis`; a dimension that the ring does not
+        divide (or, untiled, that is not n), or is out of range; an unknown mode or axis name; a
+        call outside shard_map.
 
     Cost: a device sends (n-1)/n of `x` in the wire's dtype, in n-1 steps one way, or half of that
     over each link in n/2 steps both ways. On an even ring that is no torus, towards lower logical
@@ -218,7 +220,8 @@ def ring_all_reduce(
 
     Raises:
       TypeError: an option of the wrong type.
-      ValueError: an unknown mode or axis name, a call outside shard_map.
+      ValueError: x that is typed as replicated over `axis`; an unknown mode or axis name, a call
+        outside shard_map.
 
     Cost: a device sends 2 (n-1)/n of `x`, padded to a multiple of n. Under `check_vma=True` the
     gather is `lax.all_gather`, which alone can be typed as replicated, and the derivative sends

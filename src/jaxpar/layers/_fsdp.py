@@ -130,7 +130,8 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
 
     Raises:
       TypeError: an option or wire dtype of the wrong type.
-      ValueError: a dim out of range or no prefix, an unknown axis name, a call outside shard_map.
+      ValueError: a leaf to gather that is typed as replicated over `axis`; a dim out of range or no
+        prefix, an unknown axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of each whole leaf forward, and as much of its gradient, in the
     wire's dtype, backward.
@@ -215,7 +216,8 @@ def fsdp_linear(
 
     Raises:
       TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
-      ValueError: wrong ranks or sizes, an unknown axis name, a call outside shard_map.
+      ValueError: a weight that is typed as replicated over `axis`; wrong ranks or sizes, an unknown
+        axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the whole weight forward, and again backward, where it is
     gathered once more rather than kept, unless `axis` has `keep_gathered=True`; the gradient of

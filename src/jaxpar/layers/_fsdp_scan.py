@@ -129,8 +129,9 @@ def fsdp_scan(
     Raises:
       TypeError: a layer that returns other shapes, dtypes or another structure than its `x`; an
         option or wire dtype of the wrong type.
-      ValueError: no layers, stacks of different lengths, a dim out of range or no prefix, an
-        unknown axis name, a call outside shard_map.
+      ValueError: a leaf to gather that is typed as replicated over `axis`; no layers, stacks of
+        different lengths, a dim out of range or no prefix, an unknown axis name, a call outside
+        shard_map.
 
     Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
     their gradients, in the wire's dtype, backward. Kept for the backward pass are the layers'

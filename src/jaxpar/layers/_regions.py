@@ -80,7 +80,8 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
 
     Raises:
       TypeError: an axis whose names are no strings; a wire dtype of another kind than a leaf.
-      ValueError: an unknown axis name, a call outside shard_map.
+      ValueError: x that is typed as replicated over `axis`; an unknown axis name, a call outside
+        shard_map.
 
     Cost: one psum a leaf forward; nothing backward, but a psum under `check_vma=False`.
 
@@ -122,7 +123,8 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Raises:
       TypeError: a dim that is no integer.
-      ValueError: a dim out of range, an unknown axis name, a call outside shard_map.
+      ValueError: x that is typed as replicated over `axis`; a dim out of range, an unknown axis
+        name, a call outside shard_map.
 
     Cost: one all-gather a leaf forward, (n-1)/n of the whole; nothing backward, but a
     reduce-scatter under `check_vma=False`.

@@ -74,8 +74,9 @@ def ring_attention(
     Raises:
       TypeError: operands of different dtypes or no floats, an option or wire dtype of the wrong
         type.
-      ValueError: ranks or sizes that do not fit, an odd local length in zigzag order, an unknown
-        order or axis name, a call outside shard_map.
+      ValueError: keys or values, or queries with `causal`, typed as replicated over `axis`; ranks
+        or sizes that do not fit, an odd local length in zigzag order, an unknown order or axis
+        name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of all keys and values, n-1 blocks one way or n/2 each way, each
     beside the attention of the block before. A step computes two matmuls of `(s/n)^2 h e`

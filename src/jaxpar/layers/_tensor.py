@@ -65,8 +65,9 @@ def column_parallel_linear(
 
     Raises:
       TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
-      ValueError: wrong ranks or sizes, an unknown axis name, mesh axes that are in both `axis` and
-        `fsdp_axis`, a call outside shard_map.
+      ValueError: a sharded operand that is typed as replicated over `axis`; wrong ranks or sizes,
+        an unknown axis name, mesh axes that are in both `axis` and `fsdp_axis`, a call outside
+        shard_map.
 
     Cost: a device sends (n-1)/n of the gathered x, overlapped with the product, as
     `all_gather_matmul` does; with `sequence_dim=None` nothing forward, and the gradient of x is
@@ -135,8 +136,9 @@ def row_parallel_linear(
 
     Raises:
       TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
-      ValueError: a sequence that the axis does not divide, wrong ranks or sizes, an unknown axis
-        name, mesh axes that are in both `axis` and `fsdp_axis`, a call outside shard_map.
+      ValueError: a weight that is typed as replicated over `axis`; a sequence that the axis does
+        not divide, wrong ranks or sizes, an unknown axis name, mesh axes that are in both `axis`
+        and `fsdp_axis`, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the whole result, overlapped with the product, as
     `matmul_reduce_scatter` does, or twice that for the whole of it, as `matmul_all_reduce`. The

@@ -192,8 +192,9 @@ def vocabulary_parallel_cross_entropy(
       TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
         option or wire dtype of the wrong type.
       ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
-        over `axis` without a `sequence_dim`, or `w` that is typed as replicated over it; an
-        unknown axis name, a call outside shard_map.
+        over `axis` without a `sequence_dim`; `w`, or with it `x` or labels, typed as replicated
+        over it, or `w` with columns of the whole `vocabulary`; an unknown axis name, a call outside
+        shard_map.
 
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
     sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is

@@ -77,7 +77,8 @@ def all_gather_matmul(
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
+      ValueError: a gathered operand that is typed as replicated over `axis`; wrong ranks or sizes,
+        an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the gathered operand, and computes the local product in one
     piece, in as many as there are chunks, or around a ring in n. One way takes n-1 transfers,
@@ -147,8 +148,8 @@ def matmul_reduce_scatter(
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: a dimension that the ring does not divide, wrong ranks or sizes, an unknown mode
-        or axis name, a call outside shard_map.
+      ValueError: operands both typed as replicated over `axis`; a dimension that the ring does not
+        divide, wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the whole result in the wire's dtype, and computes the local
     product in one piece, in as many as there are chunks, or around a ring in n; one way sends
@@ -205,7 +206,8 @@ def matmul_all_reduce(
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
+      ValueError: operands both typed as replicated over `axis`; wrong ranks or sizes, an unknown
+        mode or axis name, a call outside shard_map.
 
     Cost: a device sends 2 (n-1)/n of the result, the half that is summed in the wire's dtype and
     overlapped, the half that is gathered (by `lax.all_gather` under `check_vma=True`, which alone
@@ -271,8 +273,9 @@ def ring_einsum(
 
     Raises:
       TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: malformed subscripts, both or neither of `gather` and `scatter`, a label that is
-        not there, wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
+      ValueError: a gathered operand, or both that make a sum, typed as replicated over `axis`;
+        malformed subscripts, both or neither of `gather` and `scatter`, a label that is not there,
+        wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the gathered operand, or of the result before the scatter, and
     computes the local einsum in as many pieces as `all_gather_matmul` and `matmul_reduce_scatter`

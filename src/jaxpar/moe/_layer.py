@@ -123,8 +123,8 @@ def moe_layer(
       TypeError: experts that are not of the tokens' dtype; no `Routing`; an option of the wrong
         type.
       ValueError: shapes that do not fit each other, experts that are not ceil(E / n), tokens or
-        experts that are typed as the same on all devices, options out of range, an unknown option
-        or axis name, a call outside shard_map.
+        experts that are typed as replicated over `axis`, options out of range, an unknown option or
+        axis name, a call outside shard_map.
 
     Cost: with r the rows that reach a device, at most tokens x distinct target devices in all:
       `"ragged"` sends those rows, with k integers and k weights each, and one row back for each.

@@ -72,8 +72,8 @@ def routing_statistics(
 
     Raises:
       TypeError: a mask that is not bool, an axis name that is no text.
-      ValueError: a mask of another shape, an overflow that is no scalar integer, an unknown axis
-        name, a call outside shard_map.
+      ValueError: a routing that is typed as replicated over `axis`; a mask of another shape, an
+        overflow that is no scalar integer, an unknown axis name, a call outside shard_map.
 
     Cost: psums of E + 2 integers, of E + 2 floats and of `overflow`. In the derivative nothing is
     sent, but under `check_vma=False` the floats again.
