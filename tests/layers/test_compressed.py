@@ -155,3 +155,18 @@ def test_errors(kind, message, options):
     )
     with pytest.raises(kind, match=f"^reduce_compressed_gradients: {message}"):
         jax.eval_shape(mapped, {"large": gradients(0)["large"]})
+
+
+def test_a_leaf_that_jax_has_summed_is_left_as_it_is():
+    """As by `reduce_gradients`, over the axes over which it is typed as replicated."""
+    whole, addend = gradients(0)["large"], gradients(1)["large"]
+    mapped = jax.shard_map(
+        lambda whole, addend: reduce_compressed_gradients((whole, addend), ("dp", "tp"))[0],
+        mesh=make_mesh("dp=4,tp=2"),
+        in_specs=(P(), P("dp")),
+        out_specs=P(),
+    )
+    found, total = jax.jit(mapped)(whole, addend)
+    np.testing.assert_array_equal(found, whole)
+    exact = addend.reshape(4, -1, 128).sum(0, dtype="float64")
+    np.testing.assert_allclose(total, exact, rtol=0, atol=np.abs(exact).max() / 50)
