@@ -154,7 +154,7 @@ def fsdp_scan(
     count = _count_layers(stacked)
     own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
     dims = broadcast_dim(dim, stacked_params)
-    ring = bind(axis)
+    ring = bind(axis, gathers=True)
     shards = bind_shards(own, dims, ring, scales_among(stacked_params))
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:

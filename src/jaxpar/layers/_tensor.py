@@ -49,7 +49,7 @@ def column_parallel_linear(
       fsdp_axis: further mesh axes, named in the same ways, over which weights are sharded, as in
         fully sharded data parallelism: they are gathered before the product, and again for the
         backward pass. An `Axis` says how they travel, as in `fsdp_gather`; nothing is taken from
-        `axis`.
+        `axis`. With its `gather_dtype` weights are used in that, which must be the dtype of x.
       fsdp_dim: the dimension of weights along which they are, 0 or 1.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
@@ -233,7 +233,7 @@ def gated_mlp(
     def join(
         gate: Num[Array, "*tokens columns"], up: Num[Array, "*tokens columns"]
     ) -> Num[Array, "*tokens columns"]:
-        return activate(activation, up, gate).astype(w_down.dtype)
+        return activate(activation, up, gate).astype(layer.used_as(w_down))
 
     def mlp(layer: Projection, x: Array) -> Array:
         gate, up = layer.columns(x, {"w_gate": w_gate, "w_up": w_up}, (b_gate, b_up), into)

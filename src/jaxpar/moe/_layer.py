@@ -107,7 +107,8 @@ def moe_layer(
       sequence_dim: with `tp_axis`, whether tokens are sharded over it, as the other layers
         return them: any integer; or replicated over it: None.
       fsdp_axis: axes over which all experts' weights are sharded further. They are gathered
-        here, and again for the backward pass.
+        here, and again for the backward pass; with a `gather_dtype` of an `Axis` in that, which
+        must be the dtype of `tokens`.
       fsdp_dim: the dimension of matrices `[e, d, f]` and `[e, f, d]` along which they are, 1 or 2;
         of shared experts, which lack the first, one less. Biases are sharded along their last.
       precision: as in `jax.lax.dot_general`.
