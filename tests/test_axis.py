@@ -55,7 +55,8 @@ def test_what_an_axis_is_when_nothing_else_is_said():
     assert (axis.mode, axis.wire_dtype) == ("auto", None)
     assert (
         repr(axis)
-        == "Axis(names=('tp',), mode='auto', wire_dtype=None, backward=None, keep_gathered=None)"
+        == "Axis(names=('tp',), mode='auto', wire_dtype=None, backward=None, keep_gathered=None, "
+        "gather_dtype=None)"
     )
 
 

@@ -166,7 +166,7 @@ def test_an_axis_with_a_wire_of_8_bits():
     assert repr(axis) == (
         "Axis(names=('tp',), mode='auto', wire_dtype=LowBit(dtype=dtype('int8'), columns=64, "
         "sums=dtype(bfloat16), cotangents=True), backward=None, "
-        "keep_gathered=None)"
+        "keep_gathered=None, gather_dtype=None)"
     )
 
 

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from jaxpar._axis_links import traced_links
 from jaxpar._calls import naming, readable, type_error, value_error
 from jaxpar._cycles import AcrossCube, Walk, disjoint_walks
+from jaxpar._dtypes import as_dtype, is_wide_float
 from jaxpar._types import AxisLike, Flag, Mode, Names, WireLike
 from jaxpar._varying import vary_alike
 from jaxpar._wire import LowBit, as_wire, gathered_by, rounded_by, summed_as
@@ -55,6 +57,10 @@ class Axis:
         that is named keeps this device's block alone otherwise. Chunks never keep, stationary ones
         always; weights over `fsdp` are gathered again unless it is True, and in layers with an
         `fsdp_axis` in any case.
+      gather_dtype: the dtype, of 16 bits or more, in which sharded weights are gathered and used:
+        by the functions of FSDP, an `fsdp_axis`, and matmuls that gather an operand; elsewhere it
+        is refused. Gradients are of the dtype of the shards, in which they are summed, and travel
+        unless there is a `wire_dtype`. None: that of the shards.
 
     Raises:
       TypeError: names that are no strings, what is no dtype, or no bool.
@@ -63,7 +69,7 @@ class Axis:
     Example:
       >>> Axis("tp", mode="bidirectional", wire_dtype="bfloat16")
       Axis(names=('tp',), mode='bidirectional', wire_dtype=dtype(bfloat16), backward=None,
-           keep_gathered=None)
+           keep_gathered=None, gather_dtype=None)
     """
 
     names: Names
@@ -71,6 +77,7 @@ class Axis:
     wire_dtype: WireLike = None
     backward: Mode | None = None
     keep_gathered: Flag | None = None
+    gather_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         with naming("Axis"):
@@ -84,6 +91,8 @@ class Axis:
                     object.__setattr__(self, "backward", inner.backward)
                 if self.keep_gathered is None:
                     object.__setattr__(self, "keep_gathered", inner.keep_gathered)
+                if self.gather_dtype is None:
+                    object.__setattr__(self, "gather_dtype", inner.gather_dtype)
             object.__setattr__(self, "names", axis_names(self.names))
             check_mode(self.mode)
             if self.backward is not None:
@@ -95,6 +104,13 @@ class Axis:
                     f"keep_gathered must be True, False or None, got {keep!r} of type "
                     f"{type(keep).__name__}"
                 )
+            gathered = as_dtype("gather_dtype", self.gather_dtype)
+            if gathered is not None and not is_wide_float(gathered):
+                raise type_error(
+                    f"gather_dtype={gathered} must be a float of 16 bits or more; for gathers in 8 "
+                    "bits, which have scales, give wire_dtype"
+                )
+            object.__setattr__(self, "gather_dtype", gathered)
 
 
 @dataclass(frozen=True)
@@ -153,6 +169,11 @@ class Ring(Axis):
     def wire(self, dtype: Any) -> Any:
         """The dtype in which sums travel that are asked for in `dtype`."""
         return jnp.dtype(summed_as(self.wire_dtype, dtype) or dtype)
+
+    def gathered_as(self, dtype: Any) -> Any:
+        """The dtype in which shards of a dtype are gathered and used: of floats the one asked."""
+        casts = self.gather_dtype is not None and is_wide_float(dtype)
+        return jnp.dtype(self.gather_dtype if casts else dtype)
 
     def low_bit(self, dtype: Any) -> LowBit | None:
         """How blocks of a dtype are gathered, None where they travel as they are, or nowhere."""
@@ -214,16 +235,27 @@ class Ring(Axis):
 
 
 def bind(
-    axis: AxisLike, argument: str = "axis", *, mode: Any = None, wire_dtype: Any = None
+    axis: AxisLike,
+    argument: str = "axis",
+    *,
+    mode: Any = None,
+    wire_dtype: Any = None,
+    gathers: bool = False,
 ) -> Ring:
     """Returns the ring over `axis`, the user's `argument`, or says why it cannot be had here.
 
     A mode and a wire's dtype that are given go before those of an `Axis`; a mode is that of both
-    passes.
+    passes. A `gather_dtype` is refused unless what is called `gathers` weights.
     """
     if isinstance(axis, Ring):  # bound already
         return axis
     given = axis if isinstance(axis, Axis) else Axis(axis_names(axis, argument))
+    if given.gather_dtype is not None and not gathers:
+        raise value_error(
+            f"{argument} has gather_dtype={given.gather_dtype}, which is for weights that are "
+            "gathered: by fsdp_gather, fsdp_linear, fsdp_scan, an fsdp_axis or all_gather_matmul; "
+            "leave it out here, and cast what travels with .astype"
+        )
     if mode is not None:
         check_mode(mode)
     mode, backward = (given.mode, given.backward) if mode is None else (mode, None)
@@ -246,7 +278,8 @@ def bind(
             f"{argument} {names!r} has axes that the mesh lacks, which has {dict(mesh.shape)}; a "
             "ring over several axes needs mesh axes, whose order is known"
         )
-    return Ring(names, mode, wire, backward, given.keep_gathered, size=prod(sizes.values()))
+    how = names, mode, wire, backward, given.keep_gathered, given.gather_dtype
+    return Ring(*how, size=prod(sizes.values()))
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:

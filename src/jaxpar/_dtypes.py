@@ -84,5 +84,10 @@ def kind_of_dtype(dtype: Any) -> str:
     return "a float" if jnp.issubdtype(dtype, jnp.inexact) else "an integer"
 
 
+def is_wide_float(dtype: Any) -> bool:
+    """Whether a dtype is of real floats of 16 bits or more."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize > 1
+
+
 def _is_narrow_float(dtype: Any) -> bool:
     return dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)

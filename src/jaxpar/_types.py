@@ -5,7 +5,7 @@ front of it would replace an error that names the axis and the remedy by one tha
 checker sees the exact types, and a reader of `help` their text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxpar._quantized import Quantized
     from jaxpar._tuning import Tuning
     from jaxpar._wire import LowBit
+    from jaxpar.layers._activation import GatedActivation
 
     AxisLike = str | tuple[str, ...] | list[str] | Axis
     Names = Any  # a tuple of strings, made of any of a string, a tuple and a list
@@ -56,13 +57,14 @@ if TYPE_CHECKING:
     Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
     Tree = TypeVar("Tree")  # a pytree of arrays
     Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
+    Activation = Callable[[Array], Array] | GatedActivation
     TreeDim = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
 else:
     AxisLike = Mode = Operand = SequenceOrder = Integer = Flag = Number = MeshAxes = Subscripts = (
         Label
     ) = Weights = Tree = TreeDim = Policy = Dispatch = Scoring = Leaf = Implementation = Names = (
         TuningLike
-    ) = WireLike = MaybeQuantized = RulesLike = AnyMesh = PathLike = Any
+    ) = Activation = WireLike = MaybeQuantized = RulesLike = AnyMesh = PathLike = Any
     Values = Any
 
 # What `help` shows in their place: a static checker's types, which are not there at run time.
@@ -92,6 +94,7 @@ SHOWN = {
     "TuningLike": "str | Path | Tuning",
     "Weights": "Array | tuple[Array, ...]",
     "Leaf": "Array",
+    "Activation": "Callable[[Array], Array] | GatedActivation",
     "RoutingLike": "Routing",
     "ExpertsLike": "Experts | Mapping[str, Any]",
 }

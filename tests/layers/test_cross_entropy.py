@@ -35,11 +35,11 @@ def mesh_of(text):
     return make_mesh(text, devices=jax.devices()[:size])
 
 
-def reference(vocabulary=None, label_smoothing=0.0, z_loss=0.0, ignore_label=-1, **_):
-    def losses(x, w, labels):
+def reference(vocabulary=None, label_smoothing=0.0, z_loss=0.0, ignore_label=-1, softcap=None, **_):
+    def losses(x, w, labels, bias=0.0):
         counts = labels != ignore_label
-        w = w[:, :vocabulary]
-        logits = np.where(counts[..., None], x, 0.0) @ w
+        logits = (np.where(counts[..., None], x, 0.0) @ w + bias)[..., :vocabulary]
+        logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
         top = np.max(logits, axis=-1)
         z = top + np.log(np.sum(np.exp(logits - top[..., None]), axis=-1))
         aimed = np.take_along_axis(logits, np.where(counts, labels, 0)[..., None], -1)[..., 0]
@@ -82,6 +82,75 @@ def test_losses_and_gradients(mesh, axis, options, check_vma):
         check_vma=check_vma,
         max_directions=8,
     )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "options", "check_vma"),
+    [
+        ("dp=2,tp=4", Axis("tp", mode="bidirectional"), {**ALL, "chunk": 5, "sequence_dim": -2},
+         True),
+        ("a=2,dp=1,b=4", ("b", "a"), {**ALL, "chunk": 4}, False),
+        ("dp=2,tp=2", "tp", {"vocabulary": 9, "chunk": 64}, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_bias_and_bound(mesh, axis, options, check_vma, softcap):
+    """Tokens over dp share a bias, whose padding may be NaN; without one there is a bound."""
+    dim, names = options.get("sequence_dim"), axis.names if isinstance(axis, Axis) else axis
+    bias = normal(16)
+    bias[options["vocabulary"] :] = np.nan
+    spec = P("dp") if dim is None else P("dp", names)
+    given = normal(2, 8, 3), normal(3, 16), labels_below(options["vocabulary"], 2, 8), bias
+
+    def losses(x, w, labels, bias=None):
+        return vocabulary_parallel_cross_entropy(
+            *(x, w, labels, axis), bias=bias, softcap=softcap, **options
+        )
+
+    for count in (4,) if softcap is None else (3, 4):
+        assert_matches_reference(
+            losses,
+            reference(**options, softcap=softcap),
+            *given[:count],
+            mesh=mesh_of(mesh),
+            in_specs=(spec, P(None, names), spec, P(names))[:count],
+            out_specs=spec,
+            check_vma=check_vma,
+            max_directions=8,
+        )
+
+
+@check
+def test_gradient_of_a_narrow_bias_is_summed_in_float32(check_vma):
+    """600 tokens on each of two devices add a half each, where bfloat16 itself stays at 128."""
+    losses = jax.shard_map(
+        lambda b, x, w, y: vocabulary_parallel_cross_entropy(x, w, y, "tp", bias=b, chunk=100),
+        mesh=mesh_of("dp=2,tp=2"),
+        in_specs=(P("tp"), P("dp"), P(None, "tp"), P("dp")),
+        out_specs=P("dp"),
+        check_vma=check_vma,
+    )
+    given = np.zeros((1200, 3), "float32"), np.zeros((3, 2), "float32"), np.zeros(1200, "int32")
+    gradient = jax.jit(jax.grad(lambda *args: jnp.sum(losses(*args))))(
+        jnp.zeros(2, "bfloat16"), *given
+    )
+    assert gradient.dtype == "bfloat16"
+    np.testing.assert_array_equal(gradient.astype("float32"), [-600, 600])
+
+
+def test_extreme_logits_below_a_bound():
+    """All at one of its two ends: differences are its own, and gradients vanish there."""
+    x = np.array([[1e18], [-1e18]], "float32")
+    w = np.array([[1e18, -1e18, 1e18, -1e18]], "float32")
+
+    def total(x, w):
+        losses = losses_on("tp=2", softcap=30)(x, w, np.array([0, 0]))
+        return jnp.sum(losses), losses
+
+    (_, losses), grads = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(x, w)
+    np.testing.assert_allclose(losses, [np.log(2), 60 + np.log(2)], rtol=1e-6)
+    for grad in grads:
+        np.testing.assert_array_equal(grad, 0)
 
 
 @pytest.mark.parametrize("sequence_dim", [None, -2])
@@ -205,10 +274,10 @@ def test_tied_weights_inside_under_checkpoint_and_scan(sequence_dim, dtype, chec
 
 def test_twice_in_reverse():
     labels = labels_below(13, 6)
-    losses = losses_on("tp=4", vocabulary=13, z_loss=0.1)
+    losses = losses_on("tp=4", vocabulary=13, z_loss=0.1, softcap=2)
 
     def alone(x, w, labels):
-        logits = x @ w[:, :13]
+        logits = 2 * jnp.tanh(x @ w[:, :13] / 2)
         z = jax.nn.logsumexp(logits, axis=-1)
         picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], -1)[:, 0]
         return jnp.where(labels >= 0, z - picked + 0.1 * z**2, 0)
@@ -311,7 +380,35 @@ def test_operands_that_do_not_fit():
     )
 
 
+def test_a_bias_that_does_not_fit():
+    for bias in (jnp.ones(16), jnp.ones((1, 4))):
+        assert error(ValueError, bias=bias) == (
+            f"bias has local shape {bias.shape}, but w of local shape (3, 4) has 4 columns here; "
+            "give one number for each, sharded as the columns are"
+        )
+    assert error(TypeError, bias=jnp.ones(4, "int32")) == (
+        "bias must be floats, got int32; cast it"
+    )
+
+
+def test_a_bias_that_is_replicated():
+    losses = jax.shard_map(
+        lambda x, w, y, b: vocabulary_parallel_cross_entropy(x, w, y, "tp", bias=b),
+        mesh=mesh_of("tp=4"),
+        in_specs=(P(), P(None, "tp"), P(), P()),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match=r"bias of local shape \(4,\) is replicated over \['tp'\]"):
+        jax.eval_shape(losses, normal(6, 3), normal(3, 16), np.zeros(6, "int32"), normal(4))
+
+
 def test_options_out_of_range():
+    assert (
+        error(ValueError, softcap=0) == "softcap=0 must be above 0; None leaves logits as they are"
+    )
+    assert error(ValueError, softcap=float("inf")) == (
+        "softcap=inf must be finite; None leaves logits as they are"
+    )
     assert error(ValueError, vocabulary=17) == (
         "vocabulary=17 must be at least 1 and at most 16, the columns of w on all devices"
     )

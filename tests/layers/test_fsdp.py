@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh
+from jaxpar._jaxprs import subjaxprs
 from jaxpar.layers import fsdp_gather, fsdp_linear, fsdp_scan
 from jaxpar.testing import assert_matches_reference, count_collectives
 
@@ -418,6 +420,131 @@ def test_scan_gathers_each_layer_once_forward_and_once_backward():
     counts = count_collectives(run, *args)
     assert counts.forward == {"all_gather": layers}
     assert counts.backward == {"all_gather": layers, "psum_scatter": layers}
+
+
+# -- what a policy keeps of layers ----------------------------------------------------------------
+
+POLICIES = {
+    "none": None,
+    "a name": jax.checkpoint_policies.save_only_these_names("hidden"),
+    "another name": jax.checkpoint_policies.save_only_these_names("other"),
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+
+
+@jax.jit
+def inner(w, x):
+    return jnp.einsum("bk,kh->bh", x, w)
+
+
+def named_layer(weights, x):
+    hidden = checkpoint_name(inner(weights["w"], x) + weights["b"][None], "hidden")
+    return x + jnp.tanh(hidden) @ weights["v"]
+
+
+def scan_by(policy, layer=named_layer, check_vma=True):
+    return jax.shard_map(
+        lambda stack, x: fsdp_scan(
+            layer, stack, x, Axis("f", mode="naive"), dim=SHARDED, policy=policy
+        ),
+        mesh=mesh_of("f=2"),
+        in_specs=({"w": P(None, "f"), "b": P(), "v": P(None, None, "f")}, P("f")),
+        out_specs=P("f"),
+        check_vma=check_vma,
+    )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("policy", ["a name", "everything"])
+def test_a_policy_of_scan(policy, check_vma):
+    assert_matches_reference(
+        lambda stack, x: fsdp_scan(
+            named_layer, stack, x, "f", dim=SHARDED, policy=POLICIES[policy]
+        ),
+        network_in_numpy,
+        stack_of(3),
+        normal(4, 6),
+        mesh=mesh_of("f=2"),
+        in_specs=({"w": P(None, "f"), "b": P(), "v": P(None, None, "f")}, P("f")),
+        out_specs=P("f"),
+        check_vma=check_vma,
+        max_directions=4,
+    )
+
+
+def matmuls(jaxpr):
+    total = 0
+    for eqn in jaxpr.eqns:
+        inside = sum(matmuls(sub) for sub in subjaxprs(eqn.params))
+        total += inside * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        total += eqn.primitive.name == "dot_general"
+    return total
+
+
+@pytest.mark.parametrize(
+    ("policy", "extra", "repeated"),
+    [("none", 0, 6), ("a name", 3 * 2 * 4, 0), ("another name", 0, 3), ("everything", None, 0)],
+)
+def test_what_a_policy_keeps_of_scan(policy, extra, repeated):
+    """Weights are gathered again under any; hidden features, [3, 2, 4], are not made again."""
+    stack, x, mapped = stack_of(3), normal(4, 6), scan_by(POLICIES[policy])
+    counts = count_collectives(mapped, stack, x)
+    assert counts.forward == {"all_gather": 6}
+    assert counts.backward == {"all_gather": 6, "psum_scatter": 6, "psum": 1}
+    out, pull = jax.vjp(mapped, stack, x)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(pull)]  # over two devices, one behind other
+    assert not {(6, 6, 4), (6, 4, 6)} & set(shapes)  # whole weights
+    sizes = 3 * (3 * 4 + 4 + 4 * 3) + 3 * 2 * 6  # shards, inputs
+    if extra is not None:
+        assert counts.residual_bytes == 4 * (sizes + extra)
+    else:
+        assert counts.residual_bytes > 4 * (sizes + 3 * 2 * 4)
+    # Two gradients for each of two a layer.
+    assert matmuls(jax.make_jaxpr(pull)(out).jaxpr) == 3 * 4 + repeated
+
+
+def test_a_policy_of_scan_beside_integers_and_what_a_layer_closes_over():
+    """And twice in reverse."""
+    stack, x, scale = stack_of(3), normal(4, 6), normal(6)
+    stack["step"] = np.arange(3, dtype="int32")
+
+    def network(scale, stack, x, policy=None, plain=False):
+        def layer(weights, state):
+            x, count = state
+            own = {name: weights[name] for name in "wbv"}
+            x = named_layer(own, x) * (scale * (1 + weights["step"]).astype("float32"))[None]
+            return x, count + weights["step"]
+
+        state = x, jnp.int32(0)
+        if plain:
+            return lax.scan(lambda s, w: (layer(w, s), None), state, stack)[0][0]
+        return fsdp_scan(layer, stack, state, "f", dim={**SHARDED, "step": None}, policy=policy)[0]
+
+    def second(network):
+        def total(scale, floats):
+            return jnp.sum(jnp.sin(network(scale, {**floats, "step": stack["step"]}, x)))
+
+        def penalty(*given):
+            gradients = jax.grad(total, (0, 1))(*given)
+            return sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))
+
+        return jax.jit(jax.grad(penalty, (0, 1)))(scale, {name: stack[name] for name in "wbv"})
+
+    specs = {"w": P(None, "f"), "b": P(), "v": P(None, None, "f"), "step": P()}
+    mapped = jax.shard_map(
+        partial(network, policy=POLICIES["a name"]),
+        mesh=mesh_of("f=2"),
+        in_specs=(P(), specs, P("f")),
+        out_specs=P("f"),
+    )
+    pairs = (jax.tree.leaves(second(f)) for f in (mapped, partial(network, plain=True)))
+    for found, plain in zip(*pairs, strict=True):
+        np.testing.assert_allclose(found, plain, rtol=1e-3, atol=1e-4 * np.abs(plain).max())
+
+
+def test_what_is_no_policy():
+    with pytest.raises(TypeError, match=r"fsdp_scan: policy must be a function, one of jax\.check"):
+        run_scan(keep, normal(2, 4), normal(4), policy="everything_saveable")
 
 
 @pytest.mark.parametrize(("layers", "check_vma"), [(1, True), (2, False), (5, True), (5, False)])

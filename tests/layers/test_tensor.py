@@ -15,7 +15,12 @@ from jaxpar import Axis, make_mesh, ring_shift
 from jaxpar._jaxprs import subjaxprs
 from jaxpar.collectives._choice import choose_ways
 from jaxpar.collectives._order import Order, TpuOrder
-from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
+from jaxpar.layers import (
+    GatedActivation,
+    column_parallel_linear,
+    gated_mlp,
+    row_parallel_linear,
+)
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 check = pytest.mark.parametrize("check_vma", [True, False])
@@ -156,6 +161,34 @@ def test_bfloat16(whole, check_vma):
         out_specs=tokens,
         max_directions=2,
         check_vma=check_vma,
+    )
+
+
+def clamped(np, gate, up):
+    """That of gpt-oss, with lower bounds, by NumPy or by JAX; it is not 0 where up is."""
+    gate, up = np.minimum(gate, 0.9), np.clip(up, -0.7, 0.7)
+    return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+
+
+@pytest.mark.parametrize(("dim", "check_vma"), [(-2, True), (None, False)])
+def test_an_activation_of_gate_and_up(dim, check_vma):
+    def reference(x, gate, up, down, b_gate, b_up, b_down):
+        return clamped(np, x @ gate + b_gate, x @ up + b_up) @ down + b_down
+
+    joined = GatedActivation(lambda gate, up: clamped(jnp, gate, up))
+    tokens, columns, parts = P() if dim is None else P("tp"), P(None, "tp"), P("tp")
+    assert_matches_reference(
+        lambda *args: gated_mlp(
+            *args[:4], "tp", biases=args[4:], activation=joined, sequence_dim=dim
+        ),
+        reference,
+        *(normal(8, 3), normal(3, 8), normal(3, 8, seed=1), normal(8, 5)),
+        *(normal(8), normal(8, seed=1), normal(5)),
+        mesh=mesh_of("tp=4"),
+        in_specs=(tokens, columns, columns, parts, parts, parts, P()),
+        out_specs=tokens,
+        check_vma=check_vma,
+        max_directions=4,
     )
 
 
@@ -413,7 +446,7 @@ def test_an_activation_that_is_not_elementwise():
     x, w = jnp.zeros((1, 4, 2)), jnp.zeros((2, 3))
     wrong = {"activation": lambda x: jnp.sum(x, axis=-1, keepdims=True), "sequence_dim": None}
     assert error(ValueError, gated_mlp, x, w, w, w.T, "tp", **wrong) == (
-        "activation returned local shape (1, 4, 1) for (1, 4, 3); it must be elementwise"
+        "activation returned local shape (1, 4, 1) for (1, 4, 3); it must keep the shape"
     )
 
 
@@ -426,6 +459,16 @@ def test_what_an_activation_returns():
     assert error(
         TypeError, *args, activation=lambda h: h.astype("complex64"), sequence_dim=None
     ) == ("activation returned complex64 for float32; cast it")
+
+
+def test_what_is_no_activation_of_gate_and_up():
+    with pytest.raises(TypeError, match=r"^GatedActivation: function must be one of gate and up"):
+        GatedActivation("silu")
+    x, w = jnp.zeros((1, 4, 2)), jnp.zeros((2, 3))
+    wrong = GatedActivation(lambda gate, up: gate @ up.swapaxes(1, 2))
+    assert error(
+        ValueError, gated_mlp, x, w, w, w.T, "tp", activation=wrong, sequence_dim=None
+    ) == ("activation returned local shape (1, 4, 4) for (1, 4, 3); it must keep the shape")
 
 
 def test_a_call_inside_an_activation_is_named():

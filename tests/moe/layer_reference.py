@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.layers import GatedActivation
+
 
 def kept_by_capacity(chosen, weights, capacity, policy, experts):
     """Which (token, choice) pairs of one device experts keep, by looking at one after the other."""
@@ -50,7 +52,9 @@ def choose(params, top_k, devices, capacity, policy, mask, bias, **how):
 def mlp(x, w, activation):
     up = x @ w["up"] + w.get("up_bias", 0)
     if "gate" in w:
-        hidden = activation(x @ w["gate"] + w.get("gate_bias", 0)) * up
+        gate = x @ w["gate"] + w.get("gate_bias", 0)
+        joined = isinstance(activation, GatedActivation)
+        hidden = activation.function(gate, up) if joined else activation(gate) * up
     else:
         hidden = activation(up)
     return hidden @ w["down"] + w.get("down_bias", 0)

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
+from jaxpar.layers import GatedActivation
 from jaxpar.moe import Experts, apply_experts, as_experts, pad_experts
 from jaxpar.testing import assert_matches_reference
 
@@ -20,7 +21,11 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def reference(*args):
+def gate_times_up(gate, up):
+    return silu(gate) * up
+
+
+def reference(*args, join=gate_times_up):
     x, experts, sizes, weights = (*jax.tree.map(np.asarray, args), None)[:4]
     out, start = np.zeros(x.shape), 0
     for i, size in enumerate(sizes):
@@ -34,7 +39,7 @@ def reference(*args):
                 (own.down, own.down_bias),
             )
         )
-        hidden = silu(up(x[rows])) if gate is None else silu(gate(x[rows])) * up(x[rows])
+        hidden = silu(up(x[rows])) if gate is None else join(gate(x[rows]), up(x[rows]))
         factor = 1 if weights is None else weights[rows, None]
         out[rows] = down(hidden) * factor
         start += size
@@ -64,10 +69,10 @@ def call(x, experts, sizes, weights=None, **options):
     return apply_experts(x, experts, sizes, weights=weights, **options)
 
 
-def over_devices(devices):
+def over_devices(devices, **how):
     def whole(*args):
         own = [jax.tree.map(lambda a, i=i: np.split(a, devices)[i], args) for i in range(devices)]
-        return np.concatenate([reference(*part) for part in own])
+        return np.concatenate([reference(*part, **how) for part in own])
 
     return whole
 
@@ -92,6 +97,29 @@ def test_in_shard_map_with_rows_of_each_device(gate, bias, weights):
         in_specs=P("ep"),
         out_specs=P("ep"),
         check_vma=(True, False) if gate and bias else True,
+        max_directions=6,
+    )
+
+
+def clamped(np, gate, up):
+    """That of gpt-oss, with lower bounds, by NumPy or by JAX; plus what it makes of zeros."""
+    gate, up = np.minimum(gate, 0.9), np.clip(up, -0.7, 0.7)
+    return (up + 1) * gate / (1 + np.exp(-1.702 * gate)) + np.cos(up)
+
+
+@pytest.mark.parametrize(("implementation", "check_vma"), [("blocks", True), ("auto", False)])
+def test_an_activation_of_gate_and_up(implementation, check_vma):
+    """Rows of no expert hold NaN, and those of another in one block are none of its own."""
+    parts = [make(own, 9, seed=i) for i, own in enumerate([[3, 0, 4], [0, 1, 1]])]
+    joined = GatedActivation(lambda gate, up: clamped(jnp, gate, up))
+    assert_matches_reference(
+        partial(call, implementation=implementation, activation=joined),
+        over_devices(2, join=lambda gate, up: clamped(np, gate, up)),
+        *jax.tree.map(lambda *a: jnp.concatenate(a), *parts),
+        mesh=make_mesh("ep=2", devices=jax.devices()[:2]),
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+        check_vma=check_vma,
         max_directions=6,
     )
 
@@ -157,7 +185,10 @@ def test_derivatives_with_nan_past_the_groups(derivatives, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_activation_that_is_nan_or_steep_at_zero(implementation):
+@pytest.mark.parametrize(
+    "activation", [lambda h: jnp.sqrt(h) / h, GatedActivation(lambda gate, up: jnp.sqrt(gate) / up)]
+)
+def test_activation_that_is_nan_or_steep_at_zero(implementation, activation):
     """Rows outside a block's group are 0 within it: what an activation makes of 0 is not seen."""
     x, experts, sizes, weights = make([3, 1, 2], 8, bias=False)
     x, experts = jnp.abs(x), jax.tree.map(jnp.abs, experts)
@@ -166,7 +197,7 @@ def test_activation_that_is_nan_or_steep_at_zero(implementation):
         out = apply_experts(
             *(x, experts, sizes),
             weights=weights,
-            activation=lambda h: jnp.sqrt(h) / h,
+            activation=activation,
             implementation=implementation,
         )
         return jnp.sum(out**2)
@@ -390,8 +421,16 @@ ERRORS = [
     (
         {"activation": lambda h: h[:, :2]},
         ValueError,
-        "apply_experts: activation must return as many features as it is given, (1, 5), but "
-        "returned (1, 2)",
+        "apply_experts: activation returned local shape (1, 2) for (1, 5); it must keep the shape",
+    ),
+    (
+        {
+            "experts": WHOLE._replace(gate=None, gate_bias=None),
+            "activation": GatedActivation(lambda gate, up: gate * up),
+        },
+        ValueError,
+        "apply_experts: activation is a GatedActivation, but there is no gate; give one, or a "
+        "function of one array",
     ),
     (
         {"activation": lambda h: h.astype(jnp.complex64)},

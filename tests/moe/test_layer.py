@@ -14,6 +14,7 @@ from jaxpar import Axis, make_mesh
 from jaxpar._axis import Ring
 from jaxpar._chips import chip_of
 from jaxpar.collectives._choice import Problem, choose_dispatch
+from jaxpar.layers import GatedActivation
 from jaxpar.moe import (
     Routing,
     expert_capacity,
@@ -172,6 +173,11 @@ def check(params, mesh, *, top_k, tolerance=1e-10, devices, mask=None, wide=True
         close(f"gradient of {jax.tree_util.keystr(path)}", x, y)
 
 
+@GatedActivation
+def shifted(gate, up):  # as that of gpt-oss, not 0 where up is; and not where both are
+    return (jnp.clip(up, -0.7, 0.7) + 1) * (gate * jax.nn.sigmoid(1.702 * gate) + 0.3)
+
+
 MASK = np.arange(16) % 3 > 0
 BIAS = np.array([0.1, 0, 0.3, 0, 0, -0.2])
 
@@ -200,6 +206,17 @@ def test_tokens_replicated_over_the_axis_of_features(vma):
     check(params, "tp=2,ep=4", top_k=2, devices=4, vma=vma, activation=jax.nn.gelu, **how)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "dispatch", "vma"),
+    [("auto", "ragged", True), ("blocks", "all_gather", False)],
+)
+def test_an_activation_of_gate_and_up(implementation, dispatch, vma):
+    """Rows that nobody wrote are NaN."""
+    params = parameters(16, 6, biased=True, shared=True)
+    how = {"implementation": implementation, "dispatch": dispatch}
+    check(params, "ep=8", top_k=2, devices=8, vma=vma, activation=shifted, **how)
+
+
 @pytest.mark.parametrize("axis", [1, 2])
 def test_weights_over_fsdp(axis):
     params = parameters(16, 4, biased=True, shared=True)
@@ -223,7 +240,7 @@ def test_chunks_in_two_stages(monkeypatch):
     monkeypatch.setattr("jaxpar.collectives._choice.traced_chip", lambda: chip_of("TPU v5"))
     params = parameters(8 * 5, 8, biased=True)
     how = {"dispatch": "ragged", "chunks": 3, "implementation": "ragged_dot"}
-    check(params, "tp=2,ep=4", tp="tp", top_k=2, devices=8, **how)
+    check(params, "tp=2,ep=4", tp="tp", top_k=2, devices=8, activation=shifted, **how)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Blocks of arrays gathered, and sums of arrays scattered: each the derivative of the other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,6 +38,8 @@ class Group:
     # cut. None: members travel in their own shapes.
     flat: tuple[tuple[tuple[int, ...], int], ...] | None = None
     exact: bool = False  # they are not quantized: small ones, and scales
+    # Those of the members, and of what they are gathered to. None: one, whatever comes.
+    dtypes: tuple[Any, Any] | None = None
 
     def laid_out(self, parts: list[Array]) -> list[Array]:
         """Returns members as they travel: of a bucket [blocks, numbers of a block]."""
@@ -107,7 +109,7 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         parts = [leaves[n] for n in group.members]
         if parts[0] is None:
             continue
-        dtype = parts[0].dtype
+        dtype = parts[0].dtype if group.dtypes is None else group.dtypes[0]
         wide = dtype if blocks.derived_by_jax else addition_dtype(dtype)
         wire = summed_as(blocks.stages[0].ring.wire_dtype, dtype) if blocks.stages else None
         between = wide if wire == wide else dtype  # a wide wire: rounded once, in the last stage
@@ -115,6 +117,7 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         for way in blocks.stages:
             out = dtype if way is blocks.stages[-1] else between
             parts = _scatter_group(group, parts, way, wide, out)
+        parts = [x.astype(dtype) for x in parts]  # where there is one device
         for number, part in zip(group.members, group.as_they_were(parts), strict=True):
             scattered[number] = part
     return scattered
@@ -127,11 +130,14 @@ def _encode(
     blocks: Blocks, group: Group, parts: list[Array]
 ) -> tuple[list[Array], list[Scales] | None]:
     """Returns what travels of blocks, and the scales of all devices where they are quantized."""
+    dtype = parts[0].dtype if group.dtypes is None else group.dtypes[1]
+    as_they_are = [x.astype(dtype) for x in parts]
     if blocks.low_bit is None or group.exact or not blocks.stages:
-        return parts, None
+        return as_they_are, None
     coded = [encoded(blocks.low_bit, x, group.dim) for x in parts]
     if not all(isinstance(x, Quantized) for x in coded):
-        return parts, None
+        return as_they_are, None
+    coded = [replace(x, dtype=dtype) for x in coded]
     names = tuple(name for way in blocks.stages for name in way.ring.names)
     return gather_scales(names, coded, group.dim)
 

@@ -10,6 +10,7 @@
 #   repeats          heads of queries for each of these
 #   heads, size      heads of queries, and the features of a head
 
+from jaxpar.layers._activation import GatedActivation
 from jaxpar.layers._attention import HeadLayout, head_layout, parallel_attention
 from jaxpar.layers._compressed import reduce_compressed_gradients
 from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
@@ -26,6 +27,7 @@ from jaxpar.layers._vocabulary import (
 )
 
 __all__ = [
+    "GatedActivation",
     "HeadLayout",
     "column_parallel_linear",
     "copy_region",

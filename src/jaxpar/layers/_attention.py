@@ -344,7 +344,7 @@ def parallel_attention(
             f"attend returned local shape {attended.shape} for q {q.shape}, k {k.shape} "
             f"and v {v.shape}; it must be {q.shape[:-1]} and the size of a head"
         )
-    o = own.mask(attended).astype(w_o.dtype)
+    o = own.mask(attended).astype(layer.used_as(w_o))
     o = o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1])
     return layer.rows(o, {"w_o": w_o}, b_o, out)
 

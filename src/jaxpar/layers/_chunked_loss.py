@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Shaped
 
 from jaxpar._axis import Ring
 from jaxpar._dtypes import sum_dtype
-from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
+from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes, zeros_alike
 from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.collectives._ways import Way
@@ -37,6 +37,7 @@ class ChunkedLoss:
     label_smoothing: float
     z_loss: float
     ignore_label: int
+    softcap: float | None
     precision: Any
 
     def way(self, ring: Ring, x: Array) -> Way:
@@ -61,27 +62,45 @@ class ChunkedLoss:
         x = jnp.pad(x, widths, constant_values=fill).reshape(count, length, *x.shape[1:])
         return vary_over(self.ring.names, x)
 
-    def logits(
+    def products(
         self,
         rows: Float[Array, "tokens d"],
         w: Float[Array, "d columns"],
         labels: Int[Array, " tokens"],
-    ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens columns"], Int[Array, " columns"]]:
-        """The rows that count, their logits (-inf in padded columns), and their columns."""
+    ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens columns"]]:
+        """The rows that count, and what their logits are made of."""
         # Zeros, not what happens to be there: a NaN times a zero gradient would be one.
         rows = jnp.where((labels == self.ignore_label)[:, None], 0, rows)
-        logits = jnp.einsum(
+        products = jnp.einsum(
             "td,dv->tv",
             *(rows, w),
             precision=self.precision,
             preferred_element_type=sum_dtype(w.dtype),
         )
+        return rows, products
+
+    def logits(
+        self,
+        columns: Int[Array, "1 columns"],
+        products: Float[Array, "tokens columns"],
+        bias: Float[Array, " columns"] | None,
+    ) -> Float[Array, "tokens columns"]:
+        """The logits: the bias added, capped, and -inf in padded columns."""
+        real = columns < self.vocabulary
+        if bias is not None:
+            # Of padding first: a NaN that is only left out afterwards has a gradient of NaN.
+            products = products + jnp.where(real, bias[None].astype(products.dtype), 0)
+        if self.softcap is not None:
+            products = self.softcap * jnp.tanh(products / self.softcap)
+        return jnp.where(real, products, -jnp.inf)
+
+    def columns(self, w: Float[Array, "d columns"], labels: Array) -> Int[Array, "1 columns"]:
+        """The labels that this device's columns stand for, in the dtype of labels."""
         first = (self.ring.index() * w.shape[1]).astype(labels.dtype)
-        columns = first + jnp.arange(w.shape[1], dtype=labels.dtype)
-        return rows, jnp.where(columns < self.vocabulary, logits, -jnp.inf), columns
+        return (first + jnp.arange(w.shape[1], dtype=labels.dtype))[None]
 
     def target(
-        self, columns: Int[Array, " columns"], labels: Int[Array, " tokens"], dtype: Any
+        self, columns: Int[Array, "1 columns"], labels: Int[Array, " tokens"], dtype: Any
     ) -> Float[Array, "tokens columns"]:
         """The probabilities that the labels ask for, in these columns."""
         even = self.label_smoothing / self.vocabulary
@@ -94,28 +113,31 @@ def chunked_losses(
     loss: ChunkedLoss,
     x: Float[Array, "*tokens d"],
     w: Float[Array, "d columns"],
+    bias: Float[Array, " columns"] | None,
     labels: Int[Array, "*all"],
 ) -> Float[Array, "*tokens"]:
     """Each token's loss; `labels` are those of all tokens.
 
-    Along the ring `w` varies, and all the rest does not; or does, with a `dim` to gather along.
-    Over other axes all vary alike.
+    Along the ring `w` and the bias vary, and all the rest does not; or does, with a `dim` to gather
+    along. Over other axes all vary alike.
     """
-    return _fwd(loss, x, w, labels)[0]
+    return _fwd(loss, x, w, bias, labels)[0]
 
 
 def _fwd(
     loss: ChunkedLoss,
     x: Float[Array, "*tokens d"],
     w: Float[Array, "d columns"],
+    bias: Float[Array, " columns"] | None,
     labels: Int[Array, "*all"],
 ) -> tuple[Float[Array, "*tokens"], Any]:
-    names = loss.ring.names
+    names, columns = loss.ring.names, loss.columns(w, labels)
 
     def measure(
         _: None, chunk: tuple[Float[Array, "tokens d"], Int[Array, " tokens"]]
     ) -> tuple[None, Measured]:
-        _rows, logits, columns = loss.logits(chunk[0], w, chunk[1])  # [tokens, columns]
+        _rows, products = loss.products(chunk[0], w, chunk[1])
+        logits = loss.logits(columns, products, bias)  # [tokens, columns]
         # The shift cancels in the losses, so that second derivatives do without its own.
         highest = lax.stop_gradient(jnp.max(logits, axis=1))
         # Where all columns pad, -inf - -inf would be NaN.
@@ -141,14 +163,14 @@ def _fwd(
         length = labels.shape[loss.dim] // loss.ring.size
         start = loss.ring.index() * length
         losses = lax.dynamic_slice_in_dim(losses, start, length, loss.dim)
-    return losses, (x, w, labels, top, log_total)
+    return losses, (x, w, bias, labels, top, log_total)
 
 
 def _bwd(
     loss: ChunkedLoss, residuals: Any, ct: Float[Array, "*tokens"]
-) -> tuple[Float[Array, "*tokens d"], Float[Array, "d columns"], None]:
-    x, w, labels, top, log_total = residuals
-    names = loss.ring.names
+) -> tuple[Float[Array, "*tokens d"], Float[Array, "d columns"], Any, None]:
+    x, w, bias, labels, top, log_total = residuals
+    names, columns = loss.ring.names, loss.columns(w, labels)
     whole = loss.whole(x)
     if loss.dim is not None:
         ct = lax.all_gather(ct, names, axis=loss.dim, tiled=True)
@@ -158,26 +180,29 @@ def _bwd(
     ct = jnp.where(labels == loss.ignore_label, 0, ct)
 
     def step(
-        dw: Float[Array, "d columns"], chunk: tuple[Array, ...]
-    ) -> tuple[Float[Array, "d columns"], Float[Array, "tokens d"]]:
+        total: tuple[Float[Array, "d columns"], Any], chunk: tuple[Array, ...]
+    ) -> tuple[tuple[Float[Array, "d columns"], Any], Float[Array, "tokens d"]]:
         rows, labels, top, log_total, ct = chunk
-        rows, logits, columns = loss.logits(rows, w, labels)
+        rows, products = loss.products(rows, w, labels)
+        logits, pull = jax.vjp(partial(loss.logits, columns), products, bias)
         target = loss.target(columns, labels, logits.dtype)
         # Not less their sum, the logarithm of all: in float32 it has lost, where logits are large,
         # the digits by which the softmax sums to 1, and the gradient of all logits to 0.
         softmax = jnp.exp((logits - top[:, None]) - log_total[:, None])
         slope = softmax * (1 + 2 * loss.z_loss * (top + log_total))[:, None] - target
+        slope, of_bias = pull(slope * ct[:, None])
         # In the dtype of the operands, as a matmul's cotangent has it.
-        slope = jnp.where(columns < loss.vocabulary, slope * ct[:, None], 0).astype(w.dtype)
+        slope = slope.astype(w.dtype)
         multiply = partial(
             jnp.einsum, precision=loss.precision, preferred_element_type=sum_dtype(w.dtype)
         )
-        return dw + multiply("td,tv->dv", rows, slope), multiply("tv,dv->td", slope, w)
+        more = multiply("td,tv->dv", rows, slope), of_bias
+        return jax.tree.map(jnp.add, total, more), multiply("tv,dv->td", slope, w)
 
-    zeros = vary_over(varying_axes(w), jnp.zeros(w.shape, sum_dtype(w.dtype)))
+    zeros: Any = jax.tree.map(lambda a: zeros_alike(a.shape, sum_dtype(a.dtype), w), (w, bias))
     numbers = (loss.chunks(part) for part in (top, log_total, ct))
     chunks = loss.chunks(whole, features=1), loss.chunks(labels, loss.ignore_label), *numbers
-    dw, dx = lax.scan(step, zeros, chunks)
+    (dw, of_bias), dx = lax.scan(step, zeros, chunks)
     dx = dx.reshape(-1, dx.shape[-1])[: labels.size].reshape(whole.shape)
     if loss.dim is not None:
         dx = scatter_along(loss.way(loss.ring, dx), dx, loss.dim)
@@ -185,7 +210,7 @@ def _bwd(
         copied = tuple(name for name in names if name not in varying_axes(x))
         if copied:
             dx = all_reduce(loss.way(loss.ring.over(copied), dx), dx)
-    return dx.astype(x.dtype), dw.astype(w.dtype), None
+    return dx.astype(x.dtype), dw.astype(w.dtype), of_bias, None
 
 
 chunked_losses.defvjp(_fwd, _bwd)

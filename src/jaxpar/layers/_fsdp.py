@@ -21,14 +21,14 @@ from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, MaybeQuantized, Tree, TreeDim
 from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar._wire import check_wire
-from jaxpar.collectives._blocks import Blocks, gather_blocks, group_leaves, scatter_sums
+from jaxpar.collectives._blocks import Blocks, Group, gather_blocks, group_leaves, scatter_sums
 from jaxpar.collectives._choice import Problem, choose_stages
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels
 
 Leaves = list[Any]  # arrays
 
-WHOLE = "shard it in in_specs, or say that it is whole by dim=None"
+OR_WHOLE = "shard it in in_specs, or say that it is whole by dim=None"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,15 @@ def bind_shards(
     join = all(way.joins for way in stages)
     scales = [False] * len(leaves) if scales is None else scales
     groups = group_leaves(leaves, counted, scales, size=ring.size, join=join)
+    groups = tuple(
+        group if scales[group.members[0]] else _in_dtypes(group, leaves, ring) for group in groups
+    )
     return Shards(stages, groups, low_bit=ring.low_bit("float32"), dims=tuple(counted))
+
+
+def _in_dtypes(group: Group, leaves: list[Any], ring: Ring) -> Group:
+    dtype = leaves[group.members[0]].dtype
+    return replace(group, dtypes=(dtype, ring.gathered_as(dtype)))
 
 
 _WHOLE = object()
@@ -117,7 +125,9 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
         `jaxpar.compiler_options`, as long as they are short enough to be unrolled; naive elsewhere.
         Its `wire_dtype` is that in which sums of gradients travel; None: their own. Of 8 bits it
         is that of what is gathered: leaves of 256 KiB and more travel with a scale a row, rounded
-        once, and their gradients are as if they were not.
+        once, and their gradients are as if they were not. With a `gather_dtype` of
+        bfloat16, leaves of float32 travel and arrive in bfloat16; their gradients, of bfloat16 on
+        each device, are summed and returned in float32.
       dim: the dimension along which a leaf is sharded, None for a leaf that is whole; one for all
         leaves, or a pytree of them that is a prefix of `tree`.
 
@@ -148,9 +158,9 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     """
     tree = as_arrays("tree", tree)
     leaves, treedef = jax.tree.flatten(tree)
-    dims, ring = broadcast_dim(dim, tree), bind(axis)
+    dims, ring = broadcast_dim(dim, tree), bind(axis, gathers=True)
     shards = bind_shards(leaves, dims, ring, scales_among(tree))
-    check_own_leaves("tree", tree, ring, "a shard", WHOLE, dims)
+    check_own_leaves("tree", tree, ring, "a shard", OR_WHOLE, dims)
     return treedef.unflatten(gather_shards(shards, vary_sharded(shards, leaves)))
 
 
@@ -201,11 +211,13 @@ def fsdp_linear(
 
     Args:
       x: local `[..., k]`, this device's share of the batch.
-      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`); or a `Quantized` one.
+      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), in the dtype of x, or that which the
+        `gather_dtype` of `axis` makes of it; or a `Quantized` one.
       axis: mesh axes, over which weights are sharded: a name, a tuple or list of them in any order,
         or an `Axis`, which says how data travel: its mode as in `all_gather_matmul`, and of a
         sharded bias as in `fsdp_gather`; its `wire_dtype` for the sums of the weight's gradient, or
-        of 8 bits for the weight itself, as in `all_gather_matmul`; None: their own.
+        of 8 bits for the weight itself, as in `all_gather_matmul`; None: their own. With a
+        `gather_dtype` the weight's gradient is summed, and returned, in the dtype of `w`.
       bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it; its shape says which.
       dim: the dimension along which `w` is sharded.
       preferred_element_type: as in `all_gather_matmul`.
@@ -237,7 +249,7 @@ def fsdp_linear(
     x, weight = as_array("x", x), as_operand("w", w)
     labels = matmul_labels(x, weight)
     label = labels.rhs[check_dim("dim", dim, weight.shape)]
-    call = _einsum.make_call(labels, bind(axis), preferred_element_type, precision)
+    call = _einsum.make_call(labels, bind(axis, gathers=True), preferred_element_type, precision)
     call = replace(call, regather=True, names=("x", "w"))
     (y,) = _einsum.gather(call, "rhs", label, x, (weight,))
     if bias is None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jaxpar._axis import bind
 from jaxpar._calls import of_user, public, type_error, value_error
@@ -22,7 +22,7 @@ from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Tree, TreeDim
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.layers._fsdp import (
-    WHOLE,
+    OR_WHOLE,
     Shards,
     bind_shards,
     broadcast_dim,
@@ -59,6 +59,28 @@ def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
     ]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
+@dataclass(frozen=True)
+class Kept:
+    """What a policy has kept of a layer: the residuals of its pullback that are no inputs.
+
+    Attributes:
+      arrays: these residuals.
+      tree: the structure of the pullback.
+      places: for each of its leaves the place among the layer's inputs, None for one of `arrays`.
+    """
+
+    arrays: Arrays
+    tree: Any
+    places: tuple[int | None, ...]
+
+    def pullback(self, inputs: Arrays) -> Any:
+        """Returns the pullback, weights among the inputs having been gathered again."""
+        given = iter(self.arrays)
+        leaves = [next(given) if place is None else inputs[place] for place in self.places]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer as a function of lists of arrays, the same for all layers."""
@@ -66,6 +88,7 @@ class Layer:
     jaxpr: Any  # of (consts; weights, state) to the next state
     shards: Shards
     count: int  # of layers
+    policy: Any  # of jax.checkpoint; None: a layer's inputs are kept
 
     def __call__(self, consts: Arrays, weights: Arrays, state: Arrays) -> Arrays:
         return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, consts))(*weights, *state)
@@ -86,19 +109,49 @@ class Layer:
         scattered: Any = scatter_gradients(self.shards, of_all)
         return [x for x in scattered if x is not None]
 
-    def pull(self, consts: Arrays, weights: Arrays, state: Arrays, cts: Arrays) -> Any:
+    def keep(self, consts: Arrays, weights: Arrays, state: Arrays) -> tuple[Arrays, Arrays | Kept]:
+        """Returns the next state, and what is kept beside the layer's inputs."""
+        if self.policy is None:
+            return self(consts, weights, state), []
+        trees: list[Any] = []
+
+        def forward(*inputs: Arrays) -> tuple[Arrays, Arrays]:
+            out, pullback = self._differentiate(*inputs)
+            residuals, tree = jax.tree.flatten(pullback)
+            trees.append(tree)
+            return out, residuals
+
+        # Traced by itself, so that residuals can be told that are inputs: weights are not kept.
+        closed, (out, _) = jax.make_jaxpr(forward, return_shape=True)(consts, weights, state)
+        inputs = {var: place for place, var in enumerate(closed.jaxpr.invars)}
+        residuals = closed.jaxpr.outvars[len(out) :]
+        places = tuple(None if isinstance(v, Literal) else inputs.get(v) for v in residuals)
+        results = jaxpr_as_fun(closed)(*consts, *weights, *state)
+        arrays = [x for x, place in zip(results[len(out) :], places, strict=True) if place is None]
+        return results[: len(out)], Kept(arrays, trees[-1], places)
+
+    def pull(
+        self, consts: Arrays, weights: Arrays, state: Arrays, kept: Arrays | Kept, cts: Arrays
+    ) -> Any:
         """Returns the gradients of the floats among consts, weights and state."""
-
-        def of_floats(c: Arrays, w: Arrays, s: Arrays) -> Arrays:
-            return floats_of(
-                self(with_floats(consts, c), with_floats(weights, w), with_floats(state, s))
-            )
-
         # Computing one layer again before the other is done would take the memory of both. Not
         # with the weights: a barrier is passed when all is there, and some are needed first.
-        state, cts = optimization_barrier((state, cts))
-        _, pullback = jax.vjp(of_floats, floats_of(consts), floats_of(weights), floats_of(state))
-        return pullback(cts)
+        state, kept, cts = optimization_barrier((state, kept, cts))
+        if isinstance(kept, Kept):
+            return kept.pullback([*consts, *weights, *state])(cts)
+        return self._differentiate(consts, weights, state)[1](cts)
+
+    def _differentiate(self, consts: Arrays, weights: Arrays, state: Arrays) -> tuple[Arrays, Any]:
+        """Returns the next state, and the function from cotangents of its floats to gradients."""
+
+        def of_floats(c: Arrays, w: Arrays, s: Arrays) -> tuple[Arrays, Arrays]:
+            out = layer(with_floats(consts, c), with_floats(weights, w), with_floats(state, s))
+            return floats_of(out), out
+
+        layer = self if self.policy is None else jax.checkpoint(self, policy=self.policy)
+        given = floats_of(consts), floats_of(weights), floats_of(state)
+        _, pullback, out = jax.vjp(of_floats, *given, has_aux=True)
+        return out, pullback
 
 
 @public
@@ -109,6 +162,7 @@ def fsdp_scan(
     axis: AxisLike,
     *,
     dim: TreeDim = 0,
+    policy: Callable[..., Any] | None = None,
 ) -> Tree:
     """Applies layer after layer, each one's weights gathered where they are used, and never kept.
 
@@ -122,20 +176,25 @@ def fsdp_scan(
       dim: the dimension of a layer's own parameter, without the stack's, along which it is
         sharded, None for one that is whole. One for all, or a pytree of them, a prefix of the
         parameters.
+      policy: what a layer keeps for the backward pass, beside its input, as in `jax.checkpoint`:
+        such as `jax.checkpoint_policies.save_only_these_names("attention")`, of what `layer_fn`
+        names by `jax.ad_checkpoint.checkpoint_name`. None: nothing.
 
     Returns:
       What the last layer returns. It varies over what `x` and what the layer returns vary over.
 
     Raises:
-      TypeError: a layer that returns other shapes, dtypes or another structure than its `x`; an
-        option or wire dtype of the wrong type.
+      TypeError: a layer that returns other shapes, dtypes or another structure than its `x`; a
+        policy that is no function, an option or wire dtype of the wrong type.
       ValueError: a leaf to gather that is typed as replicated over `axis`; no layers, stacks of
         different lengths, a dim out of range or no prefix, an unknown axis name, a call outside
         shard_map.
 
     Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
     their gradients, in the wire's dtype, backward. Kept for the backward pass are the layers'
-    inputs and the shards; there each layer is computed again, from weights that are gathered again.
+    inputs, the shards, and what a `policy` keeps; there each layer is computed again, but for that,
+    from weights that are gathered again. Gathered weights are not kept, whatever the policy; what a
+    layer makes of them alone, such as a cast, is kept where it says so.
     One layer's weights are gathered at a time, and travel beside the layer's own work where the
     compiler makes collectives asynchronous (`jaxpar.compiler_options`). Elsewhere they are waited
     for: gathering them a layer ahead was tried, and took longer on TPU v4 and v5e, for the copies
@@ -152,15 +211,16 @@ def fsdp_scan(
 
     Source: as `fsdp_linear`.
     """
+    check_policy(policy)
     stacked_params = as_arrays("stacked_params", stacked_params)
     stacked, params_tree = jax.tree.flatten(stacked_params)
     state, state_tree = jax.tree.flatten(as_arrays("x", x))
     count = _count_layers(stacked)
     own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
     dims = broadcast_dim(dim, stacked_params)
-    ring = bind(axis)
+    ring = bind(axis, gathers=True)
     shards = bind_shards(own, dims, ring, scales_among(stacked_params))
-    check_own_leaves("stacked_params", stacked_params, ring, "a shard", WHOLE, dims)
+    check_own_leaves("stacked_params", stacked_params, ring, "a shard", OR_WHOLE, dims)
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:
         given = params_tree.unflatten(weights), state_tree.unflatten(state)
@@ -182,7 +242,7 @@ def fsdp_scan(
             break
         state = wider
     consts = [jnp.asarray(const) for const in closed.consts]
-    layer = Layer(closed.jaxpr, shards, count)
+    layer = Layer(closed.jaxpr, shards, count, policy)
     return state_tree.unflatten(_run(layer, consts, stacked, state))
 
 
@@ -194,27 +254,28 @@ def _run(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Arrays
 def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Any:
     """Returns the last state, and what the backward pass needs."""
 
-    def step(given: Arrays, index: Array) -> tuple[Arrays, Arrays]:
+    def step(given: Arrays, index: Array) -> tuple[Arrays, tuple[Arrays, Any]]:
         weights, given = layer.gather(stacked, index, given)
-        return layer(consts, weights, given), given
+        out, kept = layer.keep(consts, weights, given)
+        return out, (given, kept)
 
-    state, given = lax.scan(step, state, jnp.arange(layer.count))
-    return state, (consts, stacked, given)
+    state, (given, kept) = lax.scan(step, state, jnp.arange(layer.count))
+    return state, (consts, stacked, given, kept)
 
 
 def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
     """Returns the gradients, from those of the last state; layers go from the last to the first."""
-    consts, stacked, given = residuals
+    consts, stacked, given, kept = residuals
 
-    def step(carry: Any, indexed_state: Any) -> Any:
+    def step(carry: Any, of_layer: Any) -> Any:
         cts, total = carry
-        index, state = indexed_state
+        index, state, kept = of_layer
         weights, cts = layer.gather(stacked, index, cts)
-        of_consts, gradients, cts = layer.pull(consts, weights, state, cts)
+        of_consts, gradients, cts = layer.pull(consts, weights, state, kept, cts)
         return (cts, _add(total, of_consts)), layer.scatter(gradients, weights)
 
     total = [jnp.zeros_like(x, addition_dtype(x.dtype)) for x in floats_of(consts)]
-    layers = jnp.arange(layer.count), given
+    layers = jnp.arange(layer.count), given, kept
     (cts, total), of_stacked = lax.scan(step, (floats_of(cts), total), layers, reverse=True)
     return (
         all_gradients(consts, total),
@@ -228,6 +289,14 @@ _run.defvjp(_forward, _backward)
 
 def _add(total: Arrays, more: Arrays) -> Arrays:
     return [t + m.astype(t.dtype) for t, m in zip(total, more, strict=True)]
+
+
+def check_policy(policy: Any) -> None:
+    """Raises unless a policy of `jax.checkpoint`, or None, was given."""
+    if policy is not None and not callable(policy):
+        raise type_error(
+            f"policy must be a function, one of jax.checkpoint_policies, or None, got {policy!r}"
+        )
 
 
 def _count_layers(stacked: Arrays) -> int:

@@ -95,6 +95,10 @@ class Projection:
         ((name, w),) = weights.items()
         return add_bias(y, self._whole_bias(name, w, bias, along))
 
+    def used_as(self, w: Array) -> Any:
+        """The dtype in which a weight is used."""
+        return w.dtype if self.fsdp is None else self.fsdp.gathered_as(w.dtype)
+
     def in_chunks(
         self, block: Callable[[Projection, Array], Array], x: Array, weights: tuple[Array, ...]
     ) -> Array:
@@ -190,7 +194,7 @@ class Projection:
                     f"{name} must be [k, m], got local shape {w.shape} with {w.ndim} "
                     "dimensions; reshape it"
                 )
-            if w.dtype != x.dtype:
+            if self.used_as(w) != x.dtype:
                 raise type_error(
                     f"x is {x.dtype}{list(x.shape)} and {name} is "
                     f"{w.dtype}{list(w.shape)}; cast one of them with .astype, and choose the "
@@ -225,7 +229,7 @@ def bind_projection(
 ) -> Projection:
     """Checks the axes of a layer."""
     ring = bind(axis)
-    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis")
+    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", gathers=True)
     shared = set(ring.names) & set(fsdp.names if fsdp else ())
     if shared:
         raise value_error(

@@ -6,18 +6,17 @@ Activations between layers are sharded along the sequence over the same axis as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Num
 
-from jaxpar._calls import of_user, public, type_error, value_error
-from jaxpar._types import AxisLike, Integer, Weights
+from jaxpar._calls import public, type_error, value_error
+from jaxpar._types import Activation, AxisLike, Integer, Weights
+from jaxpar.layers._activation import activate
 from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_pair
 
 
@@ -50,7 +49,7 @@ def column_parallel_linear(
       fsdp_axis: further mesh axes, named in the same ways, over which weights are sharded, as in
         fully sharded data parallelism: they are gathered before the product, and again for the
         backward pass. An `Axis` says how they travel, as in `fsdp_gather`; nothing is taken from
-        `axis`.
+        `axis`. With its `gather_dtype` weights are used in that, which must be the dtype of x.
       fsdp_dim: the dimension of weights along which they are, 0 or 1.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
@@ -167,7 +166,7 @@ def gated_mlp(
     w_down: Array,
     axis: AxisLike,
     *,
-    activation: Callable[[Array], Array] = jax.nn.silu,
+    activation: Activation = jax.nn.silu,
     biases: tuple[Array | None, ...] | None = None,
     sequence_dim: Integer | None = -2,
     fsdp_axis: AxisLike | None = None,
@@ -184,7 +183,8 @@ def gated_mlp(
       w_down: local `[h/n, m]`.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel, as in `column_parallel_linear` and `row_parallel_linear`.
-      activation: an elementwise function.
+      activation: an elementwise function; or a `GatedActivation`, of gate and up together, in the
+        place of `activation(gate) * up`.
       biases: of gate, up and down, each an array or None, as in `column_parallel_linear` and
         `row_parallel_linear`.
       sequence_dim: the dimension of x and of the result that is sharded, or None.
@@ -235,15 +235,7 @@ def gated_mlp(
     def join(
         gate: Num[Array, "*tokens columns"], up: Num[Array, "*tokens columns"]
     ) -> Num[Array, "*tokens columns"]:
-        active = of_user(activation, "activation")(gate)
-        if getattr(active, "shape", None) != gate.shape:
-            returned = f"local shape {active.shape}" if hasattr(active, "shape") else repr(active)
-            raise value_error(
-                f"activation returned {returned} for {gate.shape}; it must be elementwise"
-            )
-        if jnp.iscomplexobj(active) and not jnp.iscomplexobj(gate):
-            raise type_error(f"activation returned {active.dtype} for {gate.dtype}; cast it")
-        return (active * up).astype(w_down.dtype)
+        return activate(activation, up, gate).astype(layer.used_as(w_down))
 
     def mlp(layer: Projection, x: Array) -> Array:
         gate, up = layer.columns(x, {"w_gate": w_gate, "w_up": w_up}, (b_gate, b_up), into)

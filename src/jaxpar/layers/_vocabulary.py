@@ -25,7 +25,7 @@ from jaxpar._checks import (
 )
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._types import AxisLike, Integer, Number
-from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes
+from jaxpar._varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar._wire import check_wire
 from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
 from jaxpar.layers._projections import SHARDED_SEQUENCE
@@ -152,6 +152,8 @@ def vocabulary_parallel_cross_entropy(
     labels: Array,
     axis: AxisLike,
     *,
+    bias: Array | None = None,
+    softcap: Number | None = None,
     vocabulary: Integer | None = None,
     sequence_dim: Integer | None = None,
     chunk: Integer = 1024,
@@ -160,7 +162,7 @@ def vocabulary_parallel_cross_entropy(
     ignore_label: Integer = -1,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes each token's cross-entropy from logits `x @ w` that never exist as a whole.
+    """Computes each token's cross-entropy from logits `x @ w + bias` that never exist as a whole.
 
     Args:
       x: local `[..., s, d]`, replicated over `axis`; with a `sequence_dim` `[..., s/n, d]`,
@@ -173,6 +175,8 @@ def vocabulary_parallel_cross_entropy(
         data travel: x, and its gradient. Its mode is as in `ring_all_gather`, but `"auto"` is
         `"naive"`, as nothing is computed meanwhile. Its `wire_dtype` is that in which partial sums
         of the gradient of `x` travel; None: that of `x`.
+      bias: local floats `[v/n]`, sharded as the columns of `w` are, or None.
+      softcap: a bound c of the logits, which are `c tanh((x @ w + bias) / c)`; None: no bound.
       vocabulary: the number of tokens, if columns pad `w` to a multiple of n: those from there on
         count for nothing and have zero gradients. None: all are tokens.
       sequence_dim: the dimension of `x` along which it is sharded, such as -2; None if it is not.
@@ -190,11 +194,11 @@ def vocabulary_parallel_cross_entropy(
 
     Raises:
       TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
-        option or wire dtype of the wrong type.
+        option or wire dtype of the wrong type, a bias that is no float.
       ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
-        over `axis` without a `sequence_dim`; `w`, or with it `x` or labels, typed as replicated
-        over it, or `w` with columns of the whole `vocabulary`; an unknown axis name, a call outside
-        shard_map.
+        over `axis` without a `sequence_dim`; `w`, a bias, or with a `sequence_dim` `x` or labels,
+        typed as replicated over it, or `w` with columns of the whole `vocabulary`; an unknown axis
+        name, a call outside shard_map.
 
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
     sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is
@@ -211,11 +215,14 @@ def vocabulary_parallel_cross_entropy(
       array([2.303, 2.303, 0.   ], dtype=float32)
 
     Source: logits by shards are those of Shoeybi et al., as in `vocabulary_parallel_embedding`; by
-    chunks, of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024).
+    chunks, of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024). The
+    bound is that of Gemma 2's final logits (2024).
     """
     ring = bind(axis)
     x, w, labels = jnp.asarray(x), jnp.asarray(w), as_integers("labels", labels)
     _check_operands(x, w, labels)
+    if bias is not None:
+        bias = _as_bias(bias, w)
     dim = check_sequence_dim("x", sequence_dim, x.shape)
     if dim is None:
         check_replicated("labels", labels, ring)
@@ -230,6 +237,7 @@ def vocabulary_parallel_cross_entropy(
         label_smoothing=check_number("label_smoothing", label_smoothing, 1.0),
         z_loss=check_number("z_loss", z_loss),
         ignore_label=check_whole("ignore_label", ignore_label),
+        softcap=None if softcap is None else _check_softcap(softcap),
         precision=precision,
     )
     check_own("w", w, ring, "columns")
@@ -239,18 +247,20 @@ def vocabulary_parallel_cross_entropy(
             f"every device of {ring}; shard it in in_specs, {-(-loss.vocabulary // ring.size)} "
             "columns a device"
         )
+    if bias is not None:
+        check_own("bias", bias, ring, "numbers")
     if dim is not None:
         for argument, tokens in {"x": x, "labels": labels}.items():
             check_own(argument, tokens, ring, "a part of the sequence", SHARDED_SEQUENCE)
     labels = as_signed(labels)
     if not labels.size:
         return jnp.zeros(labels.shape, sum_dtype(x.dtype))
-    axes = varying_axes(x, w, labels) | set(ring.names)
-    w = vary_over(axes, w)
+    axes = varying_axes(x, w, bias, labels) | set(ring.names)
+    w, bias = vary_over(axes, w), None if bias is None else vary_wide(axes, bias)
     x, labels = vary_over(axes - set(ring.names) if dim is None else axes, (x, labels))
     if dim is not None:
         labels = lax.all_gather(labels, ring.names, axis=dim, tiled=True)
-    return chunked_losses(loss, x, w, labels)
+    return chunked_losses(loss, x, w, bias, labels)
 
 
 def _check_operands(x: Array, w: Array, labels: Array) -> None:
@@ -269,3 +279,22 @@ def _check_operands(x: Array, w: Array, labels: Array) -> None:
             f"x is {x.dtype}{list(x.shape)} and w is {w.dtype}{list(w.shape)}, but "
             "they must be floats of one dtype; cast one of them with .astype"
         )
+
+
+def _as_bias(bias: Any, w: Array) -> Array:
+    bias = jnp.asarray(bias)
+    if bias.shape != w.shape[1:]:
+        raise value_error(
+            f"bias has local shape {bias.shape}, but w of local shape {w.shape} has {w.shape[1]} "
+            "columns here; give one number for each, sharded as the columns are"
+        )
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
+    return bias
+
+
+def _check_softcap(softcap: Number) -> float:
+    cap = check_number("softcap", softcap, finite="None leaves logits as they are")
+    if not cap:
+        raise value_error(f"softcap={softcap} must be above 0; None leaves logits as they are")
+    return cap

@@ -73,6 +73,7 @@ class Call:
         backward: tuple[Flow, ...] = (),
         *,
         low_bit: bool = False,
+        travels: Any = None,
     ) -> RingEinsum:
         """Returns how to run over the ring."""
         shapes = tuple(x.shape for x in operands)
@@ -85,7 +86,8 @@ class Call:
         )
         way, back = choose_ways(problem)
         underived, _ = choose_ways(replace(problem, backward=()))
-        method = RingEinsum(way, back, underived, label, self.arithmetic, self.recomputed, low_bit)
+        how = label, self.arithmetic, self.recomputed, low_bit, travels
+        method = RingEinsum(way, back, underived, *how)
         if forward[0].kind != "gather" or not way.keeps or method.left_to_jax:
             return method
         # Naive both ways keeps, in 8 bits too, whose derivative JAX's own could not be.
@@ -146,8 +148,9 @@ def gather(
     """Multiplies lhs by each of `rhs`, `operand` being gathered along `label` first."""
     ring, labels = call.ring, call.labels
     lhs, rhs = _read_alike(operand, lhs, rhs)
-    sizes = [local_sizes(labels, lhs, weight, ring, gathered=(operand, label)) for weight in rhs]
-    dtype, _ = call.result_dtype(lhs), call.wire_dtype(lhs)
+    seen, weights = _as_gathered(ring, operand, lhs, rhs)
+    sizes = [local_sizes(labels, seen, w, ring, gathered=(operand, label)) for w in weights]
+    dtype, _ = call.result_dtype(seen), call.wire_dtype(seen)
     name, block = (call.names[0], lhs) if operand == "lhs" else (call.names[1], rhs[0])
     check_own(name, values_of(block), ring, "a block")
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
@@ -157,6 +160,7 @@ def gather(
         (left,), rights = rhs, (lhs,)
         product = Product(labels.rhs, labels.lhs, labels.out, dtype)
 
+    travels = ring.gathered_as(left.dtype)
     left = straight_through(ring.low_bit(left.dtype), left, product.left.index(label))
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), rights[0].dtype.itemsize
@@ -169,7 +173,9 @@ def gather(
         flow_of("scatter", label, ring.size, for_left, sizes, width, wire, quantized=rounds),
         flow_of("gather", label, ring.size, for_rights, sizes, width, sent, quantized=low_bit),
     )
-    method = call.method(label, (left, *rights), (forth,), back, low_bit=low_bit)
+    travels = None if low_bit or travels == left.dtype else travels
+    how: Any = {"low_bit": low_bit, "travels": travels}
+    method = call.method(label, (left, *rights), (forth,), back, **how)
 
     def gathered(
         left: Left | Quantized, rights: tuple[Num[Array, "..."], ...]
@@ -188,6 +194,17 @@ def _read_alike(operand: Operand, lhs: Any, rhs: tuple[Any, ...]) -> Any:
         return replace(lhs, dtype=rhs[0].dtype) if isinstance(lhs, Quantized) else lhs, rhs
     lhs, (w,) = as_array("lhs", lhs), rhs
     return lhs, (replace(w, dtype=lhs.dtype) if isinstance(w, Quantized) else w,)
+
+
+def _as_gathered(ring: Ring, operand: Operand, lhs: Any, rhs: tuple[Any, ...]) -> Any:
+    """Shapes and dtypes of the operands as they are multiplied: of one as it is gathered."""
+
+    def seen(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, ring.gathered_as(x.dtype))
+
+    if operand == "lhs":
+        return lhs if isinstance(lhs, Quantized) else seen(lhs), rhs
+    return lhs, tuple(w if isinstance(w, Quantized) else seen(w) for w in rhs)
 
 
 def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:

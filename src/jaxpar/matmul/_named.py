@@ -48,7 +48,9 @@ def all_gather_matmul(
         of lhs.
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       gather: the operand that is sharded over `axis`, `"lhs"` or `"rhs"`. A `Quantized` one travels
-        as it is, and has no derivative.
+        as it is, and has no derivative. With a `gather_dtype` of an `Axis`, such as bfloat16 for
+        weights of float32, it travels in that, the dtype of the other one, and has a gradient of
+        its own dtype.
       dim: the dimension of that operand along which it is sharded: rows or batch of lhs, columns
         of rhs, or the contracting dimension of either.
       mode: of both passes; None: those of `axis`, `"auto"` for a name. `"naive"`
@@ -107,7 +109,7 @@ def all_gather_matmul(
     labels = matmul_labels(lhs, *weights)
     letters, operand = (labels.lhs, lhs) if gather == "lhs" else (labels.rhs, weights[0])
     label = letters[check_dim("dim", dim, operand.shape)]
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, gathers=True)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     results: Any = _einsum.gather(call, gather, label, lhs, weights)
     return results if isinstance(rhs, tuple) else results[0]
@@ -296,7 +298,7 @@ def ring_einsum(
     for argument, given in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
         _check_text(argument, given)
     labels = parse_labels(subscripts)
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, gathers=scatter is None)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     lhs, weights = as_operand("lhs", lhs), _as_operands(rhs)
     if gather is not None and scatter is None:

@@ -58,7 +58,7 @@ def _gather(
     `left` is this device's block along `method.label`; the right operands and the results have that
     label whole where they have it. All operands vary over the same axes, the ring's among them.
     """
-    method = replace(method, way=method.underived)
+    method, left = replace(method, way=method.underived), method.sent(left)
     if method.way.stays and all(x.size for x in (left, *rights)):
         return tuple(
             _stay(method, p, exact_of(left), right)
@@ -305,7 +305,7 @@ def _gradients(
 def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any) -> Any:
     """A gather that returns what it brought, too, for its own derivative."""
     blocks: list[Array] = []
-    results, scales = _gather_blocks(method, products, left, rights, blocks)
+    results, scales = _gather_blocks(method, products, method.sent(left), rights, blocks)
     # The own block, which is used first, is kept anyway.
     return results, Kept(blocks[1:] if method.way.keeps_own_first else blocks, scales)
 
@@ -332,7 +332,7 @@ def _by_kept(
     They are made, a few blocks a turn, beside the transfers of the left one's.
     """
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
-    own = left.values if isinstance(left, Quantized) else left
+    own = left.values if isinstance(left, Quantized) else method.sent(left)
     blocks = [own, *kept.blocks] if method.way.keeps_own_first else kept.blocks
     steps = steps_of(method, for_rights, blocks, kept.scales, cts)
     back = method.derivative()

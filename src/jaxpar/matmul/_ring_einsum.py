@@ -31,6 +31,9 @@ class RingEinsum:
     recomputed: bool = False
     # Something that is gathered is quantized, which JAX's own derivative takes for constant.
     low_bit: bool = False
+    # The dtype in which what is gathered travels, if it is not its own: in JAX's own derivative its
+    # gradient would be summed in that, too.
+    travels: Any = None
     # What is gathered is kept, as it comes, for a derivative of our own.
     keeps: bool = False
 
@@ -42,7 +45,12 @@ class RingEinsum:
     @property
     def left_to_jax(self) -> bool:
         """Whether the derivative is JAX's own, for which the gathered operand is kept."""
-        return self.way.derived_by_jax and self.way == self.backward and not self.low_bit
+        own = self.low_bit or self.travels is not None
+        return self.way.derived_by_jax and self.way == self.backward and not own
+
+    def sent(self, left: Any) -> Any:
+        """What is gathered, as it travels."""
+        return left if self.travels is None else left.astype(self.travels)
 
     def forward(self) -> RingEinsum:
         """How the einsum runs where a derivative is taken."""

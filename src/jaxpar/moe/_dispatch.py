@@ -1,7 +1,6 @@
 """How tokens reach the experts of other devices, what these make of them, and how it gets home."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -15,10 +14,12 @@ from jaxtyping import Float, Int, Int32
 from jaxpar._axis import Ring
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import sum_dtype
+from jaxpar._types import Activation
 from jaxpar._varying import vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.collectives._blocks import gather_along, scatter_along
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
+from jaxpar.layers._activation import activate
 from jaxpar.moe._capacity import Bounds
 from jaxpar.moe._dispatcher import RaggedDispatcher
 from jaxpar.moe._local import InSlots, LocalExperts, Pairs, Tokens
@@ -181,9 +182,6 @@ def scatter(ring: Ring, x: Float[Array, "rows d"]) -> Float[Array, "own d"]:
     return scatter_along(way, x, 0)
 
 
-Activation = Callable[[Array], Array]
-
-
 def apply_shared(
     axes: Axes,
     rows: Float[Array, "rows d"],
@@ -220,10 +218,10 @@ def _apply_whole(
         return (y + vary_wide(axes, bias).astype(wide)).astype(x.dtype)
 
     hidden = linear(rows, experts.up, experts.up_bias)
-    if experts.gate is None:
-        hidden = activation(hidden)
-    else:
-        hidden = activation(linear(rows, experts.gate, experts.gate_bias)) * hidden
+    gate = None
+    if experts.gate is not None:
+        gate = linear(rows, experts.gate, experts.gate_bias)
+    hidden = activate(activation, hidden, gate).astype(rows.dtype)
     return linear(hidden, experts.down, experts.down_bias)
 
 
@@ -240,4 +238,5 @@ def _apply_sharded(
         weights = experts.gate, up, down
         return gated_mlp(rows, *weights, ring, activation=activation, biases=biases, **options)
     hidden = column_parallel_linear(rows, up, ring, bias=experts.up_bias, **options)
-    return row_parallel_linear(activation(hidden), down, ring, bias=experts.down_bias, **options)
+    hidden = activate(activation, hidden, None).astype(down.dtype)
+    return row_parallel_linear(hidden, down, ring, bias=experts.down_bias, **options)

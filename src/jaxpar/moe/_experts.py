@@ -18,11 +18,12 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Int, Int32, Num
 
-from jaxpar._calls import of_user, public, type_error, value_error
+from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import as_integers
 from jaxpar._dtypes import loses_parts, result_dtype
-from jaxpar._types import Implementation, Values
+from jaxpar._types import Activation, Implementation, Values
 from jaxpar._varying import vary_alike, zeros_alike
+from jaxpar.layers._activation import activate
 from jaxpar.moe._blocks import Block, Totals, fold_groups
 from jaxpar.moe._grouped import (
     bind_kernels,
@@ -49,7 +50,7 @@ def apply_experts(
     experts: ExpertsLike,
     group_sizes: Values,
     *,
-    activation: Callable[[Array], Array] = jax.nn.silu,
+    activation: Activation = jax.nn.silu,
     weights: Values | None = None,
     implementation: Implementation = "auto",
     precision: PrecisionLike = None,
@@ -62,7 +63,8 @@ def apply_experts(
         of `group_sizes` belong to no expert and may hold anything, NaN included.
       experts: `Experts`, or a mapping with such keys, in the dtype of x but for biases.
       group_sizes: integers `[e]`, how many rows each expert has.
-      activation: a function of `[rows, f]` that treats each row alone.
+      activation: a function of `[rows, f]` that treats each row alone; or a
+        `jaxpar.layers.GatedActivation`, of gate and up together.
       weights: `[a]`, floats to multiply each row of the result by, or None. Those past the sum of
         `group_sizes` may hold anything.
       implementation: as in `grouped_matmul`.
@@ -100,27 +102,20 @@ def apply_experts(
     sizes = fitting_sizes(sizes, len(x))
     operands, sizes = vary_alike((), Operands(x, experts, factors), sizes)
     mlp = Mlp(kernels, activation, preferred, dtype)
-    if closes_over_arrays(activation, experts.up, dtype):
+    if closes_over_arrays(activation, experts, dtype):
         return forward_whole(mlp, clear_rows(operands, sizes), sizes)[0]
     out: Any = expert_mlp(mlp, operands, sizes)
     return out[0]
 
 
-def closes_over_arrays(activation: Any, up: Num[Array, "groups d f"], dtype: Any) -> bool:
+def closes_over_arrays(activation: Activation, experts: Experts, dtype: Any) -> bool:
     """Whether `activation` has arrays of its own, which gradients may be taken of.
 
     Raises unless it takes hidden rows to as many features.
     """
-    rows = zeros_alike((1, up.shape[2]), dtype, up)
-    out = jax.eval_shape(of_user(activation, "activation"), rows)
-    if getattr(out, "shape", None) != rows.shape:
-        raise value_error(
-            f"activation must return as many features as it is given, {rows.shape}, "
-            f"but returned {getattr(out, 'shape', type(out).__name__)}"
-        )
-    if jnp.issubdtype(out.dtype, jnp.complexfloating) and not jnp.iscomplexobj(rows):
-        raise type_error(f"activation returned {out.dtype} for {rows.dtype}; cast it")
-    return bool(jax.closure_convert(activation, rows)[1])
+    up = zeros_alike((1, experts.up.shape[2]), dtype, experts.up)
+    gate = None if experts.gate is None else up
+    return bool(jax.closure_convert(partial(activate, activation), up, gate)[1])
 
 
 def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:

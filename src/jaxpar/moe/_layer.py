@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int32
 from jaxpar._calls import public, type_error
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar._types import (
+    Activation,
     AxisLike,
     Dispatch,
     Implementation,
@@ -63,7 +64,7 @@ def moe_layer(
     capacity: Integer | None = None,
     buffer_factor: Number | None = None,
     shared: ExpertsLike | None = None,
-    activation: Callable[[Array], Array] = jax.nn.silu,
+    activation: Activation = jax.nn.silu,
     data_axis: AxisLike = (),
     tp_axis: AxisLike | None = None,
     sequence_dim: Integer | None = -2,
@@ -98,14 +99,16 @@ def moe_layer(
         case, all tokens of all devices (or what `capacity` leaves of it): nothing is lost.
       shared: experts that every token has, as one: `up` and `gate` `[d, f]`, `down` `[f, d]`,
         biases `[f]` and `[d]`; replicated over `axis`.
-      activation: an elementwise function.
+      activation: an elementwise function; or a `jaxpar.layers.GatedActivation`, of gate and up
+        together.
       data_axis: further axes over which tokens are sharded; the statistics are over these too.
       tp_axis: axes over which the hidden features f of each expert, shared ones too, are
         sharded.
       sequence_dim: with `tp_axis`, whether tokens are sharded over it, as the other layers
         return them: any integer; or replicated over it: None.
       fsdp_axis: axes over which all experts' weights are sharded further. They are gathered
-        here, and again for the backward pass.
+        here, and again for the backward pass; with a `gather_dtype` of an `Axis` in that, which
+        must be the dtype of `tokens`.
       fsdp_dim: the dimension of matrices `[e, d, f]` and `[e, f, d]` along which they are, 1 or 2;
         of shared experts, which lack the first, one less. Biases are sharded along their last.
       precision: as in `jax.lax.dot_general`.
@@ -219,7 +222,7 @@ class LayerOptions(TypedDict, total=False):
     chunks: Integer
     buffer_factor: Number | None
     shared: ExpertsLike | None
-    activation: Callable[[Array], Array]
+    activation: Activation
     data_axis: AxisLike
     tp_axis: AxisLike | None
     sequence_dim: Integer | None

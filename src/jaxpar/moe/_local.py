@@ -1,6 +1,5 @@
 """The experts of a device, applied to the rows that have arrived."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ from jax import Array
 from jaxtyping import Float, Int, Int32
 
 from jaxpar._chips import traced_for_cpu
+from jaxpar._types import Activation
 from jaxpar._varying import vary_alike
 from jaxpar.collectives._choice import applies_experts_in_slots
 from jaxpar.moe._blocks import CPU_LENGTHS, GPU_LENGTHS
@@ -60,7 +60,7 @@ _BLANK = 16  # rows behind the pairs, a TPU's tile, whose results are 0
 class LocalExperts:
     """The experts of a device, applied at once or in two stages."""
 
-    activation: Callable[[Array], Array]
+    activation: Activation
     precision: Any
     implementation: Any
     staged: bool
@@ -132,7 +132,7 @@ class LocalExperts:
         most = min(pairs, len(rows))
         if self.implementation != "auto" or not most or not applies_experts_in_slots(average):
             return 0
-        if closes_over_arrays(self.activation, experts.up, rows.dtype):
+        if closes_over_arrays(self.activation, experts, rows.dtype):
             return 0
         return slots_for(average, CPU_TILE if traced_for_cpu() else GPU_TILE, most)
 

@@ -6,7 +6,7 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -18,6 +18,8 @@ from jaxtyping import Float, Int32, Num, Shaped
 
 from jaxpar._calls import public, readable, type_error
 from jaxpar._dtypes import common_dtype, sum_dtype
+from jaxpar._types import Activation
+from jaxpar.layers._activation import activate
 from jaxpar.moe._blocks import Block, block_dot
 from jaxpar.moe._grouped import (
     GroupedProduct,
@@ -32,7 +34,8 @@ from jaxpar.moe._grouped import (
 class Experts(NamedTuple):
     """The weights of `e` experts, each `down(activation(gate x) * up x)`.
 
-    Without a gate it is `down(activation(up x))`.
+    Without a gate it is `down(activation(up x))`, and with a `jaxpar.layers.GatedActivation`
+    `down(function(gate x, up x))`.
 
     Attributes:
       up: `[e, d, f]`.
@@ -147,7 +150,7 @@ class Mlp:
     """What the experts compute, apart from operands and products."""
 
     kernels: Kernels
-    activation: Callable[[Array], Array]
+    activation: Activation
     preferred: Any  # the dtype of partial sums; None: the package's contract
     dtype: Any  # of the result
 
@@ -155,7 +158,7 @@ class Mlp:
         self, up: Num[Array, "rows f"], gate: Num[Array, "rows f"] | None
     ) -> Num[Array, "rows f"]:
         """The hidden rows, from the two projections."""
-        return self.activation(up) if gate is None else self.activation(gate).astype(up.dtype) * up
+        return activate(self.activation, up, gate)
 
     def project(
         self,

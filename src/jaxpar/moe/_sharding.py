@@ -69,7 +69,7 @@ def bind_axes(
     for key, name in (("data_axis", data_axis), ("tp_axis", tp_axis)):
         if name is not None and name not in ((), []):
             rings[key] = bind(name, key)
-    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis")
+    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", gathers=True)
     # Tokens are often sharded over the axes of fsdp, which are data axes then.
     weights = {key: ring for key, ring in rings.items() if key != "data_axis"}
     for several in (rings, weights | ({"fsdp_axis": fsdp} if fsdp else {})):
@@ -189,7 +189,8 @@ def check_experts(
                 continue
             if axes.tensor is not None and name != "down_bias":
                 check_own(f"{kind}.{name}", w, axes.tensor, "hidden features")
-            if w.dtype != tokens.dtype:
+            used = w.dtype if axes.fsdp is None else axes.fsdp.gathered_as(w.dtype)
+            if used != tokens.dtype:
                 raise type_error(
                     f"tokens are {tokens.dtype}{list(tokens.shape)} and {kind}.{name} "
                     f"{w.dtype}{list(w.shape)}; cast one of them with .astype"

@@ -1,0 +1,79 @@
+"""What an MLP makes of its projections: a function of one of them, or of gate and up together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxpar._calls import naming, of_user, readable, type_error, value_error
+from jaxpar._types import Activation
+
+
+@readable
+@dataclass(frozen=True)
+class GatedActivation:
+    """An activation of gate and up together: `function(gate, up)`, not `activation(gate) * up`.
+
+    For `activation`, as a call or as a decorator.
+
+    Args:
+      function: an elementwise function of two arrays of one shape.
+
+    Raises:
+      TypeError: no function.
+
+    Cost: none.
+
+    Example:
+      >>> @GatedActivation
+      ... def clamped(gate, up):  # that of gpt-oss
+      ...     gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
+      ...     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+      >>> mesh = make_mesh("tp=8")
+      >>> f = jaxpar.jit(jax.shard_map(lambda x, *w: gated_mlp(x, *w, "tp", activation=clamped),
+      ...     mesh=mesh, in_specs=(P(None, "tp"), P(None, "tp"), P(None, "tp"), P("tp")),
+      ...     out_specs=P(None, "tp")))
+      >>> w = jnp.ones((4, 24))
+      >>> f(jnp.ones((2, 16, 4)), w, w, w.T).shape
+      (2, 16, 4)
+
+    Source: OpenAI, "gpt-oss-120b & gpt-oss-20b model card" (2025), for such a function.
+    """
+
+    function: Callable[[Array, Array], Array]
+
+    def __post_init__(self) -> None:
+        with naming("GatedActivation"):
+            given: Any = self.function
+            if not callable(given):
+                raise type_error(f"function must be one of gate and up, got {given!r}")
+
+
+def activate(activation: Activation, up: Array, gate: Array | None) -> Array:
+    """Returns the hidden features that are made of gate and up, or of up without a gate."""
+    given = up if gate is None else gate
+    if not isinstance(activation, GatedActivation):
+        active = of_user(activation, "activation")(given)
+    elif gate is None:
+        raise value_error(
+            "activation is a GatedActivation, but there is no gate; give one, or a function of "
+            "one array"
+        )
+    else:
+        active = of_user(activation.function, "activation")(gate, up)
+    if getattr(active, "shape", None) != given.shape:
+        returned = f"local shape {active.shape}" if hasattr(active, "shape") else repr(active)
+        raise value_error(
+            f"activation returned {returned} for {given.shape}; it must keep the shape"
+        )
+    if jnp.iscomplexobj(active) and not jnp.iscomplexobj(given):
+        raise type_error(f"activation returned {active.dtype} for {given.dtype}; cast it")
+    if gate is None or isinstance(activation, GatedActivation):
+        return active
+    with jax.numpy_dtype_promotion("standard"):  # an activation may return a wider dtype
+        return active * up
