@@ -13,13 +13,20 @@ from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_integers, check_precision, check_replicated, check_whole
+from jaxpar._checks import (
+    as_integers,
+    check_number,
+    check_precision,
+    check_replicated,
+    check_whole,
+)
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
-from jaxpar._varying import vary_alike
+from jaxpar._varying import vary_alike, zeros_alike
 from jaxpar._wire import check_wire
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.collectives._flow import Flow
+from jaxpar.collectives._ways import Way
 from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_ring import RingAttention, attention
 
@@ -35,6 +42,9 @@ def ring_attention(
     lengths: Values | None = None,
     causal: Flag = True,
     order: SequenceOrder = "zigzag",
+    window: Integer | tuple[Integer, Integer] | None = None,
+    softcap: Number | None = None,
+    sinks: Array | None = None,
     scale: Number | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
@@ -115,29 +125,28 @@ def ring_attention(
     _check_dtypes(q, k, v)
     check_wire(ring.wire_dtype, sum_dtype(q.dtype))
     check_precision(precision)
+    *batch, length, heads, size = q.shape
+    seen = _seen(window, causal, length * ring.size)
     zigzag = order == "zigzag" and ring.size > 1  # one device has all positions in either order
-    if zigzag and (causal or lengths is not None):
+    if zigzag and (seen != (None, None) or lengths is not None):
         _check_even(q.shape, ring)
     ids = _segments(segments, lengths, k, ring, zigzag)
+    sinks = _sinks(sinks, q, k)
     if ids is not None:  # what does not count may hold NaN, and 0 times NaN is NaN
         counted = ids[..., 0, :, :, None] >= 0  # [*batch, positions, 1, 1]
         q, k, v = (jnp.where(counted, x, jnp.zeros_like(x)) for x in (q, k, v))
-    q, k, v, ids = vary_alike(ring.names, q, k, v, ids)
-    if not q.size or not k.size:
-        return q
-    *batch, length, heads, size = q.shape
-    kv_heads = k.shape[-2]
-    flops = 4.0 * q.size * length * ring.size * (0.5 if causal else 1.0)
-    shapes, block_bytes = (q.shape, k.shape, v.shape), 2 * k.size * k.dtype.itemsize
-    flows = (Flow("gather", flops, block_bytes),)
-    what = f"{'causal ' if causal else ''}{q.dtype}"
-    way = choose_way(Problem("attention", ring, shapes, flows, what=what))
-    scores = Scores(_scale(scale, size), precision)
-    method = RingAttention(way, causal, zigzag, scores)
-    grouped = q.reshape(*batch, length, kv_heads, heads // kv_heads, size)
+    softcap = _softcap(softcap)
+    q, k, v, ids, sinks = vary_alike(ring.names, q, k, v, ids, sinks)
+    result = (*batch, length, heads, v.shape[-1])
+    if 0 in result:
+        return zeros_alike(result, q.dtype, q)
+    zigzag = zigzag and seen != (None, None)
+    way = _way(ring, q, k, v, seen, 2 if zigzag else 1)
+    method = RingAttention(way, seen, zigzag, Scores(_scale(scale, size), precision, softcap))
+    grouped = q.reshape(*batch, length, k.shape[-2], heads // k.shape[-2], size)
     keys = Keys(jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2), ids)
-    out: Any = attention(method, jnp.moveaxis(grouped, -4, -2), keys)
-    return jnp.moveaxis(out, -2, -4).reshape(q.shape)
+    out: Any = attention(method, jnp.moveaxis(grouped, -4, -2), keys, sinks)
+    return jnp.moveaxis(out, -2, -4).reshape(result)
 
 
 @public
@@ -178,6 +187,54 @@ def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
         )
     early = np.arange(length).reshape(chunks, -1)
     return np.stack([early[:size], early[: size - 1 : -1]], axis=1).reshape(-1)
+
+
+def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | None]:
+    """How many positions before its own a query sees, and how many behind it; None: all."""
+    if window is None:
+        return None, 0 if causal else None
+    given = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(given) != 2:
+        raise value_error(
+            f"window must be an integer or two, (left, right), got {window!r}; give how many "
+            "positions before its own a query sees, and how many behind it"
+        )
+    left, right = (check_whole("window", size, 0) for size in given)
+    if causal:
+        right = 0
+    return left if left < length - 1 else None, right if right < length - 1 or causal else None
+
+
+def _way(
+    ring: Ring,
+    q: Float[Array, "*batch queries heads size"],
+    k: Float[Array, "*batch keys groups size"],
+    v: Float[Array, "*batch keys groups of_value"],
+    seen: tuple[int | None, int | None],
+    chunks: int,
+) -> Way:
+    """How keys and values come from all devices, or from those that a window reaches."""
+    length, (left, right) = q.shape[-3], seen
+    chunk, whole = length // chunks, length * ring.size
+    causal, windowed = right == 0, left is not None or right not in (None, 0)
+    near = None
+    if left is not None and right is not None:
+        behind, ahead = (-(-reach // chunk) for reach in seen)
+        # A zigzag block has a chunk whose neighbours are behind, and one whose are ahead.
+        one_way = ((1,), behind) if not ahead else ((-1,), ahead)
+        both = chunks == 2 or (behind and ahead)
+        near = ((1, -1), max(behind, ahead)) if both else one_way
+        if len(near[0]) * near[1] >= ring.size - 1:
+            near = None
+    scores = whole * (0.5 if causal else 1.0)  # a query
+    if windowed:
+        each_way = (whole if reach is None else reach + chunk / 2 for reach in seen)
+        scores = min(scores, sum(each_way))
+    flops = 2.0 * (q.size + q.size // q.shape[-1] * v.shape[-1]) * scores
+    flows = (Flow("gather", flops, (k.size + v.size) * k.dtype.itemsize),)
+    what = f"{'causal ' if causal else ''}{q.dtype}{f', window {seen}' if windowed else ''}"
+    shapes = (q.shape, k.shape, v.shape)
+    return choose_way(Problem("attention", ring, shapes, flows, what=what, near=near))
 
 
 def _segments(
@@ -227,6 +284,32 @@ def _check_integers(
     return x
 
 
+def _softcap(given: Any) -> float | None:
+    if given is None:
+        return None
+    softcap = check_number("softcap", given, finite="leave it out")
+    if not softcap:
+        raise value_error(f"softcap={given} must be above 0; leave it out for scores as they are")
+    return softcap
+
+
+def _sinks(
+    given: Any, q: Float[Array, "*batch queries heads size"], k: Float[Array, "*shape groups size"]
+) -> Float[Array, "groups repeats"] | None:
+    if given is None:
+        return None
+    sinks, heads, kv_heads = jnp.asarray(given), q.shape[-2], k.shape[-2]
+    if sinks.shape != (heads,):
+        raise value_error(
+            f"sinks have local shape {sinks.shape}, but must be ({heads},), one for each head of q "
+            f"of local shape {q.shape}"
+        )
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise type_error(f"sinks are {sinks.dtype}, but must be floats; cast them")
+    # Wide before they vary: gradients of devices are summed so.
+    return sinks.astype(sum_dtype(q.dtype)).reshape(kv_heads, heads // kv_heads)
+
+
 def _scale(given: Any, size: int) -> float:
     if given is None:
         return size**-0.5
@@ -246,14 +329,19 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
             f"{shapes}; each needs 3 dimensions at least, [..., s, heads, e]; add one of "
             "size 1 for a single head"
         )
-    if k.shape != v.shape:
-        raise value_error(f"{shapes}; k and v must have the same shape, [..., s, g, e]")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise value_error(
+            f"{shapes}; k and v must agree in all dimensions but the last: [..., s, g, e] and "
+            "[..., s, g, f]"
+        )
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise value_error(
-            f"{shapes}; all dimensions but the heads (the last but one) must agree: q is "
-            "[..., s, h, e], k and v are [..., s, g, e]. Broadcast batch dimensions first, and "
-            "shard keys and queries alike"
+            f"{shapes}; all dimensions of q and k but the heads (the last but one) must agree: q "
+            "is [..., s, h, e], k is [..., s, g, e]. Broadcast batch dimensions first, and shard "
+            "keys and queries alike"
         )
+    if v.shape[-1] and not q.shape[-1]:
+        raise value_error(f"{shapes}; heads of q and k must have a size of 1 at least")
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if kv_heads == 0 or heads % kv_heads:
         raise value_error(
