@@ -28,7 +28,8 @@ from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.collectives._flow import Flow
 from jaxpar.collectives._ways import Way
 from jaxpar.layers._attention_block import Keys, Scores
-from jaxpar.layers._attention_ring import RingAttention, attention
+from jaxpar.layers._attention_ring import attention
+from jaxpar.layers._attention_tiles import RingAttention
 
 
 @public
@@ -44,7 +45,7 @@ def ring_attention(
     order: SequenceOrder = "zigzag",
     window: Integer | tuple[Integer, Integer] | None = None,
     softcap: Number | None = None,
-    sinks: Array | None = None,
+    sinks: Values | None = None,
     scale: Number | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
@@ -54,7 +55,7 @@ def ring_attention(
       q: local `[..., s/n, h, e]`, floats.
       k: local `[..., s/n, g, e]` of the dtype of q, where g divides h: query head `j` uses kv head
         `j // (h // g)`.
-      v: like k.
+      v: local `[..., s/n, g, f]`, like k but for the size of a head.
       axis: mesh axes, over which the sequence is sharded: a name, a tuple or list of them in any
         order, or an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather` of
         k and v, then attention block by block), `"unidirectional"`, `"bidirectional"`,
@@ -66,10 +67,18 @@ def ring_attention(
       lengths: integers `[...]`, the same on all devices of the ring: of each whole sequence only so
         many positions count; keys behind them are not seen, and results there are 0.
       causal: a query sees keys up to its own position; all keys if False.
-      order: which positions a device holds, ascending either way; without `causal` no matter.
+      order: which positions a device holds, ascending either way; without `causal` and `window` no
+        matter.
         `"zigzag"`: device `i` chunks `i` and `2n-1-i` of 2n, so that all devices have as much to do
         in every step (lay the sequence out by `zigzag_order` first). `"contiguous"`: block `i` of
         n; the last device then works in every step, while others skip.
+      window: `(left, right)`: a query at position i sees keys at i - left to i + right alone, both
+        ends included; where causal, up to its own. An integer is both. A model that sees "the last
+        4096 tokens", its own among them, has window 4095. Within a document positions are as far
+        apart as in the sequence.
+      softcap: scores become `softcap * tanh(scores / softcap)`, once they are scaled.
+      sinks: local `[h]`, floats: a score for each query head, to which no value belongs. It takes
+        its share of the softmax, of scores as they are once scaled and capped.
       scale: what scores are multiplied by, a number; `1/sqrt(e)` if None.
       precision: of all matmuls, as in `jax.lax.dot_general`.
 
@@ -77,15 +86,17 @@ def ring_attention(
     gets its gradient summed there.
 
     Returns:
-      What full attention gives this device's queries: like q, varying over `axis` and over all that
-      q, k and v vary over. Scores and sums are float32 for 16-bit floats; weights are rounded
+      What full attention gives this device's queries: `[..., s/n, h, f]` of the dtype of q, varying
+      over `axis` and over all that q, k, v and sinks vary over. A query that sees nothing gets 0.
+      Scores and sums are float32 for 16-bit floats; weights are rounded
       to the dtype of v before they multiply it.
 
     Raises:
       TypeError: operands of different dtypes or no floats, an option or wire dtype of the wrong
         type.
       ValueError: ranks or sizes that do not fit, an odd local length in zigzag order, an unknown
-        order or axis name, a call outside shard_map.
+        order or axis name, a negative window, a softcap that is not above 0, a call outside
+        shard_map.
 
     Cost: a device sends (n-1)/n of all keys and values, n-1 blocks one way or n/2 each way, each
     beside the attention of the block before. A step computes two matmuls of `(s/n)^2 h e`
@@ -96,6 +107,19 @@ def ring_attention(
     in causal zigzag order by 4). A step computes five matmuls. Scores are never kept; at one time
     there are `(s/n)^2 h` of them, or half. Second derivatives are those of the two passes as JAX
     differentiates them, and keep scores.
+
+    With a window, blocks come from those r devices alone that it reaches, each way that it has:
+    `left / (s/n)`, rounded up. In zigzag order r is `left / (s/2n)`, and both ways, as the chunks
+    of a block have their neighbours on either side. Gradients of keys and values take r-1 steps,
+    and go home in one transfer over r places. So it is with `"unidirectional"`, `"bidirectional"`
+    and `"auto"`, where that is fewer than n-1 blocks; other modes bring all. Of a block that comes
+    no more is computed than what is within `left` of the own positions, and nothing of one outside
+    of the window. The own block is computed in runs no shorter than the window, 8 of a chunk at
+    most.
+
+    What `jax.checkpoint` may keep, the result and the two numbers, has the name "ring_attention":
+    with `jax.checkpoint_policies.save_only_these_names("ring_attention")` the forward pass is not
+    sent and computed again. A name that is given to what this function returns does not do it.
 
     Example:
       >>> mesh = make_mesh("cp=8")
@@ -111,7 +135,9 @@ def ring_attention(
 
     Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite
     context" (2023). Orders that balance causal work are from Brandon et al., "Striped attention"
-    (2023); this one has two chunks a device in place of stripes.
+    (2023); this one has two chunks a device in place of stripes. Windows are those of Jiang et al.,
+    "Mistral 7B" (2023), capped scores those of Gemma 2 (2024), sinks those of gpt-oss (2025), and
+    heads of two sizes those of DeepSeek-V2 (2024).
     """
     ring = bind(axis)
     flag: Any = causal
