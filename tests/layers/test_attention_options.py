@@ -1,5 +1,7 @@
 """Windows, capped scores, sinks and values of another size, against attention in NumPy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh
 from jaxpar.collectives import _in_turns, _run
-from jaxpar.layers import ring_attention, zigzag_order
+from jaxpar.layers import head_layout, parallel_attention, ring_attention, zigzag_order
 from jaxpar.testing import count_collectives, tolerance
 
 
@@ -266,24 +268,23 @@ def test_second_derivatives():
 
 
 @pytest.mark.parametrize(
-    ("order", "how", "blocks", "sums"),
+    ("mode", "order", "how", "blocks"),
     [
         # Of eight devices: keys of one neighbour, or of two, or none.
-        ("contiguous", {"window": 4}, 1, 1),
-        ("contiguous", {"window": 5}, 2, 2),
-        ("contiguous", {"window": 0}, 0, 0),
-        ("contiguous", {"window": (0, 4), "causal": False}, 1, 1),
-        ("contiguous", {"window": (4, 1), "causal": False}, 2, 2),
+        ("auto", "contiguous", {"window": 4}, 1),
+        ("bidirectional", "contiguous", {"window": 5}, 2),
+        ("unidirectional", "contiguous", {"window": 0}, 0),
+        ("auto", "contiguous", {"window": (0, 4), "causal": False}, 1),
+        ("unidirectional", "contiguous", {"window": (4, 3), "causal": False}, 2),
         # Late chunks have their neighbours on the other side.
-        ("zigzag", {"window": 2}, 2, 2),
-        ("zigzag", {"window": 5}, 6, 6),
-        # The whole ring, which needs a hop less to come past all.
-        ("zigzag", {"window": 7}, 7, 7),
-        ("contiguous", {"window": 25}, 7, 7),
+        ("unidirectional", "zigzag", {"window": 2}, 2),
+        ("auto", "zigzag", {"window": 5}, 6),
+        # The whole ring.
+        ("unidirectional", "zigzag", {"window": 7}, 7),
+        ("unidirectional", "contiguous", {"window": 25}, 7),
     ],
 )
-@pytest.mark.parametrize("mode", ["unidirectional", "auto"])
-def test_blocks_come_from_as_many_devices_as_a_window_reaches(order, how, blocks, sums, mode):
+def test_blocks_come_from_as_many_devices_as_a_window_reaches(mode, order, how, blocks):
     x = jax.ShapeDtypeStruct((32, 2, 8), "float32")
     value = jax.ShapeDtypeStruct((32, 2, 4), "float32")
     mapped = jax.shard_map(
@@ -292,13 +293,62 @@ def test_blocks_come_from_as_many_devices_as_a_window_reaches(order, how, blocks
         in_specs=P("x"),
         out_specs=P("x"),
     )
-    if mode == "auto" and blocks == 7:
-        return
     found = count_collectives(mapped, x, x, value)
     block = 4 * 2 * (8 + 4) * 4  # bytes of a device's k and v
     assert dict(found.forward) == ({"ppermute": 2 * blocks} if blocks else {})
-    assert dict(found.backward) == ({"ppermute": 2 * (blocks + sums)} if blocks else {})
+    assert dict(found.backward) == ({"ppermute": 4 * blocks} if blocks else {})
     assert found.forward_bytes == blocks * block
-    assert found.backward_bytes == (blocks + sums) * block
+    assert found.backward_bytes == 2 * blocks * block
     # q, k; v, the result; two numbers a query and head
     assert found.residual_bytes == 4 * 2 * 4 * (2 * 8 + 2 * 4 + 2)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_scores_outside_of_a_window_are_not_computed(order, causal):
+    """Of 256 positions a device computes runs of 32 and 16, and 4 next to each other's."""
+    q = jax.ShapeDtypeStruct((4 * 256, 1, 1), "float32")
+    fn = jax.shard_map(
+        lambda *args: ring_attention(*args, "x", order=order, window=4, causal=causal),
+        mesh=make_mesh({"x": 4}, devices=jax.devices()[:4]),
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    text = str(jax.make_jaxpr(lambda q, k, v, ct: jax.vjp(fn, q, k, v)[1](ct))(q, q, q, q))
+    shapes = {
+        tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[1,1,(\d+,\d+)\]", text)
+    }
+    run = 32 if order == "contiguous" else 16
+    assert {shape for shape in shapes if min(shape) > 1} == {(run, run), (4, 4)}
+
+
+def test_sinks_of_sharded_heads():
+    """With padding among them, and values of another size."""
+    rng, layout = np.random.default_rng(0), head_layout(heads=3, kv_heads=1, shards=2)
+    shapes = (1, 8, 4), (4, 3 * 2), (4, 2), (4, 5), (3 * 5, 4), (1, 8, 4)
+    x, w_q, w_k, w_v, w_o, ct = (rng.standard_normal(shape) for shape in shapes)
+    sinks = rng.standard_normal(3)
+    q, k, v = ((x @ w).reshape(1, 8, heads, -1) for w, heads in ((w_q, 3), (w_k, 1), (w_v, 1)))
+    by_out = (ct @ w_o.T).reshape(1, 8, 3, 5)
+    out, *_, of_sinks = attention(q, k, v, by_out, sinks, causal=True, window=(2, 0))
+
+    def layer(x, w_q, w_k, w_v, w_o, sinks):
+        def attend(q, k, v):
+            return ring_attention(q, k, v, "cp", order="contiguous", window=2, sinks=sinks)
+
+        return parallel_attention(
+            *(x, w_q, w_k, w_v, w_o, "tp", attend), heads=3, kv_heads=1, sequence_dim=None
+        )
+
+    mapped = jax.shard_map(
+        layer,
+        mesh=make_mesh({"cp": 2, "tp": 2}, devices=jax.devices()[:4]),
+        in_specs=(P(None, "cp"), P(None, "tp"), P(), P(), P("tp"), P("tp")),
+        out_specs=P(None, "cp"),
+    )
+    with jax.enable_x64(True):
+        w_q, w_o, sinks = map(jnp.asarray, (w_q, w_o, sinks))
+        padded = [x, layout.pad_query(w_q), w_k, w_v, layout.pad_output(w_o)]
+        found, pull = jax.vjp(jax.jit(mapped), *padded, layout.pad_query(sinks))
+        np.testing.assert_allclose(found, out.reshape(1, 8, -1) @ w_o, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(pull(jnp.asarray(ct))[-1], [*of_sinks, 0], rtol=0, atol=1e-12)

@@ -240,27 +240,29 @@ def _way(
     chunks: int,
 ) -> Way:
     """How keys and values come from all devices, or from those that a window reaches."""
-    length, (left, right) = q.shape[-3], seen
-    chunk, whole = length // chunks, length * ring.size
-    causal, windowed = right == 0, left is not None or right not in (None, 0)
-    near = None
+    (left, right), length = seen, q.shape[-3]
+    causal, near = right == 0, None
+    scores = length * ring.size * (0.5 if causal else 1.0)  # that are computed for a query
+    what = f"{'causal ' if causal else ''}{q.dtype}"
     if left is not None and right is not None:
-        behind, ahead = (-(-reach // chunk) for reach in seen)
-        # A zigzag block has a chunk whose neighbours are behind, and one whose are ahead.
-        one_way = ((1,), behind) if not ahead else ((-1,), ahead)
-        both = chunks == 2 or (behind and ahead)
-        near = ((1, -1), max(behind, ahead)) if both else one_way
+        chunk = length // chunks
+        near = _near(-(-left // chunk), -(-right // chunk), zigzag=chunks == 2)
         if len(near[0]) * near[1] >= ring.size - 1:
             near = None
-    scores = whole * (0.5 if causal else 1.0)  # a query
-    if windowed:
-        each_way = (whole if reach is None else reach + chunk / 2 for reach in seen)
-        scores = min(scores, sum(each_way))
-    flops = 2.0 * (q.size + q.size // q.shape[-1] * v.shape[-1]) * scores
+        scores = min(scores, left + right + chunk)
+        what += f", window {left} and {right} in chunks of {chunk}"
+    flops = 2.0 * q.size * (1 + v.shape[-1] / q.shape[-1]) * scores
     flows = (Flow("gather", flops, (k.size + v.size) * k.dtype.itemsize),)
-    what = f"{'causal ' if causal else ''}{q.dtype}{f', window {seen}' if windowed else ''}"
     shapes = (q.shape, k.shape, v.shape)
     return choose_way(Problem("attention", ring, shapes, flows, what=what, near=near))
+
+
+def _near(behind: int, ahead: int, *, zigzag: bool) -> tuple[tuple[int, ...], int]:
+    """In which directions blocks go to be seen so many chunks away, and how many places."""
+    # A zigzag block has a chunk whose neighbours are behind, and one whose are ahead.
+    if zigzag or (behind and ahead):
+        return (1, -1), max(behind, ahead)
+    return ((-1,), ahead) if ahead else ((1,), behind)
 
 
 def _segments(
