@@ -70,9 +70,11 @@ def multiplied(x, w):
     return x @ w, lambda ct: ct @ w.T, lambda ct: x.T @ ct
 
 
-def attended(q, k, v):
-    """Attention of each head over all positions, and its gradients."""
+def attended(q, k, v, left, right):
+    """Attention of each head over a window of positions, and its gradients."""
     scores = np.einsum("bqhe,bkhe->bhqk", q, k) / np.sqrt(q.shape[-1])
+    before = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
+    scores = np.where((before <= left) & (before >= -right), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
 
@@ -172,15 +174,15 @@ def main():
             _arrivals.joining_is_cheaper = joining_is_cheaper
     _choice.with_phases = with_phases
     q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
-    axis = jaxpar.Axis(AXES, mode=MODE)
+    axis, window = jaxpar.Axis(AXES, mode=MODE), (3 * N, 11)
     if len(SIZES) < 4:  # half a minute of compilation there, for what 2x2x2 has
         compare(
             "attention",
-            lambda q, k, v: ring_attention(q, k, v, axis, causal=False),
+            lambda q, k, v: ring_attention(q, k, v, axis, causal=False, window=window),
             (whole,) * 3,
             whole,
             (q, k, v),
-            attended(q, k, v),
+            attended(q, k, v, *window),
         )
     collectives()
 

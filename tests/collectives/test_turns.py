@@ -107,6 +107,19 @@ def test_blocks_go_round_and_sums_follow_a_turn_behind():
     ]
 
 
+def test_blocks_that_go_no_farther_than_a_reach():
+    """Sums go home from there in one transfer."""
+    assert gather_turns(9, BOTH, reach=2) == gather_turns(5, BOTH)
+    assert gather_turns(9, BOTH, reach=0) == [Turn(0)]
+    assert circulate_turns(9, ONE, reach=2) == [
+        Turn(0, blocks=(UP,)),
+        Turn(1, (UP,), blocks=(UP,)),
+        Turn(2, (UP,), sums=(UP,)),
+        Turn(3, sums=(UP,)),
+    ]
+    assert circulate_turns(9, BOTH, reach=0) == circulate_turns(1, BOTH)
+
+
 def test_programs_are_short_to_read():
     assert repr(gather_turns(4, BOTH)) == (
         "[Turn(0, blocks=[+1, -1]), Turn(1, legs=[+1, -1], blocks=[+1/0, -1/1]), "

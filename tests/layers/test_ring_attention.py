@@ -404,10 +404,25 @@ Q = (4, 2, 8)
 @pytest.mark.parametrize(
     ("shapes", "options", "error", "text"),
     [
-        ((Q, Q, (4, 2, 7)), {}, ValueError, "q has local shape (4, 2, 8), k (4, 2, 8) and v (4, 2, "
-         "7); k and v must have the same shape"),
-        ((Q, (6, 2, 8), (6, 2, 8)), {}, ValueError, "all dimensions but the heads (the last but "
-         "one) must agree"),
+        ((Q, Q, (4, 1, 8)), {}, ValueError, "q has local shape (4, 2, 8), k (4, 2, 8) and v (4, 1, "
+         "8); k and v must agree in all dimensions but the last: [..., s, g, e] and [..., s, g, "
+         "f]"),
+        ((Q, (6, 2, 8), (6, 2, 8)), {}, ValueError, "all dimensions of q and k but the heads (the "
+         "last but one) must agree"),
+        (((4, 2, 0), (4, 2, 0), Q), {}, ValueError, "heads of q and k must have a size of 1 at "
+         "least"),
+        ((Q,) * 3, {"window": -1}, ValueError, "window=-1 must be at least 0"),
+        ((Q,) * 3, {"window": (1, 2, 3)}, ValueError, "window must be an integer or two, (left, "
+         "right), got (1, 2, 3); give how many positions before its own a query sees, and how many "
+         "behind it"),
+        ((Q,) * 3, {"window": 1.5}, TypeError, "window must be an integer, got 1.5 of type float"),
+        ((Q,) * 3, {"softcap": 0}, ValueError, "softcap=0 must be above 0; leave it out for scores "
+         "as they are"),
+        ((Q,) * 3, {"softcap": float("inf")}, ValueError, "softcap=inf must be finite; leave it "
+         "out"),
+        ((Q,) * 3, {"sinks": np.ones(3)}, ValueError, "sinks have local shape (3,), but must be "
+         "(2,), one for each head of q of local shape (4, 2, 8)"),
+        ((Q,) * 3, {"sinks": [1, 2]}, TypeError, "sinks are int32, but must be floats; cast them"),
         (((4, 8),) * 3, {}, ValueError, "each needs 3 dimensions at least, [..., s, heads, e]"),
         (((4, 5, 8), Q, Q), {}, ValueError, "the 2 kv heads do not divide the 5 query heads; "
          "choose"),

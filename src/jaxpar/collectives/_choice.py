@@ -71,6 +71,8 @@ class Problem:
       links: what is known of those of the mesh.
       keeps: whether the forward pass may keep what it gathers for a backward pass of its own.
       keeps_by_jax: whether it does where the derivative is left to JAX.
+      near: of work that needs blocks of near devices alone, in which directions they go and how
+        many places; None: past all devices.
     """
 
     kind: Kind
@@ -86,6 +88,7 @@ class Problem:
     links: AxisLinks = field(default_factory=traced_links)
     keeps: bool = False
     keeps_by_jax: bool = True
+    near: tuple[tuple[int, ...], int] | None = None
 
     @cached_property
     def messages(self) -> tuple[int, int]:
@@ -160,6 +163,9 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
         return Stationary(problem.ring)
     if mode in CHUNKED:
         return InChunks(problem.ring, CHUNKED[mode])
+    if problem.near is not None and mode != "disjoint-rings":
+        directions, reach = problem.near
+        return InTurns(problem.ring, directions, traced_order(), reach=reach)
     rings = problem.ring.disjoint() if mode == "disjoint-rings" else None
     one_way = mode == "unidirectional" or (rings and rings[0].crosses_a_cube)
     directions = (1,) if one_way else (1, -1)
@@ -293,6 +299,17 @@ def by_time(problem: Problem) -> Ways:
     return min(product(forward, backward), key=both)
 
 
+def by_reach(problem: Problem) -> Ways:
+    """The rule of attention: blocks of near devices alone, where a window needs no others.
+
+    They are fewer bytes than a collective brings. Else whatever is predicted to be the fastest.
+    """
+    if problem.near is None:
+        return by_time(problem)
+    way = way_of(problem, "unidirectional")
+    return way, way
+
+
 def in_a_layer(problem: Problem) -> Ways:
     """The rule of a layer's matmuls: at once, but for sums in chunks of another label.
 
@@ -337,7 +354,7 @@ def naively(problem: Problem) -> Ways:
 RULES: dict[Kind, Callable[[Problem], Ways]] = {
     "matmul": by_time,
     "projection": in_a_layer,
-    "attention": by_time,
+    "attention": by_reach,
     "collective": by_links,
     "weights": naively,
     "loss": naively,

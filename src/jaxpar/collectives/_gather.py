@@ -44,6 +44,7 @@ class Gather:
       cuts: of each share its start and size in a block.
       dim: along which the blocks of all devices make a whole; None: they are used one by one.
       whole_opposite: the last block of an even ring comes whole.
+      reach: how many places the blocks go each way; None: past all devices.
     """
 
     phases: Sequence[Phase]
@@ -51,12 +52,15 @@ class Gather:
     cuts: Sequence[tuple[int, int]]
     dim: int | None
     whole_opposite: bool = False
+    reach: int | None = None
 
     def turns(self, phase: Phase | None = None) -> list[Turn]:
         """The program of a phase, of the last one if it is not said of which."""
         phase = phase or self.phases[-1]
         rings, whole = len(phase.rings), self.whole_opposite
-        return gather_turns(phase.around, self.directions, rings=rings, whole_opposite=whole)
+        return gather_turns(
+            *(phase.around, self.directions), rings=rings, whole_opposite=whole, reach=self.reach
+        )
 
     def places(self, length: int) -> list[Callable[[Array], Positions]]:
         """Where what comes lies in the whole, in its order, for blocks of a length."""

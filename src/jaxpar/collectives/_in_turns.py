@@ -48,6 +48,8 @@ class InTurns(Way):
       blocks_along: sides of the torus of those devices, where blocks do not go round such rings,
         but along one dimension after the other, each share along another one. None: they do.
       sums_along: the same for sums.
+      reach: how many places blocks go each way, of work that needs those of near devices alone.
+        They go whole, in all directions. None: past all devices.
     """
 
     directions: tuple[int, ...]
@@ -56,6 +58,7 @@ class InTurns(Way):
     rings: tuple[Ring, ...] | None = None
     blocks_along: tuple[int, ...] | None = None
     sums_along: tuple[int, ...] | None = None
+    reach: int | None = None
 
     @property
     def mode(self) -> str:
@@ -183,20 +186,23 @@ class InTurns(Way):
         summed: Pick = as_it_is,
     ) -> tuple[Any, Any]:
         rings = len(self.rings or [self.ring])
-        parts = split(block, len(self.directions) * rings)
+        if self.reach is not None:
+            parts, join = [block] * len(self.directions), _added
+        else:
+            parts = split(block, len(self.directions) * rings)
         if len(parts) < len(self.directions) * rings:  # one part a ring, or one
             rings = min(rings, len(parts))
             parts = split(block, rings)
         dtypes = [jax.tree.map(lambda x: x.dtype, summed(part)) for part in parts]  # of results
         first, *between, last = circulate_turns(
-            self.ring.size, self.directions[: len(parts) // rings], rings=rings
+            self.ring.size, self.directions[: len(parts) // rings], rings=rings, reach=self.reach
         )
 
         def send(leaving: Any, t: Turn) -> Any:
             blocks, sums = leaving
             return (
                 [self._moved(x, leg, t.distance) for x, leg in zip(blocks, t.blocks, strict=True)],
-                [self._moved(x, leg, t.distance - 1) for x, leg in zip(sums, t.sums, strict=True)],
+                [self._followed(x, leg, t) for x, leg in zip(sums, t.sums, strict=True)],
             )
 
         def beside(state: Any, t: Turn, compute: Any, like: Callable[[], Any]) -> Any:
@@ -255,7 +261,8 @@ class InTurns(Way):
         """What runs a gather of blocks in so many shares, along `dim` of which those are cut."""
         if dim is None or self.blocks_along is None:
             phase = Phase((self.rings or (self.ring,))[:shares])
-            return Gather([phase], self.directions, cuts, dim, self.whole_opposite)
+            whole = self.whole_opposite
+            return Gather([phase], self.directions, cuts, dim, whole, self.reach)
         last, *earlier = phases_over(self.ring, self.blocks_along, shares)
         if self.blocks_along[0] % 2 == 0:
             # The halves in which the opposite device's slab comes are two arrays from the first
@@ -275,8 +282,19 @@ class InTurns(Way):
     def _moved(self, x: Any, leg: Leg, hops: Any) -> Any:
         return self._ring(leg).hop(x, leg.direction, hops)
 
+    def _followed(self, x: Any, leg: Leg, t: Turn) -> Any:
+        """Moves sums after their block, by one place, or from the last device home."""
+        if self.reach is None or t.legs:
+            return self._moved(x, leg, t.distance - 1)
+        return self.ring.shift(x, -leg.direction * self.reach)
+
     def _ring(self, leg: Leg) -> Ring:
         return self.ring if self.rings is None else self.rings[leg.ring]
+
+
+def _added(parts: list[Any]) -> Any:
+    """The sums of one block that come by several ways."""
+    return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *parts)
 
 
 def placing(

@@ -69,9 +69,16 @@ class Turn:
 
 
 def gather_turns(
-    size: int, directions: tuple[int, ...], *, rings: int = 1, whole_opposite: bool = False
+    size: int,
+    directions: tuple[int, ...],
+    *,
+    rings: int = 1,
+    whole_opposite: bool = False,
+    reach: int | None = None,
 ) -> list[Turn]:
     """Returns the program that brings every device's block past every other.
+
+    Or, each way, past so many as the `reach` is.
 
     Both ways round an even ring, the block of the opposite device is left in the end. It comes in
     halves, one from each side, so that each link carries (size - 1) / 2 blocks; or whole, which
@@ -84,7 +91,7 @@ def gather_turns(
         for ring in range(rings)
         for half, direction in enumerate(directions)
     )
-    hops, opposite = divmod(size - 1, len(directions))
+    hops, opposite = divmod(size - 1, len(directions)) if reach is None else (reach, 0)
     whole = tuple(Leg(directions[ring % len(directions)], None, ring) for ring in range(rings))
     last = () if not opposite else whole if whole_opposite else halves
     turns = [
@@ -135,20 +142,23 @@ def scatter_turns(
     return turns
 
 
-def circulate_turns(size: int, directions: tuple[int, ...], *, rings: int = 1) -> list[Turn]:
+def circulate_turns(
+    size: int, directions: tuple[int, ...], *, rings: int = 1, reach: int | None = None
+) -> list[Turn]:
     """Returns the program in which blocks go all the way round and sums follow them home.
 
     A sum is a turn behind its block, so that its transfer has the next turn's work beside it. In
-    the last turn, when the blocks are home again but for one place, sums take the last leg.
+    the last turn, when the blocks are home again but for one place, sums take the last leg. Blocks
+    that go no farther than a `reach` have their sums come home from there at once.
     """
-    legs, last = _legs(directions, rings), size - 1
+    legs, last = _legs(directions, rings), size - 1 if reach is None else reach
     return [
         Turn(0, blocks=legs if last else ()),
         *[
             Turn(d, legs, blocks=legs if d < last else (), sums=legs if d > 1 else ())
-            for d in range(1, size)
+            for d in range(1, last + 1)
         ],
-        Turn(size, sums=legs if last else ()),
+        Turn(last + 1, sums=legs if last else ()),
     ]
 
 

@@ -9,6 +9,7 @@
 #   groups           heads of keys and values
 #   repeats          heads of queries for each of these
 #   heads, size      heads of queries, and the features of a head
+#   of_value         the features of a head's values, if they are others
 
 from jaxpar.layers._activation import GatedActivation
 from jaxpar.layers._attention import HeadLayout, head_layout, parallel_attention

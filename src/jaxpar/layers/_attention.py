@@ -276,7 +276,8 @@ def parallel_attention(
         data travel, as in `column_parallel_linear` and `row_parallel_linear`.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`;
         g divides h, and query head j uses key and value head `j // (h // g)`. Masks, positions and
-        further axes over which the sequence is sharded are its own affair.
+        further axes over which the sequence is sharded are its own affair. What it has of each
+        query head, such as the sinks of `ring_attention`, is sharded and padded as w_q is.
       heads: query heads in all, without padding.
       kv_heads: key and value heads in all.
       biases: of q, k, v and o, each an array or None, sharded as the columns of the weight are.

@@ -8,7 +8,7 @@ float32 logarithm has lost, where scores are around -300, the digits by which we
 gradients to 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,8 +18,11 @@ from jaxtyping import Float, Int32
 from jaxpar._dtypes import sum_dtype
 
 Queries = Float[Array, "*batch groups repeats queries size"]
+Results = Float[Array, "*batch groups repeats queries of_value"]
 OfQueries = Float[Array, "*batch groups repeats queries"]
 OfKeys = Float[Array, "*batch groups keys size"]
+OfValues = Float[Array, "*batch groups keys of_value"]
+OfPairs = Float[Array, "*batch groups repeats queries keys"]
 Segments = Int32[Array, "*batch 1 positions 1"]
 
 
@@ -28,7 +31,7 @@ class State(NamedTuple):
 
     # The mean of values; of a tile alone, as `attend` returns it, their sum by exp(score - top). A
     # sum until the end would take fewer operations, and made no training step shorter (v5p, v6e).
-    out: Queries
+    out: Results
     top: OfQueries  # the highest score, finite also before any
     total: OfQueries  # the sum of exp(score - top)
 
@@ -37,16 +40,17 @@ class Keys(NamedTuple):
     """Keys with what belongs to them, which travels with them."""
 
     k: OfKeys
-    v: OfKeys
+    v: OfValues
     segments: Segments | None = None  # queries see none that is negative
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How products of queries and keys are made and scaled."""
+    """How products of queries and keys are made, scaled and capped."""
 
     scale: float
     precision: Any
+    softcap: float | None = None
 
     def product(self, subscripts: str, left: Array, right: Array) -> Array:
         """Multiplies over all batch dimensions, sums in float32 at least."""
@@ -58,40 +62,70 @@ class Scores:
             preferred_element_type=sum_dtype(left.dtype),
         )
 
-    def __call__(
-        self,
-        q: Queries,
-        keys: Keys,
-        causal: bool,
-        segments: Int32[Array, "*batch 1 queries 1"] | None,
-    ) -> Float[Array, "*batch groups repeats queries keys"]:
-        """Returns scaled scores, -inf where a query does not see."""
-        scores = self.product("...grqe,...gke->...grqk", q, keys.k)
+    def __call__(self, q: Queries, k: OfKeys) -> OfPairs:
+        """Returns the scores of all pairs, seen or not."""
+        scores = self.product("...grqe,...gke->...grqk", q, k)
         scores = scores * jnp.asarray(self.scale, scores.dtype)
-        if causal:
-            shape = scores.shape[-2:]
-            rows, columns = (lax.broadcasted_iota("int32", shape, dim) for dim in (0, 1))
-            scores = jnp.where(rows >= columns, scores, -jnp.inf)
-        if keys.segments is not None and segments is not None:
-            # [*batch, 1, 1, queries, 1] and [*batch, 1, 1, 1, keys]
-            of_queries = segments[..., None, :, :]
-            of_keys = jnp.swapaxes(keys.segments, -1, -2)[..., None, :, :]
-            seen = (of_queries == of_keys) & (of_keys >= 0)
-            scores = jnp.where(seen, scores, -jnp.inf)
-        return scores
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def through_cap(self, scores: OfPairs, gradients: OfPairs) -> OfPairs:
+        """Returns the gradients of scores before their cap, by those of the scores behind it."""
+        if self.softcap is None:
+            return gradients
+        return gradients * (1 - jnp.square(scores / self.softcap))
 
 
 @dataclass(frozen=True)
 class Tile:
     """Which queries attend to which keys: of either the first position and how many.
 
-    In a causal tile both are the same positions, and a query attends to the keys up to its own. In
-    any other it attends to all. Only the first positions may be traced.
+    Only the first positions and what decides whether a pair is seen may be traced.
+
+    Attributes:
+      queries: of the block of queries.
+      keys: of the block of keys.
+      least: a query sees the keys whose number in the tile is at least so much less than its own;
+        None: however little.
+      most: and at most so much; None: however much.
+      seen: whether there can be such keys: else the tile is not computed.
     """
 
     queries: tuple[Any, int]
     keys: tuple[Any, int]
-    causal: bool = False
+    least: Any = None
+    most: Any = None
+    seen: Any = True
+
+    def when(self, seen: Any) -> "Tile":
+        """Returns the tile that is only computed where this holds, too."""
+        if self.seen is True or seen is False:
+            return replace(self, seen=seen)
+        return self if seen is True or self.seen is False else replace(self, seen=self.seen & seen)
+
+    def mask(
+        self,
+        scores: OfPairs,
+        of_queries: Segments | None,
+        of_keys: Segments | None,
+    ) -> OfPairs:
+        """Returns scores, -inf where a query does not see."""
+        if not (self.least is None and self.most is None):
+            shape = (1,) * (scores.ndim - 2) + scores.shape[-2:]
+            rows, columns = (
+                lax.broadcasted_iota("int32", shape, scores.ndim + dim) for dim in (-2, -1)
+            )
+            less = rows - columns
+            if self.least is not None:
+                scores = jnp.where(less >= self.least, scores, -jnp.inf)
+            if self.most is not None:
+                scores = jnp.where(less <= self.most, scores, -jnp.inf)
+        if of_queries is not None and of_keys is not None:
+            # [*batch, 1, 1, queries, 1] and [*batch, 1, 1, 1, keys]
+            of_queries = of_queries[..., None, :, :]
+            of_keys = jnp.swapaxes(of_keys, -1, -2)[..., None, :, :]
+            alike = (of_queries == of_keys) & (of_keys >= 0)
+            scores = jnp.where(alike, scores, -jnp.inf)
+        return scores
 
 
 @dataclass(frozen=True)
@@ -99,7 +133,7 @@ class Backward:
     """What the gradients of a tile need of the queries, apart from keys and values."""
 
     q: Queries
-    ct: Queries  # of the result
+    ct: Results  # of the result
     top: OfQueries  # of all scores
     inverse: OfQueries  # of the total
     inner: OfQueries  # product of result and cotangent
@@ -107,7 +141,7 @@ class Backward:
 
 
 # Gradients of all queries, of the keys and of the values, summed so far.
-Sums = tuple[Queries, OfKeys, OfKeys]
+Sums = tuple[Queries, OfKeys, OfValues]
 
 
 def attend(
@@ -120,7 +154,7 @@ def attend(
     """Returns what a tile's queries get from its keys alone, `out` a sum."""
     q, segments = cut(q, tile.queries), _cut_segments(segments, tile.queries)
     keys = _cut_keys(keys, tile.keys)
-    logits = scores(q, keys, tile.causal, segments)
+    logits = tile.mask(scores(q, keys.k), segments, keys.segments)
     # Finite where no key is seen: -inf - -inf is NaN. The shift cancels in the result, and needs no
     # derivative.
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=jnp.finfo(logits.dtype).min / 2))
@@ -154,20 +188,41 @@ def merge(state: State, queries: tuple[Any, int], part: State) -> State:
     )
 
 
+def join_sinks(state: State, sinks: Float[Array, "groups repeats"]) -> State:
+    """Adds to the softmax of all queries one score a head, without a value."""
+    wide = _of_heads(sinks, state.top)
+    # As in `attend`, the shift needs no derivative.
+    top = lax.stop_gradient(lax.max(state.top, wide))
+    old = state.total * jnp.exp(state.top - top)
+    total = old + jnp.exp(wide - top)
+    return State(state.out * _column(old * inverse_of(total)), top, total)
+
+
+def gradient_of_sinks(
+    sinks: Float[Array, "groups repeats"], at: Backward
+) -> Float[Array, "groups repeats"]:
+    """Returns the gradient of the sinks, to whose weights no value belongs."""
+    weights = jnp.exp(_of_heads(sinks, at.top) - at.top) * at.inverse
+    batch = range(at.top.ndim - 3)
+    return -jnp.sum(weights * at.inner, axis=(*batch, -1))
+
+
 def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Sums) -> Sums:
     """Adds a tile's gradients to those of all queries, of the keys and of the values."""
     (dq, dk, dv), queries = sums, tile.queries
     q, ct = cut(at.q, queries), cut(at.ct, queries)
-    (k, v, _) = cut_keys = _cut_keys(keys, tile.keys)
+    k, v, of_keys = _cut_keys(keys, tile.keys)
     top, inverse = cut(at.top, queries, -1), cut(at.inverse, queries, -1)
     inner, segments = cut(at.inner, queries, -1), _cut_segments(at.segments, queries)
-    logits = scores(q, cut_keys, tile.causal, segments)
+    logits = scores(q, k)
     # The weights of the whole softmax, not of the tile's: `top` and `inverse` are of all keys.
     # The difference first, which is exact where it matters.
-    weights = jnp.exp(logits - _column(top)) * _column(inverse)
+    masked = tile.mask(logits, segments, of_keys)
+    weights = jnp.exp(masked - _column(top)) * _column(inverse)
     keys_span = tile.keys
     by_weight = scores.product("...grqe,...gke->...grqk", ct, v)
     by_logit = weights * (by_weight - _column(inner))  # scaled in what is made of it, s x e
+    by_logit = scores.through_cap(logits, by_logit)
     scale = jnp.asarray(scores.scale, inner.dtype)
     weights, by_logit = weights.astype(ct.dtype), by_logit.astype(q.dtype)
     new_q = scores.product("...grqk,...gke->...grqe", by_logit, k) * scale
@@ -187,6 +242,10 @@ def inverse_of(total: OfQueries) -> OfQueries:
 
 def _column(x: Float[Array, "*shape"]) -> Float[Array, "*shape 1"]:
     return lax.expand_dims(x, [x.ndim])  # indexing by None takes ten times as long to trace
+
+
+def _of_heads(x: Float[Array, "groups repeats"], like: OfQueries) -> OfQueries:
+    return lax.broadcast_in_dim(x, like.shape, (like.ndim - 3, like.ndim - 2))
 
 
 def _cut_keys(keys: Keys, span: tuple[Any, int]) -> Keys:

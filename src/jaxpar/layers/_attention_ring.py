@@ -1,144 +1,106 @@
-"""Attention over a ring and its gradients: which tiles each step computes, and in what order."""
+"""Attention over a ring and its gradients: what each step does with its tiles, in what order."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, Shaped
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
 
 from jaxpar._dtypes import sum_dtype
 from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._ways import Arrivals, Visits, Way, as_it_is
+from jaxpar.collectives._ways import Arrivals, Visits, as_it_is
 from jaxpar.layers._attention_block import (
     Backward,
     Keys,
     OfKeys,
+    OfValues,
     Queries,
-    Scores,
+    Results,
     State,
     Sums,
     Tile,
     add_gradients,
     attend,
+    gradient_of_sinks,
     inverse_of,
+    join_sinks,
     mean_of,
     merge,
 )
+from jaxpar.layers._attention_tiles import RingAttention, run_of
 
 # Of keys and values, to travel with these.
-KeySums = tuple[OfKeys, OfKeys]
+KeySums = tuple[OfKeys, OfValues]
 
+Sinks = Float[Array, "groups repeats"]
 
-@dataclass(frozen=True)
-class RingAttention:
-    """How attention runs, the same forward and backward."""
-
-    way: Way
-    causal: bool
-    zigzag: bool
-    scores: Scores
-
-    @property
-    def balanced(self) -> bool:
-        """Whether a device holds an early and a late chunk, of which half of each tile is seen."""
-        return self.causal and self.zigzag
-
-    def own_tiles(self, length: int) -> tuple[list[Tile], list[Tile]]:
-        """Tiles of a device's own block: for every query one, and those that are left.
-
-        Both orders keep a device's positions ascending.
-        """
-        middle = length // 2
-        early, late = (0, middle), (middle, length - middle)
-        if self.causal:
-            each, rest = [Tile(early, early, True), Tile(late, late, True)], [Tile(late, early)]
-        else:
-            each, rest = [Tile(early, (0, length)), Tile(late, (0, length))], []
-        return (each, rest) if middle else (each[1:], [])
-
-    def tiles(self, queries: int, keys: int, source: Int[Array, ""]) -> list[Tile]:
-        """Tiles of another device's block, or a part of it."""
-        if not self.balanced:
-            return [Tile((0, queries), (0, keys))]
-        # Of 2n chunks device i has i and 2n-1-i. Its late queries see all early keys. Its early
-        # queries see those of the devices before it, and its late ones the late keys of those
-        # behind it. So each step has as much to do, of the same shape, and nothing to mask.
-        rows, columns = queries // 2, keys // 2
-        behind = (source > self.way.ring.index()).astype("int32")
-        chosen = Tile((behind * rows, rows), (behind * columns, columns))
-        return [Tile((rows, rows), (0, columns)), chosen]
-
-    @property
-    def chunks(self) -> int:
-        """Of how many runs of positions a block consists."""
-        return 2 if self.balanced else 1
-
-    def split(self, block: Any, parts: int) -> list[Any]:
-        """Deals the positions of keys out to so many parts; to one if they do not divide."""
-        length = block.k.shape[-2]
-        return _split(block, parts if length % (parts * self.chunks) == 0 else 1, self.chunks)
-
-    def if_seen(self, source: Int[Array, ""], compute: Callable[[Any], Any], state: Any) -> Any:
-        """Returns `compute(state)`, or `state` where all of the block is in the future."""
-        if not self.causal or self.zigzag:
-            return compute(state)
-        return lax.cond(source < self.way.ring.index(), compute, lambda state: state, state)
+# What the backward pass needs of the forward pass, for policies of `jax.checkpoint`.
+KEPT = "ring_attention"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(method: RingAttention, q: Queries, keys: Keys) -> Queries:
+def attention(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> Results:
     """Attention of q to the keys and values of all devices.
 
     All vary over the same axes, the ring's among them. Queries are of the segments of their keys.
     """
-    return _forward(method, q, keys).out
+    return _forward(method, q, keys, sinks).out
 
 
-def _forward(method: RingAttention, q: Queries, keys: Keys) -> State:
+def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> State:
     length, segments = q.shape[-2], keys.segments
 
     def consume(state: State | None, arrivals: Arrivals) -> State:
         if state is None:
             [(keys, _, _)] = arrivals
             return own(keys)
-        for keys, source, _ in arrivals:
-            state = add(state, keys, source)
+        for number, (keys, source, _) in enumerate(arrivals):
+            state = add(
+                state, keys, source, method.lane(number, len(arrivals), keys.k.shape[-2], length)
+            )
         return state
 
     def like() -> State:
-        wide = q.astype(sum_dtype(q.dtype))
-        return State(wide, wide[..., 0], wide[..., 0])
+        dtype = sum_dtype(q.dtype)
+        of_queries = q[..., 0].astype(dtype)
+        return State(_zeros(q, dtype, keys.v.shape[-1]), of_queries, of_queries)
 
     def own(keys: Keys) -> State:
         each, rest = method.own_tiles(length)
-        parts: list[State] = []
-        for tile in each:  # apart until the end: to write into the state of all is a pass over it
-            of_these = [*(other for other in rest if other.queries == tile.queries), tile]
-            first, *more = [attend(method.scores, t, q, keys, segments) for t in of_these]
-            state = mean_of(first)
-            for part in more:
-                state = merge(state, (0, tile.queries[1]), part)
-            parts.append(state)
+        # Apart until the end: to write into the state of all is a pass over it.
+        parts = [mean_of(attend(method.scores, t, q, keys, segments)) for t in each]
+        for tile in rest:
+            number = run_of(each, tile)
+            start, size = tile.queries
+            span = start - each[number].queries[0], size
+
+            def compute(state: State, tile: Tile = tile, span: Any = span) -> State:
+                return merge(state, span, attend(method.scores, tile, q, keys, segments))
+
+            parts[number] = _if_seen(tile, compute, parts[number])
         outs, tops, totals = zip(*parts, strict=True)
         along = q.ndim - 2  # positions, the last dimension of all but the results
         return State(*(lax.concatenate(x, along) for x in (outs, tops, totals)))
 
-    def add(state: State, keys: Keys, source: Int[Array, ""]) -> State:
-        def compute(state: State) -> State:
-            for tile in method.tiles(length, keys.k.shape[-2], source):
+    def add(state: State, keys: Keys, source: Int[Array, ""], lane: int) -> State:
+        for tile in method.tiles(length, keys.k.shape[-2], source, lane):
+
+            def compute(state: State, tile: Tile = tile) -> State:
                 # One tile after the other: their scores are most of the memory.
                 state, k = lax.optimization_barrier((state, keys.k))
                 part = attend(method.scores, tile, q, keys._replace(k=k), segments)
-                state = merge(state, tile.queries, part)
-            return state
+                return merge(state, tile.queries, part)
 
-        return method.if_seen(source, compute, state)
+            state = _if_seen(tile, compute, state)
+        return state
 
     def finish(state: State) -> State:
+        if sinks is not None:
+            state = join_sinks(state, sinks)
         return state._replace(out=state.out.astype(q.dtype))
 
     return method.way.gather(
@@ -146,15 +108,17 @@ def _forward(method: RingAttention, q: Queries, keys: Keys) -> State:
     )
 
 
-def _fwd(method: RingAttention, q: Queries, keys: Keys) -> Any:
-    state = _forward(method, q, keys)
-    return method.way.forward_first(state.out, (q, keys, state))
+def _fwd(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> Any:
+    # Named here, and not by who calls: a policy of `jax.checkpoint` sees what the backward pass
+    # reads, and a name given to the result is another array.
+    state = checkpoint_name(_forward(method, q, keys, sinks), KEPT)
+    return method.way.forward_first(state.out, (q, keys, sinks, state))
 
 
 def _bwd(
-    method: RingAttention, residuals: tuple[Queries, Keys, State], ct: Queries
-) -> tuple[Queries, Keys]:
-    q, keys, state = residuals
+    method: RingAttention, residuals: tuple[Queries, Keys, Sinks | None, State], ct: Results
+) -> tuple[Queries, Keys, Sinks | None]:
+    q, keys, sinks, state = residuals
     dtype = sum_dtype(q.dtype)
     # The mean, by the weights of all keys, of these weights' gradients. The derivative of a softmax
     # subtracts it from each of them, and it is known without any weight.
@@ -165,83 +129,65 @@ def _bwd(
     # The first transfer, of keys and values, is shorter than the last, of their gradients.
     first, second = (rest, each) if rest else (each[:-1], each[-1:])
 
-    def add_tiles(tiles: list[Tile], dq: Queries, own: Any, keys: Keys) -> tuple[Queries, KeySums]:
+    def add_tile(tile: Tile, keys: Keys, sums: Sums, *, first: bool) -> Sums:
+        def compute(sums: Sums) -> Sums:
+            block = keys
+            if not first:  # as in the forward pass
+                sums, k = lax.optimization_barrier((sums, keys.k))
+                block = keys._replace(k=k)
+            return add_gradients(method.scores, tile, at, block, sums)
+
+        return _if_seen(tile, compute, sums)
+
+    def add_tiles(tiles: list[Tile], dq: Queries, own: Any) -> tuple[Queries, KeySums]:
         sums: Sums = (dq, *own)
         for number, tile in enumerate(tiles):
-            if number:  # as in the forward pass
-                sums, k = lax.optimization_barrier((sums, keys.k))
-                keys = keys._replace(k=k)
-            sums = add_gradients(method.scores, tile, at, keys, sums)
+            sums = add_tile(tile, keys, sums, first=not number)
         return sums[0], sums[1:]
 
     def visit(dq: Queries, visits: Visits) -> tuple[Queries, list[KeySums]]:
         made: list[Any] = []
-        for keys, source in visits:
-
-            def compute(state: Any, keys: Keys = keys, source: Int[Array, ""] = source) -> Any:
-                if made:  # one block after the other, as tiles are
-                    state, k = lax.optimization_barrier((state, keys.k))
-                    keys = keys._replace(k=k)
-                dq, new = state
-                return add_tiles(method.tiles(length, keys.k.shape[-2], source), dq, new, keys)
-
-            state = dq, (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
-            dq, new = method.if_seen(source, compute, state)
-            made.append(new)
+        for number, (keys, source) in enumerate(visits):
+            sums: Sums = dq, _zeros(keys.k, dtype), _zeros(keys.v, dtype)
+            size = keys.k.shape[-2]
+            lane = method.lane(number, len(visits), size, length)
+            tiles = method.tiles(length, size, source, lane)
+            for tile in tiles:
+                sums = add_tile(tile, keys, sums, first=not made and tile is tiles[0])
+            dq = sums[0]
+            made.append(sums[1:])
         return dq, made
 
     def begin(dq: Queries, own: Any) -> tuple[Queries, KeySums]:
-        return add_tiles(first, dq, own, keys)
+        return add_tiles(first, dq, own)
 
     def end(dq: Queries, own: Any) -> tuple[Queries, KeySums]:
-        return add_tiles(second, dq, own, keys)
+        return add_tiles(second, dq, own)
 
     dq, own = _zeros(q, dtype), (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
     dq, (dk, dv) = method.way.circulate(
         *(keys, dq, own, begin, visit, end),
         split=method.split,
-        join=lambda parts: _join(parts, method.chunks),
+        join=method.join,
         summed=lambda keys: (keys.k, keys.v),
     )
-    return dq.astype(q.dtype), Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype))
+    of_sinks = None if sinks is None else gradient_of_sinks(sinks, at)
+    of_keys = Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype))
+    return dq.astype(q.dtype), of_keys, of_sinks
 
 
 attention.defvjp(_fwd, _bwd)
 
 
-def _zeros(like: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-    return vary_over(varying_axes(like), jnp.zeros_like(like, dtype))
+def _if_seen(tile: Tile, compute: Callable[[Any], Any], state: Any) -> Any:
+    """Returns `compute(state)`, or `state` where no pair of the tile is seen."""
+    if tile.seen is True:
+        return compute(state)
+    return lax.cond(tile.seen, compute, lambda state: state, state)
 
 
-def _split(block: Any, lanes: int, chunks: int) -> list[Any]:
-    """Deals the positions of each chunk out to the lanes.
-
-    A lane has a run of every chunk, early and late ones alike, so that half of each tile of its own
-    is seen, as of the whole block.
-    """
-    if lanes == 1:
-        return [block]
-
-    def part(
-        x: Shaped[Array, "*batch positions size"], lane: int
-    ) -> Shaped[Array, "*batch of_lane size"]:
-        *batch, length, size = x.shape
-        x = x.reshape(*batch, chunks, lanes, length // (chunks * lanes), size)
-        return x[..., lane, :, :].reshape(*batch, length // lanes, size)
-
-    return [jax.tree.map(lambda x, lane=lane: part(x, lane), block) for lane in range(lanes)]
-
-
-def _join(parts: list[Any], chunks: int) -> Any:
-    """The inverse of `_split`."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def join(
-        *xs: Shaped[Array, "*batch of_lane size"],
-    ) -> Shaped[Array, "*batch positions size"]:
-        *batch, length, size = xs[0].shape
-        cut = [x.reshape(*batch, chunks, length // chunks, size) for x in xs]
-        return jnp.stack(cut, axis=-3).reshape(*batch, length * len(xs), size)
-
-    return jax.tree.map(join, *parts)
+def _zeros(
+    like: Float[Array, "*shape size"], dtype: Any, size: int | None = None
+) -> Float[Array, "*shape of_size"]:
+    shape = (*like.shape[:-1], like.shape[-1] if size is None else size)
+    return vary_over(varying_axes(like), jnp.zeros_like(like, dtype, shape=shape))

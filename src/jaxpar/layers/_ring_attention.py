@@ -13,15 +13,24 @@ from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_integers, check_own, check_precision, check_replicated, check_whole
+from jaxpar._checks import (
+    as_integers,
+    check_number,
+    check_own,
+    check_precision,
+    check_replicated,
+    check_whole,
+)
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
-from jaxpar._varying import vary_alike
+from jaxpar._varying import vary_alike, zeros_alike
 from jaxpar._wire import check_wire
 from jaxpar.collectives._choice import Problem, choose_way
 from jaxpar.collectives._flow import Flow
+from jaxpar.collectives._ways import Way
 from jaxpar.layers._attention_block import Keys, Scores
-from jaxpar.layers._attention_ring import RingAttention, attention
+from jaxpar.layers._attention_ring import attention
+from jaxpar.layers._attention_tiles import RingAttention
 
 
 @public
@@ -35,6 +44,9 @@ def ring_attention(
     lengths: Values | None = None,
     causal: Flag = True,
     order: SequenceOrder = "zigzag",
+    window: Integer | tuple[Integer, Integer] | None = None,
+    softcap: Number | None = None,
+    sinks: Values | None = None,
     scale: Number | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
@@ -44,7 +56,7 @@ def ring_attention(
       q: local `[..., s/n, h, e]`, floats.
       k: local `[..., s/n, g, e]` of the dtype of q, where g divides h: query head `j` uses kv head
         `j // (h // g)`.
-      v: like k.
+      v: local `[..., s/n, g, f]`, like k but for the size of a head.
       axis: mesh axes, over which the sequence is sharded: a name, a tuple or list of them in any
         order, or an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather` of
         k and v, then attention block by block), `"unidirectional"`, `"bidirectional"`,
@@ -56,10 +68,18 @@ def ring_attention(
       lengths: integers `[...]`, the same on all devices of the ring: of each whole sequence only so
         many positions count; keys behind them are not seen, and results there are 0.
       causal: a query sees keys up to its own position; all keys if False.
-      order: which positions a device holds, ascending either way; without `causal` no matter.
+      order: which positions a device holds, ascending either way; without `causal` and `window` no
+        matter.
         `"zigzag"`: device `i` chunks `i` and `2n-1-i` of 2n, so that all devices have as much to do
         in every step (lay the sequence out by `zigzag_order` first). `"contiguous"`: block `i` of
         n; the last device then works in every step, while others skip.
+      window: `(left, right)`: a query at position i sees keys at i - left to i + right alone, both
+        ends included; where causal, up to its own. An integer is both. A model that sees "the last
+        4096 tokens", its own among them, has window 4095. Within a document positions are as far
+        apart as in the sequence.
+      softcap: scores become `softcap * tanh(scores / softcap)`, once they are scaled.
+      sinks: local `[h]`, floats: a score for each query head, to which no value belongs. It takes
+        its share of the softmax, of scores as they are once scaled and capped.
       scale: what scores are multiplied by, a number; `1/sqrt(e)` if None.
       precision: of all matmuls, as in `jax.lax.dot_general`.
 
@@ -67,16 +87,18 @@ def ring_attention(
     gets its gradient summed there.
 
     Returns:
-      What full attention gives this device's queries: like q, varying over `axis` and over all that
-      q, k and v vary over. Scores and sums are float32 for 16-bit floats; weights are rounded
+      What full attention gives this device's queries: `[..., s/n, h, f]` of the dtype of q, varying
+      over `axis` and over all that q, k, v and sinks vary over. A query that sees nothing gets 0.
+      Scores and sums are float32 for 16-bit floats; weights are rounded
       to the dtype of v before they multiply it.
 
     Raises:
       TypeError: operands of different dtypes or no floats, an option or wire dtype of the wrong
         type.
-      ValueError: keys or values, or queries with `causal`, typed as replicated over `axis`; ranks
-        or sizes that do not fit, an odd local length in zigzag order, an unknown order or axis
-        name, a call outside shard_map.
+      ValueError: keys or values, or queries with `causal` or a window, typed as replicated over
+        `axis`; ranks or sizes that do not fit, an odd local length in zigzag order, an unknown
+        order or axis name, a negative window, a softcap that is not above 0, a call outside
+        shard_map.
 
     Cost: a device sends (n-1)/n of all keys and values, n-1 blocks one way or n/2 each way, each
     beside the attention of the block before. A step computes two matmuls of `(s/n)^2 h e`
@@ -87,6 +109,19 @@ def ring_attention(
     in causal zigzag order by 4). A step computes five matmuls. Scores are never kept; at one time
     there are `(s/n)^2 h` of them, or half. Second derivatives are those of the two passes as JAX
     differentiates them, and keep scores.
+
+    With a window, blocks come from those r devices alone that it reaches, each way that it has:
+    `left / (s/n)`, rounded up. In zigzag order r is `left / (s/2n)`, and both ways, as the chunks
+    of a block have their neighbours on either side. Gradients of keys and values take r-1 steps,
+    and go home in one transfer over r places. So it is with `"unidirectional"`, `"bidirectional"`
+    and `"auto"`, where that is fewer than n-1 blocks; other modes bring all. Of a block that comes
+    no more is computed than what is within `left` of the own positions, and nothing of one outside
+    of the window. The own block is computed in runs no shorter than the window, 8 of a chunk at
+    most.
+
+    What `jax.checkpoint` may keep, the result and the two numbers, has the name "ring_attention":
+    with `jax.checkpoint_policies.save_only_these_names("ring_attention")` the forward pass is not
+    sent and computed again. A name that is given to what this function returns does not do it.
 
     Example:
       >>> mesh = make_mesh("cp=8")
@@ -102,7 +137,9 @@ def ring_attention(
 
     Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite
     context" (2023). Orders that balance causal work are from Brandon et al., "Striped attention"
-    (2023); this one has two chunks a device in place of stripes.
+    (2023); this one has two chunks a device in place of stripes. Windows are those of Jiang et al.,
+    "Mistral 7B" (2023), capped scores those of Gemma 2 (2024), sinks those of gpt-oss (2025), and
+    heads of two sizes those of DeepSeek-V2 (2024).
     """
     ring = bind(axis)
     flag: Any = causal
@@ -114,34 +151,33 @@ def ring_attention(
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
-    # Without an order of positions all devices may have the same queries.
-    for argument, x in {"q": q, "k": k, "v": v}.items() if causal else {"k": k, "v": v}.items():
-        check_own(argument, x, ring, "a part of the sequence")
     check_wire(ring.wire_dtype, sum_dtype(q.dtype))
     check_precision(precision)
+    *batch, length, heads, size = q.shape
+    seen = _seen(window, causal, length * ring.size)
+    # Where every query sees all positions, devices may have the same queries.
+    for argument, x in {"k": k, "v": v, **({} if seen == (None, None) else {"q": q})}.items():
+        check_own(argument, x, ring, "a part of the sequence")
     zigzag = order == "zigzag" and ring.size > 1  # one device has all positions in either order
-    if zigzag and (causal or lengths is not None):
+    if zigzag and (seen != (None, None) or lengths is not None):
         _check_even(q.shape, ring)
     ids = _segments(segments, lengths, k, ring, zigzag)
+    sinks = _sinks(sinks, q, k)
     if ids is not None:  # what does not count may hold NaN, and 0 times NaN is NaN
         counted = ids[..., 0, :, :, None] >= 0  # [*batch, positions, 1, 1]
         q, k, v = (jnp.where(counted, x, jnp.zeros_like(x)) for x in (q, k, v))
-    q, k, v, ids = vary_alike(ring.names, q, k, v, ids)
-    if not q.size or not k.size:
-        return q
-    *batch, length, heads, size = q.shape
-    kv_heads = k.shape[-2]
-    flops = 4.0 * q.size * length * ring.size * (0.5 if causal else 1.0)
-    shapes, block_bytes = (q.shape, k.shape, v.shape), 2 * k.size * k.dtype.itemsize
-    flows = (Flow("gather", flops, block_bytes),)
-    what = f"{'causal ' if causal else ''}{q.dtype}"
-    way = choose_way(Problem("attention", ring, shapes, flows, what=what))
-    scores = Scores(_scale(scale, size), precision)
-    method = RingAttention(way, causal, zigzag, scores)
-    grouped = q.reshape(*batch, length, kv_heads, heads // kv_heads, size)
+    softcap = _softcap(softcap)
+    q, k, v, ids, sinks = vary_alike(ring.names, q, k, v, ids, sinks)
+    result = (*batch, length, heads, v.shape[-1])
+    if 0 in result:
+        return zeros_alike(result, q.dtype, q)
+    zigzag = zigzag and seen != (None, None)
+    way = _way(ring, q, k, v, seen, 2 if zigzag else 1)
+    method = RingAttention(way, seen, zigzag, Scores(_scale(scale, size), precision, softcap))
+    grouped = q.reshape(*batch, length, k.shape[-2], heads // k.shape[-2], size)
     keys = Keys(jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2), ids)
-    out: Any = attention(method, jnp.moveaxis(grouped, -4, -2), keys)
-    return jnp.moveaxis(out, -2, -4).reshape(q.shape)
+    out: Any = attention(method, jnp.moveaxis(grouped, -4, -2), keys, sinks)
+    return jnp.moveaxis(out, -2, -4).reshape(result)
 
 
 @public
@@ -182,6 +218,56 @@ def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
         )
     early = np.arange(length).reshape(chunks, -1)
     return np.stack([early[:size], early[: size - 1 : -1]], axis=1).reshape(-1)
+
+
+def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | None]:
+    """How many positions before its own a query sees, and how many behind it; None: all."""
+    if window is None:
+        return None, 0 if causal else None
+    given = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(given) != 2:
+        raise value_error(
+            f"window must be an integer or two, (left, right), got {window!r}; give how many "
+            "positions before its own a query sees, and how many behind it"
+        )
+    left, right = (check_whole("window", size, 0) for size in given)
+    if causal:
+        right = 0
+    return left if left < length - 1 else None, right if right < length - 1 or causal else None
+
+
+def _way(
+    ring: Ring,
+    q: Float[Array, "*batch queries heads size"],
+    k: Float[Array, "*batch keys groups size"],
+    v: Float[Array, "*batch keys groups of_value"],
+    seen: tuple[int | None, int | None],
+    chunks: int,
+) -> Way:
+    """How keys and values come from all devices, or from those that a window reaches."""
+    (left, right), length = seen, q.shape[-3]
+    causal, near = right == 0, None
+    scores = length * ring.size * (0.5 if causal else 1.0)  # that are computed for a query
+    what = f"{'causal ' if causal else ''}{q.dtype}"
+    if left is not None and right is not None:
+        chunk = length // chunks
+        near = _near(-(-left // chunk), -(-right // chunk), zigzag=chunks == 2)
+        if len(near[0]) * near[1] >= ring.size - 1:
+            near = None
+        scores = min(scores, left + right + chunk)
+        what += f", window {left} and {right} in chunks of {chunk}"
+    flops = 2.0 * q.size * (1 + v.shape[-1] / q.shape[-1]) * scores
+    flows = (Flow("gather", flops, (k.size + v.size) * k.dtype.itemsize),)
+    shapes = (q.shape, k.shape, v.shape)
+    return choose_way(Problem("attention", ring, shapes, flows, what=what, near=near))
+
+
+def _near(behind: int, ahead: int, *, zigzag: bool) -> tuple[tuple[int, ...], int]:
+    """In which directions blocks go to be seen so many chunks away, and how many places."""
+    # A zigzag block has a chunk whose neighbours are behind, and one whose are ahead.
+    if zigzag or (behind and ahead):
+        return (1, -1), max(behind, ahead)
+    return ((-1,), ahead) if ahead else ((1,), behind)
 
 
 def _segments(
@@ -231,6 +317,32 @@ def _check_integers(
     return x
 
 
+def _softcap(given: Any) -> float | None:
+    if given is None:
+        return None
+    softcap = check_number("softcap", given, finite="leave it out")
+    if not softcap:
+        raise value_error(f"softcap={given} must be above 0; leave it out for scores as they are")
+    return softcap
+
+
+def _sinks(
+    given: Any, q: Float[Array, "*batch queries heads size"], k: Float[Array, "*shape groups size"]
+) -> Float[Array, "groups repeats"] | None:
+    if given is None:
+        return None
+    sinks, heads, kv_heads = jnp.asarray(given), q.shape[-2], k.shape[-2]
+    if sinks.shape != (heads,):
+        raise value_error(
+            f"sinks have local shape {sinks.shape}, but must be ({heads},), one for each head of q "
+            f"of local shape {q.shape}"
+        )
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise type_error(f"sinks are {sinks.dtype}, but must be floats; cast them")
+    # Wide before they vary: gradients of devices are summed so.
+    return sinks.astype(sum_dtype(q.dtype)).reshape(kv_heads, heads // kv_heads)
+
+
 def _scale(given: Any, size: int) -> float:
     if given is None:
         return size**-0.5
@@ -250,14 +362,19 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
             f"{shapes}; each needs 3 dimensions at least, [..., s, heads, e]; add one of "
             "size 1 for a single head"
         )
-    if k.shape != v.shape:
-        raise value_error(f"{shapes}; k and v must have the same shape, [..., s, g, e]")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise value_error(
+            f"{shapes}; k and v must agree in all dimensions but the last: [..., s, g, e] and "
+            "[..., s, g, f]"
+        )
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise value_error(
-            f"{shapes}; all dimensions but the heads (the last but one) must agree: q is "
-            "[..., s, h, e], k and v are [..., s, g, e]. Broadcast batch dimensions first, and "
-            "shard keys and queries alike"
+            f"{shapes}; all dimensions of q and k but the heads (the last but one) must agree: q "
+            "is [..., s, h, e], k is [..., s, g, e]. Broadcast batch dimensions first, and shard "
+            "keys and queries alike"
         )
+    if v.shape[-1] and not q.shape[-1]:
+        raise value_error(f"{shapes}; heads of q and k must have a size of 1 at least")
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if kv_heads == 0 or heads % kv_heads:
         raise value_error(

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Num
@@ -212,6 +213,7 @@ def gated_mlp(
     gathers x once more and the result's cotangent once, reduce-scatters the gradient of x, and
     computes six matmuls. Kept for it are x, the two products and the hidden activations; of naive
     passes, as chunks of rows are, the gathered x in the place of x, which is not gathered again.
+    For policies of `jax.checkpoint` the two products have the name "gated_mlp".
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -244,7 +246,7 @@ def gated_mlp(
                 f"w_gate has local shape {w_gate.shape} and w_up {w_up.shape}; both need as "
                 "many columns"
             )
-        hidden: Any = join(gate, up)
+        hidden: Any = join(*checkpoint_name((gate, up), "gated_mlp"))
         return layer.rows(hidden, {"w_down": w_down}, b_down, out)
 
     return layer.in_chunks(mlp, x, (w_gate, w_up, w_down))

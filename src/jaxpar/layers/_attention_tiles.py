@@ -1,0 +1,232 @@
+"""Which tiles of queries and keys a device computes, of its own block and of those that come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int, Shaped
+
+from jaxpar.collectives._ways import Way
+from jaxpar.layers._attention_block import Scores, Tile
+
+# Into how many runs a device's own positions are cut at most, for the scores that a window leaves
+# out. More would take longer to trace: there are two tiles a run.
+RUNS = 8
+
+
+@dataclass(frozen=True)
+class RingAttention:
+    """How attention runs, the same forward and backward.
+
+    Attributes:
+      way: how keys come.
+      window: how many positions before its own a query sees, and how many behind it; None: all.
+      zigzag: whether a device holds an early and a late chunk of positions, and not one run; False
+        where queries see all.
+      scores: of queries and keys.
+    """
+
+    way: Way
+    window: tuple[int | None, int | None]
+    zigzag: bool
+    scores: Scores
+
+    @property
+    def causal(self) -> bool:
+        return self.window[1] == 0
+
+    @property
+    def chunks(self) -> int:
+        """Of how many runs of positions a block consists."""
+        return 2 if self.zigzag else 1
+
+    def own_tiles(self, length: int) -> tuple[list[Tile], list[Tile]]:
+        """Tiles of a device's own block: one for each run of queries, and those that are left.
+
+        Both orders keep a device's positions ascending. A run is at least as long as the window
+        where there are more than two of them, so that it sees its neighbours alone.
+        """
+        runs = self._runs(length)
+        if self.window == (None, None):
+            return [Tile(run, (0, length)) for run in runs], []
+        each = [self._tile(run, run, 0) for run in runs]
+        rest: list[Tile] = []
+        for early, late in pairwise(runs):
+            after: Any = late[0] - early[0]
+            if self.zigzag and late[0] == length // 2:  # from one chunk to the other
+                between = 2 * (self.way.ring.size - 1 - self.way.ring.index())
+                after = after + between.astype("int32") * (length // 2)
+            rest.append(self._tile(late, early, after, past=True))
+            if not self.causal:
+                rest.append(self._tile(early, late, -after, past=False))
+        return each, [tile for tile in rest if tile.seen is not False]
+
+    def tiles(self, queries: int, keys: int, source: Int[Array, ""], lane: int) -> list[Tile]:
+        """Tiles of another device's block, or one of the lanes into which that was dealt out."""
+        if self.window == (None, None):
+            return [Tile((0, queries), (0, keys))]
+        index, n = self.way.ring.index().astype("int32"), self.way.ring.size
+        rows, columns = queries // self.chunks, keys // self.chunks
+        early, late = (0, rows), (rows, rows)
+        early_keys, late_keys = (0, columns), (columns, columns)
+
+        def after(chunks: Any) -> Any:
+            """How far a lane is behind queries that are so many chunks behind its own."""
+            return chunks * rows - lane * columns
+
+        before = source < index
+        if not self.zigzag:
+            past = True if self.causal else before
+            tile = self._tile(early, early_keys, after(index - source), past)
+            tiles = [tile.when(before) if self.causal else tile]
+        elif self.causal:
+            # Of 2n chunks device i has i and 2n-1-i. Its late queries see all early keys. Its early
+            # queries see those of the devices before it, and its late ones the late keys of those
+            # behind it. So each step has as much to do, of the same shape, and, but for a window,
+            # nothing to mask.
+            behind = (source > index).astype("int32")
+            chosen = (behind * rows, rows), (behind * columns, columns)
+            tiles = [
+                self._tile(late, early_keys, after(2 * n - 1 - index - source), past=True),
+                self._tile(*chosen, after(abs(index - source)), past=True),
+            ]
+        else:
+            across = 2 * n - 1 - index - source
+            tiles = [
+                self._tile(late, early_keys, after(across), past=True),
+                self._tile(early, late_keys, after(-across), past=False),
+                self._tile(early, early_keys, after(index - source), before),
+                self._tile(late, late_keys, after(source - index), ~before),
+            ]
+        return [tile for tile in tiles if tile.seen is not False]
+
+    def _runs(self, length: int) -> list[tuple[int, int]]:
+        """Starts and sizes of the runs into which a device's own positions are cut."""
+        chunk, most = length // self.chunks, 2 // self.chunks
+        widest = _widest(*self.window)
+        if widest is not None:
+            most = max(most, min(RUNS, chunk // max(widest, 1)))
+        starts = [
+            number * chunk + chunk * run // most
+            for number in range(self.chunks)
+            for run in range(most)
+        ]
+        edges = pairwise([*starts, length])
+        return [(start, end - start) for start, end in edges if end > start]
+
+    def _tile(
+        self,
+        queries: tuple[Any, int],
+        keys: tuple[Any, int],
+        after: Any,
+        past: Any = None,
+    ) -> Tile:
+        """The tile of two runs of positions, without what the window leaves out.
+
+        Args:
+          queries: where they are in their block.
+          keys: the same.
+          after: by how much the first query's position is behind the first key's.
+          past: whether all keys are before all queries, or else behind them; None: both are the
+            same positions.
+        """
+        left, right = self.window
+        if past is not None:
+            widest = left if past is True else right if past is False else _widest(left, right)
+            if widest is not None:  # of either those next to the other ones
+                (row, rows), (column, columns) = queries, keys
+                fewer_rows, fewer_columns = max(0, rows - widest), max(0, columns - widest)
+                down = _choose(past, 0, fewer_rows)
+                along = _choose(past, fewer_columns, 0)
+                queries, keys = (
+                    (row + down, rows - fewer_rows),
+                    (column + along, columns - fewer_columns),
+                )
+                after = after + down - along
+        least = None if right is None or past is True else -right - after
+        most = None if left is None or past is False else left - after
+        return _bounded(Tile(queries, keys), least, most)
+
+    def split(self, block: Any, parts: int) -> list[Any]:
+        """Deals the positions of keys out to so many parts; to one if they do not divide."""
+        length = block.k.shape[-2]
+        return _split(block, parts if length % (parts * self.chunks) == 0 else 1, self.chunks)
+
+    def join(self, parts: list[Any]) -> Any:
+        """The inverse of `split`."""
+        return _join(parts, self.chunks)
+
+    def lane(self, number: int, count: int, keys: int, length: int) -> int:
+        """Which lane of a block has come with so many keys, as the one of so many of this number.
+
+        Those that come by several directions of one ring are the same lane of different blocks.
+        """
+        return number * (length // keys) // count
+
+
+def run_of(each: Sequence[Tile], tile: Tile) -> int:
+    """Which of the runs has the queries of a tile."""
+    return max(n for n, run in enumerate(each) if run.queries[0] <= tile.queries[0])
+
+
+def _widest(left: int | None, right: int | None) -> int | None:
+    return None if left is None or right is None else max(left, right)
+
+
+def _choose(condition: Any, if_true: int, if_false: int) -> Any:
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return if_false + condition.astype("int32") * (if_true - if_false)
+
+
+def _bounded(tile: Tile, least: Any, most: Any) -> Tile:
+    """Returns the tile with those bounds that leave a pair out, and whether they leave any in."""
+    rows, columns = tile.queries[1], tile.keys[1]
+    lowest, highest = 1 - columns, rows - 1  # of a query's number less a key's
+    if not rows or not columns:
+        return replace(tile, seen=False)
+    if least is not None:
+        tile = tile.when(least <= highest)
+        least = None if isinstance(least, int) and least <= lowest else least
+    if most is not None:
+        tile = tile.when(most >= lowest)
+        most = None if isinstance(most, int) and most >= highest else most
+    return replace(tile, least=least, most=most)
+
+
+def _split(block: Any, lanes: int, chunks: int) -> list[Any]:
+    """Deals the positions of each chunk out to the lanes.
+
+    A lane has a run of every chunk, early and late ones alike, so that half of each tile of its own
+    is seen, as of the whole block.
+    """
+    if lanes == 1:
+        return [block]
+
+    def part(
+        x: Shaped[Array, "*batch positions size"], lane: int
+    ) -> Shaped[Array, "*batch of_lane size"]:
+        *batch, length, size = x.shape
+        x = x.reshape(*batch, chunks, lanes, length // (chunks * lanes), size)
+        return x[..., lane, :, :].reshape(*batch, length // lanes, size)
+
+    return [jax.tree.map(lambda x, lane=lane: part(x, lane), block) for lane in range(lanes)]
+
+
+def _join(parts: list[Any], chunks: int) -> Any:
+    """The inverse of `_split`."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(
+        *xs: Shaped[Array, "*batch of_lane size"],
+    ) -> Shaped[Array, "*batch positions size"]:
+        *batch, length, size = xs[0].shape
+        cut = [x.reshape(*batch, chunks, length // chunks, size) for x in xs]
+        return jnp.stack(cut, axis=-3).reshape(*batch, length * len(xs), size)
+
+    return jax.tree.map(join, *parts)
