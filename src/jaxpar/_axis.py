@@ -152,7 +152,7 @@ class Ring(Axis):
 
     def wire(self, dtype: Any) -> Any:
         """The dtype in which sums travel that are asked for in `dtype`."""
-        return jnp.dtype(summed_as(self.wire_dtype, dtype) or dtype)
+        return jnp.dtype(summed_as(self.wire_dtype) or dtype)
 
     def low_bit(self, dtype: Any) -> LowBit | None:
         """How blocks of a dtype are gathered, None where they travel as they are, or nowhere."""

@@ -114,7 +114,7 @@ def ring_all_gather(
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
         if jnp.issubdtype(x.dtype, jnp.inexact):  # whose derivative is a sum
             check_wire(ring.wire_dtype, x.dtype)
-        over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
+        over = replace(ring, wire_dtype=summed_as(ring.wire_dtype)) if exact else ring
         way = _way("all-gather", over, x)
         return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 
@@ -177,8 +177,6 @@ def ring_reduce_scatter(
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)
         check_divides("x", x.shape, along, ring, exactly=not tiled)
-        if x.dtype == bool:
-            raise type_error(f"x is bool{list(x.shape)}, which has no sum; cast it to int32")
         check_wire(ring.wire_dtype, x.dtype)
         out = scatter_along(_way("reduce-scatter", ring, x), x, along)
         return out if tiled else lax.squeeze(out, [along])
@@ -208,7 +206,7 @@ def ring_all_reduce(
       `axis`, so that `out_specs=P()` holds.
 
     Raises:
-      TypeError: an option of the wrong type.
+      TypeError: booleans, which have no sum; an option of the wrong type.
       ValueError: an unknown mode or axis name, a call outside shard_map.
 
     Cost: a device sends 2 (n-1)/n of `x`, padded to a multiple of n. Under `check_vma=True` the
@@ -230,7 +228,6 @@ def ring_all_reduce(
     (x,) = vary_alike(ring.names, x)
 
     def reduce(x: Array) -> Array:
-        x = x.astype("int32") if x.dtype == bool else x  # lax.psum counts them, too
         check_wire(ring.wire_dtype, x.dtype)
         return all_reduce(_way("all-reduce", ring, x), x)
 

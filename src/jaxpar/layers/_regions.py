@@ -21,6 +21,7 @@ from jaxtyping import Shaped
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
 from jaxpar._checks import check_dim, check_divides
+from jaxpar._quantized import check_summable
 from jaxpar._types import AxisLike, Integer, Tree
 from jaxpar._varying import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar._wire import check_wire
@@ -80,7 +81,8 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
       `out_specs=P()` holds. The derivative hands each device the cotangent as it is.
 
     Raises:
-      TypeError: an axis whose names are no strings; a wire dtype of another kind than a leaf.
+      TypeError: booleans, which have no sum; an axis whose names are no strings; a wire dtype of
+        another kind than a leaf.
       ValueError: an unknown axis name, a call outside shard_map.
 
     Cost: one psum a leaf forward; nothing backward, but a psum under `check_vma=False`.
@@ -95,6 +97,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     Source: as `copy_region`, its operator g.
     """
     ring = bind(axis)
+    check_summable("x", x)
 
     def reduce(x: Any) -> Array:
         x = jnp.asarray(x)
