@@ -65,6 +65,9 @@ def test_processes_that_differ(count, tmp_path):
         assert f"processes 0 and {last} differ in 'step', line " in out
         assert "'batch', line 1: process 0 has 'x: float64[4, 2]', process" in out
         assert f"names: agree: process 0 compares 'less', and process {last} does not" in out
+        assert "'key', line 2: process 0 has 'values [0, 0]', process" in out
+        assert "'weights', line 2: process 0 has 'values of digest " in out
+        assert "process 0 has 'jax_default_matmul_precision=None', process" in out
 
 
 def test_a_process_that_does_not_come(tmp_path):

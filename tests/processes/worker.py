@@ -13,6 +13,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
@@ -82,6 +83,24 @@ def differ() -> None:
         jaxpar.agree(**({"more": 1} if last else {"less": 1}))
     except ValueError as reason:
         print(f"names: {reason}", flush=True)
+    key = jax.random.key(int(last))
+    replicated = jax.sharding.NamedSharding(mesh, P())
+    given = {
+        "key": key,
+        "weights": jax.make_array_from_callback(
+            (64,), replicated, lambda _: np.full(64, last, np.float32)
+        ),
+    }
+    for name, value in given.items():
+        try:
+            jaxpar.agree(**{name: value})
+        except ValueError as reason:
+            print(f"{name}: {reason}", flush=True)
+    with jax.default_matmul_precision("highest" if last else None):
+        try:
+            jaxpar.agree()
+        except ValueError as reason:
+            print(f"settings: {reason}", flush=True)
 
 
 def equal() -> None:
@@ -94,6 +113,10 @@ def equal() -> None:
 
     w = np.arange(60, dtype=np.float32).reshape(10, 6)
     params = layout.place({"w": w})
+    # Sets have another order in each process, and functions another address.
+    words = frozenset(f"word {n}" for n in range(20))
+    adam = optax.adam(optax.cosine_decay_schedule(1e-3, 100))
+    jaxpar.agree(params=params, config={"words": words, "act": jax.nn.gelu, "optimizer": adam})
     np.testing.assert_array_equal(layout.gather(params)["w"], w)
     born = layout.init(lambda: {"w": jnp.arange(60.0).reshape(10, 6)})
     np.testing.assert_array_equal(layout.gather(born)["w"], w)
