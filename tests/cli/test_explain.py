@@ -107,7 +107,7 @@ def test_of_a_measured_run(model, capsys, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # or another process compiles another program
     program = [sys.executable, "-c", RUN]
-    subprocess.run(program, check=True, timeout=300)
+    subprocess.run(program, check=True, timeout=600)
     command = ["explain", "slow:make_small", "--target", "here", "--mesh", "tp=8"]
     files = ["--json", "a.json", "--html", "a.html", "--trace", "t.json"]
     assert main([*command, "--measured", "profile", *files]) == 0

@@ -23,7 +23,8 @@ def run(case, count, folder, ranks=None):
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])
     env = {name: text for name, text in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
+    started = range(count) if ranks is None else ranks
+    env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1]), "STARTED": str(len(started))}
     processes = [
         subprocess.Popen(
             [sys.executable, str(WORKER), case, str(rank), str(count), port, str(folder)],
@@ -32,10 +33,10 @@ def run(case, count, folder, ranks=None):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in (range(count) if ranks is None else ranks)
+        for rank in started
     ]
     try:
-        said = [process.communicate(timeout=200)[0] for process in processes]
+        said = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

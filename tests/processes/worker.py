@@ -25,11 +25,27 @@ CASE, RANK, COUNT, PORT, FOLDER = sys.argv[1], *map(int, sys.argv[2:5]), Path(sy
 
 def main() -> None:
     """Runs the case."""
-    timeout = 4 if CASE in ("missing", "killed") else 60
+    timeout = 300
+    if CASE == "missing":
+        timeout = 4
+        come_together()
     found = jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, timeout_s=timeout)
     assert (found.process, found.processes, found.devices) == (RANK, COUNT, 2 * COUNT)
     assert jaxpar.initialize() == found  # a second time
     {"killed": killed, "silent": silent, "differ": differ, "equal": equal}[CASE]()
+
+
+def come_together() -> None:
+    """Waits until all that were started are here, so that none of them is late for another."""
+    (FOLDER / f"started {RANK}").touch()
+    wait_for(lambda: len(list(FOLDER.glob("started *"))) == int(os.environ["STARTED"]))
+
+
+def wait_for(is_done) -> None:
+    """Waits until it is, at most for minutes."""
+    end = time.monotonic() + 300
+    while not is_done() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def killed() -> None:
@@ -47,12 +63,13 @@ def killed() -> None:
 def silent() -> None:
     """Process 0 is there and does not come to the meeting."""
     if RANK == 0:
-        time.sleep(8)
+        wait_for((FOLDER / "said").exists)
         os._exit(0)
     try:
         jaxpar.agree(timeout_s=1)
     except TimeoutError as reason:
         print(f"TimeoutError: {reason}", flush=True)
+        (FOLDER / "said").touch()
         os._exit(3)
 
 

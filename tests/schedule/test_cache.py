@@ -145,7 +145,7 @@ def test_processes_that_keep_and_delete_at_once(tmp_path):
         for name in "xyz"
     ]
     for process in begun:
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=600)
         assert process.returncode == 0, said
     keep(tmp_path, "last", "", MEMORY)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 20_000
