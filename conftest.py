@@ -14,11 +14,18 @@ if version("jaxlib").startswith("0.10."):
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Of all tests, and of examples in docstrings: on a busy machine anything may take seconds.
+settings.register_profile(
+    "jaxpar", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("jaxpar")
 
 # Modules whose annotations have shapes: checks of every call take a fifth of the tests' time.
 SOURCES = Path(__file__).parent / "src"

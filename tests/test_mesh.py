@@ -153,7 +153,7 @@ def test_ring_order_of_every_order_of_axes(shape):
         np.testing.assert_array_equal(ring_order(mesh.abstract_mesh, axes), found)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, derandomize=True)
 @given(meshes(), st.data())
 def test_ring_order_on_any_mesh(mesh, data):
     for axes, found in found_orders(mesh, [data.draw(axis_orders(mesh))]):

@@ -237,6 +237,9 @@ def test_a_file_that_nobody_wrote(content, said, tmp_path):
             run(X, UP, DOWN)
     with pytest.raises(ValueError, match="cannot be read: Is a directory; write it: jaxpar tune"):
         jaxpar.tuned(tmp_path).__enter__()
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"tuned.json is no JSON: maximum recursion depth"):
+        jaxpar.tuned(path).__enter__()
     with pytest.raises(TypeError, match=r"tuned: tuning must be a path or a jaxpar.Tuning, got 3"):
         jaxpar.tuned(3).__enter__()
     with pytest.raises(TypeError, match=r"jit: tuned must be a path or a jaxpar.Tuning, got 3"):
@@ -257,6 +260,39 @@ def ring_all_gather(x):
 
 def ring_all_reduce(x):
     return jaxpar.ring_all_reduce(x, "tp")
+
+
+WRONG = {
+    "command": [None, 3, ["jaxpar", "tune"]],
+    "versions": [None, [], {"jax": None}, {"jax": 0.1}],
+    "device_kind": [None, {}],
+    "mesh": [None, 8, {"tp": "8"}, {"tp": None}, {"tp": 8.0}, {"tp": True}, {"tp": 0}],
+    "compiler_options": [None, "-O3", {"xla_a": None}, {"xla_a": []}],
+    "sites": [None, {"a": None}, {"a": {"forward": None}}, {"a": {"forward": ["naive"]}}],
+    "clock": [None, 1],
+    "milliseconds": [None, {"auto": "fast"}, {"auto": None}],
+    "tried": [None, []],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_with_a_field_that_is_missing_or_of_another_kind(name, tmp_path):
+    path = tmp_path / "tuned.json"
+    tuning().write(path)
+    record = json.loads(path.read_text())
+    again = "" if name == "command" else f"; write it again: {COMMAND}"
+    for value in WRONG[name]:
+        path.write_text(json.dumps(record | {name: value}))
+        said = rf"^tuned: {re.escape(str(path))} must have .*but {name} is .*{re.escape(again)}"
+        with pytest.raises(ValueError, match=said):
+            jaxpar.tuned(path).__enter__()
+    del record[name]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"tuned.json does not have {name}; write it: jaxpar tune"):
+        jaxpar.tuned(path).__enter__()
+    path.write_text(json.dumps(record | {name: WRONG[name][0], "more": 1}))
+    with pytest.raises(ValueError, match=r"must have|has 'more', which is nothing of a tuning"):
+        jaxpar.tuned(path).__enter__()
 
 
 def test_sites_have_names_that_tell_them_apart():

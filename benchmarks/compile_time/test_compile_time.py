@@ -14,7 +14,7 @@ def test_reports_every_program_unrolled_and_as_a_loop(tmp_path):
     data, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     args = ["--sizes", "8", "--repeats", "1", "--json", str(data), "--plot", str(plot)]
     done = subprocess.run(
-        [sys.executable, str(FOLDER), *args], capture_output=True, text=True, timeout=300
+        [sys.executable, str(FOLDER), *args], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "matmul_reduce_scatter, bidirectional, forward+backward" in done.stdout

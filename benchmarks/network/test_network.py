@@ -20,7 +20,7 @@ def run(*args, **env):
         env=os.environ | {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])} | env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 

@@ -168,7 +168,7 @@ class Ring(Axis):
 
     def wire(self, dtype: Any) -> Any:
         """The dtype in which sums travel that are asked for in `dtype`."""
-        return jnp.dtype(summed_as(self.wire_dtype, dtype) or dtype)
+        return jnp.dtype(summed_as(self.wire_dtype) or dtype)
 
     def gathered_as(self, dtype: Any) -> Any:
         """The dtype in which shards of a dtype are gathered and used: of floats the one asked."""

@@ -32,10 +32,10 @@ def result_dtype(dtype: DTypeLike) -> Any:
 
 
 def common_dtype(first: Any, second: Any) -> Any:
-    """The dtype that holds both floats, without JAX's promotion rules, which users may tighten."""
+    """The dtype that holds two of a kind, without JAX's promotion rules, which users may set."""
     if first == second:
         return first
-    if first.itemsize == second.itemsize:
+    if first.itemsize == second.itemsize and jnp.issubdtype(first, jnp.floating):
         return jnp.dtype("float32")  # bfloat16 and float16
     return first if first.itemsize > second.itemsize else second
 

@@ -136,7 +136,9 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
     wide = x.astype(addition_dtype(x.dtype))
     block = columns_of(how, x.shape[dim])
     apart = (*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])
-    largest = jnp.max(jnp.abs(wide).reshape(apart), axis=dim + 1, initial=0)
+    # Infinity in the place of NaN, which the maximum of some thousand numbers loses on CPU.
+    magnitudes = jnp.where(jnp.isnan(wide), jnp.inf, jnp.abs(wide))
+    largest = jnp.max(magnitudes.reshape(apart), axis=dim + 1, initial=0)
     whole = jnp.issubdtype(how.dtype, jnp.integer)
     limit = float(jnp.iinfo(how.dtype).max if whole else jnp.finfo(how.dtype).max)
     # Smaller scales are no normal numbers: hardware takes them for zero, and divides by it.
@@ -145,6 +147,7 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
     scaled = wide / spread(scales, x.shape)
     if key is not None:
         scaled = jnp.floor(scaled + jax.random.uniform(key, x.shape, wide.dtype))
+        scaled = jnp.clip(scaled, -limit, limit)  # 127 plus almost 1 is 128 in float32
     values = (jnp.rint(scaled) if whole else scaled).astype(how.dtype)
     return Quantized(values, scales, dtype=x.dtype)
 
@@ -255,11 +258,11 @@ def as_operand(argument: str, x: Any) -> Any:
 
 def as_array(argument: str, x: Any) -> Array:
     """Returns what a user gave where nothing is gathered as an array."""
-    check_summable(argument, x)
+    check_exact(argument, x)
     return jnp.asarray(x)
 
 
-def check_summable(argument: str, tree: Any) -> None:
+def check_exact(argument: str, tree: Any) -> None:
     """Raises where something of a pytree that is not gathered is quantized."""
     for x in jax.tree.leaves(tree, is_leaf=_is_quantized):
         if isinstance(x, Quantized):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxpar._axis import Ring
 from jaxpar._calls import type_error
 from jaxpar._checks import check_own
-from jaxpar._quantized import scales_among
+from jaxpar._quantized import check_exact, scales_among
 
 
 def as_arrays(argument: str, tree: Any, use: str = "") -> Any:
@@ -35,6 +35,17 @@ def as_arrays(argument: str, tree: Any, use: str = "") -> Any:
         return x
 
     return jax.tree_util.tree_map_with_path(as_array, tree)
+
+
+def as_addends(argument: str, tree: Any) -> Any:
+    """Returns a pytree with arrays as leaves, or raises and names the leaf that has no sum."""
+    check_exact(argument, tree)
+    tree = as_arrays(argument, tree, "sum")
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if x.dtype == bool:  # of JAX's own sums some count, some are an "or", some raise
+            place = f"{argument}{jax.tree_util.keystr(path)}"
+            raise type_error(f"{place} is bool{list(x.shape)}, which has no sum; cast it to int32")
+    return tree
 
 
 def check_own_leaves(

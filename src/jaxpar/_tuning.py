@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
@@ -75,18 +75,9 @@ class Tuning:
                 raise value_error(f"there is no file {path}; {again}") from None
             except OSError as reason:
                 raise value_error(f"{path} cannot be read: {reason.strerror}; {again}") from None
-            except ValueError as reason:
+            except (ValueError, RecursionError) as reason:
                 raise value_error(f"{path} is no JSON: {reason}; {again}") from None
-            wanted = [field.name for field in fields(Tuning) if field.name != "name"]
-            if not isinstance(record, dict) or set(record) != set(wanted):
-                raise value_error(f"{path} does not have {', '.join(wanted)}; {again}")
-            found = record["sites"]
-            parts = found.values() if isinstance(found, dict) else [found]
-            if not all(isinstance(ways, dict) for ways in parts):
-                raise value_error(
-                    f"{path} must have a way for each part of each of its sites, such as "
-                    f'{{"forward": "naive", "backward": "auto"}}; {again}'
-                )
+            _check_record(path, record, again)
             return Tuning(str(path), **record)
 
     def write(self, path: str | Path) -> None:
@@ -173,6 +164,62 @@ class Trial:
         """Returns what is tried here."""
         self.asked.setdefault((decision.site, decision.part), decision)
         return self.choices.get(decision.site, {}).get(decision.part, AUTO)
+
+
+def _check_record(path: str | Path, record: Any, again: str) -> None:
+    """Raises unless a file has what `Tuning.write` writes."""
+    wanted = [field.name for field in fields(Tuning) if field.name != "name"]
+    given = record if isinstance(record, dict) else {}
+    if lacking := [name for name in wanted if name not in given]:
+        raise value_error(f"{path} does not have {', '.join(lacking)}; {again}")
+    command = given["command"]
+    if isinstance(command, str) and command.startswith("jaxpar tune"):
+        again = f"write it again: {command}"
+    for name, value in given.items():
+        if name not in wanted:
+            raise value_error(f"{path} has {name!r}, which is nothing of a tuning; {again}")
+        is_right, form = _FORM[name]
+        if not is_right(value):
+            shown = repr(value)
+            shown = shown if len(shown) < 100 else f"{shown[:100]}..."
+            raise value_error(f"{path} must have {form}, but {name} is {shown}; {again}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int) and value > 0
+
+
+def _mapping_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+# What JSON has of each field, and how to say so.
+_FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "command": (_is_text, "the command that writes it"),
+    "versions": (_mapping_of(_is_text), "the version of each package"),
+    "device_kind": (_is_text, "the kind of the devices"),
+    "mesh": (_mapping_of(_is_size), "the size of each axis of the mesh"),
+    "compiler_options": (
+        _mapping_of(lambda value: isinstance(value, str | int | float)),
+        "a text or number for each compiler option",
+    ),
+    "sites": (
+        _mapping_of(_mapping_of(_is_text)),
+        'a way for each part of each of its sites, such as {"forward": "naive", "backward": '
+        '"auto"}',
+    ),
+    "clock": (_is_text, "the name of its clock"),
+    "milliseconds": (_mapping_of(_is_number), "the milliseconds of each program"),
+    "tried": (lambda value: isinstance(value, dict), "what was tried at each site"),
+}
 
 
 # JAX keeps traced programs; it traces again where the value of such a context is another one.

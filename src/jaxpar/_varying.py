@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxpar._dtypes import addition_dtype, common_dtype
-from jaxpar._wire import check_wire
+from jaxpar._wire import check_wire, summed_as
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
@@ -58,7 +58,8 @@ def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Arra
     in `wire_dtype` if it is wider. Raises if that is of another kind.
     """
     check_wire(wire_dtype, x.dtype)
-    wire = x.dtype if wire_dtype is None else common_dtype(x.dtype, wire_dtype)
+    asked = summed_as(wire_dtype)
+    wire = x.dtype if asked is None else common_dtype(x.dtype, asked)
     return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))
 
 

@@ -97,11 +97,11 @@ def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
     return LowBit(wire) if is_low_bit(wire) else None
 
 
-def summed_as(wire: Any, dtype: Any) -> Any:
-    """The dtype that a wire asks for sums of a dtype, None where they travel in their own."""
+def summed_as(wire: Any) -> Any:
+    """The dtype that a wire asks for sums, None where they travel in their own, or with scales."""
     if isinstance(wire, LowBit):
         wire = wire.sums
-    return None if is_low_bit(wire) and jnp.issubdtype(dtype, jnp.floating) else wire
+    return None if is_low_bit(wire) else wire
 
 
 def rounded_by(wire: Any, dtype: Any) -> LowBit | None:
@@ -112,11 +112,16 @@ def rounded_by(wire: Any, dtype: Any) -> LowBit | None:
 
 def check_wire(wire: Any, summed: Any) -> None:
     """Raises unless sums of dtype `summed` can travel as a wire asks for: both of one kind."""
-    wire = summed_as(wire, summed)
+    wire = summed_as(wire)
     if wire is None:
         return
     if jnp.issubdtype(wire, jnp.bool_) or kind_of_dtype(wire) != kind_of_dtype(summed):
         raise type_error(
             f"wire_dtype={wire} cannot carry sums of {summed}; choose {kind_of_dtype(summed)} "
             "dtype, or None"
+        )
+    if jnp.issubdtype(summed, jnp.integer) and wire.itemsize < jnp.dtype(summed).itemsize:
+        raise type_error(
+            f"wire_dtype={wire} cannot carry sums of {summed}, which would wrap around; choose an "
+            f"integer dtype of {8 * jnp.dtype(summed).itemsize} bits or more, or None"
         )

@@ -209,7 +209,7 @@ def test_runs_as_a_module():
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -32,7 +32,7 @@ def test_two_processes_measure_one_ring(tmp_path):
         for i in range(2)
     ]
     try:
-        (out, err), (silent, peer_err) = (p.communicate(timeout=120) for p in processes)
+        (out, err), (silent, peer_err) = (p.communicate(timeout=600) for p in processes)
     finally:
         for process in processes:
             process.kill()

@@ -112,7 +112,7 @@ def _processes(numbers, *more):
         )
         for number in numbers
     ]
-    return [(*process.communicate(timeout=120), process.returncode) for process in running]
+    return [(*process.communicate(timeout=600), process.returncode) for process in running]
 
 
 def test_no_time_to_wait(capsys):

@@ -107,7 +107,7 @@ def test_of_a_measured_run(model, capsys, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # or another process compiles another program
     program = [sys.executable, "-c", RUN]
-    subprocess.run(program, check=True, timeout=300)
+    subprocess.run(program, check=True, timeout=600)
     command = ["explain", "slow:make_small", "--target", "here", "--mesh", "tp=8"]
     files = ["--json", "a.json", "--html", "a.html", "--trace", "t.json"]
     assert main([*command, "--measured", "profile", *files]) == 0
@@ -180,6 +180,7 @@ def test_a_program_that_fails_is_told_in_one_line(model, capsys):
         (["--against", "text.json"], "--against text.json is no JSON: "),
         (["--against", "list.json"], "--against list.json has no findings; name a file that"),
         (["--against", "part.json"], "--against part.json has no target; name a file that"),
+        (["--against", "holes.json"], "--against holes.json is damaged (KeyError: 'of'); name a "),
         (["--html", "none/a.html"], "--html none/a.html: its directory does not exist"),
         (["--target", "v5e:3x5"], "v5e:3x5: libtpu does not know the slice"),
         (["--mesh", "dp=3,tp=-1"], "--mesh dp=3,tp=-1: "),
@@ -189,6 +190,8 @@ def test_wrong_usage_is_one_line(arguments, words, model, capsys):
     (model / "text.json").write_text("no JSON")
     (model / "list.json").write_text("[]")
     (model / "part.json").write_text('{"findings": []}')
+    holes = {"findings": [{}], "target": "", "mesh": {}, "seconds": 1, "exposed": 0}
+    (model / "holes.json").write_text(json.dumps(holes | {"peak_bytes": 1}))
     (model / "bad.xplane.pb").write_text("no trace")
     (model / "empty").mkdir()
     assert main(["explain", "slow:make", "--target", "v5e:2x2", *arguments]) == 2

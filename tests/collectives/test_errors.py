@@ -149,10 +149,3 @@ def test_gathering_along_a_dimension_that_is_not_there(mode, shape, dim, tiled, 
 def test_scattering_what_cannot_be_cut(mode, shape, axes, options, message):
     with pytest.raises(ValueError, match=f"ring_reduce_scatter: {message}"):
         trace(lambda x: ring_reduce_scatter(x, axes, mode=mode, **options), *shape)
-
-
-def test_booleans_have_no_sum_to_scatter():
-    with pytest.raises(
-        TypeError, match=r"ring_reduce_scatter: x is bool\[4, 4\], which has no sum"
-    ):
-        trace(lambda x: ring_reduce_scatter(x > 0, "y"), 4, 4)

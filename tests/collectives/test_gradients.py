@@ -24,9 +24,7 @@ RINGS = MODES[:2]
 both_rings = pytest.mark.parametrize("mode", RINGS)
 few = settings(
     max_examples=8,
-    deadline=None,
     derandomize=True,
-    database=None,
     phases=[Phase.generate],  # not shrinking: each try would compile anew
 )
 

@@ -248,12 +248,6 @@ def test_empty_arrays(mode):
 
 
 @pytest.mark.parametrize("mode", RINGS)
-def test_all_reduce_of_booleans_counts_as_in_lax(mode):
-    functions = lambda x: ring_all_reduce(x, "x", mode=mode), lambda x: lax.psum(x, "x")
-    assert_same(functions, integers((4, 4)) > 0, mesh=line(4))
-
-
-@pytest.mark.parametrize("mode", RINGS)
 def test_all_reduce_of_an_empty_array(mode):
     functions = lambda x: ring_all_reduce(x, "x", mode=mode), lambda x: lax.psum(x, "x")
     assert_same(functions, np.ones((4, 0, 3), np.float32), mesh=line(4))

@@ -8,20 +8,23 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, LowBit, make_mesh
 from jaxpar.layers import reduce_compressed_gradients
-from jaxpar.layers._compressed import SMALL
 from jaxpar.testing import count_collectives
 
 STEPS = 5
 
 
 def gradients(step):
-    """Of 8 devices: a large leaf, one whose size nothing divides, a small one, and integers."""
+    """Of 8 devices: large leaves, one whose size nothing divides, small ones, and integers."""
     rng = np.random.default_rng(step)
     return {
         "large": rng.standard_normal((8 * 160, 128)).astype("float32"),
         "odd": rng.standard_normal((8 * 131, 127)).astype("float32"),
         "small": rng.standard_normal((8, 16)).astype("float32"),
         "count": np.arange(8, dtype="int32"),
+        "half": rng.standard_normal((8 * 131, 127)).astype(jnp.bfloat16),
+        # Sums that float16 has no room for but as multiples of 2^-24.
+        "tiny": (1e-5 * rng.standard_normal((8 * 131, 127))).astype("float16"),
+        "small_half": rng.standard_normal((8, 16)).astype(jnp.bfloat16),
     }
 
 
@@ -42,10 +45,10 @@ def compiled(axis="dp", check_vma=True, **options):
     )
 
 
-def nothing():
+def before():
     """The error before the first step."""
     return {
-        name: np.zeros_like(x) if x.size >= 8 * SMALL else np.zeros(0, "float32")
+        name: np.zeros(0 if name in ("small", "count") else x.shape, "float32")
         for name, x in gradients(0).items()
     }
 
@@ -66,48 +69,96 @@ def over_devices(x):
 )
 def test_sums_and_errors_are_the_exact_sums(wire, by_chance, check_vma):
     step = compiled(Axis("dp", wire_dtype=wire), check_vma, by_chance=by_chance)
-    error, sums = nothing(), []
+    error, sums = before(), []
     for number in range(STEPS):
         key = jax.random.key_data(jax.random.key(number))
         found, error = step(gradients(number), error, key)
         sums.append(jax.tree.map(np.float64, found))
     exact = [jax.tree.map(over_devices, gradients(number)) for number in range(STEPS)]
-    for name in ("large", "odd"):
+    for name in ("large", "odd", "half", "tiny", "small_half"):
         total = sum(each[name] for each in exact)
         lost = over_devices(np.asarray(error[name]))
         found = sum(each[name] for each in sums)
-        assert np.abs(found + lost - total).max() < 1e-4
+        assert np.abs(found + lost - total).max() < 1e-6 * np.abs(total).max()
+        if name in ("tiny", "small_half"):
+            continue
         # One step rounds each addend and the sum; five lose no more than one.
         rough = np.abs(sums[0][name] - exact[0][name]).max()
         assert 1e-3 < rough < 2.0
         assert np.abs(found - total).max() < 1.5 * rough
         if not by_chance and wire != "float8_e4m3fn":
-            assert rough < 8 * 4.5 / 254 + 13 / 254
+            assert rough < 8 * 4.5 / 254 + 13 / 254 + (13 / 256 if name == "half" else 0)
     for name in ("small", "count"):
         np.testing.assert_allclose(sums[0][name], exact[0][name], rtol=1e-6)
         assert not error[name].size
 
 
 def test_only_small_leaves_are_summed_in_their_own_dtype():
-    given = gradients(0), nothing(), np.zeros(2, "uint32")
+    given = gradients(0), before(), np.zeros(2, "uint32")
     calls = count_collectives(compiled(), *given, grad=False).forward
-    assert calls["all_to_all"] == calls["all_gather"] == 4  # values and scales of two leaves
-    assert calls["psum"] == 2
+    assert calls["all_to_all"] == calls["all_gather"] == 8  # values and scales of four leaves
+    assert calls["psum"] == 3
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("leaf", "number"), [("w", np.inf), ("h", 6e4), ("b", np.nan)])
+def test_a_step_with_a_gradient_that_is_not_finite_leaves_no_trace(leaf, number, check_vma):
+    """Of sharded, large and small leaves; float16 overflows in the sum alone."""
+    specs = {"w": P(None, "tp"), "h": P(), "b": P()}
+    parts = {"w": P("dp", "tp"), "h": P("dp"), "b": P("dp")}
+    step = jax.jit(
+        jax.shard_map(
+            lambda grads, error: reduce_compressed_gradients(grads, "dp", error, specs=specs),
+            mesh=make_mesh("dp=4,tp=2"),
+            in_specs=(parts, parts),
+            out_specs=(specs, parts),
+            check_vma=check_vma,
+        )
+    )
+
+    def grads(seed):
+        rng = np.random.default_rng(seed)
+        shapes = {"w": (4 * 131, 260), "h": (4 * 130, 130), "b": (4 * 3,)}
+        dtypes = {"w": "float32", "h": "float16", "b": "bfloat16"}
+        return {
+            name: rng.standard_normal(shape).astype(jnp.dtype(dtypes[name]))
+            for name, shape in shapes.items()
+        }
+
+    def of_devices(x):
+        return np.float64(x).reshape(4, -1, *x.shape[1:]).sum(0)
+
+    error = {name: np.zeros(x.shape, "float32") for name, x in grads(0).items()}
+    found, exact = [], []
+    for seed in range(4):
+        given = grads(seed)
+        if seed == 1:
+            given[leaf].reshape(4, -1)[:, 1] = number
+            before = error
+        sums, error = step(given, error)
+        if seed == 1:
+            finite = {name: np.isfinite(np.float64(x)).all() for name, x in sums.items()}
+            assert finite == {name: name != leaf for name in finite}
+            jax.tree.map(np.testing.assert_array_equal, error, before)
+        else:
+            found.append(jax.tree.map(np.float64, sums))
+            exact.append(jax.tree.map(of_devices, given))
+    for name, x in error.items():
+        total = sum(each[name] for each in exact)
+        off = sum(each[name] for each in found) + of_devices(x) - total
+        assert np.abs(off).max() < 1e-6 * np.abs(total).max()
 
 
 def test_rounding_by_chance_has_no_bias():
     """Without feedback: the mean over many keys is the exact sum."""
-    step, grads = compiled(by_chance=True), gradients(0)
-    sums = np.mean(
-        [
-            np.float64(step(grads, nothing(), jax.random.key_data(jax.random.key(n)))[0]["large"])
-            for n in range(60)
-        ],
-        axis=0,
-    )
+    grads, nothing = {"large": gradients(0)["large"]}, {"large": before()["large"]}
+    step, sums = compiled(by_chance=True), []
+    for number in range(60):
+        key = jax.random.key_data(jax.random.key(number))
+        sums.append(np.float64(step(grads, nothing, key)[0]["large"]))
     exact = over_devices(grads["large"])
-    nearest = np.float64(compiled()(grads, nothing(), np.zeros(2, "uint32"))[0]["large"])
-    assert np.abs(sums - exact).mean() < 0.3 * np.abs(nearest - exact).mean()
+    nearest = np.float64(compiled()(grads, nothing, np.zeros(2, "uint32"))[0]["large"])
+    assert np.abs(np.mean(sums, axis=0) - exact).mean() < 0.3 * np.abs(nearest - exact).mean()
 
 
 def test_leaves_that_are_sharded_are_summed_over_the_other_axes():

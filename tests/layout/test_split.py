@@ -31,7 +31,7 @@ def test_the_remainder_goes_to_the_first(size, count, sizes):
     assert [shard.shape for shard in shards] == [(n, 2) for n in sizes]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=4),
     st.integers(1, 6),
@@ -203,7 +203,7 @@ def test_as_rules_padding_reaches_no_loss_gradient_or_norm(size):
             np.testing.assert_array_equal(np.asarray(own.data)[index], shard)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 4), st.integers(0, 2), st.booleans())
 def test_blocks_pad_and_unpad(size, parts, multiple, extra, evenly):
     unit = parts * multiple

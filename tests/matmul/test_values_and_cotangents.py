@@ -19,7 +19,7 @@ from jaxpar.testing import assert_matches_reference, axis_orders, dtypes, meshes
 MODES = ["unidirectional", "bidirectional", "naive", "stationary", "chunked-2", "chunked-8"]
 modes = st.sampled_from(MODES)
 blocks = st.integers(1, 3)  # sizes of a dimension on one device: 1, even and odd
-few = settings(max_examples=6, deadline=None, database=None)
+few = settings(max_examples=6)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ def run(case, count, folder, ranks=None):
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])
     env = {name: text for name, text in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
+    started = range(count) if ranks is None else ranks
+    env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1]), "STARTED": str(len(started))}
     processes = [
         subprocess.Popen(
             [sys.executable, str(WORKER), case, str(rank), str(count), port, str(folder)],
@@ -32,10 +33,10 @@ def run(case, count, folder, ranks=None):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in (range(count) if ranks is None else ranks)
+        for rank in started
     ]
     try:
-        said = [process.communicate(timeout=200)[0] for process in processes]
+        said = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -65,6 +66,9 @@ def test_processes_that_differ(count, tmp_path):
         assert f"processes 0 and {last} differ in 'step', line " in out
         assert "'batch', line 1: process 0 has 'x: float64[4, 2]', process" in out
         assert f"names: agree: process 0 compares 'less', and process {last} does not" in out
+        assert "'key', line 2: process 0 has 'values [0, 0]', process" in out
+        assert "'weights', line 2: process 0 has 'values of digest " in out
+        assert "process 0 has 'jax_default_matmul_precision=None', process" in out
 
 
 def test_a_process_that_does_not_come(tmp_path):

@@ -13,6 +13,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
@@ -24,11 +25,27 @@ CASE, RANK, COUNT, PORT, FOLDER = sys.argv[1], *map(int, sys.argv[2:5]), Path(sy
 
 def main() -> None:
     """Runs the case."""
-    timeout = 4 if CASE in ("missing", "killed") else 60
+    timeout = 300
+    if CASE == "missing":
+        timeout = 4
+        come_together()
     found = jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, timeout_s=timeout)
     assert (found.process, found.processes, found.devices) == (RANK, COUNT, 2 * COUNT)
     assert jaxpar.initialize() == found  # a second time
     {"killed": killed, "silent": silent, "differ": differ, "equal": equal}[CASE]()
+
+
+def come_together() -> None:
+    """Waits until all that were started are here, so that none of them is late for another."""
+    (FOLDER / f"started {RANK}").touch()
+    wait_for(lambda: len(list(FOLDER.glob("started *"))) == int(os.environ["STARTED"]))
+
+
+def wait_for(is_done) -> None:
+    """Waits until it is, at most for minutes."""
+    end = time.monotonic() + 300
+    while not is_done() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def killed() -> None:
@@ -46,12 +63,13 @@ def killed() -> None:
 def silent() -> None:
     """Process 0 is there and does not come to the meeting."""
     if RANK == 0:
-        time.sleep(8)
+        wait_for((FOLDER / "said").exists)
         os._exit(0)
     try:
         jaxpar.agree(timeout_s=1)
     except TimeoutError as reason:
         print(f"TimeoutError: {reason}", flush=True)
+        (FOLDER / "said").touch()
         os._exit(3)
 
 
@@ -82,6 +100,24 @@ def differ() -> None:
         jaxpar.agree(**({"more": 1} if last else {"less": 1}))
     except ValueError as reason:
         print(f"names: {reason}", flush=True)
+    key = jax.random.key(int(last))
+    replicated = jax.sharding.NamedSharding(mesh, P())
+    given = {
+        "key": key,
+        "weights": jax.make_array_from_callback(
+            (64,), replicated, lambda _: np.full(64, last, np.float32)
+        ),
+    }
+    for name, value in given.items():
+        try:
+            jaxpar.agree(**{name: value})
+        except ValueError as reason:
+            print(f"{name}: {reason}", flush=True)
+    with jax.default_matmul_precision("highest" if last else None):
+        try:
+            jaxpar.agree()
+        except ValueError as reason:
+            print(f"settings: {reason}", flush=True)
 
 
 def equal() -> None:
@@ -94,6 +130,10 @@ def equal() -> None:
 
     w = np.arange(60, dtype=np.float32).reshape(10, 6)
     params = layout.place({"w": w})
+    # Sets have another order in each process, and functions another address.
+    words = frozenset(f"word {n}" for n in range(20))
+    adam = optax.adam(optax.cosine_decay_schedule(1e-3, 100))
+    jaxpar.agree(params=params, config={"words": words, "act": jax.nn.gelu, "optimizer": adam})
     np.testing.assert_array_equal(layout.gather(params)["w"], w)
     born = layout.init(lambda: {"w": jnp.arange(60.0).reshape(10, 6)})
     np.testing.assert_array_equal(layout.gather(born)["w"], w)

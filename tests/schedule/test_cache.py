@@ -1,5 +1,7 @@
 """Compiled programs are kept on disk, the ones that were used last, whoever else keeps some."""
 
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -71,6 +73,53 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     assert kept(tmp_path / "file", "a") is None
 
 
+def flipped(written):
+    middle = len(written) // 2
+    return (
+        written[:middle]
+        + bytes(255 - b for b in written[middle : middle + 60])
+        + written[middle + 60 :]
+    )
+
+
+def of(what):
+    return lambda written: gzip.compress(json.dumps(what).encode())
+
+
+SIZES = {"arguments": 1, "outputs": 2, "temporaries": 3, "aliased": 4, "peak": 5}
+DAMAGES = {
+    "flipped": flipped,
+    "a header that is flipped": lambda written: bytes([written[0], 255]) + written[2:],
+    "truncated": lambda written: written[: len(written) // 2],
+    "truncated by its sum": lambda written: written[:-8],
+    "empty": lambda written: b"",
+    "no gzip": lambda written: b"{}",
+    "no text": lambda written: gzip.compress(b"\xff\xfe"),
+    "no JSON": lambda written: gzip.compress(b"{"),
+    "deep": lambda written: gzip.compress(b"[" * 100_000),
+    "nothing": of({}),
+    "a list": of([1]),
+    "null": of(None),
+    "no memory": of({"text": "t"}),
+    "null for text": of({"text": None, "memory": SIZES}),
+    "null for memory": of({"text": "t", "memory": None}),
+    "a size less": of({"text": "t", "memory": {"arguments": 1}}),
+    "a size more": of({"text": "t", "memory": SIZES | {"more": 1}}),
+    "text for a size": of({"text": "t", "memory": SIZES | {"peak": "5"}}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_as_none(damage, tmp_path):
+    keep(tmp_path, "a", text("a"), MEMORY)
+    assert kept(tmp_path, "a") is not None
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    assert kept(tmp_path, "a") is None
+    keep(tmp_path, "a", "again", MEMORY)
+    assert kept(tmp_path, "a") == {"text": "again", "memory": SIZES}
+
+
 WORKER = """
 import os, sys
 from pathlib import Path
@@ -96,7 +145,7 @@ def test_processes_that_keep_and_delete_at_once(tmp_path):
         for name in "xyz"
     ]
     for process in begun:
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=600)
         assert process.returncode == 0, said
     keep(tmp_path, "last", "", MEMORY)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 20_000

@@ -36,7 +36,7 @@ def test_the_targets_mesh_is_the_context(jitted):
     program = compile_for(fn, V5E, square(ROWS))
     assert program.target is V5E
     assert program.module.hlo.is_scheduled
-    assert 0 < program.seconds < 60
+    assert program.seconds > 0
     assert jax.sharding.get_abstract_mesh().empty  # as before
     (transfer,) = timeline(program).transfers
     assert (transfer.row, transfer.bytes) == ("tp all-gather", 512 * 512 * 2 * 3 / 4)

@@ -156,7 +156,6 @@ def test_4096_chips():
         out_specs=PartitionSpec("dp", "tp"),
     )
     program = compile_for(matmul, described, lhs, rhs)
-    assert program.seconds < 60
     played = timeline(program)
     assert played.sent_bytes == 7 * 128 * 512 * 2
     assert not any(transfer.synchronous for transfer in played.transfers)

@@ -9,8 +9,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxpar.testing import axis_orders, meshes, specs
 
-quick = settings(max_examples=50, deadline=None, database=None)
-many = settings(max_examples=2000, deadline=None, database=None)  # for find, which stops early
+quick = settings(max_examples=50)
+many = settings(max_examples=2000)  # for find, which stops early
 
 
 @quick

@@ -59,7 +59,7 @@ def linear_args(dtype):
 
 
 @floats
-@settings(max_examples=3, deadline=None, database=None)
+@settings(max_examples=3)
 @given(mesh=meshes(max_axes=2), seed=st.integers(0, 99))
 def test_gather_and_scatter_over_any_mesh(dtype, mesh, seed):
     axes, n = mesh.axis_names, mesh.size

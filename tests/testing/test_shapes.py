@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jaxpar.testing import dtypes, even_shapes, ragged_sizes, uneven_shapes
 
-quick = settings(max_examples=50, deadline=None, database=None)
-many = settings(max_examples=2000, deadline=None, database=None)  # for find, which stops early
+quick = settings(max_examples=50)
+many = settings(max_examples=2000)  # for find, which stops early
 
 
 @quick

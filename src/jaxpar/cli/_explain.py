@@ -148,10 +148,15 @@ def _before(path: str | None) -> dict[str, Any] | None:
         found = json.loads(Path(path).read_text())
     except OSError as reason:
         raise UsageError(f"--against {path} cannot be read: {reason.strerror}; {remedy}") from None
-    except ValueError as reason:
+    except (ValueError, RecursionError) as reason:
         raise UsageError(f"--against {path} is no JSON: {reason}; {remedy}") from None
     if lacking := [key for key in COMPARED if not isinstance(found, dict) or key not in found]:
         raise UsageError(f"--against {path} has no {lacking[0]}; {remedy}")
+    try:
+        compared(found, found)  # reads all of it that will be read
+    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as reason:
+        said = f"{type(reason).__name__}: {reason}"
+        raise UsageError(f"--against {path} is damaged ({said}); {remedy}") from None
     return found
 
 

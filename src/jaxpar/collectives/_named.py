@@ -13,8 +13,8 @@ from jax import Array, lax
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error
 from jaxpar._checks import ADDENDS, check_dim, check_divides
-from jaxpar._quantized import check_summable, scales_among
-from jaxpar._trees import as_arrays, check_own_leaves
+from jaxpar._quantized import scales_among
+from jaxpar._trees import as_addends, as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, Mode, Tree, WireLike
 from jaxpar._varying import vary_alike
 from jaxpar._wire import check_wire, summed_as
@@ -120,7 +120,7 @@ def ring_all_gather(
 
     def gather(x: Array, exact: bool) -> Array:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
-        over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
+        over = replace(ring, wire_dtype=summed_as(ring.wire_dtype)) if exact else ring
         way = _way("all-gather", over, x)
         return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 
@@ -178,19 +178,17 @@ def ring_reduce_scatter(
     Source: as `ring_all_gather`, run backwards.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
-    check_summable("x", x)
-    x = as_arrays("x", x, "sum")
+    x = as_addends("x", x)
     for leaf in jax.tree.leaves(x):
         along = check_dim("dim", dim, leaf.shape)
         check_divides("x", leaf.shape, along, ring, exactly=not tiled)
-        if leaf.dtype == bool:
-            raise type_error(f"x is bool{list(leaf.shape)}, which has no sum; cast it to int32")
         check_wire(ring.wire_dtype, leaf.dtype)
     check_own_leaves("x", x, ring, "an addend", ADDENDS)
     (x,) = vary_alike(ring.names, x)
 
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)
+
         out = scatter_along(_way("reduce-scatter", ring, x), x, along)
         return out if tiled else lax.squeeze(out, [along])
 
@@ -219,7 +217,7 @@ def ring_all_reduce(
       `axis`, so that `out_specs=P()` holds.
 
     Raises:
-      TypeError: an option of the wrong type.
+      TypeError: booleans, which have no sum; an option of the wrong type.
       ValueError: x that is typed as replicated over `axis`; an unknown mode or axis name, a call
         outside shard_map.
 
@@ -238,16 +236,14 @@ def ring_all_reduce(
     Source: as `ring_all_gather`.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
-    check_summable("x", x)
-    x = as_arrays("x", x, "sum")
-    # lax.psum counts bools, too.
-    x = jax.tree.map(lambda leaf: leaf.astype("int32") if leaf.dtype == bool else leaf, x)
+    x = as_addends("x", x)
     for leaf in jax.tree.leaves(x):
         check_wire(ring.wire_dtype, leaf.dtype)
     check_own_leaves("x", x, ring, "an addend", ADDENDS)
     (x,) = vary_alike(ring.names, x)
 
     def reduce(x: Array) -> Array:
+
         return all_reduce(_way("all-reduce", ring, x), x)
 
     return jax.tree.map(reduce, x)

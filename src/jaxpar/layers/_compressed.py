@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._compat import optimization_barrier
+from jaxpar._dtypes import addition_dtype
 from jaxpar._quantized import check_chance, codes_of
-from jaxpar._trees import as_arrays
+from jaxpar._trees import as_addends
 from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
 from jaxpar._wire import LowBit, gathered_by
@@ -51,19 +54,28 @@ def reduce_compressed_gradients(
     Returns:
       `(sums, error)`: a pytree like `grads`, the sums, typed as replicated under `check_vma=True`
       (a leaf that is typed so already is left as it is, as by `reduce_gradients`);
-      and the error, float32 (zeros of shape [0] for leaves that are summed as they are: those of
-      fewer than 2^14 numbers, and of no floats), which varies over `axis`: keep it sharded as the
-      devices have it. All sums so far and the errors of all devices together are the exact sums.
+      and the error, which varies over `axis`: keep it sharded as the devices have it. All sums so
+      far and the errors of all devices together are the exact sums. The error of a leaf is float32
+      (float64 for float64), of its shape, with what its sum has lost in the leaf's own dtype, too.
+      Leaves that lose nothing are summed as they are, by a psum, and have zeros of shape [0]: those
+      of no floats, and those of fewer than 2^14 numbers of 32 bits or more. Fewer numbers of less
+      are summed in float32.
+
+      Where a gradient is not finite, its sum is NaN, and so are those with which it shares a scale.
+      All errors then stay as they were before, as if the step had not been: skip it, and the next
+      one is right. Devices decide this together: those of `axis` and of axes that `specs` name.
 
     Raises:
-      TypeError: a wire of more than 8 bits, an option of the wrong type.
+      TypeError: booleans, which have no sum; a wire of more than 8 bits; an option of the wrong
+        type.
       ValueError: specs that are no prefix of `grads`, an error of other leaves, an unknown axis
         name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the leaves' 8 bits all to all, and as much to gather the sums:
     a half of what a psum of bfloat16 sends behind a switch. On a ring of links the first half
-    crosses n/4 of them in the mean, more than a psum from n = 8 on. Memory: the error, 4 bytes a
-    parameter.
+    crosses n/4 of them in the mean, more than a psum from n = 8 on. With `specs` that name axes, a
+    psum of a scalar over these. Memory: the error, 4 bytes a parameter, and beside it that of the
+    step before until all sums are there.
 
     Example:
       >>> mesh = make_mesh("dp=8")
@@ -86,29 +98,57 @@ def reduce_compressed_gradients(
             "reduce_gradients"
         )
     check_chance(how, key)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(as_arrays("grads", grads, "sum"))
+    paths, treedef = jax.tree_util.tree_flatten_with_path(as_addends("grads", grads))
     errors = [None] * len(paths) if error is None else treedef.flatten_up_to(error)
     sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
     sums: list[Array] = []
+    past: list[Array] = []
     lost: list[Array] = []
-    for number, ((path, leaf), past, axes) in enumerate(zip(paths, errors, sharded, strict=True)):
+    for number, ((path, leaf), before, axes) in enumerate(zip(paths, errors, sharded, strict=True)):
         summed = set(ring.names) - axes
         if checks_varying(ring.names):  # over other axes JAX has summed it already
             summed &= varying_axes(leaf)
         over = ring.over(tuple(name for name in ring.names if name in summed))
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.size < SMALL or over.size == 1:
+        before = _before(over, path, leaf, before)
+        if not before.size:
             sums.extend(sum_leaves([leaf], [set(over.names)], None, [leaf.dtype]))
-            lost.append(jnp.zeros(0))
-            continue
-        if past is not None and past.shape != leaf.shape:
-            raise value_error(
-                f"error{jax.tree_util.keystr(path)} has local shape {past.shape}, but the gradient "
-                f"{leaf.shape}; give what the step before returned"
-            )
-        total, rest = _sum(how, over, leaf, past, _key_of(key, number, ring))
-        sums.append(total)
-        lost.append(rest)
-    return treedef.unflatten(sums), treedef.unflatten(vary_over(ring.names, lost))
+            lost.append(before)
+        else:
+            sum_of = partial(_sum_rounded, how, _key_of(key, number, ring))
+            total, rest = (_sum_wide if leaf.size < SMALL else sum_of)(over, leaf, before)
+            sums.append(total)
+            lost.append(rest)
+        past.append(before)
+    past, lost = vary_over(ring.names, (past, lost))
+    finite = _all_finite(sums, lost, set[str]().union(*sharded))
+    lost = [jnp.where(finite, new, old) for new, old in zip(lost, past, strict=True)]
+    return treedef.unflatten(sums), treedef.unflatten(lost)
+
+
+def _before(ring: Ring, path: Any, leaf: Array, error: Any) -> Float[Array, "..."]:
+    """The error of a leaf before this step; of shape [0] where its sum loses nothing."""
+    is_exact = leaf.size < SMALL and leaf.dtype.itemsize >= 4
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_exact or ring.size == 1:
+        return jnp.zeros(0)
+    if error is None:
+        return jnp.zeros(leaf.shape, addition_dtype(leaf.dtype))
+    error = jnp.asarray(error)
+    if error.shape != leaf.shape:
+        raise value_error(
+            f"error{jax.tree_util.keystr(path)} has local shape {error.shape}, but the gradient "
+            f"{leaf.shape}; give what the step before returned"
+        )
+    return error
+
+
+def _all_finite(sums: list[Array], lost: list[Array], axes: set[str]) -> Bool[Array, ""]:
+    """Whether all sums are finite, of the devices of some axes, too."""
+    floats = [x for x in sums if jnp.issubdtype(x.dtype, jnp.inexact)]
+    bad = sum((jnp.any(~jnp.isfinite(x)).astype("int32") for x in floats), start=jnp.int32(0))
+    # Where an error does not vary over an axis, what decides on it must not either.
+    every = frozenset[str].intersection(*map(varying_axes, lost)) if lost else frozenset[str]()
+    names = tuple(sorted(axes | (varying_axes(bad) - every)))
+    return (lax.psum(vary_over(names, bad), names) if names else bad) == 0
 
 
 def _key_of(key: Array | None, number: int, ring: Ring) -> Array | None:
@@ -118,13 +158,27 @@ def _key_of(key: Array | None, number: int, ring: Ring) -> Array | None:
     return jax.random.fold_in(jax.random.fold_in(key, number), ring.index())
 
 
-def _sum(
-    how: LowBit, ring: Ring, leaf: Array, past: Array | None, key: Array | None
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The sum of a leaf over a ring, and what was lost of it here."""
-    n = ring.size
-    addend = vary_over(ring.names, leaf.astype("float32"))
-    addend = addend if past is None else addend + past
+def _sum_wide(
+    ring: Ring, leaf: Float[Array, "*shape"], before: Float[Array, "*shape"]
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """The sum of a small leaf over a ring, and what its dtype has lost of it."""
+    wide = vary_over(ring.names, leaf.astype(before.dtype) + before)
+    total = lax.psum(wide, ring.names)
+    rounded = optimization_barrier(total.astype(leaf.dtype))
+    # All devices know what was lost, and one of them remembers it.
+    return rounded, jnp.where(ring.index() == 0, total - rounded.astype(total.dtype), 0)
+
+
+def _sum_rounded(
+    how: LowBit,
+    key: Array | None,
+    ring: Ring,
+    leaf: Float[Array, "*shape"],
+    before: Float[Array, "*shape"],
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """The sum of a leaf over a ring, in 8 bits, and what was lost of it here."""
+    n, dtype = ring.size, leaf.dtype
+    addend = vary_over(ring.names, leaf.astype(before.dtype) + before)
     columns = how.columns or addend.shape[-1]
     # [n, rows, columns]: a block for each device; the padding is zeros, which lose nothing.
     blocks = jnp.pad(addend.reshape(-1), (0, -leaf.size % (n * columns))).reshape(n, -1, columns)
@@ -136,14 +190,16 @@ def _sum(
     ).dequantized()
     total = jnp.sum(addends, axis=0)
     rounded = codes_of(how, total, 1, second)
-    whole = jax.tree.map(lambda x: _gathered(ring, x), rounded).dequantized()
-    # What the sum has lost is remembered where it was rounded.
-    lost = (blocks - codes.dequantized()).at[ring.index()].add(total - rounded.dequantized())
+    whole = jax.tree.map(lambda x: _gathered(ring, x), rounded).dequantized(dtype)
+    # What the sum has lost is remembered where it was rounded: to 8 bits, and to the leaf's dtype,
+    # behind a barrier, as compilers may compute in more bits than were asked for.
+    own = optimization_barrier(rounded.dequantized(dtype)).astype(total.dtype)
+    lost = (blocks - codes.dequantized()).at[ring.index()].add(total - own)
 
     def cut(x: Array) -> Array:
         return x.reshape(-1)[: leaf.size].reshape(leaf.shape)
 
-    return cut(whole).astype(leaf.dtype), cut(lost)
+    return cut(whole), cut(lost)
 
 
 def _gathered(ring: Ring, x: Array) -> Array:

@@ -15,7 +15,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import called, public, type_error, value_error
 from jaxpar._checks import check_whole
 from jaxpar._dtypes import addition_dtype, common_dtype
-from jaxpar._trees import as_arrays
+from jaxpar._trees import as_addends, as_arrays
 from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
 from jaxpar._wire import check_wire
@@ -46,7 +46,7 @@ def reduce_gradients(
       summed it already.
 
     Raises:
-      TypeError: an option of the wrong type.
+      TypeError: booleans, which have no sum; an option of the wrong type.
       ValueError: `bucket_bytes` below 1, specs that are no prefix of `grads` or name an axis that
         is not bound, an unknown axis name, a call outside shard_map.
 
@@ -65,7 +65,7 @@ def reduce_gradients(
     """
     ring = bind(axis)
     limit = check_bucket(bucket_bytes)
-    leaves, treedef = jax.tree.flatten(as_arrays("grads", grads, "sum"))
+    leaves, treedef = jax.tree.flatten(as_addends("grads", grads))
     sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
     summed = [set(ring.names) - axes for axes in sharded]
     if checks_varying(ring.names):

@@ -20,7 +20,7 @@ from jaxtyping import Shaped
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
 from jaxpar._checks import ADDENDS, check_dim, check_divides
-from jaxpar._trees import as_arrays, check_own_leaves
+from jaxpar._trees import as_addends, as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, Tree
 from jaxpar._varying import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar._wire import check_wire
@@ -79,7 +79,8 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
       `out_specs=P()` holds. The derivative hands each device the cotangent as it is.
 
     Raises:
-      TypeError: an axis whose names are no strings; a wire dtype of another kind than a leaf.
+      TypeError: booleans, which have no sum; an axis whose names are no strings; a wire dtype of
+        another kind than a leaf.
       ValueError: x that is typed as replicated over `axis`; an unknown axis name, a call outside
         shard_map.
 
@@ -95,7 +96,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     Source: as `copy_region`, its operator g.
     """
     ring = bind(axis)
-    x = as_arrays("x", x, "sum")
+    x = as_addends("x", x)
     for leaf in jax.tree.leaves(x):
         check_wire(ring.wire_dtype, leaf.dtype)
     check_own_leaves("x", x, ring, "an addend", ADDENDS)

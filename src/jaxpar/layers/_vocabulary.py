@@ -24,6 +24,7 @@ from jaxpar._checks import (
     check_whole,
 )
 from jaxpar._dtypes import addition_dtype, sum_dtype
+from jaxpar._trees import as_addends
 from jaxpar._types import AxisLike, Integer, Number
 from jaxpar._varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar._wire import check_wire
@@ -53,7 +54,8 @@ def vocabulary_parallel_embedding(
       gradient.
 
     Raises:
-      TypeError: tokens that are no integers, a `sequence_dim` that is none.
+      TypeError: tokens that are no integers, a `sequence_dim` that is none; a table of booleans,
+        which have no sum.
       ValueError: a table of another rank, tokens that are typed as varying over `axis`, or a
         table that is not; a sequence that the axis does not divide, an unknown axis name, a call
         outside shard_map.
@@ -74,7 +76,7 @@ def vocabulary_parallel_embedding(
     model parallelism" (2019).
     """
     ring = bind(axis)
-    tokens, table = as_integers("tokens", tokens), jnp.asarray(table)
+    tokens, table = as_integers("tokens", tokens), as_addends("table", table)
     check_replicated("tokens", tokens, ring)
     if table.ndim != 2:
         raise value_error(f"table must be [v/n, d], got local shape {table.shape}")

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import platform
+import re
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
 from jaxpar._calls import public
 from jaxpar._checks import check_number
 from jaxpar._types import Number
-from jaxpar.layout import Layout, LayoutMap
-from jaxpar.layout._paths import arrays_of
 from jaxpar.processes._describe import versions
 from jaxpar.processes._meeting import compare
+from jaxpar.processes._text import lines_of
 
-_SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
+_SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Options of jax that may be others on each host: what it writes where, what it has, who finds it.
+_OF_A_HOST = re.compile(
+    "cache|coordinator|cross_host|debug_log|default_device|device_assignment|dump|log|mtls|"
+    "num_cpu_devices|pgle|platform|pprint|process|proxy|traceback|url|visible_devices"
+)
 
 
 @public
@@ -26,12 +29,16 @@ def agree(*, timeout_s: Number = 60, **values: Any) -> None:
     """Compares what must be equal in all processes, before the first collective.
 
     A collective among programs that differ hangs, or returns garbage with exit code 0. Versions,
-    settings of compilers and the kind and number of devices are compared always.
+    `jax.config`, settings of compilers and the kind and number of devices are compared always.
 
     Args:
       timeout_s: seconds to wait for the others.
-      values: meshes, layouts, pytrees of arrays or shapes, whatever prints itself; and programs, as
-        `step=jax.jit(step).lower(*args)`, which compares every operation.
+      values: what must be equal: meshes, layouts, configurations, optimizers, keys, pytrees of
+        arrays or shapes, nested in any way; and programs, as `step=jax.jit(step).lower(*args)`,
+        which compares every operation. Functions are compared by their code, their defaults and
+        what they close over, not by the globals that they read; objects by what would be pickled
+        of them; arrays by their numbers where a process has all of them (of a batch of its own
+        give `jax.eval_shape(lambda: batch)`), and by dtype, shape and sharding where it has not.
 
     Raises:
       ValueError: processes that differ: names both sides and the first difference. All processes
@@ -39,54 +46,29 @@ def agree(*, timeout_s: Number = 60, **values: Any) -> None:
       TimeoutError: processes that did not come, by their numbers. JAX waits for dead ones at exit,
         for the `heartbeat_timeout_seconds` of `initialize`.
 
-    Cost: a message of some hundred bytes from each process to process 0, over the network of hosts.
+    Cost: a message of some hundred bytes from each process to process 0, over the network of hosts;
+    arrays are copied to the host, one at a time, and nothing is gathered.
 
     Example:
       >>> agree(mesh=make_mesh("tp=8"), step=jax.jit(jnp.sin).lower(1.0))  # alone: always
     """
     seconds = check_number("timeout_s", timeout_s)
     texts = {"what it runs on": _surroundings()}
-    texts |= {name: list(_lines(value)) for name, value in values.items()}
+    texts |= {name: lines_of(value) for name, value in values.items()}
     if jax.process_count() == 1:
         return
     compare(texts, seconds)
 
 
-def _lines(value: Any) -> Iterator[str]:
-    """A value as text, of which equal values have the same."""
-    match value:
-        case Mesh():
-            yield f"axes {dict(value.shape)}"
-            for index, device in np.ndenumerate(value.devices):
-                yield f"{index}: device {device.id} of process {device.process_index}"
-        case AbstractMesh():
-            yield f"axes {dict(value.shape)}"
-        case Layout():
-            yield f"mesh {dict(value.mesh.shape)}"
-            for path, array in value.items():
-                yield f"{path}: {array.dtype}{list(array.shape)} {array.spec}"
-        case LayoutMap() | str():
-            yield from str(value).splitlines()
-        case _ if hasattr(value, "as_text"):  # a program
-            yield from value.as_text().splitlines()
-        case _:
-            arrays = [found for found in arrays_of(value)[0] if found is not None]
-            if len(arrays) != len(jax.tree.leaves(value)) or not arrays:
-                yield from repr(value).splitlines()
-                return
-            for path, x in arrays:
-                if hasattr(x, "shape"):
-                    spec = getattr(getattr(x, "sharding", None), "spec", "")
-                    yield f"{path}: {x.dtype}{list(x.shape)} {spec}"
-                else:
-                    yield f"{path}: {x!r}"
-
-
 def _surroundings() -> list[str]:
     settings = {name: os.environ.get(name, "") for name in _SETTINGS}
+    # As they are here and now: some are set for a thread, or within a `with`.
+    options = {name: getattr(jax.config, name, value) for name, value in jax.config.values.items()}
     local = jax.local_devices()
     return [
+        f"python {platform.python_version()}",
         *(f"{name} {number}" for name, number in versions().items()),
         *(f"{name}={text}" for name, text in settings.items()),
+        *(f"{name}={options[name]}" for name in sorted(options) if not _OF_A_HOST.search(name)),
         f"{len(local)} local devices of kind {local[0].device_kind}",
     ]

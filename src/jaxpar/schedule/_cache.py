@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -47,16 +48,28 @@ def key_of(lowered: Any, target: Target, options: Mapping[str, Any]) -> str:
 
 
 def kept(folder: Path, key: str) -> dict[str, Any] | None:
-    """What was kept under a key; None if nothing was, or what is there cannot be read."""
+    """What was kept under a key; None if nothing was, or what is there is damaged."""
     path = _path(folder, key)
     try:
         with gzip.open(path, "rt") as file:
             found = json.load(file)
-    except (OSError, EOFError, ValueError):
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error):
+        return None
+    if not _is_program(found):
         return None
     with suppress(OSError):  # a folder of somebody else's, or a file that is being deleted
         os.utime(path)
     return found
+
+
+def _is_program(found: Any) -> bool:
+    """Whether it is what `keep` writes."""
+    sizes = {"arguments", "outputs", "temporaries", "aliased", "peak"}
+    match found:
+        case {"text": str(), "memory": dict(memory)}:
+            return set(memory) == sizes and all(isinstance(n, int) for n in memory.values())
+        case _:
+            return False
 
 
 def keep(folder: Path, key: str, text: str, memory: Any) -> None:
