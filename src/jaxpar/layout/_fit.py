@@ -18,6 +18,7 @@ from jaxpar._units import size_text
 from jaxpar.layout._array_layout import ArrayLayout, itemsize
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._named_sizes import NamedSizes
+from jaxpar.layout._paths import key_of
 from jaxpar.layout._problem import Problem, shape_text
 from jaxpar.layout._rule import Axes, Entry, Rule, axes_of, nearest, shown
 from jaxpar.layout._split import Padded, Replicate, Split
@@ -87,8 +88,9 @@ def fit(
         found.append(laid or replicated(array, mesh))
     if strict:
         problems += _exchanged(placed)
-        problems += _unused_rules(rules, used, [array.path for array in arrays])
+        problems += unused_rules(rules, used, [array.path for array in arrays])
         problems += _unused_axes(rules, mesh, found, problems)
+        problems += _unknown_axes(rules, mesh)
     return found, problems
 
 
@@ -106,7 +108,7 @@ def _of_none(array: Shaped, hint: str) -> Problem:
         array.path,
         None,
         f"{array} is matched by no rule{hint}",
-        f"add one, {array.path!r}: REPLICATED where each device is to hold all "
+        f"add one, {key_of(array.path)!r}: REPLICATED where each device is to hold all "
         f"{size_text(array.bytes)}",
     )
 
@@ -261,7 +263,8 @@ def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
     return problems
 
 
-def _unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[Problem]:
+def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[Problem]:
+    """Rules that match no array."""
     problems: list[Problem] = []
     kinds = list({_any_index(path): path for path in reversed(paths)}.values())
     for key in rules:
@@ -301,6 +304,25 @@ def _unused_axes(
         )
         for name, size in mesh.shape.items()
         if size > 1 and name not in used
+    ]
+
+
+def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[Problem]:
+    """Of the rules of data and results, which no parameter has."""
+    others = {} if rules.batch is None else {"batch": rules.batch}
+    if rules.results is not None:
+        others |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}
+    return [
+        Problem(
+            None,
+            None,
+            f"{where}: the mesh has no axis {name!r}, but {_text(mesh)}",
+            "name one of those, or None for a whole dimension"
+            + nearest(name, map(str, mesh.axis_names)),
+        )
+        for where, rule in others.items()
+        for name in rule.mesh_axes
+        if name not in mesh.shape
     ]
 
 

@@ -390,17 +390,30 @@ class Layout(Mapping[str, ArrayLayout]):
 
         An array whose path ends in a parameter's path, and that has its shape (padded or not), lies
         like it. So does one that lacks one of its dimensions, as factored moments do. Scalars and
-        arrays of one entry are replicated.
+        arrays of one entry are replicated. An array that one of `rules` matches lies as that says:
+        moments over the axis of the data, say, of weights that all devices hold whole (ZeRO-1).
 
         Args:
           tree: arrays or shapes: `jax.eval_shape(optimizer.init, layout.shapes)`.
-          rules: for arrays that are like no parameter.
+          rules: patterns of paths in `tree`, which go before the parameters' rules.
 
         Returns:
           A `Layout` of the tree, whose arrays have the padding of their parameters.
 
         Raises:
-          LayoutError: arrays that are like no parameter, and that no rule matches.
+          LayoutError: arrays that are like no parameter, and that no rule matches; rules that match
+            no array, or do not fit.
+
+        Example:
+          >>> layout = LayoutMap({"w": REPLICATED}, batch=P("dp")).layout(
+          ...     {"w": jnp.ones((8, 4))}, make_mesh("dp=8"))
+          >>> moments = {"mu": layout.shapes, "nu": layout.shapes}
+          >>> state = layout.like(moments, LayoutMap({"(mu|nu)/w": ("dp", None)}))
+          >>> state["mu/w"].local_shape, layout["w"].local_shape
+          ((1, 4), (8, 4))
+
+        Source: S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
+        parameter models" (2020).
         """
         from jaxpar.layout._like import like
 
