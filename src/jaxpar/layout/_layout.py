@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxpar._calls import called, of_user, public, readable, type_error, value_error
 from jaxpar._checks import check_whole
+from jaxpar._padded_tables import PaddedTable, PaddedTables
+from jaxpar._padding import Blocks
 from jaxpar._types import AnyMesh, AxisLike, Flag, Integer, PathLike
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import gather, pad, place, unpad
@@ -59,6 +61,9 @@ class Layout(Mapping[str, ArrayLayout]):
         self._rules, self._mesh, self._tree = rules, mesh, tree
         self._leaves = tuple(arrays)  # None: no array
         self._by_path = {array.path: array for array in arrays if array is not None}
+        self._padded_tables = PaddedTables(
+            table for array in self._by_path.values() for table in padded_tables(array)
+        )
 
     @property
     def rules(self) -> LayoutMap:
@@ -565,6 +570,19 @@ class Layout(Mapping[str, ArrayLayout]):
     def _need_devices(self) -> None:
         if not isinstance(self._mesh, Mesh):
             raise type_error(f"the layout is of {self._mesh}, which has no devices; give a Mesh")
+
+
+def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
+    """An array as a table, once for each dimension that is padded."""
+    if len(array.blocks) != 2:
+        return
+    for dim, blocks in enumerate(array.blocks):
+        if blocks.size != blocks.padded:
+            at_the_end = blocks == Blocks.at_the_end(blocks.size, blocks.parts, blocks.block)
+            width = array.padded_shape[1 - dim]
+            yield PaddedTable(
+                array.path, blocks.size, blocks.padded, width, array.axes[dim], at_the_end
+            )
 
 
 def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layout:

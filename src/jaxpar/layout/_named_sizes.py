@@ -65,7 +65,7 @@ class NamedSizes:
         """Whether arrays of other sets of names say that this order is right, and it was not."""
         others = {
             name: set[int]().union(
-                *(sizes for own, sizes in self._said[name].items() if own != set(names))
+                *(sizes for own, sizes in self._said[name].items() if own != frozenset(names))
             )
             for name in names
         }
