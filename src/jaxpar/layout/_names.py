@@ -46,6 +46,7 @@ NAMES = {
 }
 INSIDE_WHOLE = r"classifier|classification_head|pooler|seq_relationship|score"
 LEAF = r"(weight|kernel|scale).*|embedding|.*bias|w|b|table|default|base_layer|value|\d+"
+PAIR = "gating_einsum"  # gate and up, [2, in, out] or [2, out, in]
 EXPERTS = r"experts?"
 TABLES = {"whole", "table", "bias by heads", "bias by heads, last"}
 BESIDE = {"attention", "heads", "mlp", "fused"}  # whose results rows take
@@ -92,6 +93,8 @@ class Named:
     @property
     def leaf(self) -> str:
         """`weight`, `kernel` or nothing: arrays of one leaf are the same way round."""
+        if self.name == PAIR:
+            return PAIR
         last = self.inside[-1] if self.inside else ""
         last = "weight" if last.startswith("weight") else last
         return last if re.fullmatch(LEAF, last) else ""

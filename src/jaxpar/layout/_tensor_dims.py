@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxpar.layout._fit import Shaped
+from jaxpar.layout._names import PAIR
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import Problem
 from jaxpar.layout._roles import Weight, Weights, unlike
@@ -36,7 +37,8 @@ class TensorDims:
         self._by_bias: dict[tuple[tuple[str, ...], str], set[int]] = defaultdict(set)
         self._by_width: dict[str, set[int]] = defaultdict(set)
         for weight in weights.of.values():
-            if len(weight.shape) != 2 or weight.named.adapter or weight.named.bias:
+            named = weight.named
+            if len(weight.shape) != 2 + (named.name == PAIR) or named.adapter or named.bias:
                 continue
             role, parts, leaf = weights.role(weight), weight.named.parts, weight.named.leaf
             if isinstance(role, Problem) or role not in ("columns", "rows"):
@@ -78,7 +80,7 @@ class TensorDims:
             return 0
         if role == "heads":
             return {"heads": rank - 3, "bias by heads": 0}.get(named.kind or "", rank - 1)
-        if rank > 2 and named.name != "gating_einsum":  # [2, d, f]
+        if rank > 2 and named.name != PAIR:
             return self._of_heads(weight, role)
         return self._few_heads(weight) or self._of_matrix(weight, role)
 
