@@ -197,6 +197,7 @@ def tensor_parallel(
         arrays,
         given,
         Pattern("stacked", stacked, paths).check(),
+        axes=names,
         count=size_of(mesh, names),
         head_size=None if head_size is None else check_whole("head_size", head_size, 1),
     )

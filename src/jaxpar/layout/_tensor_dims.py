@@ -13,13 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._names import PAIR
+from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import Problem
 from jaxpar.layout._roles import Weight, Weights, unlike
+from jaxpar.layout._rule import Axes, shown
 
 
 class TensorDims:
-    """The dimension of each array of a pytree that is sharded over `count` devices."""
+    """The dimension of each array that is sharded over the `count` devices of `axes`."""
 
     def __init__(
         self,
@@ -27,11 +29,12 @@ class TensorDims:
         given: Mapping[str, Pattern],
         layers: Pattern,
         *,
+        axes: Axes,
         count: int,
         head_size: int | None,
     ) -> None:
         self._weights = weights = Weights(arrays, given, layers)
-        self._count, self._head_size = count, head_size
+        self._axes, self._count, self._head_size = axes, count, head_size
         self._widths = weights.widths()
         # By where, and leaf, which dimension comes out: of what biases say, and of what widths do.
         self._by_bias: dict[tuple[tuple[str, ...], str], set[int]] = defaultdict(set)
@@ -95,7 +98,10 @@ class TensorDims:
             return dim
         out = self._out(weight, role)
         if out is None:
-            return _either(weight)
+            return weight.problem(
+                "may be [in, out] or [out, in]: neither biases nor widths around it tell",
+                self._own_rule(weight),
+            )
         return last - 1 + (out if role == "columns" else 1 - out)
 
     def _out(self, weight: Weight, role: str) -> int | None:
@@ -112,9 +118,9 @@ class TensorDims:
         if len(said) == 1:
             return min(said)
         own = self._out_by_width(weight, role)
-        if own not in (None, usual) or re.match("c_", weight.named.name):
-            return None  # GPT-2's are the other way round
-        return usual
+        # GPT-2's have been published both ways round, under the same names.
+        either = leaf in ("weight", "kernel") and weight.named.name.startswith("c_")
+        return None if either or own not in (None, usual) else usual
 
     def _out_by_bias(self, weight: Weight) -> int | None:
         """The one dimension that is as long as a bias beside the array."""
@@ -159,7 +165,7 @@ class TensorDims:
         return weight.problem(
             f"has {rank} dimensions, which are not [in, heads, size] or [heads, size, out]",
             f"say stacked={path!r} where the first counts layers or experts; otherwise "
-            f"{_own_rule(weight)}",
+            f"{self._own_rule(weight)}",
         )
 
     def _of_adapter(self, weight: Weight, role: str) -> int | Problem | None:
@@ -180,6 +186,13 @@ class TensorDims:
         if len(set(shape)) > 1:
             return 1 - shape.index(min(ranks))
         return int((named.leaf != "weight") == columns)
+
+    def _own_rule(self, weight: Weight) -> str:
+        key, axis = key_of(weight.array.path), shown(self._axes)
+        return (
+            f"say whole={weight.pattern!r}, and give it a rule of its own, with {axis!r} where it "
+            f"is sharded: rules | {{{key!r}: ...}}"
+        )
 
     def _few_heads(self, weight: Weight) -> Problem | None:
         """Heads that the devices do not share, where one knows how many there are."""
@@ -209,21 +222,6 @@ class TensorDims:
             elif other.named.kind == "attention":
                 most = max(most, *other.shape)
         return min(norms) if len(norms) == 1 and min(norms) < most else None
-
-
-def _either(weight: Weight) -> Problem:
-    return weight.problem(
-        "may be [in, out] or [out, in]: neither a bias nor the arrays around it tell",
-        f"{_own_rule(weight)}",
-    )
-
-
-def _own_rule(weight: Weight) -> str:
-    path = weight.array.path
-    return (
-        f"say whole={weight.pattern!r}, and give it a rule of its own: "
-        f"rules | {{{path!r}: (None, 'tp')}}"
-    )
 
 
 def _only(found: Iterable[int]) -> int | None:
