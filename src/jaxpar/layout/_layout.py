@@ -57,8 +57,10 @@ class Layout(Mapping[str, ArrayLayout]):
         mesh: Mesh | AbstractMesh,
         arrays: list[ArrayLayout | None],
         tree: Any,
+        ruled: frozenset[str] = frozenset(),
     ) -> None:
         self._rules, self._mesh, self._tree = rules, mesh, tree
+        self.ruled = ruled  # paths that are like a parameter, and have a rule of their own
         self._leaves = tuple(arrays)  # None: no array
         self._by_path = {array.path: array for array in arrays if array is not None}
         self._padded_tables = PaddedTables(
@@ -555,12 +557,12 @@ class Layout(Mapping[str, ArrayLayout]):
     def on(self, mesh: AnyMesh) -> Layout:
         """Returns the same on another mesh of the same axes."""
         moved = [array and replace(array, mesh=mesh) for array in self._leaves]
-        return Layout(self._rules, mesh, moved, self._tree)
+        return Layout(self._rules, mesh, moved, self._tree, self.ruled)
 
     def changed(self, arrays: Mapping[str, ArrayLayout]) -> Layout:
         """Returns the same with other layouts of some arrays, by path."""
         leaves = [array and arrays.get(array.path, array) for array in self._leaves]
-        return Layout(self._rules, self._mesh, leaves, self._tree)
+        return Layout(self._rules, self._mesh, leaves, self._tree, self.ruled)
 
     def tree_of(self, function: Callable[[ArrayLayout], Any]) -> Any:
         """Returns a pytree like the parameters of what a function makes of each array's layout."""

@@ -63,7 +63,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     if problems:
         raise LayoutError(called(), problems)
     arrays = [None if leaf is None else found[leaf[0]] for leaf in leaves]
-    return Layout(layout.rules, layout.mesh, arrays, treedef)
+    return Layout(layout.rules, layout.mesh, arrays, treedef, frozenset(owns))
 
 
 def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | Problem:
