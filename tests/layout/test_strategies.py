@@ -339,8 +339,10 @@ def test_tables_that_are_no_vocabulary():
         "patches": {"embedding": {"kernel": F32((4, 4, 3, 16))}},
         "embed_in": {"kernel": F32((16, 16))},
     }
-    assert list(refused(params)) == ["embed_in/kernel", "patches/embedding/kernel"]
-    rules = tensor_parallel(params, make_mesh("tp=8"), whole="patches/.*|embed_in/.*")
+    params["speaker"] = {"embedding": F32((8, 16))}
+    named = ["embed_in/kernel", "patches/embedding/kernel", "speaker/embedding"]
+    assert list(refused(params)) == named
+    rules = tensor_parallel(params, make_mesh("tp=8"), whole="|".join(named))
     assert rules.match("decoder/embedding") == P("tp")
 
 

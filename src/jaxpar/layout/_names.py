@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from jaxpar.layout._paths import parts_of
 
@@ -33,7 +34,7 @@ NAMES = {
         r"|fused_.*"
     ),
     "after": r"dense|proj|linear",  # rows, where columns stand beside them
-    "out": r"out|output|o|wo|o_proj|out_proj|to_out|out_lin|c_proj",
+    "out": r"out|output|o|wo|o_proj|out_proj|output_proj|to_out|out_lin|c_proj",
     "down": r"down|down_proj|w2|fc2|dense_4h_to_h|linear2|lin2|fc_out",
     "logits": r"logits.*|lm_head|unembed(ding)?|embed_out|predictions",
     "perhaps logits": r"head|proj_out|output_projection",
@@ -153,6 +154,7 @@ def _lower(path: str) -> tuple[str, ...]:
     return tuple(part.lower() for part in parts_of(path))
 
 
+@cache  # layers share names
 def _kind(name: str) -> str | None:
     """The kind of a name alone."""
     for text in (name, re.sub(r"_(bias|weight|kernel)$", "", name)):

@@ -99,6 +99,8 @@ class Weights:
                 return None
             case "table" if not _is_table(weight) and named.adapter is None:
                 return "whole" if len(weight.shape) < 2 else None
+            case "table" if self._is_lesser(weight):
+                return None
             case kind:
                 return ROLES.get(kind or "")
 
@@ -142,6 +144,11 @@ class Weights:
         """Whether it is as large as a table; a vector, whether its matrix is."""
         of = [weight] if len(weight.shape) > 1 else self.matrices(weight.named.module)
         return any(_sorted(w.shape) in self._table_shapes for w in of)
+
+    def _is_lesser(self, weight: Weight) -> bool:
+        """Whether it is only called `embedding`, as Flax calls any table, and another has more."""
+        rows = max((table.shape[0] for table in self.tables), default=0)
+        return not weight.named.inside and len(weight.shape) == 2 and weight.shape[0] < rows
 
     def _ends_block(self, named: Named) -> bool:
         """Whether what stands beside it are the columns of a block."""
