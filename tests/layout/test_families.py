@@ -179,6 +179,10 @@ FAMILIES = {
         h.0.attn.c_proj.weight 768,768 0
         h.0.mlp.c_fc.weight 768,3072 1
         h.0.mlp.c_proj.weight 3072,768 0""",
+    "GPT-2 without its table": """
+        h.0.mlp.c_fc.weight 768,3072 1
+        h.0.mlp.c_fc.bias 3072 0
+        lm_head.weight 50257,768 0""",
     "GPT-2 with layers of PyTorch": """
         transformer.wte.weight 50304,768 0
         transformer.h.0.ln_1.weight 768 -
@@ -340,6 +344,29 @@ FAMILIES = {
         visual_projection.weight 512,768 -
         text_projection.weight 512,512 -
         logit_scale scalar -""",
+    "CLIP as first published": """
+        visual.conv1.weight 768,3,32,32 -
+        visual.class_embedding 768 -
+        visual.positional_embedding 50,768 -
+        visual.transformer.resblocks.0.attn.in_proj_weight 2304,768 x
+        visual.transformer.resblocks.0.attn.in_proj_bias 2304 x
+        visual.transformer.resblocks.0.attn.out_proj.weight 768,768 1
+        visual.transformer.resblocks.0.mlp.c_fc.weight 3072,768 0
+        visual.transformer.resblocks.0.mlp.c_fc.bias 3072 0
+        visual.transformer.resblocks.0.mlp.c_proj.weight 768,3072 1
+        visual.transformer.resblocks.0.mlp.c_proj.bias 768 -
+        visual.ln_post.weight 768 -
+        visual.proj 768,512 x
+        token_embedding.weight 49408,512 0
+        text_projection 512,512 -""",
+    "a picture's words by GPT-2": """
+        encoder.encoder.layer.0.attention.attention.query.weight 768,768 0
+        encoder.encoder.layer.0.intermediate.dense.weight 3072,768 0
+        encoder.encoder.layer.0.intermediate.dense.bias 3072 0
+        decoder.transformer.h.0.crossattention.q_attn.weight 768,768 1
+        decoder.transformer.h.0.crossattention.c_proj.weight 768,768 0
+        decoder.transformer.h.0.mlp.c_fc.weight 768,3072 1
+        decoder.transformer.h.0.mlp.c_fc.bias 3072 0""",
     "a ViT of one projection for three": """
         blocks.0.attn.qkv.weight 2304,768 x
         blocks.0.attn.proj.weight 768,768 1

@@ -107,7 +107,12 @@ class Weights:
     def widths(self) -> set[int]:
         """How wide what goes in and comes out of blocks is, as norms and tables tell."""
         norms = (w for w in self.of.values() if w.kind == "whole" and len(w.shape) == 1)
-        found = {w.shape[0] for w in norms if re.match(r"ln|.*(norm|rnorm)", w.named.name)}
+        found = {
+            norm.shape[0]
+            for norm in norms
+            if re.match(r"ln|.*norm|.*rnorm", norm.named.name)
+            and not re.match(r"(q|k|kv|query|key)_", norm.named.name)  # of heads, or a low rank
+        }
         return found | {table.shape[1] for table in self.tables}
 
     def vocabulary_dim(self, weight: Weight) -> int | None:

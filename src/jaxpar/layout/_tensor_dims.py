@@ -46,7 +46,7 @@ class TensorDims:
             role, parts, leaf = weights.role(weight), weight.named.parts, weight.named.leaf
             if isinstance(role, Problem) or role not in ("columns", "rows"):
                 continue
-            if weights.vocabulary_dim(weight) is not None:
+            if weight.kind == "logits" or weights.vocabulary_dim(weight) is not None:
                 continue  # of GPT-2 the other way round than all others
             if (out := self._out_by_bias(weight)) is not None:
                 for place in range(len(parts)):
@@ -106,15 +106,15 @@ class TensorDims:
 
     def _out(self, weight: Weight, role: str) -> int | None:
         """Which of the last two dimensions comes out; None where it cannot be known."""
-        own = self._out_by_bias(weight)
-        if own is not None:
-            return own
         parts, leaf = weight.named.parts, weight.named.leaf
+        usual, own = int(leaf != "weight"), self._out_by_bias(weight)
+        if own is not None or weight.kind == "logits":
+            return usual if own is None else own
         for place in range(len(parts) - 1, -1, -1):
             said = self._by_bias.get((parts[:place], leaf))
             if said:
                 return min(said) if len(said) == 1 else None
-        usual, said = int(leaf != "weight"), self._by_width[leaf]
+        said = self._by_width[leaf]
         if len(said) == 1:
             return min(said)
         own = self._out_by_width(weight, role)
