@@ -14,6 +14,7 @@ from jaxpar.layers import (
     vocabulary_parallel_cross_entropy,
     vocabulary_parallel_embedding,
 )
+from jaxpar.layout import LayoutMap, Padded, Split
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 REPLICATED = P()
@@ -429,3 +430,65 @@ def test_options_out_of_range():
     assert error(TypeError, axis=narrow).startswith("wire_dtype=int32 cannot carry sums of")
     with pytest.raises(ValueError, match=r"^Axis: mode must be one of naive"):
         Axis("tp", mode="ring")
+
+
+def losses_of(layout, x, labels, check_vma=True, **options):
+    """The loss of each table of a layout, which has its rows or its columns on devices."""
+
+    def local(params, x, labels):
+        return {
+            path: vocabulary_parallel_cross_entropy(
+                x, w.T if path == "table" else w, labels, ("tp", "dp"), **options
+            )
+            for path, w in params.items()
+        }
+
+    step = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(layout.specs, P(), P()),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    return jax.jit(step)(layout.place({path: TABLES[path] for path in layout}), x, labels)
+
+
+TABLES = {"table": normal(13, 6), "lm_head": normal(6, 13)}
+
+
+@check
+@pytest.mark.parametrize("path", TABLES)
+def test_a_table_that_a_layout_pads_needs_its_vocabulary(path, check_vma):
+    """Each row of padding would add exp(0): there the loss is refused until it is told."""
+    over, x, labels = Padded(("tp", "dp")), normal(5, 6), labels_below(13, 5)
+    rules = LayoutMap({path: (over, None) if path == "table" else (None, over)})
+    layout = rules.layout({path: TABLES[path]}, mesh_of("dp=2,tp=4"))
+    with pytest.raises(
+        ValueError,
+        match=f"vocabulary_parallel_cross_entropy: '{path}' has 13 rows, which a layout pads to 16 "
+        r"over \('tp', 'dp'\), as many as here: each row of padding would count as a token; "
+        "say vocabulary=13, or vocabulary=16 if this is another table",
+    ):
+        losses_of(layout, x, labels, check_vma)
+    found = losses_of(layout, x, labels, check_vma, vocabulary=13)[path]
+    w = TABLES[path].T if path == "table" else TABLES[path]
+    np.testing.assert_allclose(found, reference()(x, w, labels), rtol=1e-5)
+    assert losses_of(layout, x, labels, check_vma, vocabulary=16)[path].shape == (5,)
+
+
+def test_a_table_with_padding_in_each_shard_is_refused():
+    layout = LayoutMap({"table": Split(("tp", "dp"), 0)}).layout(
+        {"table": TABLES["table"]}, mesh_of("dp=2,tp=4")
+    )
+    with pytest.raises(ValueError, match="pad it at its end, Padded, and say vocabulary=13"):
+        losses_of(layout, normal(5, 6), labels_below(13, 5))
+
+
+def test_a_layout_that_is_gone_pads_nothing():
+    rules = LayoutMap({"table": (Padded("tp"), None)})
+    layout = rules.layout({"table": normal(7, 5)}, mesh_of("tp=4"))
+    args = normal(3, 5), normal(5, 8), labels_below(8, 3)
+    with pytest.raises(ValueError, match="say vocabulary=7, or vocabulary=8 if this is another"):
+        losses_on("tp=4")(*args)
+    del layout
+    np.testing.assert_allclose(jax.jit(losses_on("tp=4"))(*args), reference()(*args), rtol=1e-5)

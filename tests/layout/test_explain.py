@@ -263,6 +263,28 @@ def test_states_that_are_like_no_parameter_keep_rules_of_their_own():
     assert {(cost.path, cost.collective) for cost in found.costs} == {(None, "tp all-reduce")}
 
 
+def test_states_that_are_like_a_parameter_keep_rules_of_their_own():
+    """ZeRO-1: moments in parts are added up in parts, and the weight is gathered after that."""
+    layout = LayoutMap({"w": REPLICATED}, batch=P("dp")).layout(
+        {"w": of_shape(256, 256)}, AbstractMesh((4,), ("dp",))
+    )
+    moments = {"mu": {"w": of_shape(256, 256)}}
+
+    def step(params, state, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(params["w"])
+        moment = state["mu"]["w"] + gradient
+        return {"w": params["w"] - moment}, {"mu": {"w": moment}}
+
+    def collectives(rules):
+        found = layout.explain(
+            step, "v5e:2x2", layout.like(moments, rules), of_shape(64, 256), tries=0
+        )
+        return {cost.collective.split()[-1] for cost in found.costs}
+
+    assert collectives(None) == {"all-reduce"}
+    assert "all-gather" in collectives(LayoutMap({"mu/w": ("dp", None)}))
+
+
 def test_constraints_of_the_layout_hold_on_the_target():
     params = {"up": of_shape(64, 256), "down": of_shape(256, 64)}
     mesh = make_mesh("tp=4", devices=jax.devices()[:4])

@@ -303,6 +303,71 @@ def test_arrays_that_are_like_no_parameter():
         layout.like(tree, LayoutMap({"noise": (None, "tp")}))
 
 
+def test_moments_over_the_axis_of_the_data():
+    """ZeRO-1: weights whole on all devices, moments in parts; the steps are those of one device."""
+    params = {"embedding": F32((10, 6)), "layers": [{"w": F32((6, 8))} for _ in range(2)]}
+    rules = {"embedding": (Padded("tp"), None), r"layers/\d/w": REPLICATED}
+    layout = LayoutMap(rules, batch=P("dp")).layout(params, make_mesh("dp=2,tp=4"))
+    optimizer = optax.adam(1e-2)
+    shapes = jax.eval_shape(optimizer.init, layout.shapes)
+    moments = LayoutMap({r".*/layers/\d/w": ("dp", "tp"), ".*/embedding": ("dp", None)})
+    state = layout.like(shapes, moments)
+    mu = state["0/mu/layers/1/w"]
+    assert (mu.spec, mu.local_shape, mu.rule) == (P("dp", "tp"), (3, 2), r".*/layers/\d/w")
+    assert state["0/count"].spec == P()
+    # The parameter's padding: what is written has 10 rows, and what is on devices 12, in 2 parts.
+    of_table = state["0/nu/embedding"]
+    assert (of_table.shape, of_table.padded_shape, of_table.local_shape) == (
+        (10, 6),
+        (12, 6),
+        (6, 6),
+    )
+
+    def step(params, moments):
+        def loss(params):
+            return jnp.sum(jnp.sin(params["embedding"])) + sum(
+                jnp.sum(jnp.sin(layer["w"])) for layer in params["layers"]
+            )
+
+        gradients = jax.grad(loss)(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    start = filled(params)
+    with jax.numpy_dtype_promotion("standard"):
+        expected = step(*step(start, optimizer.init(start)))
+        made = jax.jit(optimizer.init, out_shardings=state.shardings)(layout.place(start))
+        run = jax.jit(step, out_shardings=(layout.shardings, state.shardings))
+        found = run(*run(layout.place(start), made))
+    assert found[1][0].mu["layers"][0]["w"].addressable_shards[0].data.shape == (3, 2)
+    for one, whole in zip(
+        jax.tree.leaves((layout.gather(found[0]), state.gather(found[1]))),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, whole, rtol=1e-5)
+
+
+def test_rules_of_states_hold_or_are_refused():
+    params = {"w": F32((10, 8))}
+    mesh = make_mesh("dp=2,tp=4")
+    layout = LayoutMap({"w": Split("tp", 0)}, batch=P("dp")).layout(params, mesh)
+    moments = {"mu": params, "count": F32(())}
+    for rules, text in {
+        "muu/w": r"rule 'muu/w' matches no array; the nearest path is 'mu/w'",
+        ".*": r"'count' float32\[\]: rule '.\*': .* is of 2 dimensions, and the array has 0; give",
+        "mu/w": r"shards dimension 0 otherwise than its parameter, whose shards have padding each",
+    }.items():
+        with pytest.raises(LayoutError, match=text):
+            layout.like(moments, LayoutMap({rules: ("dp", None)}))
+    several = LayoutMap({"mu/.*": ("dp",), ".*/w": ("dp",)})
+    with pytest.raises(LayoutError, match=r"'mu/w' float32.* is matched by 2 rules"):
+        layout.like(moments, several)
+    state = layout.like(moments, LayoutMap({"mu/w": ("tp", "dp")}))
+    assert state["mu/w"].blocks[0] == layout["w"].blocks[0]
+    assert state["mu/w"].local_shape == (3, 4)
+
+
 def test_results_outside_of_shard_map():
     rules = its_rules(results={"block/.*": ("fsdp", "tp"), "wrong": ("fsdp", None, "tp")})
     layout = rules.layout(a_model(), make_mesh(MESH))

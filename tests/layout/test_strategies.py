@@ -193,6 +193,183 @@ def test_refused(strategy):
         strategy(params, make_mesh("y=8"), axis="y", within=LayoutMap({}))
 
 
+def refused(params, mesh="tp=8", **options):
+    """The problems of a map that is refused, by path."""
+    with pytest.raises(LayoutError) as found:
+        tensor_parallel(params, make_mesh(mesh), **options)
+    return {problem.path: str(problem) for problem in found.value.problems}
+
+
+def test_a_gate_is_columns_where_an_mlp_is_beside_it():
+    kernel, down = {"kernel": F32((16, 32))}, {"kernel": F32((32, 16))}
+    params = {
+        "mlp": {"gate": {**kernel, "bias": F32((32,))}, "up": kernel, "down": down},
+        "plain": {"gate": kernel, "down": down},
+        "moe": {"gate": kernel, "experts": {"up": F32((32, 16, 8)), "down": F32((32, 8, 16))}},
+        "wide": {"gate": {"kernel": F32((16, 8)), "bias": F32((8,))}, "up": kernel, "down": down},
+    }
+    rules = tensor_parallel(params, make_mesh("tp=8"))
+    gates = {path: spec for path, spec in rules.items() if "gate" in path}
+    assert gates == {
+        "mlp/gate/kernel": P(None, "tp"),
+        "mlp/gate/bias": P("tp"),
+        "plain/gate/kernel": P(None, "tp"),
+        "moe/gate/kernel": P(),
+        "wide/gate/kernel": P(),
+        "wide/gate/bias": P(),
+    }
+
+
+def test_experts_under_tensor_parallelism():
+    """What `moe_layer(tp_axis=...)` takes, stacked by layers or not, whichever map is within."""
+    own = {"up": F32((8, 16, 32)), "gate": F32((8, 16, 32)), "down": F32((8, 32, 16))}
+    stacked = {name: F32((2, *x.shape)) for name, x in own.items()}
+    router, mesh = F32((16, 8)), make_mesh("ep=2,tp=4")
+    params = {"experts": own, "router": router, "layers": {"experts": stacked}}
+    layers = {"stacked": "layers/.*"}
+    for rules in (
+        expert_parallel(params, mesh, within=tensor_parallel(params, mesh, **layers), **layers),
+        tensor_parallel(params, mesh, within=expert_parallel(params, mesh, **layers), **layers),
+    ):
+        assert dict(rules) == {
+            "experts/up": P("ep", None, "tp"),
+            "experts/gate": P("ep", None, "tp"),
+            "experts/down": P("ep", "tp"),
+            "router": P(),
+            "layers/experts/up": P(None, "ep", None, "tp"),
+            "layers/experts/gate": P(None, "ep", None, "tp"),
+            "layers/experts/down": P(None, "ep", "tp"),
+        }
+        rules.layout(params, mesh)
+
+
+def test_experts_that_cannot_be_counted_are_refused():
+    mesh = make_mesh("ep=8")
+    published = {f"moe.experts.{e}.w1.weight": F32((16, 8)) for e in range(8)}
+    with pytest.raises(LayoutError, match="is of one expert, and has no dimension") as found:
+        expert_parallel(published, mesh)
+    text = str(found.value)
+    assert r"stack those of all, 'moe\\.experts\\.\\d+\\.w1\\.weight', along a first dim" in text
+    assert "dimension, as 'moe.experts.w1.weight' (and 7 more like it)" in text
+    expert_parallel({"moe.experts.w1.weight": F32((8, 16, 8))}, mesh)
+    layers = {"experts": {"up": F32((8, 8, 16, 8)), "bias": F32((8, 8, 16))}}
+    with pytest.raises(LayoutError, match=r"have a dimension more than \[experts, in, out\]; say "):
+        expert_parallel(layers, mesh)
+    assert expert_parallel(layers, mesh, stacked="experts/.*").match("experts/up") == P(None, "ep")
+    odd = {"experts": {"up": F32((8, 16, 8)), "width": F32((16,))}}
+    with pytest.raises(LayoutError, match=r"'experts/width' .* has 16 entries along dimension 0, "):
+        expert_parallel(odd, mesh)
+    expert_parallel(odd, mesh, experts="experts/up")
+
+
+def test_several_projections_in_one_array_are_refused_until_one_says_how_they_lie():
+    params = {"qkv_proj": {"weight": F32((24, 16))}, "o_proj": {"weight": F32((16, 8))}}
+    text = refused(params)["qkv_proj/weight"]
+    assert "cut it apart, an array for each; or say columns='qkv_proj/weight' where the" in text
+    rules = tensor_parallel(params, make_mesh("tp=8"), columns="qkv_proj/weight")
+    assert dict(rules) == {"qkv_proj/weight": P("tp"), "o_proj/weight": P(None, "tp")}
+    adapter = {"qkv": {"lora_a": F32((16, 4)), "lora_b": F32((4, 24))}}
+    assert list(refused(adapter)) == ["qkv/lora_b"]
+
+
+def test_rows_of_the_shape_of_columns_are_refused():
+    """As where `w2` goes in beside `w1`, and another weight comes out."""
+    params = {"w1": F32((16, 32)), "w2": F32((16, 32)), "c_proj": F32((32, 16))}
+    assert "is called as rows are, and has the shape of 'w1', of which" in refused(params)["w2"]
+    rules = tensor_parallel(params, make_mesh("tp=8"), columns="w2")
+    assert dict(rules) == {"w1": P(None, "tp"), "w2": P(None, "tp"), "c_proj": P("tp")}
+
+
+def test_a_weight_that_may_be_either_way_round_is_refused():
+    """Square, under GPT-2's name; and where what is around it tells two things."""
+    params = {"attn": {"c_proj": {"weight": F32((16, 16))}}}
+    text = refused(params)["attn/c_proj/weight"]
+    assert "may be [in, out] or [out, in]: neither biases nor widths around it tell" in text
+    assert "rules | {'attn/c_proj/weight': ...}" in text
+    whole = tensor_parallel(params, make_mesh("tp=8"), whole="attn/c_proj/weight")
+    assert (whole | {"attn/c_proj/weight": ("tp", None)}).match("attn/c_proj/weight") == P(
+        "tp", None
+    )
+    # A key from elsewhere, as wide as the block on its other side.
+    cross = {
+        "norm": {"weight": F32((16,))},
+        "query": {"weight": F32((32, 16))},
+        "key": {"weight": F32((16, 24))},
+    }
+    assert list(refused(cross)) == ["key/weight"]
+    cross["key"]["bias"] = F32((16,))
+    assert tensor_parallel(cross, make_mesh("tp=8")).match("key/weight") == P("tp")
+
+
+def test_dimensions_that_count_layers_are_no_heads():
+    """Stacked, and nobody has said so: [layers, d, f] is neither [in, heads, size] nor its like."""
+    table = {"embed": {"embedding": F32((64, 16))}}
+    attention = {"query": {"kernel": F32((8, 16, 16))}, "out": {"kernel": F32((8, 16, 16))}}
+    mlp = {"up": F32((8, 16, 32)), "down": F32((8, 32, 16))}
+    found = refused({**table, "attention": attention, "mlp": mlp})
+    assert list(found) == ["attention/out/kernel", "attention/query/kernel", "mlp/down", "mlp/up"]
+    assert "has 3 dimensions, which are not [in, heads, size] or" in found["mlp/up"]
+    assert "say stacked='mlp/up' where the first counts layers or experts" in found["mlp/up"]
+    right = {"query": {"kernel": F32((16, 8, 4))}, "out": {"kernel": F32((8, 4, 16))}}
+    rules = tensor_parallel({**table, "attention": right}, make_mesh("tp=8"))
+    assert rules.match("attention/query/kernel") == P(None, "tp")
+    assert rules.match("attention/out/kernel") == P("tp")
+
+
+def test_fewer_heads_than_devices_are_refused_where_their_number_is_known():
+    def attention(**more):
+        sizes = {"q_proj": (64, 16), "k_proj": (16, 16), "o_proj": (16, 64)}
+        return {name: {"weight": F32(size)} for name, size in sizes.items()} | more
+
+    assert list(refused(attention(), head_size=8)) == ["k_proj/weight"]
+    normed = attention(k_norm={"weight": F32((8,))})
+    text = refused(normed)["k_proj/weight"]
+    assert "has 2 heads of 8, which 8 devices do not divide; have each device hold all of " in text
+    rules = tensor_parallel(normed, make_mesh("tp=8"), whole="k_proj/weight")
+    assert (rules.match("k_proj/weight"), rules.match("q_proj/weight")) == (P(), P("tp"))
+    tensor_parallel(attention(), make_mesh("tp=8"))  # nothing says how many there are
+    tensor_parallel(attention(k_norm={"weight": F32((64,))}), make_mesh("tp=8"))
+    one = {"key": {"kernel": F32((16, 1, 8))}}
+    assert tensor_parallel(one, make_mesh("tp=8")).match("key/kernel") == P()
+
+
+def test_tables_that_are_no_vocabulary():
+    params = {
+        "decoder": {"embedding": F32((64, 16))},
+        "patches": {"embedding": {"kernel": F32((4, 4, 3, 16))}},
+        "embed_in": {"kernel": F32((16, 16))},
+    }
+    params["speaker"] = {"embedding": F32((8, 16))}
+    named = ["embed_in/kernel", "patches/embedding/kernel", "speaker/embedding"]
+    assert list(refused(params)) == named
+    rules = tensor_parallel(params, make_mesh("tp=8"), whole="|".join(named))
+    assert rules.match("decoder/embedding") == P("tp")
+
+
+def test_two_roles_for_one_array_are_refused():
+    found = refused({"mystery": F32((8, 8))}, columns="m.*", rows="mystery")
+    assert "'mystery' float32[8,8] is matched by columns= and rows=" in found["mystery"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments"),
+    [
+        (fully_sharded, ["stacked"]),
+        (tensor_parallel, ["columns", "rows", "vocabulary", "whole", "stacked"]),
+        (expert_parallel, ["experts", "stacked"]),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused(strategy, arguments):
+    params = {"experts": {"up": F32((8, 8, 16))}, "layers": [{"up": F32((8, 16))}]}
+    for argument in arguments:
+        with pytest.raises(
+            ValueError,
+            match=rf"{strategy.__name__}: {argument}='layer/0/up' matches no path; it must match a "
+            r"whole one, `\.\*` standing for anything: there are 'layers/0/up'",
+        ):
+            strategy(params, make_mesh("x=8"), axis="x", **{argument: "layer/0/up"})
+
+
 class Net(nn.Module):
     """Flax's own modules, as their users have them."""
 

@@ -165,6 +165,14 @@ WRONG = {
         1,
         ["Padded: size=44 must be at least the dimension's 48, and a multiple of 4 devices x 1"],
     ),
+    "data over an axis that is not there": (
+        {"batch": P(("dp", "dpp"))},
+        1,
+        [
+            "batch: the mesh has no axis 'dpp', but dp=2, tp=4; name one of those",
+            "did you mean 'dp'?",
+        ],
+    ),
     "everything at once": (
         {
             "embedding": ("model", None),
@@ -189,7 +197,7 @@ def test_a_wrong_map_is_refused(name):
     change, count, texts = WRONG[name]
     rules = {**RIGHT, **{key: value for key, value in change.items() if key != "batch"}}
     rules = {key: value for key, value in rules.items() if value is not None}
-    batch = None if "batch" in change else P("dp")
+    batch = change.get("batch", P("dp"))
     with pytest.raises(LayoutError) as found:
         LayoutMap(rules, axes=AXES, batch=batch).layout(a_model(), make_mesh("dp=2,tp=4"))
     text = str(found.value)
@@ -239,6 +247,57 @@ def test_names_with_several_sizes_are_no_exchange():
     params = {"query": of_shape(12, 16), "key": of_shape(12, 8), "more": of_shape(12, 16)}
     rules = LayoutMap({".*": "embed heads"}, axes={"embed": None, "heads": "tp"})
     rules.layout(params, make_mesh("tp=8"))
+
+
+BLOCKS = [(3, 3, 64, 128), (3, 3, 128, 256), (3, 3, 256, 128), (3, 3, 128, 64)]
+GENERIC = {"in": None, "out": "tp", "h": None, "w": None, "heads": None, "size": None}
+
+
+@pytest.mark.parametrize(
+    ("rules", "shapes"),
+    [
+        ({".*": "in out"}, [(64, 256), (256, 64)]),
+        ({".*": "in out"}, [(64, 256), (64, 256), (256, 64)]),
+        ({"0": "in out", "1": "in out", "2": "in out"}, [(64, 256), (64, 256), (256, 64)]),
+        ({".*": "h w in out"}, BLOCKS),
+        ({r"[0-3]": "h w in out", "4": "in out", "5": "out"}, [*BLOCKS, (64, 8), (8,)]),
+        (
+            {"[01]": "in heads size", "2": "heads size out", "[34]": "in out"},
+            [(64, 8, 16), (64, 8, 16), (8, 16, 64), (64, 256), (256, 64)],
+        ),
+        ({"[01]": "in out", "[23]": "out"}, [(64, 256), (256, 64), (256,), (64,)]),
+    ],
+)
+def test_names_that_say_a_direction_have_many_sizes(rules, shapes):
+    """Right maps: no order of such names is wrong, whatever sizes most arrays have."""
+    params = {str(n): of_shape(*shape) for n, shape in enumerate(shapes)}
+    LayoutMap(rules, axes=GENERIC).layout(params, make_mesh("tp=8"))
+
+
+def test_an_exchange_that_is_proposed_is_accepted():
+    axes = {"vocab": "tp", "embed": None, "hidden": "tp"}
+    params = {"table": of_shape(48, 16), "up": of_shape(16, 32), "down": of_shape(32, 16)}
+    rules = {"table": "vocab embed", "up": "hidden embed", "down": "hidden embed"}
+    with pytest.raises(LayoutError, match="write 'embed hidden', with which all") as found:
+        LayoutMap(rules, axes=axes).layout(params, make_mesh("tp=8"))
+    assert [problem.path for problem in found.value.problems] == ["up"]
+    rules["up"] = "embed hidden"
+    LayoutMap(rules, axes=axes).layout(params, make_mesh("tp=8"))
+
+
+def test_the_rule_that_is_proposed_can_be_added():
+    """Also for a path with signs that no pattern may have."""
+    params = {"a(b": of_shape(4, 4)}
+    with pytest.raises(LayoutError, match="is matched by no rule; add one, ") as found:
+        LayoutMap({}, batch=P("dp")).layout(params, make_mesh("dp=8"))
+    key = found.value.problems[0].remedy.split("'")[1].encode().decode("unicode_escape")
+    LayoutMap({key: REPLICATED}, batch=P("dp")).layout(params, make_mesh("dp=8"))
+
+
+def test_results_name_axes_of_the_mesh():
+    rules = LayoutMap({"w": ("tp",)}, results={"block/.*": (None, "pt")})
+    with pytest.raises(LayoutError, match=r"results\[.block.*\]: the mesh has no axis 'pt'"):
+        rules.layout({"w": of_shape(8)}, make_mesh("tp=8"))
 
 
 def test_axes_of_one_device_need_no_rule():

@@ -24,6 +24,7 @@ from jaxpar._checks import (
     check_whole,
 )
 from jaxpar._dtypes import addition_dtype, sum_dtype
+from jaxpar._padded_tables import check_no_padding
 from jaxpar._trees import as_addends
 from jaxpar._types import AxisLike, Integer, Number
 from jaxpar._varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
@@ -180,7 +181,8 @@ def vocabulary_parallel_cross_entropy(
       bias: local floats `[v/n]`, sharded as the columns of `w` are, or None.
       softcap: a bound c of the logits, which are `c tanh((x @ w + bias) / c)`; None: no bound.
       vocabulary: the number of tokens, if columns pad `w` to a multiple of n: those from there on
-        count for nothing and have zero gradients. None: all are tokens.
+        count for nothing and have zero gradients. Of a table that a layout has padded it is
+        `layout["embedding"].shape[0]`. None: all are tokens.
       sequence_dim: the dimension of `x` along which it is sharded, such as -2; None if it is not.
       chunk: the most tokens whose logits a device holds at a time.
       label_smoothing: the part of the target that is spread evenly over the vocabulary.
@@ -199,7 +201,8 @@ def vocabulary_parallel_cross_entropy(
         option or wire dtype of the wrong type, a bias that is no float.
       ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
         over `axis` without a `sequence_dim`; `w`, a bias, or with a `sequence_dim` `x` or labels,
-        typed as replicated over it, or `w` with columns of the whole `vocabulary`; an unknown axis
+        typed as replicated over it; `w` with columns of the whole `vocabulary`; no `vocabulary`,
+        where there is a layout that pads a table to the size of `w`; an unknown axis
         name, a call outside shard_map.
 
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
@@ -230,6 +233,8 @@ def vocabulary_parallel_cross_entropy(
         check_replicated("labels", labels, ring)
     check_wire(ring.wire_dtype, sum_dtype(x.dtype))
     columns = w.shape[1] * ring.size
+    if vocabulary is None:
+        check_no_padding("vocabulary", w.shape[0], columns, ring.names)
     tokens = columns if vocabulary is None else vocabulary
     loss = ChunkedLoss(
         ring=ring,

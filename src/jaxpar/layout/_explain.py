@@ -25,7 +25,7 @@ from jaxpar._jit import jitted_like
 from jaxpar._options import compiled_with
 from jaxpar._options import compiler_options as options_of
 from jaxpar._units import size_text
-from jaxpar.layout._array_layout import axes_by_dim
+from jaxpar.layout._array_layout import ArrayLayout, axes_by_dim
 from jaxpar.layout._causes import Causes, What
 from jaxpar.layout._dimensions import Dimensions
 from jaxpar.layout._exchanges import Candidate, candidates, shapes_of
@@ -255,10 +255,10 @@ class _Asked:
             results.clear()
             flat: list[Any] = []
             for leaf, x in zip(leaves, jax.tree.leaves(found), strict=True):
-                like = leaf and array_like(
-                    layout, Shaped(leaf[0], jnp.shape(x), jnp.result_type(x))
-                )
+                shaped = leaf and Shaped(leaf[0], jnp.shape(x), jnp.result_type(x))
+                like = shaped and array_like(layout, shaped)
                 results.append(parameter_of(layout, leaf[0]) if leaf and like else None)
+                like = (shaped and self.of_state(shaped)) or like
                 # What is like a weight comes back as it went in: as a training step has it.
                 flat.append(jax.lax.with_sharding_constraint(x, like.sharding) if like else x)
             return jax.tree.unflatten(tree, flat)
@@ -278,6 +278,15 @@ class _Asked:
             )
         }
         return program, played, _costs(Causes(program.text, names, results), played)
+
+    def of_state(self, array: Shaped) -> ArrayLayout | None:
+        """How an array lies that is like one of a state which has a rule of its own."""
+        from jaxpar.layout._layout import Layout
+
+        for arg in self.args:
+            if isinstance(arg, Layout) and parameter_of(arg, array.path) in arg.ruled:
+                return array_like(arg.on(self.target.mesh), array)
+        return None
 
     def given(self, layout: Layout) -> tuple[Any, ...]:
         """The shapes of the arguments, with shardings."""
@@ -364,6 +373,7 @@ def _laid(arg: Any, layout: Layout, number: int) -> Any:
         alike = {
             path: array_like(layout, Shaped(path, array.shape, array.dtype))
             for path, array in arg.items()
+            if path not in arg.ruled
         }
         here = {path: array for path, array in alike.items() if array is not None}
         return arg.on(layout.mesh).changed(here).shapes

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import permutations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,8 @@ from jaxpar._types import AnyMesh
 from jaxpar._units import size_text
 from jaxpar.layout._array_layout import ArrayLayout, itemsize
 from jaxpar.layout._mesh import size_of
+from jaxpar.layout._named_sizes import NamedSizes
+from jaxpar.layout._paths import key_of
 from jaxpar.layout._problem import Problem, shape_text
 from jaxpar.layout._rule import Axes, Entry, Rule, axes_of, nearest, shown
 from jaxpar.layout._split import Padded, Replicate, Split
@@ -88,8 +88,9 @@ def fit(
         found.append(laid or replicated(array, mesh))
     if strict:
         problems += _exchanged(placed)
-        problems += _unused_rules(rules, used, [array.path for array in arrays])
+        problems += unused_rules(rules, used, [array.path for array in arrays])
         problems += _unused_axes(rules, mesh, found, problems)
+        problems += _unknown_axes(rules, mesh)
     return found, problems
 
 
@@ -107,7 +108,7 @@ def _of_none(array: Shaped, hint: str) -> Problem:
         array.path,
         None,
         f"{array} is matched by no rule{hint}",
-        f"add one, {array.path!r}: REPLICATED where each device is to hold all "
+        f"add one, {key_of(array.path)!r}: REPLICATED where each device is to hold all "
         f"{size_text(array.bytes)}",
     )
 
@@ -242,47 +243,15 @@ class Placed:
 def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
     """Arrays whose sizes agree with those of others if the names change places, and only then."""
     named = [
-        p
-        for p in placed
-        if p.rule.names is not None
-        and len(p.rule.names) == len(p.array.shape) == len(set(p.rule.names))
+        (one, one.rule.names)
+        for one in placed
+        if one.rule.names is not None and len(one.rule.names) == len(one.array.shape)
     ]
-    # By name of a dimension and key of a rule, how many arrays have which size.
-    sizes: dict[str, dict[str, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
-    for one in named:
-        for name, size in zip(one.rule.names or (), one.array.shape, strict=True):
-            sizes[name][one.key][size] += 1
-    # One vote a rule: all arrays of a wrong one agree with each other.
-    voted = {
-        name: {key: counts.most_common(1)[0][0] for key, counts in by_key.items()}
-        for name, by_key in sizes.items()
-    }
-    votes_of = {name: Counter(of.values()) for name, of in voted.items()}
-
-    def usual_size(name: str, key: str, size: int) -> int:
-        """What most other rules say of a name, or other arrays of the only one that has it."""
-        votes = votes_of[name] - Counter([voted[name][key]])
-        votes = votes or sizes[name][key] - Counter([size])
-        most, count = votes.most_common(1)[0] if votes else (size, 0)
-        return size if votes[size] == count else most
-
-    @cache  # layers share rules and shapes
-    def mended(key: str, names: Axes, shape: tuple[int, ...]) -> tuple[str, int, Axes] | None:
-        """A name that is at odds, its usual size, and the order of names in which none is."""
-        usual = {n: usual_size(n, key, s) for n, s in zip(names, shape, strict=True)}
-        wrong = [n for n, s in zip(names, shape, strict=True) if usual[n] != s]
-        # Of one name that is at odds no exchange is the reason: such names have several sizes.
-        if len(wrong) < 2 or len(names) > 6:
-            return None
-        for order in permutations(names):
-            if all(usual[n] == s for n, s in zip(order, shape, strict=True)):
-                return wrong[0], usual[wrong[0]], order
-        return None
-
+    sizes = NamedSizes(Counter((one.key, names, one.array.shape) for one, names in named))
     problems: list[Problem] = []
-    for one in named:
-        names, shape = one.rule.names or (), one.array.shape
-        if (found := mended(one.key, names, shape)) is not None:
+    for one, names in named:
+        shape = one.array.shape
+        if (found := sizes.mended(one.key, names, shape)) is not None:
             name, size, order = found
             problems.append(
                 one.problem(
@@ -294,7 +263,8 @@ def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
     return problems
 
 
-def _unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[Problem]:
+def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[Problem]:
+    """Rules that match no array."""
     problems: list[Problem] = []
     kinds = list({_any_index(path): path for path in reversed(paths)}.values())
     for key in rules:
@@ -334,6 +304,25 @@ def _unused_axes(
         )
         for name, size in mesh.shape.items()
         if size > 1 and name not in used
+    ]
+
+
+def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[Problem]:
+    """Of the rules of data and results, which no parameter has."""
+    others = {} if rules.batch is None else {"batch": rules.batch}
+    if rules.results is not None:
+        others |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}
+    return [
+        Problem(
+            None,
+            None,
+            f"{where}: the mesh has no axis {name!r}, but {_text(mesh)}",
+            "name one of those, or None for a whole dimension"
+            + nearest(name, map(str, mesh.axis_names)),
+        )
+        for where, rule in others.items()
+        for name in rule.mesh_axes
+        if name not in mesh.shape
     ]
 
 

@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxpar._calls import called, of_user, public, readable, type_error, value_error
 from jaxpar._checks import check_whole
+from jaxpar._padded_tables import PaddedTable, PaddedTables
+from jaxpar._padding import Blocks
 from jaxpar._types import AnyMesh, AxisLike, Flag, Integer, PathLike
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import gather, pad, place, unpad
@@ -55,10 +57,15 @@ class Layout(Mapping[str, ArrayLayout]):
         mesh: Mesh | AbstractMesh,
         arrays: list[ArrayLayout | None],
         tree: Any,
+        ruled: frozenset[str] = frozenset(),
     ) -> None:
         self._rules, self._mesh, self._tree = rules, mesh, tree
+        self.ruled = ruled  # paths that are like a parameter, and have a rule of their own
         self._leaves = tuple(arrays)  # None: no array
         self._by_path = {array.path: array for array in arrays if array is not None}
+        self._padded_tables = PaddedTables(
+            table for array in self._by_path.values() for table in padded_tables(array)
+        )
 
     @property
     def rules(self) -> LayoutMap:
@@ -390,17 +397,30 @@ class Layout(Mapping[str, ArrayLayout]):
 
         An array whose path ends in a parameter's path, and that has its shape (padded or not), lies
         like it. So does one that lacks one of its dimensions, as factored moments do. Scalars and
-        arrays of one entry are replicated.
+        arrays of one entry are replicated. An array that one of `rules` matches lies as that says:
+        moments over the axis of the data, say, of weights that all devices hold whole (ZeRO-1).
 
         Args:
           tree: arrays or shapes: `jax.eval_shape(optimizer.init, layout.shapes)`.
-          rules: for arrays that are like no parameter.
+          rules: patterns of paths in `tree`, which go before the parameters' rules.
 
         Returns:
           A `Layout` of the tree, whose arrays have the padding of their parameters.
 
         Raises:
-          LayoutError: arrays that are like no parameter, and that no rule matches.
+          LayoutError: arrays that are like no parameter, and that no rule matches; rules that match
+            no array, or do not fit.
+
+        Example:
+          >>> layout = LayoutMap({"w": REPLICATED}, batch=P("dp")).layout(
+          ...     {"w": jnp.ones((8, 4))}, make_mesh("dp=8"))
+          >>> moments = {"mu": layout.shapes, "nu": layout.shapes}
+          >>> state = layout.like(moments, LayoutMap({"(mu|nu)/w": ("dp", None)}))
+          >>> state["mu/w"].local_shape, layout["w"].local_shape
+          ((1, 4), (8, 4))
+
+        Source: S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
+        parameter models" (2020).
         """
         from jaxpar.layout._like import like
 
@@ -537,12 +557,12 @@ class Layout(Mapping[str, ArrayLayout]):
     def on(self, mesh: AnyMesh) -> Layout:
         """Returns the same on another mesh of the same axes."""
         moved = [array and replace(array, mesh=mesh) for array in self._leaves]
-        return Layout(self._rules, mesh, moved, self._tree)
+        return Layout(self._rules, mesh, moved, self._tree, self.ruled)
 
     def changed(self, arrays: Mapping[str, ArrayLayout]) -> Layout:
         """Returns the same with other layouts of some arrays, by path."""
         leaves = [array and arrays.get(array.path, array) for array in self._leaves]
-        return Layout(self._rules, self._mesh, leaves, self._tree)
+        return Layout(self._rules, self._mesh, leaves, self._tree, self.ruled)
 
     def tree_of(self, function: Callable[[ArrayLayout], Any]) -> Any:
         """Returns a pytree like the parameters of what a function makes of each array's layout."""
@@ -552,6 +572,19 @@ class Layout(Mapping[str, ArrayLayout]):
     def _need_devices(self) -> None:
         if not isinstance(self._mesh, Mesh):
             raise type_error(f"the layout is of {self._mesh}, which has no devices; give a Mesh")
+
+
+def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
+    """An array as a table, once for each dimension that is padded."""
+    if len(array.blocks) != 2:
+        return
+    for dim, blocks in enumerate(array.blocks):
+        if blocks.size != blocks.padded:
+            at_the_end = blocks == Blocks.at_the_end(blocks.size, blocks.parts, blocks.block)
+            width = array.padded_shape[1 - dim]
+            yield PaddedTable(
+                array.path, blocks.size, blocks.padded, width, array.axes[dim], at_the_end
+            )
 
 
 def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layout:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar._calls import called
+from jaxpar._padding import Blocks
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._fit import Shaped, fit, replicated
-from jaxpar.layout._paths import arrays_of
+from jaxpar.layout._fit import Shaped, fit, replicated, unused_rules
+from jaxpar.layout._paths import arrays_of, key_of
 from jaxpar.layout._problem import LayoutError, Problem
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
 
     leaves, treedef = arrays_of(tree, "tree")
     found: dict[str, ArrayLayout] = {}
-    others: list[Shaped] = []
+    ruled: list[Shaped] = []  # by the rules given here, which go before parameters
+    owns: dict[str, ArrayLayout] = {}
+    problems: list[Problem] = []
     for leaf in leaves:
         if leaf is None:
             continue
@@ -34,22 +37,59 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
         dtype = getattr(x, "dtype", None) or jnp.result_type(x)
         array = Shaped(path, tuple(jnp.shape(x)), dtype)
         own = array_like(layout, array)
-        if own is not None:
+        if rules is not None and rules.matching(path):
+            if own is not None:
+                owns[path], array = own, replace(array, shape=own.padded_shape)
+            ruled.append(array)
+        elif own is not None:
             found[path] = own
         elif prod(array.shape) <= 1:
             found[path] = replicated(array, layout.mesh)
+        elif rules is not None:
+            ruled.append(array)
         else:
-            others.append(array)
-    if others and rules is not None:
-        laid, problems = fit(rules, others, layout.mesh, strict=True)
-        problems = [problem for problem in problems if problem.path is not None]
-        found |= {array.path: array for array in laid}
-    else:
-        problems = [_problem(layout, array) for array in others]
+            problems.append(_problem(layout, array))
+    if rules is not None:
+        laid, wrong = fit(rules, ruled, layout.mesh, strict=True)
+        problems += [problem for problem in wrong if problem.path is not None]
+        used = {key for array in ruled for key in rules.matching(array.path)}
+        problems += unused_rules(rules, used, [leaf[0] for leaf in leaves if leaf is not None])
+        for array in laid:
+            padded = _padded_like(owns.get(array.path), array)
+            if isinstance(padded, Problem):
+                problems.append(padded)
+            else:
+                found[array.path] = padded
     if problems:
         raise LayoutError(called(), problems)
     arrays = [None if leaf is None else found[leaf[0]] for leaf in leaves]
-    return Layout(layout.rules, layout.mesh, arrays, treedef)
+    return Layout(layout.rules, layout.mesh, arrays, treedef, frozenset(owns))
+
+
+def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | Problem:
+    """An array that a rule lays out, with the padding of the parameter that it is like.
+
+    It has been fitted with that padding, which its checkpoint must not have.
+    """
+    if own is None or own.padded_shape == own.shape:
+        return array
+    blocks = list(array.blocks)
+    for dim, (mine, its) in enumerate(zip(array.blocks, own.blocks, strict=True)):
+        if its.size == its.padded:
+            continue
+        if array.axes[dim] == own.axes[dim]:
+            blocks[dim] = its
+        elif its == Blocks.at_the_end(its.size, its.parts, its.block):
+            blocks[dim] = Blocks.at_the_end(its.size, mine.parts, mine.block)
+        else:
+            return Problem(
+                array.path,
+                array.rule,
+                f"{array.path!r}: rule {array.rule!r} shards dimension {dim} otherwise than its "
+                "parameter, whose shards have padding each",
+                f"have {own.axes[dim]} shard it here, too; or pad the parameter at its end, Padded",
+            )
+    return replace(array, shape=own.shape, blocks=tuple(blocks))
 
 
 def array_like(layout: Layout, array: Shaped) -> ArrayLayout | None:
@@ -107,5 +147,5 @@ def _problem(layout: Layout, array: Shaped) -> Problem:
         array.path,
         None,
         why,
-        f"give a rule for it, rules=LayoutMap({{{array.path!r}: REPLICATED}})",
+        f"give a rule for it, rules=LayoutMap({{{key_of(array.path)!r}: REPLICATED}})",
     )

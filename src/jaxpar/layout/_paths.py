@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -40,6 +41,25 @@ def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | N
 def path_text(path: Any) -> str:
     """Keys and indices of a path with slashes between them, as in `layers/0/query`."""
     return keystr(tuple(path), simple=True, separator="/")
+
+
+def parts_of(path: str) -> tuple[str, ...]:
+    """The keys of a path; those of published names have dots between them."""
+    return tuple(re.split(r"[/.]", path))
+
+
+def key_of(path: str) -> str:
+    """The key of a rule for this path alone: the path itself, where it is a pattern."""
+    try:
+        re.compile(path)
+    except re.error:
+        return re.escape(path)
+    return path
+
+
+def pattern_of(path: str) -> str:
+    """A pattern of this path, and of those that differ from it in an index."""
+    return re.sub(r"(?:(?<=[/.])|^)\d+(?=/|\\\.|$)", r"\\d+", re.escape(path))
 
 
 def is_array(leaf: Any) -> bool:

@@ -51,7 +51,8 @@ class LayoutError(ValueError):
         self.problems = tuple(problems)
         alike: dict[str, list[Problem]] = {}  # layers that have the same problem are shown once
         for problem in problems:
-            alike.setdefault(re.sub(r"\d+(?=/|'|:)", "#", str(problem)), []).append(problem)
+            kind = re.sub(r"\d+(?=[/':])|(?<=\.)\d+(?=\.)", "#", str(problem))
+            alike.setdefault(kind, []).append(problem)
         lines = [
             f"  {some[0]}" + (f" (and {len(some) - 1} more like it)" if len(some) > 1 else "")
             for some in list(alike.values())[:SHOWN]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -10,25 +11,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar._calls import called, public, value_error
+from jaxpar._calls import called, public
 from jaxpar._checks import check_whole
 from jaxpar._types import AnyMesh, AxisLike, Integer
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
-from jaxpar.layout._paths import arrays_of
+from jaxpar.layout._paths import arrays_of, pattern_of
+from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import LayoutError, Problem
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown
 from jaxpar.layout._split import Padded
-
-# Names of weights in published models, by what tensor parallelism does with them.
-COLUMNS = (
-    r"query|key|value|[qkv]|w[qkv]|[qkv]_proj|qkv|qkv_proj|c_attn|in_proj|gate|up|gate_proj|up_proj"
-    r"|w1|w3|wi|wi_[01]|fc1|c_fc|dense_h_to_4h|linear1|logits|lm_head|unembed(ding)?"
-)
-ROWS = r"out|output|o|wo|o_proj|out_proj|c_proj|down|down_proj|w2|fc2|dense_4h_to_h|linear2"
-VOCABULARY = r"embedding|embed|embeddings|embed_tokens|token_embed(ding)?s?|tok_embeddings|wte"
-WHOLE = r".*norm.*|ln.*|.*layernorm.*|.*position.*|wpe|router|scale"
+from jaxpar.layout._tensor_dims import TensorDims
 
 Dims = dict[int, Axes]  # the axes that a strategy adds to a dimension
 
@@ -88,7 +82,7 @@ def fully_sharded(
       A `LayoutMap`. Vectors that the axis does not divide are replicated.
 
     Raises:
-      ValueError: an axis that the mesh lacks.
+      ValueError: an axis that the mesh lacks, a pattern that matches no path.
       LayoutError: arrays of two dimensions and more of which the axis divides none.
 
     Cost: each use gathers an array, (n-1)/n of its bytes, and its gradient is scattered as much.
@@ -100,11 +94,11 @@ def fully_sharded(
     """
     check_mesh(mesh)
     names, least = axes_in(mesh, axis), check_whole("min_size", min_size, 0)
-    layers = _pattern("stacked", stacked)
+    layers = Pattern("stacked", stacked, [array.path for array in shaped(params)]).check()
 
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
         count = size_of(mesh, names)
-        first = 1 if layers.fullmatch(array.path) else 0
+        first = int(array.path in layers)
         if prod(array.shape) < least or not array.shape[first:]:
             return {}
 
@@ -146,14 +140,21 @@ def tensor_parallel(
     vocabulary: str = "",
     whole: str = "",
     stacked: str = "",
+    head_size: Integer | None = None,
 ) -> LayoutMap:
     """Returns Megatron's map: columns of what goes into a block, rows of what comes out of it.
 
-    Roles are found by names: `query`, `up` and the like are columns, `output`, `down` rows,
-    `embedding` by vocabulary, norms whole. An array of two dimensions and more that has none is
-    refused, not replicated. An array `kernel`, or of any other name, is taken for [in, out]; one
-    `weight` for [out, in], as in Equinox and PyTorch. Of [in, heads, size] and of
-    [heads, size, out] the heads are sharded.
+    Roles are found by the names that published models have, with slashes or dots between them, and
+    by what stands beside an array: a `gate` as large as an MLP beside it is columns, any other one
+    is a router and whole, as norms and tables of positions are. An array of two dimensions and more
+    that has no role is refused, not replicated; so is one of several projections, of which a block
+    of columns would mix queries, keys and values.
+
+    Which dimension goes in, biases, norms and tables tell by their sizes. Where they do not, an
+    array `weight` is taken for [out, in], as in Equinox and PyTorch, any other for [in, out]. Of
+    [in, heads, size] and of [heads, size, out] the heads are sharded. Arrays below `experts` may
+    have experts as their first dimension. Of adapters of low rank (`lora_a`, `lora_b`) the one
+    that is as long as what is sharded is sharded with it.
 
     Args:
       params: arrays or their shapes, any pytree.
@@ -165,14 +166,16 @@ def tensor_parallel(
       vocabulary: the same for tables of a vocabulary, [v, d].
       whole: the same for arrays that all devices hold whole.
       stacked: a pattern of the paths whose first dimension counts layers.
+      head_size: entries of a head, where weights are [d, heads * size]: heads that the axis does
+        not divide are refused. None: as the norms of queries and keys tell, if there are any.
 
     Returns:
       A `LayoutMap`. `LayoutMap.layout` refuses dimensions that the axis does not divide, with the
       ways out.
 
     Raises:
-      ValueError: an axis that the mesh lacks; a pattern that is none.
-      LayoutError: arrays without a role.
+      ValueError: an axis that the mesh lacks; a pattern that is none, or matches no path.
+      LayoutError: arrays of which names and shapes do not tell what to do, each with the edit.
 
     Example:
       >>> params = {"up": {"kernel": jnp.ones((4, 16)), "bias": jnp.ones(16)},
@@ -186,33 +189,32 @@ def tensor_parallel(
     """
     check_mesh(mesh)
     names = axes_in(mesh, axis)
-    given = {"columns": columns, "rows": rows, "vocabulary": vocabulary, "whole": whole}
-    patterns = {role: _pattern(role, text) for role, text in given.items()}
-    layers = _pattern("stacked", stacked)
+    arrays = shaped(params)
+    paths = [array.path for array in arrays]
+    roles = {"columns": columns, "rows": rows, "vocabulary": vocabulary, "whole": whole}
+    given = {role: Pattern(role, text, paths).check() for role, text in roles.items()}
+    found = TensorDims(
+        arrays,
+        given,
+        Pattern("stacked", stacked, paths).check(),
+        axes=names,
+        count=size_of(mesh, names),
+        head_size=None if head_size is None else check_whole("head_size", head_size, 1),
+    )
 
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
-        first = 1 if layers.fullmatch(array.path) else 0
-        rank = len(array.shape) - first
-        roles = [role for role, pattern in patterns.items() if pattern.fullmatch(array.path)]
-        role = roles[0] if roles else _role(array.path)
-        name = array.path.split("/")[-1]
-        vector = rank == 1 or name == "bias"  # of heads: [heads, size]
-        if rank < 1 or role == "whole" or (vector and role != "columns"):
-            return {}
-        if role is None:
+        several = [role for role, pattern in given.items() if array.path in pattern]
+        if len(several) > 1:
             return Problem(
                 array.path,
                 None,
-                f"{array} has no role that its name tells",
-                f"say it: columns={array.path!r}, or rows, vocabulary or whole",
+                f"{array} is matched by {' and '.join(f'{role}=' for role in several)}",
+                "have one of them match less",
             )
-        if role == "vocabulary" or vector:
-            dim = 0
-        elif name == "weight":
-            dim = 0 if role == "columns" else rank - 1
-        else:
-            dim = 1 if role == "columns" else 0
-        return {first + dim: names}
+        dim = found.of(array.path)
+        if isinstance(dim, Problem):
+            return dim
+        return {} if dim is None else {dim: names}
 
     return extended(params, mesh, within, dims)
 
@@ -224,7 +226,7 @@ def expert_parallel(
     *,
     axis: AxisLike = "ep",
     within: LayoutMap | None = None,
-    experts: str = r"(.*/)?experts?(/.*)?",
+    experts: str = r"(.*[./])?experts?([./].*)?",
     stacked: str = "",
 ) -> LayoutMap:
     """Returns a map that shards experts over `axis`: the first dimension of their arrays.
@@ -234,7 +236,7 @@ def expert_parallel(
       mesh: has the axis.
       axis: over which experts are sharded, and the batch too.
       within: a map of another strategy, to which this one is added.
-      experts: a pattern of the paths of experts' arrays.
+      experts: a pattern of the paths of experts' arrays, in each of which all experts are stacked.
       stacked: a pattern of the paths whose first dimension counts layers: the second is experts'.
 
     Returns:
@@ -242,6 +244,8 @@ def expert_parallel(
 
     Raises:
       ValueError: an axis that the mesh lacks, a pattern that matches no path.
+      LayoutError: experts that have arrays of their own each, as in published checkpoints; arrays
+        of one layer that have different numbers of experts.
 
     Example:
       >>> params = {"experts": {"up": jnp.ones((8, 4, 16))}, "router": jnp.ones((4, 8))}
@@ -250,20 +254,71 @@ def expert_parallel(
       (True, True)
     """
     check_mesh(mesh)
-    names, pattern = axes_in(mesh, axis), _pattern("experts", experts)
-    layers, found = _pattern("stacked", stacked), list[str]()
+    names, arrays = axes_in(mesh, axis), shaped(params)
+    paths = [array.path for array in arrays]
+    pattern = Pattern("experts", experts, paths)
+    layers = Pattern("stacked", stacked, paths).check()
+    # By layer all its arrays, of which each has as many experts as the first.
+    of_layer: dict[str, list[Shaped]] = defaultdict(list)
+    for array in arrays:
+        if array.path in pattern:
+            of_layer[_layer_of(array.path)].append(array)
 
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
-        first = 1 if layers.fullmatch(array.path) else 0
-        if not pattern.fullmatch(array.path) or len(array.shape) <= first:
+        first = int(array.path in layers)
+        if array.path not in pattern or len(array.shape) <= first:
             return {}
-        found.append(array.path)
-        return {first: names}
+        wrong = _no_experts(array, of_layer[_layer_of(array.path)], first)
+        return wrong or {first: names}
 
     rules = extended(params, mesh, within, dims, batch=names)
-    if not found:
-        raise value_error(f"experts={experts!r} matches no path; give a pattern of experts' arrays")
+    pattern.check()
     return rules
+
+
+def _layer_of(path: str) -> str:
+    """The path up to `experts`."""
+    before = re.match(r"(?:.*[./])?experts?(?=[./]|$)", path)
+    return before[0] if before else path
+
+
+def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> Problem | None:
+    """Why dimension `first` cannot count experts."""
+    path, layer = array.path, _layer_of(array.path)
+    if one := re.match(r"[./](expert_?)?\d+(?=[./]|$)", path[len(layer) :]):
+        return Problem(
+            path,
+            None,
+            f"{array} is of one expert, and has no dimension that counts experts",
+            f"stack those of all, {pattern_of(path)!r}, along a first dimension, as "
+            f"{layer + path[len(layer) + one.end() :]!r}",
+        )
+    matrices = [len(other.shape) for other in others if not other.path.endswith("bias")]
+    if first == 0 and min(matrices, default=0) > 3:
+        return Problem(
+            path,
+            None,
+            f"{array} and what is beside it have a dimension more than [experts, in, out]",
+            f"say stacked={pattern_of(path)!r} where the first one counts layers",
+        )
+    if array.shape[first] != others[0].shape[first]:
+        return Problem(
+            path,
+            None,
+            f"{array} has {array.shape[first]} entries along dimension {first}, and {others[0]} "
+            f"{others[0].shape[first]}, which cannot both count experts",
+            "give patterns of the arrays that do, experts=, and of stacked layers, stacked=",
+        )
+    return None
+
+
+def shaped(params: Any) -> list[Shaped]:
+    """Path, shape and dtype of each array."""
+    return [
+        Shaped(leaf[0], tuple(jnp.shape(leaf[1])), jnp.result_type(leaf[1]))
+        for leaf in arrays_of(params)[0]
+        if leaf is not None
+    ]
 
 
 def extended(
@@ -274,13 +329,9 @@ def extended(
     batch: Axes = (),
 ) -> LayoutMap:
     """A rule for each array, or for all layers of one: what `within` says, and what `dims` adds."""
-    leaves, _ = arrays_of(params)
     problems: list[Problem] = []
-    specs: dict[str, dict[str, tuple[Any, ...]]] = {}  # by path without indices, and path
-    for leaf in leaves:
-        if leaf is None:
-            continue
-        array = Shaped(leaf[0], tuple(jnp.shape(leaf[1])), jnp.result_type(leaf[1]))
+    specs: dict[str, dict[str, tuple[Any, ...]]] = {}  # by pattern for any index, and path
+    for array in shaped(params):
         taken = _taken(within, array, problems)
         added = dims(array, taken)
         if isinstance(added, Problem):
@@ -289,15 +340,13 @@ def extended(
         entries = [(*axes_of(e), *added[d]) if d in added else e for d, e in enumerate(taken)]
         while entries and not entries[-1]:
             entries.pop()
-        alike = re.sub(r"(?<![^/])\d+(?![^/])", "#", array.path)
-        specs.setdefault(alike, {})[array.path] = tuple(map(shown, entries))
+        specs.setdefault(pattern_of(array.path), {})[array.path] = tuple(map(shown, entries))
     if problems:
         raise LayoutError(called(), problems)
     rules: dict[str, Any] = {}
     for alike, of_paths in specs.items():
         if len(of_paths) > 1 and len(set(of_paths.values())) == 1:
-            key = re.escape(alike).replace(r"\#", r"\d+")
-            rules[key] = PartitionSpec(*next(iter(of_paths.values())))
+            rules[alike] = PartitionSpec(*next(iter(of_paths.values())))
         else:
             rules |= {re.escape(path): PartitionSpec(*spec) for path, spec in of_paths.items()}
     before = within.batch.mesh_axes if within is not None and within.batch else ()
@@ -335,23 +384,3 @@ def _taken(within: LayoutMap | None, array: Shaped, problems: list[Problem]) -> 
         return whole
     entries = rule.entries
     return [*entries, *whole[len(entries) :]]
-
-
-def _role(path: str) -> str | None:
-    """What the last name of a path that has a role says."""
-    names = {"columns": COLUMNS, "rows": ROWS, "vocabulary": VOCABULARY, "whole": WHOLE}
-    for part in reversed(path.lower().split("/")):
-        for role, pattern in names.items():
-            if re.fullmatch(pattern, part):
-                return role
-    return None
-
-
-def _pattern(argument: str, text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as reason:
-        raise value_error(
-            f"{argument}={text!r} is no regular expression: {reason}; write re.escape of a path "
-            "that has signs of its own"
-        ) from None

@@ -1,0 +1,75 @@
+"""Which sizes dimensions of one name have: names that have changed places are found by them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from functools import cache
+from itertools import permutations
+
+from jaxpar.layout._rule import Axes
+
+Shape = tuple[int, ...]
+
+
+class NamedSizes:
+    """The sizes of named dimensions in all arrays of a map.
+
+    Names such as `in` and `out` have many sizes, and no order of them is wrong. So an array is
+    accused only where arrays of other sets of names say one size of a name, and all that they say
+    is so in the order that is proposed.
+    """
+
+    def __init__(self, arrays: Mapping[tuple[str, Axes, Shape], int]) -> None:
+        """Takes how many arrays have which key of a rule, names and shape."""
+        # By name and key of a rule, how many arrays have which size.
+        self._sizes: dict[str, dict[str, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
+        # By name and all names of an array, its sizes: of arrays that have names to exchange.
+        self._said: dict[str, dict[frozenset[str], set[int]]] = defaultdict(
+            lambda: defaultdict(set)
+        )
+        for (key, names, shape), count in arrays.items():
+            for name, size in zip(names, shape, strict=True):
+                self._sizes[name][key][size] += count
+                if len(names) > 1:
+                    self._said[name][frozenset(names)].add(size)
+        # One vote a rule: all arrays of a wrong one agree with each other.
+        self._voted = {
+            name: {key: counts.most_common(1)[0][0] for key, counts in by_key.items()}
+            for name, by_key in self._sizes.items()
+        }
+        self._votes = {name: Counter(of.values()) for name, of in self._voted.items()}
+        self.mended = cache(self._mended)  # layers share rules and shapes
+
+    def _mended(self, key: str, names: Axes, shape: Shape) -> tuple[str, int, Axes] | None:
+        """A name that is at odds, its usual size, and the order of names in which none is."""
+        usual = {n: self._usual(n, key, s) for n, s in zip(names, shape, strict=True)}
+        wrong = [n for n, s in zip(names, shape, strict=True) if usual[n] != s]
+        # Of one name that is at odds no exchange is the reason: such names have several sizes.
+        if len(wrong) < 2 or len(names) > 6 or len(set(names)) < len(names):
+            return None
+        for order in permutations(names):
+            agrees = all(usual[n] == s for n, s in zip(order, shape, strict=True))
+            if agrees and self._witnessed(names, shape, order):
+                return wrong[0], usual[wrong[0]], order
+        return None
+
+    def _usual(self, name: str, key: str, size: int) -> int:
+        """What most other rules say of a name, or other arrays of the only one that has it."""
+        votes = self._votes[name] - Counter([self._voted[name][key]])
+        votes = votes or self._sizes[name][key] - Counter([size])
+        most, count = votes.most_common(1)[0] if votes else (size, 0)
+        return size if votes[size] == count else most
+
+    def _witnessed(self, names: Axes, shape: Shape, order: Axes) -> bool:
+        """Whether arrays of other sets of names say that this order is right, and it was not."""
+        others = {
+            name: set[int]().union(
+                *(sizes for own, sizes in self._said[name].items() if own != frozenset(names))
+            )
+            for name in names
+        }
+        right = all(not others[n] or s in others[n] for n, s in zip(order, shape, strict=True))
+        return right and any(
+            len(others[n]) == 1 and s not in others[n] for n, s in zip(names, shape, strict=True)
+        )

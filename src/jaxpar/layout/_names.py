@@ -1,0 +1,164 @@
+"""The names of weights in published models, by what tensor parallelism does with them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from jaxpar.layout._paths import parts_of
+
+# By kind, as lower case. A name is looked up as it is, and without `_weight` or `_bias` behind it.
+NAMES = {
+    "whole": (
+        r".*norm.*|.*layrnorm|ln.*|.*position.*|wpe|pos|pos_.*|.*_pos|posemb.*"
+        r"|.*router.*|shared_expert_gate|(q|kv)_a_proj(_with_mqa)?|w(q|kv)_a"
+        r"|conv(\d?d)?_?\d*|patch_embed.*|.*token_type.*|segment_embed.*|type_embed.*|time_embed.*"
+        r"|(cls|mask|class|register|distillation)_(token|embed).*|cls|rotary.*|transform"
+        r"|project_(in|out)|(text|visual)_projection|eh_proj|logit_scale"
+    ),
+    "gate": r"gate",
+    "attention": (
+        r"(query|key|value)(_proj)?|[qkv]|w[qkv]|[qkv]_proj|[qkv]_lin|to_[qkv]|q_attn"
+        r"|(q|kv)_b_proj|w(q|kv)_b|sinks"
+    ),
+    "heads": r"(q|kv|qkv|attn_vec)_einsum",  # [..., heads, d, size] or [heads, size, d]
+    "mlp": (
+        r"up|gate_proj|up_proj|w1|w3|wi|wi_[01]|fc1|c_fc|fc_in|dense_h_to_4h|linear1|lin1"
+        r"|intermediate|gating_einsum"
+    ),
+    "fused": (
+        r"w?qkv|qkv_proj|c_attn|in_proj|w_pack|query_key_value|linear_qkv|gate_up(_proj)?|w12"
+        r"|fused_.*"
+    ),
+    "after": r"dense|proj|linear",  # rows, where columns stand beside them
+    "out": r"out|output|o|wo|o_proj|out_proj|output_proj|to_out|out_lin|c_proj",
+    "down": r"down|down_proj|w2|fc2|dense_4h_to_h|linear2|lin2|fc_out",
+    "logits": r"logits.*|lm_head|unembed(ding)?|embed_out|predictions",
+    "perhaps logits": r"head|proj_out|output_projection",
+    "table": (
+        r"embed|embedding|embeddings|embed_tokens|token_embed(ding|der)?s?|tok_embeddings|wte"
+        r"|word_embed(ding)?s?|embed_in|input_embedding|shared"
+    ),
+    "bias by heads, last": r"relative_attention_bias",
+    "bias by heads": r"relpos_bias",
+}
+INSIDE_WHOLE = r"classifier|classification_head|pooler|seq_relationship|score"
+LEAF = r"(weight|kernel|scale).*|embedding|.*bias|w|b|table|default|base_layer|value|\d+"
+PAIR = "gating_einsum"  # gate and up, [2, in, out] or [2, out, in]
+EXPERTS = r"experts?"
+TABLES = {"whole", "table", "bias by heads", "bias by heads, last"}
+BESIDE = {"attention", "heads", "mlp", "fused"}  # whose results rows take
+
+
+@dataclass(frozen=True)
+class Named:
+    """What the path of an array says of it.
+
+    Attributes:
+      path: as it was given.
+      parts: its names, as lower case.
+      kind: of `NAMES`; None where no name has one.
+      place: which of its names has it.
+      adapter: `a` or `b` of an adapter of low rank.
+    """
+
+    path: str
+    parts: tuple[str, ...]
+    kind: str | None
+    place: int
+    adapter: str | None
+
+    @property
+    def name(self) -> str:
+        """The name that has the kind, or the last."""
+        return self.parts[self.place]
+
+    @property
+    def module(self) -> tuple[str, ...]:
+        """The path up to the name that has the kind."""
+        return self.parts[: self.place + 1]
+
+    @property
+    def parent(self) -> tuple[str, ...]:
+        """Where the module stands."""
+        return self.parts[: self.place]
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """The path behind the module: of all weights of one kind of layer the same."""
+        return self.parts[self.place + 1 :]
+
+    @property
+    def leaf(self) -> str:
+        """`weight`, `kernel` or nothing: arrays of one leaf are the same way round."""
+        if self.name == PAIR:
+            return PAIR
+        last = self.inside[-1] if self.inside else ""
+        last = "weight" if last.startswith("weight") else last
+        return last if re.fullmatch(LEAF, last) else ""
+
+    @property
+    def direct(self) -> bool:
+        """Whether the module holds the array itself, in no layer of its own."""
+        return all(re.fullmatch(LEAF, part) for part in self.inside)
+
+    @property
+    def bias(self) -> bool:
+        return self.parts[-1] == "b" or self.parts[-1].endswith("bias")
+
+    @property
+    def of_experts(self) -> bool:
+        return any(re.fullmatch(EXPERTS, part) for part in self.parts)
+
+
+class Names:
+    """The names of all paths of a pytree: what some say depends on what stands beside them."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._beside: dict[tuple[str, ...], set[str]] = defaultdict(set)
+        paths = list(paths)
+        for path in paths:
+            parts = _lower(path)
+            for place, part in enumerate(parts):
+                self._beside[parts[:place]].add(part)
+        self.of = {path: self._named(path) for path in paths}
+
+    def follows_columns(self, parent: tuple[str, ...]) -> bool:
+        """Whether columns stand there, to be followed by rows."""
+        return any(_kind(name) in BESIDE for name in self._beside[parent])
+
+    def _named(self, path: str) -> Named:
+        parts = _lower(path)
+        adapters = (re.fullmatch(r"(.*_)?lora_?(embedding_)?([ab])(_.*)?", p) for p in parts)
+        adapter = next((found[3] for found in adapters if found), None)
+        if any(re.fullmatch(INSIDE_WHOLE, part) for part in parts):
+            return Named(path, parts, "whole", len(parts) - 1, adapter)
+        last = len(parts) - 1
+        places = list(range(last, -1, -1))
+        if parts[-1] == "embedding":  # Flax's name of any table: what it is in says more
+            outer = [place for place in places[1:] if _kind(parts[place]) in TABLES]
+            places = [*outer, last]
+        for place in places:
+            kind = _kind(parts[place])
+            if kind == "after":
+                kind = "out" if self.follows_columns(parts[:place]) else None
+            if kind is not None:
+                return Named(path, parts, kind, place, adapter)
+        return Named(path, parts, None, last, adapter)
+
+
+def _lower(path: str) -> tuple[str, ...]:
+    return tuple(part.lower() for part in parts_of(path))
+
+
+@cache  # layers share names
+def _kind(name: str) -> str | None:
+    """The kind of a name alone."""
+    for text in (name, re.sub(r"_(bias|weight|kernel)$", "", name)):
+        for kind, pattern in NAMES.items():
+            if re.fullmatch(pattern, text):
+                return kind
+    return None

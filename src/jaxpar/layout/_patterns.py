@@ -1,0 +1,44 @@
+"""Arguments that are patterns of paths, of which each must match some."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from jaxpar._calls import value_error
+from jaxpar.layout._paths import pattern_of
+
+
+class Pattern:
+    """Which paths an argument means; none where it was not given."""
+
+    def __init__(self, argument: str, text: str, paths: Sequence[str]) -> None:
+        self._argument, self._text, self._all = argument, text, paths
+        try:
+            pattern = re.compile(text)
+        except re.error as reason:
+            raise value_error(
+                f"{argument}={text!r} is no regular expression: {reason}; write re.escape of a "
+                "path that has signs of its own"
+            ) from None
+        self._paths = {path for path in paths if text and pattern.fullmatch(path)}
+
+    def check(self) -> Pattern:
+        """Returns it, or raises where it was given and matches nothing."""
+        if self._text and not self._paths:
+            raise value_error(
+                f"{self._argument}={self._text!r} matches no path; it must match a whole one, `.*` "
+                f"standing for anything{_some(self._text, self._all)}"
+            )
+        return self
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._paths
+
+
+def _some(text: str, paths: Sequence[str]) -> str:
+    """A few paths that are near, or the first ones; layers share one."""
+    kinds = list({pattern_of(path): path for path in reversed(paths)}.values())[::-1][:1000]
+    near = difflib.get_close_matches(text, kinds, 3, 0.4) or kinds[:3]
+    return f": there are {', '.join(map(repr, near))}" if near else ""

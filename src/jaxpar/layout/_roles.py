@@ -1,0 +1,208 @@
+"""What tensor parallelism does with each weight: its name and those beside it say which role."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpar.layout._fit import Shaped
+from jaxpar.layout._names import Named, Names
+from jaxpar.layout._paths import pattern_of
+from jaxpar.layout._patterns import Pattern
+from jaxpar.layout._problem import Problem
+
+ROLES = {
+    "attention": "columns",
+    "mlp": "columns",
+    "logits": "columns",
+    "out": "rows",
+    "down": "rows",
+    "whole": "whole",
+    "table": "vocabulary",
+    "heads": "heads",
+    "bias by heads": "heads",
+    "bias by heads, last": "heads",
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An array, without the dimensions that count layers and experts.
+
+    Attributes:
+      array: of the pytree.
+      named: what its path says.
+      first: how many dimensions count layers and experts.
+      given: the role that its user gave.
+    """
+
+    array: Shaped
+    named: Named
+    first: int
+    given: str | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape[self.first :]
+
+    @property
+    def kind(self) -> str | None:
+        return None if self.given else self.named.kind
+
+    @property
+    def pattern(self) -> str:
+        """A pattern that means it, and the same array of other layers."""
+        return pattern_of(self.array.path)
+
+    def problem(self, text: str, remedy: str) -> Problem:
+        return Problem(self.array.path, None, f"{self.array} {text}", remedy)
+
+
+class Weights:
+    """All weights of a pytree, by what they stand beside."""
+
+    def __init__(
+        self, arrays: Sequence[Shaped], given: Mapping[str, Pattern], layers: Pattern
+    ) -> None:
+        names = Names(array.path for array in arrays)
+        self.of: dict[str, Weight] = {}
+        self.in_module: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
+        self.in_parent: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
+        for array in arrays:
+            named = names.of[array.path]
+            roles = [role for role, pattern in given.items() if array.path in pattern]
+            first = _leading(array, named, array.path in layers)
+            weight = Weight(array, named, first, roles[0] if roles else None)
+            self.of[array.path] = weight
+            self.in_module[named.module].append(weight)
+            self.in_parent[named.parent].append(weight)
+        self.tables = [weight for weight in self.of.values() if _is_table(weight)]
+        self._table_shapes = {_sorted(table.shape) for table in self.tables}
+
+    def role(self, weight: Weight) -> str | Problem | None:
+        """Columns, rows, vocabulary, heads or whole; None, or why, where nothing tells."""
+        if weight.given:
+            return weight.given
+        named = weight.named
+        match named.kind:
+            case "gate":
+                return "columns" if self._gates_mlp(named) else "whole"
+            case "fused":
+                return "columns" if self._by_head(named) else _of_fused(weight)
+            case "out" if self._is_logits(weight) and not self._ends_block(named):
+                return "columns"
+            case "perhaps logits":
+                return "columns" if self._is_logits(weight) else None
+            case "logits" if not named.direct and not self._is_logits(weight):
+                return None
+            case "table" if not _is_table(weight) and named.adapter is None:
+                return "whole" if len(weight.shape) < 2 else None
+            case "table" if self._is_lesser(weight):
+                return None
+            case kind:
+                return ROLES.get(kind or "")
+
+    def widths(self) -> set[int]:
+        """How wide what goes in and comes out of blocks is, as norms and tables tell."""
+        norms = (w for w in self.of.values() if w.kind == "whole" and len(w.shape) == 1)
+        found = {
+            norm.shape[0]
+            for norm in norms
+            if re.match(r"ln|.*norm|.*rnorm", norm.named.name)
+            and not re.match(r"(q|k|kv|query|key)_", norm.named.name)  # of heads, or a low rank
+        }
+        return found | {table.shape[1] for table in self.tables}
+
+    def vocabulary_dim(self, weight: Weight) -> int | None:
+        """The dimension of a matrix of a table's shape that is as long as the table."""
+        if _sorted(weight.shape) not in self._table_shapes:
+            return None
+        rows = {table.shape[0] for table in self.tables}
+        found = [dim for dim, size in enumerate(weight.shape) if size in rows]
+        return found[0] if len(found) == 1 else None
+
+    def matrices(self, module: tuple[str, ...]) -> list[Weight]:
+        """Those of a module itself, without adapters."""
+        found = self.in_module[module]
+        return [w for w in found if len(w.shape) > 1 and w.named.adapter is None]
+
+    def _gates_mlp(self, named: Named) -> bool:
+        """Whether a gate is that of an MLP, as large as what stands beside it; a router is not."""
+        of_mlp = {
+            (other.named.inside, _sorted(other.shape))
+            for other in self.in_parent[named.parent]
+            if other.named.kind in ("mlp", "down", "out", "attention")
+        }
+        return any(
+            (w.named.inside, _sorted(w.shape)) in of_mlp for w in self.matrices(named.module)
+        )
+
+    def _by_head(self, named: Named) -> bool:
+        """Whether query, key and value of a head lie together, in as many columns each."""
+        return named.name == "query_key_value" and any(
+            max(w.shape) == 3 * min(w.shape) for w in self.matrices(named.module)
+        )
+
+    def _is_logits(self, weight: Weight) -> bool:
+        """Whether it is as large as a table; a vector, whether its matrix is."""
+        of = [weight] if len(weight.shape) > 1 else self.matrices(weight.named.module)
+        return any(_sorted(w.shape) in self._table_shapes for w in of)
+
+    def _is_lesser(self, weight: Weight) -> bool:
+        """Whether it is only called `embedding`, as Flax calls any table, and another has more."""
+        rows = max((table.shape[0] for table in self.tables), default=0)
+        return not weight.named.inside and len(weight.shape) == 2 and weight.shape[0] < rows
+
+    def _ends_block(self, named: Named) -> bool:
+        """Whether what stands beside it are the columns of a block."""
+        beside = self.in_parent[named.parent]
+        return any(w.named.kind in ("attention", "mlp", "fused") for w in beside)
+
+
+def unlike(weight: Weight, beside: Iterable[Weight]) -> Problem | None:
+    """Why rows cannot be such, that have the shape of the columns beside them."""
+    for other in beside:
+        if (
+            ROLES.get(other.kind or "") == "columns"
+            and other.named.inside == weight.named.inside
+            and other.shape == weight.shape
+            and len(set(weight.shape)) > 1
+        ):
+            path = weight.pattern
+            return weight.problem(
+                f"is called as rows are, and has the shape of {other.array.path!r}, of which "
+                "columns are cut",
+                f"say which it is: columns={path!r}, or rows={path!r}",
+            )
+    return None
+
+
+def _of_fused(weight: Weight) -> Problem:
+    path = weight.pattern
+    return weight.problem(
+        "may hold several projections one after the other, which a block of columns would mix",
+        f"cut it apart, an array for each; or say columns={path!r} where the columns of one "
+        f"device lie together, whole={path!r} otherwise",
+    )
+
+
+def _is_table(weight: Weight) -> bool:
+    """Whether it has a row for each token: a layer that is called so may be none."""
+    if len(weight.shape) != 2:
+        return False
+    named = weight.named
+    if weight.given or named.adapter is not None:
+        return weight.given == "vocabulary"
+    return named.kind == "table" and named.direct and named.leaf != "kernel"
+
+
+def _leading(array: Shaped, named: Named, stacked: bool) -> int:
+    rank, own = len(array.shape), 1 if named.bias else 2
+    first = min(int(stacked), rank)
+    return rank - own if named.of_experts and rank - first > own else first
+
+
+def _sorted(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(shape))

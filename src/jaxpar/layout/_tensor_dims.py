@@ -1,0 +1,229 @@
+"""Which dimension of each weight tensor parallelism shards, or why that cannot be known.
+
+Of a matrix one must know which dimension goes in. A bias beside it is as long as what comes out;
+what goes in or comes out of a block is as wide as norms and tables are. Where neither tells, as of
+square weights, others of the same kind of layer do; last of all the name of the array.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxpar.layout._fit import Shaped
+from jaxpar.layout._names import PAIR
+from jaxpar.layout._paths import key_of
+from jaxpar.layout._patterns import Pattern
+from jaxpar.layout._problem import Problem
+from jaxpar.layout._roles import Weight, Weights, unlike
+from jaxpar.layout._rule import Axes, shown
+
+
+class TensorDims:
+    """The dimension of each array that is sharded over the `count` devices of `axes`."""
+
+    def __init__(
+        self,
+        arrays: Sequence[Shaped],
+        given: Mapping[str, Pattern],
+        layers: Pattern,
+        *,
+        axes: Axes,
+        count: int,
+        head_size: int | None,
+    ) -> None:
+        self._weights = weights = Weights(arrays, given, layers)
+        self._axes, self._count, self._head_size = axes, count, head_size
+        self._widths = weights.widths()
+        # By where, and leaf, which dimension comes out: of what biases say, and of what widths do.
+        self._by_bias: dict[tuple[tuple[str, ...], str], set[int]] = defaultdict(set)
+        self._by_width: dict[str, set[int]] = defaultdict(set)
+        for weight in weights.of.values():
+            named = weight.named
+            if len(weight.shape) != 2 + (named.name == PAIR) or named.adapter or named.bias:
+                continue
+            role, parts, leaf = weights.role(weight), weight.named.parts, weight.named.leaf
+            if isinstance(role, Problem) or role not in ("columns", "rows"):
+                continue
+            if weight.kind == "logits" or weights.vocabulary_dim(weight) is not None:
+                continue  # of GPT-2 the other way round than all others
+            if (out := self._out_by_bias(weight)) is not None:
+                for place in range(len(parts)):
+                    self._by_bias[parts[:place], leaf].add(out)
+            elif (out := self._out_by_width(weight, role)) is not None:
+                self._by_width[leaf].add(out)
+
+    def of(self, path: str) -> int | Problem | None:
+        """The dimension; None of an array that is whole; or why neither is known."""
+        weight = self._weights.of[path]
+        found = self._dim(weight)
+        if not isinstance(found, int):
+            return found
+        # One entry is every device's: the key of all heads.
+        return weight.first + found if weight.shape[found] != 1 else None
+
+    def _dim(self, weight: Weight) -> int | Problem | None:
+        rank, named, role = len(weight.shape), weight.named, self._weights.role(weight)
+        if isinstance(role, Problem):
+            return None if named.adapter == "a" else role
+        if rank < 1 or role == "whole":
+            return None
+        if named.adapter is None and (rank == 1 or named.bias):
+            return (self._few_heads(weight) or 0) if role == "columns" else None
+        if role is None:
+            path = weight.pattern
+            return weight.problem(
+                "has no role that its name tells",
+                f"say it: columns={path!r}, or rows, vocabulary or whole",
+            )
+        if named.adapter is not None:
+            return self._of_adapter(weight, role)
+        if role == "vocabulary":
+            return 0
+        if role == "heads":
+            return {"heads": rank - 3, "bias by heads": 0}.get(named.kind or "", rank - 1)
+        if rank > 2 and named.name != PAIR:
+            return self._of_heads(weight, role)
+        return self._few_heads(weight) or self._of_matrix(weight, role)
+
+    def _of_matrix(self, weight: Weight, role: str) -> int | Problem:
+        """Of columns the dimension that comes out, of rows the one that goes in."""
+        if role == "rows" and weight.given is None:
+            wrong = unlike(weight, self._weights.in_parent[weight.named.parent])
+            if wrong is not None:
+                return wrong
+        last = len(weight.shape) - 1
+        if role == "columns" and (dim := self._weights.vocabulary_dim(weight)) is not None:
+            return dim
+        out = self._out(weight, role)
+        if out is None:
+            return weight.problem(
+                "may be [in, out] or [out, in]: neither biases nor widths around it tell",
+                self._own_rule(weight),
+            )
+        return last - 1 + (out if role == "columns" else 1 - out)
+
+    def _out(self, weight: Weight, role: str) -> int | None:
+        """Which of the last two dimensions comes out; None where it cannot be known."""
+        parts, leaf = weight.named.parts, weight.named.leaf
+        usual, own = int(leaf != "weight"), self._out_by_bias(weight)
+        if own is not None or weight.kind == "logits":
+            return usual if own is None else own
+        for place in range(len(parts) - 1, -1, -1):
+            said = self._by_bias.get((parts[:place], leaf))
+            if said:
+                return min(said) if len(said) == 1 else None
+        said = self._by_width[leaf]
+        if len(said) == 1:
+            return min(said)
+        own = self._out_by_width(weight, role)
+        # GPT-2's have been published both ways round, under the same names.
+        either = leaf in ("weight", "kernel") and weight.named.name.startswith("c_")
+        return None if either or own not in (None, usual) else usual
+
+    def _out_by_bias(self, weight: Weight) -> int | None:
+        """The one dimension that is as long as a bias beside the array."""
+        *before, last = weight.named.parts
+        names = {"bias", "b"} if weight.named.inside else {f"{last}_bias"}
+        names.add(re.sub("_weight$", "_bias", last))
+        weights, named = self._weights, weight.named
+        near = weights.in_module[named.module] if named.inside else weights.in_parent[named.parent]
+        sizes = {
+            other.shape[0]
+            for other in near
+            if other.named.parts[:-1] == tuple(before)
+            and other.named.parts[-1] in names
+            and len(other.shape) == 1
+        }
+        return _only(dim for dim, size in enumerate(weight.shape[-2:]) if size in sizes)
+
+    def _out_by_width(self, weight: Weight, role: str) -> int | None:
+        wide = _only(d for d, size in enumerate(weight.shape[-2:]) if size in self._widths)
+        return wide if wide is None or role == "rows" else 1 - wide
+
+    def _of_heads(self, weight: Weight, role: str) -> int | Problem:
+        """Of [in, heads, size] and [heads, size, out] the heads."""
+        rank, shape, named = len(weight.shape), weight.shape, weight.named
+        if weight.given:
+            if named.leaf == "weight":
+                return 0 if role == "columns" else rank - 1
+            return 1 if role == "columns" else 0
+        right = rank == 3 and named.leaf != "weight" and named.kind in ("attention", "out")
+        if role == "columns":
+            right = right and not (shape[0] not in self._widths and shape[1] in self._widths)
+        else:
+            columns = [
+                other.shape[1:]
+                for other in self._weights.in_parent[named.parent]
+                if other.named.kind == "attention" and len(other.shape) == 3
+            ]
+            right = right and (not columns or shape[:2] in columns)
+        if right:
+            return 1 if role == "columns" else 0
+        path = weight.pattern
+        return weight.problem(
+            f"has {rank} dimensions, which are not [in, heads, size] or [heads, size, out]",
+            f"say stacked={path!r} where the first counts layers or experts; otherwise "
+            f"{self._own_rule(weight)}",
+        )
+
+    def _of_adapter(self, weight: Weight, role: str) -> int | Problem | None:
+        """Of columns b lies like the weight, of rows and tables a; the other one is whole."""
+        named, shape = weight.named, weight.shape
+        columns = role == "columns" or (role == "heads" and named.name != "attn_vec_einsum")
+        if (named.adapter == "b") != columns:
+            return None
+        if len(shape) > 2:  # [rank, heads, size], [heads, size, rank]
+            return len(shape) - 2 if columns else 0
+        others = [
+            other.shape
+            for other in self._weights.in_module[named.module]
+            if other.named.adapter not in (None, named.adapter)
+            and len(other.named.parts) == len(named.parts)
+        ]
+        ranks = set(shape).intersection(*others) or set(shape)
+        if len(set(shape)) > 1:
+            return 1 - shape.index(min(ranks))
+        return int((named.leaf != "weight") == columns)
+
+    def _own_rule(self, weight: Weight) -> str:
+        key, axis = key_of(weight.array.path), shown(self._axes)
+        return (
+            f"say whole={weight.pattern!r}, and give it a rule of its own, with {axis!r} where it "
+            f"is sharded: rules | {{{key!r}: ...}}"
+        )
+
+    def _few_heads(self, weight: Weight) -> Problem | None:
+        """Heads that the devices do not share, where one knows how many there are."""
+        named = weight.named
+        if weight.given or named.kind != "attention" or named.name == "sinks":
+            return None
+        if named.bias and len(weight.shape) > 1:  # [heads, size]
+            return None
+        size = self._head_size or self._head_size_by_norm(named.parent)
+        dim = self._of_matrix(weight, "columns") if len(weight.shape) == 2 else 0
+        out = weight.shape[dim] if isinstance(dim, int) else 0
+        heads, rest = divmod(out, size or 1)
+        if not size or rest or not heads % self._count:
+            return None
+        return weight.problem(
+            f"has {heads} heads of {size}, which {self._count} devices do not divide",
+            f"have each device hold all of them and take its own, whole={weight.pattern!r}, or "
+            "use fewer devices along this axis",
+        )
+
+    def _head_size_by_norm(self, parent: tuple[str, ...]) -> int | None:
+        """As long as the norm of queries and keys, if that is one of each head."""
+        norms, most = set[int](), 0
+        for other in self._weights.in_parent[parent]:
+            if re.fullmatch(r"(q|k|query|key)_?(layer)?norm", other.named.name):
+                norms |= set(other.shape) if len(other.shape) == 1 else set()
+            elif other.named.kind == "attention":
+                most = max(most, *other.shape)
+        return min(norms) if len(norms) == 1 and min(norms) < most else None
+
+
+def _only(found: Iterable[int]) -> int | None:
+    dims = list(found)
+    return dims[0] if len(dims) == 1 else None

@@ -1,0 +1,464 @@
+"""Tensor parallelism on the names and sizes of published models: each weight right, or refused."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.layout import LayoutError, tensor_parallel
+
+# A name, its shape, and the dimension that is sharded: - of none, x of an array that is refused.
+FAMILIES = {
+    "Llama": """
+        model.embed_tokens.weight 128256,4096 0
+        model.layers.0.self_attn.q_proj.weight 4096,4096 0
+        model.layers.0.self_attn.k_proj.weight 1024,4096 0
+        model.layers.0.self_attn.v_proj.weight 1024,4096 0
+        model.layers.0.self_attn.o_proj.weight 4096,4096 1
+        model.layers.0.self_attn.rotary_emb.inv_freq 64 -
+        model.layers.0.mlp.gate_proj.weight 14336,4096 0
+        model.layers.0.mlp.up_proj.weight 14336,4096 0
+        model.layers.0.mlp.down_proj.weight 4096,14336 1
+        model.layers.0.input_layernorm.weight 4096 -
+        model.layers.0.post_attention_layernorm.weight 4096 -
+        model.norm.weight 4096 -
+        lm_head.weight 128256,4096 0""",
+    "Llama of Flax": """
+        model/embed_tokens/embedding 32000,4096 0
+        model/layers/0/self_attn/q_proj/kernel 4096,4096 1
+        model/layers/0/self_attn/k_proj/kernel 4096,1024 1
+        model/layers/0/self_attn/o_proj/kernel 4096,4096 0
+        model/layers/0/mlp/gate_proj/kernel 4096,11008 1
+        model/layers/0/mlp/up_proj/kernel 4096,11008 1
+        model/layers/0/mlp/down_proj/kernel 11008,4096 0
+        model/layers/0/input_layernorm/weight 4096 -
+        model/norm/weight 4096 -
+        lm_head/kernel 4096,32000 1""",
+    "Llama as first published": """
+        tok_embeddings.weight 32000,4096 0
+        layers.0.attention.wq.weight 4096,4096 0
+        layers.0.attention.wk.weight 4096,4096 0
+        layers.0.attention.wo.weight 4096,4096 1
+        layers.0.feed_forward.w1.weight 11008,4096 0
+        layers.0.feed_forward.w2.weight 4096,11008 1
+        layers.0.feed_forward.w3.weight 11008,4096 0
+        layers.0.attention_norm.weight 4096 -
+        norm.weight 4096 -
+        output.weight 32000,4096 0""",
+    "Mistral with weights turned round": """
+        model.embed_tokens.weight 32000,4096 0
+        model.layers.0.self_attn.q_proj.weight 4096,4096 1
+        model.layers.0.self_attn.k_proj.weight 4096,1024 1
+        model.layers.0.self_attn.o_proj.weight 4096,4096 0
+        model.layers.0.mlp.up_proj.weight 4096,14336 1
+        model.layers.0.mlp.down_proj.weight 14336,4096 0
+        model.norm.weight 4096 -
+        lm_head.weight 32000,4096 0""",
+    "Qwen2": """
+        model.embed_tokens.weight 152064,3584 0
+        model.layers.0.self_attn.q_proj.weight 3584,3584 0
+        model.layers.0.self_attn.q_proj.bias 3584 0
+        model.layers.0.self_attn.k_proj.weight 512,3584 0
+        model.layers.0.self_attn.k_proj.bias 512 0
+        model.layers.0.self_attn.o_proj.weight 3584,3584 1
+        model.layers.0.mlp.gate_proj.weight 18944,3584 0
+        model.layers.0.mlp.down_proj.weight 3584,18944 1
+        lm_head.weight 152064,3584 0""",
+    "Qwen3-MoE": """
+        model.embed_tokens.weight 151936,2048 0
+        model.layers.0.self_attn.q_proj.weight 4096,2048 0
+        model.layers.0.self_attn.k_proj.weight 512,2048 0
+        model.layers.0.self_attn.o_proj.weight 2048,4096 1
+        model.layers.0.self_attn.q_norm.weight 128 -
+        model.layers.0.self_attn.k_norm.weight 128 -
+        model.layers.0.mlp.gate.weight 128,2048 -
+        model.layers.0.mlp.experts.0.gate_proj.weight 768,2048 0
+        model.layers.0.mlp.experts.0.up_proj.weight 768,2048 0
+        model.layers.0.mlp.experts.0.down_proj.weight 2048,768 1
+        model.norm.weight 2048 -""",
+    "Qwen2-MoE": """
+        model.layers.0.mlp.gate.weight 60,2048 -
+        model.layers.0.mlp.shared_expert.gate_proj.weight 5632,2048 0
+        model.layers.0.mlp.shared_expert.down_proj.weight 2048,5632 1
+        model.layers.0.mlp.shared_expert_gate.weight 1,2048 -""",
+    "Mixtral": """
+        model.layers.0.block_sparse_moe.gate.weight 8,4096 -
+        model.layers.0.block_sparse_moe.experts.0.w1.weight 14336,4096 0
+        model.layers.0.block_sparse_moe.experts.0.w2.weight 4096,14336 1
+        model.layers.0.block_sparse_moe.experts.0.w3.weight 14336,4096 0
+        model.layers.0.input_layernorm.weight 4096 -""",
+    "DeepSeek-V3": """
+        model.embed_tokens.weight 129280,7168 0
+        model.layers.3.self_attn.q_a_proj.weight 1536,7168 -
+        model.layers.3.self_attn.q_a_layernorm.weight 1536 -
+        model.layers.3.self_attn.q_b_proj.weight 24576,1536 0
+        model.layers.3.self_attn.kv_a_proj_with_mqa.weight 576,7168 -
+        model.layers.3.self_attn.kv_a_layernorm.weight 512 -
+        model.layers.3.self_attn.kv_b_proj.weight 32768,512 0
+        model.layers.3.self_attn.o_proj.weight 7168,16384 1
+        model.layers.3.self_attn.o_proj.weight_scale_inv 56,128 1
+        model.layers.3.mlp.gate.weight 256,7168 -
+        model.layers.3.mlp.gate.e_score_correction_bias 256 -
+        model.layers.3.mlp.experts.0.gate_proj.weight 2048,7168 0
+        model.layers.3.mlp.experts.0.gate_proj.weight_scale_inv 16,56 0
+        model.layers.3.mlp.experts.0.down_proj.weight 7168,2048 1
+        model.layers.3.mlp.shared_experts.up_proj.weight 2048,7168 0
+        model.layers.3.mlp.shared_experts.down_proj.weight 7168,2048 1
+        model.layers.61.eh_proj.weight 7168,14336 -
+        model.layers.61.shared_head.head.weight 129280,7168 0
+        model.layers.61.shared_head.norm.weight 7168 -
+        lm_head.weight 129280,7168 0""",
+    "DeepSeek-V3 as first published": """
+        embed.weight 129280,7168 0
+        layers.3.attn.wq_a.weight 1536,7168 -
+        layers.3.attn.wq_b.weight 24576,1536 0
+        layers.3.attn.wkv_a.weight 576,7168 -
+        layers.3.attn.wkv_b.weight 32768,512 0
+        layers.3.attn.wo.weight 7168,16384 1
+        layers.3.ffn.gate.weight 256,7168 -
+        layers.3.ffn.gate.bias 256 -
+        layers.3.ffn.experts.0.w1.weight 2048,7168 0
+        layers.3.ffn.experts.0.w2.weight 7168,2048 1
+        layers.3.ffn_norm.weight 7168 -
+        head.weight 129280,7168 0""",
+    "Gemma": """
+        model.embed_tokens.weight 256000,3072 0
+        model.layers.0.self_attn.q_proj.weight 4096,3072 0
+        model.layers.0.self_attn.o_proj.weight 3072,4096 1
+        model.layers.0.mlp.gate_proj.weight 24576,3072 0
+        model.layers.0.mlp.down_proj.weight 3072,24576 1
+        model.layers.0.pre_feedforward_layernorm.weight 3072 -""",
+    "Gemma of Flax": """
+        transformer/embedder/input_embedding 256128,2048 0
+        transformer/layer_0/attn/q_einsum/w 8,2048,256 0
+        transformer/layer_0/attn/kv_einsum/w 2,1,2048,256 -
+        transformer/layer_0/attn/attn_vec_einsum/w 8,256,2048 0
+        transformer/layer_0/mlp/gating_einsum/w 2,2048,16384 2
+        transformer/layer_0/mlp/linear/w 16384,2048 0
+        transformer/layer_0/pre_attention_norm/scale 2048 -
+        transformer/final_norm/scale 2048 -""",
+    "Gemma of Flax, gates turned round": """
+        transformer/layer_0/attn/qkv_einsum/w 3,16,3072,256 1
+        transformer/layer_0/mlp/gating_einsum 2,24576,3072 1
+        transformer/layer_0/mlp/linear 24576,3072 0
+        transformer/layer_0/pre_ffw_norm/scale 3072 -""",
+    "Phi-3": """
+        model.embed_tokens.weight 32064,3072 0
+        model.layers.0.self_attn.qkv_proj.weight 9216,3072 x
+        model.layers.0.self_attn.o_proj.weight 3072,3072 1
+        model.layers.0.mlp.gate_up_proj.weight 16384,3072 x
+        model.layers.0.mlp.down_proj.weight 3072,8192 1""",
+    "Phi-2": """
+        model.layers.0.self_attn.q_proj.weight 2560,2560 0
+        model.layers.0.self_attn.q_proj.bias 2560 0
+        model.layers.0.self_attn.dense.weight 2560,2560 1
+        model.layers.0.self_attn.dense.bias 2560 -
+        model.layers.0.mlp.fc1.weight 10240,2560 0
+        model.layers.0.mlp.fc1.bias 10240 0
+        model.layers.0.mlp.fc2.weight 2560,10240 1
+        model.layers.0.mlp.fc2.bias 2560 -""",
+    "GPT-2": """
+        transformer.wte.weight 50257,768 0
+        transformer.wpe.weight 1024,768 -
+        transformer.h.0.ln_1.weight 768 -
+        transformer.h.0.attn.bias 1,1,1024,1024 -
+        transformer.h.0.attn.masked_bias scalar -
+        transformer.h.0.attn.c_attn.weight 768,2304 x
+        transformer.h.0.attn.c_attn.bias 2304 x
+        transformer.h.0.attn.c_proj.weight 768,768 0
+        transformer.h.0.attn.c_proj.bias 768 -
+        transformer.h.0.mlp.c_fc.weight 768,3072 1
+        transformer.h.0.mlp.c_fc.bias 3072 0
+        transformer.h.0.mlp.c_proj.weight 3072,768 0
+        transformer.ln_f.bias 768 -
+        lm_head.weight 50257,768 0""",
+    "GPT-2 without biases": """
+        wte.weight 50257,768 0
+        h.0.ln_1.weight 768 -
+        h.0.attn.c_proj.weight 768,768 0
+        h.0.mlp.c_fc.weight 768,3072 1
+        h.0.mlp.c_proj.weight 3072,768 0""",
+    "GPT-2 without its table": """
+        h.0.mlp.c_fc.weight 768,3072 1
+        h.0.mlp.c_fc.bias 3072 0
+        lm_head.weight 50257,768 0""",
+    "GPT-2 with layers of PyTorch": """
+        transformer.wte.weight 50304,768 0
+        transformer.h.0.ln_1.weight 768 -
+        transformer.h.0.attn.c_proj.weight 768,768 1
+        transformer.h.0.mlp.c_fc.weight 3072,768 0
+        transformer.h.0.mlp.c_proj.weight 768,3072 1""",
+    "GPT-2 of Flax, whose kernels are [out, in]": """
+        transformer/wte/embedding 50257,768 0
+        transformer/wpe/embedding 1024,768 -
+        transformer/h/0/attn/c_proj/kernel 768,768 1
+        transformer/h/0/attn/c_proj/bias 768 -
+        transformer/h/0/mlp/c_fc/kernel 3072,768 0
+        transformer/h/0/mlp/c_fc/bias 3072 0
+        transformer/h/0/mlp/c_proj/kernel 768,3072 1
+        transformer/h/0/mlp/c_proj/bias 768 -""",
+    "a square weight of which nothing tells": "h.0.attn.c_proj.weight 768,768 x",
+    "GPT-NeoX": """
+        gpt_neox.embed_in.weight 50688,4096 0
+        gpt_neox.layers.0.attention.query_key_value.weight 12288,4096 0
+        gpt_neox.layers.0.attention.query_key_value.bias 12288 0
+        gpt_neox.layers.0.attention.dense.weight 4096,4096 1
+        gpt_neox.layers.0.attention.dense.bias 4096 -
+        gpt_neox.layers.0.attention.bias 1,1,2048,2048 -
+        gpt_neox.layers.0.mlp.dense_h_to_4h.weight 16384,4096 0
+        gpt_neox.layers.0.mlp.dense_h_to_4h.bias 16384 0
+        gpt_neox.layers.0.mlp.dense_4h_to_h.weight 4096,16384 1
+        gpt_neox.layers.0.mlp.dense_4h_to_h.bias 4096 -
+        gpt_neox.final_layer_norm.weight 4096 -
+        embed_out.weight 50688,4096 0""",
+    "T5": """
+        shared.weight 32128,512 0
+        encoder.block.0.layer.0.SelfAttention.q.weight 384,512 0
+        encoder.block.0.layer.0.SelfAttention.o.weight 512,384 1
+        encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight 32,8 1
+        encoder.block.0.layer.0.layer_norm.weight 512 -
+        encoder.block.0.layer.1.DenseReluDense.wi_0.weight 1024,512 0
+        encoder.block.0.layer.1.DenseReluDense.wo.weight 512,1024 1
+        decoder.block.0.layer.1.EncDecAttention.k.weight 384,512 0
+        lm_head.weight 32128,512 0""",
+    "T5 of Flax": """
+        shared/embedding 32128,512 0
+        encoder/block/0/layer/0/SelfAttention/q/kernel 512,512 1
+        encoder/block/0/layer/0/SelfAttention/o/kernel 512,512 0
+        encoder/block/0/layer/0/SelfAttention/relative_attention_bias/embedding 32,8 1
+        encoder/block/0/layer/1/DenseReluDense/wi/kernel 512,2048 1
+        encoder/block/0/layer/1/DenseReluDense/wo/kernel 2048,512 0
+        encoder/final_layer_norm/weight 512 -
+        lm_head/kernel 512,32128 1""",
+    "T5X": """
+        token_embedder/embedding 32128,768 0
+        encoder/relpos_bias/rel_embedding 12,32 0
+        encoder/layers_0/attention/query/kernel 768,768 1
+        encoder/layers_0/attention/out/kernel 768,768 0
+        encoder/layers_0/mlp/wi_0/kernel 768,2048 1
+        encoder/layers_0/mlp/wo/kernel 2048,768 0
+        encoder/layers_0/pre_mlp_layer_norm/scale 768 -
+        decoder/logits_dense/kernel 768,32128 1""",
+    "BERT": """
+        bert.embeddings.word_embeddings.weight 30522,768 0
+        bert.embeddings.position_embeddings.weight 512,768 -
+        bert.embeddings.token_type_embeddings.weight 2,768 -
+        bert.embeddings.LayerNorm.weight 768 -
+        bert.encoder.layer.0.attention.self.query.weight 768,768 0
+        bert.encoder.layer.0.attention.self.query.bias 768 0
+        bert.encoder.layer.0.attention.output.dense.weight 768,768 1
+        bert.encoder.layer.0.attention.output.dense.bias 768 -
+        bert.encoder.layer.0.attention.output.LayerNorm.weight 768 -
+        bert.encoder.layer.0.intermediate.dense.weight 3072,768 0
+        bert.encoder.layer.0.intermediate.dense.bias 3072 0
+        bert.encoder.layer.0.output.dense.weight 768,3072 1
+        bert.encoder.layer.0.output.dense.bias 768 -
+        bert.pooler.dense.weight 768,768 -
+        cls.predictions.transform.dense.weight 768,768 -
+        cls.predictions.transform.dense.bias 768 -
+        cls.predictions.decoder.weight 30522,768 0
+        cls.predictions.bias 30522 0
+        cls.seq_relationship.weight 2,768 -""",
+    "BERT of Flax": """
+        bert/embeddings/word_embeddings/embedding 30522,768 0
+        bert/embeddings/position_embeddings/embedding 512,768 -
+        bert/embeddings/token_type_embeddings/embedding 2,768 -
+        bert/encoder/layer/0/attention/self/value/kernel 768,768 1
+        bert/encoder/layer/0/attention/output/dense/kernel 768,768 0
+        bert/encoder/layer/0/intermediate/dense/kernel 768,3072 1
+        bert/encoder/layer/0/output/dense/kernel 3072,768 0
+        cls/predictions/bias 30522 0""",
+    "Whisper": """
+        model.encoder.conv1.weight 384,80,3 -
+        model.encoder.conv1.bias 384 -
+        model.encoder.embed_positions.weight 1500,384 -
+        model.encoder.layers.0.self_attn.k_proj.weight 384,384 0
+        model.encoder.layers.0.self_attn.v_proj.bias 384 0
+        model.encoder.layers.0.self_attn.out_proj.weight 384,384 1
+        model.encoder.layers.0.self_attn.out_proj.bias 384 -
+        model.encoder.layers.0.fc1.weight 1536,384 0
+        model.encoder.layers.0.fc2.weight 384,1536 1
+        model.decoder.embed_tokens.weight 51865,384 0
+        model.decoder.embed_positions.weight 448,384 -
+        model.decoder.layers.0.encoder_attn.q_proj.weight 384,384 0
+        model.decoder.layers.0.encoder_attn_layer_norm.weight 384 -
+        proj_out.weight 51865,384 0""",
+    "Whisper of Flax": """
+        model/encoder/conv1/kernel 3,80,384 -
+        model/encoder/embed_positions/embedding 1500,384 -
+        model/decoder/embed_tokens/embedding 51865,384 0
+        model/decoder/layers/0/self_attn/q_proj/kernel 384,384 1
+        model/decoder/layers/0/encoder_attn/out_proj/kernel 384,384 0
+        model/decoder/layers/0/fc1/kernel 384,1536 1
+        model/decoder/layers/0/fc2/kernel 1536,384 0""",
+    "Falcon of one key for all heads": """
+        transformer.word_embeddings.weight 65024,4544 0
+        transformer.h.0.self_attention.query_key_value.weight 4672,4544 x
+        transformer.h.0.self_attention.dense.weight 4544,4544 1
+        transformer.h.0.mlp.dense_h_to_4h.weight 18176,4544 0
+        transformer.h.0.mlp.dense_4h_to_h.weight 4544,18176 1
+        transformer.h.0.input_layernorm.weight 4544 -
+        transformer.ln_f.weight 4544 -
+        lm_head.weight 65024,4544 0""",
+    "Falcon": """
+        transformer.h.0.ln_attn.weight 8192 -
+        transformer.h.0.self_attention.query_key_value.weight 9216,8192 x
+        transformer.h.0.self_attention.dense.weight 8192,8192 1
+        transformer.h.0.mlp.dense_h_to_4h.weight 32768,8192 0""",
+    "OPT": """
+        model.decoder.embed_tokens.weight 50272,512 0
+        model.decoder.embed_positions.weight 2050,1024 -
+        model.decoder.project_in.weight 1024,512 -
+        model.decoder.project_out.weight 512,1024 -
+        model.decoder.layers.0.self_attn.q_proj.weight 1024,1024 0
+        model.decoder.layers.0.self_attn.q_proj.bias 1024 0
+        model.decoder.layers.0.self_attn.out_proj.weight 1024,1024 1
+        model.decoder.layers.0.self_attn_layer_norm.weight 1024 -
+        model.decoder.layers.0.fc1.weight 4096,1024 0
+        model.decoder.layers.0.fc1.bias 4096 0
+        model.decoder.layers.0.fc2.weight 1024,4096 1
+        lm_head.weight 50272,512 0""",
+    "ViT": """
+        vit.embeddings.cls_token 1,1,768 -
+        vit.embeddings.position_embeddings 1,197,768 -
+        vit.embeddings.patch_embeddings.projection.weight 768,3,16,16 -
+        vit.embeddings.patch_embeddings.projection.bias 768 -
+        vit.encoder.layer.0.attention.attention.query.weight 768,768 0
+        vit.encoder.layer.0.attention.output.dense.weight 768,768 1
+        vit.encoder.layer.0.intermediate.dense.weight 3072,768 0
+        vit.encoder.layer.0.output.dense.weight 768,3072 1
+        vit.encoder.layer.0.layernorm_before.weight 768 -
+        classifier.weight 1000,768 -""",
+    "CLIP": """
+        text_model.embeddings.token_embedding.weight 49408,512 0
+        text_model.embeddings.position_embedding.weight 77,512 -
+        text_model.encoder.layers.0.self_attn.k_proj.weight 512,512 0
+        text_model.encoder.layers.0.mlp.fc1.weight 2048,512 0
+        text_model.encoder.layers.0.mlp.fc2.weight 512,2048 1
+        vision_model.embeddings.class_embedding 768 -
+        vision_model.embeddings.patch_embedding.weight 768,3,32,32 -
+        vision_model.pre_layrnorm.weight 768 -
+        vision_model.encoder.layers.0.self_attn.out_proj.weight 768,768 1
+        vision_model.encoder.layers.0.layer_norm1.weight 768 -
+        visual_projection.weight 512,768 -
+        text_projection.weight 512,512 -
+        logit_scale scalar -""",
+    "CLIP as first published": """
+        visual.conv1.weight 768,3,32,32 -
+        visual.class_embedding 768 -
+        visual.positional_embedding 50,768 -
+        visual.transformer.resblocks.0.attn.in_proj_weight 2304,768 x
+        visual.transformer.resblocks.0.attn.in_proj_bias 2304 x
+        visual.transformer.resblocks.0.attn.out_proj.weight 768,768 1
+        visual.transformer.resblocks.0.mlp.c_fc.weight 3072,768 0
+        visual.transformer.resblocks.0.mlp.c_fc.bias 3072 0
+        visual.transformer.resblocks.0.mlp.c_proj.weight 768,3072 1
+        visual.transformer.resblocks.0.mlp.c_proj.bias 768 -
+        visual.ln_post.weight 768 -
+        visual.proj 768,512 x
+        token_embedding.weight 49408,512 0
+        text_projection 512,512 -""",
+    "a picture's words by GPT-2": """
+        encoder.encoder.layer.0.attention.attention.query.weight 768,768 0
+        encoder.encoder.layer.0.intermediate.dense.weight 3072,768 0
+        encoder.encoder.layer.0.intermediate.dense.bias 3072 0
+        decoder.transformer.h.0.crossattention.q_attn.weight 768,768 1
+        decoder.transformer.h.0.crossattention.c_proj.weight 768,768 0
+        decoder.transformer.h.0.mlp.c_fc.weight 768,3072 1
+        decoder.transformer.h.0.mlp.c_fc.bias 3072 0""",
+    "a ViT of one projection for three": """
+        blocks.0.attn.qkv.weight 2304,768 x
+        blocks.0.attn.proj.weight 768,768 1
+        blocks.0.mlp.fc1.weight 3072,768 0
+        patch_embed.proj.weight 768,3,16,16 -
+        pos_embed 1,197,768 -
+        head.weight 1000,768 x""",
+    "gpt-oss": """
+        model.layers.0.self_attn.sinks 64 0
+        model.layers.0.self_attn.q_proj.weight 4096,2880 0
+        model.layers.0.self_attn.q_proj.bias 4096 0
+        model.layers.0.self_attn.o_proj.weight 2880,4096 1
+        model.layers.0.self_attn.o_proj.bias 2880 -
+        model.layers.0.mlp.router.weight 32,2880 -
+        model.layers.0.mlp.router.bias 32 -
+        model.layers.0.mlp.experts.gate_up_proj 32,2880,5760 x
+        model.layers.0.mlp.experts.gate_up_proj_bias 32,5760 x
+        model.layers.0.mlp.experts.down_proj 32,2880,2880 1
+        model.layers.0.mlp.experts.down_proj_bias 32,2880 -""",
+    "adapters of PEFT": """
+        layers.0.q_proj.base_layer.weight 4096,4096 0
+        layers.0.q_proj.lora_A.default.weight 16,4096 -
+        layers.0.q_proj.lora_B.default.weight 4096,16 0
+        layers.0.k_proj.base_layer.weight 64,4096 0
+        layers.0.k_proj.lora_A.default.weight 256,4096 -
+        layers.0.k_proj.lora_B.default.weight 64,256 0
+        layers.0.o_proj.base_layer.weight 4096,4096 1
+        layers.0.o_proj.lora_A.default.weight 16,4096 1
+        layers.0.o_proj.lora_B.default.weight 4096,16 -
+        layers.0.q_proj.lora_magnitude_vector.default.weight 4096 0
+        layers.0.mlp.gate.lora_A.weight 8,4096 -
+        embed_tokens.base_layer.weight 32000,4096 0
+        embed_tokens.lora_embedding_A.default 16,32000 1
+        embed_tokens.lora_embedding_B.default 4096,16 -""",
+    "adapters of Flax": """
+        layers/0/q_proj/kernel 4096,4096 1
+        layers/0/q_proj/lora_a 4096,16 -
+        layers/0/q_proj/lora_b 16,4096 1
+        layers/0/up/kernel 64,64 1
+        layers/0/up/lora_a 64,64 -
+        layers/0/up/lora_b 64,64 1
+        layers/0/down_proj/lora_a 14336,16 0
+        layers/0/down_proj/lora_b 16,4096 -
+        layers/0/query/kernel 64,8,16 1
+        layers/0/query/kernel_lora_b 4,8,16 1
+        layers/0/attn/q_einsum/w 8,64,16 0
+        layers/0/attn/q_einsum/w_lora_a 64,4 -
+        layers/0/attn/q_einsum/w_lora_b 4,8,16 1
+        layers/0/attn/attn_vec_einsum/w 8,16,64 0
+        layers/0/attn/attn_vec_einsum/w_lora_a 8,16,4 0
+        layers/0/attn/attn_vec_einsum/w_lora_b 4,64 -""",
+}
+
+
+def wanted(text):
+    """By name, an array and the dimension that is sharded."""
+    found = {}
+    for line in text.strip().splitlines():
+        name, sizes, dim = line.split()
+        shape = () if sizes == "scalar" else tuple(map(int, sizes.split(",")))
+        found[name] = jax.ShapeDtypeStruct(shape, jnp.bfloat16), dim
+    return found
+
+
+def nested(arrays):
+    """The same as a tree."""
+    tree = {}
+    for name, x in arrays.items():
+        *parts, last = name.replace(".", "/").split("/")
+        node = tree
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[last] = x
+    return tree
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_names(family):
+    """Under their own names, with dots, and as a tree; all others hold without those refused."""
+    table, mesh = wanted(FAMILIES[family]), AbstractMesh((2,), ("tp",))
+    for tree in (str, lambda name: name.replace(".", "/")):
+        arrays = {name: x for name, (x, _) in table.items()}
+        params = arrays if tree is str else nested(arrays)
+        refused = {tree(name) for name, (_, dim) in table.items() if dim == "x"}
+        whole = ""
+        if refused:
+            with pytest.raises(LayoutError) as found:
+                tensor_parallel(params, mesh)
+            assert {problem.path for problem in found.value.problems} == refused
+            whole = "|".join(refused)
+        rules = tensor_parallel(params, mesh, whole=whole)
+        assert {name: rules.match(tree(name)) for name in table} == {
+            name: P() if dim in "-x" else P(*[None] * int(dim), "tp")
+            for name, (_, dim) in table.items()
+        }
