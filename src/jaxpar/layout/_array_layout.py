@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar._padding import AnyArray, Blocks
+from jaxpar.layout._keys import is_key, keys_of, words_of
 from jaxpar.layout._mesh import size_of
 
 
@@ -131,7 +131,10 @@ class ArrayLayout:
         return size_of(self.mesh, self.axes[dim])
 
     def pad(self, array: AnyArray) -> AnyArray:
-        """Adds the zeros that the mesh needs."""
+        """Adds the zeros that the mesh needs; to keys those whose words are zeros."""
+        if is_key(array.dtype) and self.padded_shape != self.shape:
+            words = self.words()
+            return keys_of(words.pad(jax.random.key_data(array)), array.dtype)
         for dim, blocks in enumerate(self.blocks):
             array = blocks.pad(array, dim)
         return array
@@ -141,6 +144,13 @@ class ArrayLayout:
         for dim, blocks in enumerate(self.blocks):
             array = blocks.unpad(array, dim)
         return array
+
+    def words(self) -> ArrayLayout:
+        """The layout of the words of keys, whose last dimension is whole."""
+        one = words_of(self.dtype)
+        whole = tuple(Blocks.evenly(size, 1) for size in one.shape)
+        shape, blocks = (*self.shape, *one.shape), (*self.blocks, *whole)
+        return replace(self, shape=shape, dtype=one.dtype, blocks=blocks)
 
 
 @lru_cache(maxsize=4096)  # thousands of arrays share a few specs
@@ -154,6 +164,7 @@ def axes_by_dim(
 
 def itemsize(dtype: Any) -> int:
     """Bytes of an entry; of a key of `jax.random`, of its words."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4
+    if is_key(dtype):
+        words = words_of(dtype)
+        return prod(words.shape) * words.dtype.itemsize
     return np.dtype(dtype).itemsize

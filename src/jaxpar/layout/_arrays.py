@@ -12,21 +12,24 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar._calls import called, type_error
+from jaxpar._calls import called, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._paths import arrays_of
+from jaxpar.layout._keys import is_key, keys_of
+from jaxpar.layout._paths import arrays_of, described
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
 
 
-def pad(layout: Layout, params: Any) -> Any:
-    """What `Layout.pad` says."""
-    return _changed(layout, params, lambda a: a.shape, lambda a, x: a.pad(x), lambda a: a.sharding)
+def pad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
+    """What `Layout.pad` says; `dtypes`: must be the layout's, too."""
+    return _changed(
+        layout, params, lambda a: a.shape, lambda a, x: a.pad(x), lambda a: a.sharding, dtypes
+    )
 
 
-def unpad(layout: Layout, params: Any) -> Any:
+def unpad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
     """What `Layout.unpad` says."""
     return _changed(
         layout,
@@ -34,23 +37,25 @@ def unpad(layout: Layout, params: Any) -> Any:
         lambda a: a.padded_shape,
         lambda a, x: a.unpad(x),
         lambda a: a.logical_sharding,
+        dtypes,
     )
 
 
 def place(layout: Layout, params: Any) -> Any:
     """What `Layout.place` says."""
-    return _each(layout, params, lambda a: a.shape, _put)
+    return _each(layout, params, lambda a: a.shape, _put, dtypes=True)
 
 
 def gather(layout: Layout, params: Any) -> Any:
     """What `Layout.gather` says."""
 
-    def whole(array: ArrayLayout, x: Any) -> np.ndarray:
+    def whole(array: ArrayLayout, x: Any) -> Any:
         if not getattr(x, "is_fully_addressable", True):
             everywhere = NamedSharding(array.mesh, PartitionSpec())
             x = jax.jit(lambda y: y, out_shardings=everywhere)(x)
-        found: Any = array.unpad(np.asarray(x))
-        return found
+        if is_key(x.dtype):  # which NumPy has none of
+            return array.unpad(keys_of(np.asarray(jax.random.key_data(x)), x.dtype))
+        return array.unpad(np.asarray(x))
 
     return _each(layout, params, lambda a: a.padded_shape, whole)
 
@@ -61,6 +66,7 @@ def _changed(
     shape_of: Callable[[ArrayLayout], tuple[int, ...]],
     function: Callable[[ArrayLayout, Any], Any],
     sharding_of: Callable[[ArrayLayout], Any],
+    dtypes: bool,
 ) -> Any:
     """Changes arrays that have padding: those on devices in one program, shard by shard."""
     there: dict[str, Array] = {}
@@ -70,7 +76,7 @@ def _changed(
             there[array.path] = x
         return x
 
-    _each(layout, params, shape_of, note)
+    _each(layout, params, shape_of, note, dtypes=dtypes)
 
     def change(arrays: dict[str, Array]) -> dict[str, Any]:
         return {path: function(layout[path], x) for path, x in arrays.items()}
@@ -91,6 +97,8 @@ def _each(
     params: Any,
     shape_of: Callable[[ArrayLayout], tuple[int, ...]],
     function: Callable[[ArrayLayout, Any], Any],
+    *,
+    dtypes: bool = False,
 ) -> Any:
     """Maps over arrays that have been checked to be those of the layout."""
     arrays, _ = arrays_of(params)
@@ -102,23 +110,12 @@ def _each(
     ]
     for path, x in given.items():
         array = layout.get(path)
-        if array is None:
-            problems.append(
-                Problem(path, None, f"{path!r} is not in the layout", "make one of these arrays")
-            )
-            continue
-        shape, wanted = tuple(jnp.shape(x)), shape_of(array)
-        if shape != wanted:
-            have = shape_text(jnp.result_type(x), shape)
-            what = "with" if wanted == array.padded_shape != array.shape else "without"
-            problems.append(
-                Problem(
-                    path,
-                    array.rule,
-                    f"{path!r} is {have}, but has shape {wanted} here, {what} padding",
-                    "give such an array, or make a layout of these",
-                )
-            )
+        found = (
+            Problem(path, None, f"{path!r} is not in the layout", "make one of these arrays")
+            if array is None
+            else _unlike(array, x, shape_of(array), dtypes)
+        )
+        problems += [found] if found else []
         if isinstance(x, jax.ShapeDtypeStruct):
             raise type_error(f"{path!r} is a shape, {x}; give an array")
     if problems:
@@ -131,6 +128,26 @@ def _each(
     return jax.tree.unflatten(tree, mapped)
 
 
+def _unlike(array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool) -> Problem | None:
+    """What tells an array from that of the layout, if anything does."""
+    path, shape, dtype = described(array.path, x)
+    have = f"{path!r} is {shape_text(dtype, shape)}"
+    if shape != wanted:
+        what = "with" if wanted == array.padded_shape != array.shape else "without"
+        text = f"{have}, but has shape {wanted} here, {what} padding"
+        return Problem(path, array.rule, text, "give such an array, or make a layout of these")
+    if dtypes and array.dtype not in (dtype, _promoted(array, x)):
+        text = f"{have}, and {shape_text(array.dtype, wanted)} in the layout"
+        return Problem(path, array.rule, text, "cast it, or make the layout of such arrays")
+    return None
+
+
+def _promoted(array: ArrayLayout, x: Any) -> Any:
+    """The dtype that a number of Python gets beside such an array."""
+    number = isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
+    return jnp.result_type(x, array.dtype) if number and not is_key(array.dtype) else None
+
+
 def _put(array: ArrayLayout, x: Any) -> Array:
     """Places one array; an array that another process holds a part of moves by itself."""
     if isinstance(x, Array) and not x.is_fully_addressable:
@@ -138,7 +155,32 @@ def _put(array: ArrayLayout, x: Any) -> Array:
         return padded
     if isinstance(x, Array) and array.padded_shape == array.shape and jax.process_count() == 1:
         return jax.device_put(x, array.sharding)
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        return jax.device_put(array.pad(x), array.sharding)
-    whole = array.pad(np.asarray(x))
+    if is_key(array.dtype):
+        return as_keys(array, _put(array.words(), np.asarray(jax.random.key_data(x))))
+    whole = array.pad(on_host(array, x))
     return jax.make_array_from_callback(whole.shape, array.sharding, lambda index: whole[index])
+
+
+def as_keys(array: ArrayLayout, words: Array) -> Array:
+    """Returns placed keys, padded or not, of their placed words."""
+    padded = words.shape[: len(array.shape)] == array.padded_shape
+    sharding = array.sharding if padded else array.logical_sharding
+    make = jax.jit(lambda words: keys_of(words, array.dtype), out_shardings=sharding)
+    keys: Array = make(words)
+    return keys
+
+
+def on_host(array: ArrayLayout, x: Any) -> np.ndarray:
+    """Returns a host array in the dtype of the layout.
+
+    Raises:
+      ValueError: whole numbers of 64 bits that do not fit into 32.
+    """
+    given = np.asarray(x)
+    cast = given.astype(array.dtype, copy=False)
+    if given.dtype.kind in "iu" and given.dtype != cast.dtype and (given != cast).any():
+        raise value_error(
+            f"{array.path!r} is {given.dtype} and has {given[given != cast][0]}, which is no "
+            f"{cast.dtype}; set jax_enable_x64, or give smaller numbers"
+        )
+    return cast

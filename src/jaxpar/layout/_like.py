@@ -6,13 +6,13 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
+import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar._calls import called
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._fit import Shaped, fit, replicated
-from jaxpar.layout._paths import arrays_of
+from jaxpar.layout._paths import arrays_of, described
 from jaxpar.layout._problem import LayoutError, Problem
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     for leaf in leaves:
         if leaf is None:
             continue
-        path, x = leaf
-        dtype = getattr(x, "dtype", None) or jnp.result_type(x)
-        array = Shaped(path, tuple(jnp.shape(x)), dtype)
+        array = Shaped(*described(*leaf))
+        path = array.path
         own = array_like(layout, array)
         if own is not None:
             found[path] = own
@@ -49,7 +48,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     if problems:
         raise LayoutError(called(), problems)
     arrays = [None if leaf is None else found[leaf[0]] for leaf in leaves]
-    return Layout(layout.rules, layout.mesh, arrays, treedef)
+    return Layout(layout.rules, layout.mesh, arrays, treedef, jax.tree.leaves(tree))
 
 
 def array_like(layout: Layout, array: Shaped) -> ArrayLayout | None:
