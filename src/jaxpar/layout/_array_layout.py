@@ -7,13 +7,12 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar._padding import AnyArray, Blocks
-from jaxpar.layout._keys import is_key, keys_of, words_of
 from jaxpar.layout._mesh import size_of
+from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,7 @@ class ArrayLayout:
     def pad(self, array: AnyArray) -> AnyArray:
         """Adds the zeros that the mesh needs; to keys those whose words are zeros."""
         if is_key(array.dtype) and self.padded_shape != self.shape:
-            words = self.words()
-            return keys_of(words.pad(jax.random.key_data(array)), array.dtype)
+            return from_words(self.words().pad(to_words(array)), array.dtype)
         for dim, blocks in enumerate(self.blocks):
             array = blocks.pad(array, dim)
         return array
@@ -145,9 +143,13 @@ class ArrayLayout:
             array = blocks.unpad(array, dim)
         return array
 
-    def words(self) -> ArrayLayout:
-        """The layout of the words of keys, whose last dimension is whole."""
-        one = words_of(self.dtype)
+    def words(self, dtype: Any = None) -> ArrayLayout:
+        """The layout of the words of such an array (`to_words`), in whose last dimension they are.
+
+        Args:
+          dtype: of the array. None: the layout's.
+        """
+        one = words_of(self.dtype if dtype is None else dtype)
         whole = tuple(Blocks.evenly(size, 1) for size in one.shape)
         shape, blocks = (*self.shape, *one.shape), (*self.blocks, *whole)
         return replace(self, shape=shape, dtype=one.dtype, blocks=blocks)

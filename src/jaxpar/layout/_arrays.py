@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar._calls import called, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._keys import is_key, keys_of
 from jaxpar.layout._paths import arrays_of, described
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
+from jaxpar.layout._words import from_words, is_key, to_words
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
@@ -54,7 +54,7 @@ def gather(layout: Layout, params: Any) -> Any:
             everywhere = NamedSharding(array.mesh, PartitionSpec())
             x = jax.jit(lambda y: y, out_shardings=everywhere)(x)
         if is_key(x.dtype):  # which NumPy has none of
-            return array.unpad(keys_of(np.asarray(jax.random.key_data(x)), x.dtype))
+            return array.unpad(from_words(jnp.asarray(np.asarray(to_words(x))), x.dtype))
         return array.unpad(np.asarray(x))
 
     return _each(layout, params, lambda a: a.padded_shape, whole)
@@ -78,8 +78,14 @@ def _changed(
 
     _each(layout, params, shape_of, note, dtypes=dtypes)
 
-    def change(arrays: dict[str, Array]) -> dict[str, Any]:
-        return {path: function(layout[path], x) for path, x in arrays.items()}
+    def change(arrays: dict[str, Array]) -> dict[str, Array]:
+        return {path: moved_as_words(layout[path], x) for path, x in arrays.items()}
+
+    def moved_as_words(array: ArrayLayout, x: Array) -> Array:
+        held = array.words(x.dtype)
+        words = function(held, to_words(x))
+        # The words move, and not what is made of them behind this line.
+        return from_words(jax.lax.with_sharding_constraint(words, sharding_of(held)), x.dtype)
 
     shardings = {path: sharding_of(layout[path]) for path in there}
     moved: dict[str, Any] = jax.jit(change, out_shardings=shardings)(there) if there else {}
@@ -151,23 +157,22 @@ def _promoted(array: ArrayLayout, x: Any) -> Any:
 def _put(array: ArrayLayout, x: Any) -> Array:
     """Places one array; an array that another process holds a part of moves by itself."""
     if isinstance(x, Array) and not x.is_fully_addressable:
-        padded: Array = jax.jit(array.pad, out_shardings=array.sharding)(x)
-        return padded
+        return of_words(array, jax.jit(array.words().pad)(to_words(x)))
     if isinstance(x, Array) and array.padded_shape == array.shape and jax.process_count() == 1:
         return jax.device_put(x, array.sharding)
     if is_key(array.dtype):
-        return as_keys(array, _put(array.words(), np.asarray(jax.random.key_data(x))))
+        return of_words(array, _put(array.words(), np.asarray(to_words(x))))
     whole = array.pad(on_host(array, x))
     return jax.make_array_from_callback(whole.shape, array.sharding, lambda index: whole[index])
 
 
-def as_keys(array: ArrayLayout, words: Array) -> Array:
-    """Returns placed keys, padded or not, of their placed words."""
+def of_words(array: ArrayLayout, words: Array) -> Array:
+    """Returns the placed array, padded or not, of its words."""
     padded = words.shape[: len(array.shape)] == array.padded_shape
     sharding = array.sharding if padded else array.logical_sharding
-    make = jax.jit(lambda words: keys_of(words, array.dtype), out_shardings=sharding)
-    keys: Array = make(words)
-    return keys
+    make = jax.jit(lambda words: from_words(words, array.dtype), out_shardings=sharding)
+    placed: Array = make(words)
+    return placed
 
 
 def on_host(array: ArrayLayout, x: Any) -> np.ndarray:

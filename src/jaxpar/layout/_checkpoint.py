@@ -1,8 +1,8 @@
 """Checkpoints of arrays without padding and without a mesh, which any mesh reads its shards of.
 
 A checkpoint is one dict of Orbax from paths to arrays. Of what Orbax stores no arrays it has others
-in their places: of keys their words, of arrays without entries a single zero. The dtypes and shapes
-of those are in Orbax's own metadata, under `NOTES`.
+in their places: of keys, and of dtypes that are in no file, their words; of arrays without entries
+a single zero. The dtypes and shapes of those are in Orbax's own metadata, under `NOTES`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jax.sharding import NamedSharding
 from jaxpar._calls import called, value_error
 from jaxpar._extras import require
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._arrays import as_keys, pad, unpad
-from jaxpar.layout._keys import is_key
+from jaxpar.layout._arrays import of_words, pad, unpad
 from jaxpar.layout._paths import arrays_of, path_text
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
 from jaxpar.layout._rule import REPLICATED, nearest
+from jaxpar.layout._words import is_key, to_words
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
@@ -44,7 +44,7 @@ def save(layout: Layout, folder: str | Path, params: Any) -> None:
     notes: dict[str, Any] = {
         path: {"dtype": str(array.dtype), "shape": list(array.shape)}
         for path, array in layout.items()
-        if is_key(array.dtype) or not prod(array.shape)
+        if _in_words(array) or not prod(array.shape)
     }
     if not tree:  # of which Orbax makes no checkpoint
         tree, notes = (
@@ -81,42 +81,31 @@ def restore(layout: Layout, folder: str | Path) -> Any:
 
 def _check_saved(layout: Layout, params: Any) -> None:
     """Raises where arrays can not be stored: before anything is written."""
-    tensorstore = require("tensorstore", "checkpoint", called())
-    problems: list[Problem] = []
-    for path, x in filter(None, arrays_of(params)[0]):
-        problem = path in layout and _unsaved(layout[path], x, tensorstore)
-        problems += [problem] if problem else []
+    found = [
+        layout.get(path) and _unsaved(layout[path], x)
+        for path, x in filter(None, arrays_of(params)[0])
+    ]
+    problems = [problem for problem in found if problem]
     if problems:
         raise LayoutError(called(), problems)
 
 
-def _unsaved(array: ArrayLayout, x: Any, tensorstore: Any) -> Problem | None:
+def _unsaved(array: ArrayLayout, x: Any) -> Problem | None:
     """Why an array can not be stored, if it can not."""
     if not isinstance(x, Array):
         text, remedy = f"is a {type(x).__name__} on no device", "save what `Layout.place` returns"
     elif isinstance(x, Tracer):
         text, remedy = "is traced", "call it outside of jax.jit, with the arrays of its results"
     elif x.is_deleted():
-        text, remedy = "has been donated or deleted", "save the arrays that took its place"
-    elif not _has_dtype(tensorstore, _stored(array).dtype):
-        text = f"is {shape_text(array.dtype, array.shape)}, a dtype that files have none of"
-        remedy = "cast it for the layout and for the file, to int8 or uint8 say"
-    elif not _is_utf8(array.path):
+        text, remedy = "has been donated or deleted", "save the array that took its place"
+    elif not _is_unicode(array.path):
         text, remedy = "has a name that is no Unicode text", "rename it"
     else:
         return None
     return Problem(array.path, array.rule, f"{array.path!r} {text}", remedy)
 
 
-def _has_dtype(tensorstore: Any, dtype: Any) -> bool:
-    try:
-        tensorstore.dtype(np.dtype(dtype))
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _is_utf8(text: str) -> bool:
+def _is_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -124,12 +113,23 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
+def _in_words(array: ArrayLayout) -> bool:
+    """Whether a file has whole numbers in the place of an array's own, which it knows none of."""
+    if is_key(array.dtype):
+        return True
+    try:
+        require("tensorstore", "checkpoint", called()).dtype(np.dtype(array.dtype))
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
 def _stored(array: ArrayLayout) -> jax.ShapeDtypeStruct:
     """What is stored of an array, without padding."""
     if not prod(array.shape):
         everywhere = NamedSharding(array.mesh, REPLICATED)
         return jax.ShapeDtypeStruct((1,), np.int32, sharding=everywhere)
-    held = array.words() if is_key(array.dtype) else array
+    held = array.words() if _in_words(array) else array
     return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=held.logical_sharding)
 
 
@@ -138,15 +138,15 @@ def _written(array: ArrayLayout, x: Any) -> Array:
     if not prod(array.shape):
         one = _stored(array)
         return _zeros(one.shape, one.dtype, one.sharding)
-    return jax.random.key_data(x) if is_key(array.dtype) else x
+    return to_words(x) if _in_words(array) else x
 
 
 def _read(array: ArrayLayout, x: Array) -> Array:
     """The array without padding of what is stored of it."""
-    held = array.words() if is_key(array.dtype) else array
+    held = array.words() if _in_words(array) else array
     if not prod(array.shape):
         x = _zeros(held.shape, held.dtype, held.logical_sharding)
-    return as_keys(array, x) if is_key(array.dtype) else x
+    return of_words(array, x) if _in_words(array) else x
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Array:

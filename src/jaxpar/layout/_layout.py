@@ -430,8 +430,8 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Raises:
           ImportError: without Orbax.
-          LayoutError: arrays of other paths, shapes or dtypes; of a dtype that files have none of;
-            that are on no device, or not any more. Nothing is written then.
+          LayoutError: arrays of other paths, shapes or dtypes, or on no device. Nothing is written
+            then.
           ValueError: a folder that is there.
 
         Cost: arrays that have padding are copied without it, whole along that dimension.

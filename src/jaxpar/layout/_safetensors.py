@@ -66,7 +66,7 @@ class Tensor:
 
     def array(self) -> np.ndarray:
         """Its numbers: a view of the mapped file."""
-        return self.data.view(self.dtype).reshape(self.shape)
+        return self.data.view(self.dtype or np.uint8).reshape(self.shape)
 
 
 def tensors_of(files: Any) -> dict[str, Tensor]:
