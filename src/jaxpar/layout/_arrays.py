@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxpar._calls import called, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._paths import arrays_of, described
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
-from jaxpar.layout._words import from_words, is_key, to_words
+from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
@@ -24,21 +25,12 @@ if TYPE_CHECKING:
 
 def pad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
     """What `Layout.pad` says; `dtypes`: must be the layout's, too."""
-    return _changed(
-        layout, params, lambda a: a.shape, lambda a, x: a.pad(x), lambda a: a.sharding, dtypes
-    )
+    return _changed(layout, params, True, dtypes)
 
 
 def unpad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
     """What `Layout.unpad` says."""
-    return _changed(
-        layout,
-        params,
-        lambda a: a.padded_shape,
-        lambda a, x: a.unpad(x),
-        lambda a: a.logical_sharding,
-        dtypes,
-    )
+    return _changed(layout, params, False, dtypes)
 
 
 def place(layout: Layout, params: Any) -> Any:
@@ -60,42 +52,59 @@ def gather(layout: Layout, params: Any) -> Any:
     return _each(layout, params, lambda a: a.padded_shape, whole)
 
 
-def _changed(
-    layout: Layout,
-    params: Any,
-    shape_of: Callable[[ArrayLayout], tuple[int, ...]],
-    function: Callable[[ArrayLayout, Any], Any],
-    sharding_of: Callable[[ArrayLayout], Any],
-    dtypes: bool,
-) -> Any:
+def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
     """Changes arrays that have padding: those on devices in one program, shard by shard."""
     there: dict[str, Array] = {}
+
+    def shape_given(array: ArrayLayout) -> tuple[int, ...]:
+        return array.shape if padded else array.padded_shape
+
+    def sharding(array: ArrayLayout) -> NamedSharding:
+        return array.sharding if padded else array.logical_sharding
+
+    def changed(array: ArrayLayout, x: Any) -> Any:
+        return array.pad(x) if padded else array.unpad(x)
 
     def note(array: ArrayLayout, x: Any) -> Any:
         if array.padded_shape != array.shape and isinstance(x, Array) and not isinstance(x, Tracer):
             there[array.path] = x
         return x
 
-    _each(layout, params, shape_of, note, dtypes=dtypes)
-
-    def change(arrays: dict[str, Array]) -> dict[str, Array]:
-        return {path: moved_as_words(layout[path], x) for path, x in arrays.items()}
-
-    def moved_as_words(array: ArrayLayout, x: Array) -> Array:
+    def moved(array: ArrayLayout, x: Array) -> Array:
         held = array.words(x.dtype)
-        words = function(held, to_words(x))
+        words = changed(held, to_words(x))
         # The words move, and not what is made of them behind this line.
-        return from_words(jax.lax.with_sharding_constraint(words, sharding_of(held)), x.dtype)
+        return from_words(jax.lax.with_sharding_constraint(words, sharding(held)), x.dtype)
 
-    shardings = {path: sharding_of(layout[path]) for path in there}
-    moved: dict[str, Any] = jax.jit(change, out_shardings=shardings)(there) if there else {}
+    def program(arrays: dict[str, Array]) -> dict[str, Array]:
+        return {path: moved(layout[path], x) for path, x in arrays.items()}
+
+    _each(layout, params, shape_given, note, dtypes=dtypes)
+    empty = {path: there.pop(path) for path in list(there) if not prod(layout[path].shape)}
+    shardings = {path: sharding(layout[path]) for path in there}
+    made: dict[str, Any] = jax.jit(program, out_shardings=shardings)(there) if there else {}
+    for path, x in empty.items():
+        array = layout[path]
+        made[path] = zeros_of(
+            array.padded_shape if padded else array.shape, x.dtype, sharding(array)
+        )
 
     def result(array: ArrayLayout, x: Any) -> Any:
         if array.padded_shape == array.shape:
             return x
-        return moved[array.path] if array.path in moved else function(array, x)
+        return made[array.path] if array.path in made else changed(array, x)
 
-    return _each(layout, params, shape_of, result)
+    return _each(layout, params, shape_given, result)
+
+
+def zeros_of(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Array:
+    """Makes zeros by no program: of an empty array one has shards of wrong shapes in jax 0.10."""
+    if is_key(dtype):
+        words = words_of(dtype)
+        keys = from_words(jnp.zeros((*shape, *words.shape), words.dtype), dtype)
+        return jax.device_put(keys, sharding)
+    zeros = np.zeros(shape, dtype)
+    return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
 def _each(
@@ -156,6 +165,8 @@ def _promoted(array: ArrayLayout, x: Any) -> Any:
 
 def _put(array: ArrayLayout, x: Any) -> Array:
     """Places one array; an array that another process holds a part of moves by itself."""
+    if not prod(array.shape):
+        return zeros_of(array.padded_shape, array.dtype, array.sharding)
     if isinstance(x, Array) and not x.is_fully_addressable:
         return of_words(array, jax.jit(array.words().pad)(to_words(x)))
     if isinstance(x, Array) and array.padded_shape == array.shape and jax.process_count() == 1:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jaxpar._calls import called, value_error
 from jaxpar._extras import require
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._arrays import of_words, pad, unpad
+from jaxpar.layout._arrays import of_words, pad, unpad, zeros_of
 from jaxpar.layout._paths import arrays_of, path_text
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
 from jaxpar.layout._rule import REPLICATED, nearest
@@ -48,7 +48,7 @@ def save(layout: Layout, folder: str | Path, params: Any) -> None:
     }
     if not tree:  # of which Orbax makes no checkpoint
         tree, notes = (
-            {"": _zeros((1,), np.int32, NamedSharding(layout.mesh, REPLICATED))},
+            {"": zeros_of((1,), np.int32, NamedSharding(layout.mesh, REPLICATED))},
             {"": None},
         )
     with ocp.Checkpointer(_handler(ocp)) as checkpointer:
@@ -137,21 +137,15 @@ def _written(array: ArrayLayout, x: Any) -> Array:
     """The array that is stored of one without padding."""
     if not prod(array.shape):
         one = _stored(array)
-        return _zeros(one.shape, one.dtype, one.sharding)
+        return zeros_of(one.shape, one.dtype, one.sharding)
     return to_words(x) if _in_words(array) else x
 
 
 def _read(array: ArrayLayout, x: Array) -> Array:
     """The array without padding of what is stored of it."""
-    held = array.words() if _in_words(array) else array
     if not prod(array.shape):
-        x = _zeros(held.shape, held.dtype, held.logical_sharding)
+        return zeros_of(array.shape, array.dtype, array.logical_sharding)
     return of_words(array, x) if _in_words(array) else x
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Array:
-    zeros = np.zeros(shape, dtype)
-    return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
 def _metadata(checkpointer: Any, where: Path) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxpar._calls import called, of_user, public, readable, type_error, value_e
 from jaxpar._checks import check_whole
 from jaxpar._types import AnyMesh, AxisLike, Flag, Integer, PathLike
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._arrays import gather, pad, place, unpad
+from jaxpar.layout._arrays import gather, pad, place, unpad, zeros_of
 from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import restore, save
 from jaxpar.layout._fit import Shaped, fit
@@ -273,12 +274,18 @@ class Layout(Mapping[str, ArrayLayout]):
         self._need_devices()
         make = of_user(function, "function")
 
+        full = {path: array.sharding for path, array in self.items() if prod(array.shape)}
+
         def padded(*args: Any, **kwargs: Any) -> dict[str, Any]:
             found, _ = arrays_of(pad(self, make(*args, **kwargs), dtypes=True))
-            return dict(one for one in found if one is not None)
+            return {path: x for path, x in filter(None, found) if path in full}
 
-        shardings = {path: array.sharding for path, array in self.items()}
-        return self.filled(jax.jit(padded, out_shardings=shardings)(*args, **kwargs))
+        empty = {
+            path: zeros_of(array.padded_shape, array.dtype, array.sharding)
+            for path, array in self.items()
+            if path not in full
+        }
+        return self.filled(empty | jax.jit(padded, out_shardings=full)(*args, **kwargs))
 
     @public
     def constrain(self, x: Array, path: str) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -42,6 +43,13 @@ def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | N
 def path_text(path: Any) -> str:
     """Keys and indices of a path with slashes between them, as in `layers/0/query`."""
     return keystr(tuple(path), simple=True, separator="/")
+
+
+def _as_jax(dtype: Any) -> Any:
+    return jnp.result_type(jax.ShapeDtypeStruct((), dtype))
+
+
+_narrow = lru_cache(maxsize=64)(_as_jax)  # of thousands of arrays
 
 
 def part_of(tree: Any, path: str) -> Any:
@@ -95,7 +103,8 @@ def described(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
     try:
         if dtype is None:
             return path, tuple(jnp.shape(leaf)), jnp.result_type(leaf)
-        return path, tuple(leaf.shape), jnp.result_type(jax.ShapeDtypeStruct((), dtype))
+        narrow = getattr(dtype, "itemsize", 8) < 8  # the same whether there are 64 bits or not
+        return path, tuple(leaf.shape), _narrow(dtype) if narrow else _as_jax(dtype)
     except TypeError:
         raise type_error(
             f"{path!r} is an array of dtype {dtype} ({type(leaf).__name__}), which no array of "
