@@ -277,7 +277,7 @@ def test_float8_with_scales_is_quantized(tmp_path):
     wide = LayoutMap({"q": (None, "tp")}).layout(
         {"q": jax.ShapeDtypeStruct((384, 256), "bfloat16")}, mesh
     )
-    with pytest.raises(LayoutError, match="a problem|2 problems") as error:
+    with pytest.raises(LayoutError, match="2 problems") as error:
         wide.read_safetensors(tmp_path, names={"q": "q.weight"}, transposed="q")
     assert "make the layout of such arrays: of `Quantized` weights, with a name" in str(error.value)
     assert "'q.weight_scale_inv' float32[2,3] of" in str(error.value)

@@ -151,16 +151,19 @@ def _unlike(array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool) -
         what = "with" if wanted == array.padded_shape != array.shape else "without"
         text = f"{have}, but has shape {wanted} here, {what} padding"
         return Problem(path, array.rule, text, "give such an array, or make a layout of these")
-    if dtypes and array.dtype not in (dtype, _promoted(array, x)):
+    if dtypes and dtype != array.dtype and not _takes(array, x):
         text = f"{have}, and {shape_text(array.dtype, wanted)} in the layout"
         return Problem(path, array.rule, text, "cast it, or make the layout of such arrays")
     return None
 
 
-def _promoted(array: ArrayLayout, x: Any) -> Any:
-    """The dtype that a number of Python gets beside such an array."""
-    number = isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
-    return jnp.result_type(x, array.dtype) if number and not is_key(array.dtype) else None
+def _takes(array: ArrayLayout, number: Any) -> bool:
+    """Whether this is a number of Python that arrays of such a dtype have."""
+    kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.complexfloating}
+    if type(number) not in kinds:
+        return False
+    wider = list(kinds.values())[list(kinds).index(type(number)) :]
+    return any(jnp.issubdtype(array.dtype, kind) for kind in wider)
 
 
 def _put(array: ArrayLayout, x: Any) -> Array:

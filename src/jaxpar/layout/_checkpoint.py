@@ -1,7 +1,7 @@
 """Checkpoints of arrays without padding and without a mesh, which any mesh reads its shards of.
 
 A checkpoint is one dict of Orbax from paths to arrays. Of what Orbax stores no arrays it has others
-in their places: of keys, and of dtypes that are in no file, their words; of arrays without entries
+in their places: of keys and of floats of 8 bits their words; of arrays without entries
 a single zero. The dtypes and shapes of those are in Orbax's own metadata, under `NOTES`.
 """
 
@@ -64,18 +64,21 @@ def restore(layout: Layout, folder: str | Path) -> Any:
         flat, tree = jax.tree_util.tree_flatten_with_path(found.tree)
         paths = [path_text(keys) for keys, _ in flat]
         there = {p: shape_text(x.dtype, x.shape) for p, (_, x) in zip(paths, flat, strict=True)}
-        for path, note in dict[str, Any](found.custom_metadata or {}).get(NOTES, {}).items():
+        notes: dict[str, Any] = dict(found.custom_metadata or {}).get(NOTES, {})
+        for path, note in notes.items():
             there[path] = note and shape_text(note["dtype"], note["shape"])
         _check(layout, {path: text for path, text in there.items() if text}, str(where))
         if not layout:
             return layout.filled({})
-        stored = [_stored(layout[path]) for path in paths]
+        stored = [_stored(layout[path], path in notes) for path in paths]
         wanted = [ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape) for x in stored]
         args = ocp.args.PyTreeRestore(
             item=jax.tree.unflatten(tree, stored), restore_args=jax.tree.unflatten(tree, wanted)
         )
         read = jax.tree.leaves(checkpointer.restore(where, args=args))
-    arrays = {path: _read(layout[path], x) for path, x in zip(paths, read, strict=True)}
+    arrays = {
+        path: _read(layout[path], x, path in notes) for path, x in zip(paths, read, strict=True)
+    }
     return pad(layout, layout.filled(arrays))
 
 
@@ -114,38 +117,38 @@ def _is_unicode(text: str) -> bool:
 
 
 def _in_words(array: ArrayLayout) -> bool:
-    """Whether a file has whole numbers in the place of an array's own, which it knows none of."""
+    """Whether a file has words of an array in its place.
+
+    TensorStore has not all dtypes of fewer than 16 bits, and not all NaNs of those that it has.
+    """
     if is_key(array.dtype):
         return True
-    try:
-        require("tensorstore", "checkpoint", called()).dtype(np.dtype(array.dtype))
-    except (TypeError, ValueError):
-        return True
-    return False
+    dtype = np.dtype(array.dtype)
+    return dtype.itemsize == 1 and dtype not in (np.bool_, np.int8, np.uint8)
 
 
-def _stored(array: ArrayLayout) -> jax.ShapeDtypeStruct:
-    """What is stored of an array, without padding."""
+def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:
+    """What is stored of an array, without padding, and perhaps in the place of it."""
     if not prod(array.shape):
         everywhere = NamedSharding(array.mesh, REPLICATED)
         return jax.ShapeDtypeStruct((1,), np.int32, sharding=everywhere)
-    held = array.words() if _in_words(array) else array
+    held = array.words() if noted else array
     return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=held.logical_sharding)
 
 
 def _written(array: ArrayLayout, x: Any) -> Array:
     """The array that is stored of one without padding."""
     if not prod(array.shape):
-        one = _stored(array)
+        one = _stored(array, noted=True)
         return zeros_of(one.shape, one.dtype, one.sharding)
     return to_words(x) if _in_words(array) else x
 
 
-def _read(array: ArrayLayout, x: Array) -> Array:
+def _read(array: ArrayLayout, x: Array, noted: bool) -> Array:
     """The array without padding of what is stored of it."""
     if not prod(array.shape):
         return zeros_of(array.shape, array.dtype, array.logical_sharding)
-    return of_words(array, x) if _in_words(array) else x
+    return of_words(array, x) if noted else x
 
 
 def _metadata(checkpointer: Any, where: Path) -> Any:
