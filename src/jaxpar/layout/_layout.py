@@ -492,8 +492,9 @@ class Layout(Mapping[str, ArrayLayout]):
             place of slashes.
           transposed: a pattern of the paths whose last two dimensions have changed places there, as
             the weights of PyTorch's linear layers; or a mapping of patterns to the order of a
-            tensor's axes, as for `numpy.transpose`: `{".*/conv/kernel": (2, 3, 1, 0)}` for
-            PyTorch's [out, in, height, width]. Stacked dimensions are not counted.
+            tensor's axes, as for `numpy.transpose`, or to None for the last two exchanged:
+            `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's [out, in, height, width]. Dimensions
+            that are stacked are not counted.
           unused: a pattern of the names of tensors that need not be read. Patterns match whole
             paths and names.
 
