@@ -43,7 +43,7 @@ EXTRAS = {
     "bench": "tables, progress and pictures of bench, predict and tune",
     "tpu": "TPUs, and the compiler for TPUs that are not there",
     "gpu": "the compiler for GPUs that are not there",
-    "checkpoint": "jaxpar.layout: save, restore, read_safetensors",
+    "checkpoint": "jaxpar.layout: save, restore",
     "testing": "jaxpar.testing: property tests",
 }
 PACKAGES = (

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar._padding import AnyArray, Blocks
 from jaxpar.layout._mesh import size_of
+from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,9 @@ class ArrayLayout:
         return size_of(self.mesh, self.axes[dim])
 
     def pad(self, array: AnyArray) -> AnyArray:
-        """Adds the zeros that the mesh needs."""
+        """Adds the zeros that the mesh needs; to keys those whose words are zeros."""
+        if is_key(array.dtype) and self.padded_shape != self.shape:
+            return from_words(self.words().pad(to_words(array)), array.dtype)
         for dim, blocks in enumerate(self.blocks):
             array = blocks.pad(array, dim)
         return array
@@ -141,6 +142,17 @@ class ArrayLayout:
         for dim, blocks in enumerate(self.blocks):
             array = blocks.unpad(array, dim)
         return array
+
+    def words(self, dtype: Any = None) -> ArrayLayout:
+        """The layout of the words of such an array (`to_words`), in whose last dimension they are.
+
+        Args:
+          dtype: of the array. None: the layout's.
+        """
+        one = words_of(self.dtype if dtype is None else dtype)
+        whole = tuple(Blocks.evenly(size, 1) for size in one.shape)
+        shape, blocks = (*self.shape, *one.shape), (*self.blocks, *whole)
+        return replace(self, shape=shape, dtype=one.dtype, blocks=blocks)
 
 
 @lru_cache(maxsize=4096)  # thousands of arrays share a few specs
@@ -154,6 +166,7 @@ def axes_by_dim(
 
 def itemsize(dtype: Any) -> int:
     """Bytes of an entry; of a key of `jax.random`, of its words."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4
+    if is_key(dtype):
+        words = words_of(dtype)
+        return prod(words.shape) * words.dtype.itemsize
     return np.dtype(dtype).itemsize

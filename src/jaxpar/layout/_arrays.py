@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,78 +13,98 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar._calls import called, type_error
+from jaxpar._calls import called, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._paths import arrays_of
+from jaxpar.layout._paths import arrays_of, described
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
+from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
 
 
-def pad(layout: Layout, params: Any) -> Any:
-    """What `Layout.pad` says."""
-    return _changed(layout, params, lambda a: a.shape, lambda a, x: a.pad(x), lambda a: a.sharding)
+def pad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
+    """What `Layout.pad` says; `dtypes`: must be the layout's, too."""
+    return _changed(layout, params, True, dtypes)
 
 
-def unpad(layout: Layout, params: Any) -> Any:
+def unpad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
     """What `Layout.unpad` says."""
-    return _changed(
-        layout,
-        params,
-        lambda a: a.padded_shape,
-        lambda a, x: a.unpad(x),
-        lambda a: a.logical_sharding,
-    )
+    return _changed(layout, params, False, dtypes)
 
 
 def place(layout: Layout, params: Any) -> Any:
     """What `Layout.place` says."""
-    return _each(layout, params, lambda a: a.shape, _put)
+    return _each(layout, params, lambda a: a.shape, _put, dtypes=True)
 
 
 def gather(layout: Layout, params: Any) -> Any:
     """What `Layout.gather` says."""
 
-    def whole(array: ArrayLayout, x: Any) -> np.ndarray:
+    def whole(array: ArrayLayout, x: Any) -> Any:
         if not getattr(x, "is_fully_addressable", True):
             everywhere = NamedSharding(array.mesh, PartitionSpec())
             x = jax.jit(lambda y: y, out_shardings=everywhere)(x)
-        found: Any = array.unpad(np.asarray(x))
-        return found
+        if is_key(x.dtype):  # which NumPy has none of
+            return array.unpad(from_words(jnp.asarray(np.asarray(to_words(x))), x.dtype))
+        return array.unpad(np.asarray(x))
 
     return _each(layout, params, lambda a: a.padded_shape, whole)
 
 
-def _changed(
-    layout: Layout,
-    params: Any,
-    shape_of: Callable[[ArrayLayout], tuple[int, ...]],
-    function: Callable[[ArrayLayout, Any], Any],
-    sharding_of: Callable[[ArrayLayout], Any],
-) -> Any:
+def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
     """Changes arrays that have padding: those on devices in one program, shard by shard."""
     there: dict[str, Array] = {}
+
+    def shape_given(array: ArrayLayout) -> tuple[int, ...]:
+        return array.shape if padded else array.padded_shape
+
+    def sharding(array: ArrayLayout) -> NamedSharding:
+        return array.sharding if padded else array.logical_sharding
+
+    def changed(array: ArrayLayout, x: Any) -> Any:
+        return array.pad(x) if padded else array.unpad(x)
 
     def note(array: ArrayLayout, x: Any) -> Any:
         if array.padded_shape != array.shape and isinstance(x, Array) and not isinstance(x, Tracer):
             there[array.path] = x
         return x
 
-    _each(layout, params, shape_of, note)
+    def moved(array: ArrayLayout, x: Array) -> Array:
+        held = array.words(x.dtype)
+        words = changed(held, to_words(x))
+        # The words move, and not what is made of them behind this line.
+        return from_words(jax.lax.with_sharding_constraint(words, sharding(held)), x.dtype)
 
-    def change(arrays: dict[str, Array]) -> dict[str, Any]:
-        return {path: function(layout[path], x) for path, x in arrays.items()}
+    def program(arrays: dict[str, Array]) -> dict[str, Array]:
+        return {path: moved(layout[path], x) for path, x in arrays.items()}
 
-    shardings = {path: sharding_of(layout[path]) for path in there}
-    moved: dict[str, Any] = jax.jit(change, out_shardings=shardings)(there) if there else {}
+    _each(layout, params, shape_given, note, dtypes=dtypes)
+    empty = {path: there.pop(path) for path in list(there) if not prod(layout[path].shape)}
+    shardings = {path: sharding(layout[path]) for path in there}
+    made: dict[str, Any] = jax.jit(program, out_shardings=shardings)(there) if there else {}
+    for path, x in empty.items():
+        array = layout[path]
+        made[path] = zeros_of(
+            array.padded_shape if padded else array.shape, x.dtype, sharding(array)
+        )
 
     def result(array: ArrayLayout, x: Any) -> Any:
         if array.padded_shape == array.shape:
             return x
-        return moved[array.path] if array.path in moved else function(array, x)
+        return made[array.path] if array.path in made else changed(array, x)
 
-    return _each(layout, params, shape_of, result)
+    return _each(layout, params, shape_given, result)
+
+
+def zeros_of(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Array:
+    """Makes zeros by no program: of an empty array one has shards of wrong shapes in jax 0.10."""
+    if is_key(dtype):
+        words = words_of(dtype)
+        keys = from_words(jnp.zeros((*shape, *words.shape), words.dtype), dtype)
+        return jax.device_put(keys, sharding)
+    zeros = np.zeros(shape, dtype)
+    return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
 def _each(
@@ -91,6 +112,8 @@ def _each(
     params: Any,
     shape_of: Callable[[ArrayLayout], tuple[int, ...]],
     function: Callable[[ArrayLayout, Any], Any],
+    *,
+    dtypes: bool = False,
 ) -> Any:
     """Maps over arrays that have been checked to be those of the layout."""
     arrays, _ = arrays_of(params)
@@ -102,23 +125,12 @@ def _each(
     ]
     for path, x in given.items():
         array = layout.get(path)
-        if array is None:
-            problems.append(
-                Problem(path, None, f"{path!r} is not in the layout", "make one of these arrays")
-            )
-            continue
-        shape, wanted = tuple(jnp.shape(x)), shape_of(array)
-        if shape != wanted:
-            have = shape_text(jnp.result_type(x), shape)
-            what = "with" if wanted == array.padded_shape != array.shape else "without"
-            problems.append(
-                Problem(
-                    path,
-                    array.rule,
-                    f"{path!r} is {have}, but has shape {wanted} here, {what} padding",
-                    "give such an array, or make a layout of these",
-                )
-            )
+        found = (
+            Problem(path, None, f"{path!r} is not in the layout", "make one of these arrays")
+            if array is None
+            else _unlike(array, x, shape_of(array), dtypes)
+        )
+        problems += [found] if found else []
         if isinstance(x, jax.ShapeDtypeStruct):
             raise type_error(f"{path!r} is a shape, {x}; give an array")
     if problems:
@@ -131,14 +143,63 @@ def _each(
     return jax.tree.unflatten(tree, mapped)
 
 
+def _unlike(array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool) -> Problem | None:
+    """What tells an array from that of the layout, if anything does."""
+    path, shape, dtype = described(array.path, x)
+    have = f"{path!r} is {shape_text(dtype, shape)}"
+    if shape != wanted:
+        what = "with" if wanted == array.padded_shape != array.shape else "without"
+        text = f"{have}, but has shape {wanted} here, {what} padding"
+        return Problem(path, array.rule, text, "give such an array, or make a layout of these")
+    if dtypes and dtype != array.dtype and not _takes(array, x):
+        text = f"{have}, and {shape_text(array.dtype, wanted)} in the layout"
+        return Problem(path, array.rule, text, "cast it, or make the layout of such arrays")
+    return None
+
+
+def _takes(array: ArrayLayout, number: Any) -> bool:
+    """Whether this is a number of Python that arrays of such a dtype have."""
+    kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.complexfloating}
+    if type(number) not in kinds:
+        return False
+    wider = list(kinds.values())[list(kinds).index(type(number)) :]
+    return any(jnp.issubdtype(array.dtype, kind) for kind in wider)
+
+
 def _put(array: ArrayLayout, x: Any) -> Array:
     """Places one array; an array that another process holds a part of moves by itself."""
+    if not prod(array.shape):
+        return zeros_of(array.padded_shape, array.dtype, array.sharding)
     if isinstance(x, Array) and not x.is_fully_addressable:
-        padded: Array = jax.jit(array.pad, out_shardings=array.sharding)(x)
-        return padded
+        return of_words(array, jax.jit(array.words().pad)(to_words(x)))
     if isinstance(x, Array) and array.padded_shape == array.shape and jax.process_count() == 1:
         return jax.device_put(x, array.sharding)
-    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        return jax.device_put(array.pad(x), array.sharding)
-    whole = array.pad(np.asarray(x))
+    if is_key(array.dtype):
+        return of_words(array, _put(array.words(), np.asarray(to_words(x))))
+    whole = array.pad(on_host(array, x))
     return jax.make_array_from_callback(whole.shape, array.sharding, lambda index: whole[index])
+
+
+def of_words(array: ArrayLayout, words: Array) -> Array:
+    """Returns the placed array, padded or not, of its words."""
+    padded = words.shape[: len(array.shape)] == array.padded_shape
+    sharding = array.sharding if padded else array.logical_sharding
+    make = jax.jit(lambda words: from_words(words, array.dtype), out_shardings=sharding)
+    placed: Array = make(words)
+    return placed
+
+
+def on_host(array: ArrayLayout, x: Any) -> np.ndarray:
+    """Returns a host array in the dtype of the layout.
+
+    Raises:
+      ValueError: whole numbers of 64 bits that do not fit into 32.
+    """
+    given = np.asarray(x)
+    cast = given.astype(array.dtype, copy=False)
+    if given.dtype.kind in "iu" and given.dtype != cast.dtype and (given != cast).any():
+        raise value_error(
+            f"{array.path!r} is {given.dtype} and has {given[given != cast][0]}, which is no "
+            f"{cast.dtype}; set jax_enable_x64, or give smaller numbers"
+        )
+    return cast

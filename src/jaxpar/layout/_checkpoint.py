@@ -1,174 +1,190 @@
-"""Checkpoints of arrays without padding and without a mesh, which any mesh reads its shards of."""
+"""Checkpoints of arrays without padding and without a mesh, which any mesh reads its shards of.
+
+A checkpoint is one dict of Orbax from paths to arrays. Of what Orbax stores no arrays it has others
+in their places: of keys and of floats of 8 bits their words; of arrays without entries
+a single zero. The dtypes and shapes of those are in Orbax's own metadata, under `NOTES`.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax import Array
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 
-from jaxpar._calls import called, type_error, value_error
+from jaxpar._calls import called, value_error
 from jaxpar._extras import require
 from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.layout._arrays import of_words, pad, unpad, zeros_of
 from jaxpar.layout._paths import arrays_of, path_text
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
-from jaxpar.layout._rule import nearest
+from jaxpar.layout._rule import REPLICATED, nearest
+from jaxpar.layout._words import is_key, to_words
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
 
+NOTES = "jaxpar"
+
 
 def save(layout: Layout, folder: str | Path, params: Any) -> None:
     """What `Layout.save` says."""
-    arrays, _ = arrays_of(layout.unpad(params))
-    tree = _nested({found[0]: found[1] for found in arrays if found is not None})
-    ocp = _orbax()
+    ocp, where = _orbax(), Path(folder).absolute()
+    if where.exists():
+        raise value_error(f"there is {where} already; give a folder that is not there yet")
+    _check_saved(layout, params)
+    arrays = filter(None, arrays_of(unpad(layout, params, dtypes=True))[0])
+    tree = {path: _written(layout[path], x) for path, x in arrays}
+    notes: dict[str, Any] = {
+        path: {"dtype": str(array.dtype), "shape": list(array.shape)}
+        for path, array in layout.items()
+        if _in_words(array) or not prod(array.shape)
+    }
+    if not tree:  # of which Orbax makes no checkpoint
+        tree, notes = (
+            {"": zeros_of((1,), np.int32, NamedSharding(layout.mesh, REPLICATED))},
+            {"": None},
+        )
     with ocp.Checkpointer(_handler(ocp)) as checkpointer:
-        checkpointer.save(Path(folder).absolute(), args=ocp.args.PyTreeSave(tree))
+        args = ocp.args.PyTreeSave(tree, custom_metadata={NOTES: notes})
+        checkpointer.save(where, args=args)
 
 
 def restore(layout: Layout, folder: str | Path) -> Any:
     """What `Layout.restore` says."""
-    ocp = _orbax()
-    where = Path(folder).absolute()
+    ocp, where = _orbax(), Path(folder).absolute()
     with ocp.Checkpointer(_handler(ocp)) as checkpointer:
-        if not where.is_dir():
-            raise value_error(f"there is no folder {where}; give the one that `save` wrote")
-        found = checkpointer.metadata(where).item_metadata
-        flat = jax.tree_util.tree_flatten_with_path(found.tree)[0]
-        there = {path_text(path): (tuple(x.shape), np.dtype(x.dtype)) for path, x in flat}
-        _check(layout, there, f"checkpoint {where}")
-        shapes = _nested({path: _described(array) for path, array in layout.items()})
-        wanted = jax.tree.map(
-            lambda s: ocp.ArrayRestoreArgs(sharding=s.sharding, global_shape=s.shape), shapes
+        found = _metadata(checkpointer, where)
+        flat, tree = jax.tree_util.tree_flatten_with_path(found.tree)
+        paths = [path_text(keys) for keys, _ in flat]
+        there = {p: shape_text(x.dtype, x.shape) for p, (_, x) in zip(paths, flat, strict=True)}
+        notes: dict[str, Any] = dict(found.custom_metadata or {}).get(NOTES, {})
+        for path, note in notes.items():
+            there[path] = note and shape_text(note["dtype"], note["shape"])
+        _check(layout, {path: text for path, text in there.items() if text}, str(where))
+        if not layout:
+            return layout.filled({})
+        stored = [_stored(layout[path], path in notes) for path in paths]
+        wanted = [ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape) for x in stored]
+        args = ocp.args.PyTreeRestore(
+            item=jax.tree.unflatten(tree, stored), restore_args=jax.tree.unflatten(tree, wanted)
         )
-        args = ocp.args.PyTreeRestore(item=shapes, restore_args=wanted)
-        tree = checkpointer.restore(where, args=args)
-    read = {path_text(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
-    return layout.pad(layout.tree_of(lambda array: read[array.path]))
+        read = jax.tree.leaves(checkpointer.restore(where, args=args))
+    arrays = {
+        path: _read(layout[path], x, path in notes) for path, x in zip(paths, read, strict=True)
+    }
+    return pad(layout, layout.filled(arrays))
 
 
-def read_safetensors(
-    layout: Layout, files: str | Path | Sequence[str | Path], names: Any, transposed: str
-) -> Any:
-    """What `Layout.read_safetensors` says."""
-    safetensors = require("safetensors", "checkpoint", called())
-    opened = [safetensors.safe_open(str(path), framework="numpy") for path in _files(files)]
-    file_of = {name: file for file in opened for name in list(file.keys())}
-    swapped = re.compile(transposed)
-    tensors: dict[str, _Tensors] = {}
-    for path in layout:
-        given = _name_of(path, names)
-        parts = (given,) if isinstance(given, str) else tuple(given)
-        missing = [name for name in parts if name not in file_of]
-        if missing:
-            hint = nearest(missing[0], file_of, "the nearest there is {}")
-            raise value_error(
-                f"no tensor {missing[0]!r}, for {path!r}, in {files}{hint}; say in `names` what it "
-                "is called"
-            )
-        slices = [file_of[name].get_slice(name) for name in parts]
-        tensors[path] = _Tensors(slices, not isinstance(given, str), bool(swapped.fullmatch(path)))
-    there = {path: (tensor.shape, tensor.dtype) for path, tensor in tensors.items()}
-    _check(layout, there, f"{files}")
-    return layout.tree_of(lambda array: tensors[array.path].placed(array))
-
-
-class _Tensors:
-    """One tensor of a file, or several as the layers of one array."""
-
-    def __init__(self, slices: Sequence[Any], stacked: bool, transposed: bool) -> None:
-        self.slices, self.stacked, self.transposed = slices, stacked, transposed
-        one = tuple(slices[0].get_shape())
-        if transposed:
-            one = (*one[:-2], one[-1], one[-2])
-        self.shape: tuple[int, ...] = (len(slices), *one) if stacked else one
-        self.dtype = np.dtype(slices[0][(slice(0, 0),) * len(one) if one else ...].dtype)
-
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A part, without reading the rest."""
-        if self.stacked:
-            layers = range(len(self.slices))[index[0]]
-            parts = [self._part(self.slices[layer], index[1:]) for layer in layers]
-            sizes = [along.stop - along.start for along in index]
-            return np.stack(parts) if parts else np.zeros(sizes, self.dtype)
-        return self._part(self.slices[0], index)
-
-    def _part(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
-        sizes = tuple(along.stop - along.start for along in index)
-        if not all(sizes):  # a block of padding alone
-            return np.zeros(sizes, self.dtype)
-        if not index:
-            return np.asarray(tensor[...]).reshape(())
-        if not self.transposed:
-            return np.asarray(tensor[index])
-        return np.swapaxes(tensor[(*index[:-2], index[-1], index[-2])], -1, -2)
-
-    def placed(self, array: ArrayLayout) -> Array:
-        """The array on its devices, each of which reads its own block."""
-
-        def block(index: Any) -> np.ndarray:
-            inner, sizes = [], []
-            for along, blocks in zip(index, array.blocks, strict=True):
-                start, stop, _ = along.indices(blocks.padded)
-                places = blocks.places()
-                own = slice(*np.searchsorted(places, [start, stop]).tolist())
-                inner.append(own)
-                sizes.append((0, stop - start - (own.stop - own.start)))
-            found = self.read(tuple(inner))
-            return np.pad(found, sizes) if sizes else found
-
-        return jax.make_array_from_callback(array.padded_shape, array.sharding, block)
-
-
-def _check(layout: Layout, there: Mapping[str, tuple[tuple[int, ...], Any]], what: str) -> None:
-    """Raises unless the arrays there are those of the layout."""
-    problems: list[Problem] = []
-    for path, array in layout.items():
-        if path not in there:
-            near = nearest(path, there, "the nearest there is {}")
-            problems.append(
-                Problem(path, None, f"{path!r} is not in {what}{near}", "restore what is there")
-            )
-            continue
-        shape, dtype = there[path]
-        if (shape, dtype) != (array.shape, np.dtype(array.dtype)):
-            problems.append(
-                Problem(
-                    path,
-                    array.rule,
-                    f"{path!r} is {shape_text(dtype, shape)} in {what}, and "
-                    f"{shape_text(array.dtype, array.shape)} here",
-                    "make the layout of such arrays, and cast them then",
-                )
-            )
-    more = [path for path in there if path not in layout]
-    problems += [
-        Problem(path, None, f"{path!r} of {what} is not in the layout", "make a layout with it")
-        for path in more
+def _check_saved(layout: Layout, params: Any) -> None:
+    """Raises where arrays can not be stored: before anything is written."""
+    found = [
+        layout.get(path) and _unsaved(layout[path], x)
+        for path, x in filter(None, arrays_of(params)[0])
     ]
+    problems = [problem for problem in found if problem]
     if problems:
         raise LayoutError(called(), problems)
 
 
-def _described(array: ArrayLayout) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.logical_sharding)
+def _unsaved(array: ArrayLayout, x: Any) -> Problem | None:
+    """Why an array can not be stored, if it can not."""
+    if not isinstance(x, Array):
+        text, remedy = f"is a {type(x).__name__} on no device", "save what `Layout.place` returns"
+    elif isinstance(x, Tracer):
+        text, remedy = "is traced", "call it outside of jax.jit, with the arrays of its results"
+    elif x.is_deleted():
+        text, remedy = "has been donated or deleted", "save the array that took its place"
+    elif not _is_unicode(array.path):
+        text, remedy = "has a name that is no Unicode text", "rename it"
+    else:
+        return None
+    return Problem(array.path, array.rule, f"{array.path!r} {text}", remedy)
 
 
-def _nested(flat: Mapping[str, Any]) -> Any:
-    """Dicts within dicts by the parts of the paths: what a file knows of the containers."""
-    tree: dict[str, Any] = {}
-    for path, x in flat.items():
-        *outer, last = path.split("/")
-        node = tree
-        for key in outer:
-            node = node.setdefault(key, {})
-        node[last] = x
-    return tree
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _in_words(array: ArrayLayout) -> bool:
+    """Whether a file has words of an array in its place.
+
+    TensorStore has not all dtypes of fewer than 16 bits, and not all NaNs of those that it has.
+    """
+    if is_key(array.dtype):
+        return True
+    dtype = np.dtype(array.dtype)
+    return dtype.itemsize == 1 and dtype not in (np.bool_, np.int8, np.uint8)
+
+
+def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:
+    """What is stored of an array, without padding, and perhaps in the place of it."""
+    if not prod(array.shape):
+        everywhere = NamedSharding(array.mesh, REPLICATED)
+        return jax.ShapeDtypeStruct((1,), np.int32, sharding=everywhere)
+    held = array.words() if noted else array
+    return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=held.logical_sharding)
+
+
+def _written(array: ArrayLayout, x: Any) -> Array:
+    """The array that is stored of one without padding."""
+    if not prod(array.shape):
+        one = _stored(array, noted=True)
+        return zeros_of(one.shape, one.dtype, one.sharding)
+    return to_words(x) if _in_words(array) else x
+
+
+def _read(array: ArrayLayout, x: Array, noted: bool) -> Array:
+    """The array without padding of what is stored of it."""
+    if not prod(array.shape):
+        return zeros_of(array.shape, array.dtype, array.logical_sharding)
+    return of_words(array, x) if noted else x
+
+
+def _metadata(checkpointer: Any, where: Path) -> Any:
+    """What Orbax knows of the arrays of a checkpoint."""
+    if not where.is_dir():
+        begun = next(where.parent.glob(f"{where.name}.orbax-checkpoint-tmp*"), None)
+        more = f"; a save into it was interrupted, {begun} is what is left" if begun else ""
+        raise value_error(f"there is no folder {where}; give the one that `save` wrote{more}")
+    found = checkpointer.metadata(where).item_metadata
+    if found is None:
+        raise value_error(f"there is no checkpoint in {where}; give a folder that `save` wrote")
+    return found
+
+
+def _check(layout: Layout, there: Mapping[str, str], where: str) -> None:
+    """Raises unless the arrays there are those of the layout."""
+    what = f"checkpoint {where}"
+    problems: list[Problem] = []
+    for path, array in layout.items():
+        here = shape_text(array.dtype, array.shape)
+        if path not in there:
+            near = nearest(path, there, "the nearest there is {}")
+            text, remedy = f"{path!r} is not in {what}{near}", "restore what is there"
+        elif there[path] != here:
+            text = f"{path!r} is {there[path]} in {what}, and {here} here"
+            remedy = "make the layout of such arrays, and cast them then"
+        else:
+            continue
+        problems.append(Problem(path, array.rule, text, remedy))
+    problems += [
+        Problem(path, None, f"{path!r} of {what} is not in the layout", "make a layout with it")
+        for path in there
+        if path not in layout
+    ]
+    if problems:
+        raise LayoutError(called(), problems)
 
 
 def _orbax() -> Any:
@@ -180,23 +196,3 @@ def _handler(ocp: Any) -> Any:
     arrays = ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
-def _files(files: Any) -> list[Path]:
-    given = [files] if isinstance(files, (str, Path)) else list(files)
-    found: list[Path] = []
-    for path in map(Path, given):
-        found += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not found:
-        raise value_error(
-            f"no safetensors files in {files}; name files, or folders with *.safetensors"
-        )
-    return found
-
-
-def _name_of(path: str, names: Any) -> Any:
-    if names is None or isinstance(names, Mapping):
-        return dict[str, Any](names or {}).get(path, path.replace("/", "."))
-    if callable(names):
-        return names(path)
-    raise type_error(f"names must be a function or a mapping of paths, got {names!r}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,15 +19,16 @@ from jaxpar._padded_tables import PaddedTable, PaddedTables
 from jaxpar._padding import Blocks
 from jaxpar._types import AnyMesh, AxisLike, Flag, Integer, PathLike
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._arrays import gather, pad, place, unpad
+from jaxpar.layout._arrays import gather, pad, place, unpad, zeros_of
 from jaxpar.layout._batch import batch_part, batches, place_batch
-from jaxpar.layout._checkpoint import read_safetensors, restore, save
+from jaxpar.layout._checkpoint import restore, save
 from jaxpar.layout._fit import Shaped, fit
 from jaxpar.layout._mesh import axes_in, check_mesh
-from jaxpar.layout._paths import arrays_of, path_text
+from jaxpar.layout._paths import arrays_of, described, part_of
 from jaxpar.layout._problem import LayoutError
 from jaxpar.layout._rule import nearest
 from jaxpar.layout._table import Table
+from jaxpar.layout._tensors import read_safetensors
 
 if TYPE_CHECKING:
     from jaxpar.layout._explain import Explanation
@@ -38,7 +40,8 @@ class Layout(Mapping[str, ArrayLayout]):
     """How the arrays of one pytree lie on one mesh; made by `LayoutMap.layout`.
 
     A mapping from paths to what is known of each array (`ArrayLayout`). Properties that are
-    pytrees have the structure of the parameters, with None for leaves that are no arrays.
+    pytrees have the structure of the parameters, with None for leaves that are no arrays;
+    parameters that it makes (`init`, `restore`, `read_safetensors`) have those leaves themselves.
 
     Example:
       >>> rules = LayoutMap({"up": (None, "tp"), "down": (Padded("tp"),)})
@@ -55,13 +58,17 @@ class Layout(Mapping[str, ArrayLayout]):
         self,
         rules: LayoutMap,
         mesh: Mesh | AbstractMesh,
-        arrays: list[ArrayLayout | None],
+        arrays: Sequence[ArrayLayout | None],
         tree: Any,
+        given: Sequence[Any],
         ruled: frozenset[str] = frozenset(),
     ) -> None:
         self._rules, self._mesh, self._tree = rules, mesh, tree
         self.ruled = ruled  # paths that are like a parameter, and have a rule of their own
         self._leaves = tuple(arrays)  # None: no array
+        # What the pytree has where it has no arrays: functions, text.
+        pairs = zip(self._leaves, given, strict=True)
+        self._others = tuple(leaf if array is None else None for array, leaf in pairs)
         self._by_path = {array.path: array for array in arrays if array is not None}
         self._padded_tables = PaddedTables(
             table for array in self._by_path.values() for table in padded_tables(array)
@@ -138,7 +145,7 @@ class Layout(Mapping[str, ArrayLayout]):
         """Returns the layout of a part of the pytree, with paths from there.
 
         Raises:
-          KeyError: there is no such part.
+          KeyError: there is no such part, or there are two, of keys that have slashes.
 
         Example:
           >>> params = {"layers": {"w": jnp.ones((3, 8))}, "scale": jnp.ones(8)}
@@ -146,22 +153,14 @@ class Layout(Mapping[str, ArrayLayout]):
           >>> rules.layout(params, make_mesh("fsdp=8")).under("layers").fsdp_dims(stacked=1)
           {'w': 0}
         """
-        node = jax.tree.unflatten(self._tree, range(len(self._leaves)))
-        for key in path.split("/"):
-            children = jax.tree_util.tree_flatten_with_path(
-                node, is_leaf=lambda x, node=node: x is not node
-            )[0]
-            found = [child for keys, child in children if path_text(keys) == key]
-            if not found:
-                known = ", ".join(repr(path_text(keys)) for keys, _ in children)
-                raise KeyError(f"{called()}: {path!r} has no part {key!r}, but {known}")
-            node = found[0]
-        chosen, tree = jax.tree.flatten(node)
-        arrays = [self._leaves[index] for index in chosen]
-        start = len(path) + 1
-        return Layout(
-            self._rules, self._mesh, [a and replace(a, path=a.path[start:]) for a in arrays], tree
+        chosen, tree = jax.tree.flatten(
+            part_of(jax.tree.unflatten(self._tree, range(len(self._leaves))), path)
         )
+        start = len(path) + 1
+        arrays = [self._leaves[index] for index in chosen]
+        arrays = [array and replace(array, path=array.path[start:]) for array in arrays]
+        others = [self._others[index] for index in chosen]
+        return Layout(self._rules, self._mesh, arrays, tree, others)
 
     @public
     def fsdp_dims(self, axis: AxisLike = "fsdp", *, stacked: int = 0) -> Any:
@@ -205,7 +204,8 @@ class Layout(Mapping[str, ArrayLayout]):
         """Adds the zeros that the mesh needs, inside of `jax.jit` or not.
 
         Args:
-          params: arrays without padding, with the structure of the parameters.
+          params: arrays without padding, with the structure of the parameters; of any dtype, as
+            gradients have that are wider.
 
         Returns:
           The padded arrays. Of arrays of JAX outside of `jax.jit` those that have padding get the
@@ -227,14 +227,16 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           params: arrays without padding, of NumPy or JAX, with the structure of the parameters; in
-            several processes each has all of them, and uploads what its own devices hold.
+            several processes each has all of them, and uploads what its own devices hold. Numbers
+            of 64 bits are of 32 unless `jax_enable_x64` is set, in the layout as here.
 
         Returns:
           Global arrays with the shardings of the layout. Leaves that are no arrays are as given.
 
         Raises:
+          LayoutError: arrays of other paths, shapes or dtypes.
           TypeError: shapes in the place of arrays; a layout of an `AbstractMesh`.
-          ValueError: arrays of other paths or shapes.
+          ValueError: whole numbers of 64 bits that do not fit into 32.
         """
         self._need_devices()
         return place(self, params)
@@ -243,7 +245,8 @@ class Layout(Mapping[str, ArrayLayout]):
     def gather(self, params: Any) -> Any:
         """Returns the arrays without padding, as NumPy arrays: the inverse of `place`.
 
-        In several processes all must call it.
+        Keys of `jax.random`, which NumPy has none of, are arrays of JAX on one device. Leaves that
+        are no arrays are as given. In several processes all must call it.
         """
         self._need_devices()
 
@@ -260,11 +263,12 @@ class Layout(Mapping[str, ArrayLayout]):
           kwargs: the same, by name.
 
         Returns:
-          Global arrays with the shardings of the layout. No device and no host holds a whole
-          array that is sharded, but along dimensions that have padding.
+          Global arrays with the shardings of the layout, in its containers; leaves that are no
+          arrays are the layout's own. No device and no host holds a whole array that is sharded,
+          but along dimensions that have padding.
 
         Raises:
-          ValueError: other paths or shapes come back.
+          LayoutError: arrays of other paths, shapes or dtypes come back.
 
         Example:
           >>> def init(key):
@@ -277,11 +281,18 @@ class Layout(Mapping[str, ArrayLayout]):
         self._need_devices()
         make = of_user(function, "function")
 
-        def padded(*args: Any, **kwargs: Any) -> Any:
-            return self.pad(make(*args, **kwargs))
+        full = {path: array.sharding for path, array in self.items() if prod(array.shape)}
 
-        made: Any = jax.jit(padded, out_shardings=self.shardings)(*args, **kwargs)
-        return made
+        def padded(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            found, _ = arrays_of(pad(self, make(*args, **kwargs), dtypes=True))
+            return {path: x for path, x in filter(None, found) if path in full}
+
+        empty = {
+            path: zeros_of(array.padded_shape, array.dtype, array.sharding)
+            for path, array in self.items()
+            if path not in full
+        }
+        return self.filled(empty | jax.jit(padded, out_shardings=full)(*args, **kwargs))
 
     @public
     def constrain(self, x: Array, path: str) -> Array:
@@ -435,13 +446,20 @@ class Layout(Mapping[str, ArrayLayout]):
     def save(self, folder: PathLike, params: Any) -> None:
         """Writes a checkpoint with Orbax that any mesh can read: no padding, and nothing of a mesh.
 
+        What it has written `restore` gives back bit by bit, keys of `jax.random` and arrays
+        without entries among it. The folder is there when all of it is written; of a save that is
+        interrupted one of another name is left, which the next save into this folder takes away.
+
         Args:
           folder: a new one, which all processes see; each writes the shards that it has.
-          params: arrays as they are on the mesh, of the layout's structure.
+          params: arrays as they are on the mesh, of the layout's structure. Leaves that are no
+            arrays are not stored: `restore` gives the layout's own.
 
         Raises:
           ImportError: without Orbax.
-          ValueError: a folder that is there; other arrays.
+          LayoutError: arrays of other paths, shapes or dtypes, or on no device. Nothing is written
+            then.
+          ValueError: a folder that is there.
 
         Cost: arrays that have padding are copied without it, whole along that dimension.
 
@@ -463,38 +481,69 @@ class Layout(Mapping[str, ArrayLayout]):
           folder: as given to `save`, on any mesh and in any containers with the same paths.
 
         Returns:
-          Global arrays with the shardings of the layout, padded.
+          Global arrays with the shardings of the layout, padded; the layout's own leaves where it
+          has no arrays.
 
         Raises:
           ImportError: without Orbax.
           LayoutError: arrays of other paths, shapes or dtypes: all of them.
-          ValueError: no such folder.
+          ValueError: no such folder, or no checkpoint in it.
         """
         self._need_devices()
         return restore(self, folder)
 
     @public
-    def read_safetensors(self, files: Any, *, names: Any = None, transposed: str = "") -> Any:
+    def read_safetensors(
+        self,
+        files: Any,
+        *,
+        names: Any = None,
+        transposed: Any = None,
+        unused: str | None = None,
+    ) -> Any:
         """Reads safetensors files onto this mesh: each process the parts that its devices hold.
 
         Args:
-          files: a path, a folder of them, or several.
+          files: a path, a folder, an index (`model.safetensors.index.json`), or several. Of a
+            folder those files that its index names, and all `*.safetensors` without one.
           names: what the array of a path is called there: a function or a mapping of the path to a
-            name, or to a list of names, whose tensors are stacked along a first dimension. None:
-            the path, with dots in the place of slashes.
+            name, or to a list of names, whose tensors are stacked along a first dimension; lists
+            of lists are stacked along two, layers and experts. None: the path, with dots in the
+            place of slashes.
           transposed: a pattern of the paths whose last two dimensions have changed places there, as
-            the weights of PyTorch's linear layers.
+            the weights of PyTorch's linear layers; or a mapping of patterns to the order of a
+            tensor's axes, as for `numpy.transpose`, or to None for the last two exchanged:
+            `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's [out, in, height, width]. Dimensions
+            that are stacked are not counted.
+          unused: a pattern of the names of tensors that need not be read. Patterns match whole
+            paths and names.
 
         Returns:
-          Global arrays with the shardings of the layout, padded.
+          Global arrays with the shardings of the layout, padded; the layout's own leaves where it
+          has no arrays. Numbers of 64 bits are of 32 unless `jax_enable_x64` is set.
 
         Raises:
-          ImportError: without the safetensors package.
-          LayoutError: arrays of other shapes or dtypes.
-          ValueError: a tensor that is not there.
+          LayoutError: tensors that are not there, tensors that nothing reads, and tensors, of every
+            layer, of other shapes or dtypes: all of them.
+          TypeError: names or patterns of another type.
+          ValueError: no files, or damaged ones; a name in two files; a path in `names` or a
+            pattern in `transposed` that the layout has none of, or axes that its arrays lack.
+
+        Example:
+          >>> from safetensors.numpy import save_file
+          >>> weights = {f"h.{layer}.weight": np.full((4, 8), layer, "f") for layer in range(2)}
+          >>> save_file(weights, f"{folder}.safetensors")
+          >>> shapes = {"w": jax.ShapeDtypeStruct((2, 8, 4), "float32")}
+          >>> layout = LayoutMap({"w": (None, "tp")}).layout(shapes, make_mesh("tp=8"))
+          >>> names = {"w": ["h.0.weight", "h.1.weight"]}
+          >>> w = layout.read_safetensors(f"{folder}.safetensors", names=names, transposed="w")["w"]
+          >>> w.shape, w.sharding.spec == P(None, "tp")
+          ((2, 8, 4), True)
+
+        Source: the format is described at https://github.com/huggingface/safetensors.
         """
         self._need_devices()
-        return read_safetensors(self, files, names, transposed)
+        return read_safetensors(self, files, names, transposed, unused)
 
     @public
     def explain(
@@ -557,16 +606,24 @@ class Layout(Mapping[str, ArrayLayout]):
     def on(self, mesh: AnyMesh) -> Layout:
         """Returns the same on another mesh of the same axes."""
         moved = [array and replace(array, mesh=mesh) for array in self._leaves]
-        return Layout(self._rules, mesh, moved, self._tree, self.ruled)
+        return Layout(self._rules, mesh, moved, self._tree, self._others, self.ruled)
 
     def changed(self, arrays: Mapping[str, ArrayLayout]) -> Layout:
         """Returns the same with other layouts of some arrays, by path."""
         leaves = [array and arrays.get(array.path, array) for array in self._leaves]
-        return Layout(self._rules, self._mesh, leaves, self._tree, self.ruled)
+        return Layout(self._rules, self._mesh, leaves, self._tree, self._others, self.ruled)
 
     def tree_of(self, function: Callable[[ArrayLayout], Any]) -> Any:
         """Returns a pytree like the parameters of what a function makes of each array's layout."""
         found = [None if array is None else function(array) for array in self._leaves]
+        return jax.tree.unflatten(self._tree, found)
+
+    def filled(self, arrays: Mapping[str, Any]) -> Any:
+        """Returns a pytree like the parameters of arrays by path, the other leaves as they are."""
+        found = [
+            other if array is None else arrays[array.path]
+            for array, other in zip(self._leaves, self._others, strict=True)
+        ]
         return jax.tree.unflatten(self._tree, found)
 
     def _need_devices(self) -> None:
@@ -591,13 +648,10 @@ def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layo
     """Fits the rules, or raises all that is wrong."""
     check_mesh(mesh)
     leaves, tree = arrays_of(params)
-    arrays = [Shaped(*_shaped(*found)) for found in leaves if found is not None]
-    found, problems = fit(rules, arrays, mesh, strict=strict)
+    shaped = [Shaped(*described(*found)) for found in leaves if found is not None]
+    found, problems = fit(rules, shaped, mesh, strict=strict)
     if problems:
         raise LayoutError(called(), problems)
-    given = iter(found)
-    return Layout(rules, mesh, [None if leaf is None else next(given) for leaf in leaves], tree)
-
-
-def _shaped(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
-    return path, tuple(jnp.shape(leaf)), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    fitted = iter(found)
+    arrays = [None if leaf is None else next(fitted) for leaf in leaves]
+    return Layout(rules, mesh, arrays, tree, jax.tree.leaves(params))

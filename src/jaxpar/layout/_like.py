@@ -6,14 +6,14 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
+import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar._calls import called
 from jaxpar._padding import Blocks
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._fit import Shaped, fit, replicated, unused_rules
-from jaxpar.layout._paths import arrays_of, key_of
+from jaxpar.layout._paths import arrays_of, described, key_of
 from jaxpar.layout._problem import LayoutError, Problem
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     for leaf in leaves:
         if leaf is None:
             continue
-        path, x = leaf
-        dtype = getattr(x, "dtype", None) or jnp.result_type(x)
-        array = Shaped(path, tuple(jnp.shape(x)), dtype)
+        array = Shaped(*described(*leaf))
+        path = array.path
         own = array_like(layout, array)
         if rules is not None and rules.matching(path):
             if own is not None:
@@ -63,7 +62,8 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     if problems:
         raise LayoutError(called(), problems)
     arrays = [None if leaf is None else found[leaf[0]] for leaf in leaves]
-    return Layout(layout.rules, layout.mesh, arrays, treedef, frozenset(owns))
+    given = jax.tree.leaves(tree)
+    return Layout(layout.rules, layout.mesh, arrays, treedef, given, frozenset(owns))
 
 
 def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | Problem:

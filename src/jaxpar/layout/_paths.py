@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
 
-from jaxpar._calls import value_error
+from jaxpar._calls import called, type_error, value_error
 
 
 def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | None], Any]:
@@ -62,11 +65,71 @@ def pattern_of(path: str) -> str:
     return re.sub(r"(?:(?<=[/.])|^)\d+(?=/|\\\.|$)", r"\\d+", re.escape(path))
 
 
+def _as_jax(dtype: Any) -> Any:
+    return jnp.result_type(jax.ShapeDtypeStruct((), dtype))
+
+
+_narrow = lru_cache(maxsize=64)(_as_jax)  # of thousands of arrays
+
+
+def part_of(tree: Any, path: str) -> Any:
+    """Returns the part of a pytree that has this path; keys may have slashes of their own.
+
+    Raises:
+      KeyError: there is none, or there are several.
+    """
+    missed: list[tuple[str, list[str]]] = []
+    found = list(_parts(tree, path, missed))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise KeyError(f"{called()}: {path!r} is the path of {len(found)} parts; rename one")
+    rest, keys = min(missed, key=lambda end: len(end[0]))
+    known = ", ".join(map(repr, keys)) or "is an array"
+    raise KeyError(f"{called()}: {path!r} has no part {rest.split('/')[0]!r}, but {known}")
+
+
+def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterator[Any]:
+    """Parts of this path, and, of each way that ends before one, what is left and what is there."""
+    children = [
+        (path_text(keys), child)
+        for keys, child in tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+        if keys
+    ]
+    onward = [(k, child) for k, child in children if path == k or path.startswith(f"{k}/")]
+    if not onward:
+        missed.append((path, [key for key, _ in children]))
+    for key, child in onward:
+        if path == key:
+            yield child
+        else:
+            yield from _parts(child, path[len(key) + 1 :], missed)
+
+
 def is_array(leaf: Any) -> bool:
     """Whether a leaf has a shape and a dtype, or is a number."""
     return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(
         leaf, (bool, int, float, complex)
     )
+
+
+def described(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
+    """Returns path, shape and dtype of an array, as JAX has it: 64-bit numbers are often of 32.
+
+    Raises:
+      TypeError: an array that JAX has none like.
+    """
+    dtype = getattr(leaf, "dtype", None)
+    try:
+        if dtype is None:
+            return path, tuple(jnp.shape(leaf)), jnp.result_type(leaf)
+        narrow = getattr(dtype, "itemsize", 8) < 8  # the same whether there are 64 bits or not
+        return path, tuple(leaf.shape), _narrow(dtype) if narrow else _as_jax(dtype)
+    except TypeError:
+        raise type_error(
+            f"{path!r} is an array of dtype {dtype} ({type(leaf).__name__}), which no array of "
+            "JAX can have; make it one of numbers, or take it out of the pytree"
+        ) from None
 
 
 def _paths_of_boxes(tree: Any) -> set[Any]:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 SHOWN = 40  # of the kinds of problems in the text of an error
 
+# Of layers, in paths and in names of tensors: what tells problems apart that are of one kind.
+_NUMBERS = re.compile(r"\d+(?=/|'|:)|(?<=\.)\d+(?=\.)")
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -51,8 +54,7 @@ class LayoutError(ValueError):
         self.problems = tuple(problems)
         alike: dict[str, list[Problem]] = {}  # layers that have the same problem are shown once
         for problem in problems:
-            kind = re.sub(r"\d+(?=[/':])|(?<=\.)\d+(?=\.)", "#", str(problem))
-            alike.setdefault(kind, []).append(problem)
+            alike.setdefault(_NUMBERS.sub("#", str(problem)), []).append(problem)
         lines = [
             f"  {some[0]}" + (f" (and {len(some) - 1} more like it)" if len(some) > 1 else "")
             for some in list(alike.values())[:SHOWN]

@@ -1,0 +1,145 @@
+"""Files of the safetensors format: which tensors they have, and their numbers as far as looked at.
+
+A file is a length (8 bytes, little-endian), a JSON header of that length, and the tensors' bytes
+(https://github.com/huggingface/safetensors). It is mapped: what nobody looks
+at is not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar._calls import value_error
+from jaxpar.layout._problem import shape_text
+
+_DTYPES = {
+    "BOOL": "bool_",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file."""
+
+    name: str
+    file: Path
+    kind: str  # the format's name of its dtype
+    shape: tuple[int, ...]
+    data: np.ndarray  # its bytes, of the mapped file
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """None where numbers of 4 or 6 bits share bytes."""
+        name = _DTYPES.get(self.kind)
+        return None if name is None else np.dtype(getattr(np, name, None) or getattr(jnp, name))
+
+    @property
+    def text(self) -> str:
+        """Its dtype and shape in a line."""
+        return shape_text(self.dtype or self.kind, self.shape)
+
+    def array(self) -> np.ndarray:
+        """Its numbers: a view of the mapped file."""
+        return self.data.view(self.dtype or np.uint8).reshape(self.shape)
+
+
+def tensors_of(files: Any) -> dict[str, Tensor]:
+    """Returns the tensors of files, folders and indices by name.
+
+    Raises:
+      ValueError: no files; one that is damaged; a name in two files.
+    """
+    given = [files] if isinstance(files, (str, Path)) else list(files)
+    found: dict[str, Tensor] = {}
+    for path in dict.fromkeys(one for some in given for one in _files(Path(some))):
+        for tensor in _read(path):
+            other = found.setdefault(tensor.name, tensor)
+            if other is not tensor:
+                raise value_error(
+                    f"tensor {tensor.name!r} is in both {other.file} and {path}; name the files "
+                    "that are to be read"
+                )
+    if not given:
+        raise value_error(f"files is {files!r}; name files, or folders with *.safetensors")
+    return found
+
+
+def _files(path: Path) -> Iterable[Path]:
+    """The files of a folder or of an index, or a file itself."""
+    if path.is_dir():
+        indices = sorted(path.glob("*.safetensors.index.json"))
+        if len(indices) > 1:
+            names = ", ".join(index.name for index in indices)
+            raise value_error(f"{path} has {len(indices)} indices, {names}; give one of them")
+        if indices:
+            return _indexed(indices[0])
+        found = sorted(path.glob("*.safetensors"))
+        if not found:
+            raise value_error(
+                f"no safetensors files in {path}; name files, or folders with *.safetensors"
+            )
+        return found
+    return _indexed(path) if path.name.endswith(".index.json") else [path]
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names."""
+    try:
+        of_name: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        return sorted({index.parent / file for file in of_name.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as reason:
+        raise value_error(f"{index} is no index of safetensors files: {reason!r}") from None
+
+
+def _read(path: Path) -> list[Tensor]:
+    """The tensors of one file."""
+    if not path.is_file():
+        raise value_error(f"there is no file {path}; name safetensors files that are there")
+    try:
+        mapped = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+        start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+        if not 8 < start <= len(mapped):
+            raise ValueError(f"its header ends at byte {start} of {len(mapped)}")
+        header = json.loads(mapped[8:start].tobytes())
+        header.pop("__metadata__", None)
+        return [_tensor(name, path, entry, mapped[start:]) for name, entry in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as reason:
+        raise value_error(
+            f"{path} is no whole safetensors file ({reason}); copy or download it again"
+        ) from None
+
+
+def _tensor(name: str, file: Path, entry: Mapping[str, Any], data: np.ndarray) -> Tensor:
+    shape, (start, end) = tuple(map(int, entry["shape"])), entry["data_offsets"]
+    tensor = Tensor(name, file, entry["dtype"], shape, data[start:end])
+    if not 0 <= start <= end <= len(data):
+        raise ValueError(f"{name!r} {tensor.text} ends at byte {end} of {len(data)}")
+    if tensor.dtype is not None and prod(shape) * tensor.dtype.itemsize != end - start:
+        raise ValueError(f"{name!r} {tensor.text} has {end - start} bytes")
+    return tensor

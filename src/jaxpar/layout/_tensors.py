@@ -1,0 +1,215 @@
+"""Arrays of a layout from named tensors of files, each device reading its own block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jaxpar._calls import called, of_user, type_error, value_error
+from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.layout._arrays import on_host
+from jaxpar.layout._paths import described
+from jaxpar.layout._problem import LayoutError, Problem, shape_text
+from jaxpar.layout._rule import nearest
+from jaxpar.layout._safetensors import Tensor, tensors_of
+
+if TYPE_CHECKING:
+    from jaxpar.layout._layout import Layout
+
+Axes = Sequence[int] | None  # None: the last two have changed places
+
+
+def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, unused: Any) -> Any:
+    """What `Layout.read_safetensors` says."""
+    tensors = tensors_of(files)
+    left = None if unused is None else _pattern("unused", unused)
+    axes_of = _axes_of(layout, transposed)
+    stacks: list[_Stack] = []
+    for path, given in _names_of(layout, names):
+        array, (lead, parts) = layout[path], _nested(path, given)
+        order = _order(array, len(lead), axes_of[path]) if path in axes_of else None
+        stacks.append(_Stack(array, lead, parts, order))
+    problems = [problem for stack in stacks for problem in stack.problems(tensors, f"{files}")]
+    read = {name for stack in stacks for name in stack.names}
+    problems += [
+        Problem(
+            None,
+            None,
+            f"{name!r} {tensor.text} of {files} is read into no array",
+            "have the layout and `names` read it, or say in `unused` which tensors are left",
+        )
+        for name, tensor in tensors.items()
+        if name not in read and not (left and left.fullmatch(name))
+    ]
+    if problems:
+        raise LayoutError(called(), problems)
+    return layout.filled({stack.array.path: stack.placed(tensors) for stack in stacks})
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The tensors of one array: one alone, or one for each place in its leading dimensions."""
+
+    array: ArrayLayout
+    lead: tuple[int, ...]
+    names: list[str]
+    order: tuple[int, ...] | None  # of a tensor's axes, as `numpy.transpose` takes it
+
+    def problems(self, tensors: Mapping[str, Tensor], where: str) -> Iterator[Problem]:
+        """What tells the tensors from the array."""
+        array, count = self.array, len(self.lead)
+        path, each = array.path, shape_text(array.dtype, array.shape[count:])
+        if self.lead != array.shape[:count]:
+            have = shape_text(array.dtype, (*self.lead, *array.shape[count:]))
+            text = f"{path!r} is {have} in {where}, and {shape_text(array.dtype, array.shape)} here"
+            yield Problem(path, array.rule, text, "name as many tensors as the array has layers")
+            return
+        every = f", each of {' x '.join(map(str, self.lead))}" if self.lead else ""
+        for name in self.names:
+            tensor = tensors.get(name)
+            if tensor is None:
+                near = nearest(name, tensors, "the nearest there is {}")
+                text = f"no tensor {name!r}, for {path!r}, in {where}{near}"
+                yield Problem(path, array.rule, text, "say in `names` what it is called")
+            elif self._read_as(tensor) != each:
+                have = f"{self._read_as(tensor)}{' transposed' if self.order else ''}"
+                text = f"{path!r} is {have} in {where} ({name!r}), and {each} here{every}"
+                yield Problem(path, array.rule, text, _remedy(tensor))
+
+    def _read_as(self, tensor: Tensor) -> str:
+        """Dtype and shape that a tensor has for the layout."""
+        shape = tensor.shape
+        if self.order and len(self.order) == len(shape):
+            shape = tuple(shape[axis] for axis in self.order)
+        if tensor.dtype is None:
+            return shape_text(tensor.kind, shape)
+        as_jax = described(tensor.name, jax.ShapeDtypeStruct(shape, tensor.dtype))
+        return shape_text(as_jax[2], shape)
+
+    def placed(self, tensors: Mapping[str, Tensor]) -> Array:
+        """The array on its devices, each of which reads its own block."""
+        array = self.array
+        views = [tensors[name].array() for name in self.names]
+        if self.order is not None:
+            views = [view.transpose(self.order) for view in views]
+
+        def block(index: Any) -> np.ndarray:
+            inner, sizes = [], []
+            for along, blocks in zip(index, array.blocks, strict=True):
+                start, stop, _ = along.indices(blocks.padded)
+                own = slice(*np.searchsorted(blocks.places(), [start, stop]).tolist())
+                inner.append(own)
+                sizes.append((0, stop - start - (own.stop - own.start)))
+            found = on_host(array, self._part(views, tuple(inner)))
+            return np.pad(found, sizes) if sizes else found
+
+        return jax.make_array_from_callback(array.padded_shape, array.sharding, block)
+
+    def _part(self, views: list[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+        """A block of the array, without reading the rest."""
+        count = len(self.lead)
+        layers = np.arange(len(views)).reshape(self.lead)[index[:count]]
+        parts = [views[layer][index[count:]] for layer in layers.ravel().tolist()]
+        sizes = [along.stop - along.start for along in index]
+        return np.stack(parts).reshape(sizes) if parts else np.zeros(sizes, self.array.dtype)
+
+
+def _remedy(tensor: Tensor) -> str:
+    if tensor.dtype is None:
+        return "unpack it first: numbers of 4 and 6 bits share bytes in a file"
+    if tensor.kind.startswith("F8"):
+        return (
+            "make the layout of such arrays: of `Quantized` weights, with a name for their values "
+            "and one for their scales"
+        )
+    return "make the layout of such arrays, and cast them then"
+
+
+def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
+    """The name, or names, of each path."""
+    if names is not None and not isinstance(names, Mapping) and not callable(names):
+        raise type_error(f"names must be a function or a mapping of paths, got {names!r}")
+    by_path = dict[str, Any](names) if isinstance(names, Mapping) else {}
+    for path in by_path:
+        if path not in layout:
+            raise value_error(
+                f"names has {path!r}, which is no path of the layout{nearest(path, layout)}"
+            )
+    for path in layout:
+        given = of_user(names, "names")(path) if callable(names) else by_path.get(path)
+        yield path, path.replace("/", ".") if given is None else given
+
+
+def _nested(path: str, given: Any) -> tuple[tuple[int, ...], list[str]]:
+    """The shape of nested lists of names, and the names in order."""
+    if isinstance(given, str):
+        return (), [given]
+    if not isinstance(given, Sequence):
+        raise type_error(
+            f"names has {given!r} for {path!r}; give a name, or a list of names, nested where "
+            "several dimensions are stacked"
+        )
+    parts = [_nested(path, part) for part in given]
+    shapes = sorted({shape for shape, _ in parts})
+    if len(shapes) != 1:
+        raise value_error(
+            f"names has a list of {len(parts)} parts for {path!r}, of shapes {shapes}; give one "
+            "name, or as many, for each layer"
+        )
+    return (len(parts), *shapes[0]), [name for _, some in parts for name in some]
+
+
+def _axes_of(layout: Layout, transposed: Any) -> dict[str, Axes]:
+    """The axes of each path that a pattern of `transposed` matches."""
+    if not transposed:
+        return {}
+    given: Mapping[Any, Axes] = (
+        transposed if isinstance(transposed, Mapping) else {transposed: None}
+    )
+    found: dict[str, tuple[str, Axes]] = {}
+    for key, axes in given.items():
+        pattern = _pattern("transposed", key)
+        paths = [path for path in layout if pattern.fullmatch(path)]
+        if not paths:
+            raise value_error(
+                f"transposed={key!r} matches no path of the layout; a pattern must match the whole "
+                f"path{nearest(key, layout)}"
+            )
+        for path in paths:
+            if path in found:
+                raise value_error(
+                    f"{path!r} is matched by two patterns of transposed, {found[path][0]!r} and "
+                    f"{key!r}; have one of them match less"
+                )
+            found[path] = key, axes
+    return {path: axes for path, (_, axes) in found.items()}
+
+
+def _order(array: ArrayLayout, stacked: int, axes: Axes) -> tuple[int, ...]:
+    """The order of a tensor's axes, which has the array's dimensions behind the stacked ones."""
+    rank = len(array.shape) - stacked
+    order = tuple(range(rank))
+    if axes is None and rank >= 2:
+        return (*order[:-2], order[-1], order[-2])
+    if axes is None or sorted(axes) != list(order):
+        what = "the last two" if axes is None else tuple(axes)
+        raise value_error(
+            f"transposed exchanges {what} of the axes of {array.path!r}, whose tensors have "
+            f"{rank}; give an order of {order}, or have its pattern not match this path"
+        )
+    return tuple(axes)
+
+
+def _pattern(argument: str, given: Any) -> re.Pattern[str]:
+    if not isinstance(given, str):
+        raise type_error(f"{argument} must be a pattern, got {given!r}")
+    try:
+        return re.compile(given)
+    except re.error as reason:
+        raise value_error(f"{argument}={given!r} is no regular expression: {reason}") from None

@@ -1,0 +1,66 @@
+"""Arrays as whole numbers that have the same bits: what moves between devices and files as it is.
+
+A program that takes padding away may sum blocks with zeros, which changes -0.0 and some NaNs, and
+which the CPU's compiler has not for numbers of 4 bits. Keys of `jax.random` are words in any case.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether entries of this dtype are keys of `jax.random.key`."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def to_words(x: Array) -> Array:
+    """Returns the bits of an array, with a last dimension more where an entry has several words."""
+    dtype = x.dtype
+    if is_key(dtype):
+        return jax.random.key_data(x)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return to_words(jnp.stack([x.real, x.imag], -1))
+    if jnp.issubdtype(dtype, jnp.floating):
+        x = lax.bitcast_convert_type(x, f"uint{jnp.finfo(dtype).bits}")
+    if x.dtype == bool or jnp.iinfo(x.dtype).bits < 8:
+        return x.astype(jnp.int8)
+    return x
+
+
+def from_words(words: Array, dtype: Any) -> Array:
+    """Returns the array of a dtype that has these bits."""
+    if is_key(dtype):
+        return jax.random.wrap_key_data(words, impl=_algorithm(dtype))
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = from_words(words, jnp.finfo(dtype).dtype)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    if jnp.issubdtype(dtype, jnp.floating):
+        whole = words.astype(f"uint{jnp.finfo(dtype).bits}")
+        return lax.bitcast_convert_type(whole, dtype)
+    return words.astype(dtype)
+
+
+@lru_cache(maxsize=64)
+def words_of(dtype: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the words of one entry."""
+    one: jax.ShapeDtypeStruct = jax.eval_shape(to_words, jax.ShapeDtypeStruct((), dtype))
+    return one
+
+
+@lru_cache(maxsize=16)
+def _algorithm(dtype: Any) -> Any:
+    """The `impl` of keys of a dtype, of which only keys know."""
+    found: list[Any] = []
+
+    def look(key: Array) -> Array:
+        found.append(jax.random.key_impl(key))
+        return jax.random.key_data(key)
+
+    jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
+    return found[0]
