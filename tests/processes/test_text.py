@@ -135,6 +135,7 @@ MAKERS = {
     "optimizer": lambda n: optax.chain(
         optax.clip(1.0), optax.adamw(optax.linear_schedule(n, 2, 3))
     ),
+    "traced program": lambda n: jax.make_jaxpr(lambda x: x * n)(1.0),
     "program": lambda n: {"step": jax.jit([jnp.sin, jnp.cos][n]).lower(1.0)},
 }
 
@@ -159,6 +160,12 @@ def test_what_cannot_be_looked_into_prints_itself():
     assert "Unpicklable object at ..." in text[0]
     assert "<generator object" in text[1]
     assert not [line for line in text if "0x" in line]
+
+
+def test_an_array_that_was_donated():
+    x = jnp.ones(3)
+    x.delete()
+    assert lines_of({"x": x}) == ["x: float32[3] ", "x: deleted, or donated"]
 
 
 def test_the_same_container_twice_is_as_equal_ones():

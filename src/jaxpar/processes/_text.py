@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpar.layout import Layout, LayoutMap
@@ -137,6 +138,9 @@ class _Walk:
             yield from self._parts(path, enumerate(np.asarray(x).reshape(-1).tolist()))
             return
         if isinstance(x, jax.Array):
+            if x.is_deleted():
+                yield _line(path, "deleted, or donated")
+                return
             if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
                 x = jax.random.key_data(x)
             if not (x.is_fully_addressable or x.is_fully_replicated):
@@ -154,7 +158,7 @@ def _of_jax(path: str, value: Any) -> Lines | None:
             return (_line(path, text) for text in _mesh(value))
         case Layout():
             return (_line(path, text) for text in _layout(value))
-        case LayoutMap():
+        case LayoutMap() | core.Jaxpr() | core.ClosedJaxpr():
             return (_line(path, text) for text in str(value).splitlines())
         case NamedSharding():
             here = [*_mesh(value.mesh), f"{value.spec} {value.memory_kind or ''}"]
