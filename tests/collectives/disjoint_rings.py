@@ -174,11 +174,12 @@ def main():
             _arrivals.joining_is_cheaper = joining_is_cheaper
     _choice.with_phases = with_phases
     q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
-    axis, window = jaxpar.Axis(AXES, mode=MODE), (3 * N, 11)
+    axis, how = jaxpar.Axis(AXES, mode=MODE), {"causal": False, "order": "contiguous"}
+    window = 3 * N, 11
     if len(SIZES) < 4:  # half a minute of compilation there, for what 2x2x2 has
         compare(
             "attention",
-            lambda q, k, v: ring_attention(q, k, v, axis, causal=False, window=window),
+            lambda q, k, v: ring_attention(q, k, v, axis, window=window, **how),
             (whole,) * 3,
             whole,
             (q, k, v),

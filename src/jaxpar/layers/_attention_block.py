@@ -105,8 +105,8 @@ class Tile:
     def mask(
         self,
         scores: OfPairs,
-        of_queries: Segments | None,
-        of_keys: Segments | None,
+        of_queries: Int32[Array, "*batch 1 queries 1"] | None,
+        of_keys: Int32[Array, "*batch 1 keys 1"] | None,
     ) -> OfPairs:
         """Returns scores, -inf where a query does not see."""
         if not (self.least is None and self.most is None):
@@ -121,9 +121,9 @@ class Tile:
                 scores = jnp.where(less <= self.most, scores, -jnp.inf)
         if of_queries is not None and of_keys is not None:
             # [*batch, 1, 1, queries, 1] and [*batch, 1, 1, 1, keys]
-            of_queries = of_queries[..., None, :, :]
-            of_keys = jnp.swapaxes(of_keys, -1, -2)[..., None, :, :]
-            alike = (of_queries == of_keys) & (of_keys >= 0)
+            rows = of_queries[..., None, :, :]
+            columns = jnp.swapaxes(of_keys, -1, -2)[..., None, :, :]
+            alike = (rows == columns) & (columns >= 0)
             scores = jnp.where(alike, scores, -jnp.inf)
         return scores
 
