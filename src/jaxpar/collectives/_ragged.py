@@ -138,7 +138,7 @@ def _emulated(ring: Ring) -> Any:
         def step(i: Int32[Array, ""], output: Output) -> Output:
             number = jnp.sum(i >= ends, dtype="int32")  # of m
             first = (i - ends[number] + steps[number]) * length
-            row = first + jnp.arange(length, dtype="int32")  # of a slice
+            row = first + jnp.arange(length, dtype="int32")[None, :]  # of a slice
             block = jnp.take(operand, grouped.input_offsets[:, number, None] + row, 0, mode="clip")
             block = swap(block, ring)  # [n, length, *row]
             arrives = row < grouped.recv_sizes[:, number, None]

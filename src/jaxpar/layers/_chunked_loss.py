@@ -66,7 +66,7 @@ class ChunkedLoss:
         rows: Float[Array, "tokens d"],
         w: Float[Array, "d columns"],
         labels: Int[Array, " tokens"],
-    ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens columns"], Int[Array, " columns"]]:
+    ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens columns"], Int[Array, "1 columns"]]:
         """The rows that count, their logits (-inf in padded columns), and their columns."""
         # Zeros, not what happens to be there: a NaN times a zero gradient would be one.
         rows = jnp.where((labels == self.ignore_label)[:, None], 0, rows)
@@ -77,11 +77,11 @@ class ChunkedLoss:
             preferred_element_type=sum_dtype(w.dtype),
         )
         first = (self.ring.index() * w.shape[1]).astype(labels.dtype)
-        columns = first + jnp.arange(w.shape[1], dtype=labels.dtype)
+        columns = first + jnp.arange(w.shape[1], dtype=labels.dtype)[None, :]
         return rows, jnp.where(columns < self.vocabulary, logits, -jnp.inf), columns
 
     def target(
-        self, columns: Int[Array, " columns"], labels: Int[Array, " tokens"], dtype: Any
+        self, columns: Int[Array, "1 columns"], labels: Int[Array, " tokens"], dtype: Any
     ) -> Float[Array, "tokens columns"]:
         """The probabilities that the labels ask for, in these columns."""
         even = self.label_smoothing / self.vocabulary

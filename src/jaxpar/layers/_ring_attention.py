@@ -15,6 +15,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import as_integers, check_precision, check_replicated, check_whole
 from jaxpar._dtypes import sum_dtype
+from jaxpar._shapes import with_rank
 from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
 from jaxpar._varying import vary_alike
 from jaxpar._wire import check_wire
@@ -203,7 +204,8 @@ def _segments(
         check_replicated("lengths", counts, ring)
         most = min(length * ring.size, int(jnp.iinfo(counts.dtype).max))
         counts = jnp.clip(counts, 0, most).astype("int32")
-        counted = _positions(length, ring, zigzag) < counts[..., None]  # [*batch, keys]
+        here = with_rank(counts.ndim + 1, _positions(length, ring, zigzag))
+        counted = here < counts[..., None]  # [*batch, keys]
         ids = jnp.where(counted, 0 if ids is None else ids, -1)
     return None if ids is None else ids[..., None, :, None]
 
