@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
+from jaxpar import _loops
 from jaxpar._dtypes import sum_dtype
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._ways import Arrivals, Visits, Way, as_it_is
@@ -86,7 +87,7 @@ class RingAttention:
         """Returns `compute(state)`, or `state` where all of the block is in the future."""
         if not self.causal or self.zigzag:
             return compute(state)
-        return lax.cond(source < self.way.ring.index(), compute, lambda state: state, state)
+        return _loops.cond(source < self.way.ring.index(), compute, lambda state: state, state)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
