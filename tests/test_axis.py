@@ -299,13 +299,30 @@ def test_a_bound_axis_has_all_that_the_axis_had():
     assert str(found[0]) == "axis ('y', 'x') (8)"
 
 
-def test_a_ring_over_several_axes_needs_mesh_axes():
+@pytest.mark.parametrize("axis", ["v", ("x", "v"), Axis("v", mode="naive")])
+def test_an_axis_of_vmap(axis):
     def run(x):
-        return jax.vmap(lambda x: ring_shift(x, ("x", "v")), axis_name="v")(x)
+        return jax.vmap(lambda x: ring_shift(x, axis), axis_name="v")(x)
 
     mapped = jax.shard_map(run, mesh=make_mesh("x=8"), in_specs=P("x"), out_specs=P("x"))
-    with pytest.raises(ValueError, match=r"\('x', 'v'\) has axes that the mesh lacks, which has"):
+    wrong = "^ring_shift: axis 'v' is an axis of jax.vmap.* over a mesh with an axis 'v'"
+    with pytest.raises(ValueError, match=wrong):
         jax.eval_shape(mapped, jnp.ones(16))
+
+
+def test_vmap_over_devices():
+    """With an axis of the mesh `spmd_axis_name`, and beside another axis of vmap."""
+    mesh = make_mesh("x=2,v=4")
+    mapped = jax.shard_map(
+        lambda x: jax.vmap(lambda x: ring_shift(x, "x"), axis_name="w")(x),
+        mesh=mesh,
+        in_specs=P(None, "x"),
+        out_specs=P(None, "x"),
+        check_vma=False,
+    )
+    x = jnp.arange(32).reshape(4, 2, 4)
+    shifted = jax.jit(jax.vmap(mapped, spmd_axis_name="v"))(x)
+    np.testing.assert_array_equal(shifted, np.roll(x, 2, axis=2))
 
 
 # -- errors name what was called ----------------------------------------------------------------

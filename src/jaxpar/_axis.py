@@ -261,25 +261,26 @@ def bind(
     mode, backward = (given.mode, given.backward) if mode is None else (mode, None)
     wire = given.wire_dtype if wire_dtype is None else as_wire("wire_dtype", wire_dtype)
     names: tuple[str, ...] = given.names
-    sizes: dict[str, int] = {}
-    mesh = jax.sharding.get_abstract_mesh()
-    for name in names:
-        try:
-            sizes[name] = lax.axis_size(name)
-        except NameError:
-            bound = {axis: mesh.shape[axis] for axis in mesh.manual_axes}
-            found = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
-            raise value_error(
-                f"{argument} {name!r} is not bound: {found}. Call it inside jax.shard_map "
-                f"over a mesh with an axis {name!r}"
-            ) from None
-    if len(names) > 1 and not set(names) <= set(mesh.axis_names):
-        raise value_error(
-            f"{argument} {names!r} has axes that the mesh lacks, which has {dict(mesh.shape)}; a "
-            "ring over several axes needs mesh axes, whose order is known"
-        )
+    size = prod(_axis_size(argument, name) for name in names)
     how = names, mode, wire, backward, given.keep_gathered, given.gather_dtype
-    return Ring(*how, size=prod(sizes.values()))
+    return Ring(*how, size=size)
+
+
+def _axis_size(argument: str, name: str) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    remedy = f"Call it inside jax.shard_map over a mesh with an axis {name!r}"
+    try:
+        size = lax.axis_size(name)
+    except NameError:
+        bound = {axis: mesh.shape[axis] for axis in mesh.manual_axes}
+        found = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
+        raise value_error(f"{argument} {name!r} is not bound: {found}. {remedy}") from None
+    if name not in mesh.manual_axes:
+        raise value_error(
+            f"{argument} {name!r} is an axis of jax.vmap, which has no devices for data to travel "
+            f"between. {remedy}"
+        )
+    return size
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:

@@ -304,10 +304,3 @@ def test_errors(args, error, text):
             *args,
         )
     assert str(raised.value) == text
-
-
-def test_axis_of_vmap():
-    with pytest.raises(ValueError, match="not along an axis of"):
-        jax.vmap(lambda x: ragged_all_to_all(x, x, *[I4] * 4, "b"), axis_name="b")(
-            jnp.ones((4, 6, 2))
-        )

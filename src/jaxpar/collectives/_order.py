@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxpar import _loops
 from jaxpar._chips import traced_for_cpu, traced_for_cpu_cluster
 from jaxpar._compat import cuts_within_matmuls
 
@@ -125,7 +126,7 @@ class TpuOrder(Order):
             # Arrays by closure: an operand that a turn does not use would be kept. With jax 0.12.0
             # `scheduling_group` does not replace this: it changes no program. `must_fuse_call` does
             # where a turn makes one sum, as fast; where it makes two, compilation fails.
-            made = lax.cond(index >= 0, compute, lambda _: like(), index)
+            made = _loops.cond(index >= 0, compute, lambda _: like(), index)
         else:
             made = compute(index)
         return lax.optimization_barrier((index, made, arriving))

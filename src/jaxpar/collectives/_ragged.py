@@ -14,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int32, Shaped
 
+from jaxpar import _loops
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._dtypes import addition_dtype
@@ -56,7 +57,7 @@ def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) 
     @custom_vmap
     def exchange(operand: Operand, output: Output, slices: Slices) -> Output:
         native = _native(ring)
-        return lax.platform_dependent(
+        return _loops.platform_dependent(
             *(operand, output, slices),
             tpu=_apart(native),
             cuda=native,
@@ -138,14 +139,14 @@ def _emulated(ring: Ring) -> Any:
         def step(i: Int32[Array, ""], output: Output) -> Output:
             number = jnp.sum(i >= ends, dtype="int32")  # of m
             first = (i - ends[number] + steps[number]) * length
-            row = first + jnp.arange(length, dtype="int32")  # of a slice
+            row = first + jnp.arange(length, dtype="int32")[None, :]  # of a slice
             block = jnp.take(operand, grouped.input_offsets[:, number, None] + row, 0, mode="clip")
             block = swap(block, ring)  # [n, length, *row]
             arrives = row < grouped.recv_sizes[:, number, None]
             place = jnp.where(arrives, places[:, number, None] + row, output.shape[0])
             return output.at[place].set(block, mode="drop")
 
-        _, output = lax.while_loop(
+        _, output = _loops.while_loop(
             lambda carry: carry[0] < ends[-1],
             lambda carry: (carry[0] + 1, step(*carry)),
             (jnp.zeros_like(ends[-1]), output),
@@ -218,7 +219,6 @@ def ragged_all_to_all(
     slices are empty, and which the compiler for CPU refuses.
     """
     ring = bind(axis)
-    _check_axes(ring)
     operand, output = jnp.asarray(operand), jnp.asarray(output)
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
     slices = _check_slices(Slices(*(jnp.asarray(x) for x in given)), ring)
@@ -266,7 +266,7 @@ def _exchange_back(
     zeros = jnp.zeros((rows, *ct.shape[1:]), ct.dtype)
     start, zeros = vary_alike(ring.names, jnp.int32(0), zeros, ct, slices)[:2]
     total = zeros.astype(addition_dtype(ct.dtype))
-    _, total = lax.while_loop(
+    _, total = _loops.while_loop(
         lambda carry: carry[0] < jnp.where(apart, count, 1),
         lambda carry: (carry[0] + 1, step(*carry)),
         (start, total),
@@ -323,15 +323,6 @@ def _arrived(slices: Slices, ring: Ring, ct: Output) -> Bool[Array, " out_rows *
     steps = steps.at[starts].add(1, mode="drop").at[starts + sizes].add(-1, mode="drop")
     arrived = jnp.cumsum(steps, dtype="int32")[:-1] > 0
     return arrived.reshape(-1, *[1] * (ct.ndim - 1))
-
-
-def _check_axes(ring: Ring) -> None:
-    mesh = jax.sharding.get_abstract_mesh()
-    if not set(ring.names) <= set(mesh.axis_names):
-        raise value_error(
-            f"{ring} is not an axis of the mesh, which has {dict(mesh.shape)}; rows are "
-            "exchanged between devices, not along an axis of jax.vmap"
-        )
 
 
 def _check_slices(slices: Slices, ring: Ring) -> Slices:

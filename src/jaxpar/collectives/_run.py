@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax import Array, lax
+from jax import Array
 
+from jaxpar import _loops
 from jaxpar.collectives._turns import Turn, moved, stretches
 
 # How many turns that differ in distance alone are unrolled while tracing; more run in a loop.
@@ -44,4 +45,4 @@ def _loop(first: list[Turn], times: int, step: int, state: Any, turn: Any) -> An
         return state
 
     # Two times a trip: with one, the compilers copy the carried block before each send.
-    return lax.fori_loop(0, times, trip, state, unroll=2)
+    return _loops.fori_loop(0, times, trip, state, unroll=2)

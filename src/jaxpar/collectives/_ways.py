@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from jaxpar import _loops
 from jaxpar._axis import Ring
 from jaxpar._quantized import Quantized, encoded
 from jaxpar._varying import vary_over, varying_axes
@@ -384,7 +385,7 @@ class Naive(Way):
             at = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), blocks)
             return consume(state, [(at, owner, take(owner))])
 
-        return lax.fori_loop(1, self.ring.size, step, state)
+        return _loops.fori_loop(1, self.ring.size, step, state)
 
 
 @dataclass(frozen=True)

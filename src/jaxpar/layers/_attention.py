@@ -16,6 +16,7 @@ from jaxtyping import Int, Num
 from jaxpar._calls import public, readable, value_error
 from jaxpar._checks import check_dim, check_whole
 from jaxpar._padding import Blocks
+from jaxpar._shapes import with_rank
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_wide, varying_axes
 from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_pair
@@ -384,7 +385,7 @@ class _OwnHeads:
         if self.layout.padded_heads == self.layout.heads:
             return x
         real = self._of_blocks(self.layout.query_heads_of) < self.layout.heads
-        return jnp.where(real[:, None], x, jnp.zeros_like(x))
+        return jnp.where(with_rank(x.ndim, real[:, None]), x, jnp.zeros_like(x))
 
     def check(self, name: str, w: Array, along: Integer) -> None:
         """Raises unless the columns of a weight are those of whole heads."""

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
+from jaxpar import _loops
 from jaxpar._dtypes import sum_dtype
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._ways import Arrivals, Visits, as_it_is
@@ -183,7 +184,7 @@ def _if_seen(tile: Tile, compute: Callable[[Any], Any], state: Any) -> Any:
     """Returns `compute(state)`, or `state` where no pair of the tile is seen."""
     if tile.seen is True:
         return compute(state)
-    return lax.cond(tile.seen, compute, lambda state: state, state)
+    return _loops.cond(tile.seen, compute, lambda state: state, state)
 
 
 def _zeros(

@@ -17,6 +17,7 @@ from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_dim, check_own
 from jaxpar._dtypes import loses_parts
 from jaxpar._quantized import as_array, as_operand, scales_among
+from jaxpar._shapes import with_rank
 from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, MaybeQuantized, Tree, TreeDim
 from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
@@ -193,7 +194,7 @@ def add_bias(
     if loses_parts(bias.dtype, y.dtype):
         raise type_error(f"the bias is {bias.dtype}, but the result {y.dtype}; cast one of them")
     wide = vary_wide(varying_axes(y), bias.astype(y.dtype))
-    return (y.astype(wide.dtype) + wide).astype(y.dtype)
+    return (y.astype(wide.dtype) + with_rank(y.ndim, wide)).astype(y.dtype)
 
 
 @public

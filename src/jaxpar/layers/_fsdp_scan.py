@@ -17,6 +17,7 @@ from jaxpar._axis import bind
 from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
+from jaxpar._jaxprs import type_of
 from jaxpar._quantized import scales_among
 from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Tree, TreeDim
@@ -227,17 +228,22 @@ def fsdp_scan(
         out = of_user(layer_fn, "layer_fn")(*given)
         return _check_state(x, out)
 
-    def gather_first(stacked: Arrays) -> Arrays:
-        return gather_shards(shards, [x[0] for x in stacked])
+    def trace_layer(stacked: Arrays) -> Any:
+        # Traced from arrays, not from their shapes: of these JAX does not know how they lie over
+        # axes that a shard_map leaves to the partitioner, and fails where they vary over others.
+        whole = gather_shards(shards, [x[0] for x in stacked])
+        traced.append(jax.make_jaxpr(flat_layer)(whole, state))
 
+    traced: list[ClosedJaxpr] = []
     stacked = vary_sharded(shards, stacked)
     while True:
         # The sum over devices that use the same weights comes at the end, once for all layers.
         stacked = vary_over(varying_axes(state), stacked)
-        whole = jax.eval_shape(gather_first, stacked)
-        closed, out = jax.make_jaxpr(flat_layer, return_shape=True)(whole, state)
+        jax.eval_shape(trace_layer, stacked)  # what it gathers is thrown away
+        closed = traced.pop()
         # What a layer is given must vary over all that what it hands on varies over.
-        wider = [vary_over(varying_axes(o), s) for s, o in zip(state, out, strict=True)]
+        types = [type_of(out).manual_axis_type for out in closed.jaxpr.outvars]
+        wider = [vary_over(t.varying, s) for s, t in zip(state, types, strict=True)]
         if all(varying_axes(w) == varying_axes(s) for w, s in zip(wider, state, strict=True)):
             break
         state = wider

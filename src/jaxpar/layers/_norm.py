@@ -15,6 +15,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import check_number
 from jaxpar._dtypes import addition_dtype
+from jaxpar._shapes import with_rank
 from jaxpar._types import AxisLike, Number
 from jaxpar._varying import vary_wide, varying_axes
 
@@ -137,9 +138,11 @@ _recomputed = partial(
 )
 
 
-def _like(wide: Float[Array, "*tokens d"], parameter: Float[Array, " d"]) -> Float[Array, " d"]:
+def _like(
+    wide: Float[Array, "*tokens d"], parameter: Float[Array, " d"]
+) -> Float[Array, "*ones d"]:
     """The parameter in the dtype of `wide`, so that its gradient is summed over tokens in that."""
-    return vary_wide(varying_axes(wide), parameter.astype(wide.dtype))
+    return with_rank(wide.ndim, vary_wide(varying_axes(wide), parameter.astype(wide.dtype)))
 
 
 def _check(x: Array, axis: AxisLike | None, **parameters: Array) -> _Features:

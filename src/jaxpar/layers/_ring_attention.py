@@ -22,6 +22,7 @@ from jaxpar._checks import (
     check_whole,
 )
 from jaxpar._dtypes import sum_dtype
+from jaxpar._shapes import with_rank
 from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
 from jaxpar._varying import vary_alike, zeros_alike
 from jaxpar._wire import check_wire
@@ -293,7 +294,8 @@ def _segments(
         check_replicated("lengths", counts, ring)
         most = min(length * ring.size, int(jnp.iinfo(counts.dtype).max))
         counts = jnp.clip(counts, 0, most).astype("int32")
-        counted = _positions(length, ring, zigzag) < counts[..., None]  # [*batch, keys]
+        here = with_rank(counts.ndim + 1, _positions(length, ring, zigzag))
+        counted = here < counts[..., None]  # [*batch, keys]
         ids = jnp.where(counted, 0 if ids is None else ids, -1)
     return None if ids is None else ids[..., None, :, None]
 

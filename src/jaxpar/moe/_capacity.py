@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, UInt
 
+from jaxpar import _loops
 from jaxpar._calls import public, value_error
 from jaxpar._checks import check_number, check_whole
 from jaxpar._types import Integer, Number, Policy
@@ -153,16 +154,16 @@ def _largest(keys: UInt[Array, "tokens experts"], most: int) -> Bool[Array, "tok
         known = found
         for digits in (1, 2, 3):
             tried = known | (jnp.asarray(digits, keys.dtype) << place)
-            reached = jnp.sum(keys >= tried, axis=0, dtype="int32") >= most
+            reached = jnp.sum(keys >= tried[None, :], axis=0, dtype="int32") >= most
             found = jnp.where(reached, tried, found)
         return found
 
     zeros = zeros_alike(keys.shape[1:], keys.dtype, keys)
-    smallest = lax.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)
+    smallest = _loops.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)[None, :]
     above, equal = keys > smallest, (keys == smallest) & (keys > 0)
     # What the largest numbers leave goes to equal ones, the earlier tokens' first.
     room = most - jnp.sum(above, axis=0, dtype="int32")
-    return above | (equal & (_running_count(equal) <= room))
+    return above | (equal & (_running_count(equal) <= room[None, :]))
 
 
 def _running_count(flags: Bool[Array, "tokens experts"]) -> Int32[Array, "tokens experts"]:

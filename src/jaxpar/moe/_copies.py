@@ -47,7 +47,9 @@ def copies_by_key(
     flat = keys.astype("int32").reshape(count)
     # One key more, the last: entries of none are sorted behind all copies, and counted by nobody.
     flat = jnp.where((flat >= 0) & (flat < keys_count), flat, keys_count)
-    sizes = jnp.sum(flat[:, None] == jnp.arange(keys_count, dtype="int32"), axis=0, dtype="int32")
+    sizes = jnp.sum(
+        flat[:, None] == jnp.arange(keys_count, dtype="int32")[None, :], axis=0, dtype="int32"
+    )
     flat, entries = vary_alike((), flat, jnp.arange(count, dtype="int32"))
     # Sorted twice: the inverse of a permutation by a scatter is one write after the other.
     flat, order = lax.sort((flat, entries), num_keys=1, is_stable=True)

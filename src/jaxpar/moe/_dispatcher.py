@@ -290,7 +290,7 @@ def _starts(sizes: Int32[Array, "*n"], axis: int) -> Int32[Array, "*n"]:
 def _once_each(devices: Int32[Array, "tokens k"], ring: Ring) -> Int32[Array, "tokens k"]:
     """Replaces by n, for no device, what stands left of it in the same row already."""
     k = devices.shape[1]
-    left = np.tri(k, k=-1, dtype=bool)
+    left = np.tri(k, k=-1, dtype=bool)[None]
     # [tokens, k, k]: whether an entry names the same device as another to its left.
     again = jnp.any((devices[:, :, None] == devices[:, None, :]) & left, axis=2)
     return jnp.where(again, ring.size, devices)

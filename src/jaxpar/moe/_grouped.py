@@ -19,6 +19,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Int32, Integer, Num
 
+from jaxpar import _loops
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import as_integers, check_precision
 from jaxpar._dtypes import as_dtype, check_holds, common_dtype, result_dtype, sum_dtype
@@ -117,7 +118,7 @@ class Kernels:
         # longest does, and ragged dots have no rule for some batches.
         @sequential_vmap
         def chosen(*operands: Any) -> Any:
-            return lax.platform_dependent(*operands, **branches)
+            return _loops.platform_dependent(*operands, **branches)
 
         return chosen(*operands)
 

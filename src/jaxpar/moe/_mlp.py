@@ -353,7 +353,7 @@ def spread_rows(
 ) -> Num[Array, "{rows} out"]:
     """Gives each row its group's bias; rows past the last group hold anything."""
     ends = jnp.cumsum(group_sizes, dtype="int32")
-    group = jnp.sum(lax.iota("int32", rows)[:, None] >= ends, axis=1, dtype="int32")
+    group = jnp.sum(lax.iota("int32", rows)[:, None] >= ends[None, :], axis=1, dtype="int32")
     return jnp.take(bias, group, axis=0, mode="clip").astype(dtype)
 
 

@@ -136,7 +136,7 @@ def route(
     choice = lax.stop_gradient(logits)  # in the order of scores, which round and underflow
     if bias is not None:
         choice = lax.stop_gradient(logits if scoring == "selected_softmax" else scores)
-        choice = choice + lax.stop_gradient(_as_bias(bias, logits)).astype(choice.dtype)
+        choice = choice + lax.stop_gradient(_as_bias(bias, logits)).astype(choice.dtype)[None, :]
     # Sorts and maxima pass over some NaN, with which the token would be as if nothing was wrong.
     doubt = jnp.where(jnp.any(jnp.isnan(choice), axis=1, keepdims=True), jnp.nan, 1)
     choice = _in_best_groups(choice, groups, top_groups, k, pairs=bias is not None)
@@ -195,7 +195,7 @@ def _in_best_groups(
     if pairs and size > 1:
         merit = merit + _second_best(grouped)
     chosen = lax.top_k(merit, top)[1]
-    allowed = jnp.any(chosen[..., None] == jnp.arange(groups, dtype=chosen.dtype), axis=1)
+    allowed = jnp.any(_matches(chosen, groups), axis=1)
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(tokens, count)
 
 
@@ -319,4 +319,4 @@ def of_experts(
 
 
 def _matches(experts: Integers[Array, "tokens k"], count: int) -> Bool[Array, "tokens k {count}"]:
-    return experts[..., None] == jnp.arange(count, dtype=experts.dtype)
+    return experts[..., None] == lax.broadcasted_iota(experts.dtype, (1, 1, count), 2)
