@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -132,7 +133,8 @@ class ArrayLayout:
     def pad(self, array: AnyArray) -> AnyArray:
         """Adds the zeros that the mesh needs; to keys those whose words are zeros."""
         if is_key(array.dtype) and self.padded_shape != self.shape:
-            return from_words(self.words().pad(to_words(array)), array.dtype)
+            keys: Any = array
+            return from_words(jnp.asarray(self.words().pad(to_words(keys))), keys.dtype)
         for dim, blocks in enumerate(self.blocks):
             array = blocks.pad(array, dim)
         return array

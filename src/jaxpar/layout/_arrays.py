@@ -70,19 +70,9 @@ def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
             there[array.path] = x
         return x
 
-    def moved(array: ArrayLayout, x: Array) -> Array:
-        held = array.words(x.dtype)
-        words = changed(held, to_words(x))
-        # The words move, and not what is made of them behind this line.
-        return from_words(jax.lax.with_sharding_constraint(words, sharding(held)), x.dtype)
-
-    def program(arrays: dict[str, Array]) -> dict[str, Array]:
-        return {path: moved(layout[path], x) for path, x in arrays.items()}
-
     _each(layout, params, shape_given, note, dtypes=dtypes)
     empty = {path: there.pop(path) for path in list(there) if not prod(layout[path].shape)}
-    shardings = {path: sharding(layout[path]) for path in there}
-    made: dict[str, Any] = jax.jit(program, out_shardings=shardings)(there) if there else {}
+    made = _moved(layout, there, changed, sharding) if there else {}
     for path, x in empty.items():
         array = layout[path]
         made[path] = zeros_of(
@@ -95,6 +85,34 @@ def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
         return made[array.path] if array.path in made else changed(array, x)
 
     return _each(layout, params, shape_given, result)
+
+
+def _moved(
+    layout: Layout,
+    arrays: dict[str, Array],
+    changed: Callable[[ArrayLayout, Any], Any],
+    sharding: Callable[[ArrayLayout], NamedSharding],
+) -> dict[str, Array]:
+    """Changes arrays on devices as their words.
+
+    In one program the compiler would take the words for the floats again, and widen those of 8 bits
+    to move them, which changes NaNs.
+    """
+    held = {path: layout[path].words(x.dtype) for path, x in arrays.items()}
+    dtypes = {path: x.dtype for path, x in arrays.items()}
+
+    def move(words: dict[str, Array]) -> dict[str, Array]:
+        return {path: changed(held[path], x) for path, x in words.items()}
+
+    def back(words: dict[str, Array]) -> dict[str, Array]:
+        return {path: from_words(x, dtypes[path]) for path, x in words.items()}
+
+    words = jax.jit(lambda arrays: {path: to_words(x) for path, x in arrays.items()})(arrays)
+    words = jax.jit(move, out_shardings={path: sharding(a) for path, a in held.items()})(words)
+    made: dict[str, Array] = jax.jit(
+        back, out_shardings={path: sharding(layout[path]) for path in arrays}
+    )(words)
+    return made
 
 
 def zeros_of(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Array:

@@ -47,10 +47,8 @@ def save(layout: Layout, folder: str | Path, params: Any) -> None:
         if _in_words(array) or not prod(array.shape)
     }
     if not tree:  # of which Orbax makes no checkpoint
-        tree, notes = (
-            {"": zeros_of((1,), np.int32, NamedSharding(layout.mesh, REPLICATED))},
-            {"": None},
-        )
+        tree = {"": zeros_of((1,), np.int32, NamedSharding(layout.mesh, REPLICATED))}
+        notes = {"": None}
     with ocp.Checkpointer(_handler(ocp)) as checkpointer:
         args = ocp.args.PyTreeSave(tree, custom_metadata={NOTES: notes})
         checkpointer.save(where, args=args)
@@ -124,7 +122,7 @@ def _in_words(array: ArrayLayout) -> bool:
     if is_key(array.dtype):
         return True
     dtype = np.dtype(array.dtype)
-    return dtype.itemsize == 1 and dtype not in (np.bool_, np.int8, np.uint8)
+    return dtype.itemsize == 1 and dtype.name not in ("bool", "int8", "uint8")
 
 
 def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,7 @@
 """Arrays as whole numbers that have the same bits: what moves between devices and files as it is.
 
-A program that takes padding away may sum blocks with zeros, which changes -0.0 and some NaNs, and
-which the CPU's compiler has not for numbers of 4 bits. Keys of `jax.random` are words in any case.
+A program that moves padding may sum blocks with zeros and widen floats of 8 bits, which changes
+-0.0 and NaNs, and there is none on the CPU for numbers of 4 bits. Keys are words anyway.
 """
 
 from __future__ import annotations
