@@ -134,17 +134,10 @@ def operands(length, heads, kv_heads, sizes, batch=2):
     return q, k, v, ct, rng.standard_normal(heads), None
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_16_bits_and_sums_in_them(check_vma):
+def test_16_bits_and_sums_in_them():
     how = {"causal": True, "window": (9, 0), "softcap": 2.0}
-    given = operands(16, 4, 2, (8, 5))
-    wire = "bfloat16" if check_vma else None
-    check(
-        *(4, "bidirectional", "zigzag", how, given),
-        dtype="bfloat16",
-        check_vma=check_vma,
-        wire=wire,
-    )
+    given = operands(12, 4, 2, (8, 5))
+    check(*(3, "bidirectional", "zigzag", how, given), dtype="bfloat16", wire="bfloat16")
 
 
 @pytest.mark.parametrize(("mode", "window"), [("auto", (3, 2)), ("unidirectional", (7, 0))])
