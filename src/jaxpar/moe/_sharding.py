@@ -188,7 +188,8 @@ def check_experts(
             if w is None:
                 continue
             if axes.tensor is not None and name != "down_bias":
-                check_own(f"{kind}.{name}", w, axes.tensor, "hidden features")
+                remedy = "shard its hidden features over tp_axis"
+                check_own(f"{kind}.{name}", w, axes.tensor, "features", remedy)
             if w.dtype != tokens.dtype:
                 raise type_error(
                     f"tokens are {tokens.dtype}{list(tokens.shape)} and {kind}.{name} "
