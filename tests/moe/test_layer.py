@@ -563,13 +563,13 @@ def test_what_all_devices_have_alike():
 
     with pytest.raises(ValueError, match=(
         r"^routed_moe_layer: tokens of local shape \(4, 6\) is replicated over \['ep'\], but each "
-        r"device of axis 'ep' \(8\) needs its own; shard them, or cut them by scatter_region"
+        r"device of axis 'ep' \(8\) needs rows of its own; shard it in in_specs, or cut it"
     )):  # fmt: skip
         trace(tokens=lambda: replicated)
     assert trace(tokens=lambda: replicated, vma=False).shape == (32, D)
-    with pytest.raises(ValueError, match=r"'tp' .* its own; pass sequence_dim=None if all"):
+    with pytest.raises(ValueError, match=r"'tp' .* rows of its own; .* sequence_dim=None if all"):
         trace(mesh="tp=2,ep=4", tp_axis="tp")
-    with pytest.raises(ValueError, match=r"experts.up of local shape .* type what is made in here "
+    with pytest.raises(ValueError, match=r"experts.up of local .* experts of its own; .* say so "
                        r"by jax.lax.pcast\(..., \('ep',\), to='varying'\)"):  # fmt: skip
         trace(experts=lambda: constants(False))
     assert trace(experts=lambda: constants(True)).shape == (32, D)

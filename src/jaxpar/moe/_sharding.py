@@ -188,7 +188,8 @@ def check_experts(
             if w is None:
                 continue
             if axes.tensor is not None and name != "down_bias":
-                check_own(f"{kind}.{name}", w, axes.tensor, "hidden features")
+                remedy = "shard its hidden features over tp_axis"
+                check_own(f"{kind}.{name}", w, axes.tensor, "features", remedy)
             used = w.dtype if axes.fsdp is None else axes.fsdp.gathered_as(w.dtype)
             if used != tokens.dtype:
                 raise type_error(
