@@ -50,7 +50,7 @@ class Axis:
       wire_dtype: the dtype in which partial sums travel. None: that of the result, as
         `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least. Or
         `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or a `LowBit`: then blocks of floats that are
-        gathered travel in 8 bits with scales, and sums and integers as with None.
+        gathered travel in 8 bits with scales, and sums as with None.
       keep_gathered: whether a matmul keeps what it gathered for its derivative, which then does not
         gather it again, but has the whole of it in memory until then. None: where both passes turn
         out `"naive"`, or both `"stationary"`, and on TPUs where the forward pass is `"auto"`; one
@@ -168,7 +168,7 @@ class Ring(Axis):
 
     def wire(self, dtype: Any) -> Any:
         """The dtype in which sums travel that are asked for in `dtype`."""
-        return jnp.dtype(summed_as(self.wire_dtype) or dtype)
+        return jnp.dtype(summed_as(self.wire_dtype, dtype) or dtype)
 
     def gathered_as(self, dtype: Any) -> Any:
         """The dtype in which shards of a dtype are gathered and used: of floats the one asked."""

@@ -58,7 +58,7 @@ def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Arra
     in `wire_dtype` if it is wider. Raises if that is of another kind.
     """
     check_wire(wire_dtype, x.dtype)
-    asked = summed_as(wire_dtype)
+    asked = summed_as(wire_dtype, x.dtype)
     wire = x.dtype if asked is None else common_dtype(x.dtype, asked)
     return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))
 

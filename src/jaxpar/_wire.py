@@ -97,11 +97,17 @@ def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
     return LowBit(wire) if is_low_bit(wire) else None
 
 
-def summed_as(wire: Any) -> Any:
-    """The dtype that a wire asks for sums, None where they travel in their own, or with scales."""
+def summed_as(wire: Any, dtype: Any) -> Any:
+    """The dtype that a wire asks for sums of a dtype, None where they travel in their own.
+
+    So do integers over int8, which is for floats with scales: without them they would wrap around.
+    """
     if isinstance(wire, LowBit):
         wire = wire.sums
-    return None if is_low_bit(wire) else wire
+    if not is_low_bit(wire):
+        return wire
+    is_own = jnp.issubdtype(dtype, jnp.floating) or kind_of_dtype(wire) == kind_of_dtype(dtype)
+    return None if is_own else wire
 
 
 def rounded_by(wire: Any, dtype: Any) -> LowBit | None:
@@ -112,7 +118,7 @@ def rounded_by(wire: Any, dtype: Any) -> LowBit | None:
 
 def check_wire(wire: Any, summed: Any) -> None:
     """Raises unless sums of dtype `summed` can travel as a wire asks for: both of one kind."""
-    wire = summed_as(wire)
+    wire = summed_as(wire, summed)
     if wire is None:
         return
     if jnp.issubdtype(wire, jnp.bool_) or kind_of_dtype(wire) != kind_of_dtype(summed):

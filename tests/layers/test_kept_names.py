@@ -27,8 +27,8 @@ def mlp(x, w):
 @pytest.mark.parametrize(
     ("layer", "name", "check_vma"),
     [
-        (attention, "ring_attention", True),
-        (attention_within, "ring_attention", False),
+        (attention, "attention", True),
+        (attention_within, "attention", False),
         (mlp, "gated_mlp", True),
     ],
 )

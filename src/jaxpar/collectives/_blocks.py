@@ -111,7 +111,7 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
             continue
         dtype = parts[0].dtype if group.dtypes is None else group.dtypes[0]
         wide = dtype if blocks.derived_by_jax else addition_dtype(dtype)
-        wire = summed_as(blocks.stages[0].ring.wire_dtype) if blocks.stages else None
+        wire = summed_as(blocks.stages[0].ring.wire_dtype, dtype) if blocks.stages else None
         between = wide if wire == wide else dtype  # a wide wire: rounded once, in the last stage
         parts = group.laid_out(parts)
         for way in blocks.stages:

@@ -120,7 +120,7 @@ def ring_all_gather(
 
     def gather(x: Array, exact: bool) -> Array:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
-        over = replace(ring, wire_dtype=summed_as(ring.wire_dtype)) if exact else ring
+        over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
         way = _way("all-gather", over, x)
         return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 

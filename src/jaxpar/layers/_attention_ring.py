@@ -40,7 +40,7 @@ KeySums = tuple[OfKeys, OfValues]
 Sinks = Float[Array, "groups repeats"]
 
 # What the backward pass needs of the forward pass, for policies of `jax.checkpoint`.
-KEPT = "ring_attention"
+KEPT = "attention"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -120,8 +120,8 @@ def ring_attention(
     of the window. The own block is computed in runs no shorter than the window, 8 of a chunk at
     most.
 
-    What `jax.checkpoint` may keep, the result and the two numbers, has the name "ring_attention":
-    with `jax.checkpoint_policies.save_only_these_names("ring_attention")` the forward pass is not
+    What `jax.checkpoint` may keep, the result and the two numbers, has the name "attention":
+    with `jax.checkpoint_policies.save_only_these_names("attention")` the forward pass is not
     sent and computed again. A name that is given to what this function returns does not do it.
 
     Example:
