@@ -21,6 +21,7 @@ from jaxtyping import Shaped
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
 from jaxpar._checks import check_dim, check_divides
+from jaxpar._compat import all_gather
 from jaxpar._types import AxisLike, Integer, Tree
 from jaxpar._varying import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar._wire import check_wire
@@ -146,7 +147,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
                 (*x.shape[:along], x.shape[along] * ring.size, *x.shape[along + 1 :]), x.dtype
             )
         if not checks_varying(names):
-            return lax.all_gather(x, names, axis=along, tiled=True)
+            return all_gather(x, names, along)
         return lax.all_gather(vary_over(names, x), names, axis=along, tiled=True, to="invarying")
 
     return jax.tree.map(gather, x)
