@@ -122,6 +122,13 @@ def test_flags(name, mode):
             assert_alike(jax.jit(run)(*jax.tree.leaves(arrays)), wanted)
 
 
+def test_rounding_by_chance_with_other_random_numbers():
+    x = np.arange(32, dtype="float32").reshape(4, 8) / 7
+    with flags(MODES["random"]):
+        rounded = jaxpar.quantize(x, key=jax.random.key(0))
+    assert np.all(np.abs(rounded.dequantized() - x) <= rounded.scales)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_arrays_do_not_leak_while_tracing(name):
     """Not of gradients: those of `lax.psum` do, in JAX."""
