@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 
+from jaxpar._eager import as_one_program
 from jaxpar._types import SHOWN
 
 Given = ParamSpec("Given")
@@ -41,7 +42,7 @@ def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[G
             naming(_called.get() or function.__qualname__),
             jax.named_scope(_scope(function, axis)),
         ):
-            return function(*args, **kwargs)
+            return as_one_program(function, *args, **kwargs)
 
     return readable(call)
 

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType
 
 
 def empty_like_blocks(block: Array, dim: int, count: int, dtype: Any = None) -> Array:
@@ -46,6 +48,36 @@ def _empty(block: Array, dim: int, count: int, dtype: Any) -> Array:
     shape = (*block.shape[:dim], block.shape[dim] * count, *block.shape[dim + 1 :])
     sharding = jax.typeof(block).sharding  # over axes that are explicit, and not manual
     return lax.empty(shape, dtype or block.dtype, out_sharding=sharding)
+
+
+def all_gather(x: Array, axes: tuple[str, ...], dim: int | None = None) -> Array:
+    """As in lax, joined along `dim`; None: the blocks along a new first dimension.
+
+    Its derivative is `lax.psum_scatter`, which fails beside axes that stay explicit: see there.
+    """
+    if not _beside_explicit_axes():
+        return lax.all_gather(x, axes, axis=dim or 0, tiled=dim is not None)
+    blocks = lax.all_to_all(jnp.stack([x] * lax.axis_size(axes)), axes, 0, 0)
+    if dim is None:
+        return blocks
+    return lax.concatenate(list(blocks), dim)
+
+
+def psum_scatter(x: Array, axes: tuple[str, ...], dim: int | None = None) -> Array:
+    """As in lax, cut along `dim`; None: the sums of what is along the first, which goes.
+
+    Where a `shard_map` leaves explicit axes to JAX, that lowers no `lax.psum_scatter` (0.12), or
+    none of an array that is sharded over them (0.10). An exchange and a sum send as much.
+    """
+    if not _beside_explicit_axes():
+        return lax.psum_scatter(x, axes, scatter_dimension=dim or 0, tiled=dim is not None)
+    if dim is not None:
+        x = jnp.stack(jnp.split(x, lax.axis_size(axes), dim))
+    return jnp.sum(lax.all_to_all(x, axes, 0, 0), axis=0, dtype=x.dtype)
+
+
+def _beside_explicit_axes() -> bool:
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def cuts_within_matmuls() -> bool:

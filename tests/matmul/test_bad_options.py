@@ -107,7 +107,7 @@ def test_empty_results(mode, check_vma):
     np.testing.assert_array_equal(jax.jit(mapped)(x, w), np.zeros(4))
 
 
-@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+@pytest.mark.parametrize("mode", ["naive", "stationary", "unidirectional", "bidirectional"])
 def test_explicit_axes_that_are_not_of_the_ring(mode):
     """The batch is sharded over an explicit axis that the shard_map leaves alone."""
     mesh = make_mesh("dp=2,tp=4", axis_types=AxisType.Explicit)

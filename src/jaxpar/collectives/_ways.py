@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxpar import _loops
 from jaxpar._axis import Ring
+from jaxpar._compat import all_gather, psum_scatter
 from jaxpar._quantized import Quantized, encoded
 from jaxpar._varying import vary_over, varying_axes
 from jaxpar.collectives._parts import Comb, Span, even_cuts, split_dim
@@ -315,7 +316,7 @@ class Naive(Way):
         sums = self._quantized(sums, dim, dtype)
         if isinstance(sums, Quantized):
             return self._summed(sums, dim).astype(dtype)
-        return lax.psum_scatter(sums, axes, scatter_dimension=dim, tiled=True).astype(dtype)
+        return psum_scatter(sums, axes, dim).astype(dtype)
 
     def _summed(self, sums: Quantized, dim: int) -> Array:
         """Sends every device its blocks of all, which no collective adds, and adds them up."""
@@ -365,20 +366,20 @@ class Naive(Way):
         carry, sums = self._visit(block, consume, take_nothing, (carry, sums))
         axes = self.ring.names
         return carry, jax.tree.map(
-            lambda x, like: lax.psum_scatter(self._wire(x, like.dtype), axes), sums, summed(block)
+            lambda x, like: psum_scatter(self._wire(x, like.dtype), axes), sums, summed(block)
         )
 
     def _gathered(self, x: Array, dim: int) -> Array:
         if not x.size:  # nor gather it
             return lax.concatenate([x] * self.ring.size, dim)
-        return lax.all_gather(x, self.ring.names, axis=dim, tiled=True)
+        return all_gather(x, self.ring.names, dim)
 
     def _visit(self, block: Any, consume: Any, take: Take, state: Any) -> Any:
         """Gathers the blocks of all devices, then consumes those of others one by one."""
         if self.ring.size == 1:
             return state
         index, axes = self.ring.index(), self.ring.names
-        blocks = jax.tree.map(lambda x: lax.all_gather(x, axes), block)  # [n, ...]
+        blocks = jax.tree.map(lambda x: all_gather(x, axes), block)  # [n, ...]
 
         def step(distance: Array, state: Any) -> Any:
             owner = (index - distance.astype("int32")) % self.ring.size

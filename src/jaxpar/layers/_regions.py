@@ -20,6 +20,7 @@ from jaxtyping import Shaped
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
 from jaxpar._checks import ADDENDS, check_dim, check_divides
+from jaxpar._compat import all_gather
 from jaxpar._trees import as_addends, as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, Tree
 from jaxpar._varying import checks_varying, vary_on_wire, vary_over, varying_axes
@@ -198,7 +199,7 @@ def _joined(ring: Ring, dim: int, x: Shaped[Array, "*block"]) -> Shaped[Array, "
     if not x.size:  # XLA does not gather nothing
         return jnp.zeros((*x.shape[:dim], x.shape[dim] * ring.size, *x.shape[dim + 1 :]), x.dtype)
     if not checks_varying(ring.names):
-        return lax.all_gather(x, ring.names, axis=dim, tiled=True)
+        return all_gather(x, ring.names, dim)
     x = vary_over(ring.names, x)
     return lax.all_gather(x, ring.names, axis=dim, tiled=True, to="invarying")
 

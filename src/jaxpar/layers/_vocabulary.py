@@ -23,6 +23,7 @@ from jaxpar._checks import (
     check_sequence_dim,
     check_whole,
 )
+from jaxpar._compat import psum_scatter
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._padded_tables import check_no_padding
 from jaxpar._trees import as_addends
@@ -95,7 +96,7 @@ def vocabulary_parallel_embedding(
         return _sum_of_one(ring.names, rows)
     if not rows.size:  # XLA does not scatter nothing
         return lax.slice_in_dim(rows, 0, shape[dim] // ring.size, axis=dim)
-    return lax.psum_scatter(rows, ring.names, scatter_dimension=dim, tiled=True)
+    return psum_scatter(rows, ring.names, dim)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar._axis import Ring
+from jaxpar._compat import all_gather, psum_scatter
 from jaxpar.collectives._parts import join_dims, split_dim
 
 
@@ -30,7 +31,7 @@ def send_partner(ring: Ring, x: Num[Array, "*right"], dim: int | None) -> Num[Ar
     the block's own positions, with devices as a dimension in front of that.
     """
     if dim is None:
-        return lax.all_gather(x, ring.names)
+        return all_gather(x, ring.names)
     # Split and joined along one dimension: its derivative is itself, and nothing is transposed.
     return split_dim(lax.all_to_all(x, ring.names, dim, dim, tiled=True), dim, ring.size)
 
@@ -41,5 +42,5 @@ def return_result(ring: Ring, y: Num[Array, "*apart"], dim: int | None) -> Num[A
     Blocks make a whole along `dim`; without one, they are addends.
     """
     if dim is None:
-        return lax.psum_scatter(y, ring.names)
+        return psum_scatter(y, ring.names)
     return lax.all_to_all(join_dims(y, dim), ring.names, dim, dim, tiled=True)

@@ -1,0 +1,208 @@
+"""Every public function that computes, under modes of JAX that a user may set.
+
+A new function is a line of `computing.CASES`, a new flag a word in `MODES`.
+"""
+
+from contextlib import contextmanager
+from functools import cache
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from computing import CASES
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar import layers, moe
+from jaxpar.collectives._run import run as run_turns
+from jaxpar.collectives._turns import Turn
+
+LINE = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
+
+# Flags that are set at once, as they may be.
+STRICT = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
+MODES = {
+    "strict": STRICT,
+    "debug": {
+        "jax_debug_nans": True,
+        "jax_debug_infs": True,
+        "jax_debug_key_reuse": True,
+        "jax_enable_checks": True,
+    },
+    "random": {
+        "jax_default_prng_impl": "rbg",
+        "jax_threefry_partitionable": False,
+        "jax_enable_custom_prng": True,
+        "jax_legacy_prng_key": "error",
+    },
+    "disabled jit": {"jax_disable_jit": True},
+    "wide": {
+        **STRICT,
+        "jax_enable_x64": True,
+        "jax_default_matmul_precision": "highest",
+        "jax_use_shardy_partitioner": False,
+        "jax_use_direct_linearize": False,
+        "jax_softmax_custom_jvp": True,
+        "jax_remove_size_one_mesh_axis_from_type": True,
+    },
+}
+
+
+@contextmanager
+def flags(settings):
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def shard_mapped(name, mesh=LINE, check_vma=True):
+    case = CASES[name]
+    specs = {"in_specs": case.specs, "out_specs": case.out}
+    return jax.shard_map(case.call, mesh=mesh, axis_names={"x"}, check_vma=check_vma, **specs)
+
+
+def with_gradients(name, **options):
+    """A function of the arrays of a case: what it returns, and the gradients of its floats."""
+    mapped = shard_mapped(name, **options)
+
+    def is_float(x):
+        return jnp.issubdtype(x.dtype, jnp.floating)
+
+    def loss(floats, arrays):
+        leaves, tree = jax.tree.flatten(arrays)
+        given = iter(floats)
+        out = mapped(*tree.unflatten([next(given) if is_float(x) else x for x in leaves]))
+        parts = [jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(out) if is_float(y)]
+        return sum(parts, jnp.zeros((), "float32")), out
+
+    def values(arrays):
+        if not CASES[name].differentiable:
+            return mapped(*arrays)
+        floats = [x for x in jax.tree.leaves(arrays) if is_float(x)]
+        (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(floats, arrays)
+        return out, gradients
+
+    return values
+
+
+@cache
+def by_default(name):
+    """The jaxpr of a case, as text, and its values."""
+    values = with_gradients(name)
+    traced = jax.jit(values).trace(CASES[name].arrays)
+    return str(traced.jaxpr), jax.device_get(traced.lower().compile()(CASES[name].arrays))
+
+
+def assert_alike(found, wanted):
+    found, wanted = (jax.tree.leaves(jax.device_get(tree)) for tree in (found, wanted))
+    for x, y in zip(found, wanted, strict=True):
+        if x.dtype.name != "int8":  # of ties, rounding
+            np.testing.assert_allclose(x.astype("float64"), y.astype("float64"), 1e-4, 2e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_flags(name, mode):
+    arrays = CASES[name].arrays
+    text, wanted = by_default(name)
+    with flags(MODES[mode]):
+        traced = jax.make_jaxpr(with_gradients(name, check_vma=mode != "wide"))(arrays)
+        if str(traced) == text:  # the same program
+            return
+        run = jax.extend.core.jaxpr_as_fun(traced)
+        with jax.disable_jit(False):
+            assert_alike(jax.jit(run)(*jax.tree.leaves(arrays)), wanted)
+
+
+def test_rounding_by_chance_with_other_random_numbers():
+    x = np.arange(32, dtype="float32").reshape(4, 8) / 7
+    with flags(MODES["random"]):
+        rounded = jaxpar.quantize(x, key=jax.random.key(0))
+    assert np.all(np.abs(rounded.dequantized() - x) <= rounded.scales)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arrays_do_not_leak_while_tracing(name):
+    """Not of gradients: those of `lax.psum` do, in JAX."""
+    with jax.checking_leaks():
+        jax.eval_shape(shard_mapped(name), *CASES[name].arrays)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_jit(name):
+    """JAX would compile each operation by itself."""
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiled.append(event)
+    )
+    out = shard_mapped(name)(*CASES[name].arrays)
+    jax.monitoring.clear_event_listeners()
+    wanted = by_default(name)[1]
+    assert_alike(out, wanted[0] if CASES[name].differentiable else wanted)
+    assert sum(event.endswith("backend_compile_duration") for event in compiled) < 20
+
+
+# What has no devices to go between.
+LOCAL = {
+    *("quantize", "head_layout", "layer_norm", "zigzag_order", "Experts", "apply_experts"),
+    *("as_experts", "grouped_matmul", "limit_capacity", "pad_experts", "route"),
+    *("update_router_bias", "global_norm"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - LOCAL))
+def test_an_axis_of_vmap_is_refused(name):
+    given = jax.tree.map(lambda x: np.stack([x] * 4), CASES[name].arrays)
+    with pytest.raises(ValueError, match="has no devices for data to travel"):
+        jax.eval_shape(jax.vmap(CASES[name].call, axis_name="x"), *given)
+
+
+# Of groups, `lax.ragged_dot` has no product beside explicit axes.
+LEFT = [(name, AxisType.Auto) for name in CASES] + [
+    (name, AxisType.Explicit) for name in CASES if name not in ("apply_experts", "grouped_matmul")
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), LEFT)
+def test_an_axis_that_is_left_to_jax(name, kind):
+    mesh = jaxpar.make_mesh("x=4,left=2", axis_types=kind)
+    wanted = by_default(name)[1]
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), CASES[name].specs)
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put(CASES[name].arrays, places)
+        assert_alike(jax.jit(with_gradients(name, mesh=mesh))(arrays), wanted)
+
+
+NO_ARRAYS = {
+    *("Axis", "Description", "LowBit", "Tuning", "agree", "compiled_with", "compiler_options"),
+    *("describe", "disjoint_rings", "guard", "initialize", "jit", "make_mesh", "ring_hops"),
+    *("ring_order", "tuned", "expert_capacity"),
+}
+# By other names: what `quantize`, `head_layout`, `route`, `routing_statistics` return.
+RETURNED = {"Quantized", "HeadLayout", "Routing", "Statistics"}
+
+
+def test_all_that_computes_is_tried():
+    public = {*jaxpar.__all__, *layers.__all__, *moe.__all__}
+    assert public == CASES.keys() | NO_ARRAYS | RETURNED
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_long_rings_without_jit(check_vma):
+    """Turns that are a loop, whose number is no array where it is taken in Python."""
+    turns = [Turn(distance) for distance in range(40)]
+
+    def total(x):
+        return run_turns(turns, x, lambda state, turn: state + turn.distance)
+
+    mapped = jax.shard_map(total, mesh=LINE, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
+    with jax.disable_jit():
+        assert mapped(jnp.zeros(4, "int32")).tolist() == [780] * 4
