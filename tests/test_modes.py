@@ -43,7 +43,6 @@ MODES = {
         **STRICT,
         "jax_enable_x64": True,
         "jax_default_matmul_precision": "highest",
-        "jax_use_shardy_partitioner": False,
         "jax_use_direct_linearize": False,
         "jax_softmax_custom_jvp": True,
         "jax_remove_size_one_mesh_axis_from_type": True,
@@ -147,7 +146,7 @@ def test_without_jit(name):
     jax.monitoring.clear_event_listeners()
     wanted = by_default(name)[1]
     assert_alike(out, wanted[0] if CASES[name].differentiable else wanted)
-    assert sum(event.endswith("backend_compile_duration") for event in compiled) < 20
+    assert sum(event.endswith("backend_compile_duration") for event in compiled) < 40
 
 
 # What has no devices to go between.
