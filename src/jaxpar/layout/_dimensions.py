@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.layout._flow import Flow, Tokens
+from jaxpar.layout._classes import Tokens
+from jaxpar.layout._flow import Flow
 from jaxpar.layout._paths import arrays_of, is_array
 
 Classes = tuple[int, ...]  # one for each dimension of an array
