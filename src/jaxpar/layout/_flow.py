@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jaxpar.layout._classes import Tokens
+from jaxpar.layout._classes import Made, Tokens, weights_of
 from jaxpar.layout._steps import Steps, fits
 
 # What leaves every dimension as it is, or broadcasts sizes of 1: all operands have one shape.
@@ -20,6 +20,7 @@ _REDUCTIONS = (
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
     *("argmax", "argmin"),
 )
+_LOOPS = ("scan", "while", "cond")
 _ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev")
 
 
@@ -36,7 +37,7 @@ class Flow(Steps):
         def read(atom: Any) -> Tokens:  # a variable or a literal
             if isinstance(atom, Literal) or atom not in known:
                 described: Any = atom.aval
-                return self.fresh(described.shape)
+                return Made(self.fresh(described.shape))
             return known[atom]
 
         for equation in jaxpr.eqns:
@@ -53,33 +54,46 @@ class Flow(Steps):
 
     def _equation(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         name = e.primitive.name
+        if name in _LOOPS:
+            return getattr(self, f"_{name}")(e, args)
+        if name != "shard_map" and (inner := _body(e)) is not None:
+            return self._call(inner, args)
+        found, given = self._primitive(e, args), args
+        if name == "dynamic_slice" or (name == "gather" and not self.rows_of(e)):
+            given = args[:1]  # a layer of several stays a weight, whatever says which
+        if all(isinstance(t, Made) for t in given):
+            weights = frozenset[str]().union(*map(weights_of, given))
+            return [Made.of(tokens, weights) for tokens in found]
+        if name == "gather":
+            self.looked_up |= weights_of(args[0])
+        return [tuple(tokens) for tokens in found]
+
+    def _primitive(self, e: Any, args: list[Tokens]) -> list[Tokens]:
+        name = e.primitive.name
         shapes = [tuple(atom.aval.shape) for atom in e.invars]
         out = tuple(e.outvars[0].aval.shape) if e.outvars else ()
-        rule = getattr(self, f"_{name}", None)
+        rule = getattr(self, f"_{name.replace('-', '_')}", None)
         if rule is not None:
             return rule(e, args, shapes, out)
-        inner = _body(e)
-        if inner is not None:
-            return self._call(e, inner, args)
         if name in _REDUCTIONS:
             return [self._reduced(e, args[0], e.params["axes"], out)] * len(e.outvars)
         if name in _ALONG:
             along = e.params.get("axis", e.params.get("dimension", e.params.get("dimensions", -1)))
-            self.unsure[f"{name} along a dimension"] += [args[0][d] for d in np.atleast_1d(along)]
+            self._along(e, args[0], np.atleast_1d(along).tolist())
             return [args[0] for _ in e.outvars]
         if all(tuple(v.aval.shape) == out for v in e.outvars) and all(fits(s, out) for s in shapes):
             return [self._elementwise(args, shapes, out)] * len(e.outvars)
         self.unsure[name] += [t for tokens in args for t in tokens]
         return [self.fresh(v.aval.shape) for v in e.outvars]
 
-    def _call(self, e: Any, inner: ClosedJaxpr | Jaxpr, args: list[Tokens]) -> list[Tokens]:
+    def _call(self, inner: ClosedJaxpr | Jaxpr, args: Sequence[Tokens]) -> list[Tokens]:
         jaxpr, consts = (
             (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
         )
         given = args[len(args) - len(jaxpr.invars) :]
-        return self.follow(jaxpr, [self.fresh(np.shape(c)) for c in consts], given)
+        return self.follow(jaxpr, [Made(self.fresh(np.shape(c))) for c in consts], given)
 
-    def _scan(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
+    def _scan(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         body, times, length = e.params["jaxpr"], self.times, e.params["length"]
         # What is one of many has a dimension more outside; versions of jax name the counts apart.
         inside = [(*body.jaxpr.invars,), (*body.jaxpr.outvars,)]
@@ -90,30 +104,38 @@ class Flow(Steps):
         carry = len(e.outvars) - stacked_out
         consts = len(e.invars) - stacked_in - carry
         self.times *= max(1, length)
-        given = [*args[: consts + carry], *(t[1:] for t in args[consts + carry :])]
-        found = self._call(e, body, given)
+        # What is carried becomes made of data on the way, if it is not at first.
+        carried = map(tuple, args[consts : consts + carry])
+        parts = [_with_weights(t[1:], t) for t in args[consts + carry :]]
+        found = self._call(body, [*args[:consts], *carried, *parts])
         self.times = times
         for before, after in zip(args[consts : consts + carry], found[:carry], strict=True):
             for a, b in zip(before, after, strict=True):
                 self.join(a, b)
-        stacked = [(self.new(length), *tokens) for tokens in found[carry:]]
+        stacked = [_with_weights((self.new(length), *t), t) for t in found[carry:]]
         return [*found[:carry], *stacked]
 
-    def _while(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
+    def _while(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         skip, own = e.params["cond_nconsts"], e.params["body_nconsts"]
-        found = self._call(e, e.params["body_jaxpr"], args[skip:])
+        carried = map(tuple, args[skip + own :])
+        found = self._call(e.params["body_jaxpr"], [*args[skip : skip + own], *carried])
         for before, after in zip(args[skip + own :], found, strict=True):
             for a, b in zip(before, after, strict=True):
                 self.join(a, b)
         return found
 
-    def _cond(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        results = [self._call(e, branch, args[1:]) for branch in e.params["branches"]]
+    def _cond(self, e: Any, args: list[Tokens]) -> list[Tokens]:
+        results = [self._call(branch, args[1:]) for branch in e.params["branches"]]
         for other in results[1:]:
             for first, second in zip(results[0], other, strict=True):
                 for a, b in zip(first, second, strict=True):
                     self.join(a, b)
         return results[0]
+
+
+def _with_weights(tokens: Tokens, whole: Tokens) -> Tokens:
+    """Of what a loop takes one by one, or puts together: made of what the whole is made of."""
+    return Made.of(tokens, whole.weights) if isinstance(whole, Made) else tokens
 
 
 def _body(e: Any) -> ClosedJaxpr | Jaxpr | None:

@@ -76,6 +76,9 @@ def fully_sharded(
 ) -> LayoutMap:
     """Returns a map that shards the largest dimension of each array which `axis` divides.
 
+    Of tables of a vocabulary, which their names tell, it is that of the words or none: what is
+    looked up would be sharded as the table's features are, and not as the batch.
+
     Args:
       params: arrays or their shapes, any pytree.
       mesh: has the axis.
@@ -119,6 +122,8 @@ def fully_sharded(
             and array.shape[dim]
             and not array.shape[dim] % (count * size_of(mesh, axes_of(taken[dim])))
         ]
+        if _role(array.path) == "vocabulary" and len(array.shape) - first > 1:
+            return {first: names} if first in fitting else {}
         if fitting:
             return {min(fitting, key=rank): names}
         if len(array.shape) - first < 2:
