@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jaxpar._calls import of_user, public, value_error
 from jaxpar._types import AnyMesh
 from jaxpar.layout._comparison import Compared, compare, others
-from jaxpar.layout._explain import FASTER
+from jaxpar.layout._explanation import FASTER
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import check_mesh
@@ -46,9 +46,9 @@ def infer_layout(
     and calls. Dimensions that must be sharded alike are one class. Over tensor axes it shards the
     classes that cost the fewest bytes of sums for their FLOPs, no two of one array: hidden features
     and heads (columns, then rows) before the width that all layers share, which is what Megatron
-    does. A dimension that is cut (split, sliced, concatenated, sorted) costs what its parts move; one
-    whose parts go on whole is not sharded. Fully sharded axes take the largest other dimension of
-    each matrix, and of tables that are looked up the rows: what is looked up has their features.
+    does. A dimension that is cut (split, sliced, concatenated, sorted) costs what its parts move;
+    one whose parts go on whole is not sharded. Fully sharded axes take the largest other dimension
+    of each matrix, and of tables that are looked up the rows: results have their features.
 
     Args:
       function: a loss or a forward pass, without `jax.shard_map`.

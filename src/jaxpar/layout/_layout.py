@@ -27,7 +27,7 @@ from jaxpar.layout._rule import nearest
 from jaxpar.layout._table import Table
 
 if TYPE_CHECKING:
-    from jaxpar.layout._explain import Explanation
+    from jaxpar.layout._explanation import Explanation
     from jaxpar.layout._map import LayoutMap
 
 
