@@ -69,6 +69,7 @@ class Classes:
     matmuls: list[Matmul] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
     looked_up: set[str] = field(default_factory=set)  # weights of which data say the rows
+    carried: list[Tokens] = field(default_factory=list)  # from trip to trip of loops
     experts: Tokens = ()  # batch dimensions of weights in matmuls with data
     together: set[tuple[int, int]] = field(default_factory=set)  # in one array
     unsure: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))

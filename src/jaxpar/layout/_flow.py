@@ -109,6 +109,7 @@ class Flow(Steps):
         parts = [_with_weights(t[1:], t) for t in args[consts + carry :]]
         found = self._call(body, [*args[:consts], *carried, *parts])
         self.times = times
+        self.carried += found[:carry]
         for before, after in zip(args[consts : consts + carry], found[:carry], strict=True):
             for a, b in zip(before, after, strict=True):
                 self.join(a, b)
@@ -119,6 +120,7 @@ class Flow(Steps):
         skip, own = e.params["cond_nconsts"], e.params["body_nconsts"]
         carried = map(tuple, args[skip + own :])
         found = self._call(e.params["body_jaxpr"], [*args[skip : skip + own], *carried])
+        self.carried += found
         for before, after in zip(args[skip + own :], found, strict=True):
             for a, b in zip(before, after, strict=True):
                 self.join(a, b)

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from jax.sharding import PartitionSpec
+
 from jaxpar._calls import of_user, public, value_error
 from jaxpar._types import AnyMesh
 from jaxpar.layout._comparison import Compared, compare, others
@@ -20,6 +22,8 @@ from jaxpar.layout._strategies import Dims, data_parallel, extended
 
 Role = Literal["data", "fully sharded", "tensor", "expert"]
 ROLES = ("data", "fully sharded", "tensor", "expert")
+RESIDUAL = "residual"  # the path of what a loop carries
+CONSTRAINED = f"x = layout.constrain(x, {RESIDUAL!r})"
 NAMES = {
     "data": r"dp|data|batch|replica.*",
     "fully sharded": r"fsdp.*|zero.*|f[xyz]",
@@ -65,7 +69,9 @@ def infer_layout(
         `unsure` name what was not followed, does not divide, or moves, and whose dimensions.
 
     Returns:
-      A `LayoutMap`, to be used as it is or edited.
+      A `LayoutMap`, to be used as it is or edited. Where a loop carries activations and axes are
+      fully sharded, it has a rule of `results` for them, `"residual"`: without `layout.constrain(x,
+      "residual")` in the loop's body the compiler may shard activations there as it does weights.
 
     Raises:
       ValueError: an axis whose role its name does not tell; a role of an axis that is not there.
@@ -126,7 +132,13 @@ def infer_layout(
     for found in compare(function, params, batch, mesh, {"this map": rules, **dict(plain)}, target):
         tell(str(found))
         compared.append(found)
-    return _best(compared, target, tell)
+    best = _best(compared, target, tell)
+    carried = seen.rows_carried() if by_role["fully sharded"] else None
+    if carried is None or best.batch is None:
+        return best
+    spec = PartitionSpec(*[None] * carried, best.batch.mesh_axes)
+    tell(f"unsure: a loop carries activations; begin its body by {CONSTRAINED}, which is {spec}")
+    return best | LayoutMap(results={RESIDUAL: spec})
 
 
 def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], object]) -> LayoutMap:

@@ -37,7 +37,8 @@ class Seen:
         dimensions = Dimensions(function, params, batch)
         self.flow = flow = dimensions.flow
         self.arrays, self.classes = dimensions.arrays, dimensions.classes
-        self.of_batch = {one for own in dimensions.data for one in own}
+        self.data = dimensions.data
+        self.of_batch = {one for own in self.data for one in own}
         self.looked_up = {
             flow.of(t)
             for found in flow.sums
@@ -100,6 +101,15 @@ class Seen:
             ]
         self._tell_cuts(able, chosen)
         return {one: self._why(self.weights[one]) for one in chosen}
+
+    def rows_carried(self) -> int | None:
+        """Which dimension of the activations that a loop carries is the batch's, if one does."""
+        rows = {own[0] for own in self.data if own}
+        for tokens in self.flow.carried:
+            found = [dim for dim, t in enumerate(tokens) if self.flow.of(t) in rows]
+            if found and len(tokens) > 1:
+                return found[0]
+        return None
 
     def _of_matrices(self) -> set[int]:
         """Dimensions of weights with more than two that are multiplied: experts, and theirs."""
