@@ -69,20 +69,25 @@ def loss(params, tokens):
 #
 # A pattern matches the whole path of a parameter. Names of dimensions are counted, and their sizes
 # compared between arrays.
+#
+# What is looked up in a table has the table's features, and the batch's rows. The batch lies over
+# `fsdp` by its rows, so a table does by its words, and never by its features: activations would
+# move from one to the other and back.
 
 # %%
 RULES = {
-    "embedding": "words width",
+    "embedding": "words features",
     r"blocks/\d+/up": "width hidden",
     r"blocks/\d+/down": "hidden width",
     ".*norm": REPLICATED,
 }
+WHOLE = dict.fromkeys(("words", "features", "width", "hidden"))
 MESHES = {
-    "dp=8": {"words": None, "width": None, "hidden": None},
-    "fsdp=8": {"words": None, "width": "fsdp", "hidden": None},
-    "tp=8": {"words": Padded("tp"), "width": None, "hidden": "tp"},
-    "fsdp=2,tp=4": {"words": Padded("tp"), "width": "fsdp", "hidden": "tp"},
-    "dp=2,fsdp=2,tp=2": {"words": Padded("tp"), "width": "fsdp", "hidden": "tp"},
+    "dp=8": WHOLE,
+    "fsdp=8": WHOLE | {"words": Padded("fsdp"), "width": "fsdp"},
+    "tp=8": WHOLE | {"words": Padded("tp"), "hidden": "tp"},
+    "fsdp=2,tp=4": WHOLE | {"words": Padded(("tp", "fsdp")), "width": "fsdp", "hidden": "tp"},
+    "dp=2,fsdp=2,tp=2": WHOLE | {"words": Padded(("tp", "fsdp")), "width": "fsdp", "hidden": "tp"},
 }
 
 # %% [markdown]
@@ -154,7 +159,7 @@ print(layout["blocks/0/up"].picture())
 # %%
 wrong = RULES | {r"blocks/\d+/up": "hidden width"}
 wrong["blocks/.*/nrom"] = wrong.pop(".*norm")
-axes = {"words": "tp", "width": None, "hidden": "tp"}
+axes = WHOLE | {"words": "tp", "hidden": "tp"}
 try:
     LayoutMap(wrong, axes=axes).layout(
         jax.eval_shape(init, jax.random.key(0)), jaxpar.make_mesh("tp=8")
@@ -187,12 +192,12 @@ print(layout.explain(jax.grad(forward), "v5e:2x4", square))
 # ## A map from the model
 #
 # `infer_layout` follows the parameters through the function: dimensions that are multiplied with
-# each other are sharded alike. It says why, and returns an ordinary map. With `target="v5e:2x4"` it
-# compiles this map and plainer ones, and takes the fastest.
+# each other are sharded alike. It returns an ordinary map, and says why if it is asked to. With
+# `target="v5e:2x4"` it compiles this map and plainer ones, and takes the fastest.
 
 # %%
 shapes = jax.eval_shape(init, jax.random.key(0))
-rules = infer_layout(loss, shapes, tokens, jaxpar.make_mesh("fsdp=2,tp=4"))
+rules = infer_layout(loss, shapes, tokens, jaxpar.make_mesh("fsdp=2,tp=4"), show=print)
 print(rules)
 
 # %% [markdown]

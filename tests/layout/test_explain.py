@@ -28,7 +28,7 @@ def of_shape(*shape, dtype=jnp.bfloat16):
 
 WIDTH = 256
 SQUARE = {
-    "embedding": ("tp", "fsdp"),
+    "embedding": ("tp", None),
     "layers/.*/(query|key|value)": ("fsdp", "tp"),
     "layers/.*/output": ("tp", "fsdp"),
     "layers/.*/up": ("fsdp", "tp"),
@@ -70,7 +70,7 @@ def at_odds(rules, step, params, *args, batch=None, mesh=MESH):
     layout = LayoutMap(rules, batch=batch).layout(params, mesh)
     seen = Dimensions(lambda params, args: step(params, *args), layout.shapes, args)
     found = []
-    for candidate in candidates(layout, seen, shapes_of(args, args), {}):
+    for candidate in candidates(layout, seen, shapes_of(args, args), dict):
         layout = candidate.of(layout)
         changed = next(array for array in layout.values() if array.rule == candidate.rule)
         found.append((candidate.rule, tuple(changed.spec), candidate.disagrees))

@@ -77,7 +77,7 @@ def test_with_fully_sharded_axes():
         {
             "layers/(query|key|value|gate|up)": P(None, "fsdp", "tp"),
             "layers/(output|down)": P(None, "tp", "fsdp"),
-            "embedding": P("tp", "fsdp"),
+            "embedding": P(("tp", "fsdp")),
             "logits": P("fsdp", "tp"),
         },
     )

@@ -114,6 +114,24 @@ def test_weights_without_a_role_are_refused():
     assert rules.match("odd") == P()
 
 
+def test_fully_sharded_shards_tables_by_words_alone():
+    """Features that lie over the batch's axis would have what is looked up move back and forth."""
+    mesh = make_mesh("fsdp=2,tp=4")
+    params = {"embed": {"embedding": F32((24, 64))}, "up": {"kernel": F32((64, 256))}}
+    assert fully_sharded(params, mesh).match("embed/embedding") == P("fsdp")
+    odd = {**params, "embed": {"embedding": F32((21, 64))}}
+    with pytest.raises(
+        LayoutError,
+        match=r"'embed/embedding' float32\[21,64\]: \('fsdp',\) \(2\) does not divide its 21 rows; were "
+        r"its features sharded, .*; give it 22 rows, choose a smaller axis, or a rule of its own",
+    ):
+        fully_sharded(odd, mesh)
+    # Of words that another strategy has sharded already, the features stay whole.
+    few = {**params, "embed": {"embedding": F32((20, 64))}}
+    within = tensor_parallel(few, mesh)
+    assert fully_sharded(few, mesh, within=within).match("embed/embedding") == P("tp")
+
+
 def test_fully_sharded_takes_the_largest_dimension_that_divides():
     params = {
         "wide": F32((8, 16)),

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from partitioner import WARNING
+
 import jaxpar
 
 
@@ -16,6 +18,7 @@ def printed(example):
         [sys.executable, "-W", "error", "-c", example], env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert WARNING not in done.stderr
     return done.stdout
 
 

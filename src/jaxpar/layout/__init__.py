@@ -1,7 +1,7 @@
 """Layouts of whole models: rules by path, and everything that follows from them on a mesh."""
 
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._explain import Cost, Exchange, Explanation
+from jaxpar.layout._explanation import Cost, Exchange, Explanation
 from jaxpar.layout._infer import infer_layout
 from jaxpar.layout._layout import Layout
 from jaxpar.layout._map import LayoutMap

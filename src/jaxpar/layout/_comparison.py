@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxpar._units import size_text
 from jaxpar.layout._layout import Layout
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._paths import is_array
+from jaxpar.layout._problem import LayoutError
 from jaxpar.layout._strategies import data_parallel, fully_sharded
 from jaxpar.schedule import Target
 
@@ -44,7 +46,8 @@ def others(
     names = tuple(map(str, mesh.axis_names))
     if without is not None:
         yield "without fully sharding", without
-    yield "fully sharded over all axes", fully_sharded(params, mesh, axis=names)
+    with suppress(LayoutError):  # sizes that all devices together do not divide
+        yield "fully sharded over all axes", fully_sharded(params, mesh, axis=names)
     yield "whole on every device", data_parallel(params, mesh, axis=names)
 
 

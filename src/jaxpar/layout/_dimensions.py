@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.layout._flow import Flow, Tokens
+from jaxpar.layout._classes import Made, Tokens
+from jaxpar.layout._flow import Flow
 from jaxpar.layout._paths import arrays_of, is_array
 
 Classes = tuple[int, ...]  # one for each dimension of an array
@@ -39,10 +40,14 @@ class Dimensions:
         shapes = jax.tree.map(_shape_of, data)
         jaxpr = jax.make_jaxpr(of_arrays)(given, shapes)
         self.flow = flow = Flow()
-        tokens: list[Tokens] = [flow.fresh(x.shape) for x in jax.tree.leaves((given, shapes))]
-        flow.follow(jaxpr.jaxpr, [flow.fresh(jnp.shape(c)) for c in jaxpr.consts], tokens)
-        classes: list[Classes] = [tuple(map(flow.of, own)) for own in tokens]
         paths = [found[0] for found in arrays_of(params)[0] if found is not None]
+        weights: list[Tokens] = [
+            Made.of(flow.fresh(x.shape), frozenset([path]))
+            for path, x in zip(paths, given, strict=True)
+        ]
+        tokens = weights + [flow.fresh(x.shape) for x in jax.tree.leaves(shapes)]
+        flow.follow(jaxpr.jaxpr, [Made(flow.fresh(jnp.shape(c))) for c in jaxpr.consts], tokens)
+        classes: list[Classes] = [tuple(map(flow.of, own)) for own in tokens]
         self.arrays = dict(zip(paths, given, strict=True))
         self.classes = dict(zip(paths, classes, strict=False))
         self.data = classes[len(given) :]

@@ -1,12 +1,12 @@
-"""Which rules might better have two of their dimensions exchanged, as a square weight's can be."""
+"""Which rules might better shard other dimensions: two exchanged, or a table's rows alone."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -14,42 +14,44 @@ from jax.sharding import PartitionSpec
 from jaxpar._padding import Blocks
 from jaxpar.layout._array_layout import ArrayLayout, axes_by_dim
 from jaxpar.layout._dimensions import Dimensions
+from jaxpar.layout._mesh import size_of
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
 
 Axes = frozenset[str]
+Cause = Literal["features of what is looked up", "at odds"] | None
 
 
 class Candidate(NamedTuple):
-    """Two dimensions of a rule's arrays, and with what they do not agree, if that is so."""
+    """A rule whose arrays lie otherwise, and with what it does not agree, if that is so."""
 
     rule: str
-    first: int
-    second: int
-    disagrees: str
+    axes: tuple[tuple[str, ...], ...]  # of each dimension
+    cause: Cause = None
+    disagrees: str = ""
 
     def of(self, layout: Layout) -> Layout | None:
-        """The layout with the exchange; None where sizes do not divide or have padding."""
+        """The layout with the change; None where sizes do not divide or have padding."""
         own = [array for array in layout.values() if array.rule == self.rule]
         if not all(map(self._fits, own)):
             return None
-        return layout.changed({array.path: self._exchanged(array) for array in own})
+        return layout.changed({array.path: self._changed(array) for array in own})
 
     def _fits(self, array: ArrayLayout) -> bool:
-        return len(array.shape) > self.second and all(
-            array.blocks[dim].size == array.blocks[dim].padded
-            and not array.shape[dim] % array.blocks[other].parts
-            for dim, other in ((self.first, self.second), (self.second, self.first))
+        return len(array.shape) == len(self.axes) and all(
+            axes == before
+            or (block.size == block.padded and not block.size % size_of(array.mesh, axes))
+            for axes, before, block in zip(self.axes, array.axes, array.blocks, strict=True)
         )
 
-    def _exchanged(self, array: ArrayLayout) -> ArrayLayout:
-        axes, blocks = list(array.axes), list(array.blocks)
-        for dim, other in ((self.first, self.second), (self.second, self.first)):
-            axes[dim] = array.axes[other]
-            size, parts = array.shape[dim], array.blocks[other].parts
-            blocks[dim] = Blocks.at_the_end(size, parts, size // parts)
-        spec = PartitionSpec(*(some[0] if len(some) == 1 else some or None for some in axes))
+    def _changed(self, array: ArrayLayout) -> ArrayLayout:
+        blocks = list(array.blocks)
+        for dim, axes in enumerate(self.axes):
+            if axes != array.axes[dim]:
+                size, parts = array.shape[dim], size_of(array.mesh, axes)
+                blocks[dim] = Blocks.at_the_end(size, parts, size // parts)
+        spec = PartitionSpec(*(some[0] if len(some) == 1 else some or None for some in self.axes))
         return replace(array, spec=spec, blocks=tuple(blocks))
 
 
@@ -61,41 +63,58 @@ class Data(NamedTuple):
 
 
 def candidates(
-    layout: Layout, seen: Dimensions, data: Sequence[Data], exposed: Mapping[str, float]
+    layout: Layout,
+    seen: Dimensions,
+    data: Sequence[Data],
+    exposed: Callable[[], Mapping[str, float]],
 ) -> Iterator[Candidate]:
-    """Exchanges that may cost less: of rules at odds with others, then of those that cost most.
+    """Changes that may cost less: of rules at odds with others, then of those that cost most.
 
     Args:
-      layout: to exchange dimensions in.
+      layout: to change rules of.
       seen: what the step does with dimensions.
       data: the leaves of its other arguments.
-      exposed: seconds that the step waits for the weights of each rule.
+      exposed: gives the seconds that the step waits for the weights of each rule; called when the
+        rules at odds have been tried.
     """
     members = _Members(layout, seen, data)
-    odd: list[Candidate] = []
+    first = [found for rule in _rules(layout) if (found := members.by_rows(layout, rule))]
     now = layout
-    while found := members.best(now, {candidate.rule for candidate in odd}):
+    for candidate in first:
+        now = candidate.of(now) or now
+    done = {candidate.rule for candidate in first}
+    while found := members.best(now, done):
         candidate, now = found
-        odd.append(candidate)
-    yield from odd
+        first.append(candidate)
+        done.add(candidate.rule)
+    yield from first
     multiplied = {seen.flow.of(t) for matmul in seen.flow.matmuls for t in matmul.tokens}
-    tried = {candidate[:3] for candidate in odd}
-    for rule in sorted(exposed, key=exposed.__getitem__, reverse=True):
-        for candidate in _exchanges(layout, rule):
+    waits, conflicts = exposed(), members.conflicts(now)
+    for rule in sorted(set(waits) - done, key=waits.__getitem__, reverse=True):
+        for dims, candidate in _exchanges(now, rule):
             classes = seen.classes[_path(layout, rule)]
             # Not the dimensions that count layers, nor those of which shard_map says what they are.
-            dims = {classes[candidate.first], classes[candidate.second]}
-            if exposed[rule] and dims <= multiplied and candidate[:3] not in tried:
+            if not waits[rule] or not {classes[dim] for dim in dims} <= multiplied:
+                continue
+            # Not what parts it from those that it is multiplied with: a pair is undone by halves.
+            other = candidate.of(now)
+            if other is not None and members.conflicts(other) <= conflicts:
                 yield candidate
 
 
-def _exchanges(layout: Layout, rule: str) -> Iterator[Candidate]:
+def _exchanges(layout: Layout, rule: str) -> Iterator[tuple[tuple[int, int], Candidate]]:
     """All that can be exchanged in a rule, the last dimensions first."""
     array = layout[_path(layout, rule)]
     for first, second in reversed(list(combinations(range(len(array.shape)), 2))):
-        candidate = Candidate(rule, first, second, "")
+        axes = list(array.axes)
+        axes[first], axes[second] = axes[second], axes[first]
+        candidate = Candidate(rule, tuple(axes))
         if array.axes[first] != array.axes[second] and candidate.of(layout) is not None:
-            yield candidate
+            yield (first, second), candidate
+
+
+def _rules(layout: Layout) -> list[str]:
+    return list({array.rule: None for array in layout.values() if array.rule is not None})
 
 
 def _path(layout: Layout, rule: str) -> str:
@@ -145,24 +164,56 @@ class _Members:
                 total += min(over, len(own) - over)
         return total
 
+    def by_rows(self, layout: Layout, rule: str) -> Candidate | None:
+        """Of a table that is looked up: its features' axes that are the batch's, over its rows.
+
+        What is looked up has the table's features and the batch's rows, and can be sharded over an
+        axis by one of them: the compiler moves it from one to the other, layer by layer.
+        """
+        path, flow = _path(layout, rule), self.seen.flow
+        if path not in flow.looked_up:
+            return None
+        looked_up = {
+            flow.of(t) for s in flow.sums if s.what == "rows that are looked up" for t in s.over
+        }
+        rows = [dim for dim, one in enumerate(self.seen.classes[path]) if one in looked_up]
+        axes = layout[path].axes
+        odd = {dim: tuple(n for n in axes[dim] if n in self.gathered) for dim in range(len(axes))}
+        odd = {dim: names for dim, names in odd.items() if names and dim not in rows}
+        if not odd or not rows:
+            return None
+        without = [tuple(n for n in own if n not in odd.get(d, ())) for d, own in enumerate(axes)]
+        by_rows = list(without)
+        by_rows[rows[0]] += tuple(name for names in odd.values() for name in names)
+        dim, names = next(iter(odd.items()))
+        text = (
+            f"what is looked up in it has its dimension {dim}, over {_text(frozenset(names))} as "
+            "the batch's rows are: activations move back and forth"
+        )
+        for changed in (by_rows, without):
+            candidate = Candidate(rule, tuple(changed), "features of what is looked up", text)
+            if candidate.of(layout) is not None:
+                return candidate
+        return None
+
     def best(self, layout: Layout, done: set[str]) -> tuple[Candidate, Layout] | None:
         """The exchange after which the fewest dimensions are at odds, if that is fewer than now."""
-        rules = {a.rule: None for a in layout.values() if a.rule is not None and a.rule not in done}
         least, found = self.conflicts(layout), None
-        for rule in rules if least else ():
-            for candidate in _exchanges(layout, rule):
+        for rule in _rules(layout) if least else ():
+            for dims, candidate in _exchanges(layout, rule) if rule not in done else ():
                 other = candidate.of(layout)
                 if other is not None and (count := self.conflicts(other)) < least:
-                    least, found = count, (candidate, other)
+                    least, found = count, (dims, candidate, other)
         if found is None:
             return None
-        candidate, other = found
-        return candidate._replace(disagrees=self._disagrees(layout, candidate)), other
+        dims, candidate, other = found
+        text = self._disagrees(layout, candidate, dims)
+        return candidate._replace(cause="at odds", disagrees=text), other
 
-    def _disagrees(self, layout: Layout, candidate: Candidate) -> str:
+    def _disagrees(self, layout: Layout, candidate: Candidate, dims: tuple[int, int]) -> str:
         """Which of the two dimensions lies otherwise than one of its class."""
         path, members = _path(layout, candidate.rule), self.of(layout)
-        for dim in (candidate.first, candidate.second):
+        for dim in dims:
             one = self.seen.classes[path][dim]
             own = members[one][candidate.rule, dim]
             for other, axes in members[one].items():

@@ -1,34 +1,34 @@
 """What a layout costs on a described chip, weight by weight, and which exchange of axes costs less.
 
 The step is compiled with the layout and played on a model of the chip. Each collective is told by
-the weight that it is for (`_causes`). Rules whose dimensions lie otherwise than those that they are
-multiplied with (`_exchanges`), and those that cost most, are compiled with two of their dimensions
-exchanged.
+the weight that it is for (`_causes`). Tables that are looked up and lie over the batch's axes by
+their features, rules whose dimensions lie otherwise than those that they are multiplied with
+(`_exchanges`), and those that cost most, are compiled with other dimensions sharded. So are plain
+maps: fully sharded, and whole on every device.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxpar._calls import of_user, readable, type_error, value_error
+from jaxpar._calls import of_user, type_error, value_error
 from jaxpar._jit import jitted_like
 from jaxpar._options import compiled_with
 from jaxpar._options import compiler_options as options_of
-from jaxpar._units import size_text
-from jaxpar.layout._array_layout import ArrayLayout, axes_by_dim
-from jaxpar.layout._causes import Causes, What
+from jaxpar.layout._causes import Causes
+from jaxpar.layout._comparison import others
 from jaxpar.layout._dimensions import Dimensions
 from jaxpar.layout._exchanges import Candidate, candidates, shapes_of
+from jaxpar.layout._explanation import Cost, Exchange, Explanation
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._like import array_like, parameter_of
 from jaxpar.layout._paths import arrays_of
@@ -37,200 +37,6 @@ from jaxpar.schedule import target as describe
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
-
-SHOWN = 30  # rows of a table that is printed
-FASTER = 0.99  # of the step's time: less is no reason to change anything
-TITLES = ("weight", "spec", "moves", "collective", "times", "bytes", "transfer us", "exposed us")
-
-
-@readable
-@dataclass(frozen=True)
-class Cost:
-    """What one kind of collective does for one weight in a step, on one device.
-
-    Attributes:
-      path: of the weight; None for collectives that are for no weight.
-      what: what is moved: the weight itself, its gradient (or its new value), its product with
-        data, which is summed up, or its input, what it is multiplied with.
-      collective: its kind and the mesh axes that it goes over, as the timeline names it.
-      times: how often; a share where a collective is for several weights.
-      bytes: that a device sends.
-      seconds: of transfer.
-      exposed: seconds in which nothing else is done.
-
-    Example:
-      >>> Cost("w", "its gradient", "dp all-reduce", 1.0, 2.0**20, 2e-5, 1e-5).exposed
-      1e-05
-    """
-
-    path: str | None
-    what: What | None
-    collective: str
-    times: float
-    bytes: float
-    seconds: float
-    exposed: float
-
-
-@readable
-@dataclass(frozen=True)
-class Exchange:
-    """A rule with two dimensions exchanged, compiled and played like the layout itself.
-
-    Attributes:
-      rule: its key.
-      before: the spec of its arrays.
-      after: the one that was tried.
-      disagrees: with which dimension of another array the rule does not agree, as text; empty
-        where it does.
-      seconds: the step's time as it is, with the exchanges before this one that were faster.
-      exchanged: its time with the exchange.
-      moved: bytes that a device sends of the rule's weights themselves, gathered or moved.
-      moved_exchanged: the same with the exchange.
-
-    Example:
-      >>> print(Exchange("up", P("tp"), P(None, "tp"), "", 2e-4, 1e-4, 0.0, 0.0))
-      'up': tp -> -, tp: the step takes 100 us for 200
-    """
-
-    rule: str
-    before: PartitionSpec
-    after: PartitionSpec
-    disagrees: str
-    seconds: float
-    exchanged: float
-    moved: float
-    moved_exchanged: float
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether the step is faster with the exchange, by 1% or more."""
-        return self.exchanged < FASTER * self.seconds
-
-    def __str__(self) -> str:
-        """In one line."""
-        text = (
-            f"{self.rule!r}: {_entries(self.before)} -> {_entries(self.after)}: the step takes "
-            f"{_us(self.exchanged)} us for {_us(self.seconds)}"
-        )
-        if round(self.moved) != round(self.moved_exchanged):
-            text += (
-                f", and {size_text(self.moved_exchanged)} of its own weights move "
-                f"for {size_text(self.moved)}"
-            )
-        return text + (f"; {self.disagrees}" if self.disagrees else "")
-
-
-@readable
-@dataclass(frozen=True)
-class Explanation:
-    """What a step of a layout costs on a described chip; made by `Layout.explain`.
-
-    Attributes:
-      layout: on the target's mesh.
-      target: the described devices.
-      program: the compiled step.
-      timeline: its schedule under the model of the chip.
-      costs: what the collectives do, weight by weight, the most exposed first.
-      exchanges: what was compiled with two dimensions of a rule exchanged.
-
-    Example:
-      >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])
-      >>> layout = LayoutMap({"w": ("tp", None)}).layout({"w": jnp.ones((8, 128))}, mesh)
-      >>> x = jnp.ones((16, 8))
-      >>> found = layout.explain(lambda params, x: x @ params["w"], "v5e:2x2", x, tries=0)
-      >>> [(cost.what, cost.collective) for cost in found.of("w")]
-      [('the weight', 'tp all-gather')]
-    """
-
-    layout: Layout
-    target: Target
-    program: CompiledProgram
-    timeline: Timeline
-    costs: tuple[Cost, ...]
-    exchanges: tuple[Exchange, ...]
-
-    @property
-    def flagged(self) -> tuple[Exchange, ...]:
-        """The exchanges that are faster, or of rules that disagree with others."""
-        return tuple(e for e in self.exchanges if e.is_faster or e.disagrees)
-
-    def of(self, path: str) -> tuple[Cost, ...]:
-        """The costs of one weight."""
-        self.layout[path]  # an error with the nearest path, if there is none
-        return tuple(cost for cost in self.costs if cost.path == path)
-
-    def json(self) -> str:
-        """Everything but the program, as JSON."""
-        edits = [
-            {**asdict(e), "before": axes_by_dim(e.before), "after": axes_by_dim(e.after)}
-            for e in self.exchanges
-        ]
-        return json.dumps(
-            {
-                "target": self.target.name,
-                "mesh": dict(self.target.mesh.shape),
-                "seconds": self.timeline.total,
-                "exposed": self.timeline.exposed,
-                "costs": [asdict(cost) for cost in self.costs],
-                "exchanges": edits,
-            },
-            indent=1,
-        )
-
-    def text(self, rows: int | None = SHOWN) -> str:
-        """The step, its costs by rule and what is flagged; None: all rows."""
-        found = list(self._by_rule())
-        cells = [TITLES, *found[:rows]]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
-        if len(cells) <= len(found):
-            lines.append(f"... and {len(found) + 1 - len(cells)} rows more")
-        mesh = ", ".join(f"{name}={size}" for name, size in self.target.mesh.shape.items())
-        step = self.timeline
-        lines.append(
-            f"a step on {self.target.name} ({mesh}), by {step.estimate}: {_us(step.total)} us, "
-            f"{_us(step.exposed)} of them exposed; {size_text(step.peak_bytes)} of memory"
-        )
-        if loops := step.loops_of_unknown_length:
-            lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
-        faster = [str(e) for e in self.flagged if e.is_faster]
-        others = [str(e) for e in self.flagged if not e.is_faster]
-        lines += ["faster with two dimensions exchanged:"] * bool(faster) + faster
-        lines += ["at odds with what they are multiplied with:"] * bool(others) + others
-        return "\n".join(lines)
-
-    def _by_rule(self) -> Iterator[tuple[str, ...]]:
-        """A row for each rule and kind of collective: layers share one."""
-        alike: dict[tuple[Any, ...], list[Cost]] = defaultdict(list)
-        for cost in self.costs:
-            rule = None if cost.path is None else self.layout[cost.path].rule
-            alike[rule, cost.what, cost.collective].append(cost)
-        for (_, what, collective), costs in sorted(
-            alike.items(), key=lambda item: -sum(cost.exposed for cost in item[1])
-        ):
-            paths = {cost.path: None for cost in costs}
-            first = next(iter(paths))
-            yield (
-                "(no weight)"
-                if first is None
-                else f"{first}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}",
-                "" if first is None else _entries(self.layout[first].spec),
-                what or "",
-                collective,
-                f"{sum(cost.times for cost in costs):.3g}",
-                size_text(sum(cost.bytes for cost in costs)),
-                _us(sum(cost.seconds for cost in costs)),
-                _us(sum(cost.exposed for cost in costs)),
-            )
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -293,19 +99,36 @@ class _Asked:
         with jax.set_mesh(self.target.mesh):  # a shape whose sharding is a spec has none without
             return tuple(_laid(arg, layout, n) for n, arg in enumerate(self.args, 1))
 
-    def candidates(self, layout: Layout, costs: Sequence[Cost]) -> Iterator[Candidate]:
-        """Exchanges that are worth compiling."""
+    def candidates(
+        self, layout: Layout, costs: Callable[[], Sequence[Cost]]
+    ) -> Iterator[Candidate]:
+        """Changes of rules that are worth compiling; costs are asked for when it comes to them."""
         step = self.made(layout)
         given = self.given(layout)
         options = options_of(self.target) if self.options is None else self.options
         with jax.set_mesh(self.target.mesh), compiled_with(options):
             seen = Dimensions(lambda params, args: step(params, *args), layout.shapes, given)
-        exposed: dict[str, float] = defaultdict(float)
-        for cost in costs:
-            rule = None if cost.path is None else layout[cost.path].rule
-            if rule is not None:
-                exposed[rule] += cost.exposed
+
+        def exposed() -> dict[str, float]:
+            found: dict[str, float] = defaultdict(float)
+            for cost in costs():
+                rule = None if cost.path is None else layout[cost.path].rule
+                if rule is not None:
+                    found[rule] += cost.exposed
+            return found
+
         return candidates(layout, seen, shapes_of(self.args, given), exposed)
+
+    def plain(self, layout: Layout) -> Iterator[tuple[str, float]]:
+        """The seconds of plain maps of the same arrays, where the step can be had by them."""
+        for name, rules in others(layout.shapes, layout.mesh, None):
+            try:
+                program, played, _ = self.play(rules.layout(layout.shapes, layout.mesh))
+            except ValueError:  # rows of the batch, say, that all devices do not divide
+                continue
+            chip = self.target.chip
+            if chip is None or program.memory.peak <= chip.capacity:
+                yield name, played.total
 
     def made(self, layout: Layout) -> Callable[..., Any]:
         """The step of a layout."""
@@ -341,28 +164,43 @@ def explain(
     layout = layout.on(target.mesh)
     asked = _Asked(step, args, target, options, from_layout)
     program, played, costs = asked.play(layout)
-    exchanges: list[Exchange] = []
-    now, seconds, own = layout, played.total, costs
-    for candidate in islice(asked.candidates(layout, costs) if tries else (), tries):
-        other = candidate.of(now)
+    exchanges = _tried(asked, _Played(layout, played.total, costs), tries)
+    plain = dict(asked.plain(layout)) if tries and not from_layout else {}
+    return Explanation(layout, target, program, played, costs, exchanges, plain)
+
+
+class _Played(NamedTuple):
+    layout: Layout
+    seconds: float
+    costs: tuple[Cost, ...]
+
+
+def _tried(asked: _Asked, first: _Played, tries: int) -> tuple[Exchange, ...]:
+    """Changes of rules, one after the other: one that makes the step faster is kept."""
+    kept, exchanges = [first], list[Exchange]()
+    found = asked.candidates(first.layout, lambda: kept[-1].costs) if tries else ()
+    for candidate in islice(found, tries):
+        now = kept[-1]
+        other = candidate.of(now.layout)
         if other is None:
             continue
-        paths = [path for path in layout if layout[path].rule == candidate.rule]
-        _, replayed, found = asked.play(other)
+        paths = [path for path, array in first.layout.items() if array.rule == candidate.rule]
+        _, replayed, costs = asked.play(other)
         exchange = Exchange(
             candidate.rule,
-            now[paths[0]].spec,
+            now.layout[paths[0]].spec,
             other[paths[0]].spec,
+            candidate.cause,
             candidate.disagrees,
-            seconds,
+            now.seconds,
             replayed.total,
-            _moved(own, paths),
-            _moved(found, paths),
+            _moved(now.costs, paths),
+            _moved(costs, paths),
         )
         exchanges.append(exchange)
         if exchange.is_faster:
-            now, seconds, own = other, replayed.total, found
-    return Explanation(layout, target, program, played, costs, tuple(exchanges))
+            kept.append(_Played(other, replayed.total, costs))
+    return tuple(exchanges)
 
 
 def _laid(arg: Any, layout: Layout, number: int) -> Any:
@@ -423,12 +261,3 @@ def _moved(costs: Sequence[Cost], paths: Sequence[str]) -> float:
     """Bytes of weights themselves that a device sends."""
     moved = (c.bytes for c in costs if c.path in paths and c.what == "the weight")
     return sum(moved, 0.0)
-
-
-def _entries(spec: PartitionSpec) -> str:
-    """As the table of a layout shows a spec."""
-    return ", ".join("+".join(axes) or "-" for axes in axes_by_dim(spec)) or "-"
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.4g}" if seconds < 1e-2 else f"{seconds * 1e6:.0f}"

@@ -6,79 +6,26 @@ matmul contracts with each other, that a reshape makes the major part of another
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-Tokens = tuple[int, ...]  # one for each dimension of an array
+from jaxpar.layout._classes import Made, Tokens, weights_of
+from jaxpar.layout._steps import Steps, fits
 
 # What leaves every dimension as it is, or broadcasts sizes of 1: all operands have one shape.
 _REDUCTIONS = (
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
     *("argmax", "argmin"),
 )
+_LOOPS = ("scan", "while", "cond")
 _ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev")
 
 
-@dataclass
-class Sum:
-    """A result that must be added up between devices if these dimensions are sharded."""
-
-    over: Tokens
-    bytes: float
-    what: str
-
-
-@dataclass
-class Matmul:
-    """One of dot_general or a convolution."""
-
-    flops: float
-    tokens: Tokens  # of all dimensions that share its work
-    batch: Tokens  # of both operands and the result
-
-
-@dataclass
-class Flow:
-    """What is known of the dimensions of a function's arrays."""
-
-    parent: list[int] = field(default_factory=list)
-    sizes: list[set[int]] = field(default_factory=list)
-    sums: list[Sum] = field(default_factory=list)
-    matmuls: list[Matmul] = field(default_factory=list)
-    together: set[tuple[int, int]] = field(default_factory=set)  # in one array
-    unsure: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    times: float = 1.0  # how often the loop runs that is being followed
-
-    def new(self, size: int) -> int:
-        """A dimension that is like no other yet."""
-        self.parent.append(len(self.parent))
-        self.sizes.append({size})
-        return len(self.parent) - 1
-
-    def of(self, token: int) -> int:
-        """The class of a dimension."""
-        while self.parent[token] != token:
-            self.parent[token] = self.parent[self.parent[token]]
-            token = self.parent[token]
-        return token
-
-    def join(self, a: int, b: int) -> int:
-        """Makes one class of two dimensions."""
-        a, b = self.of(a), self.of(b)
-        if a != b:
-            self.parent[b] = a
-            self.sizes[a] |= self.sizes[b]
-        return a
-
-    def fresh(self, shape: Sequence[int]) -> Tokens:
-        """The dimensions of an array that is like no other."""
-        return tuple(self.new(size) for size in shape)
+class Flow(Steps):
+    """Follows dimensions through equations, loops and calls."""
 
     def follow(
         self, jaxpr: Jaxpr, consts: Sequence[Tokens], args: Sequence[Tokens]
@@ -90,7 +37,7 @@ class Flow:
         def read(atom: Any) -> Tokens:  # a variable or a literal
             if isinstance(atom, Literal) or atom not in known:
                 described: Any = atom.aval
-                return self.fresh(described.shape)
+                return Made(self.fresh(described.shape))
             return known[atom]
 
         for equation in jaxpr.eqns:
@@ -107,189 +54,46 @@ class Flow:
 
     def _equation(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         name = e.primitive.name
+        if name in _LOOPS:
+            return getattr(self, f"_{name}")(e, args)
+        if name != "shard_map" and (inner := _body(e)) is not None:
+            return self._call(inner, args)
+        found, given = self._primitive(e, args), args
+        if name == "dynamic_slice" or (name == "gather" and not self.rows_of(e)):
+            given = args[:1]  # a layer of several stays a weight, whatever says which
+        if all(isinstance(t, Made) for t in given):
+            weights = frozenset[str]().union(*map(weights_of, given))
+            return [Made.of(tokens, weights) for tokens in found]
+        if name == "gather":
+            self.looked_up |= weights_of(args[0])
+        return [tuple(tokens) for tokens in found]
+
+    def _primitive(self, e: Any, args: list[Tokens]) -> list[Tokens]:
+        name = e.primitive.name
         shapes = [tuple(atom.aval.shape) for atom in e.invars]
         out = tuple(e.outvars[0].aval.shape) if e.outvars else ()
-        rule = getattr(self, f"_{name}", None)
+        rule = getattr(self, f"_{name.replace('-', '_')}", None)
         if rule is not None:
             return rule(e, args, shapes, out)
-        inner = _body(e)
-        if inner is not None:
-            return self._call(e, inner, args)
         if name in _REDUCTIONS:
             return [self._reduced(e, args[0], e.params["axes"], out)] * len(e.outvars)
         if name in _ALONG:
             along = e.params.get("axis", e.params.get("dimension", e.params.get("dimensions", -1)))
-            self.unsure[f"{name} along a dimension"] += [args[0][d] for d in np.atleast_1d(along)]
+            self._along(e, args[0], np.atleast_1d(along).tolist())
             return [args[0] for _ in e.outvars]
-        if all(tuple(v.aval.shape) == out for v in e.outvars) and all(
-            _fits(s, out) for s in shapes
-        ):
+        if all(tuple(v.aval.shape) == out for v in e.outvars) and all(fits(s, out) for s in shapes):
             return [self._elementwise(args, shapes, out)] * len(e.outvars)
         self.unsure[name] += [t for tokens in args for t in tokens]
         return [self.fresh(v.aval.shape) for v in e.outvars]
 
-    def _elementwise(self, args: list[Tokens], shapes: list[Any], out: Tokens) -> Tokens:
-        tokens = list(self.fresh(out))
-        for given, shape in zip(args, shapes, strict=True):
-            for d, (token, size) in enumerate(zip(given, shape, strict=True)):
-                if size == out[d]:
-                    tokens[d] = self.join(token, tokens[d])
-        return tuple(tokens)
-
-    def _shard_map(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Says by itself how its arrays lie."""
-        self.unsure["jax.shard_map"] += [t for tokens in args for t in tokens]
-        return [self.fresh(v.aval.shape) for v in e.outvars]
-
-    def _call(self, e: Any, inner: ClosedJaxpr | Jaxpr, args: list[Tokens]) -> list[Tokens]:
+    def _call(self, inner: ClosedJaxpr | Jaxpr, args: Sequence[Tokens]) -> list[Tokens]:
         jaxpr, consts = (
             (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
         )
         given = args[len(args) - len(jaxpr.invars) :]
-        return self.follow(jaxpr, [self.fresh(np.shape(c)) for c in consts], given)
+        return self.follow(jaxpr, [Made(self.fresh(np.shape(c))) for c in consts], given)
 
-    def _reduced(self, e: Any, tokens: Tokens, axes: Sequence[int], out: Sequence[int]) -> Tokens:
-        size = prod(out) * e.outvars[0].aval.dtype.itemsize
-        self.sums.append(Sum(tuple(tokens[d] for d in axes), self.times * size, e.primitive.name))
-        return tuple(t for d, t in enumerate(tokens) if d not in axes)
-
-    def _dot_general(self, e: Any, args: list[Tokens], shapes: list[Any], out: Any) -> list[Tokens]:
-        (contract_l, contract_r), (batch_l, batch_r) = e.params["dimension_numbers"]
-        left, right = args
-        contracted = [
-            self.join(left[a], right[b]) for a, b in zip(contract_l, contract_r, strict=True)
-        ]
-        batch = [self.join(left[a], right[b]) for a, b in zip(batch_l, batch_r, strict=True)]
-        free = [t for d, t in enumerate(left) if d not in (*contract_l, *batch_l)]
-        free += [t for d, t in enumerate(right) if d not in (*contract_r, *batch_r)]
-        size = prod(out) * e.outvars[0].aval.dtype.itemsize
-        flops = 2.0 * prod(out) * prod(shapes[0][d] for d in contract_l)
-        self.sums.append(Sum(tuple(contracted), self.times * size, "a matmul"))
-        tokens = (*batch, *free, *contracted)
-        self.matmuls.append(Matmul(self.times * flops, tokens, tuple(batch)))
-        return [(*batch, *free)]
-
-    def _conv_general_dilated(
-        self, e: Any, args: list[Tokens], shapes: list[Any], out: Any
-    ) -> list[Tokens]:
-        numbers = e.params["dimension_numbers"]
-        left, right, result = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-        grouped = e.params["feature_group_count"] > 1 or e.params["batch_group_count"] > 1
-        inputs = args[0][left[1]], args[1][right[1]]
-        if grouped:
-            self.unsure["a convolution in groups"] += [*inputs, args[1][right[0]]]
-        else:
-            self.join(*inputs)
-        size = prod(out) * e.outvars[0].aval.dtype.itemsize
-        flops = 2.0 * prod(out) * prod(shapes[1][d] for d in right[1:])
-        self.sums.append(Sum((inputs[0],), self.times * size, "a convolution"))
-        self.matmuls.append(
-            Matmul(self.times * flops, (args[0][left[0]], *inputs, args[1][right[0]]), ())
-        )
-        tokens = list(self.fresh(out))
-        tokens[result[0]], tokens[result[1]] = args[0][left[0]], args[1][right[0]]
-        return [tuple(tokens)]
-
-    def _transpose(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        return [tuple(args[0][d] for d in e.params["permutation"])]
-
-    def _broadcast_in_dim(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        tokens = list(self.fresh(out))
-        for d, into in enumerate(e.params["broadcast_dimensions"]):
-            if shapes[0][d] == out[into]:
-                tokens[into] = args[0][d]
-        return [tuple(tokens)]
-
-    def _squeeze(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        gone = {d % len(shapes[0]) for d in e.params["dimensions"]}
-        return [tuple(t for d, t in enumerate(args[0]) if d not in gone)]
-
-    def _expand_dims(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        return self._reshape(e, args, shapes, out)
-
-    def _reshape(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Parts of one product: the major part of a group is sharded like the whole."""
-        tokens = list(self.fresh(out))
-        before, after = list(enumerate(shapes[0])), list(enumerate(out))
-        while before and after:
-            left, right = [before.pop(0)], [after.pop(0)]
-            while prod(n for _, n in left) != prod(n for _, n in right):
-                smaller = prod(n for _, n in left) < prod(n for _, n in right)
-                source, group = (before, left) if smaller else (after, right)
-                if not source:
-                    break
-                group.append(source.pop(0))
-            major_l = next((d for d, n in left if n > 1), left[0][0])
-            major_r = next((d for d, n in right if n > 1), right[0][0])
-            tokens[major_r] = self.join(args[0][major_l], tokens[major_r])
-        return [tuple(tokens)]
-
-    def _gather(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        numbers, sizes = e.params["dimension_numbers"], e.params["slice_sizes"]
-        tokens = list(self.fresh(out))
-        gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
-        kept = [d for d in range(len(shapes[0])) if d not in gone]
-        for d, into in zip(kept, numbers.offset_dims, strict=True):
-            if sizes[d] == shapes[0][d]:
-                tokens[into] = args[0][d]
-        rows = [d for d in range(len(out)) if d not in numbers.offset_dims]
-        for d, token in zip(rows, args[1], strict=False):
-            if out[d] == shapes[1][min(rows.index(d), len(shapes[1]) - 1)]:
-                tokens[d] = self.join(token, tokens[d])
-        picked = [d for d in numbers.start_index_map if d in gone and shapes[0][d] > 1]
-        if len(picked) == 1 and len(rows) == 1 and out[rows[0]] % shapes[0][picked[0]] == 0:
-            # Each entry several times in its place, as heads of keys for their queries.
-            self.join(args[0][picked[0]], tokens[rows[0]])
-        elif picked:
-            size = prod(out) * e.outvars[0].aval.dtype.itemsize
-            self.sums.append(
-                Sum(tuple(args[0][d] for d in picked), self.times * size, "rows that are looked up")
-            )
-        return [tuple(tokens)]
-
-    def _kept(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Dimensions of one size stay as they are; of others a part is taken or added."""
-        return [
-            tuple(
-                t if a == b else self.new(b)
-                for t, a, b in zip(args[0], shapes[0], out, strict=True)
-            )
-        ]
-
-    _slice = _dynamic_slice = _pad = _kept
-
-    def _split(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        axis = e.params["axis"]
-        results: list[Tokens] = []
-        for variable in e.outvars:
-            tokens = list(args[0])
-            tokens[axis] = self.new(variable.aval.shape[axis])
-            results.append(tuple(tokens))
-        return results
-
-    def _concatenate(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        axis = e.params["dimension"]
-        tokens = list(args[0])
-        for other in args[1:]:
-            tokens = [
-                t if d == axis else self.join(t, o)
-                for d, (t, o) in enumerate(zip(tokens, other, strict=True))
-            ]
-        tokens[axis] = self.new(out[axis])
-        return [tuple(tokens)]
-
-    def _dynamic_update_slice(
-        self, e: Any, args: list[Tokens], shapes: Any, out: Any
-    ) -> list[Tokens]:
-        for t, u, a, b in zip(args[0], args[1], shapes[0], shapes[1], strict=True):
-            if a == b:
-                self.join(t, u)
-        return [args[0]]
-
-    def _iota(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        return [self.fresh(out)]
-
-    def _scan(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
+    def _scan(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         body, times, length = e.params["jaxpr"], self.times, e.params["length"]
         # What is one of many has a dimension more outside; versions of jax name the counts apart.
         inside = [(*body.jaxpr.invars,), (*body.jaxpr.outvars,)]
@@ -300,25 +104,30 @@ class Flow:
         carry = len(e.outvars) - stacked_out
         consts = len(e.invars) - stacked_in - carry
         self.times *= max(1, length)
-        given = [*args[: consts + carry], *(t[1:] for t in args[consts + carry :])]
-        found = self._call(e, body, given)
+        # What is carried becomes made of data on the way, if it is not at first.
+        carried = map(tuple, args[consts : consts + carry])
+        parts = [_with_weights(t[1:], t) for t in args[consts + carry :]]
+        found = self._call(body, [*args[:consts], *carried, *parts])
         self.times = times
+        self.carried += found[:carry]
         for before, after in zip(args[consts : consts + carry], found[:carry], strict=True):
             for a, b in zip(before, after, strict=True):
                 self.join(a, b)
-        stacked = [(self.new(length), *tokens) for tokens in found[carry:]]
+        stacked = [_with_weights((self.new(length), *t), t) for t in found[carry:]]
         return [*found[:carry], *stacked]
 
-    def _while(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
+    def _while(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         skip, own = e.params["cond_nconsts"], e.params["body_nconsts"]
-        found = self._call(e, e.params["body_jaxpr"], args[skip:])
+        carried = map(tuple, args[skip + own :])
+        found = self._call(e.params["body_jaxpr"], [*args[skip : skip + own], *carried])
+        self.carried += found
         for before, after in zip(args[skip + own :], found, strict=True):
             for a, b in zip(before, after, strict=True):
                 self.join(a, b)
         return found
 
-    def _cond(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        results = [self._call(e, branch, args[1:]) for branch in e.params["branches"]]
+    def _cond(self, e: Any, args: list[Tokens]) -> list[Tokens]:
+        results = [self._call(branch, args[1:]) for branch in e.params["branches"]]
         for other in results[1:]:
             for first, second in zip(results[0], other, strict=True):
                 for a, b in zip(first, second, strict=True):
@@ -326,11 +135,9 @@ class Flow:
         return results[0]
 
 
-def _fits(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Whether an operand is broadcast to the result, along sizes of 1 or as a scalar."""
-    return not shape or (
-        len(shape) == len(out) and all(a in (1, b) for a, b in zip(shape, out, strict=True))
-    )
+def _with_weights(tokens: Tokens, whole: Tokens) -> Tokens:
+    """Of what a loop takes one by one, or puts together: made of what the whole is made of."""
+    return Made.of(tokens, whole.weights) if isinstance(whole, Made) else tokens
 
 
 def _body(e: Any) -> ClosedJaxpr | Jaxpr | None:

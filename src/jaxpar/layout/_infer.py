@@ -5,24 +5,25 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
 
 from jaxpar._calls import of_user, public, value_error
 from jaxpar._types import AnyMesh
-from jaxpar._units import size_text
 from jaxpar.layout._comparison import Compared, compare, others
-from jaxpar.layout._dimensions import Dimensions
-from jaxpar.layout._explain import FASTER
+from jaxpar.layout._explanation import FASTER
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
-from jaxpar.layout._mesh import check_mesh, size_of
+from jaxpar.layout._mesh import check_mesh
 from jaxpar.layout._rule import Entry, axes_of
+from jaxpar.layout._seen import Seen
 from jaxpar.layout._strategies import Dims, data_parallel, extended
 
 Role = Literal["data", "fully sharded", "tensor", "expert"]
 ROLES = ("data", "fully sharded", "tensor", "expert")
+RESIDUAL = "residual"  # the path of what a loop carries
+CONSTRAINED = f"x = layout.constrain(x, {RESIDUAL!r})"
 NAMES = {
     "data": r"dp|data|batch|replica.*",
     "fully sharded": r"fsdp.*|zero.*|f[xyz]",
@@ -40,16 +41,18 @@ def infer_layout(
     *,
     roles: Mapping[str, Role] | None = None,
     target: Any = None,
-    show: Callable[[str], object] | None = print,
+    show: Callable[[str], object] | None = None,
 ) -> LayoutMap:
-    """Returns the map that a function's own matmuls ask for, and says why for each rule.
+    """Returns the map that a function's own matmuls ask for; `show=print` says why, rule by rule.
 
     Follows the dimensions of the parameters through the jaxpr of `function(params, batch)`, on
     global arrays: which are contracted with which, through elementwise operations, reshapes, loops
     and calls. Dimensions that must be sharded alike are one class. Over tensor axes it shards the
     classes that cost the fewest bytes of sums for their FLOPs, no two of one array: hidden features
     and heads (columns, then rows) before the width that all layers share, which is what Megatron
-    does. Fully sharded axes take the largest other dimension of each matrix.
+    does. A dimension that is cut (split, sliced, concatenated, sorted) costs what its parts move;
+    one whose parts go on whole is not sharded. Fully sharded axes take the largest other dimension
+    of each matrix, and of tables that are looked up the rows: results have their features.
 
     Args:
       function: a loss or a forward pass, without `jax.shard_map`.
@@ -62,10 +65,13 @@ def infer_layout(
         them, by this map and by plain ones: without fully sharding, fully sharded over all axes,
         whole on every device. Of those that fit the memory the fastest is returned, this map where
         none is faster by 1%. None: they are compared by the bytes that a device holds alone.
-      show: called with what was found and why, line by line. None: nothing is shown.
+      show: called with what was found and why, line by line: `print`. Lines that begin with
+        `unsure` name what was not followed, does not divide, or moves, and whose dimensions.
 
     Returns:
-      A `LayoutMap`, to be used as it is or edited.
+      A `LayoutMap`, to be used as it is or edited. Where a loop carries activations and axes are
+      fully sharded, it has a rule of `results` for them, `"residual"`: without `layout.constrain(x,
+      "residual")` in the loop's body the compiler may shard activations there as it does weights.
 
     Raises:
       ValueError: an axis whose role its name does not tell; a role of an axis that is not there.
@@ -76,13 +82,13 @@ def infer_layout(
       >>> def loss(params, x):
       ...     return jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"])
       >>> params = {"a": jnp.ones((4, 32)), "b": jnp.ones((32, 4))}
-      >>> rules = infer_layout(loss, params, jnp.ones((8, 4)), make_mesh("tp=8"), show=None)
+      >>> rules = infer_layout(loss, params, jnp.ones((8, 4)), make_mesh("tp=8"))
       >>> rules.match("a") == P(None, "tp"), rules.match("b") == P("tp")
       (True, True)
     """
     check_mesh(mesh)
     by_role = _roles(mesh, roles)
-    seen = _Seen(of_user(function, "function"), params, batch)
+    seen = Seen(of_user(function, "function"), params, batch)
     rules: LayoutMap | None = None
     reasons: dict[str, list[str]] = defaultdict(list)  # by path
     for role in ("expert", "tensor"):
@@ -126,7 +132,13 @@ def infer_layout(
     for found in compare(function, params, batch, mesh, {"this map": rules, **dict(plain)}, target):
         tell(str(found))
         compared.append(found)
-    return _best(compared, target, tell)
+    best = _best(compared, target, tell)
+    carried = seen.rows_carried() if by_role["fully sharded"] else None
+    if carried is None or best.batch is None:
+        return best
+    spec = PartitionSpec(*[None] * carried, best.batch.mesh_axes)
+    tell(f"unsure: a loop carries activations; begin its body by {CONSTRAINED}, which is {spec}")
+    return best | LayoutMap(results={RESIDUAL: spec})
 
 
 def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], object]) -> LayoutMap:
@@ -144,164 +156,7 @@ def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], objec
     return best.rules
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """What is multiplied along one class, and what its sums would cost."""
-
-    flops: float
-    sums: float  # bytes
-    members: tuple[tuple[str, int], ...]  # paths and dimensions
-
-
-class _Seen:
-    """What one trace of the function says of the dimensions of its parameters."""
-
-    def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
-        dimensions = Dimensions(function, params, batch)
-        self.flow = flow = dimensions.flow
-        self.arrays, self.classes = dimensions.arrays, dimensions.classes
-        self.of_batch = {one for own in dimensions.data for one in own}
-        self.looked_up = {
-            flow.of(t)
-            for found in flow.sums
-            if found.what == "rows that are looked up"
-            for t in found.over
-        }
-        self.flops = sum(matmul.flops for matmul in flow.matmuls)
-        self.weights = self._weights()
-        pairs = {(flow.of(a), flow.of(b)) for a, b in flow.together}
-        pairs |= {pair for own in self.classes.values() for pair in combinations(own, 2)}
-        self.apart = pairs | {(b, a) for a, b in pairs}
-
-    def _weights(self) -> dict[int, _Weights]:
-        flow = self.flow
-        flops: dict[int, float] = defaultdict(float)
-        sums: dict[int, float] = defaultdict(float)
-        members: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for matmul in flow.matmuls:
-            for one in {flow.of(t) for t in matmul.tokens}:
-                flops[one] += matmul.flops
-        for found in flow.sums:
-            for one in {flow.of(t) for t in found.over}:
-                sums[one] += found.bytes
-        for path, own in self.classes.items():
-            for dim, one in enumerate(own):
-                members[one].append((path, dim))
-        return {one: _Weights(flops[one], sums[one], tuple(of)) for one, of in members.items()}
-
-    def choose(self, count: int, role: str, before: LayoutMap | None) -> dict[int, str]:
-        """The classes that are sharded over an axis of so many devices, each with the reason."""
-        taken = set[int]()
-        for path, own in self.classes.items():
-            entries = before.rule(before.matching(path)[0]).entries if before is not None else ()
-            taken |= {one for one, entry in zip(own, entries, strict=False) if axes_of(entry)}
-        able = [
-            one
-            for one, known in self.weights.items()
-            if one not in self.of_batch | taken
-            and (known.flops or one in self.looked_up)
-            and self._divided(one, count)
-        ]
-        if role == "expert":  # their weights have two dimensions more that are multiplied
-            of_experts = {
-                one
-                for path, own in self.classes.items()
-                for one in own
-                if self._multiplied(path) > 2
-            }
-            able = [one for one in able if one in of_experts]
-        chosen = self._least([one for one in able if self.weights[one].flops])
-        if role == "expert":
-            chosen = chosen[:1]
-        else:  # tables that are looked up, which nothing multiplies
-            chosen += [
-                one
-                for one in able
-                if not self.weights[one].flops
-                and not any((one, other) in self.apart for other in chosen)
-            ]
-        return {one: self._why(self.weights[one]) for one in chosen}
-
-    def _least(self, able: Sequence[int]) -> list[int]:
-        """Classes of which no two are in one array, the cheapest that share most of the work."""
-        for one in able:
-            if (one, one) in self.apart:  # a recurrence: both dimensions of its matrix
-                self.flow.unsure["a dimension that is twice in one array"].append(one)
-        able = [one for one in able if (one, one) not in self.apart and self._mostly_kept(one)]
-        able.sort(key=lambda one: self.weights[one].sums / self.weights[one].flops)
-        work = [({self.flow.of(t) for t in m.tokens}, m.flops) for m in self.flow.matmuls]
-        sums = sum(found.bytes for found in self.flow.sums) or 1.0
-
-        def cost(chosen: Sequence[int]) -> float:
-            """The share of the work that every device does, and a part of that of the sums."""
-            whole = sum(flops for tokens, flops in work if not tokens & set(chosen))
-            moved = sum(self.weights[one].sums for one in chosen)
-            return whole / self.flops + 0.25 * moved / sums
-
-        chosen: list[int] = []
-        better = True
-        while better:  # each round costs less than the one before
-            better = False
-            for one in able:
-                if one in chosen:
-                    continue
-                without = [other for other in chosen if (one, other) not in self.apart]
-                if cost([*without, one]) < cost(chosen) - 1e-9:
-                    chosen, better = [*without, one], True
-        return chosen
-
-    def _divided(self, one: int, count: int) -> bool:
-        """Whether the axis divides all sizes of a class: the heads in a width, too."""
-        wrong = sorted(size for size in self.flow.sizes[self.flow.of(one)] if size % count)
-        if wrong and self._mostly_kept(one):
-            sizes = ", ".join(map(str, wrong))
-            what = f"{count} devices do not divide {sizes} (Padded can): it"
-            self.flow.unsure[what].append(one)
-        return not wrong
-
-    def _mostly_kept(self, one: int) -> bool:
-        """Whether at most half of its matmuls sum over it: not so for the width of all layers."""
-        used = sum(one in map(self.flow.of, matmul.tokens) for matmul in self.flow.matmuls)
-        summed = sum(
-            one in map(self.flow.of, found.over)
-            for found in self.flow.sums
-            if found.what in ("a matmul", "a convolution")
-        )
-        return 2 * summed <= used
-
-    def _multiplied(self, path: str) -> int:
-        """How many dimensions of an array are multiplied: those that count layers are not."""
-        return sum(self.weights[one].flops > 0 for one in self.classes[path])
-
-    def _why(self, known: _Weights) -> str:
-        others = sorted({re.sub(r"\d+", "#", path) for path, _ in known.members})
-        shown = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
-        cost = f"{size_text(known.sums)} of sums" if known.sums else "no sums"
-        return f"shared by {shown}: {known.flops / max(self.flops, 1):.0%} of the FLOPs, {cost}"
-
-    def largest(self, array: Shaped, taken: Sequence[Entry], name: str, mesh: AnyMesh) -> Dims:
-        """The largest dimension that is multiplied, and that the axis divides, or none.
-
-        Vectors, one of which each layer may have, stay whole: they are small.
-        """
-        count = mesh.shape[name]
-        own = self.classes[array.path]
-        if sum(one in self.looked_up or self.weights[one].flops > 0 for one in own) < 2:
-            return {}
-        fitting = [
-            dim
-            for dim, size in enumerate(array.shape)
-            if size
-            and not size % (count * size_of(mesh, axes_of(taken[dim])))
-            and self.weights[own[dim]].flops
-        ]
-        if not fitting:
-            return {}
-        best = min(fitting, key=lambda d: (bool(axes_of(taken[d])), -array.shape[d]))
-        return {best: (name,)}
-
-
-def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: _Seen) -> list[str]:
+def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: Seen) -> list[str]:
     """Every rule with its reason, and what is unsure."""
     lines: list[str] = []
     for key in rules:

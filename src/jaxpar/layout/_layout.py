@@ -31,7 +31,7 @@ from jaxpar.layout._table import Table
 from jaxpar.layout._tensors import read_safetensors
 
 if TYPE_CHECKING:
-    from jaxpar.layout._explain import Explanation
+    from jaxpar.layout._explanation import Explanation
     from jaxpar.layout._map import LayoutMap
 
 

@@ -151,6 +151,9 @@ class LayoutMap(MutableMapping[str, Any]):
         axes = {name: shown(entry) for name, entry in self._axes.items()}
         more = f", axes={axes!r}" if axes else ""
         more += f", batch={self._batch.given!r}" if self._batch else ""
+        if self._results is not None:
+            results = {key: rule.given for key, rule in self._results._rules.items()}
+            more += f", results={results!r}"
         return f"LayoutMap({{{rules}\n}}{more})" if rules else f"LayoutMap({{}}{more})"
 
     @public

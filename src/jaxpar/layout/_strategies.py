@@ -20,6 +20,7 @@ from jaxpar.layout._mesh import axes_in, check_mesh, size_of
 from jaxpar.layout._paths import arrays_of, pattern_of
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import LayoutError, Problem
+from jaxpar.layout._roles import Weights
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown
 from jaxpar.layout._split import Padded
 from jaxpar.layout._tensor_dims import TensorDims
@@ -70,6 +71,10 @@ def fully_sharded(
 ) -> LayoutMap:
     """Returns a map that shards the largest dimension of each array which `axis` divides.
 
+    Of tables of a vocabulary, which their names tell, it is that of the words: what is looked up
+    would be sharded as the table's features are, and not as the batch. Words that the axis does not
+    divide are refused, or left as `within` has sharded them.
+
     Args:
       params: arrays or their shapes, any pytree.
       mesh: has the axis.
@@ -94,7 +99,9 @@ def fully_sharded(
     """
     check_mesh(mesh)
     names, least = axes_in(mesh, axis), check_whole("min_size", min_size, 0)
-    layers = Pattern("stacked", stacked, [array.path for array in shaped(params)]).check()
+    arrays = shaped(params)
+    layers = Pattern("stacked", stacked, [array.path for array in arrays]).check()
+    tables = {table.array.path for table in Weights(arrays, {}, layers).tables}
 
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
         count = size_of(mesh, names)
@@ -113,6 +120,10 @@ def fully_sharded(
             and array.shape[dim]
             and not array.shape[dim] % (count * size_of(mesh, axes_of(taken[dim])))
         ]
+        if array.path in tables and fitting and first not in fitting:
+            return {} if axes_of(taken[first]) else _of_features(array, first, names, count)
+        if array.path in tables and fitting:
+            return {first: names}
         if fitting:
             return {min(fitting, key=rank): names}
         if len(array.shape) - first < 2:
@@ -126,6 +137,17 @@ def fully_sharded(
         )
 
     return extended(params, mesh, within, dims, batch=names)
+
+
+def _of_features(array: Shaped, first: int, names: Axes, count: int) -> Problem:
+    return Problem(
+        array.path,
+        None,
+        f"{array}: {names} ({count}) does not divide its {array.shape[first]} rows; were its "
+        "features sharded, what is looked up would be, too, and not as the batch is",
+        f"give it {-(-array.shape[first] // count) * count} rows, choose a smaller axis, or a rule "
+        f"of its own: Padded({names[0]!r}) for its rows, or REPLICATED",
+    )
 
 
 @public
