@@ -45,8 +45,8 @@ with install_import_hook(ANNOTATED, "signatures.checked"):
 QUICKLY_COMPILED = {
     *("language_model", "layers", "layout", "low_bit", "matmul", "moe", "training_step"),
     *("testing", "test_clusters.py", "test_examples.py", "test_values.py"),
-    *("test_gradients.py", "test_interop.py", "test_ragged.py", "test_reference.py"),
-    *("test_tuning.py", "test_ways.py"),
+    *("test_gradients.py", "test_interop.py", "test_modes.py", "test_ragged.py"),
+    *("test_reference.py", "test_tuning.py", "test_ways.py"),
 }
 
 

@@ -22,25 +22,24 @@ from jaxpar.collectives._turns import Turn
 
 LINE = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
 
-# Flags that are set at once, as they may be.
-STRICT = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
+# Flags that are set at once, as they may be: those that change no program, and those that do.
+STRICT = {
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_debug_nans": True,
+    "jax_debug_infs": True,
+    "jax_debug_key_reuse": True,
+    "jax_enable_checks": True,
+    "jax_default_prng_impl": "rbg",
+    "jax_threefry_partitionable": False,
+    "jax_enable_custom_prng": True,
+    "jax_legacy_prng_key": "error",
+}
 MODES = {
     "strict": STRICT,
-    "debug": {
-        "jax_debug_nans": True,
-        "jax_debug_infs": True,
-        "jax_debug_key_reuse": True,
-        "jax_enable_checks": True,
-    },
-    "random": {
-        "jax_default_prng_impl": "rbg",
-        "jax_threefry_partitionable": False,
-        "jax_enable_custom_prng": True,
-        "jax_legacy_prng_key": "error",
-    },
     "disabled jit": {"jax_disable_jit": True},
     "wide": {
-        **STRICT,
+        "jax_numpy_rank_promotion": "raise",
         "jax_enable_x64": True,
         "jax_default_matmul_precision": "highest",
         "jax_use_direct_linearize": False,
@@ -123,7 +122,7 @@ def test_flags(name, mode):
 
 def test_rounding_by_chance_with_other_random_numbers():
     x = np.arange(32, dtype="float32").reshape(4, 8) / 7
-    with flags(MODES["random"]):
+    with flags(STRICT):
         rounded = jaxpar.quantize(x, key=jax.random.key(0))
     assert np.all(np.abs(rounded.dequantized() - x) <= rounded.scales)
 
