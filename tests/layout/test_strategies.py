@@ -122,8 +122,8 @@ def test_fully_sharded_shards_tables_by_words_alone():
     odd = {**params, "embed": {"embedding": F32((21, 64))}}
     with pytest.raises(
         LayoutError,
-        match=r"'embed/embedding' float32\[21,64\]: \('fsdp',\) \(2\) does not divide its 21 rows; were "
-        r"its features sharded, .*; give it 22 rows, choose a smaller axis, or a rule of its own",
+        match=r"'embed/embedding' float32\[21,64\]: \('fsdp',\) \(2\) does not divide its 21 rows; "
+        "were its features sharded, .*; give it 22 rows, choose a smaller axis, or a rule of its",
     ):
         fully_sharded(odd, mesh)
     # Of words that another strategy has sharded already, the features stay whole.
