@@ -196,6 +196,44 @@ def test_a_weight_that_is_gathered_where_another_layout_would_not():
     assert exchange.seconds != exchange.exchanged
 
 
+def test_a_table_whose_features_lie_over_the_batchs_axis():
+    """Activations move back and forth: the edit is the table's, and no pair is parted for it."""
+
+    def loss(params, tokens):
+        x = params["table"][tokens]
+        x = x + jnp.tanh(x @ params["up"]) @ params["down"]
+        logits = (x @ params["table"].T).astype(jnp.float32)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
+
+    shapes = {"table": (2048, 512), "up": (512, 1024), "down": (1024, 512)}
+    params = {name: of_shape(*shape) for name, shape in shapes.items()}
+    pair = {"up": ("fsdp", "tp"), "down": ("tp", "fsdp")}
+    tokens = of_shape(8, 256, dtype=jnp.int32)
+    wrong = LayoutMap({"table": ("tp", "fsdp"), **pair}, batch=P("fsdp")).layout(params, MESH)
+    found = wrong.explain(jax.value_and_grad(loss), "v5e:2x2", tokens, tries=3)
+    table, *others = found.exchanges
+    assert (table.rule, table.cause) == ("table", "features of what is looked up")
+    assert table.after == P(("tp", "fsdp"), None)
+    assert table.is_faster
+    assert not [e for e in others if e.is_faster or e.disagrees]
+    assert set(found.plain) == {"fully sharded over all axes", "whole on every device"}
+    text = str(found)
+    assert "activations move back and forth, as tables shard what is looked up:" in text
+    best = min(table.exchanged, *(e.exchanged for e in found.exchanges))
+    for name, seconds in found.plain.items():
+        assert (f"plainer and faster: {name}, the step takes" in text) == (seconds < 0.99 * best)
+    assert json.loads(found.json())["exchanges"][0]["cause"] == table.cause
+
+
+def test_a_table_whose_rows_the_axis_does_not_divide_is_whole_over_it():
+    params, tokens = {"table": of_shape(51, 64)}, of_shape(8, dtype=jnp.int32)
+    layout = LayoutMap({"table": (None, ("tp", "fsdp"))}, batch=P("fsdp")).layout(params, MESH)
+    seen = Dimensions(lambda p, t: p["table"][t[0]], layout.shapes, (tokens,))
+    (candidate,) = candidates(layout, seen, shapes_of((tokens,), (tokens,)), dict)
+    assert candidate.axes == ((), ("tp",))
+    assert "has its dimension 1, over 'fsdp' as the batch's rows are" in candidate.disagrees
+
+
 def test_loops_whose_length_depends_on_data_are_named():
     def forward(params, x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 8, lambda x: x @ params["w"], x)

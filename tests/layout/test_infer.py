@@ -322,3 +322,106 @@ def test_a_map_that_is_not_for_the_batch_is_said_to_be_not():
     rules = infer_layout(loss, params, x, mesh, target="v5e:2x2", show=said.append)
     assert dict(rules) == {"a": P(None, "tp"), "b": P("tp")}
     assert "whole on every device: 1 MiB a device, infer_layout: argument 1 of the step" in said[-1]
+
+
+# -- what is cut ----------------------------------------------------------------------------------
+
+ROWS = F32((4, 16, 32))
+
+
+def parts_apart(y):
+    return y[..., ::2], y[..., 1::2]
+
+
+@pytest.mark.parametrize("halves", [lambda y: jnp.split(y, 2, -1), parts_apart])
+def test_a_fused_projection_is_cut_and_said_to_be(halves):
+    def loss(params, x):
+        gate, up = halves(x @ params["gate_up"])
+        return jnp.sum(((jax.nn.silu(gate) * up) @ params["down"]) ** 2)
+
+    params, said = {"gate_up": F32((32, 256)), "down": F32((128, 32))}, []
+    rules = infer_layout(loss, params, ROWS, make_mesh("dp=2,tp=4"), show=said.append)
+    assert dict(rules) == {"gate_up": P(None, "tp"), "down": P("tp")}
+    (line,) = [line for line in said if line.startswith("unsure")]
+    assert line.startswith(("unsure: split of a sharded", "unsure: slice of a sharded"))
+    assert line.endswith("whose parts move between devices, touches dimensions of gate_up")
+
+
+def test_parts_of_several_sizes_and_heads():
+    """A projection to queries, keys and values: fewer heads of keys, all of which 4 divides."""
+
+    def loss(params, x):
+        q, k, v = jnp.split(x @ params["qkv"], [64, 96], -1)
+        q, k, v = (y.reshape(*x.shape[:2], -1, 8) for y in (q, k, v))
+        scores = jax.nn.softmax(jnp.einsum("bqhge,bkhe->bhgqk", q.reshape(4, 16, 4, 2, 8), k))
+        made = jnp.einsum("bhgqk,bkhe->bqhge", scores, v).reshape(4, 16, 64)
+        return jnp.sum((x + made @ params["out"]) ** 2)
+
+    params = {"qkv": F32((32, 128)), "out": F32((64, 32))}
+    rules = infer_layout(loss, params, ROWS, make_mesh("dp=2,tp=4"))
+    assert dict(rules) == {"qkv": P(None, "tp"), "out": P("tp")}
+
+
+def test_what_is_cut_and_goes_on_whole_is_not_sharded():
+    def loss(params, x):  # keys and values of one small state, and a part of it by itself
+        both = x @ params["into"]
+        state, part = both[..., :12], both[..., 12:]
+        out = jnp.tanh(state @ params["from"]) @ params["out"]
+        return jnp.sum((out + jnp.tanh(part) @ params["rest"]) ** 2)
+
+    shapes = {"into": (32, 16), "from": (12, 64), "out": (64, 32), "rest": (4, 32)}
+    params, said = {name: F32(shape) for name, shape in shapes.items()}, []
+    rules = infer_layout(loss, params, ROWS, make_mesh("dp=2,tp=4"), show=said.append)
+    assert (rules["into"], rules["rest"]) == (P(), P())
+    assert (rules["from"], rules["out"]) == (P(None, "tp"), P("tp"))
+    assert "unsure: slice of a dimension that stays whole touches dimensions of into" in said
+
+
+def test_projections_along_a_dimension_of_their_own():
+    def loss(params, x):
+        gate, up = jnp.einsum("btd,cdf->cbtf", x, params["both"])  # of two, one for each
+        x = x + (jax.nn.gelu(gate) * up) @ params["down"]
+        return jnp.sum(jnp.stack([x, x]) ** 2)
+
+    params = {"both": F32((2, 32, 64)), "down": F32((64, 32))}
+    rules = infer_layout(loss, params, ROWS, make_mesh("dp=2,tp=4"))
+    assert dict(rules) == {"both": P(None, None, "tp"), "down": P("tp")}
+
+
+def test_tables_by_their_rows_or_whole():
+    def loss(params, tokens):
+        return jnp.sum(jnp.tanh(params["table"][tokens] @ params["up"]) @ params["down"])
+
+    weights = {"up": F32((32, 64)), "down": F32((64, 32))}
+    tokens, mesh = jax.ShapeDtypeStruct((96,), jnp.int32), make_mesh("fsdp=2,tp=4")
+    for words, spec in ((48, P(("tp", "fsdp"))), (12, P("tp")), (50, P("fsdp")), (51, P())):
+        said = []
+        rules = infer_layout(
+            loss, weights | {"table": F32((words, 32))}, tokens, mesh, show=said.append
+        )
+        assert rules["table"] == spec
+        assert (rules["up"], rules["down"]) == (P("fsdp", "tp"), P("tp", "fsdp"))
+        text = "unsure: 2 devices of 'fsdp' do not divide rows that are looked up: it touches"
+        assert any(line.startswith(text) for line in said) == ("fsdp" not in str(spec))
+
+
+def test_what_a_loop_carries_is_constrained_and_nothing_is_printed_unless_asked(capsys):
+    def loss(params, x):  # time first: the batch's rows are the second dimension
+        return jnp.sum(lax.scan(lambda x, w: (x + x @ w, None), x.swapaxes(0, 1), params["w"])[0])
+
+    params, x, mesh = {"w": F32((3, 32, 32))}, ROWS, make_mesh("fsdp=2,tp=4")
+    rules = infer_layout(loss, params, x, mesh)
+    assert not any(capsys.readouterr())
+    assert dict(rules.results or {}) == {"residual": P(None, "fsdp")}
+    assert "results={'residual': P" in repr(rules).replace("PartitionSpec(", "P(")
+    infer_layout(loss, params, x, mesh, show=print)
+    assert "unsure: a loop carries activations; begin its body by" in capsys.readouterr().out
+    assert infer_layout(loss, params, x, make_mesh("dp=2,tp=4")).results is None
+
+
+def test_sizes_that_no_plain_map_divides():
+    params = {"a": F32((3, 5)), "b": F32((5, 3))}
+    rules = infer_layout(
+        lambda p, x: jnp.sum(x @ p["a"] @ p["b"]), params, F32((8, 3)), make_mesh("tp=8")
+    )
+    assert set(rules.values()) == {P()}

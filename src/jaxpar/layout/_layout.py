@@ -558,10 +558,12 @@ class Layout(Mapping[str, ArrayLayout]):
         """Returns what a step costs on a described chip weight by weight, and what costs less.
 
         The step is compiled for the target with the layout, and played on a model of the chip. Each
-        collective is told by the weight that it is for. Then rules are compiled with two dimensions
-        exchanged, one after the other: those that lie otherwise than what they are multiplied with,
-        which is how a square weight with its dimensions exchanged is found, and those that cost
-        most. An exchange that makes the step faster is kept for those behind it.
+        collective is told by the weight that it is for. Then rules are compiled with other
+        dimensions sharded, one after the other. First tables that are looked up, and whose features
+        lie over an axis of the batch: over their rows instead. Then rules with two dimensions exchanged:
+        those that lie otherwise than what they are multiplied with, which is how a square weight
+        with its dimensions exchanged is found, and those that cost most. A change that makes the
+        step faster is kept for those behind it. Last come plain maps: fully sharded, and whole.
 
         Args:
           step: called as `step(params, *args)` with global arrays; returns anything. Results whose
@@ -573,7 +575,7 @@ class Layout(Mapping[str, ArrayLayout]):
           args: shapes or arrays. For states like the parameters, a `Layout` (`layout.like`). Others
             keep the spec of their sharding; without one they lie as the map's `batch` says.
           compiler_options: as for `jaxpar.schedule.compile_for`.
-          tries: how many exchanges are compiled at most.
+          tries: how many changes of rules are compiled at most; with 0 no plain maps either.
           from_layout: `step` is called with the layout on the target's mesh and returns the step:
             for steps that have its specs in them.
 
@@ -585,7 +587,7 @@ class Layout(Mapping[str, ArrayLayout]):
           ValueError: a target whose mesh has other axes; arguments that their axes do not divide.
           Exception: what tracing or the compiler raises.
 
-        Cost: `1 + tries` compilations of the step.
+        Cost: `1 + tries` compilations of the step, and two of plain maps.
 
         Example:
           >>> def loss(params, x):
