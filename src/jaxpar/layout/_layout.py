@@ -560,10 +560,11 @@ class Layout(Mapping[str, ArrayLayout]):
         The step is compiled for the target with the layout, and played on a model of the chip. Each
         collective is told by the weight that it is for. Then rules are compiled with other
         dimensions sharded, one after the other. First tables that are looked up, and whose features
-        lie over an axis of the batch: over their rows instead. Then rules with two dimensions exchanged:
-        those that lie otherwise than what they are multiplied with, which is how a square weight
-        with its dimensions exchanged is found, and those that cost most. A change that makes the
-        step faster is kept for those behind it. Last come plain maps: fully sharded, and whole.
+        lie over an axis of the batch: over their rows instead. Then rules with two dimensions
+        exchanged: those that lie otherwise than what they are multiplied with, which is how a
+        square weight with its dimensions exchanged is found, and those that cost most. A change
+        that makes the step faster is kept for those behind it. Last come plain maps: fully sharded,
+        and whole.
 
         Args:
           step: called as `step(params, *args)` with global arrays; returns anything. Results whose
