@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 
 PRINTED = {
     "README.md": "(4, 16, 32)\n",
-    "docs/all.md": "(50258, 32) {'key': P('fsdp', 'tp'), 'norm': P(), 'output': P('tp', 'fsdp'), "
-    "'query': P('fsdp', 'tp')} P('tp', 'fsdp')\n",
+    "docs/all.md": "(50260, 32) {'key': P('fsdp', 'tp'), 'norm': P(), 'output': P('tp', 'fsdp'), "
+    "'query': P('fsdp', 'tp')} P(('tp', 'fsdp'), None)\n",
 }
 
 
