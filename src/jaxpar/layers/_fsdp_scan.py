@@ -228,7 +228,7 @@ def fsdp_scan(
         out = of_user(layer_fn, "layer_fn")(*given)
         return _check_state(x, out)
 
-    def trace_layer(stacked: Arrays) -> Any:
+    def trace_layer(stacked: Arrays, state: Arrays) -> Any:
         # Traced from arrays, not from their shapes: of these JAX does not know how they lie over
         # axes that a shard_map leaves to the partitioner, and fails where they vary over others.
         whole = gather_shards(shards, [x[0] for x in stacked])
@@ -239,7 +239,8 @@ def fsdp_scan(
     while True:
         # The sum over devices that use the same weights comes at the end, once for all layers.
         stacked = vary_over(varying_axes(state), stacked)
-        jax.eval_shape(trace_layer, stacked)  # what it gathers is thrown away
+        # Traced again wherever a type has changed; what it gathers is thrown away.
+        jax.eval_shape(trace_layer, stacked, state)
         closed = traced.pop()
         # What a layer is given must vary over all that what it hands on varies over.
         types = [type_of(out).manual_axis_type for out in closed.jaxpr.outvars]
