@@ -234,7 +234,7 @@ def test_names_and_patterns_are_checked(tmp_path):
         (
             {"transposed": "ww"},
             ValueError,
-            "transposed='ww' matches no path of the layout; a patte",
+            "transposed='ww' matches no path; it must match a whole",
         ),
         ({"transposed": {"w": (1, 0), ".": (0,)}}, ValueError, "'w' is matched by two patterns of"),
         (

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from jaxpar._calls import value_error
+from jaxpar._calls import type_error, value_error
 from jaxpar.layout._paths import pattern_of
 
 
@@ -14,6 +14,8 @@ class Pattern:
     """Which paths an argument means; none where it was not given."""
 
     def __init__(self, argument: str, text: str, paths: Sequence[str]) -> None:
+        if not isinstance(text, str):
+            raise type_error(f"{argument} must be a pattern, got {text!r}")
         self._argument, self._text, self._all = argument, text, paths
         try:
             pattern = re.compile(text)

@@ -114,7 +114,9 @@ def _indexed(index: Path) -> list[Path]:
         of_name: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
         return sorted({index.parent / file for file in of_name.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as reason:
-        raise value_error(f"{index} is no index of safetensors files: {reason!r}") from None
+        raise value_error(
+            f"{index} is no index of safetensors files: {reason!r}; copy or download it again"
+        ) from None
 
 
 def _read(path: Path) -> list[Tensor]:
@@ -125,11 +127,11 @@ def _read(path: Path) -> list[Tensor]:
         mapped = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
         start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
         if not 8 < start <= len(mapped):
-            raise ValueError(f"its header ends at byte {start} of {len(mapped)}")
+            raise EOFError(f"its header ends at byte {start} of {len(mapped)}")
         header = json.loads(mapped[8:start].tobytes())
         header.pop("__metadata__", None)
         return [_tensor(name, path, entry, mapped[start:]) for name, entry in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as reason:
+    except (EOFError, ValueError, KeyError, TypeError, AttributeError) as reason:
         raise value_error(
             f"{path} is no whole safetensors file ({reason}); copy or download it again"
         ) from None
@@ -139,7 +141,7 @@ def _tensor(name: str, file: Path, entry: Mapping[str, Any], data: np.ndarray) -
     shape, (start, end) = tuple(map(int, entry["shape"])), entry["data_offsets"]
     tensor = Tensor(name, file, entry["dtype"], shape, data[start:end])
     if not 0 <= start <= end <= len(data):
-        raise ValueError(f"{name!r} {tensor.text} ends at byte {end} of {len(data)}")
+        raise EOFError(f"{name!r} {tensor.text} ends at byte {end} of {len(data)}")
     if tensor.dtype is not None and prod(shape) * tensor.dtype.itemsize != end - start:
-        raise ValueError(f"{name!r} {tensor.text} has {end - start} bytes")
+        raise EOFError(f"{name!r} {tensor.text} has {end - start} bytes")
     return tensor

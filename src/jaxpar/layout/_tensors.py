@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from jaxpar._calls import called, of_user, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import on_host
 from jaxpar.layout._paths import described
+from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
 from jaxpar.layout._rule import nearest
 from jaxpar.layout._safetensors import Tensor, tensors_of
@@ -28,7 +28,7 @@ Axes = Sequence[int] | None  # None: the last two have changed places
 def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, unused: Any) -> Any:
     """What `Layout.read_safetensors` says."""
     tensors = tensors_of(files)
-    left = None if unused is None else _pattern("unused", unused)
+    left = Pattern("unused", "" if unused is None else unused, list(tensors)).check()
     axes_of = _axes_of(layout, transposed)
     stacks: list[_Stack] = []
     for path, given in _names_of(layout, names):
@@ -45,7 +45,7 @@ def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, un
             "have the layout and `names` read it, or say in `unused` which tensors are left",
         )
         for name, tensor in tensors.items()
-        if name not in read and not (left and left.fullmatch(name))
+        if name not in read and name not in left
     ]
     if problems:
         raise LayoutError(called(), problems)
@@ -139,7 +139,8 @@ def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
     for path in by_path:
         if path not in layout:
             raise value_error(
-                f"names has {path!r}, which is no path of the layout{nearest(path, layout)}"
+                f"names has {path!r}, which is no path of the layout; leave it out, or give a path "
+                f"that is{nearest(path, layout)}"
             )
     for path in layout:
         given = of_user(names, "names")(path) if callable(names) else by_path.get(path)
@@ -174,14 +175,8 @@ def _axes_of(layout: Layout, transposed: Any) -> dict[str, Axes]:
     )
     found: dict[str, tuple[str, Axes]] = {}
     for key, axes in given.items():
-        pattern = _pattern("transposed", key)
-        paths = [path for path in layout if pattern.fullmatch(path)]
-        if not paths:
-            raise value_error(
-                f"transposed={key!r} matches no path of the layout; a pattern must match the whole "
-                f"path{nearest(key, layout)}"
-            )
-        for path in paths:
+        pattern = Pattern("transposed", key, list(layout)).check()
+        for path in (path for path in layout if path in pattern):
             if path in found:
                 raise value_error(
                     f"{path!r} is matched by two patterns of transposed, {found[path][0]!r} and "
@@ -204,12 +199,3 @@ def _order(array: ArrayLayout, stacked: int, axes: Axes) -> tuple[int, ...]:
             f"{rank}; give an order of {order}, or have its pattern not match this path"
         )
     return tuple(axes)
-
-
-def _pattern(argument: str, given: Any) -> re.Pattern[str]:
-    if not isinstance(given, str):
-        raise type_error(f"{argument} must be a pattern, got {given!r}")
-    try:
-        return re.compile(given)
-    except re.error as reason:
-        raise value_error(f"{argument}={given!r} is no regular expression: {reason}") from None
