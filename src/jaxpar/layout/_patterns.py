@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from jaxpar._calls import type_error, value_error
 from jaxpar.layout._paths import pattern_of
@@ -13,7 +14,7 @@ from jaxpar.layout._paths import pattern_of
 class Pattern:
     """Which paths an argument means; none where it was not given."""
 
-    def __init__(self, argument: str, text: str, paths: Sequence[str]) -> None:
+    def __init__(self, argument: str, text: Any, paths: Sequence[str]) -> None:
         if not isinstance(text, str):
             raise type_error(f"{argument} must be a pattern, got {text!r}")
         self._argument, self._text, self._all = argument, text, paths
