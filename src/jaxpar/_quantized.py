@@ -141,8 +141,11 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
     largest = jnp.max(magnitudes.reshape(apart), axis=dim + 1, initial=0)
     whole = jnp.issubdtype(how.dtype, jnp.integer)
     limit = float(jnp.iinfo(how.dtype).max if whole else jnp.finfo(how.dtype).max)
-    # Smaller scales are no normal numbers: hardware takes them for zero, and divides by it.
-    scales = jnp.maximum(largest / limit, jnp.finfo(wide.dtype).tiny)
+    # Smaller scales are no normal numbers: hardware takes them for zero, and divides by it. Of
+    # larger ones the limit's multiple may be infinite.
+    range_of = jnp.finfo(wide.dtype)
+    top = float(range_of.max) / limit * (1 - float(range_of.eps))
+    scales = jnp.clip(largest / limit, range_of.tiny, top)
     scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
     scaled = wide / spread(scales, x.shape)
     if key is not None:

@@ -88,9 +88,10 @@ class ChunkedLoss:
         """The logits: the bias added, capped, and -inf in padded columns."""
         real = columns < self.vocabulary
         if bias is not None:
-            # Of padding first: a NaN that is only left out afterwards has a gradient of NaN.
-            products = products + jnp.where(real, bias[None].astype(products.dtype), 0)
+            products = products + bias[None].astype(products.dtype)
         if self.softcap is not None:
+            # Padding first: a NaN that is only left out afterwards has a gradient of NaN.
+            products = jnp.where(real, products, 0)
             products = self.softcap * jnp.tanh(products / self.softcap)
         return jnp.where(real, products, -jnp.inf)
 
@@ -143,7 +144,8 @@ def _fwd(
         # Where all columns pad, -inf - -inf would be NaN.
         below = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0, highest)[:, None])
         target = loss.target(columns, chunk[1], logits.dtype)
-        aimed = jnp.where(columns < loss.vocabulary, target * logits, 0)
+        # A column that is not asked for may be -inf, and 0 times that is NaN.
+        aimed = jnp.where((columns < loss.vocabulary) & (target > 0), target * logits, 0)
         return None, (highest, jnp.sum(below, axis=1), jnp.sum(aimed, axis=1))
 
     tokens = loss.chunks(loss.whole(x), features=1), loss.chunks(labels, loss.ignore_label)
@@ -171,6 +173,8 @@ def _bwd(
 ) -> tuple[Float[Array, "*tokens d"], Float[Array, "d columns"], Any, None]:
     x, w, bias, labels, top, log_total = residuals
     names, columns = loss.ring.names, loss.columns(w, labels)
+    if loss.vocabulary < w.shape[1] * loss.ring.size:
+        w = jnp.where(columns < loss.vocabulary, w, 0)  # padding may be NaN, as is 0 times that
     whole = loss.whole(x)
     if loss.dim is not None:
         ct = lax.all_gather(ct, names, axis=loss.dim, tiled=True)

@@ -344,6 +344,7 @@ def _total(x: Num[Array, ""], ring: Ring) -> Num[Array, ""]:
 def _quotient(
     x: Inexact[Array, "*shape"], weight: Num[Array, ""], count: int = 1
 ) -> Inexact[Array, "*shape"]:
-    """`x / (weight * count)`, and 0 where the weight is."""
+    """`x / (weight * count)`, and 0 where the weight is, unless x is not finite."""
     divisor = jnp.where(weight == 0, 1, weight).astype(x.dtype) * count
-    return jnp.where(weight == 0, 0, x / divisor)
+    nothing = jnp.where(jnp.isfinite(x), 0, jnp.nan).astype(x.dtype)
+    return jnp.where(weight == 0, nothing, x / divisor)

@@ -164,8 +164,9 @@ def ring_attention(
         _check_even(q.shape, ring)
     ids = _segments(segments, lengths, k, ring, zigzag)
     sinks = _sinks(sinks, q, k)
-    if ids is not None:  # what does not count may hold NaN, and 0 times NaN is NaN
-        counted = ids[..., 0, :, :, None] >= 0  # [*batch, positions, 1, 1]
+    # What does not count may hold NaN, and 0 times NaN is NaN.
+    counted = None if ids is None else ids[..., 0, :, :, None] >= 0  # [*batch, positions, 1, 1]
+    if counted is not None:
         q, k, v = (jnp.where(counted, x, jnp.zeros_like(x)) for x in (q, k, v))
     softcap = _softcap(softcap)
     q, k, v, ids, sinks = vary_alike(ring.names, q, k, v, ids, sinks)
@@ -178,7 +179,9 @@ def ring_attention(
     grouped = q.reshape(*batch, length, k.shape[-2], heads // k.shape[-2], size)
     keys = Keys(jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2), ids)
     out: Any = attention(method, jnp.moveaxis(grouped, -4, -2), keys, sinks)
-    return jnp.moveaxis(out, -2, -4).reshape(result)
+    out = jnp.moveaxis(out, -2, -4).reshape(result)
+    # It is 0 there already; its cotangent, too, may be NaN.
+    return out if counted is None else jnp.where(counted, out, jnp.zeros_like(out))
 
 
 @public

@@ -134,6 +134,7 @@ def _sort_keys(weights: Float[Array, "tokens k"]) -> UInt[Array, "tokens k"]:
     # these are inverted, and the sign bit is set of the others, which are then above them.
     weights = lax.stop_gradient(weights)
     weights = jnp.where(weights == 0, 0, weights)  # -0 as 0
+    weights = jnp.where(jnp.isnan(weights), jnp.inf, weights)  # whatever its sign
     bits = lax.bitcast_convert_type(weights, f"uint{8 * weights.dtype.itemsize}")
     sign = jnp.asarray(1 << (8 * weights.dtype.itemsize - 1), bits.dtype)
     return jnp.maximum(jnp.where(bits >= sign, ~bits, bits | sign), 1)
