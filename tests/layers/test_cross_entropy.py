@@ -1,5 +1,7 @@
 """The cross-entropy over a sharded vocabulary against NumPy, and what it sends and keeps."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -209,6 +211,34 @@ def test_large_logits_that_are_close():
     w = np.array([[1e3, 1e3, -1e3, 0]], "float32")
     losses = jax.jit(losses_on("tp=2"))(np.full((1, 1), 1e3, "float32"), w, np.array([1]))
     np.testing.assert_allclose(losses, np.log(2), rtol=1e-6)
+
+
+@check
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_columns_that_do_not_count(check_vma, softcap):
+    """Padding may be NaN; a bias of -inf, which leaves a token out, does as much without a cap."""
+    x, w, labels = normal(5, 3), normal(3, 8), jnp.array([0, 5, -1, 3, 2])
+    bias = np.where(np.arange(8) < 6, normal(8), np.float32("nan"))
+
+    def run(w, bias, vocabulary):
+        losses = jax.shard_map(
+            lambda *args: vocabulary_parallel_cross_entropy(
+                *args[:2], labels, "tp", bias=args[2], softcap=softcap, vocabulary=vocabulary
+            ),
+            mesh=mesh_of("tp=2"),
+            in_specs=(P(), P(None, "tp"), P("tp")),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        out, pull = jax.vjp(jax.jit(losses), x, w, bias)
+        return [out, *pull(out)]
+
+    wanted = run(w, np.nan_to_num(bias), 6)
+    dirty = run(np.where(np.arange(8) < 6, w, np.float32("nan")), bias, 6)
+    jax.tree.map(np.testing.assert_array_equal, dirty, wanted)
+    if softcap is None:
+        left_out = run(w, np.nan_to_num(bias, nan=-np.inf), 8)
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), left_out, wanted)
 
 
 @check

@@ -269,12 +269,17 @@ def test_microbatches_of_16_bit_parameters_are_added_wide(check_vma):
 
 @check
 def test_nothing_to_learn_from(check_vma):
-    """A total weight of 0 is no NaN."""
+    """A total weight of 0 is no NaN, and hides none."""
     rows, more = batch()
     step = step_of(features_sharded, ("dp", "fsdp"), "dp=2,fsdp=2,tp=2", check_vma)
-    found = jax.jit(step)(params(), rows, {"weight": 0 * more["weight"]})
-    for leaf in jax.tree.leaves(found):
+    step, nothing = jax.jit(step), {"weight": 0 * more["weight"]}
+    for leaf in jax.tree.leaves(step(params(), rows, nothing)):
         np.testing.assert_array_equal(leaf, 0 * leaf)
+    for number in (np.nan, np.inf):
+        rows[3, 0] = number
+        loss, grads = step(params(), rows, nothing)
+        assert np.isnan(loss)
+        assert all(np.any(np.isnan(leaf)) for leaf in jax.tree.leaves(grads["in"]))
 
 
 @check
@@ -298,6 +303,7 @@ def test_mean_loss_and_its_gradient(check_vma):
     close(jax.jit(grad(mapped))(2.0, x, weight), jax.jit(grad(alone))(2.0, x, weight))
     loss, gradients = jax.jit(grad(mapped))(2.0, x, 0 * weight)
     assert [float(np.max(np.abs(g))) for g in (loss, *gradients)] == [0, 0, 0, 0]
+    assert np.isnan(jax.jit(grad(mapped))(2.0, x * np.float32("nan"), 0 * weight)[0])
 
 
 @check

@@ -643,20 +643,24 @@ def test_lengths_of_a_dtype_that_does_not_hold_the_sequence(dtype):
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_does_not_count_may_hold_anything(causal, order):
     places = zigzag_order(16, 4) if order == "zigzag" else np.arange(16)
-    q, k, v = normal(16, 2, 4), 2 * normal(16, 2, 4), normal(16, 2, 4) + 1
-
-    def run(*args):
-        attend = jax.shard_map(
+    given = normal(16, 2, 4), 2 * normal(16, 2, 4), normal(16, 2, 4) + 1, np.ones((16, 2, 4), "f4")
+    attend = jax.jit(
+        jax.shard_map(
             lambda *args: ring_attention(*args, "x", lengths=9, causal=causal, order=order),
             mesh=line(4),
             in_specs=P("x"),
             out_specs=P("x"),
         )
-        out, pull_back = jax.vjp(jax.jit(attend), *args)
-        return out, *pull_back(jnp.ones_like(out))
+    )
 
-    dirty = [np.where(places[:, None, None] >= 9, np.nan, x[places]) for x in (q, k, v)]
-    for found, wanted in zip(run(*dirty), run(*(x[places] for x in (q, k, v))), strict=True):
+    @jax.jit
+    def run(q, k, v, ct):
+        out, pull_back = jax.vjp(attend, q, k, v)
+        return out, *pull_back(ct)
+
+    clean = [x[places] for x in given]
+    dirty = [np.where(places[:, None, None] >= 9, np.float32("nan"), x) for x in clean]
+    for found, wanted in zip(run(*dirty), run(*clean), strict=True):
         np.testing.assert_array_equal(found[places >= 9], 0)
         np.testing.assert_allclose(found[places < 9], wanted[places < 9], atol=1e-6)
 

@@ -42,7 +42,7 @@ def reference(routing, capacity, policy):
     for expert in range(routing.logits.shape[1]):
         wanted = np.argwhere((routing.experts == expert) & routing.kept)  # by token
         if policy == "probability":
-            weights = routing.weights[tuple(wanted.T)]
+            weights = np.nan_to_num(routing.weights[tuple(wanted.T)], nan=np.inf, posinf=np.inf)
             wanted = wanted[np.argsort(-weights, kind="stable")]
         kept[tuple(wanted[:capacity].T)] = True
     return kept
@@ -87,10 +87,10 @@ def test_one_expert_gets_all(policy):
 
 
 def test_any_weights():
-    """Those of one's own router can be negative or infinite, or zeros of either sign."""
-    row = [0.0, -0.0, -1.0, np.inf, -np.inf, 1e-37, -1e-37, 1.0, -2.0, 0.0, -0.0]
+    """Those of one's own router can be negative or infinite, or zeros or NaN of either sign."""
+    row = [0.0, -0.0, -1.0, np.inf, -np.inf, 1e-37, -1e-37, 1.0, -2.0, 0.0, -0.0, np.nan, -np.nan]
     weights = np.array(row, "float32")[:, None]
-    routing = made_of(np.zeros((11, 1), "int32"), weights, np.ones((11, 1), bool), 1)
+    routing = made_of(np.zeros((13, 1), "int32"), weights, np.ones((13, 1), bool), 1)
     for capacity in (2, 5, 8):
         kept = limited(routing, capacity).kept
         np.testing.assert_array_equal(kept, reference(routing, capacity, "probability"))

@@ -472,6 +472,15 @@ def test_no_setting_to_run_under(mesh):
         )
 
 
+def test_complex_numbers(mesh):
+    options = {"mesh": mesh, "in_specs": P("x"), "out_specs": P("x")}
+    what = r"args\[0\] is complex64\[8\]; compare real and imaginary parts, as two floats"
+    with pytest.raises(TypeError, match=what):
+        assert_matches_reference(jnp.conj, abs, normal(8) + 1j, **options)
+    with pytest.raises(TypeError, match=r"output is complex64\[8\]"):
+        assert_matches_reference(lambda x: lax.complex(x, x), abs, normal(8), **options)
+
+
 def test_references_that_cannot_be_trusted(mesh):
     options = {"mesh": mesh, "in_specs": P("x"), "out_specs": P("x")}
     with pytest.raises(ValueError, match="the reference returns NaN in output"):

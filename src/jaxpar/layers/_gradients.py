@@ -47,7 +47,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
 
     Returns:
       `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`; 0, and with
-      zero gradients, where the total weight is 0.
+      zero gradients, where the total weight is 0; a loss that is not finite is NaN then, too.
 
     Raises:
       TypeError: a loss that is no float.
@@ -109,8 +109,9 @@ def value_and_grad(
       `fn(params, *batch) -> (loss, grads)`, or with `has_aux` `((loss, aux), grads)`. `loss` is the
       total loss over the total weight, float32 or wider, replicated over `axis`. `grads` are
       like params, in dtype and sharding: the gradient of that loss with respect to the global
-      parameters. Both are 0 where the total weight is 0. `aux` is what this device's `loss_fn`
-      returned, each leaf stacked over microbatches, [microbatches, ...].
+      parameters. Both are 0 where the total weight is 0, or NaN where they are not finite.
+      `aux` is what this device's `loss_fn` returned, each leaf stacked over microbatches,
+      [microbatches, ...].
 
     Raises:
       TypeError: an option, a parameter or a result of `loss_fn` of the wrong type.

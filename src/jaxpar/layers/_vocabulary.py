@@ -182,8 +182,8 @@ def vocabulary_parallel_cross_entropy(
       bias: local floats `[v/n]`, sharded as the columns of `w` are, or None.
       softcap: a bound c of the logits, which are `c tanh((x @ w + bias) / c)`; None: no bound.
       vocabulary: the number of tokens, if columns pad `w` to a multiple of n: those from there on
-        count for nothing and have zero gradients. Of a table that a layout has padded it is
-        `layout["embedding"].shape[0]`. None: all are tokens.
+        count for nothing, may hold anything, and have zero gradients. Of a table that a layout has
+        padded it is `layout["embedding"].shape[0]`. None: all are tokens.
       sequence_dim: the dimension of `x` along which it is sharded, such as -2; None if it is not.
       chunk: the most tokens whose logits a device holds at a time.
       label_smoothing: the part of the target that is spread evenly over the vocabulary.

@@ -80,8 +80,8 @@ def limit_capacity(
       routing: of local `[t, k]` choices. Those that are not kept already take no room.
       capacity: the largest number of this device's tokens that an expert keeps, known while
         tracing; see `expert_capacity`.
-      policy: which tokens an expert keeps: `"probability"`, those of the largest weights, the
-        earlier one where they are equal; or `"position"`, the earliest.
+      policy: which tokens an expert keeps: `"probability"`, those of the largest weights, NaN
+        first, the earlier one where they are equal; or `"position"`, the earliest.
 
     Returns:
       `routing` with fewer `kept`. Weights stay as they are.

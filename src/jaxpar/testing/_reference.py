@@ -176,6 +176,7 @@ def assert_matches_reference(
 
     Raises:
         AssertionError: the arrays that differ, each with its worst entry, or another structure.
+        TypeError: complex arguments or outputs, of which float64 keeps the real parts alone.
         ValueError: `reference` returns NaN, or has no derivative by central differences because
             it jumps or does not compute in float64.
 
@@ -204,6 +205,8 @@ def assert_matches_reference(
     values = {vma: _run(vma, mesh, function, *inputs) for vma, function in mapped.items()}
     out_paths, out_tree = jax.tree_util.tree_flatten_with_path(values[settings[0]])
     outputs = [np.asarray(out) for _, out in out_paths]
+    _refuse_complex("args", paths)
+    _refuse_complex("output", out_paths)
 
     exact = [_float64(leaf) for leaf in leaves]
     flat_reference = _flat(reference, in_tree, out_tree)
@@ -262,6 +265,16 @@ def _run(vma: bool, mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any
     except Exception as error:
         error.add_note(f"assert_matches_reference: this happened under check_vma={vma}")
         raise
+
+
+def _refuse_complex(what: str, paths: Any) -> None:
+    for path, leaf in paths:
+        leaf = np.asarray(leaf)
+        if np.iscomplexobj(leaf):
+            raise TypeError(
+                f"assert_matches_reference: {what}{jax.tree_util.keystr(path)} is "
+                f"{leaf.dtype}{list(leaf.shape)}; compare real and imaginary parts, as two floats"
+            )
 
 
 def _float64(leaf: Leaf) -> Leaf:
