@@ -119,8 +119,8 @@ def moe_layer(
     Returns:
       The results, like `tokens`, and `Statistics` over `axis` and `data_axis`. What is
       lost, by capacity, buffers or mask, adds nothing to a token's result. Tokens that
-      `routing.mask` leaves out may hold NaN: they reach no expert; shared experts get 0 in their
-      place.
+      `routing.mask` leaves out may hold NaN, as may their cotangents: they reach no expert, shared
+      ones neither, and their results are 0.
 
     Raises:
       TypeError: experts that are not of the tokens' dtype; no `Routing`; an option of the wrong
@@ -203,7 +203,8 @@ def moe_layer(
             out = lax.psum(out.astype(wide), summed).astype(out.dtype)
             pairs = lax.psum(jnp.where(replicated.index() == 0, pairs, 0), summed)
         if fused is not None:
-            out = out + apply_shared(axes, rows, fused, activation, precision)
+            more = apply_shared(axes, rows, fused, activation, precision)
+            out = out + (more if routing.mask is None else _real(more, routing.mask))
         return out, pairs
 
     if axes.fsdp is not None:
