@@ -1,6 +1,7 @@
 """What public functions check of their arguments, in one wording."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,12 +11,15 @@ from jax import Array, lax
 from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring
-from jaxpar._calls import type_error, value_error
+from jaxpar._calls import called, type_error, value_error
 from jaxpar._varying import checks_varying, varying_axes
 
 # What to do about shards, and about addends, that are all the same.
 SHARDED = "shard it in in_specs, or cut it with scatter_region"
 ADDENDS = "shard in in_specs what it is made of, or leave out a sum that was made already"
+_SAY_SO, _PCAST = ", say so", " by jax.lax.pcast("
+# All axes along which operands were asked for, in this process, that each device has of its own.
+_asked: set[str] = set()
 
 
 def check_precision(precision: Any) -> None:
@@ -143,6 +147,7 @@ def check_own(argument: str, given: Any, ring: Ring, what: str, remedy: str = ""
     """
     if not checks_varying(ring.names):
         return
+    _asked.update(ring.names)
     varying = varying_axes(given)
     copied = tuple(name for name in ring.names if name not in varying and lax.axis_size(name) > 1)
     if copied:
@@ -152,8 +157,27 @@ def check_own(argument: str, given: Any, ring: Ring, what: str, remedy: str = ""
         raise value_error(
             f"{argument} of local {of} replicated over {sorted(copied)}, but each device of "
             f"{ring} needs {what} of its own; {remedy or SHARDED}. If each device does have its "
-            f"own, and they are equal, say so by jax.lax.pcast(..., {copied}, to='varying')"
+            f"own, and they are equal{_SAY_SO}{_PCAST}..., {copied}, to='varying')"
         )
+
+
+def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any) -> None:
+    """Raises as `check_own` does where what `function` needs varies by a cast of ours alone.
+
+    A transform has copies of `given` vary, so that each device has a gradient of its own. What is
+    called with them cannot see then that all devices share one operand, and is traced once more.
+    """
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(cast), strict=True)
+    added = frozenset[str]().union(*(varying_axes(y) - varying_axes(x) for x, y in pairs))
+    if not added & _asked:
+        return
+    try:
+        jax.eval_shape(lambda given: function(given, *args), given)
+    except Exception as error:  # JAX's own are of loops whose carry starts from what was cast
+        refused, found, how = str(error).rpartition(_PCAST)
+        if found:
+            refused = refused.rpartition(_SAY_SO)[0]  # of a transform in there
+            raise ValueError(f"{refused}{_SAY_SO} before {called()}{found}{how}") from None
 
 
 def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:

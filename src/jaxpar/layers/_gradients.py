@@ -13,7 +13,7 @@ from jaxtyping import Float, Inexact, Num, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import of_user, public, type_error, value_error
-from jaxpar._checks import check_own, check_whole
+from jaxpar._checks import check_own, check_uncast, check_whole
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._jaxprs import named_axes
 from jaxpar._trees import as_arrays, check_own_leaves
@@ -160,6 +160,7 @@ def value_and_grad(
         others = () if checked else _used(local, copies, batches, parts, ring.names + apart.names)
         axes, count = ring.names + others, prod(map(lax.axis_size, others))
         (loss, weight, aux), grads = _accumulate(local, parts, copies, batches)
+        check_uncast(of_user(loss_fn, "loss_fn"), params, copies, *_first(parts, batches))
 
         total = _total(weight, ring)
         # Divided before they are summed: sums of many tokens' gradients would overflow float16.
@@ -199,7 +200,7 @@ def _used(
     others = tuple(name for name in manual_axes() if name not in known)
     if prod(map(lax.axis_size, others)) == 1:
         return ()
-    first = batches if parts == 1 else jax.tree.map(lambda x: x[0], batches)
+    first = _first(parts, batches)
     named = named_axes(jax.make_jaxpr(lambda params: local(params, first)[0])(params).jaxpr)
     return tuple(name for name in others if name in named)
 
@@ -236,6 +237,11 @@ def _cut(parts: int, batch: Any) -> Any:
         return _split(parts, jax.tree_util.keystr(path), leaf)
 
     return jax.tree_util.tree_map_with_path(split, as_arrays("batch", batch))
+
+
+def _first(parts: int, batches: Any) -> Any:
+    """The batch of the first microbatch."""
+    return batches if parts == 1 else jax.tree.map(lambda x: x[0], batches)
 
 
 def _pair(result: Any) -> tuple[Any, Any]:

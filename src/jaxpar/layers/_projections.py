@@ -59,8 +59,9 @@ class Projection:
         along = self._check(x, weights, fsdp_dim)
         if self.sequence_dim is not None:
             check_own("x", x, self.ring, "a part of the sequence", SHARDED_SEQUENCE)
-        for name in weights.keys() - set(shared):
-            check_own(name, weights[name], self.ring, "columns")
+        for name, w in weights.items():
+            if name not in shared:
+                check_own(name, w, self.ring, "columns")
 
         def product(
             x: Num[Array, "*tokens d"], shards: tuple[Num[Array, "_ _"], ...]
