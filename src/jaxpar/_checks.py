@@ -113,12 +113,35 @@ def check_number(
     return float(given)
 
 
+def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pass one") -> Array:
+    """Returns what a user gave as an array, or raises where it is none, or has no such `use`."""
+    try:
+        x = jnp.asarray(given)
+    except (TypeError, ValueError):
+        if hasattr(given, "dequantized"):
+            raise type_error(
+                f"{argument} is Quantized{list(given.shape)}, which an operand that is gathered "
+                f"may be and no other; pass {argument}.dequantized()"
+            ) from None
+        name = f"{given.__name__}, " if hasattr(given, "__name__") else ""
+        raise type_error(
+            f"{argument} is {name}of type {type(given).__name__}, and no array; {remedy}"
+        ) from None
+    if use and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        raise type_error(
+            f"{argument} is {x.dtype}{list(x.shape)}, which has no {use}; leave it out"
+        )
+    if use == "sum" and x.dtype == bool:  # some of JAX's own count, some are an "or", some raise
+        raise type_error(f"{argument} is bool{list(x.shape)}, which has no sum; cast it to int32")
+    return x
+
+
 def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
     """Returns an array of integers, or raises for what is none.
 
     Of NumPy's integers of 64 bits JAX keeps 32, without a word, unless it is told to have 64.
     """
-    x = jnp.asarray(given)
+    x = as_array(argument, given, use="")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
     if isinstance(given, np.ndarray) and not np.array_equal(given, given.astype(x.dtype)):

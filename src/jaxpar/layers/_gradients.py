@@ -13,7 +13,7 @@ from jaxtyping import Float, Inexact, Num, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import of_user, public, type_error, value_error
-from jaxpar._checks import check_own, check_uncast, check_whole
+from jaxpar._checks import as_array, check_own, check_uncast, check_whole
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._jaxprs import named_axes
 from jaxpar._trees import as_arrays, check_own_leaves
@@ -287,7 +287,7 @@ def _kind(result: Any) -> str:
 
 
 def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Float[Array, ""], Shaped[Array, ""]]:
-    loss, weight = jnp.asarray(loss_sum), jnp.asarray(weight)
+    loss, weight = as_array("loss_sum", loss_sum), as_array("weight", weight)
     for argument, x in (("loss_sum", loss), ("weight", weight)):
         if x.ndim:
             raise value_error(
