@@ -117,12 +117,15 @@ def value_and_grad(
       ValueError: `microbatches` that do not divide a batch leaf; results of `loss_fn` that are no
         scalars, or are typed as varying over an axis neither in `axis` nor in `groups`, or of a
         loss, as summed over `axis` already; no specs under `check_vma=False`, or wrong ones;
-        parameters that all groups share; an unknown axis name; a call outside shard_map.
+        parameters that all groups share, or that are typed as replicated where `loss_fn` has jaxpar
+        use shards; an unknown axis name; a call outside shard_map.
 
     Cost: gradients are summed where the parameter is replicated, 2 (n-1)/n of their bytes on the
     wire: over `axis` once. Over other axes JAX sums them under `check_vma=True`,
     in the backward of each microbatch; under `check_vma=False` all is summed at once, at the end,
     and `loss_fn` is traced once more where there are other axes, to see which of them it names.
+    Under `check_vma=True` it is traced once more where parameters are replicated over an axis along
+    which others are sharded, to see that none is replicated of which it needs a shard.
     More than one microbatch keeps gradients of all parameters in float32 or wider.
 
     Example:
