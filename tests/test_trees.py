@@ -72,7 +72,7 @@ NO_ARRAYS = [
     (jnp.tanh, "tanh, of type "),
     ("adam", "of type str"),
     (jax.ShapeDtypeStruct((2,), "float32"), "of type ShapeDtypeStruct"),
-    (object(), "of type object"),
+    (np.array(["a text"]), "of type ndarray of <U6"),
 ]
 
 
@@ -98,7 +98,7 @@ def test_what_is_no_array_is_named(name):
         text = str(caught.value)
         assert text.startswith(f"{name.split(' ')[0]}: ")
         assert text.endswith(
-            ", and no array; take out what is none before the call, as equinox.partition(tree, "
+            ", and no array of JAX; take out what is none before the call, as equinox.partition(tree, "
             "equinox.is_array) does, and let functions close over it"
         )
 
@@ -196,9 +196,9 @@ OPERANDS = {
     ),
 }
 IN_PLACE_OF_ONE = [
-    (jnp.tanh, " is tanh, of type PjitFunction, and no array; pass one"),
-    ({"w": 1.0}, " is of type dict, and no array; pass one"),
-    (jax.ShapeDtypeStruct((2, 2), "float32"), " is of type ShapeDtypeStruct, and no array; pass"),
+    (jnp.tanh, " is tanh, of type PjitFunction, and no array of JAX; pass one"),
+    ({"w": 1.0}, " is of type dict, and no array of JAX; pass one"),
+    (jax.ShapeDtypeStruct((2, 2), "float32"), " is of type ShapeDtypeStruct, and no array of JAX; pass"),
 ]
 
 

@@ -124,8 +124,11 @@ def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pas
                 f"may be and no other; pass {argument}.dequantized()"
             ) from None
         name = f"{given.__name__}, " if hasattr(given, "__name__") else ""
+        kind = type(given).__name__
+        if isinstance(given, np.ndarray):
+            kind = f"{kind} of {given.dtype}"  # such as of texts
         raise type_error(
-            f"{argument} is {name}of type {type(given).__name__}, and no array; {remedy}"
+            f"{argument} is {name}of type {kind}, and no array of JAX; {remedy}"
         ) from None
     if use and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         raise type_error(
