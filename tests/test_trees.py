@@ -98,8 +98,8 @@ def test_what_is_no_array_is_named(name):
         text = str(caught.value)
         assert text.startswith(f"{name.split(' ')[0]}: ")
         assert text.endswith(
-            ", and no array of JAX; take out what is none before the call, as equinox.partition(tree, "
-            "equinox.is_array) does, and let functions close over it"
+            ", and no array of JAX; take out what is none before the call, as equinox.partition("
+            "tree, equinox.is_array) does, and let functions close over it"
         )
 
 
@@ -198,7 +198,10 @@ OPERANDS = {
 IN_PLACE_OF_ONE = [
     (jnp.tanh, " is tanh, of type PjitFunction, and no array of JAX; pass one"),
     ({"w": 1.0}, " is of type dict, and no array of JAX; pass one"),
-    (jax.ShapeDtypeStruct((2, 2), "float32"), " is of type ShapeDtypeStruct, and no array of JAX; pass"),
+    (
+        jax.ShapeDtypeStruct((2, 2), "float32"),
+        " is of type ShapeDtypeStruct, and no array of JAX; pass",
+    ),
 ]
 
 

@@ -166,14 +166,18 @@ def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
         )
 
 
-def check_own(argument: str, given: Any, ring: Ring, what: str, remedy: str = "") -> None:
+def check_own(
+    argument: str, given: Any, ring: Ring, what: str, remedy: str = "", *, operand: bool = True
+) -> None:
     """Raises if `given` is typed as the same on devices of the ring, each of which needs `what`.
 
-    Of several arrays, which make one thing together, one that differs will do.
+    Of several arrays, which make one thing together, one that differs will do. A loss is no
+    `operand`: `check_uncast` has nothing to say of it.
     """
     if not checks_varying(ring.names):
         return
-    _asked.update(ring.names)
+    if operand:
+        _asked.update(ring.names)
     varying = varying_axes(given)
     copied = tuple(name for name in ring.names if name not in varying and lax.axis_size(name) > 1)
     if copied:

@@ -65,7 +65,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
     """
     ring = bind(axis)
     loss, weight = _check_scalars(loss_sum, weight)
-    check_own("loss_sum", loss, ring, "a share", SHARE)
+    check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
     total = lax.stop_gradient(_total(_widened(weight), ring))
     return _quotient(_total(_widened(loss), ring), total)
 
@@ -278,7 +278,7 @@ def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""
                 "name them in groups= if devices along them have models of their own"
             )
     if ring.names:
-        check_own("loss_sum", loss, ring, "a share", SHARE)
+        check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
     return vary_over(ring.names, (_widened(loss), _widened(weight)))
 
 
