@@ -222,11 +222,14 @@ def traced(case, axis, copied, *, over=(), check_vma=True, within=at_once):
 
 
 @pytest.mark.parametrize(
-    ("axis", "over", "missing"),
-    [(("y",), (), "['y']"), (("y", "x", "one"), ("x",), "['y']"), (("x", "y"), (), "['x', 'y']")],
+    ("name", "axis", "over", "missing"),
+    [
+        *((name, ("y", "x", "one"), ("x",), "['y']") for name in CASES),
+        ("gated_mlp", ("y",), (), "['y']"),
+        ("gated_mlp", ("x", "y"), (), "['x', 'y']"),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("name", CASES)
 def test_an_operand_that_all_devices_share(name, axis, over, missing):
     for argument, places in CASES[name].due.items():
         with pytest.raises(ValueError, match=re.escape(f": {argument} of local shape")) as caught:
