@@ -181,7 +181,23 @@ CASES = {
 }
 
 
-def traced(case, axis, copied, *, over=(), check_vma=True):
+def at_once(call, copied, axis):
+    call(copied)
+
+
+def as_parameters(call, copied, axis):
+    """In a loss: each device differentiates a copy of its own, which types say varies."""
+    layers.value_and_grad(lambda copied: (call(copied) or jnp.sum(copied[0]), 1), axis)(copied)
+
+
+def as_stacks(call, copied, axis):
+    """In a layer of a scan: weights are made to vary over all that activations vary over."""
+    state = lax.pcast(jnp.zeros(()), ("x", "y"), to="varying")
+    stacked = [x[None] for x in copied]
+    layers.fsdp_scan(lambda own, x: call(own) or x, stacked, state, "other", dim=None)
+
+
+def traced(case, axis, copied, *, over=(), check_vma=True, within=at_once):
     """Traces a call whose operands vary over all axes, but those that are copied `over` some."""
 
     def body():
@@ -191,7 +207,13 @@ def traced(case, axis, copied, *, over=(), check_vma=True):
             return lax.pcast(x, axes, to="varying") if axes and check_vma else x
 
         n = prod(SIZES[name] for name in axis)
-        case.call(axis, *(typed(at, shape) for at, shape in enumerate(case.shapes(n))))
+        operands = [typed(at, shape) for at, shape in enumerate(case.shapes(n))]
+
+        def call(of_copied):
+            given = iter(of_copied)
+            case.call(axis, *(next(given) if at in copied else x for at, x in enumerate(operands)))
+
+        within(call, [x for at, x in enumerate(operands) if at in copied], axis)
         return jnp.zeros(())
 
     mesh = make_mesh(SIZES, devices=jax.devices()[:4])
@@ -200,11 +222,14 @@ def traced(case, axis, copied, *, over=(), check_vma=True):
 
 
 @pytest.mark.parametrize(
-    ("axis", "over", "missing"),
-    [(("y",), (), "['y']"), (("y", "x", "one"), ("x",), "['y']"), (("x", "y"), (), "['x', 'y']")],
+    ("name", "axis", "over", "missing"),
+    [
+        *((name, ("y", "x", "one"), ("x",), "['y']") for name in CASES),
+        ("gated_mlp", ("y",), (), "['y']"),
+        ("gated_mlp", ("x", "y"), (), "['x', 'y']"),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("name", CASES)
 def test_an_operand_that_all_devices_share(name, axis, over, missing):
     for argument, places in CASES[name].due.items():
         with pytest.raises(ValueError, match=re.escape(f": {argument} of local shape")) as caught:
@@ -213,6 +238,27 @@ def test_an_operand_that_all_devices_share(name, axis, over, missing):
         assert text.startswith(name.split(" ")[0])
         assert f"replicated over {missing}, but each device of " in text
         assert "jax.lax.pcast(..., (" in text
+
+
+@pytest.mark.parametrize("within", [as_parameters, as_stacks])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("all_gather_matmul of rhs", "gated_mlp", "parallel_attention of one kv head"),
+        *("fsdp_linear with a bias", "fsdp_gather", "vocabulary_parallel_cross_entropy"),
+    ],
+)
+def test_an_operand_that_a_transform_copies_for_each_device(name, within):
+    caller = {as_parameters: "value_and_grad", as_stacks: "fsdp_scan"}[within]
+    case = CASES[name]
+    for argument, places in case.due.items():
+        with pytest.raises(ValueError, match=re.escape(f": {argument} of local shape")) as caught:
+            traced(case, ("y", "x", "one"), places, over=("x",), within=within)
+        assert "replicated over ['y'], but each device of " in str(caught.value)
+        assert f"say so before {caller} by jax.lax.pcast(..., ('y',), to=" in str(caught.value)
+    whole = set(range(len(case.shapes(4)))) - set().union(*case.due.values())
+    if whole:
+        traced(case, ("x", "y"), whole, within=within)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,9 +1,11 @@
-"""Leaves of pytrees that are no arrays are named by their paths."""
+"""What is no array is named: leaves of pytrees by their paths, other operands by their names."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -70,7 +72,7 @@ NO_ARRAYS = [
     (jnp.tanh, "tanh, of type "),
     ("adam", "of type str"),
     (jax.ShapeDtypeStruct((2,), "float32"), "of type ShapeDtypeStruct"),
-    (object(), "of type object"),
+    (np.array(["a text"]), "of type ndarray of <U6"),
 ]
 
 
@@ -96,8 +98,8 @@ def test_what_is_no_array_is_named(name):
         text = str(caught.value)
         assert text.startswith(f"{name.split(' ')[0]}: ")
         assert text.endswith(
-            ", and no array; take out what is none before the call, as equinox.partition(tree, "
-            "equinox.is_array) does, and let functions close over it"
+            ", and no array of JAX; take out what is none before the call, as equinox.partition("
+            "tree, equinox.is_array) does, and let functions close over it"
         )
 
 
@@ -117,6 +119,103 @@ def test_keys_have_no_sum(name):
     wrong = rf"^{name}: {argument}\['more'\]\[0\] is key<fry>\[\], which has no {SUMS[name]}; leave"
     with pytest.raises(TypeError, match=wrong):
         call(function, jax.random.key(0))
+
+
+def attention(x, w_q, w_k, w_v, w_o):
+    return layers.parallel_attention(
+        x, w_q, w_k, w_v, w_o, "x", lambda q, k, v: q, heads=2, kv_heads=2
+    )
+
+
+def ring_attention(q, k, v, sinks):
+    return layers.ring_attention(q, k, v, "x", sinks=sinks)
+
+
+def loss(x, w, labels, bias):
+    return layers.vocabulary_parallel_cross_entropy(x, w, labels, "x", bias=bias)
+
+
+def layer_of_experts(tokens, up, down):
+    routing = moe.route(jnp.ones((2, 2)), 1)
+    return moe.moe_layer(tokens, routing, {"up": up, "down": down}, "x")
+
+
+J, L, M, X = jaxpar, layers, moe, {"axis": "x"}
+SQUARE, ROW, COUNTS = np.ones((2, 2), "f"), np.ones(2, "f"), np.array([1, 1])
+HEADS = np.ones((4, 2, 2), "f")
+EXPERTS = np.ones((1, 2, 2), "f")
+# By name: the function, its operands, and what errors call them.
+OPERANDS = {
+    "all_gather_matmul": (partial(J.all_gather_matmul, **X), [SQUARE] * 2, "lhs,rhs"),
+    "matmul_reduce_scatter": (partial(J.matmul_reduce_scatter, **X), [SQUARE] * 2, "lhs,rhs"),
+    "matmul_all_reduce": (partial(J.matmul_all_reduce, **X), [SQUARE] * 2, "lhs,rhs"),
+    "ring_einsum": (
+        lambda lhs, rhs: J.ring_einsum("ab,bc->ac", lhs, rhs, "x", gather="a"),
+        [SQUARE] * 2,
+        "lhs,rhs",
+    ),
+    "column_parallel_linear": (
+        lambda x, w, b: L.column_parallel_linear(x, (w,), "x", bias=(b,)),
+        [SQUARE, SQUARE, ROW],
+        "x,w[0],the bias of w[0]",
+    ),
+    "row_parallel_linear": (
+        lambda x, w, b: L.row_parallel_linear(x, w, "x", bias=b),
+        [SQUARE, SQUARE, ROW],
+        "x,w,the bias of w",
+    ),
+    "gated_mlp": (partial(L.gated_mlp, **X), [SQUARE] * 4, "x,w_gate,w_up,w_down"),
+    "fsdp_linear": (
+        lambda x, w, b: L.fsdp_linear(x, w, "x", bias=b, dim=1),
+        [SQUARE, SQUARE, ROW],
+        "x,w,the bias of w",
+    ),
+    "parallel_attention": (attention, [SQUARE] * 5, "x,w_q,w_k,w_v,w_o"),
+    "ring_attention": (ring_attention, [HEADS] * 3 + [ROW], "q,k,v,sinks"),
+    "rms_norm": (L.rms_norm, [SQUARE, ROW], "x,scale"),
+    "layer_norm": (L.layer_norm, [SQUARE, ROW, ROW], "x,scale,bias"),
+    "vocabulary_parallel_embedding": (
+        partial(L.vocabulary_parallel_embedding, **X),
+        [COUNTS, SQUARE],
+        "tokens,table",
+    ),
+    "vocabulary_parallel_cross_entropy": (
+        loss,
+        [SQUARE, SQUARE, COUNTS, ROW],
+        "x,w,labels,bias",
+    ),
+    "mean_loss": (partial(L.mean_loss, **X), [np.float32(1)] * 2, "loss_sum,weight"),
+    "quantize": (J.quantize, [SQUARE], "x"),
+    "route": (lambda logits: M.route(logits, 1), [SQUARE], "logits"),
+    "moe_layer": (layer_of_experts, [SQUARE, EXPERTS, EXPERTS], "tokens,experts.up,experts.down"),
+    "grouped_matmul": (M.grouped_matmul, [SQUARE, EXPERTS, COUNTS[:1]], "lhs,rhs,group_sizes"),
+    "apply_experts": (
+        lambda x, up, sizes: M.apply_experts(x, {"up": up, "down": EXPERTS}, sizes),
+        [SQUARE, EXPERTS, COUNTS[:1]],
+        "x,experts.up,group_sizes",
+    ),
+}
+IN_PLACE_OF_ONE = [
+    (jnp.tanh, " is tanh, of type PjitFunction, and no array of JAX; pass one"),
+    ({"w": 1.0}, " is of type dict, and no array of JAX; pass one"),
+    (
+        jax.ShapeDtypeStruct((2, 2), "float32"),
+        " is of type ShapeDtypeStruct, and no array of JAX; pass",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_an_operand_that_is_no_array_is_named(name, monkeypatch):
+    # As users have it: a checker of types in front of the package would say less.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    function, operands, names = OPERANDS[name]
+    call(lambda _: function(*operands), 0)
+    for place, argument in enumerate(names.split(",")):
+        for given, kind in IN_PLACE_OF_ONE:
+            wrong = [*operands[:place], given, *operands[place + 1 :]]
+            with pytest.raises(TypeError, match=re.escape(f"{name}: {argument}{kind}")):
+                call(lambda _, wrong=wrong: function(*wrong), 0)
 
 
 @pytest.mark.parametrize("name", ["ring_shift", "copy_region", "reduce_gradients", "global_norm"])

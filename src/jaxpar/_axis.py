@@ -273,6 +273,8 @@ def _axis_size(argument: str, name: str) -> int:
         size = lax.axis_size(name)
     except NameError:
         bound = {axis: mesh.shape[axis] for axis in mesh.manual_axes}
+        if bound and name in mesh.axis_names:
+            remedy = f"Add {name!r} to axis_names= of jax.shard_map"
         found = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
         raise value_error(f"{argument} {name!r} is not bound: {found}. {remedy}") from None
     if name not in mesh.manual_axes:

@@ -1,6 +1,7 @@
 """What public functions check of their arguments, in one wording."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,12 +11,15 @@ from jax import Array, lax
 from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring
-from jaxpar._calls import type_error, value_error
+from jaxpar._calls import called, type_error, value_error
 from jaxpar._varying import checks_varying, varying_axes
 
 # What to do about shards, and about addends, that are all the same.
 SHARDED = "shard it in in_specs, or cut it with scatter_region"
 ADDENDS = "shard in in_specs what it is made of, or leave out a sum that was made already"
+_SAY_SO, _PCAST = ", say so", " by jax.lax.pcast("
+# All axes along which operands were asked for, in this process, that each device has of its own.
+_asked: set[str] = set()
 
 
 def check_precision(precision: Any) -> None:
@@ -109,12 +113,38 @@ def check_number(
     return float(given)
 
 
+def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pass one") -> Array:
+    """Returns what a user gave as an array, or raises where it is none, or has no such `use`."""
+    try:
+        x = jnp.asarray(given)
+    except (TypeError, ValueError):
+        if hasattr(given, "dequantized"):
+            raise type_error(
+                f"{argument} is Quantized{list(given.shape)}, which an operand that is gathered "
+                f"may be and no other; pass {argument}.dequantized()"
+            ) from None
+        name = f"{given.__name__}, " if hasattr(given, "__name__") else ""
+        kind = type(given).__name__
+        if isinstance(given, np.ndarray):
+            kind = f"{kind} of {given.dtype}"  # such as of texts
+        raise type_error(
+            f"{argument} is {name}of type {kind}, and no array of JAX; {remedy}"
+        ) from None
+    if use and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        raise type_error(
+            f"{argument} is {x.dtype}{list(x.shape)}, which has no {use}; leave it out"
+        )
+    if use == "sum" and x.dtype == bool:  # some of JAX's own count, some are an "or", some raise
+        raise type_error(f"{argument} is bool{list(x.shape)}, which has no sum; cast it to int32")
+    return x
+
+
 def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
     """Returns an array of integers, or raises for what is none.
 
     Of NumPy's integers of 64 bits JAX keeps 32, without a word, unless it is told to have 64.
     """
-    x = jnp.asarray(given)
+    x = as_array(argument, given, use="")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
     if isinstance(given, np.ndarray) and not np.array_equal(given, given.astype(x.dtype)):
@@ -136,13 +166,18 @@ def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
         )
 
 
-def check_own(argument: str, given: Any, ring: Ring, what: str, remedy: str = "") -> None:
+def check_own(
+    argument: str, given: Any, ring: Ring, what: str, remedy: str = "", *, operand: bool = True
+) -> None:
     """Raises if `given` is typed as the same on devices of the ring, each of which needs `what`.
 
-    Of several arrays, which make one thing together, one that differs will do.
+    Of several arrays, which make one thing together, one that differs will do. A loss is no
+    `operand`: `check_uncast` has nothing to say of it.
     """
     if not checks_varying(ring.names):
         return
+    if operand:
+        _asked.update(ring.names)
     varying = varying_axes(given)
     copied = tuple(name for name in ring.names if name not in varying and lax.axis_size(name) > 1)
     if copied:
@@ -152,8 +187,27 @@ def check_own(argument: str, given: Any, ring: Ring, what: str, remedy: str = ""
         raise value_error(
             f"{argument} of local {of} replicated over {sorted(copied)}, but each device of "
             f"{ring} needs {what} of its own; {remedy or SHARDED}. If each device does have its "
-            f"own, and they are equal, say so by jax.lax.pcast(..., {copied}, to='varying')"
+            f"own, and they are equal{_SAY_SO}{_PCAST}..., {copied}, to='varying')"
         )
+
+
+def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any) -> None:
+    """Raises as `check_own` does where what `function` needs varies by a cast of ours alone.
+
+    A transform has copies of `given` vary, so that each device has a gradient of its own. What is
+    called with them cannot see then that all devices share one operand, and is traced once more.
+    """
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(cast), strict=True)
+    added = frozenset[str]().union(*(varying_axes(y) - varying_axes(x) for x, y in pairs))
+    if not added & _asked:
+        return
+    try:
+        jax.eval_shape(lambda given: function(given, *args), given)
+    except Exception as error:  # JAX's own are of loops whose carry starts from what was cast
+        refused, found, how = str(error).rpartition(_PCAST)
+        if found:
+            refused = refused.rpartition(_SAY_SO)[0]  # of a transform in there
+            raise ValueError(f"{refused}{_SAY_SO} before {called()}{found}{how}") from None
 
 
 def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:

@@ -33,10 +33,14 @@ def subjaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:
 
 
 def named_axes(jaxpr: core.Jaxpr) -> set[str]:
-    """Returns the texts that equations have as parameters: among them all axes that they name."""
+    """Returns the texts that equations have as parameters: among them all axes that they name.
+
+    Not the names that users give to functions and values, which may be that of an axis.
+    """
     named: set[str] = set()
     for eqn in jaxpr.eqns:
-        named |= {leaf for leaf in jax.tree.leaves(list(eqn.params.values())) if type(leaf) is str}
+        texts = [value for key, value in eqn.params.items() if key != "name"]
+        named |= {leaf for leaf in jax.tree.leaves(texts) if type(leaf) is str}
         named |= set[str]().union(*map(named_axes, subjaxprs(eqn.params)))
     return named
 

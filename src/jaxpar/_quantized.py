@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar._calls import naming, public, readable, type_error, value_error
-from jaxpar._checks import check_dim
+from jaxpar._checks import as_array, check_dim
 from jaxpar._dtypes import addition_dtype, as_dtype
 from jaxpar._types import Integer, Leaf
 from jaxpar._wire import LowBit, gathered_by
@@ -117,7 +117,7 @@ def quantize(
     numerical precision" (2015).
     """
     how = LowBit(dtype, columns)
-    x = jnp.asarray(x)
+    x = as_array("x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise type_error(f"x is {x.dtype}{list(x.shape)}; give floats")
     along = check_dim("dim", dim, x.shape)
@@ -241,8 +241,9 @@ def exact_of(x: Any) -> Array:
 def as_operand(argument: str, x: Any) -> Any:
     """Returns what a user gave, an array or a `Quantized`, checked."""
     if not isinstance(x, Quantized):
-        return jnp.asarray(x)
-    values, scales = jnp.asarray(x.values), jnp.asarray(x.scales)
+        return as_array(argument, x)
+    values = as_array(f"{argument}.values", x.values)
+    scales = as_array(f"{argument}.scales", x.scales)
     if values.dtype.itemsize != 1 or values.dtype == bool:
         raise type_error(
             f"{argument}.values are {values.dtype}{list(values.shape)}; give 8-bit numbers, or "
@@ -257,19 +258,3 @@ def as_operand(argument: str, x: Any) -> Any:
             f"{of}; each dimension must divide the values' own (1: one scale for all of it)"
         )
     return replace(x, values=values, scales=scales)
-
-
-def as_array(argument: str, x: Any) -> Array:
-    """Returns what a user gave where nothing is gathered as an array."""
-    check_exact(argument, x)
-    return jnp.asarray(x)
-
-
-def check_exact(argument: str, tree: Any) -> None:
-    """Raises where something of a pytree that is not gathered is quantized."""
-    for x in jax.tree.leaves(tree, is_leaf=_is_quantized):
-        if isinstance(x, Quantized):
-            raise type_error(
-                f"{argument} is Quantized{list(x.shape)}, which an operand that is gathered may be "
-                f"and no other; pass {argument}.dequantized()"
-            )

@@ -3,49 +3,29 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar._axis import Ring
-from jaxpar._calls import type_error
-from jaxpar._checks import check_own
-from jaxpar._quantized import check_exact, scales_among
+from jaxpar._checks import as_array, check_own
+from jaxpar._quantized import Quantized, scales_among
 
 
 def as_arrays(argument: str, tree: Any, use: str = "") -> Any:
     """Returns a pytree with arrays as leaves, or raises and names the leaf that is none.
 
-    With a `use` of numbers, such as a sum, keys of random numbers are refused, too.
+    With a `use` of numbers, such as a sum, keys of random numbers and quantized values are refused.
     """
+    remedy = (
+        "take out what is none before the call, as equinox.partition(tree, equinox.is_array) "
+        "does, and let functions close over it"
+    )
 
-    def as_array(path: Any, leaf: Any) -> Any:
-        place = f"{argument}{jax.tree_util.keystr(path)}"
-        try:
-            x = jnp.asarray(leaf)
-        except TypeError:
-            name = getattr(leaf, "__name__", "")
-            raise type_error(
-                f"{place} is {f'{name}, ' if name else ''}of type {type(leaf).__name__}, and no "
-                "array; take out what is none before the call, as equinox.partition(tree, "
-                "equinox.is_array) does, and let functions close over it"
-            ) from None
-        if use and jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            raise type_error(
-                f"{place} is {x.dtype}{list(x.shape)}, which has no {use}; leave it out"
-            )
-        return x
+    def leaf_as_array(path: Any, leaf: Any) -> Any:
+        return as_array(f"{argument}{jax.tree_util.keystr(path)}", leaf, use, remedy)
 
-    return jax.tree_util.tree_map_with_path(as_array, tree)
+    def is_whole(x: Any) -> bool:
+        return bool(use) and isinstance(x, Quantized)
 
-
-def as_addends(argument: str, tree: Any) -> Any:
-    """Returns a pytree with arrays as leaves, or raises and names the leaf that has no sum."""
-    check_exact(argument, tree)
-    tree = as_arrays(argument, tree, "sum")
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if x.dtype == bool:  # of JAX's own sums some count, some are an "or", some raise
-            place = f"{argument}{jax.tree_util.keystr(path)}"
-            raise type_error(f"{place} is bool{list(x.shape)}, which has no sum; cast it to int32")
-    return tree
+    return jax.tree_util.tree_map_with_path(leaf_as_array, tree, is_leaf=is_whole)
 
 
 def check_own_leaves(

@@ -37,7 +37,8 @@ def test_an_unknown_axis_is_told_the_bound_ones(function):
 
 @every_function
 def test_only_the_manual_axes_of_a_mesh_are_bound(function):
-    with pytest.raises(ValueError, match=r"'y' is not bound: the axes bound here are {'x': 2}\."):
+    wrong = r"'y' is not bound: the axes bound here are {'x': 2}\. Add 'y' to axis_names= of jax"
+    with pytest.raises(ValueError, match=wrong):
         trace(lambda x: function(x, ("x", "y")), 8, axis_names={"x"})
 
 

@@ -23,6 +23,7 @@ from jaxpar.layers import (
     fsdp_gather,
     fsdp_linear,
     fsdp_scan,
+    global_norm,
     row_parallel_linear,
 )
 
@@ -207,8 +208,13 @@ def test_columns_and_rows(mode):
 @pytest.mark.parametrize(
     ("function", "name", "argument"),
     [
-        (lambda q: ring_reduce_scatter({"g": q}, "tp", tiled=True), "ring_reduce_scatter", "x"),
-        (lambda q: ring_all_reduce([q], "tp"), "ring_all_reduce", "x"),
+        (
+            lambda q: ring_reduce_scatter({"g": q}, "tp", tiled=True),
+            "ring_reduce_scatter",
+            r"x\['g'\]",
+        ),
+        (lambda q: ring_all_reduce([q], "tp"), "ring_all_reduce", r"x\[0\]"),
+        (lambda q: global_norm({"w": q}, specs=P("tp")), "global_norm", r"tree\['w'\]"),
     ],
 )
 def test_no_quantized_array(function, name, argument):

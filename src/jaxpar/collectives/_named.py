@@ -14,7 +14,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error
 from jaxpar._checks import ADDENDS, check_dim, check_divides
 from jaxpar._quantized import scales_among
-from jaxpar._trees import as_addends, as_arrays, check_own_leaves
+from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, Mode, Tree, WireLike
 from jaxpar._varying import vary_alike
 from jaxpar._wire import check_wire, summed_as
@@ -178,7 +178,7 @@ def ring_reduce_scatter(
     Source: as `ring_all_gather`, run backwards.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
-    x = as_addends("x", x)
+    x = as_arrays("x", x, "sum")
     for leaf in jax.tree.leaves(x):
         along = check_dim("dim", dim, leaf.shape)
         check_divides("x", leaf.shape, along, ring, exactly=not tiled)
@@ -236,7 +236,7 @@ def ring_all_reduce(
     Source: as `ring_all_gather`.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
-    x = as_addends("x", x)
+    x = as_arrays("x", x, "sum")
     for leaf in jax.tree.leaves(x):
         check_wire(ring.wire_dtype, leaf.dtype)
     check_own_leaves("x", x, ring, "an addend", ADDENDS)

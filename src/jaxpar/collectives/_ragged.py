@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int32, Shaped
 from jaxpar import _loops
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._checks import as_array
 from jaxpar._dtypes import addition_dtype
 from jaxpar._types import AxisLike
 from jaxpar._varying import vary_alike
@@ -219,9 +220,10 @@ def ragged_all_to_all(
     slices are empty, and which the compiler for CPU refuses.
     """
     ring = bind(axis)
-    operand, output = jnp.asarray(operand), jnp.asarray(output)
+    operand, output = as_array("operand", operand, ""), as_array("output", output, "")
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    slices = _check_slices(Slices(*(jnp.asarray(x) for x in given)), ring)
+    named = zip(Slices._fields, given, strict=True)
+    slices = _check_slices(Slices(*(as_array(name, x, "") for name, x in named)), ring)
     _check_rows(operand, output)
     operand, output, slices = vary_alike(ring.names, operand, output, slices)
     if not jnp.issubdtype(operand.dtype, jnp.inexact):

@@ -14,12 +14,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Num
 
 from jaxpar._calls import public, readable, value_error
-from jaxpar._checks import check_dim, check_whole
+from jaxpar._checks import as_array, check_dim, check_whole
 from jaxpar._padding import Blocks
 from jaxpar._shapes import with_rank
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_wide, varying_axes
-from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_pair
+from jaxpar.layers._projections import (
+    Projection,
+    as_biases,
+    as_weights,
+    bind_projection,
+    fsdp_pair,
+)
 
 
 @readable
@@ -326,7 +332,8 @@ def parallel_attention(
     into, out = fsdp_pair(fsdp_dim)
     own = _OwnHeads(layer, *_layout(layer, heads, kv_heads, fsdp_first, (into, out)))
     *b_qkv, b_o = as_biases("biases", biases, ("w_q", "w_k", "w_v", "w_o"))
-    weights = {"w_q": w_q, "w_k": w_k, "w_v": w_v}
+    weights = as_weights({"w_q": w_q, "w_k": w_k, "w_v": w_v})
+    w_o = as_array("w_o", w_o)
     for argument, w in weights.items():
         own.check(argument, w, into)
     shared = () if own.layout.kv_sharded else ("w_k", "w_v")

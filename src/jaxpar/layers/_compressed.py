@@ -16,7 +16,7 @@ from jaxpar._calls import public, type_error, value_error
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
 from jaxpar._quantized import check_chance, codes_of
-from jaxpar._trees import as_addends
+from jaxpar._trees import as_arrays
 from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
 from jaxpar._wire import LowBit, gathered_by
@@ -98,7 +98,7 @@ def reduce_compressed_gradients(
             "reduce_gradients"
         )
     check_chance(how, key)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(as_addends("grads", grads))
+    paths, treedef = jax.tree_util.tree_flatten_with_path(as_arrays("grads", grads, "sum"))
     errors = [None] * len(paths) if error is None else treedef.flatten_up_to(error)
     sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
     sums: list[Array] = []

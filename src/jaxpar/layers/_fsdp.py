@@ -14,9 +14,9 @@ from jaxtyping import Num
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_dim, check_own
+from jaxpar._checks import as_array, check_dim, check_own
 from jaxpar._dtypes import loses_parts
-from jaxpar._quantized import as_array, as_operand, scales_among
+from jaxpar._quantized import as_operand, scales_among
 from jaxpar._shapes import with_rank
 from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, MaybeQuantized, Tree, TreeDim
@@ -255,5 +255,5 @@ def fsdp_linear(
     (y,) = _einsum.gather(call, "rhs", label, x, (weight,))
     if bias is None:
         return y
-    bias = jnp.asarray(bias)
+    bias = as_array("the bias of w", bias)
     return add_bias(y, whole_bias("w", bias, y.shape[-1], call.ring))

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jaxpar._axis import bind
 from jaxpar._calls import of_user, public, type_error, value_error
+from jaxpar._checks import check_uncast
 from jaxpar._compat import optimization_barrier
 from jaxpar._dtypes import addition_dtype
 from jaxpar._jaxprs import type_of
@@ -235,7 +236,7 @@ def fsdp_scan(
         traced.append(jax.make_jaxpr(flat_layer)(whole, state))
 
     traced: list[ClosedJaxpr] = []
-    stacked = vary_sharded(shards, stacked)
+    stacked = uncast = vary_sharded(shards, stacked)
     while True:
         # The sum over devices that use the same weights comes at the end, once for all layers.
         stacked = vary_over(varying_axes(state), stacked)
@@ -248,6 +249,7 @@ def fsdp_scan(
         if all(varying_axes(w) == varying_axes(s) for w, s in zip(wider, state, strict=True)):
             break
         state = wider
+    check_uncast(trace_layer, uncast, stacked, state)
     consts = [jnp.asarray(const) for const in closed.consts]
     layer = Layer(closed.jaxpr, shards, count, policy)
     return state_tree.unflatten(_run(layer, consts, stacked, state))

@@ -13,7 +13,7 @@ from jaxtyping import Float, Inexact, Num, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import of_user, public, type_error, value_error
-from jaxpar._checks import check_own, check_whole
+from jaxpar._checks import as_array, check_own, check_uncast, check_whole
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._jaxprs import named_axes
 from jaxpar._trees import as_arrays, check_own_leaves
@@ -65,7 +65,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
     """
     ring = bind(axis)
     loss, weight = _check_scalars(loss_sum, weight)
-    check_own("loss_sum", loss, ring, "a share", SHARE)
+    check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
     total = lax.stop_gradient(_total(_widened(weight), ring))
     return _quotient(_total(_widened(loss), ring), total)
 
@@ -118,12 +118,15 @@ def value_and_grad(
       ValueError: `microbatches` that do not divide a batch leaf; results of `loss_fn` that are no
         scalars, or are typed as varying over an axis neither in `axis` nor in `groups`, or of a
         loss, as summed over `axis` already; no specs under `check_vma=False`, or wrong ones;
-        parameters that all groups share; an unknown axis name; a call outside shard_map.
+        parameters that all groups share, or that are typed as replicated where `loss_fn` has jaxpar
+        use shards; an unknown axis name; a call outside shard_map.
 
     Cost: gradients are summed where the parameter is replicated, 2 (n-1)/n of their bytes on the
     wire: over `axis` once. Over other axes JAX sums them under `check_vma=True`,
     in the backward of each microbatch; under `check_vma=False` all is summed at once, at the end,
     and `loss_fn` is traced once more where there are other axes, to see which of them it names.
+    Under `check_vma=True` it is traced once more where parameters are replicated over an axis along
+    which others are sharded, to see that none is replicated of which it needs a shard.
     More than one microbatch keeps gradients of all parameters in float32 or wider.
 
     Example:
@@ -161,6 +164,7 @@ def value_and_grad(
         others = () if checked else _used(local, copies, batches, parts, ring.names + apart.names)
         axes, count = ring.names + others, prod(map(lax.axis_size, others))
         (loss, weight, aux), grads = _accumulate(local, parts, copies, batches)
+        check_uncast(of_user(loss_fn, "loss_fn"), params, copies, *_first(parts, batches))
 
         total = _total(weight, ring)
         # Divided before they are summed: sums of many tokens' gradients would overflow float16.
@@ -200,7 +204,7 @@ def _used(
     others = tuple(name for name in manual_axes() if name not in known)
     if prod(map(lax.axis_size, others)) == 1:
         return ()
-    first = batches if parts == 1 else jax.tree.map(lambda x: x[0], batches)
+    first = _first(parts, batches)
     named = named_axes(jax.make_jaxpr(lambda params: local(params, first)[0])(params).jaxpr)
     return tuple(name for name in others if name in named)
 
@@ -239,6 +243,11 @@ def _cut(parts: int, batch: Any) -> Any:
     return jax.tree_util.tree_map_with_path(split, as_arrays("batch", batch))
 
 
+def _first(parts: int, batches: Any) -> Any:
+    """The batch of the first microbatch."""
+    return batches if parts == 1 else jax.tree.map(lambda x: x[0], batches)
+
+
 def _pair(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], tuple):
         raise type_error(
@@ -270,7 +279,7 @@ def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""
                 "name them in groups= if devices along them have models of their own"
             )
     if ring.names:
-        check_own("loss_sum", loss, ring, "a share", SHARE)
+        check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
     return vary_over(ring.names, (_widened(loss), _widened(weight)))
 
 
@@ -282,7 +291,7 @@ def _kind(result: Any) -> str:
 
 
 def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Float[Array, ""], Shaped[Array, ""]]:
-    loss, weight = jnp.asarray(loss_sum), jnp.asarray(weight)
+    loss, weight = as_array("loss_sum", loss_sum), as_array("weight", weight)
     for argument, x in (("loss_sum", loss), ("weight", weight)):
         if x.ndim:
             raise value_error(

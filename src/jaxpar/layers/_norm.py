@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_number
+from jaxpar._checks import as_array, check_number
 from jaxpar._dtypes import addition_dtype
 from jaxpar._shapes import with_rank
 from jaxpar._types import AxisLike, Number
@@ -52,6 +52,7 @@ def rms_norm(x: Array, scale: Array, *, eps: Number = 1e-6, axis: AxisLike | Non
     Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """
     eps = check_number("eps", eps)
+    x, scale = as_array("x", x), as_array("scale", scale)
     features = _check(x, axis, scale=scale)
     return _recomputed(partial(_rms_norm, features, eps))(x, scale)
 
@@ -93,6 +94,7 @@ def layer_norm(
     """
     eps = check_number("eps", eps)
     given = {"scale": scale} if bias is None else {"scale": scale, "bias": bias}
+    x, given = as_array("x", x), {name: as_array(name, w) for name, w in given.items()}
     features = _check(x, axis, **given)
     return _recomputed(partial(_layer_norm, features, eps))(x, *given.values())
 

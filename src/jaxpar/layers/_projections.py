@@ -12,8 +12,7 @@ from jaxtyping import Num
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import type_error, value_error
-from jaxpar._checks import check_dim, check_own, check_sequence_dim
-from jaxpar._quantized import as_array
+from jaxpar._checks import as_array, check_dim, check_own, check_sequence_dim
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import vary_on_wire, vary_over, varying_axes
 from jaxpar.collectives._choice import Problem, choose_row_chunks
@@ -55,12 +54,13 @@ class Projection:
         `select(name, whole)` takes of a weight, or of its bias, the columns that are used here. All
         devices have those weights that are `shared`.
         """
-        x, weights = _arrays(x, weights)
+        x, weights = as_array("x", x), as_weights(weights)
         along = self._check(x, weights, fsdp_dim)
         if self.sequence_dim is not None:
             check_own("x", x, self.ring, "a part of the sequence", SHARDED_SEQUENCE)
-        for name in weights.keys() - set(shared):
-            check_own(name, weights[name], self.ring, "columns")
+        for name, w in weights.items():
+            if name not in shared:
+                check_own(name, w, self.ring, "columns")
 
         def product(
             x: Num[Array, "*tokens d"], shards: tuple[Num[Array, "_ _"], ...]
@@ -78,7 +78,7 @@ class Projection:
         self, x: Array, weights: Weights, bias: Array | None, fsdp_dim: Integer
     ) -> Num[Array, "*tokens columns"]:
         """Multiplies x by the one weight, sums over the axis, and adds the bias once."""
-        x, weights = _arrays(x, weights)
+        x, weights = as_array("x", x), as_weights(weights)
         along = self._check(x, weights, fsdp_dim)
         for name, w in weights.items():
             check_own(name, w, self.ring, "rows")
@@ -107,7 +107,6 @@ class Projection:
         `block(layer, x)` gathers rows, uses all weights on each of them by itself, the last one in
         the end, and scatters what that gives.
         """
-        x, weights = as_array("x", x), tuple(as_array("a weight", w) for w in weights)
         if self.sequence_dim is None or self.fsdp is not None or x.ndim < 2:
             return block(self, x)
         dim: Any = check_sequence_dim("x", self.sequence_dim, x.shape)
@@ -217,8 +216,9 @@ class Projection:
         return along
 
 
-def _arrays(x: Any, weights: Mapping[str, Any]) -> tuple[Array, Weights]:
-    return as_array("x", x), {name: as_array(name, w) for name, w in weights.items()}
+def as_weights(weights: Mapping[str, Any]) -> Weights:
+    """Returns weights as arrays, or raises and names the one that is none."""
+    return {name: as_array(name, w) for name, w in weights.items()}
 
 
 def bind_projection(
@@ -253,7 +253,8 @@ def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Arr
             f"{argument} must be a tuple of {len(weights)}, an array or None for each "
             f"of {', '.join(weights)}; got {given}"
         )
-    return biases
+    pairs = zip(weights, biases, strict=True)
+    return tuple(None if b is None else as_array(f"the bias of {name}", b) for name, b in pairs)
 
 
 def fsdp_pair(fsdp_dim: Any) -> tuple[Any, Any]:

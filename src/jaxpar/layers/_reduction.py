@@ -15,7 +15,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import called, public, type_error, value_error
 from jaxpar._checks import check_whole
 from jaxpar._dtypes import addition_dtype, common_dtype
-from jaxpar._trees import as_addends, as_arrays
+from jaxpar._trees import as_arrays
 from jaxpar._types import AxisLike, Tree
 from jaxpar._varying import checks_varying, vary_over, varying_axes
 from jaxpar._wire import check_wire
@@ -65,7 +65,7 @@ def reduce_gradients(
     """
     ring = bind(axis)
     limit = check_bucket(bucket_bytes)
-    leaves, treedef = jax.tree.flatten(as_addends("grads", grads))
+    leaves, treedef = jax.tree.flatten(as_arrays("grads", grads, "sum"))
     sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
     summed = [set(ring.names) - axes for axes in sharded]
     if checks_varying(ring.names):

@@ -21,7 +21,7 @@ from jaxpar._axis import Ring, bind
 from jaxpar._calls import public
 from jaxpar._checks import ADDENDS, check_dim, check_divides
 from jaxpar._compat import all_gather
-from jaxpar._trees import as_addends, as_arrays, check_own_leaves
+from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer, Tree
 from jaxpar._varying import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar._wire import check_wire
@@ -97,7 +97,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     Source: as `copy_region`, its operator g.
     """
     ring = bind(axis)
-    x = as_addends("x", x)
+    x = as_arrays("x", x, "sum")
     for leaf in jax.tree.leaves(x):
         check_wire(ring.wire_dtype, leaf.dtype)
     check_own_leaves("x", x, ring, "an addend", ADDENDS)

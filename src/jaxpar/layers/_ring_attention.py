@@ -14,6 +14,7 @@ from jaxtyping import Integer as Integers
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import (
+    as_array,
     as_integers,
     check_number,
     check_own,
@@ -149,7 +150,7 @@ def ring_attention(
     given: Any = order
     if given not in ("zigzag", "contiguous"):
         raise value_error(f"order must be 'zigzag' or 'contiguous', got {order!r}")
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
     _check_shapes(q, k, v)
     _check_dtypes(q, k, v)
     check_wire(ring.wire_dtype, sum_dtype(q.dtype))
@@ -336,7 +337,7 @@ def _sinks(
 ) -> Float[Array, "groups repeats"] | None:
     if given is None:
         return None
-    sinks, heads, kv_heads = jnp.asarray(given), q.shape[-2], k.shape[-2]
+    sinks, heads, kv_heads = as_array("sinks", given), q.shape[-2], k.shape[-2]
     if sinks.shape != (heads,):
         raise value_error(
             f"sinks have local shape {sinks.shape}, but must be ({heads},), one for each head of q "

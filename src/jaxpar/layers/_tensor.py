@@ -16,9 +16,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Num
 
 from jaxpar._calls import public, type_error, value_error
+from jaxpar._checks import as_array
 from jaxpar._types import Activation, AxisLike, Integer, Weights
 from jaxpar.layers._activation import activate
-from jaxpar.layers._projections import Projection, as_biases, bind_projection, fsdp_pair
+from jaxpar.layers._projections import Projection, as_biases, as_weights, bind_projection, fsdp_pair
 
 
 @public
@@ -156,7 +157,8 @@ def row_parallel_linear(
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
-    return layer.rows(x, {"w": w}, bias, fsdp_dim)
+    (given,) = as_biases("bias", (bias,), ("w",))
+    return layer.rows(x, {"w": w}, given, fsdp_dim)
 
 
 @public
@@ -230,6 +232,8 @@ def gated_mlp(
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
     into, out = fsdp_pair(fsdp_dim)
+    x, weights = as_array("x", x), as_weights({"w_gate": w_gate, "w_up": w_up, "w_down": w_down})
+    w_gate, w_up, w_down = weights.values()
     b_gate, b_up, b_down = as_biases("biases", biases, ("w_gate", "w_up", "w_down"))
 
     # Kept for the backward pass are gate, up and what they make, but not what is between.

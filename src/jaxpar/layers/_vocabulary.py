@@ -14,6 +14,7 @@ from jaxtyping import Int, Num
 from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import (
+    as_array,
     as_integers,
     as_signed,
     check_divides,
@@ -26,7 +27,6 @@ from jaxpar._checks import (
 from jaxpar._compat import psum_scatter
 from jaxpar._dtypes import addition_dtype, sum_dtype
 from jaxpar._padded_tables import check_no_padding
-from jaxpar._trees import as_addends
 from jaxpar._types import AxisLike, Integer, Number
 from jaxpar._varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar._wire import check_wire
@@ -78,7 +78,7 @@ def vocabulary_parallel_embedding(
     model parallelism" (2019).
     """
     ring = bind(axis)
-    tokens, table = as_integers("tokens", tokens), as_addends("table", table)
+    tokens, table = as_integers("tokens", tokens), as_array("table", table, "sum")
     check_replicated("tokens", tokens, ring)
     if table.ndim != 2:
         raise value_error(f"table must be [v/n, d], got local shape {table.shape}")
@@ -225,7 +225,7 @@ def vocabulary_parallel_cross_entropy(
     bound is that of Gemma 2's final logits (2024).
     """
     ring = bind(axis)
-    x, w, labels = jnp.asarray(x), jnp.asarray(w), as_integers("labels", labels)
+    x, w, labels = as_array("x", x), as_array("w", w), as_integers("labels", labels)
     _check_operands(x, w, labels)
     if bias is not None:
         bias = _as_bias(bias, w)
@@ -290,7 +290,7 @@ def _check_operands(x: Array, w: Array, labels: Array) -> None:
 
 
 def _as_bias(bias: Any, w: Array) -> Array:
-    bias = jnp.asarray(bias)
+    bias = as_array("bias", bias)
     if bias.shape != w.shape[1:]:
         raise value_error(
             f"bias has local shape {bias.shape}, but w of local shape {w.shape} has {w.shape[1]} "

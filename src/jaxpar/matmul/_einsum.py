@@ -19,10 +19,10 @@ from jaxtyping import Num
 
 from jaxpar._axis import Ring
 from jaxpar._calls import value_error
-from jaxpar._checks import ADDENDS, check_divides, check_own, check_precision
+from jaxpar._checks import ADDENDS, as_array, check_divides, check_own, check_precision
 from jaxpar._derivatives import as_residuals, with_derivative
 from jaxpar._dtypes import as_dtype, check_holds, result_dtype, sum_dtype
-from jaxpar._quantized import Quantized, as_array, straight_through, values_of
+from jaxpar._quantized import Quantized, straight_through, values_of
 from jaxpar._types import MaybeQuantized, Operand
 from jaxpar._varying import checks_varying, vary_alike, vary_over
 from jaxpar._wire import check_wire

@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_dim
-from jaxpar._quantized import as_array, as_operand
+from jaxpar._checks import as_array, check_dim
+from jaxpar._quantized import as_operand
 from jaxpar._types import (
     AxisLike,
     Integer,

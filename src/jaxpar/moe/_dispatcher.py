@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int, Int32, Shaped
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, readable, type_error, value_error
-from jaxpar._checks import as_integers, as_signed, check_whole
+from jaxpar._checks import as_array, as_integers, as_signed, check_whole
 from jaxpar._trees import as_arrays
 from jaxpar._types import AxisLike, Integer, Leaf, Tree
 from jaxpar._varying import vary_alike, vary_over
@@ -110,7 +110,7 @@ class RaggedDispatcher:
         (ids,) = vary_alike(ring.names, as_signed(ids))
         send_it = (ids >= 0) & (ids < ring.size)
         if mask is not None:
-            send_it = send_it & _check_mask(jnp.asarray(mask), ids)
+            send_it = send_it & _check_mask(as_array("mask", mask), ids)
         devices = jnp.where(send_it, ids, ring.size).astype("int32")
         devices = _once_each(devices.reshape(ids.shape if ids.ndim == 2 else (*ids.shape, 1)), ring)
         rows, k = devices.shape

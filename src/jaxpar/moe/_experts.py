@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Int32, Num
 
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_integers
+from jaxpar._checks import as_array, as_integers
 from jaxpar._dtypes import loses_parts, result_dtype
 from jaxpar._types import Activation, Implementation, Values
 from jaxpar._varying import vary_alike, zeros_alike
@@ -39,8 +39,8 @@ from jaxpar.moe._mlp import (
     Operands,
     Projected,
     WholeProducts,
-    as_experts,
     clear,
+    expert_arrays,
 )
 
 
@@ -90,10 +90,10 @@ def apply_experts(
 
     Source: Shazeer, "GLU variants improve transformer" (2020), for the gate.
     """
-    experts = as_experts(experts)
+    experts, x = expert_arrays(experts), as_array("x", x)
     sizes = as_integers("group_sizes", group_sizes)
     check_experts(x, experts, sizes)
-    factors = None if weights is None else jnp.asarray(weights)
+    factors = None if weights is None else as_array("weights", weights)
     if factors is not None:
         check_weights(factors, x)
     kernels = bind_kernels(implementation, precision)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int32, Integer, Num
 
 from jaxpar import _loops
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_integers, check_precision
+from jaxpar._checks import as_array, as_integers, check_precision
 from jaxpar._dtypes import as_dtype, check_holds, common_dtype, result_dtype, sum_dtype
 from jaxpar._types import Implementation, Values
 from jaxpar._varying import vary_alike
@@ -86,6 +86,7 @@ def grouped_matmul(
     products of groups of any size in place of padded ones.
     """
     sizes = as_integers("group_sizes", group_sizes)
+    lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     check_grouped(lhs, rhs, sizes)
     kernels = bind_kernels(implementation, precision)
     preferred = bind_preferred(preferred_element_type, lhs.dtype)

@@ -14,6 +14,7 @@ from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int32
 
 from jaxpar._calls import public, type_error
+from jaxpar._checks import as_array
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar._types import (
     Activation,
@@ -32,7 +33,7 @@ from jaxpar.collectives._choice import Problem, applies_experts_in_stages, choos
 from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity
 from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared
 from jaxpar.moe._local import LocalExperts
-from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
+from jaxpar.moe._mlp import Experts, ExpertsLike, expert_arrays
 from jaxpar.moe._routing import RoutingLike, as_routing, route
 from jaxpar.moe._sharding import (
     GATHERED,
@@ -152,7 +153,8 @@ def moe_layer(
     (2020), for capacities; Gale et al., "MegaBlocks" (2022), for dropless experts.
     """
     axes = bind_axes(axis, data_axis, tp_axis, sequence_dim, fsdp_axis)
-    routed, fused = as_experts(experts), None if shared is None else as_experts(shared)
+    tokens, routed = as_array("tokens", tokens), expert_arrays(experts)
+    fused = None if shared is None else expert_arrays(shared, "shared")
     check_own_rows(tokens, axes)
     routing = as_routing(routing)
     check_routing(routing, tokens)
@@ -299,7 +301,7 @@ def routed_moe_layer(
       >>> y.shape, int(statistics.tokens_per_expert.sum())
       ((64, 4), 128)
     """
-    router = jnp.asarray(router)
+    tokens, router = as_array("tokens", tokens), as_array("router", router)
     check_router(tokens, router)
     check_policy("capacity_policy", capacity_policy)
     unknown = sorted(set(options) - set(LayerOptions.__annotations__))

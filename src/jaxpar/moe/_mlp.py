@@ -17,6 +17,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int32, Num, Shaped
 
 from jaxpar._calls import public, readable, type_error
+from jaxpar._checks import as_array
 from jaxpar._dtypes import common_dtype, sum_dtype
 from jaxpar._types import Activation
 from jaxpar.layers._activation import activate
@@ -97,6 +98,12 @@ def as_experts(given: ExpertsLike) -> Experts:
     if missing:
         raise type_error(f"experts lack {' and '.join(missing)}; the keys are {known}")
     return Experts(**given)
+
+
+def expert_arrays(given: ExpertsLike, kind: str = "experts") -> Experts:
+    """Returns `Experts` of arrays, or raises and names the field that is none."""
+    found = {name: w for name, w in as_experts(given)._asdict().items() if w is not None}
+    return Experts(**{name: as_array(f"{kind}.{name}", w) for name, w in found.items()})
 
 
 class Operands(NamedTuple):

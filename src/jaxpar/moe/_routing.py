@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Num
 from jaxtyping import Integer as Integers
 
 from jaxpar._calls import public, readable, type_error, value_error
-from jaxpar._checks import as_integers, check_number, check_whole
+from jaxpar._checks import as_array, as_integers, check_number, check_whole
 from jaxpar._dtypes import sum_dtype
 from jaxpar._types import Integer, Number, Scoring, Values
 
@@ -62,7 +62,8 @@ def as_routing(given: Any) -> Routing:
             f"routing must be a Routing, got {type(given).__name__}; make one by route, or call "
             "routed_moe_layer, which routes by a matrix"
         )
-    arrays: list[Any] = [None if x is None else jnp.asarray(x) for x in given]
+    fields = given._asdict().items()
+    arrays: Any = [None if x is None else as_array(f"routing.{name}", x) for name, x in fields]
     return Routing(*arrays)
 
 
@@ -123,6 +124,7 @@ def route(
     experts" (2024), for the softmax over what is selected; DeepSeek-AI, "DeepSeek-V3 technical
     report" (2024), for sigmoids, bias and groups.
     """
+    logits = as_array("logits", logits)
     k = _check_logits(logits, top_k)
     if scoring not in SCORINGS:
         raise value_error(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
@@ -218,7 +220,7 @@ def _check_logits(logits: Array, top_k: Any) -> int:
 
 
 def _as_bias(given: Values, logits: Float[Array, "tokens experts"]) -> Float[Array, " experts"]:
-    bias = jnp.asarray(given)
+    bias = as_array("bias", given)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
     if bias.shape != logits.shape[1:]:
@@ -231,7 +233,7 @@ def _as_bias(given: Values, logits: Float[Array, "tokens experts"]) -> Float[Arr
 
 def as_mask(given: Values, tokens: int) -> Bool[Array, " {tokens}"]:
     """Returns the mask, or raises unless it says of each token whether it counts."""
-    mask = jnp.asarray(given)
+    mask = as_array("mask", given)
     if mask.dtype != bool:
         raise type_error(f"mask must be bool, got {mask.dtype}; compare it with 0")
     if mask.shape != (tokens,):
@@ -272,7 +274,7 @@ def update_router_bias(
     Source: Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts"
     (2024).
     """
-    bias = jnp.asarray(bias)
+    bias = as_array("bias", bias)
     tokens_per_expert = as_integers("tokens_per_expert", tokens_per_expert)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise type_error(f"bias must be floats, got {bias.dtype}; cast it")

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 
 from jaxpar._axis import Ring, bind
 from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import check_number, check_own, check_whole
+from jaxpar._checks import as_array, check_number, check_own, check_whole
 from jaxpar._padding import Blocks
 from jaxpar._trees import check_own_leaves
 from jaxpar._tuning import AUTO
@@ -24,7 +24,7 @@ from jaxpar.collectives._sites import DISPATCHES
 from jaxpar.layers import fsdp_gather
 from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.moe._experts import check_shapes
-from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts
+from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts, expert_arrays
 from jaxpar.moe._routing import Routing
 
 GATHERED = "gathered experts"  # what is not kept for the backward pass
@@ -131,7 +131,7 @@ def check_router(tokens: Array, router: Array) -> None:
 
 def as_token_mask(given: Values, tokens: Float[Array, "... d"]) -> Bool[Array, " tokens"]:
     """Returns the mask, flat, or raises unless there is an entry for each of the tokens."""
-    mask = jnp.asarray(given)
+    mask = as_array("mask", given)
     if mask.shape != tokens.shape[:-1] or mask.dtype != jnp.bool_:
         raise value_error(
             f"mask is {mask.dtype}{list(mask.shape)}, but must be "
@@ -305,12 +305,13 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
       >>> pad_experts(experts, 4).up.shape
       (8, 4, 6)
     """
-    experts = as_experts(experts)
+    given = as_experts(experts)
+    experts = expert_arrays(given)
     check_shapes(experts)
     shards = check_whole("shards", shards, 1)
     count = len(experts.up)
     blocks = Blocks.at_the_end(count, shards, -(-count // shards))
     if blocks.padded == count:
-        return experts
+        return given
     padded: Experts = jax.tree.map(lambda w: blocks.pad(w, 0), experts)
     return padded

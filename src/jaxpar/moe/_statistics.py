@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int32, Num
 
 from jaxpar._axis import bind
 from jaxpar._calls import public, readable, value_error
-from jaxpar._checks import check_own
+from jaxpar._checks import as_array, check_own
 from jaxpar._types import AxisLike, Integer, Values
 from jaxpar._varying import vary_alike
 from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_experts
@@ -99,7 +99,7 @@ def statistics_of(
 ) -> Statistics:
     """Computes the statistics over axes over which devices have tokens of their own."""
     counted = _counted(routing, mask)
-    lost = jnp.asarray(overflow)
+    lost = as_array("overflow", overflow)
     if lost.ndim or not jnp.issubdtype(lost.dtype, jnp.integer):
         raise value_error(
             f"overflow must be a scalar integer, got {lost.dtype}{list(lost.shape)}; it is "
