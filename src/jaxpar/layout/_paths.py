@@ -60,9 +60,47 @@ def key_of(path: str) -> str:
     return path
 
 
+_INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of a path that is escaped
+
+
 def pattern_of(path: str) -> str:
     """A pattern of this path, and of those that differ from it in an index."""
-    return re.sub(r"(?:(?<=[/.])|^)\d+(?=/|\\\.|$)", r"\\d+", re.escape(path))
+    return _INDEX.sub(r"\\d+", re.escape(path))
+
+
+class Alike:
+    """Arrays whose paths differ in an index alone: of layers, or of what follows in one layer."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._free: dict[tuple[int, ...], set[int]] = {}  # by shape, when all are known
+
+    def add(self, path: str, shape: tuple[int, ...]) -> None:
+        self._shapes[path] = shape
+
+    def pattern(self, path: str) -> str:
+        """A pattern of this path, and of those that differ from it in an index, not in shape."""
+        shape = self._shapes[path]
+        if shape not in self._free:
+            self._free[shape] = self._indices_of(shape)
+        parts = _INDEX.split(re.escape(path))
+        return "".join(
+            r"\d+" if place in self._free[shape] else part for place, part in enumerate(parts)
+        )
+
+    def _indices_of(self, shape: tuple[int, ...]) -> set[int]:
+        """The places of indices, any values of which mean arrays of this shape."""
+        split = [(_INDEX.split(re.escape(path)), own) for path, own in self._shapes.items()]
+        free: set[int] = set()
+        for place in range(1, len(split[0][0]), 2):
+            more = {*free, place}
+            mine, others = set[tuple[str, ...]](), set[tuple[str, ...]]()
+            for parts, own in split:
+                fixed = tuple(part for i, part in enumerate(parts) if i not in more)
+                (mine if own == shape else others).add(fixed)
+            if mine.isdisjoint(others):
+                free = more
+        return free
 
 
 def _as_jax(dtype: Any) -> Any:
