@@ -290,6 +290,33 @@ def test_several_projections_in_one_array_are_refused_until_one_says_how_they_li
     assert list(refused(adapter)) == ["qkv/lora_b"]
 
 
+def test_the_edits_of_a_refusal_are_right():
+    """Layers in an index have other roles; a bias goes with its matrix, and tells its way round."""
+    layers = [
+        {"mlp": {"0": {"weight": F32((48, 16)), "bias": F32((48,))}, "1": {}, "2": {}}}
+        for _ in range(2)
+    ]
+    for layer in layers:
+        layer["mlp"]["2"] = {"weight": F32((16, 48)), "bias": F32((16,))}
+    columns, rows = r"layers/\d+/mlp/0/weight", r"layers/\d+/mlp/2/weight"
+    found = refused({"layers": layers})
+    assert f"say it: columns={columns!r}" in found["layers/1/mlp/0/weight"]
+    assert f"say it: columns={rows!r}" in found["layers/0/mlp/2/weight"]
+    rules = tensor_parallel({"layers": layers}, make_mesh("tp=8"), columns=columns, rows=rows)
+    assert dict(rules) == {
+        columns: P("tp"),
+        columns.replace("weight", "bias"): P("tp"),
+        rows: P(None, "tp"),
+        rows.replace("weight", "bias"): P(),
+    }
+    alone = {"mystery": {"weight": F32((16, 16))}}  # [out, in], as Equinox and PyTorch have it
+    rules = tensor_parallel(alone, make_mesh("tp=8"), columns="mystery/weight")
+    assert rules.match("mystery/weight") == P("tp")
+    up = {"up": {"kernel": F32((16, 32)), "bias": F32((32,))}}
+    rules = tensor_parallel(up, make_mesh("tp=8"), whole="up/kernel")
+    assert rules.match("up/bias") == P()
+
+
 def test_rows_of_the_shape_of_columns_are_refused():
     """As where `w2` goes in beside `w1`, and another weight comes out."""
     params = {"w1": F32((16, 32)), "w2": F32((16, 32)), "c_proj": F32((32, 16))}

@@ -17,7 +17,7 @@ from jaxpar._types import AnyMesh, AxisLike, Integer
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
-from jaxpar.layout._paths import arrays_of, pattern_of
+from jaxpar.layout._paths import Alike, arrays_of, pattern_of
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import LayoutError, Problem
 from jaxpar.layout._roles import Weights
@@ -352,7 +352,8 @@ def extended(
 ) -> LayoutMap:
     """A rule for each array, or for all layers of one: what `within` says, and what `dims` adds."""
     problems: list[Problem] = []
-    specs: dict[str, dict[str, tuple[Any, ...]]] = {}  # by pattern for any index, and path
+    specs: dict[str, tuple[Any, ...]] = {}
+    groups: dict[str, Alike] = defaultdict(Alike)
     for array in shaped(params):
         taken = _taken(within, array, problems)
         added = dims(array, taken)
@@ -362,15 +363,13 @@ def extended(
         entries = [(*axes_of(e), *added[d]) if d in added else e for d, e in enumerate(taken)]
         while entries and not entries[-1]:
             entries.pop()
-        specs.setdefault(pattern_of(array.path), {})[array.path] = tuple(map(shown, entries))
+        specs[array.path] = tuple(map(shown, entries))
+        groups[pattern_of(array.path)].add(array.path, specs[array.path])
     if problems:
         raise LayoutError(called(), problems)
-    rules: dict[str, Any] = {}
-    for alike, of_paths in specs.items():
-        if len(of_paths) > 1 and len(set(of_paths.values())) == 1:
-            rules[alike] = PartitionSpec(*next(iter(of_paths.values())))
-        else:
-            rules |= {re.escape(path): PartitionSpec(*spec) for path, spec in of_paths.items()}
+    rules = {
+        groups[pattern_of(path)].pattern(path): PartitionSpec(*spec) for path, spec in specs.items()
+    }
     before = within.batch.mesh_axes if within is not None and within.batch else ()
     over = (*before, *(name for name in batch if name not in before))
     return LayoutMap(rules, batch=PartitionSpec(over) if over else None)
