@@ -288,6 +288,19 @@ def test_factored_moments_lack_a_dimension():
     assert [a.padded_shape for a in rows] == [(52,)]
 
 
+def test_factored_moments_of_square_weights_are_sharded_as_both_dimensions_allow():
+    """Either may be gone: of layers' weights the dimension of the layers is there for certain."""
+    params = {"w": F32((8, 8)), "layers": F32((4, 8, 8)), "padded": F32((7, 8))}
+    rules = {"w": (None, "tp"), "layers": ("fsdp", "tp"), "padded": (Padded("tp"), None)}
+    layout = LayoutMap(rules).layout(params, make_mesh("fsdp=2,tp=4"))
+    state = layout.like({"v_row": {"w": F32((8,)), "layers": F32((4, 8))}})
+    assert state["v_row/w"].spec == P(None)
+    assert state["v_row/layers"].spec == P("fsdp", None)
+    assert state["v_row/layers"].local_shape == (2, 8)
+    with pytest.raises(LayoutError, match=r"'v_row/padded' float32\[8\] is like no parameter"):
+        layout.like({"v_row": {"padded": F32((8,))}})  # of 7 entries or of 8
+
+
 def test_arrays_that_are_like_no_parameter():
     layout = its_rules().layout(a_model(), make_mesh(MESH))
     tree = {"ema": a_model(), "step": 3, "noise": F32((4, 8)), "layers": {"up": F32((7, 7))}}

@@ -407,9 +407,10 @@ class Layout(Mapping[str, ArrayLayout]):
         """Returns the layout of what is made like the parameters: an optimizer's state, averages.
 
         An array whose path ends in a parameter's path, and that has its shape (padded or not), lies
-        like it. So does one that lacks one of its dimensions, as factored moments do. Scalars and
-        arrays of one entry are replicated. An array that one of `rules` matches lies as that says:
-        moments over the axis of the data, say, of weights that all devices hold whole (ZeRO-1).
+        like it. So does one that lacks one of its dimensions, as factored moments do; of two that
+        are of one size either may be gone, and neither is sharded. Scalars and arrays of one
+        entry are replicated. An array that one of `rules` matches lies as that says: moments over
+        the axis of the data, say, of weights that all devices hold whole (ZeRO-1).
 
         Args:
           tree: arrays or shapes: `jax.eval_shape(optimizer.init, layout.shapes)`.

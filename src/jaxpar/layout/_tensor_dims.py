@@ -146,7 +146,7 @@ class TensorDims:
 
     def _of_heads(self, weight: Weight, role: str) -> int | Problem:
         """Of [in, heads, size] and [heads, size, out] the heads."""
-        rank, shape, named = len(weight.shape), weight.shape, weight.named
+        rank, named = len(weight.shape), weight.named
         if weight.given:
             if named.leaf == "weight":
                 return 0 if role == "columns" else rank - 1
