@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
 from jaxpar.layout import (
+    REPLICATED,
     LayoutError,
     LayoutMap,
     Padded,
@@ -130,6 +131,45 @@ def test_fully_sharded_shards_tables_by_words_alone():
     few = {**params, "embed": {"embedding": F32((20, 64))}}
     within = tensor_parallel(few, mesh)
     assert fully_sharded(few, mesh, within=within).match("embed/embedding") == P("tp")
+
+
+def test_a_rule_of_its_own_within_is_left_as_it_is():
+    """The edit that a refusal names, with and without a map within."""
+    mesh = make_mesh("fsdp=4,tp=2")
+    params = {"embed.weight": F32((22, 8)), "w": F32((3, 7)), "empty": F32((0, 3))}
+    tensor = LayoutMap({"embed.weight": ("tp",), "w|empty": REPLICATED})
+    for within, paths in ((None, {"embed.weight", "w"}), (tensor, {"w"})):
+        with pytest.raises(LayoutError) as found:
+            fully_sharded(params, mesh, within=within)
+        assert "(None, Padded('fsdp'),)}" in str(found.value)
+        edits = {p.path: p.remedy.split("`within`, ")[1] for p in found.value.problems}
+        assert set(edits) == paths
+        known = {"data_parallel": data_parallel, "params": params, "mesh": mesh, "Padded": Padded}
+        for edit in edits.values():
+            text = edit if within is None else "within | {" + edit.split(" | {")[1]
+            within = eval(text, known | {"within": within})
+        rules = fully_sharded(params, mesh, within=within)
+        layout = rules.layout(params, mesh, strict=False)
+        assert layout["embed.weight"].padded_shape == (22 + 2 * (len(paths) == 2), 8)
+        assert layout["w"].padded_shape == (3, 8)
+        assert layout["empty"].spec == P()
+    both = tensor_parallel(
+        {"embed": F32((21, 8))}, mesh, within=LayoutMap({"embed": (Padded("fsdp", multiple=3),)})
+    )
+    assert both.match("embed") == P(Padded(("fsdp", "tp"), multiple=3))
+
+
+def test_batch_and_results_of_a_map_within_are_kept():
+    params, mesh = {"w": F32((8, 8))}, make_mesh("dp=2,cp=2,fsdp=2")
+    within = LayoutMap(
+        {"w": REPLICATED},
+        axes={"rows": "dp", "sequence": "cp"},
+        batch="rows sequence",
+        results={"block": "rows sequence"},
+    )
+    rules = fully_sharded(params, mesh, within=within)
+    assert rules.batch.layout == P(("dp", "fsdp"), "cp")
+    assert rules.results.match("block") == P("dp", "cp")
 
 
 def test_fully_sharded_takes_the_largest_dimension_that_divides():
@@ -315,6 +355,9 @@ def test_the_edits_of_a_refusal_are_right():
     up = {"up": {"kernel": F32((16, 32)), "bias": F32((32,))}}
     rules = tensor_parallel(up, make_mesh("tp=8"), whole="up/kernel")
     assert rules.match("up/bias") == P()
+    one = F32((16, 16))
+    assert "say it: columns='.*', or" in refused(one)[""]
+    assert dict(tensor_parallel(one, make_mesh("tp=8"), columns=".*")) == {"": P(None, "tp")}
 
 
 def test_rows_of_the_shape_of_columns_are_refused():

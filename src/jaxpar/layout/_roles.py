@@ -56,7 +56,7 @@ class Weight:
     @property
     def pattern(self) -> str:
         """A pattern that means it, and the same array of other layers."""
-        return self.alike.pattern(self.array.path)
+        return self.alike.pattern(self.array.path) or ".*"  # of a pytree that is one array
 
     def problem(self, text: str, remedy: str) -> Problem:
         return Problem(self.array.path, None, f"{self.array} {text}", remedy)

@@ -53,7 +53,7 @@ class TensorDims:
             if (out := self._out_by_bias(weight)) is not None:
                 for place in range(len(parts)):
                     self._by_bias[parts[:place], leaf].add(out)
-            elif role in ("columns", "rows"):
+            elif isinstance(role, str) and role in ("columns", "rows"):
                 out = self._out_by_width(weight, role)
                 if out is not None:
                     (self._by_key if named.is_key else self._by_width)[leaf].add(out)
