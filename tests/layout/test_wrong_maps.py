@@ -303,7 +303,7 @@ def test_the_rule_that_is_proposed_can_be_added():
 
 
 def test_rules_of_their_own_may_take_all_that_another_matches():
-    """An edit of a map that a strategy has made: paths go before the pattern, which is not wrong."""
+    """As an edit of a map that a strategy has made: such a pattern is not wrong."""
     params = {"layers": [{"w.x": of_shape(8, 6)} for _ in range(2)]}
     rules = data_parallel(params, make_mesh("tp=8"), axis="tp")
     rules |= {f"layers/{n}/w.x": (None, Padded("tp")) for n in range(2)}
