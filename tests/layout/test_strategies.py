@@ -137,11 +137,12 @@ def test_a_rule_of_its_own_within_is_left_as_it_is():
     """The edit that a refusal names, with and without a map within."""
     mesh = make_mesh("fsdp=4,tp=2")
     params = {"embed.weight": F32((22, 8)), "w": F32((3, 7)), "empty": F32((0, 3))}
-    tensor = LayoutMap({"embed.weight": ("tp",), "w|empty": REPLICATED})
-    for within, paths in ((None, {"embed.weight", "w"}), (tensor, {"w"})):
+    params["down"] = F32((6, 7))
+    tensor = LayoutMap({"embed.weight|down": ("tp",), "w|empty": REPLICATED})
+    for within, paths in ((None, {"embed.weight", "w", "down"}), (tensor, {"w", "down"})):
         with pytest.raises(LayoutError) as found:
             fully_sharded(params, mesh, within=within)
-        assert "(None, Padded('fsdp'),)}" in str(found.value)
+        assert "(None, Padded('fsdp'))}" in str(found.value)
         edits = {p.path: p.remedy.split("`within`, ")[1] for p in found.value.problems}
         assert set(edits) == paths
         known = {"data_parallel": data_parallel, "params": params, "mesh": mesh, "Padded": Padded}
@@ -150,8 +151,9 @@ def test_a_rule_of_its_own_within_is_left_as_it_is():
             within = eval(text, known | {"within": within})
         rules = fully_sharded(params, mesh, within=within)
         layout = rules.layout(params, mesh, strict=False)
-        assert layout["embed.weight"].padded_shape == (22 + 2 * (len(paths) == 2), 8)
+        assert layout["embed.weight"].padded_shape == (22 + 2 * (len(paths) == 3), 8)
         assert layout["w"].padded_shape == (3, 8)
+        assert layout["down"].spec == P(("tp" if len(paths) == 2 else None), "fsdp")
         assert layout["empty"].spec == P()
     both = tensor_parallel(
         {"embed": F32((21, 8))}, mesh, within=LayoutMap({"embed": (Padded("fsdp", multiple=3),)})
@@ -417,6 +419,11 @@ def test_fewer_heads_than_devices_are_refused_where_their_number_is_known():
     assert (rules.match("k_proj/weight"), rules.match("q_proj/weight")) == (P(), P("tp"))
     tensor_parallel(attention(), make_mesh("tp=8"))  # nothing says how many there are
     tensor_parallel(attention(k_norm={"weight": F32((64,))}), make_mesh("tp=8"))
+    assert list(refused(attention(norm_k={"weight": F32((8,))}))) == ["k_proj/weight"]
+    fused = {"query_key_value": {"weight": F32((3 * 32, 32)), "bias": F32((3 * 32,))}}  # 4 heads
+    text = refused(fused, "tp=8", head_size=8)["query_key_value/weight"]
+    assert "has 4 heads of 24, which 8 devices do not divide" in text
+    tensor_parallel(fused, make_mesh("tp=4,dp=2"), head_size=8)
     one = {"key": {"kernel": F32((16, 1, 8))}}
     assert tensor_parallel(one, make_mesh("tp=8")).match("key/kernel") == P()
 

@@ -55,6 +55,7 @@ NAMES = {
 INSIDE_WHOLE = r"classifier|classification_head|pooler|seq_relationship|score"
 LEAF = r"(weight|kernel|scale).*|embeddings?|.*bias|w|b|table|default|base_layer|value|\d+"
 KEYS = r"(key|value)(_proj)?|(w|to_)?[kv](_(proj|lin))?"
+OF_HEADS = r"_?(q|k|query|key)_?(layer)?_?norm|norm_[qk]"  # norms of heads, or of all together
 PAIR = "gating_einsum"  # gate and up, [2, in, out] or [2, out, in]
 EXPERTS = r"experts?"
 TABLES = {"whole", "table", "bias by heads", "bias by heads, last"}

@@ -122,7 +122,7 @@ class Weights:
             norm.shape[0]
             for norm in norms
             if re.match(r"ln|.*norm|.*rnorm", norm.named.name)
-            and not re.match(r"(q|k|kv|query|key)_", norm.named.name)  # of heads, or a low rank
+            and not re.match(r"_?(q|k|kv|query|key)_|.*norm_[qk]$", norm.named.name)  # of heads
         }
         return found | {table.shape[1] for table in self.tables}
 

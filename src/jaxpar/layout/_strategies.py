@@ -159,8 +159,8 @@ def _own_rule(
     """An edit of `within` by which a dimension is padded: what it says of the axis is kept."""
     before = "within" if within else f"data_parallel(params, mesh, axis={shown(names)!r})"
     padded = f"Padded({shown((*axes_of(taken[dim]), *names))!r})"
-    entries = ", ".join([*(repr(shown(entry)) for entry in taken[:dim]), padded])
-    rule = f"{key_of(array.path)!r}: ({entries},)"
+    entries = [padded if d == dim else repr(shown(entry)) for d, entry in enumerate(taken)]
+    rule = f"{key_of(array.path)!r}: ({', '.join(entries)})"
     return f"a rule of its own in `within`, {before} | {{{rule}}}"
 
 

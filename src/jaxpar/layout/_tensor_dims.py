@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxpar.layout._fit import Shaped
-from jaxpar.layout._names import PAIR
+from jaxpar.layout._names import OF_HEADS, PAIR
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import Problem
@@ -206,15 +206,18 @@ class TensorDims:
     def _few_heads(self, weight: Weight) -> Problem | None:
         """Heads that the devices do not share, where one knows how many there are."""
         named = weight.named
-        if weight.given or named.kind != "attention" or named.name == "sinks":
+        if weight.given or named.kind not in ("attention", "fused") or named.name == "sinks":
             return None
         if named.bias and len(weight.shape) > 1:  # [heads, size]
             return None
         size = self._head_size or self._head_size_by_norm(named.parent)
+        if size is None:
+            return None
+        size *= 3 if named.kind == "fused" else 1  # its query, key and value lie together
         dim = self._of_matrix(weight, "columns") if len(weight.shape) == 2 else 0
         out = weight.shape[dim] if isinstance(dim, int) else 0
-        heads, rest = divmod(out, size or 1)
-        if not size or rest or not heads % self._count:
+        heads, rest = divmod(out, size)
+        if rest or not heads % self._count:
             return None
         return weight.problem(
             f"has {heads} heads of {size}, which {self._count} devices do not divide",
@@ -226,9 +229,9 @@ class TensorDims:
         """As long as the norm of queries and keys, if that is one of each head."""
         norms, most = set[int](), 0
         for other in self._weights.in_parent[parent]:
-            if re.fullmatch(r"(q|k|query|key)_?(layer)?norm", other.named.name):
+            if re.fullmatch(OF_HEADS, other.named.name):
                 norms |= set(other.shape) if len(other.shape) == 1 else set()
-            elif other.named.kind == "attention":
+            elif other.named.kind in ("attention", "fused"):
                 most = max(most, *other.shape)
         return min(norms) if len(norms) == 1 and min(norms) < most else None
 
