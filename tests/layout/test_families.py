@@ -488,6 +488,30 @@ FAMILIES = {
         layers/0/attn/attn_vec_einsum/w 8,16,64 0
         layers/0/attn/attn_vec_einsum/w_lora_a 8,16,4 0
         layers/0/attn/attn_vec_einsum/w_lora_b 4,64 -""",
+    "adapters in a layer of their own": """
+        layers/0/q_proj/kernel 64,64 1
+        layers/0/q_proj/lora/a 64,4 -
+        layers/0/q_proj/lora/b 4,64 1
+        layers/0/k_proj.lora_down.weight 4,64 -
+        layers/0/k_proj.lora_up.weight 64,4 0
+        layers/0/o_proj.lora_down.weight 4,64 1
+        layers/0/o_proj.lora_up.weight 64,4 -
+        layers/0/v_proj/kernel 64,64 1
+        layers/0/v_proj/hidden_adapter/first 64,4 x""",
+    "DINOv2, whose w3 comes out": """
+        blocks.0.attn.proj.weight 1536,1536 1
+        blocks.0.attn.qkv.weight 4608,1536 x
+        blocks.0.mlp.w12.weight 8192,1536 x
+        blocks.0.mlp.w12.bias 8192 x
+        blocks.0.mlp.w3.weight 1536,4096 1
+        blocks.0.mlp.w3.bias 1536 -
+        blocks.0.norm1.weight 1536 -""",
+    "weights of 4 bits": """
+        layers.0.up_proj.qweight 8,256 1
+        layers.0.up_proj.scales 2,256 1
+        layers.0.up_proj.qzeros 2,32 1
+        layers.0.down_proj.qweight 32,64 0
+        layers.0.down_proj.scales 8,64 0""",
 }
 
 

@@ -53,8 +53,9 @@ NAMES = {
     "bias by heads": r"relpos_bias",
 }
 INSIDE_WHOLE = r"classifier|classification_head|pooler|seq_relationship|score"
-LEAF = r"(weight|kernel|scale).*|embeddings?|.*bias|w|b|table|default|base_layer|value|\d+"
+LEAF = r"(q?weight|kernel|scale).*|qzeros|embeddings?|.*bias|w|b|table|default|base_layer|value|\d+"
 KEYS = r"(key|value)(_proj)?|(w|to_)?[kv](_(proj|lin))?"
+ADAPTER = re.compile(r"(?:/|_|^)lora[_/]?(?:embedding_)?([ab]|down|up)(?=[_/]|$)")
 OF_HEADS = r"_?(q|k|query|key)_?(layer)?_?norm|norm_[qk]"  # norms of heads, or of all together
 PAIR = "gating_einsum"  # gate and up, [2, in, out] or [2, out, in]
 EXPERTS = r"experts?"
@@ -146,12 +147,13 @@ class Names:
 
     def _named(self, path: str) -> Named:
         parts = _lower(path)
-        adapters = (re.fullmatch(r"(.*_)?lora_?(embedding_)?([ab])(_.*)?", p) for p in parts)
-        adapter = next((found[3] for found in adapters if found), None)
+        found = ADAPTER.search("/".join(parts))
+        adapter = found and {"down": "a", "up": "b"}.get(found[1], found[1])
         if any(re.fullmatch(INSIDE_WHOLE, part) for part in parts):
             return Named(path, parts, "whole", len(parts) - 1, adapter)
         last = len(parts) - 1
-        places = list(range(last, -1, -1))
+        own = found.string[: found.start()].count("/") if found else last
+        places = list(range(own, -1, -1))
         # Flax's and Keras's names of any table: what it is in says more.
         if parts[-1] in ("embedding", "embeddings"):
             outer = [place for place in places[1:] if _kind(parts[place]) in TABLES]
@@ -160,6 +162,8 @@ class Names:
             kind = _kind(parts[place])
             if kind == "after":
                 kind = "out" if self.follows_columns(parts[:place]) else None
+            elif parts[place] == "w3" and "w12" in self._beside[parts[:place]]:
+                kind = "down"
             if kind is not None:
                 return Named(path, parts, kind, place, adapter)
         inner = next((place for place in places if not re.fullmatch(LEAF, parts[place])), last)

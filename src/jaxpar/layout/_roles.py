@@ -19,7 +19,6 @@ ROLES = {
     "logits": "columns",
     "out": "rows",
     "down": "rows",
-    "whole": "whole",
     "table": "vocabulary",
     "heads": "heads",
     "bias by heads": "heads",
@@ -96,6 +95,10 @@ class Weights:
         if matrix is not None and matrix.given:
             return matrix.given
         match named.kind:
+            case "whole":
+                return "whole"
+            case _ if self._is_part(weight):
+                return None
             case "gate":
                 return "columns" if self._gates_mlp(named) else "whole"
             case "fused":
@@ -150,6 +153,13 @@ class Weights:
             if other.named.leaf and not other.named.bias and len(other.shape) > 1
         ]
         return found[0] if len(found) == 1 else None
+
+    def _is_part(self, weight: Weight) -> bool:
+        """Whether it is something else in a layer that has a matrix of its own."""
+        named = weight.named
+        return not (named.direct or named.bias or named.adapter or len(weight.shape) < 2) and any(
+            other.named.direct for other in self.matrices(named.module)
+        )
 
     def _is_pair(self, weight: Weight) -> bool:
         """Whether twice as much comes out as goes into the rows beside it: gates lie in it, too."""
