@@ -72,7 +72,17 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | P
 
     It has been fitted with that padding, which its checkpoint must not have.
     """
-    if own is None or own.padded_shape == own.shape:
+    if own is None:
+        return array
+    if array.padded_shape != own.padded_shape:
+        return Problem(
+            array.path,
+            array.rule,
+            f"{array.path!r}: rule {array.rule!r} pads it to {array.padded_shape}, and its "
+            f"parameter has {own.padded_shape} on the devices: an update could not add them up",
+            "shard a dimension that the axes divide; or pad the parameter's, too, in its own rule",
+        )
+    if own.padded_shape == own.shape:
         return array
     blocks = list(array.blocks)
     for dim, (mine, its) in enumerate(zip(array.blocks, own.blocks, strict=True)):
@@ -138,9 +148,9 @@ def _shared(candidates: Sequence[ArrayLayout]) -> ArrayLayout | None:
     if any((one.shape, one.padded_shape) != (first.shape, first.padded_shape) for one in others):
         return None
     spec, blocks = list(first.spec), list(first.blocks)
-    for dim, size in enumerate(first.padded_shape):
-        if any((one.spec[dim], one.blocks[dim]) != (spec[dim], blocks[dim]) for one in others):
-            spec[dim], blocks[dim] = None, Blocks.at_the_end(size, 1, size)
+    for dim, own in enumerate(first.blocks):
+        if any((one.spec[dim], one.blocks[dim]) != (spec[dim], own) for one in others):
+            spec[dim], blocks[dim] = None, Blocks.at_the_end(own.size, 1, own.padded)
     return replace(first, spec=PartitionSpec(*spec), blocks=tuple(blocks))
 
 
