@@ -478,45 +478,51 @@ class Net(nn.Module):
         return nn.Dense(24, name="lm_head")(x)
 
 
+NET, ADAM = Net(), optax.adam(1e-2)
+TOKENS = np.random.default_rng(0).integers(0, 24, (8, 12))
+
+
+def step(params, state, tokens):
+    def loss(params):
+        logits = NET.apply(params, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    updates, state = ADAM.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def two_losses(params, state, tokens, **options):
+    run = jax.jit(step, **options)
+    params, state, first = run(params, state, tokens)
+    return [float(first), float(run(params, state, tokens)[2])]
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    """Parameters, and the losses of two steps."""
+    with jax.numpy_dtype_promotion("standard"):
+        start = jax.jit(NET.init)(jax.random.key(0), TOKENS)
+        return start, two_losses(start, jax.jit(ADAM.init)(start), TOKENS)
+
+
 @pytest.mark.parametrize(
     "sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1)]
 )
-def test_one_model_on_every_mesh(sizes):
+def test_one_model_on_every_mesh(sizes, on_one_device):
     """Data, fully sharded and tensor parallel: two steps of Adam are those of one device."""
     mesh = make_mesh(dict(zip(("dp", "fsdp", "tp"), sizes, strict=True)))
-    net, optimizer = Net(), optax.adam(1e-2)
-    tokens = np.random.default_rng(0).integers(0, 24, (8, 12))
-    shapes = jax.eval_shape(net.init, jax.random.key(0), tokens)
-    rules = tensor_parallel(shapes, mesh)
-    rules = fully_sharded(shapes, mesh, within=rules)
-    rules = data_parallel(shapes, mesh, within=rules)
-    layout = rules.layout(shapes, mesh)
+    start, expected = on_one_device
+    rules = tensor_parallel(start, mesh)
+    rules = fully_sharded(start, mesh, within=rules)
+    rules = data_parallel(start, mesh, within=rules)
+    layout = rules.layout(start, mesh)
     sharded = [array.spec for array in layout.values() if array.shards > 1]
     assert (len(sharded) > 8) == (sizes[1] > 1 or sizes[2] > 1)
-
-    def step(params, state, tokens):
-        def loss(params):
-            logits = net.apply(params, tokens[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    def train(params, state, tokens, **more):
-        losses = []
-        run = jax.jit(step, **more)
-        for _ in range(2):
-            params, state, value = run(params, state, tokens)
-            losses.append(float(value))
-        return losses
-
     with jax.numpy_dtype_promotion("standard"):
-        start = jax.jit(net.init)(jax.random.key(0), tokens)
-        expected = train(start, jax.jit(optimizer.init)(start), tokens)
-        states = layout.like(jax.eval_shape(optimizer.init, shapes))
+        states = layout.like(jax.eval_shape(ADAM.init, start))
         params = layout.place(start)
-        state = jax.jit(optimizer.init, out_shardings=states.shardings)(params)
+        state = jax.jit(ADAM.init, out_shardings=states.shardings)(params)
         out = (layout.shardings, states.shardings, None)
-        losses = train(params, state, layout.place_batch(tokens), out_shardings=out)
+        losses = two_losses(params, state, layout.place_batch(TOKENS), out_shardings=out)
     np.testing.assert_allclose(losses, expected, rtol=2e-5)

@@ -51,10 +51,14 @@ def parts_of(path: str) -> tuple[str, ...]:
     return tuple(re.split(r"[/.]", path))
 
 
+_PLAIN = re.compile(r"[\w/.-]*")  # which is a pattern: of thousands of paths none is compiled
+
+
 def key_of(path: str) -> str:
     """The key of a rule for this path alone: the path itself, where it is a pattern."""
     try:
-        re.compile(path)
+        if not _PLAIN.fullmatch(path):
+            re.compile(path)
     except re.error:
         return re.escape(path)
     return path
