@@ -120,7 +120,6 @@ def fully_sharded(
             dim
             for dim in range(first, len(array.shape))
             if not isinstance(taken[dim], Padded)
-            and array.shape[dim]
             and not array.shape[dim] % (count * size_of(mesh, axes_of(taken[dim])))
         ]
         if array.path in tables and fitting and first not in fitting:
@@ -135,10 +134,8 @@ def fully_sharded(
                 f"give it {-(-rows // count) * count} rows, choose a smaller axis, or "
                 + _own_rule(array, first, names, taken, within),
             )
-        if array.path in tables and fitting:
-            return {first: names}
         if fitting:
-            return {min(fitting, key=rank): names}
+            return {first if array.path in tables else min(fitting, key=rank): names}
         if len(array.shape) - first < 2:
             return {}
         return Problem(
