@@ -512,15 +512,51 @@ def test_a_table_with_padding_in_each_shard_is_refused():
     layout = LayoutMap({"table": Split(("tp", "dp"), 0)}).layout(
         {"table": normal(13, 9)}, mesh_of("dp=2,tp=4")
     )
-    with pytest.raises(ValueError, match="pad it at its end, Padded, and say vocabulary=13"):
-        losses_of(layout, normal(5, 9), labels_below(13, 5))
+    why = "would be those of other tokens; pad it at its end, Padded"
+    for options in ({}, {"vocabulary": 13}):
+        with pytest.raises(ValueError, match=f"vocabulary_parallel_cross_entropy: 'table' .*{why}"):
+            losses_of(layout, normal(5, 9), labels_below(13, 5), **options)
+
+    def rows(tokens, table):
+        return vocabulary_parallel_embedding(tokens, table, ("tp", "dp"))
+
+    with pytest.raises(ValueError, match=f"vocabulary_parallel_embedding: 'table' has 13 .*{why}"):
+        jax.shard_map(rows, mesh=layout.mesh, in_specs=(P(), layout.specs["table"]), out_specs=P())(
+            jnp.arange(13), layout.place({"table": normal(13, 9)})["table"]
+        )
 
 
-def test_a_layout_that_is_gone_pads_nothing():
+@pytest.mark.parametrize("shape", [(2, 11, 3), (11, 2, 3), (11, 3)])
+def test_tables_in_one_array_and_rows_cut_anew_are_known(shape):
+    """Whatever the array is in which they are padded, and over whichever axis."""
+    dim = shape.index(11)
+    rules = LayoutMap({"tables": (*[None] * dim, Padded("dp"))})
+    layout = rules.layout({"tables": normal(*shape)}, mesh_of("dp=4"))
+    args = normal(5, 3), normal(3, 12), labels_below(11, 5)
+    with pytest.raises(ValueError, match="'tables' has 11 rows, which a layout pads to 12 over "):
+        losses_on("tp=4")(*args)
+    del layout
+
+
+def test_each_table_of_a_size_is_told():
+    """Which of several it is, no size says."""
+    layouts = [
+        LayoutMap({path: (Padded("tp", size=20),)}).layout({path: normal(v, 3)}, mesh_of("tp=4"))
+        for path, v in {"a": 17, "b": 18}.items()
+    ]
+    args = normal(5, 3), normal(3, 20), labels_below(17, 5)
+    with pytest.raises(ValueError, match="vocabulary=18, or vocabulary=17, or vocabulary=20 if"):
+        losses_on("tp=4")(*args)
+    del layouts
+
+
+def test_a_layout_that_is_gone_pads_nothing_but_arrays_that_are_there():
     rules = LayoutMap({"table": (Padded("tp"), None)})
     layout = rules.layout({"table": normal(7, 5)}, mesh_of("tp=4"))
     args = normal(3, 5), normal(5, 8), labels_below(8, 3)
+    params = layout.place({"table": normal(7, 5)})
+    del layout
     with pytest.raises(ValueError, match="say vocabulary=7, or vocabulary=8 if this is another"):
         losses_on("tp=4")(*args)
-    del layout
+    del params
     np.testing.assert_allclose(jax.jit(losses_on("tp=4"))(*args), reference()(*args), rtol=1e-5)

@@ -374,6 +374,76 @@ FAMILIES = {
         patch_embed.proj.weight 768,3,16,16 -
         pos_embed 1,197,768 -
         head.weight 1000,768 x""",
+    "MaxText, experts without a layer of their name": """
+        token_embedder/embedding 32000,4096 0
+        decoder/layers_0/self_attention/query/kernel 4096,32,128 1
+        decoder/layers_0/self_attention/key/kernel 4096,8,128 1
+        decoder/layers_0/self_attention/out/kernel 32,128,4096 0
+        decoder/layers_0/MoeBlock_0/gate/kernel 4096,8 -
+        decoder/layers_0/MoeBlock_0/wi_0 8,4096,14336 x
+        decoder/layers_0/MoeBlock_0/wo 8,14336,4096 x
+        decoder/decoder_norm/scale 4096 -""",
+    "MaxText, values of another size than keys": """
+        token_embedder/embedding 129280,7168 0
+        decoder/layers_0/self_attention/wq_b/kernel 1536,128,192 1
+        decoder/layers_0/self_attention/wkv_b/kernel 512,128,256 1
+        decoder/layers_0/self_attention/out/kernel 128,128,7168 0""",
+    "T5X, layers along the second dimension": """
+        token_embedder/embedding 32128,768 0
+        encoder/encoder/attention/query/kernel 768,12,768 x
+        encoder/encoder/attention/out/kernel 768,12,768 x
+        encoder/encoder/mlp/wi_0/kernel 768,12,2048 x
+        encoder/encoder/mlp/wo/kernel 2048,12,768 x""",
+    "GPT-2 of Keras": """
+        token_embedding/embeddings 50257,768 0
+        position_embedding/embeddings 1024,768 -
+        transformer_layer_0/self_attention/query/kernel 768,12,64 1
+        transformer_layer_0/self_attention/query/bias 12,64 0
+        transformer_layer_0/self_attention/attention_output/kernel 12,64,768 0
+        transformer_layer_0/self_attention/attention_output/bias 768 -
+        transformer_layer_0/feedforward_intermediate_dense/kernel 768,3072 1
+        transformer_layer_0/feedforward_intermediate_dense/bias 3072 0
+        transformer_layer_0/feedforward_output_dense/kernel 3072,768 0
+        transformer_layer_0/feedforward_output_dense/bias 768 -""",
+    "names written by hand": """
+        embed 1000,64 0
+        layers/0/W_q 64,64 1
+        layers/0/W_o 64,64 0
+        layers/0/w_up 64,256 1
+        layers/0/w_gate 64,256 1
+        layers/0/W_down 256,64 0
+        lm_head 64,1000 1""",
+    "ModernBERT, whose Wi are two": """
+        embeddings.tok_embeddings.weight 50368,768 0
+        layers.0.attn.Wqkv.weight 2304,768 x
+        layers.0.attn.Wo.weight 768,768 1
+        layers.0.mlp.Wi.weight 2304,768 x
+        layers.0.mlp.Wo.weight 768,1152 1
+        final_norm.weight 768 -""",
+    "GLM, whose dense_h_to_4h are two": """
+        encoder.layers.0.mlp.dense_h_to_4h.weight 27392,4096 x
+        encoder.layers.0.mlp.dense_4h_to_h.weight 4096,13696 1
+        encoder.layers.0.input_layernorm.weight 4096 -""",
+    "Stable Diffusion, whose keys come from a text": """
+        blocks.0.attn1.to_q.weight 320,320 0
+        blocks.0.attn1.to_out.0.weight 320,320 1
+        blocks.0.attn1.to_out.0.bias 320 -
+        blocks.0.attn2.to_k.weight 320,768 0
+        blocks.0.ff.net.2.weight 320,1280 x
+        blocks.0.ff.net.2.bias 320 -
+        blocks.0.norm1.weight 320 -""",
+    "the same without a bias": """
+        blocks.0.attn1.to_q.weight 320,320 x
+        blocks.0.attn1.to_out.0.weight 320,320 x
+        blocks.0.attn2.to_k.weight 320,768 x
+        blocks.0.norm1.weight 320 -""",
+    "RoBERTa's head": """
+        roberta.embeddings.word_embeddings.weight 50265,768 0
+        lm_head.dense.weight 768,768 x
+        lm_head.dense.bias 768 -
+        lm_head.layer_norm.weight 768 -
+        lm_head.decoder.weight 50265,768 0
+        lm_head.decoder.bias 50265 0""",
     "gpt-oss": """
         model.layers.0.self_attn.sinks 64 0
         model.layers.0.self_attn.q_proj.weight 4096,2880 0
@@ -418,6 +488,30 @@ FAMILIES = {
         layers/0/attn/attn_vec_einsum/w 8,16,64 0
         layers/0/attn/attn_vec_einsum/w_lora_a 8,16,4 0
         layers/0/attn/attn_vec_einsum/w_lora_b 4,64 -""",
+    "adapters in a layer of their own": """
+        layers/0/q_proj/kernel 64,64 1
+        layers/0/q_proj/lora/a 64,4 -
+        layers/0/q_proj/lora/b 4,64 1
+        layers/0/k_proj.lora_down.weight 4,64 -
+        layers/0/k_proj.lora_up.weight 64,4 0
+        layers/0/o_proj.lora_down.weight 4,64 1
+        layers/0/o_proj.lora_up.weight 64,4 -
+        layers/0/v_proj/kernel 64,64 1
+        layers/0/v_proj/hidden_adapter/first 64,4 x""",
+    "DINOv2, whose w3 comes out": """
+        blocks.0.attn.proj.weight 1536,1536 1
+        blocks.0.attn.qkv.weight 4608,1536 x
+        blocks.0.mlp.w12.weight 8192,1536 x
+        blocks.0.mlp.w12.bias 8192 x
+        blocks.0.mlp.w3.weight 1536,4096 1
+        blocks.0.mlp.w3.bias 1536 -
+        blocks.0.norm1.weight 1536 -""",
+    "weights of 4 bits": """
+        layers.0.up_proj.qweight 8,256 1
+        layers.0.up_proj.scales 2,256 1
+        layers.0.up_proj.qzeros 2,32 1
+        layers.0.down_proj.qweight 32,64 0
+        layers.0.down_proj.scales 8,64 0""",
 }
 
 

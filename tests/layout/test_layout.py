@@ -288,6 +288,24 @@ def test_factored_moments_lack_a_dimension():
     assert [a.padded_shape for a in rows] == [(52,)]
 
 
+def test_factored_moments_of_square_weights_are_sharded_as_both_dimensions_allow():
+    """Either may be gone: of layers' weights the dimension of the layers is there for certain."""
+    params = {"w": F32((8, 8)), "layers": F32((4, 8, 8)), "padded": F32((7, 8))}
+    rules = {"w": (None, "tp"), "layers": ("fsdp", "tp"), "padded": (Padded("tp"), None)}
+    layout = LayoutMap(rules).layout(params, make_mesh("fsdp=2,tp=4"))
+    state = layout.like({"v_row": {"w": F32((8,)), "layers": F32((4, 8))}})
+    assert state["v_row/w"].spec == P(None)
+    assert state["v_row/layers"].spec == P("fsdp", None)
+    assert state["v_row/layers"].local_shape == (2, 8)
+    both = LayoutMap({"w": (Padded("fsdp"), Padded("tp"))}).layout(
+        {"w": F32((3, 3))}, make_mesh("fsdp=4,tp=2")
+    )
+    moment = both.like({"w": F32((3,))})["w"]
+    assert (moment.shape, moment.padded_shape, moment.spec) == ((3,), (4,), P(None))
+    with pytest.raises(LayoutError, match=r"'v_row/padded' float32\[8\] is like no parameter"):
+        layout.like({"v_row": {"padded": F32((8,))}})  # of 7 entries or of 8
+
+
 def test_arrays_that_are_like_no_parameter():
     layout = its_rules().layout(a_model(), make_mesh(MESH))
     tree = {"ema": a_model(), "step": 3, "noise": F32((4, 8)), "layers": {"up": F32((7, 7))}}
@@ -301,6 +319,18 @@ def test_arrays_that_are_like_no_parameter():
     assert state.specs["ema"] == layout.specs
     with pytest.raises(LayoutError, match=r"'layers/up' float32.7,7. is matched by no rule"):
         layout.like(tree, LayoutMap({"noise": (None, "tp")}))
+
+
+def test_moments_have_the_padding_of_their_parameters():
+    """Two sizes could not be added up, or, of one entry, would be as if they could."""
+    layout = LayoutMap({"w": (None, "tp")}, batch=P("dp")).layout(
+        {"w": F32((1, 8))}, make_mesh("dp=2,tp=4")
+    )
+    rules = LayoutMap({"mu/w": (Padded("dp"), "tp")})
+    with pytest.raises(
+        LayoutError, match=r"pads it to \(2, 8\), and its parameter has \(1, 8\) on"
+    ):
+        layout.like({"mu": layout.shapes}, rules)
 
 
 def test_moments_over_the_axis_of_the_data():

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
 from jaxpar.layout import (
+    REPLICATED,
     LayoutError,
     LayoutMap,
     Padded,
@@ -130,6 +131,47 @@ def test_fully_sharded_shards_tables_by_words_alone():
     few = {**params, "embed": {"embedding": F32((20, 64))}}
     within = tensor_parallel(few, mesh)
     assert fully_sharded(few, mesh, within=within).match("embed/embedding") == P("tp")
+
+
+def test_a_rule_of_its_own_within_is_left_as_it_is():
+    """The edit that a refusal names, with and without a map within."""
+    mesh = make_mesh("fsdp=4,tp=2")
+    params = {"embed.weight": F32((22, 8)), "w": F32((3, 7)), "empty": F32((0, 3))}
+    params["down"] = F32((6, 7))
+    tensor = LayoutMap({"embed.weight|down": ("tp",), "w|empty": REPLICATED})
+    for within, paths in ((None, {"embed.weight", "w", "down"}), (tensor, {"w", "down"})):
+        with pytest.raises(LayoutError) as found:
+            fully_sharded(params, mesh, within=within)
+        assert "(None, Padded('fsdp'))}" in str(found.value)
+        edits = {p.path: p.remedy.split("`within`, ")[1] for p in found.value.problems}
+        assert set(edits) == paths
+        known = {"data_parallel": data_parallel, "params": params, "mesh": mesh, "Padded": Padded}
+        for edit in edits.values():
+            text = edit if within is None else "within | {" + edit.split(" | {")[1]
+            within = eval(text, known | {"within": within})
+        rules = fully_sharded(params, mesh, within=within)
+        layout = rules.layout(params, mesh, strict=False)
+        assert layout["embed.weight"].padded_shape == (22 + 2 * (len(paths) == 3), 8)
+        assert layout["w"].padded_shape == (3, 8)
+        assert layout["down"].spec == P(("tp" if len(paths) == 2 else None), "fsdp")
+        assert layout["empty"].spec == P()
+    both = tensor_parallel(
+        {"embed": F32((21, 8))}, mesh, within=LayoutMap({"embed": (Padded("fsdp", multiple=3),)})
+    )
+    assert both.match("embed") == P(Padded(("fsdp", "tp"), multiple=3))
+
+
+def test_batch_and_results_of_a_map_within_are_kept():
+    params, mesh = {"w": F32((8, 8))}, make_mesh("dp=2,cp=2,fsdp=2")
+    within = LayoutMap(
+        {"w": REPLICATED},
+        axes={"rows": "dp", "sequence": "cp"},
+        batch="rows sequence",
+        results={"block": "rows sequence"},
+    )
+    rules = fully_sharded(params, mesh, within=within)
+    assert rules.batch.layout == P(("dp", "fsdp"), "cp")
+    assert rules.results.match("block") == P("dp", "cp")
 
 
 def test_fully_sharded_takes_the_largest_dimension_that_divides():
@@ -290,6 +332,36 @@ def test_several_projections_in_one_array_are_refused_until_one_says_how_they_li
     assert list(refused(adapter)) == ["qkv/lora_b"]
 
 
+def test_the_edits_of_a_refusal_are_right():
+    """Layers in an index have other roles; a bias goes with its matrix, and tells its way round."""
+    layers = [
+        {"mlp": {"0": {"weight": F32((48, 16)), "bias": F32((48,))}, "1": {}, "2": {}}}
+        for _ in range(2)
+    ]
+    for layer in layers:
+        layer["mlp"]["2"] = {"weight": F32((16, 48)), "bias": F32((16,))}
+    columns, rows = r"layers/\d+/mlp/0/weight", r"layers/\d+/mlp/2/weight"
+    found = refused({"layers": layers})
+    assert f"say it: columns={columns!r}" in found["layers/1/mlp/0/weight"]
+    assert f"say it: columns={rows!r}" in found["layers/0/mlp/2/weight"]
+    rules = tensor_parallel({"layers": layers}, make_mesh("tp=8"), columns=columns, rows=rows)
+    assert dict(rules) == {
+        columns: P("tp"),
+        columns.replace("weight", "bias"): P("tp"),
+        rows: P(None, "tp"),
+        rows.replace("weight", "bias"): P(),
+    }
+    alone = {"mystery": {"weight": F32((16, 16))}}  # [out, in], as Equinox and PyTorch have it
+    rules = tensor_parallel(alone, make_mesh("tp=8"), columns="mystery/weight")
+    assert rules.match("mystery/weight") == P("tp")
+    up = {"up": {"kernel": F32((16, 32)), "bias": F32((32,))}}
+    rules = tensor_parallel(up, make_mesh("tp=8"), whole="up/kernel")
+    assert rules.match("up/bias") == P()
+    one = F32((16, 16))
+    assert "say it: columns='.*', or" in refused(one)[""]
+    assert dict(tensor_parallel(one, make_mesh("tp=8"), columns=".*")) == {"": P(None, "tp")}
+
+
 def test_rows_of_the_shape_of_columns_are_refused():
     """As where `w2` goes in beside `w1`, and another weight comes out."""
     params = {"w1": F32((16, 32)), "w2": F32((16, 32)), "c_proj": F32((32, 16))}
@@ -347,6 +419,11 @@ def test_fewer_heads_than_devices_are_refused_where_their_number_is_known():
     assert (rules.match("k_proj/weight"), rules.match("q_proj/weight")) == (P(), P("tp"))
     tensor_parallel(attention(), make_mesh("tp=8"))  # nothing says how many there are
     tensor_parallel(attention(k_norm={"weight": F32((64,))}), make_mesh("tp=8"))
+    assert list(refused(attention(norm_k={"weight": F32((8,))}))) == ["k_proj/weight"]
+    fused = {"query_key_value": {"weight": F32((3 * 32, 32)), "bias": F32((3 * 32,))}}  # 4 heads
+    text = refused(fused, "tp=8", head_size=8)["query_key_value/weight"]
+    assert "has 4 heads of 24, which 8 devices do not divide" in text
+    tensor_parallel(fused, make_mesh("tp=4,dp=2"), head_size=8)
     one = {"key": {"kernel": F32((16, 1, 8))}}
     assert tensor_parallel(one, make_mesh("tp=8")).match("key/kernel") == P()
 
@@ -401,45 +478,51 @@ class Net(nn.Module):
         return nn.Dense(24, name="lm_head")(x)
 
 
+NET, ADAM = Net(), optax.adam(1e-2)
+TOKENS = np.random.default_rng(0).integers(0, 24, (8, 12))
+
+
+def step(params, state, tokens):
+    def loss(params):
+        logits = NET.apply(params, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    updates, state = ADAM.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def two_losses(params, state, tokens, **options):
+    run = jax.jit(step, **options)
+    params, state, first = run(params, state, tokens)
+    return [float(first), float(run(params, state, tokens)[2])]
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    """Parameters, and the losses of two steps."""
+    with jax.numpy_dtype_promotion("standard"):
+        start = jax.jit(NET.init)(jax.random.key(0), TOKENS)
+        return start, two_losses(start, jax.jit(ADAM.init)(start), TOKENS)
+
+
 @pytest.mark.parametrize(
     "sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1)]
 )
-def test_one_model_on_every_mesh(sizes):
+def test_one_model_on_every_mesh(sizes, on_one_device):
     """Data, fully sharded and tensor parallel: two steps of Adam are those of one device."""
     mesh = make_mesh(dict(zip(("dp", "fsdp", "tp"), sizes, strict=True)))
-    net, optimizer = Net(), optax.adam(1e-2)
-    tokens = np.random.default_rng(0).integers(0, 24, (8, 12))
-    shapes = jax.eval_shape(net.init, jax.random.key(0), tokens)
-    rules = tensor_parallel(shapes, mesh)
-    rules = fully_sharded(shapes, mesh, within=rules)
-    rules = data_parallel(shapes, mesh, within=rules)
-    layout = rules.layout(shapes, mesh)
+    start, expected = on_one_device
+    rules = tensor_parallel(start, mesh)
+    rules = fully_sharded(start, mesh, within=rules)
+    rules = data_parallel(start, mesh, within=rules)
+    layout = rules.layout(start, mesh)
     sharded = [array.spec for array in layout.values() if array.shards > 1]
     assert (len(sharded) > 8) == (sizes[1] > 1 or sizes[2] > 1)
-
-    def step(params, state, tokens):
-        def loss(params):
-            logits = net.apply(params, tokens[:, :-1])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    def train(params, state, tokens, **more):
-        losses = []
-        run = jax.jit(step, **more)
-        for _ in range(2):
-            params, state, value = run(params, state, tokens)
-            losses.append(float(value))
-        return losses
-
     with jax.numpy_dtype_promotion("standard"):
-        start = jax.jit(net.init)(jax.random.key(0), tokens)
-        expected = train(start, jax.jit(optimizer.init)(start), tokens)
-        states = layout.like(jax.eval_shape(optimizer.init, shapes))
+        states = layout.like(jax.eval_shape(ADAM.init, start))
         params = layout.place(start)
-        state = jax.jit(optimizer.init, out_shardings=states.shardings)(params)
+        state = jax.jit(ADAM.init, out_shardings=states.shardings)(params)
         out = (layout.shardings, states.shardings, None)
-        losses = train(params, state, layout.place_batch(tokens), out_shardings=out)
+        losses = two_losses(params, state, layout.place_batch(TOKENS), out_shardings=out)
     np.testing.assert_allclose(losses, expected, rtol=2e-5)

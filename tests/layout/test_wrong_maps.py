@@ -6,7 +6,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar.layout import REPLICATED, LayoutError, LayoutMap, Padded, Replicate, Split
+from jaxpar.layout import (
+    REPLICATED,
+    LayoutError,
+    LayoutMap,
+    Padded,
+    Replicate,
+    Split,
+    data_parallel,
+)
 
 AXES = {"layers": None, "embed": None, "heads": "tp", "hidden": "tp", "vocab": "tp", "one": None}
 RIGHT = {
@@ -292,6 +300,16 @@ def test_the_rule_that_is_proposed_can_be_added():
         LayoutMap({}, batch=P("dp")).layout(params, make_mesh("dp=8"))
     key = found.value.problems[0].remedy.split("'")[1].encode().decode("unicode_escape")
     LayoutMap({key: REPLICATED}, batch=P("dp")).layout(params, make_mesh("dp=8"))
+
+
+def test_rules_of_their_own_may_take_all_that_another_matches():
+    """As an edit of a map that a strategy has made: such a pattern is not wrong."""
+    params = {"layers": [{"w.x": of_shape(8, 6)} for _ in range(2)]}
+    rules = data_parallel(params, make_mesh("tp=8"), axis="tp")
+    rules |= {f"layers/{n}/w.x": (None, Padded("tp")) for n in range(2)}
+    assert len(rules) == 3
+    layout = rules.layout(params, make_mesh("tp=8"))
+    assert {array.padded_shape for array in layout.values()} == {(8, 8)}
 
 
 def test_results_name_axes_of_the_mesh():

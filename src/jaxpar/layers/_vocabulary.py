@@ -26,7 +26,7 @@ from jaxpar._checks import (
 )
 from jaxpar._compat import psum_scatter
 from jaxpar._dtypes import addition_dtype, sum_dtype
-from jaxpar._padded_tables import check_no_padding
+from jaxpar._padded_tables import check_no_padding, check_no_padding_between
 from jaxpar._types import AxisLike, Integer, Number
 from jaxpar._varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar._wire import check_wire
@@ -59,7 +59,8 @@ def vocabulary_parallel_embedding(
       TypeError: tokens that are no integers, a `sequence_dim` that is none; a table of booleans,
         which have no sum.
       ValueError: a table of another rank, tokens that are typed as varying over `axis`, or a
-        table that is not; a sequence that the axis does not divide, an unknown axis name, a call
+        table that is not; a sequence that the axis does not divide; a layout that has padding
+        between the rows of a table of this size, as `Split` has it; an unknown axis name, a call
         outside shard_map.
 
     Cost: an all-reduce of the result, or a reduce-scatter of it, which sends half as much, in the
@@ -87,6 +88,7 @@ def vocabulary_parallel_embedding(
     if dim is not None:
         check_divides("the result", shape, dim, ring)
     check_own("table", table, ring, "rows")
+    check_no_padding_between(table.shape[1], table.shape[0] * ring.size)
 
     tokens, table = vary_alike(ring.names, tokens, table)
     first = ring.index() * table.shape[0]
@@ -203,8 +205,9 @@ def vocabulary_parallel_cross_entropy(
       ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
         over `axis` without a `sequence_dim`; `w`, a bias, or with a `sequence_dim` `x` or labels,
         typed as replicated over it; `w` with columns of the whole `vocabulary`; no `vocabulary`,
-        where there is a layout that pads a table to the size of `w`; an unknown axis
-        name, a call outside shard_map.
+        where there is a layout that pads a table to the size of `w`, or an array that it has
+        padded; padding between the rows of such a table, as `Split` has it; an unknown axis name,
+        a call outside shard_map.
 
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
     sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is
@@ -235,7 +238,9 @@ def vocabulary_parallel_cross_entropy(
     check_wire(ring.wire_dtype, sum_dtype(x.dtype))
     columns = w.shape[1] * ring.size
     if vocabulary is None:
-        check_no_padding("vocabulary", w.shape[0], columns, ring.names)
+        check_no_padding("vocabulary", w.shape[0], columns)
+    elif vocabulary != columns:
+        check_no_padding_between(w.shape[0], columns)
     tokens = columns if vocabulary is None else vocabulary
     loss = ChunkedLoss(
         ring=ring,

@@ -264,18 +264,14 @@ def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
 
 
 def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[Problem]:
-    """Rules that match no array."""
+    """Rules that match no array, also of those that have rules of their own."""
     problems: list[Problem] = []
     kinds = list({_any_index(path): path for path in reversed(paths)}.values())
+    own = used.intersection(paths)
     for key in rules:
-        if key in used:
+        if key in used or any(map(rules.pattern(key).fullmatch, own)):
             continue
-        own = [path for path in paths if path in used and rules.pattern(key).fullmatch(path)]
-        why = (
-            f": what it would match has rules of its own, such as {own[0]!r}"
-            if own
-            else nearest(key, kinds[:1000], "the nearest path is {}")
-        )
+        why = nearest(key, kinds[:1000], "the nearest path is {}")
         problems.append(
             Problem(
                 None,

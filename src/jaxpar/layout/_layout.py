@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxpar._calls import called, of_user, public, readable, type_error, value_error
@@ -214,7 +215,7 @@ class Layout(Mapping[str, ArrayLayout]):
         Raises:
           LayoutError: arrays of other paths or shapes.
         """
-        return pad(self, params)
+        return self._noted(pad(self, params))
 
     @public
     def unpad(self, params: Any) -> Any:
@@ -239,7 +240,7 @@ class Layout(Mapping[str, ArrayLayout]):
           ValueError: whole numbers of 64 bits that do not fit into 32.
         """
         self._need_devices()
-        return place(self, params)
+        return self._noted(place(self, params))
 
     @public
     def gather(self, params: Any) -> Any:
@@ -292,7 +293,8 @@ class Layout(Mapping[str, ArrayLayout]):
             for path, array in self.items()
             if path not in full
         }
-        return self.filled(empty | jax.jit(padded, out_shardings=full)(*args, **kwargs))
+        made = jax.jit(padded, out_shardings=full)(*args, **kwargs)
+        return self._noted(self.filled(empty | made))
 
     @public
     def constrain(self, x: Array, path: str) -> Array:
@@ -407,9 +409,10 @@ class Layout(Mapping[str, ArrayLayout]):
         """Returns the layout of what is made like the parameters: an optimizer's state, averages.
 
         An array whose path ends in a parameter's path, and that has its shape (padded or not), lies
-        like it. So does one that lacks one of its dimensions, as factored moments do. Scalars and
-        arrays of one entry are replicated. An array that one of `rules` matches lies as that says:
-        moments over the axis of the data, say, of weights that all devices hold whole (ZeRO-1).
+        like it. So does one that lacks one of its dimensions, as factored moments do; of two that
+        are of one size either may be gone, and neither is sharded. Scalars and arrays of one
+        entry are replicated. An array that one of `rules` matches lies as that says: moments over
+        the axis of the data, say, of weights that all devices hold whole (ZeRO-1).
 
         Args:
           tree: arrays or shapes: `jax.eval_shape(optimizer.init, layout.shapes)`.
@@ -490,7 +493,7 @@ class Layout(Mapping[str, ArrayLayout]):
           ValueError: no such folder, or no checkpoint in it.
         """
         self._need_devices()
-        return restore(self, folder)
+        return self._noted(restore(self, folder))
 
     @public
     def read_safetensors(
@@ -543,7 +546,7 @@ class Layout(Mapping[str, ArrayLayout]):
         Source: the format is described at https://github.com/huggingface/safetensors.
         """
         self._need_devices()
-        return read_safetensors(self, files, names, transposed, unused)
+        return self._noted(read_safetensors(self, files, names, transposed, unused))
 
     @public
     def explain(
@@ -629,6 +632,16 @@ class Layout(Mapping[str, ArrayLayout]):
         ]
         return jax.tree.unflatten(self._tree, found)
 
+    def _noted(self, params: Any) -> Any:
+        """The same arrays, whose padding is known while they are there."""
+        padded = {table.path for table in self._padded_tables.tables}
+        self._padded_tables.stay_with(
+            x
+            for path, x in filter(None, arrays_of(params)[0])
+            if path in padded and isinstance(x, Array) and not isinstance(x, Tracer)
+        )
+        return params
+
     def _need_devices(self) -> None:
         if not isinstance(self._mesh, Mesh):
             raise type_error(f"the layout is of {self._mesh}, which has no devices; give a Mesh")
@@ -636,14 +649,13 @@ class Layout(Mapping[str, ArrayLayout]):
 
 def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
     """An array as a table, once for each dimension that is padded."""
-    if len(array.blocks) != 2:
-        return
+    sizes = [{blocks.size, blocks.padded} for blocks in array.blocks]
     for dim, blocks in enumerate(array.blocks):
-        if blocks.size != blocks.padded:
+        widths = frozenset[int]().union(*sizes[:dim], *sizes[dim + 1 :])
+        if blocks.size != blocks.padded and widths:
             at_the_end = blocks == Blocks.at_the_end(blocks.size, blocks.parts, blocks.block)
-            width = array.padded_shape[1 - dim]
             yield PaddedTable(
-                array.path, blocks.size, blocks.padded, width, array.axes[dim], at_the_end
+                array.path, blocks.size, blocks.padded, widths, array.axes[dim], at_the_end
             )
 
 

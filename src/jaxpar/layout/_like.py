@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,17 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | P
 
     It has been fitted with that padding, which its checkpoint must not have.
     """
-    if own is None or own.padded_shape == own.shape:
+    if own is None:
+        return array
+    if array.padded_shape != own.padded_shape:
+        return Problem(
+            array.path,
+            array.rule,
+            f"{array.path!r}: rule {array.rule!r} pads it to {array.padded_shape}, and its "
+            f"parameter has {own.padded_shape} on the devices: an update could not add them up",
+            "shard a dimension that the axes divide; or pad the parameter's, too, in its own rule",
+        )
+    if own.padded_shape == own.shape:
         return array
     blocks = list(array.blocks)
     for dim, (mine, its) in enumerate(zip(array.blocks, own.blocks, strict=True)):
@@ -116,7 +127,7 @@ def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:
         return replace(parameter, path=array.path, dtype=array.dtype)
     rank = len(parameter.shape)
     entries = (*parameter.spec, *[None] * (rank - len(parameter.spec)))
-    candidates = {
+    candidates = [
         replace(
             parameter,
             path=array.path,
@@ -127,9 +138,20 @@ def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:
         )
         for dim in range(rank)
         if array.shape in (_without(parameter.shape, dim), _without(parameter.padded_shape, dim))
-    }
-    # Of a square weight either dimension may be gone: such a vector is small, and has no layout.
-    return candidates.pop() if len(candidates) == 1 else None
+    ]
+    return _shared(candidates) if candidates else None
+
+
+def _shared(candidates: Sequence[ArrayLayout]) -> ArrayLayout | None:
+    """What is true of all: of a square weight either dimension may be gone, which none tells."""
+    first, *others = candidates
+    if any((one.shape, one.padded_shape) != (first.shape, first.padded_shape) for one in others):
+        return None
+    spec, blocks = list(first.spec), list(first.blocks)
+    for dim, own in enumerate(first.blocks):
+        if any((one.spec[dim], one.blocks[dim]) != (spec[dim], own) for one in others):
+            spec[dim], blocks[dim] = None, Blocks.at_the_end(own.size, 1, own.padded)
+    return replace(first, spec=PartitionSpec(*spec), blocks=tuple(blocks))
 
 
 def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:

@@ -21,22 +21,29 @@ NAMES = {
     ),
     "gate": r"gate",
     "attention": (
-        r"(query|key|value)(_proj)?|[qkv]|w[qkv]|[qkv]_proj|[qkv]_lin|to_[qkv]|q_attn"
+        r"(query|key|value)(_proj)?|[qkv]|w_?[qkv]|[qkv]_proj|[qkv]_lin|to_[qkv]|q_attn"
         r"|(q|kv)_b_proj|w(q|kv)_b|sinks"
     ),
     "heads": r"(q|kv|qkv|attn_vec)_einsum",  # [..., heads, d, size] or [heads, size, d]
     "mlp": (
-        r"up|gate_proj|up_proj|w1|w3|wi|wi_[01]|fc1|c_fc|fc_in|dense_h_to_4h|linear1|lin1"
-        r"|intermediate|gating_einsum"
+        r"(w_)?up|w_in|w_gate|gate_proj|up_proj|w1|w3|wi|wi_[01]|fc1|c_fc|fc_in|dense_h_to_4h|linear1|lin1"
+        r"|intermediate|gating_einsum|feedforward_(gate|intermediate)_dense|ffw_gating(_2)?"
     ),
     "fused": (
         r"w?qkv|qkv_proj|c_attn|in_proj|w_pack|query_key_value|linear_qkv|gate_up(_proj)?|w12"
         r"|fused_.*"
     ),
     "after": r"dense|proj|linear",  # rows, where columns stand beside them
-    "out": r"out|output|o|wo|o_proj|out_proj|output_proj|to_out|out_lin|c_proj",
-    "down": r"down|down_proj|w2|fc2|dense_4h_to_h|linear2|lin2|fc_out",
-    "logits": r"logits.*|lm_head|unembed(ding)?|embed_out|predictions",
+    "out": (
+        r"out|output|o|w_?o|o_proj|out_proj|output_proj|to_out|out_lin|c_proj|attention_output"
+    ),
+    "down": (
+        r"(w_)?down|w_out|down_proj|w2|fc2|dense_4h_to_h|linear2|lin2|fc_out"
+        r"|feedforward_output_dense|ffw_linear"
+    ),
+    "logits": (
+        r"logits.*|lm_head|unembed(ding)?|embed_out|predictions|vocab_projector|reverse_embeddings"
+    ),
     "perhaps logits": r"head|proj_out|output_projection",
     "table": (
         r"embed|embedding|embeddings|embed_tokens|token_embed(ding|der)?s?|tok_embeddings|wte"
@@ -46,7 +53,10 @@ NAMES = {
     "bias by heads": r"relpos_bias",
 }
 INSIDE_WHOLE = r"classifier|classification_head|pooler|seq_relationship|score"
-LEAF = r"(weight|kernel|scale).*|embedding|.*bias|w|b|table|default|base_layer|value|\d+"
+LEAF = r"(q?weight|kernel|scale).*|qzeros|embeddings?|.*bias|w|b|table|default|base_layer|value|\d+"
+KEYS = r"(key|value)(_proj)?|(w|to_)?[kv](_(proj|lin))?"
+ADAPTER = re.compile(r"(?:/|_|^)lora[_/]?(?:embedding_)?([ab]|down|up)(?=[_/]|$)")
+OF_HEADS = r"_?(q|k|query|key)_?(layer)?_?norm|norm_[qk]"  # norms of heads, or of all together
 PAIR = "gating_einsum"  # gate and up, [2, in, out] or [2, out, in]
 EXPERTS = r"experts?"
 TABLES = {"whole", "table", "bias by heads", "bias by heads, last"}
@@ -110,6 +120,11 @@ class Named:
         return self.parts[-1] == "b" or self.parts[-1].endswith("bias")
 
     @property
+    def is_key(self) -> bool:
+        """Whether it makes keys or values, of whatever is attended to."""
+        return re.fullmatch(KEYS, self.name) is not None
+
+    @property
     def of_experts(self) -> bool:
         return any(re.fullmatch(EXPERTS, part) for part in self.parts)
 
@@ -132,22 +147,27 @@ class Names:
 
     def _named(self, path: str) -> Named:
         parts = _lower(path)
-        adapters = (re.fullmatch(r"(.*_)?lora_?(embedding_)?([ab])(_.*)?", p) for p in parts)
-        adapter = next((found[3] for found in adapters if found), None)
+        found = ADAPTER.search("/".join(parts))
+        adapter = found and {"down": "a", "up": "b"}.get(found[1], found[1])
         if any(re.fullmatch(INSIDE_WHOLE, part) for part in parts):
             return Named(path, parts, "whole", len(parts) - 1, adapter)
         last = len(parts) - 1
-        places = list(range(last, -1, -1))
-        if parts[-1] == "embedding":  # Flax's name of any table: what it is in says more
+        own = found.string[: found.start()].count("/") if found else last
+        places = list(range(own, -1, -1))
+        # Flax's and Keras's names of any table: what it is in says more.
+        if parts[-1] in ("embedding", "embeddings"):
             outer = [place for place in places[1:] if _kind(parts[place]) in TABLES]
             places = [*outer, last]
         for place in places:
             kind = _kind(parts[place])
             if kind == "after":
                 kind = "out" if self.follows_columns(parts[:place]) else None
+            elif parts[place] == "w3" and "w12" in self._beside[parts[:place]]:
+                kind = "down"
             if kind is not None:
                 return Named(path, parts, kind, place, adapter)
-        return Named(path, parts, None, last, adapter)
+        inner = next((place for place in places if not re.fullmatch(LEAF, parts[place])), last)
+        return Named(path, parts, None, inner, adapter)
 
 
 def _lower(path: str) -> tuple[str, ...]:

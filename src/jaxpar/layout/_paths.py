@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -51,18 +51,60 @@ def parts_of(path: str) -> tuple[str, ...]:
     return tuple(re.split(r"[/.]", path))
 
 
+_PLAIN = re.compile(r"[\w/.-]*")  # which is a pattern: of thousands of paths none is compiled
+
+
 def key_of(path: str) -> str:
     """The key of a rule for this path alone: the path itself, where it is a pattern."""
     try:
-        re.compile(path)
+        if not _PLAIN.fullmatch(path):
+            re.compile(path)
     except re.error:
         return re.escape(path)
     return path
 
 
+_INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of a path that is escaped
+
+
 def pattern_of(path: str) -> str:
     """A pattern of this path, and of those that differ from it in an index."""
-    return re.sub(r"(?:(?<=[/.])|^)\d+(?=/|\\\.|$)", r"\\d+", re.escape(path))
+    return _INDEX.sub(r"\\d+", re.escape(path))
+
+
+class Alike:
+    """Values of paths that differ in an index alone: of layers, or of what follows in one layer."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Hashable] = {}
+        self._free: dict[Hashable, set[int]] = {}  # by value, when all are known
+
+    def add(self, path: str, value: Hashable) -> None:
+        self._values[path] = value
+
+    def pattern(self, path: str) -> str:
+        """A pattern of this path, and of those that differ from it in an index, not in value."""
+        value = self._values[path]
+        if value not in self._free:
+            self._free[value] = self._free_of(value)
+        parts = _INDEX.split(re.escape(path))
+        return "".join(
+            r"\d+" if place in self._free[value] else part for place, part in enumerate(parts)
+        )
+
+    def _free_of(self, value: Hashable) -> set[int]:
+        """The places of indices that differ, any of which means this value."""
+        split = [(_INDEX.split(re.escape(path)), own) for path, own in self._values.items()]
+        free: set[int] = set()
+        for place in range(1, len(split[0][0]), 2):
+            more = {*free, place}
+            mine, others = set[tuple[str, ...]](), set[tuple[str, ...]]()
+            for parts, own in split:
+                fixed = tuple(part for i, part in enumerate(parts) if i not in more)
+                (mine if own == value else others).add(fixed)
+            if mine.isdisjoint(others) and len({parts[place] for parts, _ in split}) > 1:
+                free = more
+        return free
 
 
 def _as_jax(dtype: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._names import Named, Names
-from jaxpar.layout._paths import pattern_of
+from jaxpar.layout._paths import Alike, pattern_of
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import Problem
 
@@ -19,7 +19,6 @@ ROLES = {
     "logits": "columns",
     "out": "rows",
     "down": "rows",
-    "whole": "whole",
     "table": "vocabulary",
     "heads": "heads",
     "bias by heads": "heads",
@@ -36,12 +35,14 @@ class Weight:
       named: what its path says.
       first: how many dimensions count layers and experts.
       given: the role that its user gave.
+      alike: all whose paths differ from its own in an index.
     """
 
     array: Shaped
     named: Named
     first: int
     given: str | None
+    alike: Alike
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,7 +55,7 @@ class Weight:
     @property
     def pattern(self) -> str:
         """A pattern that means it, and the same array of other layers."""
-        return pattern_of(self.array.path)
+        return self.alike.pattern(self.array.path) or ".*"  # of a pytree that is one array
 
     def problem(self, text: str, remedy: str) -> Problem:
         return Problem(self.array.path, None, f"{self.array} {text}", remedy)
@@ -70,14 +71,19 @@ class Weights:
         self.of: dict[str, Weight] = {}
         self.in_module: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
         self.in_parent: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
+        self.beside: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
+        groups: dict[str, Alike] = defaultdict(Alike)
         for array in arrays:
             named = names.of[array.path]
             roles = [role for role, pattern in given.items() if array.path in pattern]
             first = _leading(array, named, array.path in layers)
-            weight = Weight(array, named, first, roles[0] if roles else None)
+            alike = groups[pattern_of(array.path)]
+            alike.add(array.path, array.shape)
+            weight = Weight(array, named, first, roles[0] if roles else None, alike)
             self.of[array.path] = weight
             self.in_module[named.module].append(weight)
             self.in_parent[named.parent].append(weight)
+            self.beside[named.parts[:-1]].append(weight)
         self.tables = [weight for weight in self.of.values() if _is_table(weight)]
         self._table_shapes = {_sorted(table.shape) for table in self.tables}
 
@@ -85,14 +91,22 @@ class Weights:
         """Columns, rows, vocabulary, heads or whole; None, or why, where nothing tells."""
         if weight.given:
             return weight.given
-        named = weight.named
+        named, matrix = weight.named, self._matrix_of(weight)
+        if matrix is not None and matrix.given:
+            return matrix.given
         match named.kind:
+            case "whole":
+                return "whole"
+            case _ if self._is_part(weight):
+                return None
             case "gate":
                 return "columns" if self._gates_mlp(named) else "whole"
             case "fused":
                 return "columns" if self._by_head(named) else _of_fused(weight)
             case "out" if self._is_logits(weight) and not self._ends_block(named):
                 return "columns"
+            case "mlp" if self._is_pair(weight):
+                return _of_fused(weight)
             case "perhaps logits":
                 return "columns" if self._is_logits(weight) else None
             case "logits" if not named.direct and not self._is_logits(weight):
@@ -111,7 +125,7 @@ class Weights:
             norm.shape[0]
             for norm in norms
             if re.match(r"ln|.*norm|.*rnorm", norm.named.name)
-            and not re.match(r"(q|k|kv|query|key)_", norm.named.name)  # of heads, or a low rank
+            and not re.match(r"_?(q|k|kv|query|key)_|.*norm_[qk]$", norm.named.name)  # of heads
         }
         return found | {table.shape[1] for table in self.tables}
 
@@ -127,6 +141,38 @@ class Weights:
         """Those of a module itself, without adapters."""
         found = self.in_module[module]
         return [w for w in found if len(w.shape) > 1 and w.named.adapter is None]
+
+    def _matrix_of(self, weight: Weight) -> Weight | None:
+        """What a bias is added to, if it is the one matrix in its layer."""
+        before, last = weight.named.parts[:-1], weight.named.parts[-1]
+        if last not in ("bias", "b"):
+            return None
+        found = [
+            other
+            for other in self.beside[before]
+            if other.named.leaf and not other.named.bias and len(other.shape) > 1
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _is_part(self, weight: Weight) -> bool:
+        """Whether it is something else in a layer that has a matrix of its own."""
+        named = weight.named
+        return not (named.direct or named.bias or named.adapter or len(weight.shape) < 2) and any(
+            other.named.direct for other in self.matrices(named.module)
+        )
+
+    def _is_pair(self, weight: Weight) -> bool:
+        """Whether twice as much comes out as goes into the rows beside it: gates lie in it, too."""
+        shape, inside = weight.shape, weight.named.inside
+        rows = [
+            other.shape
+            for other in self.in_parent[weight.named.parent]
+            if other.kind in ("down", "out") and other.named.inside == inside
+        ]
+        if len(shape) != 2 or _sorted(shape) in map(_sorted, rows):
+            return False
+        double = {(wide, out // 2) for wide, out in (shape, shape[::-1]) if not out % 2}
+        return any(row in double or row[::-1] in double for row in rows)
 
     def _gates_mlp(self, named: Named) -> bool:
         """Whether a gate is that of an MLP, as large as what stands beside it; a router is not."""
@@ -147,7 +193,8 @@ class Weights:
 
     def _is_logits(self, weight: Weight) -> bool:
         """Whether it is as large as a table; a vector, whether its matrix is."""
-        of = [weight] if len(weight.shape) > 1 else self.matrices(weight.named.module)
+        matrix = weight if len(weight.shape) > 1 else self._matrix_of(weight)
+        of = self.matrices(weight.named.module) if matrix is None else [matrix]
         return any(_sorted(w.shape) in self._table_shapes for w in of)
 
     def _is_lesser(self, weight: Weight) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxpar._types import AnyMesh, AxisLike, Integer
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
-from jaxpar.layout._paths import arrays_of, pattern_of
+from jaxpar.layout._paths import Alike, arrays_of, key_of, pattern_of
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import LayoutError, Problem
 from jaxpar.layout._roles import Weights
@@ -79,7 +80,8 @@ def fully_sharded(
       params: arrays or their shapes, any pytree.
       mesh: has the axis.
       axis: over which arrays are sharded, and the batch too.
-      within: a map of another strategy, whose dimensions are left to it where another one divides.
+      within: a map of another strategy, whose dimensions are left to it where another one divides,
+        as are arrays that it shards over `axis`.
       stacked: a pattern of the paths whose first dimension counts layers, which is not sharded.
       min_size: arrays with fewer entries are replicated.
 
@@ -106,7 +108,8 @@ def fully_sharded(
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
         count = size_of(mesh, names)
         first = int(array.path in layers)
-        if prod(array.shape) < least or not array.shape[first:]:
+        done = {name for entry in taken for name in axes_of(entry)}
+        if not array.shape[first:] or prod(array.shape) < max(least, 1) or done & set(names):
             return {}
 
         def rank(dim: int) -> tuple[bool, int]:
@@ -117,15 +120,22 @@ def fully_sharded(
             dim
             for dim in range(first, len(array.shape))
             if not isinstance(taken[dim], Padded)
-            and array.shape[dim]
             and not array.shape[dim] % (count * size_of(mesh, axes_of(taken[dim])))
         ]
         if array.path in tables and fitting and first not in fitting:
-            return {} if axes_of(taken[first]) else _of_features(array, first, names, count)
-        if array.path in tables and fitting:
-            return {first: names}
+            if axes_of(taken[first]):
+                return {}
+            rows = array.shape[first]
+            return Problem(
+                array.path,
+                None,
+                f"{array}: {names} ({count}) does not divide its {rows} rows; were its features "
+                "sharded, what is looked up would be, too, and not as the batch is",
+                f"give it {-(-rows // count) * count} rows, choose a smaller axis, or "
+                + _own_rule(array, first, names, taken, within),
+            )
         if fitting:
-            return {min(fitting, key=rank): names}
+            return {first if array.path in tables else min(fitting, key=rank): names}
         if len(array.shape) - first < 2:
             return {}
         return Problem(
@@ -133,21 +143,22 @@ def fully_sharded(
             None,
             f"{array}: {names} ({count}) divides none of its dimensions"
             + (", the first of which counts layers" if first else ""),
-            f"choose other sizes, a smaller axis, or a rule of its own: Padded({names[0]!r})",
+            "choose other sizes, a smaller axis, or "
+            + _own_rule(array, min(range(first, len(taken)), key=rank), names, taken, within),
         )
 
     return extended(params, mesh, within, dims, batch=names)
 
 
-def _of_features(array: Shaped, first: int, names: Axes, count: int) -> Problem:
-    return Problem(
-        array.path,
-        None,
-        f"{array}: {names} ({count}) does not divide its {array.shape[first]} rows; were its "
-        "features sharded, what is looked up would be, too, and not as the batch is",
-        f"give it {-(-array.shape[first] // count) * count} rows, choose a smaller axis, or a rule "
-        f"of its own: Padded({names[0]!r}) for its rows, or REPLICATED",
-    )
+def _own_rule(
+    array: Shaped, dim: int, names: Axes, taken: Sequence[Entry], within: LayoutMap | None
+) -> str:
+    """An edit of `within` by which a dimension is padded: what it says of the axis is kept."""
+    before = "within" if within else f"data_parallel(params, mesh, axis={shown(names)!r})"
+    padded = f"Padded({shown((*axes_of(taken[dim]), *names))!r})"
+    entries = [padded if d == dim else repr(shown(entry)) for d, entry in enumerate(taken)]
+    rule = f"{key_of(array.path)!r}: ({', '.join(entries)})"
+    return f"a rule of its own in `within`, {before} | {{{rule}}}"
 
 
 @public
@@ -352,28 +363,39 @@ def extended(
 ) -> LayoutMap:
     """A rule for each array, or for all layers of one: what `within` says, and what `dims` adds."""
     problems: list[Problem] = []
-    specs: dict[str, dict[str, tuple[Any, ...]]] = {}  # by pattern for any index, and path
+    specs: dict[str, tuple[Any, ...]] = {}
+    groups: dict[str, Alike] = defaultdict(Alike)
     for array in shaped(params):
         taken = _taken(within, array, problems)
         added = dims(array, taken)
         if isinstance(added, Problem):
             problems.append(added)
             continue
-        entries = [(*axes_of(e), *added[d]) if d in added else e for d, e in enumerate(taken)]
+        entries = [_with(entry, added.get(dim, ())) for dim, entry in enumerate(taken)]
         while entries and not entries[-1]:
             entries.pop()
-        specs.setdefault(pattern_of(array.path), {})[array.path] = tuple(map(shown, entries))
+        specs[array.path] = tuple(map(shown, entries))
+        groups[pattern_of(array.path)].add(array.path, specs[array.path])
     if problems:
         raise LayoutError(called(), problems)
-    rules: dict[str, Any] = {}
-    for alike, of_paths in specs.items():
-        if len(of_paths) > 1 and len(set(of_paths.values())) == 1:
-            rules[alike] = PartitionSpec(*next(iter(of_paths.values())))
-        else:
-            rules |= {re.escape(path): PartitionSpec(*spec) for path, spec in of_paths.items()}
-    before = within.batch.mesh_axes if within is not None and within.batch else ()
-    over = (*before, *(name for name in batch if name not in before))
-    return LayoutMap(rules, batch=PartitionSpec(over) if over else None)
+    rules = {
+        groups[pattern_of(path)].pattern(path): PartitionSpec(*spec) for path, spec in specs.items()
+    }
+    before = list(within.batch.entries) if within is not None and within.batch else []
+    done = {name for entry in before for name in axes_of(entry)}
+    if more := tuple(name for name in batch if name not in done):
+        before[:1] = [(*(axes_of(before[0]) if before else ()), *more)]
+    return LayoutMap(
+        rules,
+        batch=PartitionSpec(*map(shown, before)) if before else None,
+        results=dict(within.results) if within is not None and within.results else None,
+    )
+
+
+def _with(entry: Entry, axes: Axes) -> Entry:
+    """A dimension that further axes shard, padded if it was."""
+    both = (*axes_of(entry), *axes)
+    return replace(entry, axes=both) if isinstance(entry, Padded) else both
 
 
 def _taken(within: LayoutMap | None, array: Shaped, problems: list[Problem]) -> list[Entry]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxpar.layout._fit import Shaped
-from jaxpar.layout._names import PAIR
+from jaxpar.layout._names import OF_HEADS, PAIR
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import Problem
@@ -39,20 +39,24 @@ class TensorDims:
         # By where, and leaf, which dimension comes out: of what biases say, and of what widths do.
         self._by_bias: dict[tuple[tuple[str, ...], str], set[int]] = defaultdict(set)
         self._by_width: dict[str, set[int]] = defaultdict(set)
+        # Keys and values may come from elsewhere, of another width: they show nothing alone.
+        self._by_key: dict[str, set[int]] = defaultdict(set)
         for weight in weights.of.values():
             named = weight.named
             if len(weight.shape) != 2 + (named.name == PAIR) or named.adapter or named.bias:
                 continue
             role, parts, leaf = weights.role(weight), weight.named.parts, weight.named.leaf
-            if isinstance(role, Problem) or role not in ("columns", "rows"):
+            if weight.kind == "whole" or role in ("vocabulary", "heads"):
                 continue
             if weight.kind == "logits" or weights.vocabulary_dim(weight) is not None:
                 continue  # of GPT-2 the other way round than all others
             if (out := self._out_by_bias(weight)) is not None:
                 for place in range(len(parts)):
                     self._by_bias[parts[:place], leaf].add(out)
-            elif (out := self._out_by_width(weight, role)) is not None:
-                self._by_width[leaf].add(out)
+            elif isinstance(role, str) and role in ("columns", "rows"):
+                out = self._out_by_width(weight, role)
+                if out is not None:
+                    (self._by_key if named.is_key else self._by_width)[leaf].add(out)
 
     def of(self, path: str) -> int | Problem | None:
         """The dimension; None of an array that is whole; or why neither is known."""
@@ -114,10 +118,12 @@ class TensorDims:
             said = self._by_bias.get((parts[:place], leaf))
             if said:
                 return min(said) if len(said) == 1 else None
-        said = self._by_width[leaf]
-        if len(said) == 1:
-            return min(said)
+        said = self._by_width[leaf] or (self._by_key[leaf] and self._by_key[leaf] | {usual})
         own = self._out_by_width(weight, role)
+        if len(said) == 1:
+            return None if own not in (None, *said) else min(said)
+        if not self._by_width[leaf] and said:
+            return None
         # GPT-2's have been published both ways round, under the same names.
         either = leaf in ("weight", "kernel") and weight.named.name.startswith("c_")
         return None if either or own not in (None, usual) else usual
@@ -125,16 +131,12 @@ class TensorDims:
     def _out_by_bias(self, weight: Weight) -> int | None:
         """The one dimension that is as long as a bias beside the array."""
         *before, last = weight.named.parts
-        names = {"bias", "b"} if weight.named.inside else {f"{last}_bias"}
+        names = {"bias", "b"} if weight.named.leaf else {f"{last}_bias"}
         names.add(re.sub("_weight$", "_bias", last))
-        weights, named = self._weights, weight.named
-        near = weights.in_module[named.module] if named.inside else weights.in_parent[named.parent]
         sizes = {
             other.shape[0]
-            for other in near
-            if other.named.parts[:-1] == tuple(before)
-            and other.named.parts[-1] in names
-            and len(other.shape) == 1
+            for other in self._weights.beside[tuple(before)]
+            if other.named.parts[-1] in names and len(other.shape) == 1
         }
         return _only(dim for dim, size in enumerate(weight.shape[-2:]) if size in sizes)
 
@@ -144,22 +146,13 @@ class TensorDims:
 
     def _of_heads(self, weight: Weight, role: str) -> int | Problem:
         """Of [in, heads, size] and [heads, size, out] the heads."""
-        rank, shape, named = len(weight.shape), weight.shape, weight.named
+        rank, named = len(weight.shape), weight.named
         if weight.given:
             if named.leaf == "weight":
                 return 0 if role == "columns" else rank - 1
             return 1 if role == "columns" else 0
         right = rank == 3 and named.leaf != "weight" and named.kind in ("attention", "out")
-        if role == "columns":
-            right = right and not (shape[0] not in self._widths and shape[1] in self._widths)
-        else:
-            columns = [
-                other.shape[1:]
-                for other in self._weights.in_parent[named.parent]
-                if other.named.kind == "attention" and len(other.shape) == 3
-            ]
-            right = right and (not columns or shape[:2] in columns)
-        if right:
+        if right and self._share_heads(weight, role):
             return 1 if role == "columns" else 0
         path = weight.pattern
         return weight.problem(
@@ -167,6 +160,22 @@ class TensorDims:
             f"say stacked={path!r} where the first counts layers or experts; otherwise "
             f"{self._own_rule(weight)}",
         )
+
+    def _share_heads(self, weight: Weight, role: str) -> bool:
+        """Whether as many heads go in as come out beside it, which layers and experts are not."""
+        shape, heads = weight.shape, defaultdict[str, set[int]](set)
+        for other in self._weights.in_parent[weight.named.parent]:
+            if len(other.shape) == 3 and other.named.adapter is None:
+                kind = other.named.kind or ""
+                if kind == "mlp" and sorted(other.shape) == sorted(shape):
+                    return False
+                heads[kind].add(other.shape[1 if kind == "attention" else 0])
+        both = heads["attention"] & heads["out"]
+        if role == "rows":
+            return shape[0] in both or not heads["attention"]
+        if shape[0] not in self._widths and shape[1] in self._widths:
+            return False
+        return any(not count % shape[1] for count in both if shape[1]) or not heads["out"]
 
     def _of_adapter(self, weight: Weight, role: str) -> int | Problem | None:
         """Of columns b lies like the weight, of rows and tables a; the other one is whole."""
@@ -197,15 +206,18 @@ class TensorDims:
     def _few_heads(self, weight: Weight) -> Problem | None:
         """Heads that the devices do not share, where one knows how many there are."""
         named = weight.named
-        if weight.given or named.kind != "attention" or named.name == "sinks":
+        if weight.given or named.kind not in ("attention", "fused") or named.name == "sinks":
             return None
         if named.bias and len(weight.shape) > 1:  # [heads, size]
             return None
         size = self._head_size or self._head_size_by_norm(named.parent)
+        if size is None:
+            return None
+        size *= 3 if named.kind == "fused" else 1  # its query, key and value lie together
         dim = self._of_matrix(weight, "columns") if len(weight.shape) == 2 else 0
         out = weight.shape[dim] if isinstance(dim, int) else 0
-        heads, rest = divmod(out, size or 1)
-        if not size or rest or not heads % self._count:
+        heads, rest = divmod(out, size)
+        if rest or not heads % self._count:
             return None
         return weight.problem(
             f"has {heads} heads of {size}, which {self._count} devices do not divide",
@@ -217,9 +229,9 @@ class TensorDims:
         """As long as the norm of queries and keys, if that is one of each head."""
         norms, most = set[int](), 0
         for other in self._weights.in_parent[parent]:
-            if re.fullmatch(r"(q|k|query|key)_?(layer)?norm", other.named.name):
+            if re.fullmatch(OF_HEADS, other.named.name):
                 norms |= set(other.shape) if len(other.shape) == 1 else set()
-            elif other.named.kind == "attention":
+            elif other.named.kind in ("attention", "fused"):
                 most = max(most, *other.shape)
         return min(norms) if len(norms) == 1 and min(norms) < most else None
 
