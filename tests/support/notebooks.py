@@ -118,7 +118,7 @@ def _same_picture(before: str, now: str) -> bool:
 
 
 def layouts(**sizes: int) -> dict[str, Any]:
-    """What the notebook of layouts defines, its model, rules and meshes; sizes instead of its own."""
+    """What the notebook of layouts defines, its model, rules and meshes; with other sizes."""
     names: dict[str, Any] = {"jax": jax}
     for cell in jupytext.read(ROOT / "notebooks" / "13_layouts.py").cells:
         if cell.source.startswith(("import jax.numpy", "WIDTH, HIDDEN", "RULES = ")):

@@ -103,7 +103,7 @@ class Seen:
         return {one: self._why(self.weights[one]) for one in chosen}
 
     def rows_carried(self) -> int:
-        """Which dimension of activations is the batch's: of those that a loop carries, if one does."""
+        """Which dimension of activations is the batch's: as in those that a loop carries."""
         rows = {own[0] for own in self.data if own}
         for tokens in self.flow.carried:
             found = [dim for dim, t in enumerate(tokens) if self.flow.of(t) in rows]
