@@ -135,14 +135,15 @@ def infer_layout(
         tell(str(found))
         compared.append(found)
     best = _best(compared, target, tell)
-    return _constrained(best, seen, by_role["expert"], tell)
+    several = {name for name, size in mesh.shape.items() if size > 1} - set(by_role["expert"])
+    return _constrained(best, seen, several, tell)
 
 
 def _constrained(
-    rules: LayoutMap, seen: Seen, experts: tuple[str, ...], tell: Callable[[str], object]
+    rules: LayoutMap, seen: Seen, names: set[Any], tell: Callable[[str], object]
 ) -> LayoutMap:
-    """The map with a rule for activations, if weights lie over axes of the batch."""
-    over = set(rules.batch.mesh_axes if rules.batch else ()) - set(experts)
+    """The map with a rule for activations, if weights and batch lie over one of these axes."""
+    over = names & set(rules.batch.mesh_axes if rules.batch else ())
     if rules.batch is None or not over & set(chain(*(rules.rule(key).mesh_axes for key in rules))):
         return rules
     spec = PartitionSpec(*[None] * seen.rows_carried(), rules.batch.mesh_axes)
