@@ -8,13 +8,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jupytext
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from notebooks import ROOT
+from notebooks import layouts
 from partitioner import compiled, whole_batches
 
 from jaxpar import make_mesh
@@ -162,10 +160,26 @@ def moved(rules, function, params, batch, mesh):
 def test_inferred_maps(name, mesh):
     mesh, params = make_mesh(mesh), MODELS[name]
     rules = infer_layout(loss, params, BATCH, mesh)
-    loops = not isinstance(params["layers"], list) and "fsdp" in mesh.shape
-    assert (rules.results is not None) == loops
+    assert (rules.results is not None) == ("fsdp" in mesh.shape)
     assert rules["embedding"] in (P(tuple(n for n in ("tp", "fsdp") if n in mesh.shape)), P("tp"))
     assert moved(rules, loss, params, BATCH, mesh) == ([], [])
+
+
+def classes(params, batch, constrained=lambda x: x):
+    """A table that is multiplied with ones and zeros, and few features of each row at the end."""
+    x = constrained(jax.nn.one_hot(batch["tokens"], WORDS) @ params["embedding"])
+    x = constrained(layer(x, params["layers"][0]))
+    return jnp.mean(jax.nn.logsumexp(constrained(x.mean(1)) @ params["classes"], axis=-1))
+
+
+def test_what_a_map_says_of_activations_keeps_them_in_place():
+    params, mesh = MODELS["tied"] | {"classes": F32((WIDTH, 16))}, make_mesh("fsdp=2,tp=4")
+    del params["last_norm"]
+    rules = infer_layout(classes, params, BATCH, mesh)
+    assert rules["embedding"] == P(("tp", "fsdp"))
+    assert moved(rules, classes, params, BATCH, mesh) == ([], [])
+    without = LayoutMap(dict(rules), batch=rules.batch.layout)
+    assert moved(without, classes, params, BATCH, mesh)[1]
 
 
 def test_an_inferred_map_of_experts():
@@ -206,18 +220,7 @@ def test_a_map_of_strategies_for_few_words():
     assert moved(rules, loss, params, BATCH, mesh) == ([], [])
 
 
-def of_notebook():
-    """Names that the notebook of layouts defines: its model, rules and meshes."""
-    cells = jupytext.read(ROOT / "notebooks" / "13_layouts.py").cells
-    found = {"jax": jax, "jnp": jnp, "np": np, "P": P}
-    exec("import optax\nfrom jaxpar.layout import REPLICATED, Padded", found)
-    for cell in cells:
-        if cell.source.startswith(("WIDTH, HIDDEN", "RULES = ")):
-            exec(cell.source, found)
-    return found
-
-
-NOTEBOOK = of_notebook()
+NOTEBOOK = layouts()
 
 
 @pytest.mark.parametrize("mesh", NOTEBOOK["MESHES"])

@@ -9,7 +9,9 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import jupytext
 import matplotlib.image
 import numpy as np
@@ -113,6 +115,16 @@ def _same_picture(before: str, now: str) -> bool:
     if np.max(np.maximum(old.shape, new.shape)[:2] - [height, width]) > 3:  # fonts differ a little
         return False
     return bool(np.mean(np.abs(old[:height, :width] - new[:height, :width])) < PICTURE_TOLERANCE)
+
+
+def layouts(**sizes: int) -> dict[str, Any]:
+    """What the notebook of layouts defines, its model, rules and meshes; with other sizes."""
+    names: dict[str, Any] = {"jax": jax}
+    for cell in jupytext.read(ROOT / "notebooks" / "13_layouts.py").cells:
+        if cell.source.startswith(("import jax.numpy", "WIDTH, HIDDEN", "RULES = ")):
+            exec(cell.source, names)
+            names.update(sizes)
+    return names
 
 
 def store(script: Path) -> None:

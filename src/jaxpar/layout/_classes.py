@@ -27,6 +27,10 @@ def weights_of(tokens: Tokens) -> frozenset[str]:
     return tokens.weights if isinstance(tokens, Made) else frozenset()
 
 
+class OneHot(Tokens):
+    """The dimensions of an array that says of data which of the last dimension's entries it is."""
+
+
 @dataclass
 class Sum:
     """A result that must be added up between devices if these dimensions are sharded."""

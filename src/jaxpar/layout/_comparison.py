@@ -14,7 +14,7 @@ from jaxpar._types import AnyMesh
 from jaxpar._units import size_text
 from jaxpar.layout._layout import Layout
 from jaxpar.layout._map import LayoutMap
-from jaxpar.layout._paths import is_array
+from jaxpar.layout._paths import is_array, is_number
 from jaxpar.layout._problem import LayoutError
 from jaxpar.layout._strategies import data_parallel, fully_sharded
 from jaxpar.schedule import Target
@@ -88,12 +88,31 @@ def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
 
     def called(arrays: Any, batch: Any) -> Any:
         given = iter(jax.tree.leaves(arrays))  # without leaves that are no arrays
-        whole = [next(given) if is_array(leaf) else leaf for leaf in leaves]
+        found = [(leaf, next(given) if is_array(leaf) else leaf) for leaf in leaves]
+        whole = [leaf if is_number(leaf) else x for leaf, x in found]
         return function(jax.tree.unflatten(tree, whole), batch)
 
     def step(arrays: Any, batch: Any) -> Any:
         found = jax.eval_shape(called, arrays, batch)
         is_loss = getattr(found, "shape", None) == () and jnp.issubdtype(found.dtype, jnp.floating)
-        return (jax.value_and_grad(called) if is_loss else called)(arrays, batch)
+        return (_with_gradient(called) if is_loss else called)(arrays, batch)
 
     return step
+
+
+def _with_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """As `jax.value_and_grad`; arrays of integers have no gradient."""
+
+    def called(arrays: Any, batch: Any) -> Any:
+        flat, tree = jax.tree.flatten(arrays)
+        real = [n for n, x in enumerate(flat) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def of_real(given: list[Any]) -> Any:
+            found = dict(enumerate(flat)) | dict(zip(real, given, strict=True))
+            return loss(tree.unflatten(list(found.values())), batch)
+
+        value, gradients = jax.value_and_grad(of_real)([flat[n] for n in real])
+        found = dict(zip(real, gradients, strict=True))
+        return value, tree.unflatten([found.get(n) for n in range(len(flat))])
+
+    return called

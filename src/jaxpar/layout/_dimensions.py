@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxpar.layout._classes import Made, Tokens
 from jaxpar.layout._flow import Flow
-from jaxpar.layout._paths import arrays_of, is_array
+from jaxpar.layout._paths import arrays_of, is_array, is_number
 
 Classes = tuple[int, ...]  # one for each dimension of an array
 
@@ -33,7 +33,7 @@ class Dimensions:
         def of_arrays(arrays: Sequence[Any], data: Any) -> Any:
             whole = list(leaves)
             for place, array in zip(places, arrays, strict=True):
-                whole[place] = array
+                whole[place] = leaves[place] if is_number(leaves[place]) else array
             return function(jax.tree.unflatten(tree, whole), data)
 
         given = [_shape_of(leaves[place]) for place in places]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jaxpar.layout._classes import Made, Tokens, weights_of
+from jaxpar.layout._classes import Made, OneHot, Tokens, weights_of
 from jaxpar.layout._steps import Steps, fits
 
 # What leaves every dimension as it is, or broadcasts sizes of 1: all operands have one shape.
@@ -66,6 +66,10 @@ class Flow(Steps):
             return [Made.of(tokens, weights) for tokens in found]
         if name == "gather":
             self.looked_up |= weights_of(args[0])
+        if name == "eq" and any(isinstance(t, Made) and len(t) > 1 for t in args):
+            return [OneHot(found[0])]  # of entries that are counted, which one data say
+        if name == "convert_element_type" and isinstance(args[0], OneHot):
+            return [OneHot(found[0])]
         return [tuple(tokens) for tokens in found]
 
     def _primitive(self, e: Any, args: list[Tokens]) -> list[Tokens]:

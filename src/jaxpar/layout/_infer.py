@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
@@ -22,7 +23,7 @@ from jaxpar.layout._strategies import Dims, data_parallel, extended
 
 Role = Literal["data", "fully sharded", "tensor", "expert"]
 ROLES = ("data", "fully sharded", "tensor", "expert")
-RESIDUAL = "residual"  # the path of what a loop carries
+RESIDUAL = "residual"  # the path of what goes from layer to layer
 CONSTRAINED = f"x = layout.constrain(x, {RESIDUAL!r})"
 NAMES = {
     "data": r"dp|data|batch|replica.*",
@@ -69,9 +70,10 @@ def infer_layout(
         `unsure` name what was not followed, does not divide, or moves, and whose dimensions.
 
     Returns:
-      A `LayoutMap`, to be used as it is or edited. Where a loop carries activations and axes are
-      fully sharded, it has a rule of `results` for them, `"residual"`: without `layout.constrain(x,
-      "residual")` in the loop's body the compiler may shard activations there as it does weights.
+      A `LayoutMap`, to be used as it is or edited. Where axes are fully sharded, it has a rule of
+      `results` for activations, `"residual"`. A compiler that finds weights and data over one axis
+      may shard activations as either. `x = layout.constrain(x, "residual")` decides it: in bodies
+      of loops, and in front of a layer where activations move.
 
     Raises:
       ValueError: an axis whose role its name does not tell; a role of an axis that is not there.
@@ -133,12 +135,23 @@ def infer_layout(
         tell(str(found))
         compared.append(found)
     best = _best(compared, target, tell)
-    carried = seen.rows_carried() if by_role["fully sharded"] else None
-    if carried is None or best.batch is None:
-        return best
-    spec = PartitionSpec(*[None] * carried, best.batch.mesh_axes)
-    tell(f"unsure: a loop carries activations; begin its body by {CONSTRAINED}, which is {spec}")
-    return best | LayoutMap(results={RESIDUAL: spec})
+    several = {name for name, size in mesh.shape.items() if size > 1} - set(by_role["expert"])
+    return _constrained(best, seen, several, tell)
+
+
+def _constrained(
+    rules: LayoutMap, seen: Seen, names: set[Any], tell: Callable[[str], object]
+) -> LayoutMap:
+    """The map with a rule for activations, if weights and batch lie over one of these axes."""
+    over = names & set(rules.batch.mesh_axes if rules.batch else ())
+    if rules.batch is None or not over & set(chain(*(rules.rule(key).mesh_axes for key in rules))):
+        return rules
+    spec = PartitionSpec(*[None] * seen.rows_carried(), rules.batch.mesh_axes)
+    tell(
+        "unsure: the compiler may shard activations as it does weights; begin each layer, and the "
+        f"body of each loop, by {CONSTRAINED}, which is {spec}"
+    )
+    return rules | LayoutMap(results={RESIDUAL: spec})
 
 
 def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], object]) -> LayoutMap:

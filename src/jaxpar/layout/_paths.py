@@ -150,9 +150,12 @@ def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterato
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf has a shape and a dtype, or is a number."""
-    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(
-        leaf, (bool, int, float, complex)
-    )
+    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or is_number(leaf)
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number of Python, on which a function may branch: it is not traced."""
+    return isinstance(leaf, (bool, int, float, complex))
 
 
 def described(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:

@@ -102,14 +102,14 @@ class Seen:
         self._tell_cuts(able, chosen)
         return {one: self._why(self.weights[one]) for one in chosen}
 
-    def rows_carried(self) -> int | None:
-        """Which dimension of the activations that a loop carries is the batch's, if one does."""
+    def rows_carried(self) -> int:
+        """Which dimension of activations is the batch's: as in those that a loop carries."""
         rows = {own[0] for own in self.data if own}
         for tokens in self.flow.carried:
             found = [dim for dim, t in enumerate(tokens) if self.flow.of(t) in rows]
             if found and len(tokens) > 1:
                 return found[0]
-        return None
+        return 0
 
     def _of_matrices(self) -> set[int]:
         """Dimensions of weights with more than two that are multiplied: experts, and theirs."""

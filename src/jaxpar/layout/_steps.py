@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from jaxpar.layout._classes import Classes, Cut, Made, Matmul, Sum, Tokens, weights_of
+from jaxpar.layout._classes import Classes, Cut, Made, Matmul, OneHot, Sum, Tokens, weights_of
 
 
 class Steps(Classes):
@@ -41,7 +41,12 @@ class Steps(Classes):
         free += [t for d, t in enumerate(right) if d not in (*contract_r, *batch_r)]
         size = self.times * prod(out) * e.outvars[0].aval.dtype.itemsize
         flops = 2.0 * prod(out) * prod(shapes[0][d] for d in contract_l)
-        self.sums.append(Sum(tuple(contracted), size, "a matmul"))
+        what = "a matmul"
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, OneHot) and weights_of(other):
+                what = "rows that are looked up"
+                self.looked_up |= weights_of(other)
+        self.sums.append(Sum(tuple(contracted), size, what))
         result = (*batch, *free)
         self.matmuls.append(Matmul(self.times * flops, (*result, *contracted), result, size))
         if bool(weights_of(left)) != bool(weights_of(right)):
