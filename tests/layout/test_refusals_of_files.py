@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
@@ -59,7 +60,7 @@ def test_nothing_is_written_where_something_can_not_be(tmp_path):
     for params, text in [
         (
             {**placed, "w": np.ones(4, "f")},
-            "'w' is a ndarray on no device; save what `Layout.place`",
+            "'w' is a ndarray outside of the mesh; save what `Layout.place`",
         ),
         (donated, "'v' has been donated or deleted; save the array that took its place"),
         ({"w": placed["w"]}, "'v' is missing; give all arrays of the layout"),
@@ -95,16 +96,28 @@ def test_folders(tmp_path):
     ):
         layout.restore(tmp_path)
     np.testing.assert_array_equal(layout.restore(folder)["w"], placed["w"])
+    store = epath.testing.mock_epath(exists=lambda *_: True)
+    with store, pytest.raises(ValueError, match="there is gs://bucket/one already; give a folder"):
+        layout.save("gs://bucket/one", placed)
 
 
 def test_of_nested_dicts_that_orbax_wrote(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "one", {"a": {"w": jnp.arange(4.0)}, "b": [jnp.arange(2)]})
+        checkpointer.save(tmp_path / "more", {"w": jnp.arange(4.0), "text": "a", "step": 3})
     layout = laid({"a": {"w": jnp.ones(4)}, "b": [jnp.arange(2)]}, {"a/w": ("tp",)})
     found = layout.restore(tmp_path / "one")
     np.testing.assert_array_equal(found["a"]["w"], np.arange(4.0))
     np.testing.assert_array_equal(found["b"][0], [0, 1])
+    tree = {"w": jnp.ones(4), "text": "b", "step": 1}
+    text = r"'step' is int64\[\] in .*, and int32\[\] here; set jax_enable_x64, make the layout"
+    with pytest.raises(LayoutError, match=text):
+        laid(tree).restore(tmp_path / "more")
+    with jax.enable_x64(True):
+        found = laid(tree, {"w": ("tp",)}).restore(tmp_path / "more")
+    assert (found["step"].item(), found["text"]) == (3, "b")
+    np.testing.assert_array_equal(found["w"], np.arange(4.0))
 
 
 @pytest.mark.parametrize("tree", [{}, {"f": jax.nn.relu, "n": None}])
@@ -185,6 +198,13 @@ def test_damaged_files_are_named(tmp_path):
         ({"w": {**entry, "shape": [5]}}, bytes(16), r"'w' float32\[5\] has 16 bytes"),
         (b"{", b"", "Expecting property name"),
         ({"w": {"dtype": "F32"}}, b"", "'shape'"),
+        ({"w": {**entry, "shape": [-2, -2]}}, bytes(16), r"'w' has shape \[-2, -2\] and bytes"),
+        ({"w": {**entry, "shape": [4.5]}}, bytes(16), r"'w' has shape \[4.5\] and bytes"),
+        ({"w": entry, "v": entry}, bytes(16), "a tensor ends at byte 16, and the next begins at 0"),
+        ({"w": {**entry, "data_offsets": [4, 20]}}, bytes(20), "ends at byte 0, and the next"),
+        ({"w": entry}, bytes(17), "ends at byte 16, and the next begins at 17"),
+        (b'{"w": 1, "w": 2}', b"", "its header has a name twice"),
+        (b"[" * 100_000, b"", "recursion"),
     ]:
         written(path, header, data)
         with pytest.raises(ValueError, match=f"a.safetensors is no whole safetensors file .*{why}"):
@@ -204,6 +224,18 @@ def test_damaged_files_are_named(tmp_path):
         layout.read_safetensors(tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match=r"files is \[\]; name files, or folders"):
         layout.read_safetensors([])
+    with pytest.raises(TypeError, match="files must be a path, or several, got None"):
+        layout.read_safetensors(None)
+
+
+class OtherPath:
+    """A path of another kind than pathlib's."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __fspath__(self):
+        return f"{self.folder}/1.safetensors"
 
 
 def test_indices_say_which_files(tmp_path):
@@ -219,11 +251,19 @@ def test_indices_say_which_files(tmp_path):
     for files in (tmp_path, index, [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]):
         found = layout.read_safetensors(files)
         assert (found["w"][0], found["v"][0]) == (1, 2)
-    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    found = laid({"w": jnp.ones(4)}).read_safetensors([OtherPath(tmp_path), OtherPath(tmp_path)])
+    assert found["w"][0] == 1
+    save_file({**one, **two, "w": two["v"]}, tmp_path / "2.safetensors")  # a copy that is no more
+    assert layout.read_safetensors(tmp_path)["w"][0] == 1
+    index.write_text(json.dumps({"weight_map": {"v": "1.safetensors", "w": "1.safetensors"}}))
+    text = r"the index of .*index\.json says that 'v' is in .*1\.safetensors, which has no such"
+    with pytest.raises(ValueError, match=text):
+        layout.read_safetensors(index)
+    (tmp_path / "other.safetensors.index.fp16.json").write_text("{}")
     with pytest.raises(ValueError, match=r"has 2 indices, model.*, other.*; give one"):
         layout.read_safetensors(tmp_path)
     with pytest.raises(ValueError, match=r"other.* is no index of safetensors files: KeyError"):
-        layout.read_safetensors(tmp_path / "other.safetensors.index.json")
+        layout.read_safetensors(tmp_path / "other.safetensors.index.fp16.json")
 
 
 def test_names_and_patterns_are_checked(tmp_path):
@@ -244,6 +284,9 @@ def test_names_and_patterns_are_checked(tmp_path):
         ),
         ({"transposed": {"w": (2, 1, 0)}}, ValueError, r"exchanges \(2, 1, 0\) of the axes of 'w'"),
         ({"transposed": "("}, ValueError, r"transposed='\(' is no regular expression: missing"),
+        ({"transposed": ["w"]}, TypeError, r"transposed must be a pattern, got \['w'\]"),
+        ({"transposed": {"w": "10"}}, TypeError, "transposed has '10' for 'w'; give the order of"),
+        ({"names": {3: "w"}}, ValueError, "names has 3, which is no path of the layout"),
         ({"unused": 3}, TypeError, "unused must be a pattern, got 3"),
         ({"names": {"x": "w"}}, ValueError, "names has 'x', which is no path of the layout"),
         ({"names": {"w": 3}}, TypeError, "names has 3 for 'w'; give a name, or a list of names"),
@@ -264,3 +307,15 @@ def test_names_and_patterns_are_checked(tmp_path):
     for order in ("w", {"w": (1, 0)}, {re.escape("w"): None}):
         found = layout.read_safetensors(path, transposed=order)["w"]
         np.testing.assert_array_equal(found, np.arange(12.0).reshape(3, 4).T)
+
+
+def test_hints_are_looked_up_once_for_layers(tmp_path, monkeypatch):
+    count, asked = 200, []
+    tensors = {f"model.{i}.weight": np.ones(2, "f") for i in range(count)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    layout = laid({"w": jnp.ones((count, 2))})
+    monkeypatch.setattr("difflib.get_close_matches", lambda *args: asked.append(args) or [])
+    names = [f"model.{i}.kernel" for i in range(count)]
+    with pytest.raises(LayoutError, match=f"{2 * count} problems"):
+        layout.read_safetensors(tmp_path, names={"w": names})
+    assert [args[:2] for args in asked] == [("model.0.kernel", ["model.0.weight"])]

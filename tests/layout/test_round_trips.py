@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 from jaxpar import Quantized, make_mesh
 from jaxpar.layout import LayoutMap, Padded, Split
@@ -119,7 +121,11 @@ few = settings(
 @few
 @given(tree=trees, data=st.data())
 def test_trees(tree, data):
-    meshes = [make_mesh(axes, devices=jax.devices()[:n]) for axes, n in MESHES.items()]
+    kinds = st.sampled_from([AxisType.Auto, AxisType.Explicit])
+    meshes = [
+        make_mesh(axes, devices=jax.devices()[:n], axis_types=data.draw(kinds))
+        for axes, n in MESHES.items()
+    ]
     try:
         plain = LayoutMap({}).layout(tree, meshes[0], strict=False)
     except ValueError as refused:
@@ -140,3 +146,31 @@ def test_trees(tree, data):
             assert [x.dtype for x in on_mesh] == [one.dtype for one in layout.values()]
             found = [as_jax(x) for x in jax.tree.leaves(layout.gather(params))]
             assert found == expected
+
+
+MIXED = [AxisType.Explicit, {"a": AxisType.Explicit}]
+
+
+@pytest.mark.parametrize("types", MIXED, ids=["explicit", "mixed"])
+def test_padding_in_programs_on_explicit_axes(types):
+    mesh = make_mesh("a=2,b=2", devices=jax.devices()[:4], axis_types=types)
+    w = np.random.default_rng(0).normal(size=(5, 3)).astype("f")
+    layout = LayoutMap({"w": (Padded("a"), Padded("b"))}).layout({"w": w}, mesh)
+    placed = layout.place({"w": w})
+
+    def squares(params):
+        padded = layout.pad(layout.unpad(params))
+        return jnp.sum(padded["w"] ** 2), padded
+
+    gradient, padded = jax.jit(jax.grad(squares, has_aux=True))(placed)
+    assert bits(padded["w"]) == bits(placed["w"])
+    np.testing.assert_array_equal(gradient["w"], 2 * np.asarray(placed["w"]))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.int2, ml_dtypes.uint2])
+def test_numbers_of_2_bits_are_made(dtype):
+    x = array(dtype, (5, 3), 1)
+    mesh = make_mesh("a=2,b=2", devices=jax.devices()[:4])
+    layout = LayoutMap({"x": (Padded("a"), Padded("b"))}).layout({"x": x}, mesh)
+    made = layout.init(lambda: {"x": jnp.asarray(x)})
+    assert bits(made["x"]) == bits(layout.place({"x": x})["x"])

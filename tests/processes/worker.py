@@ -14,6 +14,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+import pytest  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
@@ -158,9 +159,23 @@ def equal() -> None:
     )
     back = other.restore(FOLDER / "checkpoint")
     np.testing.assert_array_equal(other.gather(back)["w"], w)
+    keeps_all_bits(mesh)
     gives_its_part()
     reads_its_shards_alone(mesh)
     print("equal", flush=True)
+
+
+def keeps_all_bits(mesh) -> None:
+    """Floats of 8 bits that are NaN, and keys of which there are none, come back."""
+    bytes_ = np.arange(250, 256, dtype=np.uint8)[:5]
+    tree = {"f8": bytes_.view(jnp.float8_e5m2), "keys": jax.random.split(jax.random.key(0), 0)}
+    layout = LayoutMap({"f8": (Padded("tp"),)}).layout(tree, mesh, strict=False)
+    found = layout.gather(layout.place(tree))
+    np.testing.assert_array_equal(found["f8"].view(np.uint8), bytes_)
+    assert found["keys"].shape == (0,)
+    local = {"f8": jnp.ones(5, jnp.float8_e5m2), "keys": tree["keys"]}
+    with pytest.raises(ValueError, match=r"outside of the mesh; save what `Layout\.place` gives"):
+        layout.save(FOLDER / "local", local)
 
 
 def gives_its_part() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar._padding import AnyArray, Blocks
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._words import from_words, is_key, to_words, words_of
+
+Change = Callable[[Blocks, AnyArray, int], AnyArray]  # of one dimension
 
 
 @dataclass(frozen=True)
@@ -132,17 +136,35 @@ class ArrayLayout:
 
     def pad(self, array: AnyArray) -> AnyArray:
         """Adds the zeros that the mesh needs; to keys those whose words are zeros."""
-        if is_key(array.dtype) and self.padded_shape != self.shape:
-            keys: Any = array
-            return from_words(jnp.asarray(self.words().pad(to_words(keys))), keys.dtype)
-        for dim, blocks in enumerate(self.blocks):
-            array = blocks.pad(array, dim)
-        return array
+        return self._changed(Blocks.pad, array, self.spec)
 
     def unpad(self, array: AnyArray) -> AnyArray:
         """Takes them away."""
+        return self._changed(Blocks.unpad, array, self.logical_spec)
+
+    def _changed(self, change: Change, array: AnyArray, spec: PartitionSpec) -> AnyArray:
+        if self.padded_shape == self.shape:
+            return array
+        if isinstance(array, np.ndarray):
+            return self._along_all(change, array)
+        if is_key(array.dtype) or _is_narrow(array.dtype):
+            words = self.words(array.dtype)._changed(change, to_words(array), spec)
+            return from_words(jnp.asarray(words), array.dtype)
+        held = jax.typeof(array).sharding.mesh
+        kinds = dict(zip(held.axis_names, held.axis_types, strict=True))
+        named = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
+        if not named:
+            return self._along_all(change, array)
+        # No operation cuts a dimension into unequal parts that explicit axes shard.
+        kept = [tuple(name for name in axes if name in named) for axes in axes_by_dim(spec)]
+        sharding = NamedSharding(held, PartitionSpec(*kept))
+        along_all = partial(self._along_all, change)
+        automatic: Any = jax.sharding.auto_axes(along_all, out_sharding=sharding)
+        return automatic(array)
+
+    def _along_all(self, change: Change, array: AnyArray) -> AnyArray:
         for dim, blocks in enumerate(self.blocks):
-            array = blocks.unpad(array, dim)
+            array = change(blocks, array, dim)
         return array
 
     def words(self, dtype: Any = None) -> ArrayLayout:
@@ -172,3 +194,8 @@ def itemsize(dtype: Any) -> int:
         words = words_of(dtype)
         return prod(words.shape) * words.dtype.itemsize
     return np.dtype(dtype).itemsize
+
+
+def _is_narrow(dtype: Any) -> bool:
+    """Whether entries are whole numbers of 2 or 4 bits, of which a program may move wrong ones."""
+    return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.iinfo(dtype).bits < 8

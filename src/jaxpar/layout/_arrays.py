@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpar._calls import called, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
@@ -42,12 +42,19 @@ def gather(layout: Layout, params: Any) -> Any:
     """What `Layout.gather` says."""
 
     def whole(array: ArrayLayout, x: Any) -> Any:
-        if not getattr(x, "is_fully_addressable", True):
+        here = getattr(x, "is_fully_addressable", True)
+        if here and not is_key(x.dtype):
+            return array.unpad(np.asarray(x))
+        if not prod(array.shape):
+            alone = SingleDeviceSharding(jax.local_devices()[0])
+            none = zeros_of(array.shape, x.dtype, alone)
+            return none if is_key(x.dtype) else np.asarray(none)
+        words = jax.jit(to_words)(x)  # in a program of its own: `_moved` says why
+        if not here:
             everywhere = NamedSharding(array.mesh, PartitionSpec())
-            x = jax.jit(lambda y: y, out_shardings=everywhere)(x)
-        if is_key(x.dtype):  # which NumPy has none of
-            return array.unpad(from_words(jnp.asarray(np.asarray(to_words(x))), x.dtype))
-        return array.unpad(np.asarray(x))
+            words = jax.jit(lambda y: y, out_shardings=everywhere)(words)
+        one = from_words(jnp.asarray(np.asarray(words)), x.dtype)
+        return array.unpad(one if is_key(x.dtype) else np.asarray(one))
 
     return _each(layout, params, lambda a: a.padded_shape, whole)
 
@@ -119,8 +126,7 @@ def zeros_of(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Array:
     """Makes zeros by no program: of an empty array one has shards of wrong shapes in jax 0.10."""
     if is_key(dtype):
         words = words_of(dtype)
-        keys = from_words(jnp.zeros((*shape, *words.shape), words.dtype), dtype)
-        return jax.device_put(keys, sharding)
+        return from_words(zeros_of((*shape, *words.shape), words.dtype, sharding), dtype)
     zeros = np.zeros(shape, dtype)
     return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 

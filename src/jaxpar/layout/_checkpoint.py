@@ -24,7 +24,7 @@ from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import of_words, pad, unpad, zeros_of
 from jaxpar.layout._paths import arrays_of, path_text
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
-from jaxpar.layout._rule import REPLICATED, nearest
+from jaxpar.layout._rule import REPLICATED, Nearest
 from jaxpar.layout._words import is_key, to_words
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ NOTES = "jaxpar"
 
 def save(layout: Layout, folder: str | Path, params: Any) -> None:
     """What `Layout.save` says."""
-    ocp, where = _orbax(), Path(folder).absolute()
+    ocp, where = _orbax(), _absolute(folder)
     if where.exists():
         raise value_error(f"there is {where} already; give a folder that is not there yet")
     _check_saved(layout, params)
@@ -49,33 +49,44 @@ def save(layout: Layout, folder: str | Path, params: Any) -> None:
     if not tree:  # of which Orbax makes no checkpoint
         tree = {"": zeros_of((1,), np.int32, NamedSharding(layout.mesh, REPLICATED))}
         notes = {"": None}
-    with ocp.Checkpointer(_handler(ocp)) as checkpointer:
+    with ocp.Checkpointer(_writer(ocp)) as checkpointer:
         args = ocp.args.PyTreeSave(tree, custom_metadata={NOTES: notes})
         checkpointer.save(where, args=args)
 
 
 def restore(layout: Layout, folder: str | Path) -> Any:
     """What `Layout.restore` says."""
-    ocp, where = _orbax(), Path(folder).absolute()
-    with ocp.Checkpointer(_handler(ocp)) as checkpointer:
+    ocp, where = _orbax(), _absolute(folder)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         found = _metadata(checkpointer, where)
         flat, tree = jax.tree_util.tree_flatten_with_path(found.tree)
         paths = [path_text(keys) for keys, _ in flat]
-        there = {p: shape_text(x.dtype, x.shape) for p, (_, x) in zip(paths, flat, strict=True)}
+        there = {  # others than `save` store text, too
+            path: shape_text(x.dtype, x.shape)
+            for path, (_, x) in zip(paths, flat, strict=True)
+            if hasattr(x, "dtype")
+        }
         notes: dict[str, Any] = dict(found.custom_metadata or {}).get(NOTES, {})
         for path, note in notes.items():
             there[path] = note and shape_text(note["dtype"], note["shape"])
         _check(layout, {path: text for path, text in there.items() if text}, str(where))
         if not layout:
             return layout.filled({})
-        stored = [_stored(layout[path], path in notes) for path in paths]
-        wanted = [ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape) for x in stored]
+        stored = [_stored(layout[p], p in notes) if p in layout else "" for p in paths]
+        wanted = [
+            ocp.RestoreArgs()
+            if isinstance(x, str)
+            else ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape)
+            for x in stored
+        ]
         args = ocp.args.PyTreeRestore(
             item=jax.tree.unflatten(tree, stored), restore_args=jax.tree.unflatten(tree, wanted)
         )
         read = jax.tree.leaves(checkpointer.restore(where, args=args))
     arrays = {
-        path: _read(layout[path], x, path in notes) for path, x in zip(paths, read, strict=True)
+        path: _read(layout[path], x, path in notes)
+        for path, x in zip(paths, read, strict=True)
+        if path in layout
     }
     return pad(layout, layout.filled(arrays))
 
@@ -93,10 +104,15 @@ def _check_saved(layout: Layout, params: Any) -> None:
 
 def _unsaved(array: ArrayLayout, x: Any) -> Problem | None:
     """Why an array can not be stored, if it can not."""
-    if not isinstance(x, Array):
-        text, remedy = f"is a {type(x).__name__} on no device", "save what `Layout.place` returns"
-    elif isinstance(x, Tracer):
+    if isinstance(x, Tracer):
         text, remedy = "is traced", "call it outside of jax.jit, with the arrays of its results"
+    elif not isinstance(x, Array) or (
+        x.is_fully_addressable and not array.sharding.is_fully_addressable
+    ):
+        text, remedy = (
+            f"is a {type(x).__name__} outside of the mesh",
+            "save what `Layout.place` gives",
+        )
     elif x.is_deleted():
         text, remedy = "has been donated or deleted", "save the array that took its place"
     elif not _is_unicode(array.path):
@@ -149,7 +165,13 @@ def _read(array: ArrayLayout, x: Array, noted: bool) -> Array:
     return of_words(array, x) if noted else x
 
 
-def _metadata(checkpointer: Any, where: Path) -> Any:
+def _absolute(folder: str | Path) -> Any:
+    """The path of a folder, which may be in a store that Orbax knows: gs://bucket/folder."""
+    where = require("etils.epath", "checkpoint", called()).Path(folder)
+    return where if where.is_absolute() else where.absolute()
+
+
+def _metadata(checkpointer: Any, where: Any) -> Any:
     """What Orbax knows of the arrays of a checkpoint."""
     if not where.is_dir():
         begun = next(where.parent.glob(f"{where.name}.orbax-checkpoint-tmp*"), None)
@@ -165,14 +187,17 @@ def _check(layout: Layout, there: Mapping[str, str], where: str) -> None:
     """Raises unless the arrays there are those of the layout."""
     what = f"checkpoint {where}"
     problems: list[Problem] = []
+    near = Nearest(there)
     for path, array in layout.items():
         here = shape_text(array.dtype, array.shape)
         if path not in there:
-            near = nearest(path, there, "the nearest there is {}")
-            text, remedy = f"{path!r} is not in {what}{near}", "restore what is there"
+            text = f"{path!r} is not in {what}{near.hint(path)}"
+            remedy = "restore what is there"
         elif there[path] != here:
             text = f"{path!r} is {there[path]} in {what}, and {here} here"
             remedy = "make the layout of such arrays, and cast them then"
+            if "64[" in there[path] and not jax.config.read("jax_enable_x64"):
+                remedy = f"set jax_enable_x64, {remedy}"
         else:
             continue
         problems.append(Problem(path, array.rule, text, remedy))
@@ -189,7 +214,7 @@ def _orbax() -> Any:
     return require("orbax.checkpoint", "checkpoint", called())
 
 
-def _handler(ocp: Any) -> Any:
+def _writer(ocp: Any) -> Any:
     """Writes arrays, and nothing of the mesh that they were on."""
     arrays = ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))

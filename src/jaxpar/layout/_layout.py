@@ -454,14 +454,15 @@ class Layout(Mapping[str, ArrayLayout]):
         interrupted one of another name is left, which the next save into this folder takes away.
 
         Args:
-          folder: a new one, which all processes see; each writes the shards that it has.
+          folder: a new one, which all processes see; each writes the shards that it has. It may be
+            in a store that Orbax knows (`gs://bucket/folder`).
           params: arrays as they are on the mesh, of the layout's structure. Leaves that are no
             arrays are not stored: `restore` gives the layout's own.
 
         Raises:
           ImportError: without Orbax.
-          LayoutError: arrays of other paths, shapes or dtypes, or on no device. Nothing is written
-            then.
+          LayoutError: arrays of other paths, shapes or dtypes, or outside of the mesh. Nothing is
+            written then.
           ValueError: a folder that is there.
 
         Cost: arrays that have padding are copied without it, whole along that dimension.
@@ -481,7 +482,8 @@ class Layout(Mapping[str, ArrayLayout]):
         """Reads a checkpoint of `save` onto this mesh: each process the shards of its devices.
 
         Args:
-          folder: as given to `save`, on any mesh and in any containers with the same paths.
+          folder: as given to `save`, on any mesh and in any containers with the same paths; or one
+            of arrays that Orbax wrote by itself, nested as they are here.
 
         Returns:
           Global arrays with the shardings of the layout, padded; the layout's own leaves where it
@@ -508,7 +510,8 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           files: a path, a folder, an index (`model.safetensors.index.json`), or several. Of a
-            folder those files that its index names, and all `*.safetensors` without one.
+            folder those files that its index names, and all `*.safetensors` without one. Where
+            several files of an index have a tensor, the one that it names is read.
           names: what the array of a path is called there: a function or a mapping of the path to a
             name, or to a list of names, whose tensors are stacked along a first dimension; lists
             of lists are stacked along two, layers and experts. None: the path, with dots in the
@@ -528,9 +531,10 @@ class Layout(Mapping[str, ArrayLayout]):
         Raises:
           LayoutError: tensors that are not there, tensors that nothing reads, and tensors, of every
             layer, of other shapes or dtypes: all of them.
-          TypeError: names or patterns of another type.
-          ValueError: no files, or damaged ones; a name in two files; a path in `names` or a
-            pattern in `transposed` that the layout has none of, or axes that its arrays lack.
+          TypeError: files, names, patterns or orders of axes of another type.
+          ValueError: no files, or damaged ones; a name in two files, or not where an index says; a
+            path in `names` or a pattern in `transposed` that the layout has none of, or axes that
+            its arrays lack.
 
         Example:
           >>> from safetensors.numpy import save_file

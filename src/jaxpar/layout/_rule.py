@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -16,6 +17,8 @@ from jaxpar.layout._split import Padded, Replicate, Split
 
 Axes = tuple[str, ...]  # of one dimension; none: not sharded
 Entry = Axes | Padded
+
+_NUMBERS = re.compile(r"\d+")
 
 REPLICATED = PartitionSpec()
 """The value of a rule for arrays that every device holds whole."""
@@ -123,6 +126,26 @@ def nearest(name: str, others: Iterable[str], text: str = "did you mean {}?") ->
     """A hint at the closest of `others`, or nothing."""
     close = difflib.get_close_matches(name, list(others), 1, 0.6)
     return f"; {text.format(repr(close[0]))}" if close else ""
+
+
+class Nearest:
+    """Hints at the closest of many names, which differ in numbers of layers and experts."""
+
+    def __init__(self, others: Iterable[str]) -> None:
+        self._others = others
+        self._hints: dict[str, str] = {}
+
+    @cached_property
+    def _kinds(self) -> list[str]:
+        """One of all that differ in numbers alone, the first."""
+        return list({_NUMBERS.sub("#", name): name for name in reversed([*self._others])}.values())
+
+    def hint(self, name: str) -> str:
+        """As `nearest`, once for names that differ in numbers alone: there may be thousands."""
+        kind = _NUMBERS.sub("#", name)
+        if kind not in self._hints:
+            self._hints[kind] = nearest(name, self._kinds, "the nearest there is {}")
+        return self._hints[kind]
 
 
 def _named(name: str, key: str, given: str, axes: Mapping[str, Entry]) -> Entry:

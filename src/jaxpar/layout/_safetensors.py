@@ -11,13 +11,14 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar._calls import value_error
+from jaxpar._calls import type_error, value_error
 from jaxpar.layout._problem import shape_text
 
 _DTYPES = {
@@ -73,46 +74,66 @@ def tensors_of(files: Any) -> dict[str, Tensor]:
     """Returns the tensors of files, folders and indices by name.
 
     Raises:
-      ValueError: no files; one that is damaged; a name in two files.
+      TypeError: no paths.
+      ValueError: no files; one that is damaged; a name in two files, of which no index says one.
     """
-    given = [files] if isinstance(files, (str, Path)) else list(files)
+    given = [files] if isinstance(files, (str, PathLike)) else files
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise type_error(f"files must be a path, or several, got {files!r}")
     found: dict[str, Tensor] = {}
-    for path in dict.fromkeys(one for some in given for one in _files(Path(some))):
-        for tensor in _read(path):
-            other = found.setdefault(tensor.name, tensor)
-            if other is not tensor:
+    known: set[Path] = set()
+    paths = [Path(path) for path in given]
+    for path in paths:
+        parts, index = _files(path)
+        for part in parts:
+            read = [] if part.resolve() in known else _read(part)
+            known.add(part.resolve())
+            for tensor in read:
+                if index.get(tensor.name, part) != part:
+                    continue
+                other = found.setdefault(tensor.name, tensor)
+                if other is not tensor:
+                    raise value_error(
+                        f"tensor {tensor.name!r} is in both {other.file} and {part}; name the "
+                        "files that are to be read"
+                    )
+        for name, part in index.items():
+            if name not in found:
                 raise value_error(
-                    f"tensor {tensor.name!r} is in both {other.file} and {path}; name the files "
-                    "that are to be read"
+                    f"the index of {path} says that {name!r} is in {part}, which has no such "
+                    "tensor; copy or download both again"
                 )
-    if not given:
+    if not paths:
         raise value_error(f"files is {files!r}; name files, or folders with *.safetensors")
     return found
 
 
-def _files(path: Path) -> Iterable[Path]:
-    """The files of a folder or of an index, or a file itself."""
+def _files(path: Path) -> tuple[list[Path], Mapping[str, Path]]:
+    """The files of a folder or of an index, or a file itself, and where an index says a name is."""
     if path.is_dir():
-        indices = sorted(path.glob("*.safetensors.index.json"))
+        indices = sorted(path.glob("*.safetensors.index*.json"))
         if len(indices) > 1:
             names = ", ".join(index.name for index in indices)
             raise value_error(f"{path} has {len(indices)} indices, {names}; give one of them")
         if indices:
-            return _indexed(indices[0])
+            return _files(indices[0])
         found = sorted(path.glob("*.safetensors"))
         if not found:
             raise value_error(
                 f"no safetensors files in {path}; name files, or folders with *.safetensors"
             )
-        return found
-    return _indexed(path) if path.name.endswith(".index.json") else [path]
+        return found, {}
+    if path.suffix != ".json":
+        return [path], {}
+    index = _indexed(path)
+    return sorted({*index.values()}), index
 
 
-def _indexed(index: Path) -> list[Path]:
-    """The files that an index names."""
+def _indexed(index: Path) -> dict[str, Path]:
+    """The file in which an index has each name."""
     try:
         of_name: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        return sorted({index.parent / file for file in of_name.values()})
+        return {name: index.parent / file for name, file in of_name.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as reason:
         raise value_error(
             f"{index} is no index of safetensors files: {reason!r}; copy or download it again"
@@ -128,17 +149,38 @@ def _read(path: Path) -> list[Tensor]:
         start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
         if not 8 < start <= len(mapped):
             raise EOFError(f"its header ends at byte {start} of {len(mapped)}")
-        header = json.loads(mapped[8:start].tobytes())
+        header = json.loads(mapped[8:start].tobytes(), object_pairs_hook=_once)
         header.pop("__metadata__", None)
-        return [_tensor(name, path, entry, mapped[start:]) for name, entry in header.items()]
-    except (EOFError, ValueError, KeyError, TypeError, AttributeError) as reason:
+        found = [_tensor(name, path, entry, mapped[start:]) for name, entry in header.items()]
+        _check_whole([entry["data_offsets"] for entry in header.values()], len(mapped) - start)
+    except (EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
         raise value_error(
             f"{path} is no whole safetensors file ({reason}); copy or download it again"
         ) from None
+    return found
+
+
+def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The entries of a JSON object, which must not have a name twice."""
+    found = dict(entries)
+    if len(found) != len(entries):
+        raise ValueError("its header has a name twice")
+    return found
+
+
+def _check_whole(places: list[tuple[int, int]], size: int) -> None:
+    """Raises unless the tensors' bytes follow on one another, as the format says."""
+    before = 0
+    for start, end in [*sorted(map(tuple, places)), (size, size)]:
+        if start != before:
+            raise EOFError(f"a tensor ends at byte {before}, and the next begins at {start}")
+        before = end
 
 
 def _tensor(name: str, file: Path, entry: Mapping[str, Any], data: np.ndarray) -> Tensor:
-    shape, (start, end) = tuple(map(int, entry["shape"])), entry["data_offsets"]
+    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
+        raise ValueError(f"{name!r} has shape {entry['shape']} and bytes {entry['data_offsets']}")
     tensor = Tensor(name, file, entry["dtype"], shape, data[start:end])
     if not 0 <= start <= end <= len(data):
         raise EOFError(f"{name!r} {tensor.text} ends at byte {end} of {len(data)}")

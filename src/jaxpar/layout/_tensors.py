@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from jaxpar.layout._arrays import on_host
 from jaxpar.layout._paths import described
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._problem import LayoutError, Problem, shape_text
-from jaxpar.layout._rule import nearest
+from jaxpar.layout._rule import Nearest, nearest
 from jaxpar.layout._safetensors import Tensor, tensors_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, un
         array, (lead, parts) = layout[path], _nested(path, given)
         order = _order(array, len(lead), axes_of[path]) if path in axes_of else None
         stacks.append(_Stack(array, lead, parts, order))
-    problems = [problem for stack in stacks for problem in stack.problems(tensors, f"{files}")]
+    near = Nearest(tensors)
+    problems = [found for stack in stacks for found in stack.problems(tensors, f"{files}", near)]
     read = {name for stack in stacks for name in stack.names}
     problems += [
         Problem(
@@ -61,7 +63,9 @@ class _Stack:
     names: list[str]
     order: tuple[int, ...] | None  # of a tensor's axes, as `numpy.transpose` takes it
 
-    def problems(self, tensors: Mapping[str, Tensor], where: str) -> Iterator[Problem]:
+    def problems(
+        self, tensors: Mapping[str, Tensor], where: str, near: Nearest
+    ) -> Iterator[Problem]:
         """What tells the tensors from the array."""
         array, count = self.array, len(self.lead)
         path, each = array.path, shape_text(array.dtype, array.shape[count:])
@@ -74,8 +78,7 @@ class _Stack:
         for name in self.names:
             tensor = tensors.get(name)
             if tensor is None:
-                near = nearest(name, tensors, "the nearest there is {}")
-                text = f"no tensor {name!r}, for {path!r}, in {where}{near}"
+                text = f"no tensor {name!r}, for {path!r}, in {where}{near.hint(name)}"
                 yield Problem(path, array.rule, text, "say in `names` what it is called")
             elif self._read_as(tensor) != each:
                 have = f"{self._read_as(tensor)}{' transposed' if self.order else ''}"
@@ -140,7 +143,7 @@ def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
         if path not in layout:
             raise value_error(
                 f"names has {path!r}, which is no path of the layout; leave it out, or give a path "
-                f"that is{nearest(path, layout)}"
+                f"that is{nearest(str(path), layout)}"
             )
     for path in layout:
         given = of_user(names, "names")(path) if callable(names) else by_path.get(path)
@@ -170,12 +173,17 @@ def _axes_of(layout: Layout, transposed: Any) -> dict[str, Axes]:
     """The axes of each path that a pattern of `transposed` matches."""
     if not transposed:
         return {}
-    given: Mapping[Any, Axes] = (
-        transposed if isinstance(transposed, Mapping) else {transposed: None}
-    )
+    given = transposed.items() if isinstance(transposed, Mapping) else [(transposed, None)]
     found: dict[str, tuple[str, Axes]] = {}
-    for key, axes in given.items():
+    for key, order in given:
         pattern = Pattern("transposed", key, list(layout)).check()
+        try:
+            axes = order if order is None else tuple(operator.index(axis) for axis in order)
+        except TypeError:
+            raise type_error(
+                f"transposed has {order!r} for {key!r}; give the order of a tensor's axes, (1, 0) "
+                "for instance, or None for the last two exchanged"
+            ) from None
         for path in (path for path in layout if path in pattern):
             if path in found:
                 raise value_error(
