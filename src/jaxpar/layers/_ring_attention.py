@@ -226,12 +226,14 @@ def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | Non
     if window is None:
         return None, 0 if causal else None
     given = window if isinstance(window, (tuple, list)) else (window, window)
-    if len(given) != 2:
+    sides = [None if side is None else check_whole("window", side) for side in given]
+    left, right = sides if len(sides) == 2 else (None, None)
+    if left is None or right is None or min(left, right) < 0:
         raise value_error(
-            f"window must be an integer or two, (left, right), got {window!r}; give how many "
-            "positions before its own a query sees, and how many behind it"
+            f"window must be an integer or two, (left, right), of 0 or more, got {window!r}; give "
+            "how many positions before its own a query sees, and how many behind it: for a side "
+            "without bound the length of the sequence"
         )
-    left, right = (check_whole("window", size, 0) for size in given)
     if causal:
         right = 0
     return left if left < length - 1 else None, right if right < length - 1 or causal else None
