@@ -455,6 +455,18 @@ def test_what_is_wrong_is_said(shapes, options, error, text):
     assert str(caught.value).startswith("ring_attention: ")
 
 
+def test_a_window_is_known_while_tracing():
+    fn = jax.shard_map(
+        lambda x, window: ring_attention(x, x, x, "x", window=window),
+        mesh=line(2),
+        in_specs=(P("x"), P()),
+        out_specs=P("x"),
+    )
+    text = "^ring_attention: window must be an integer known while tracing, got "
+    with pytest.raises(TypeError, match=text):
+        jax.eval_shape(fn, jnp.ones((8, 2, 8)), 2)
+
+
 def test_an_unknown_mode():
     with pytest.raises(
         ValueError, match=r"^Axis: mode must be one of naive, stationary, chunked-2"
