@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring
@@ -89,7 +90,7 @@ def _as_integer(argument: str, given: Any) -> int:
             return operator.index(given)
     except TypeError:  # of arrays, too, and of what is traced
         pass
-    known = " known while tracing" if isinstance(given, jax.core.Tracer) else ""
+    known = " known while tracing" if isinstance(given, Tracer) else ""
     raise type_error(
         f"{argument} must be an integer{known}, got {given!r} of type {type(given).__name__}"
     )

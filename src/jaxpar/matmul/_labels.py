@@ -86,8 +86,9 @@ def local_sizes(
     """
     check_ranks(labels, lhs, rhs)
     if lhs.dtype != rhs.dtype:
-        casts = gathered is not None and ring.gather_dtype is not None
-        where = f", where {gathered[0]} is as gather_dtype says" if casts else ""
+        where = ""
+        if gathered is not None and ring.gather_dtype is not None:
+            where = f", where {gathered[0]} is as gather_dtype says"
         raise type_error(
             f"lhs is {lhs.dtype}{list(lhs.shape)} and rhs is "
             f"{rhs.dtype}{list(rhs.shape)}{where}; cast one of them with .astype, and choose the "
