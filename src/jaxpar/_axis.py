@@ -175,6 +175,11 @@ class Ring(Axis):
         casts = self.gather_dtype is not None and is_wide_float(dtype)
         return jnp.dtype(self.gather_dtype if casts else dtype)
 
+    def describe_shard(self, w: jax.Array) -> str:
+        """The type of a weight's shard, and what it is gathered as, for errors."""
+        used, text = self.gathered_as(w.dtype), f"{w.dtype}{list(w.shape)}"
+        return text if used == w.dtype else f"{text}, gathered in {used} as gather_dtype says"
+
     def low_bit(self, dtype: Any) -> LowBit | None:
         """How blocks of a dtype are gathered, None where they travel as they are, or nowhere."""
         return gathered_by(self.wire_dtype, dtype) if self.size > 1 else None

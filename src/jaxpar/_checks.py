@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jaxtyping import Integer as Integers
 
 from jaxpar._axis import Ring
@@ -36,9 +37,7 @@ def check_dim(argument: str, dim: Any, shape: tuple[int, ...], *, stacked: bool 
 
     With `stacked`, `dim` is a new dimension's place in the result.
     """
-    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
-        raise type_error(f"{argument} must be an integer, got {dim!r} of type {type(dim).__name__}")
-    dim, rank = operator.index(dim), len(shape) + stacked
+    dim, rank = _as_integer(argument, dim), len(shape) + stacked
     if not -rank <= dim < rank:
         result = f"a result of {rank} dimensions" if stacked else f"{rank} dimensions"
         remedy = f"choose from {-rank} to {rank - 1}" if rank else "reshape it to one"
@@ -82,15 +81,23 @@ def check_whole(
     what: str = "",
 ) -> int:
     """Returns a whole number from `low` to `high`, which is `what`."""
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise type_error(
-            f"{argument} must be an integer, got {given!r} of type {type(given).__name__}"
-        )
-    given = operator.index(given)
+    given = _as_integer(argument, given)
     if (low is not None and given < low) or (high is not None and given > high):
         most = "" if high is None else f" and at most {high}, {what}"
         raise value_error(f"{argument}={given} must be at least {low}{most}")
     return given
+
+
+def _as_integer(argument: str, given: Any) -> int:
+    try:
+        if not isinstance(given, bool):
+            return operator.index(given)
+    except TypeError:  # of arrays, too, and of what is traced
+        pass
+    known = " known while tracing" if isinstance(given, Tracer) else ""
+    raise type_error(
+        f"{argument} must be an integer{known}, got {given!r} of type {type(given).__name__}"
+    )
 
 
 def check_number(

@@ -347,5 +347,30 @@ def test_dtypes_that_do_not_fit():
     for wrong in ("int8", "float8_e4m3fn", "int32", "complex64"):
         with pytest.raises(TypeError, match=f"^Axis: gather_dtype={wrong} must be a float of 16"):
             Axis("f", gather_dtype=wrong)
-    with pytest.raises(TypeError, match=r"lhs is bfloat16\[1, 8\] and rhs is float16\[2, 4\]"):
+    text = r"lhs is bfloat16\[1, 8\] and rhs is float16\[2, 4\], where rhs is as gather_dtype says"
+    with pytest.raises(TypeError, match=text):
         run(matmul, Axis("f", gather_dtype="float16"), 0, *map(np.ones, ((4, 8), (8, 4), (4, 4))))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "text"),
+    [
+        (column, (4, 4), r"x is float32\[8, 4\] and w is float32\[2, 2\], gathered in bfloat16 as"),
+        (
+            lambda x, w, fsdp: experts((w, w, w), x[None], fsdp),
+            (2, 4, 4),
+            r"tokens are float32\[1, 4, 4\] and experts.up float32\[1, 2, 4\], gathered in",
+        ),
+    ],
+)
+def test_activations_that_were_not_cast(layer, shape, text):
+    mapped = jax.shard_map(
+        lambda x, w: layer(x, w, Axis("fsdp", gather_dtype="bfloat16")),
+        mesh=make_mesh("fsdp=2,tp=2", devices=jax.devices()[:4]),
+        in_specs=(P("fsdp"), P("fsdp", "tp"))
+        if layer is column
+        else (P(("fsdp", "tp")), P("tp", "fsdp")),
+        out_specs=P("fsdp"),
+    )
+    with pytest.raises(TypeError, match=text):
+        jax.eval_shape(mapped, np.ones((16, 4), "float32"), np.ones(shape, "float32"))

@@ -411,11 +411,12 @@ Q = (4, 2, 8)
          "last but one) must agree"),
         (((4, 2, 0), (4, 2, 0), Q), {}, ValueError, "heads of q and k must have a size of 1 at "
          "least"),
-        ((Q,) * 3, {"window": -1}, ValueError, "window=-1 must be at least 0"),
-        ((Q,) * 3, {"window": (1, 2, 3)}, ValueError, "window must be an integer or two, (left, "
-         "right), got (1, 2, 3); give how many positions before its own a query sees, and how many "
-         "behind it"),
+        *(((Q,) * 3, {"window": window}, ValueError, "window must be an integer or two, (left, "
+           f"right), of 0 or more, got {window!r}; give how many positions before its own a query "
+           "sees, and how many behind it: for a side without bound the length of the sequence")
+          for window in (-1, (-1, 0), (2, None), (1, 2, 3))),
         ((Q,) * 3, {"window": 1.5}, TypeError, "window must be an integer, got 1.5 of type float"),
+        ((Q,) * 3, {"window": np.array([2, 1])}, TypeError, "window must be an integer, got array"),
         ((Q,) * 3, {"softcap": 0}, ValueError, "softcap=0 must be above 0; leave it out for scores "
          "as they are"),
         ((Q,) * 3, {"softcap": float("inf")}, ValueError, "softcap=inf must be finite; leave it "
@@ -452,6 +453,18 @@ def test_what_is_wrong_is_said(shapes, options, error, text):
     with pytest.raises(error, match=re.escape(text)) as caught:
         jax.eval_shape(fn, *map(jnp.ones, shapes))
     assert str(caught.value).startswith("ring_attention: ")
+
+
+def test_a_window_is_known_while_tracing():
+    fn = jax.shard_map(
+        lambda x, window: ring_attention(x, x, x, "x", window=window),
+        mesh=line(2),
+        in_specs=(P("x"), P()),
+        out_specs=P("x"),
+    )
+    text = "^ring_attention: window must be an integer known while tracing, got "
+    with pytest.raises(TypeError, match=text):
+        jax.eval_shape(fn, jnp.ones((8, 2, 8)), 2)
 
 
 def test_an_unknown_mode():

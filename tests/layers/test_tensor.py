@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import wraps
 from math import prod
 
 import jax
@@ -465,10 +466,28 @@ def test_what_is_no_activation_of_gate_and_up():
     with pytest.raises(TypeError, match=r"^GatedActivation: function must be one of gate and up"):
         GatedActivation("silu")
     x, w = jnp.zeros((1, 4, 2)), jnp.zeros((2, 3))
-    wrong = GatedActivation(lambda gate, up: gate @ up.swapaxes(1, 2))
-    assert error(
-        ValueError, gated_mlp, x, w, w, w.T, "tp", activation=wrong, sequence_dim=None
-    ) == ("activation returned local shape (1, 4, 4) for (1, 4, 3); it must keep the shape")
+
+    def text(kind, activation):
+        args = x, w, w, w.T, "tp"
+        return error(kind, gated_mlp, *args, activation=activation, sequence_dim=None)
+
+    assert text(ValueError, GatedActivation(lambda gate, up: gate @ up.swapaxes(1, 2))) == (
+        "activation returned local shape (1, 4, 4) for (1, 4, 3); it must keep the shape"
+    )
+
+    def joined(gate, up):
+        return gate * up
+
+    assert text(TypeError, joined).endswith(
+        "() missing 1 required positional argument: 'up'; wrap a function of gate and up in "
+        "GatedActivation"
+    )
+    assert text(TypeError, GatedActivation(jax.nn.silu)) == (
+        "activation is called with gate and up: silu() takes 1 positional argument but 2 were "
+        "given; give a function of the gate alone without GatedActivation"
+    )
+    # A function that bears the signature of another one is called as it can be.
+    assert text(ValueError, wraps(joined)(lambda h: (h, h))).startswith("activation returned (")
 
 
 def test_a_call_inside_an_activation_is_named():

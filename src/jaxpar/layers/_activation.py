@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import jax
@@ -58,14 +59,15 @@ def activate(activation: Activation, up: Array, gate: Array | None) -> Array:
     """Returns the hidden features that are made of gate and up, or of up without a gate."""
     given = up if gate is None else gate
     if not isinstance(activation, GatedActivation):
-        active = of_user(activation, "activation")(given)
+        active = _call(activation, "wrap a function of gate and up in GatedActivation", given)
     elif gate is None:
         raise value_error(
             "activation is a GatedActivation, but there is no gate; give one, or a function of "
             "one array"
         )
     else:
-        active = of_user(activation.function, "activation")(gate, up)
+        remedy = "give a function of the gate alone without GatedActivation"
+        active = _call(activation.function, remedy, gate, up)
     if getattr(active, "shape", None) != given.shape:
         returned = f"local shape {active.shape}" if hasattr(active, "shape") else repr(active)
         raise value_error(
@@ -77,3 +79,24 @@ def activate(activation: Activation, up: Array, gate: Array | None) -> Array:
         return active
     with jax.numpy_dtype_promotion("standard"):  # an activation may return a wider dtype
         return active * up
+
+
+def _call(function: Callable[..., Any], remedy: str, *arrays: Array) -> Any:
+    try:
+        return of_user(function, "activation")(*arrays)
+    except TypeError as reason:
+        # Asked only now: of a function that wraps another one, it may be that one's signature.
+        if _takes(function, len(arrays)):
+            raise
+        given = "gate and up" if len(arrays) > 1 else "one array"
+        raise type_error(f"activation is called with {given}: {reason}; {remedy}") from None
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        signature(function).bind(*range(count))
+    except ValueError:  # functions in C may have no signature
+        return True
+    except TypeError:
+        return False
+    return True

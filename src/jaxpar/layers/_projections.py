@@ -196,8 +196,8 @@ class Projection:
             if self.used_as(w) != x.dtype:
                 raise type_error(
                     f"x is {x.dtype}{list(x.shape)} and {name} is "
-                    f"{w.dtype}{list(w.shape)}; cast one of them with .astype, and choose the "
-                    "dtype of the result with preferred_element_type"
+                    f"{(self.fsdp or self.ring).describe_shard(w)}; cast one of them with .astype, "
+                    "and choose the dtype of the result with preferred_element_type"
                 )
             along = check_dim("fsdp_dim", fsdp_dim, w.shape)
             if self.fsdp is not None:

@@ -75,13 +75,15 @@ def ring_attention(
         `"zigzag"`: device `i` chunks `i` and `2n-1-i` of 2n, so that all devices have as much to do
         in every step (lay the sequence out by `zigzag_order` first). `"contiguous"`: block `i` of
         n; the last device then works in every step, while others skip.
-      window: `(left, right)`: a query at position i sees keys at i - left to i + right alone, both
-        ends included; where causal, up to its own. An integer is both. A model that sees "the last
-        4096 tokens", its own among them, has window 4095. Within a document positions are as far
-        apart as in the sequence.
-      softcap: scores become `softcap * tanh(scores / softcap)`, once they are scaled.
-      sinks: local `[h]`, floats: a score for each query head, to which no value belongs. It takes
-        its share of the softmax, of scores as they are once scaled and capped.
+      window: `(left, right)`, or an integer for both: a query at position i sees keys at i - left
+        to i + right alone, both included; where causal, none behind i. A model that sees "the last
+        4096 tokens", its own among them, has window 4095. Positions are those of the sequence,
+        also within a document. Where layers of one scan have different windows, choose between two
+        calls by `jax.lax.cond`.
+      softcap: a number above 0: scores, once they are scaled, become
+        `softcap * tanh(scores / softcap)`.
+      sinks: local `[h]`, floats: of each query head one more score, without a key or a value. It
+        adds to the softmax's denominator as it is, neither scaled nor capped nor masked.
       scale: what scores are multiplied by, a number; `1/sqrt(e)` if None.
       precision: of all matmuls, as in `jax.lax.dot_general`.
 
@@ -230,12 +232,14 @@ def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | Non
     if window is None:
         return None, 0 if causal else None
     given = window if isinstance(window, (tuple, list)) else (window, window)
-    if len(given) != 2:
+    sides = [None if side is None else check_whole("window", side) for side in given]
+    left, right = sides if len(sides) == 2 else (None, None)
+    if left is None or right is None or min(left, right) < 0:
         raise value_error(
-            f"window must be an integer or two, (left, right), got {window!r}; give how many "
-            "positions before its own a query sees, and how many behind it"
+            f"window must be an integer or two, (left, right), of 0 or more, got {window!r}; give "
+            "how many positions before its own a query sees, and how many behind it: for a side "
+            "without bound the length of the sequence"
         )
-    left, right = (check_whole("window", size, 0) for size in given)
     if causal:
         right = 0
     return left if left < length - 1 else None, right if right < length - 1 or causal else None

@@ -86,10 +86,13 @@ def local_sizes(
     """
     check_ranks(labels, lhs, rhs)
     if lhs.dtype != rhs.dtype:
+        where = ""
+        if gathered is not None and ring.gather_dtype is not None:
+            where = f", where {gathered[0]} is as gather_dtype says"
         raise type_error(
             f"lhs is {lhs.dtype}{list(lhs.shape)} and rhs is "
-            f"{rhs.dtype}{list(rhs.shape)}; cast one of them with .astype, and choose the dtype of "
-            "the result with preferred_element_type"
+            f"{rhs.dtype}{list(rhs.shape)}{where}; cast one of them with .astype, and choose the "
+            "dtype of the result with preferred_element_type"
         )
     if lhs.dtype == bool:
         raise type_error(

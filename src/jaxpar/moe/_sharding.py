@@ -190,11 +190,11 @@ def check_experts(
             if axes.tensor is not None and name != "down_bias":
                 remedy = "shard its hidden features over tp_axis"
                 check_own(f"{kind}.{name}", w, axes.tensor, "features", remedy)
-            used = w.dtype if axes.fsdp is None else axes.fsdp.gathered_as(w.dtype)
-            if used != tokens.dtype:
+            over = ring if axes.fsdp is None else axes.fsdp
+            if over.gathered_as(w.dtype) != tokens.dtype:
                 raise type_error(
                     f"tokens are {tokens.dtype}{list(tokens.shape)} and {kind}.{name} "
-                    f"{w.dtype}{list(w.shape)}; cast one of them with .astype"
+                    f"{over.describe_shard(w)}; cast one of them with .astype"
                 )
     for name, w in of_shared.items():
         rank = 1 if name.endswith("bias") else 2
