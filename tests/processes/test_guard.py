@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from programs import free_port
 
 import jaxpar
 from jaxpar.processes._board import Board
@@ -35,9 +35,7 @@ class Run:
     """The processes of a case: what each says, and when."""
 
     def __init__(self, case, count):
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            port = str(s.getsockname()[1])
+        port = str(free_port())
         env = {name: text for name, text in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
         env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
         self.said = defaultdict(list)  # by process: seconds and line
@@ -46,27 +44,32 @@ class Run:
             subprocess.Popen(
                 [sys.executable, str(WORKER), case, str(rank), str(count), port],
                 env=env,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.PIPE,
                 text=True,
             )
             for rank in range(count)
         ]
-        self.threads = [Thread(target=self._hear, args=(rank,)) for rank in range(count)]
+        self.threads = [
+            Thread(target=self._hear, args=(rank, stream))
+            for rank, process in enumerate(self.processes)
+            for stream in (process.stdout, process.stderr)
+        ]
         for thread in self.threads:
             thread.start()
 
-    def _hear(self, rank):
-        for line in self.processes[rank].stdout:
+    def _hear(self, rank, stream):
+        for line in stream:
             if line == "fault\n":
                 self.fault = time.monotonic()
             self.said[rank].append((time.monotonic(), line.rstrip()))
 
     def wait(self, ranks, pattern, seconds=400):
-        """Waits until these processes have said something, and returns the whole texts."""
+        """Waits until these processes have said something, after the fault."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if all(re.search(pattern, self.text(rank)) for rank in ranks):
+            if self.fault and all(re.search(pattern, self.text(rank)) for rank in ranks):
                 return
             time.sleep(0.05)
         raise AssertionError(f"not said: {pattern}\n" + self.all())
@@ -85,10 +88,12 @@ class Run:
     def end(self):
         for process in self.processes:
             process.send_signal(signal.SIGKILL)
-        for process, thread in zip(self.processes, self.threads, strict=True):
-            process.wait()
+        for thread in self.threads:
             thread.join()
-            process.stdout.close()
+        for process in self.processes:
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                stream.close()
 
 
 @pytest.fixture
@@ -213,13 +218,14 @@ def test_nothing_is_said_of_equal_processes(count, run):
 
 
 def test_a_slow_process_is_waited_for(run):
-    found = run("slow", 2)
+    found, late = run("slow", 2), r"takes (\S+) s, more than its limit of 2 s"
+    found.wait([0, 1], f"(?s){late}.*{late}")
+    found.processes[1].stdin.close()
     assert [process.wait(400) for process in found.processes] == [0, 0], found.all()
     for rank in (0, 1):
         assert "done" in found.text(rank)
         assert "process 1 has not come to it" in found.text(rank)
-        said = re.findall(r"takes (\S+) s, more than its limit of 2 s", found.text(rank))
-        assert len(said) >= 2
+        said = re.findall(late, found.text(rank))
         for number, seconds in enumerate(said):  # after the limit, twice, four times the limit
             assert float(seconds) >= 2 * 2**number
 
