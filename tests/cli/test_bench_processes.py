@@ -13,7 +13,7 @@ def test_two_processes_measure_one_ring(tmp_path):
         *("--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--process-id"),
     ]
     (out, error, status), (silent, its_error, its_status) = run_together(
-        [[*command, str(rank)] for rank in range(2)], JAX_PLATFORMS="cpu"
+        [[*command, str(rank)] for rank in range(2)]
     )
     assert (status, its_status) == (0, 0), error + its_error
     assert "8 x cpu in 2 processes | mesh tp=8" in out

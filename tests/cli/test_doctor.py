@@ -95,7 +95,7 @@ def test_nothing_bad_has_no_hints():
 def _processes(numbers, *more):
     common = ("--coordinator", f"localhost:{free_port()}", "--num-processes", "2", *more)
     commands = [["-m", "jaxpar", "doctor", "--process-id", number, *common] for number in numbers]
-    return run_together(commands, JAX_PLATFORMS="cpu")
+    return run_together(commands)
 
 
 def test_no_time_to_wait(capsys):

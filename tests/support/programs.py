@@ -14,10 +14,16 @@ from partitioner import WARNING
 import jaxpar
 
 
+def environment(**more):
+    """Of a process of its own, which chooses its CPU devices itself."""
+    kept = {name: text for name, text in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    kept |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
+    return kept | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | more  # they take longer than they save
+
+
 def printed(example):
     """What a program of its own prints."""
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
+    env = environment()
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", example], env=env, capture_output=True, text=True
     )
@@ -35,10 +41,9 @@ def free_port():
             return port
 
 
-def run_together(commands, **environment):
+def run_together(commands, **more):
     """Runs commands at the same time; returns what each prints, its errors, and its status."""
-    env = {name: text for name, text in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])} | environment
+    env = environment(**more)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([sys.executable, *one], env=env, **pipes) for one in commands]
     try:

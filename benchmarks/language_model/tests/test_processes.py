@@ -12,9 +12,8 @@ from threading import Timer
 
 import jax
 import numpy as np
-from programs import free_port
+from programs import environment, free_port
 
-import jaxpar
 from language_model.arguments import parse
 from language_model.data import standard_library, training_batch
 from language_model.parallel import build_mesh
@@ -32,9 +31,7 @@ SIZES = [
 @contextmanager
 def processes(count, errors, *args):
     """Starts the command in `count` processes; none outlives twenty minutes, or the block."""
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
-    env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # they take longer than they save
+    env = environment(JAX_NUM_CPU_DEVICES="1")
     command = [sys.executable, str(FOLDER), *SIZES, *args, "--num-processes", str(count)]
     command += ["--coordinator", f"localhost:{free_port()}", "--process-id"]
     with errors.open("w") as log:
