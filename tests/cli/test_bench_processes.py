@@ -9,7 +9,7 @@ def test_two_processes_measure_one_ring(tmp_path):
     data = tmp_path / "bench.json"
     command = [
         *("-m", "jaxpar", "bench", "--shapes", "16x16x16", "--repeats", "2"),
-        *("--ops", "gather-lhs-rows,scatter-rows", "--json", str(data)),
+        *("--ops", "gather-lhs-rows,scatter-rows", "--modes", "bidirectional", "--json", str(data)),
         *("--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--process-id"),
     ]
     (out, error, status), (silent, its_error, its_status) = run_together(
@@ -22,4 +22,4 @@ def test_two_processes_measure_one_ring(tmp_path):
     assert silent == ""
     record = json.loads(data.read_text())
     assert (record["devices"], record["processes"]) == (8, 2)
-    assert len(record["rows"]) == 2 * 2 * 3
+    assert len(record["rows"]) == 2 * 2 * 2
