@@ -461,7 +461,7 @@ def test_a_measured_step(tmp_path):
     program = gather_matmul(4096)
     found = measured(program, tmp_path, compute=100_000, done=900_000)
     predicted = timeline(program)
-    told = explain(program, measured=found, tries=3)
+    told = explain(program, measured=found, tries=2)
     assert told.timeline is found
     assert told.predicted == predicted
     finding = told.findings[0]
