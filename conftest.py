@@ -42,19 +42,17 @@ with install_import_hook(ANNOTATED, "signatures.checked"):
     import jaxpar.testing  # noqa: F401
 
 
-QUICKLY_COMPILED = {
-    *("language_model", "layers", "layout", "low_bit", "matmul", "moe", "training_step"),
-    *("testing", "test_clusters.py", "test_examples.py", "test_values.py"),
-    *("test_gradients.py", "test_interop.py", "test_modes.py", "test_ragged.py"),
-    *("test_reference.py", "test_tuning.py", "test_ways.py"),
+# Whose programs are looked at, or measured.
+OPTIMISED = {
+    *("schedule", "cli", "overlap", "sweep", "compile_time", "step_time"),
+    *("test_options.py", "test_order.py"),
 }
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation(request):
     """Programs that run for milliseconds are not worth seconds of optimisation."""
-    quick = bool(QUICKLY_COMPILED & set(request.path.parts))
-    jax.config.update("jax_disable_most_optimizations", quick)
+    jax.config.update("jax_disable_most_optimizations", OPTIMISED.isdisjoint(request.path.parts))
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 

@@ -37,6 +37,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # %%
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -57,15 +58,20 @@ import jaxpar
 
 # %%
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    while True:  # below those that systems give to connections, or one could take it meanwhile
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def run(program, processes=2):
     """Runs a program in so many processes, and prints what each prints, in order."""
     start = f"""
-    import sys
+    import os, sys
+    # What the transport between CPU processes writes to standard output goes to standard error.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     import jax
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", {8 // processes})
@@ -91,10 +97,7 @@ def run(program, processes=2):
     texts = []
     for rank, (process, (said, wrong)) in enumerate(zip(started, ended, strict=True)):
         assert process.returncode == 0, wrong
-        # The transport's words, which may come in pieces, are left out.
-        words = ("[Gloo]", "peer ranks")
-        own = [line for line in said.splitlines() if not any(word in line for word in words)]
-        texts.append("\n".join(own))
+        texts.append(said.rstrip("\n"))
         print(textwrap.indent(texts[-1], f"process {rank}: "))
     return texts
 

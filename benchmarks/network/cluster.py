@@ -14,7 +14,6 @@ from typing import Any
 
 from workers import PATH
 
-REPLY = "reply: "
 INSIDE = "JAXPAR_NETWORK_NAMESPACE"  # set in the environment of the run within the namespace
 
 
@@ -57,9 +56,8 @@ class Cluster:
             pass  # a process is gone; its log says why
         out = self._members[0].stdout
         assert out is not None
-        for line in out:
-            if line.startswith(REPLY):
-                return json.loads(line.removeprefix(REPLY))
+        if reply := out.readline():
+            return json.loads(reply)
         self._log.seek(0)
         tail = "".join(self._log.readlines()[-20:])
         raise RefusalError(

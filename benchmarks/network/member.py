@@ -2,7 +2,7 @@
 
     python -m network.member ADDRESS PROCESS PROCESSES SHAPE
 
-Process 0 replies with a line of JSON behind `REPLY`; the others do the same work and are silent.
+Process 0 replies with a line of JSON; the others do the same work and are silent.
 """
 
 import json
@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jaxpar import make_mesh
 from jaxpar.cli._bench_times import place, tolerance
 from jaxpar.cli._ops import OPS, Shape, with_gradients
+from jaxpar.cli._processes import own_output
 from jaxpar.collectives import _choice
 from jaxpar.collectives._order import (
     Beside,
@@ -34,7 +35,6 @@ from jaxpar.collectives._order import (
 )
 from jaxpar.schedule import CompiledProgram, Memory, Target, read_trace
 from jaxpar.schedule._timeline import covered
-from network.cluster import REPLY
 
 RING = ("tp",)
 TRACED_CALLS = 3
@@ -162,15 +162,16 @@ def main() -> None:
     address, process, processes, shape = sys.argv[1:]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(address, int(processes), int(process))
-    rows, depth, cols = map(int, shape.split("x"))
-    member = Member((rows, depth, cols))
-    for line in sys.stdin:
-        name, args = json.loads(line)
-        reply = getattr(member, name)(*args)
-        if jax.process_index() == 0:
-            print(REPLY + json.dumps(reply), flush=True)
-    jax.distributed.shutdown()
+    with own_output() as replies:
+        jax.distributed.initialize(address, int(processes), int(process))
+        rows, depth, cols = map(int, shape.split("x"))
+        member = Member((rows, depth, cols))
+        for line in sys.stdin:
+            name, args = json.loads(line)
+            reply = getattr(member, name)(*args)
+            if jax.process_index() == 0:
+                print(json.dumps(reply), file=replies)
+        jax.distributed.shutdown()
 
 
 if __name__ == "__main__":

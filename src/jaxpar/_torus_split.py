@@ -104,5 +104,6 @@ def _around(links: _Links, start: int) -> list[int]:
     found, before, here = [start], start, min(links[start])
     while here != start:
         found.append(here)
-        before, here = here, next(x for x in links[here] if x != before)
+        one, other = links[here]
+        before, here = here, other if one == before else one
     return found

@@ -1,14 +1,13 @@
 """The command as a user meets it: reports, files, refusals and the text of every error."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
+from programs import environment
 
 import jaxpar
 from jaxpar.__main__ import main
@@ -202,11 +201,9 @@ def test_help_has_units_and_examples(capsys):
 
 def test_runs_as_a_module():
     """In a process of its own it makes its eight CPU devices itself."""
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-m", "jaxpar", *SMALL],
-        env=env,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=600,

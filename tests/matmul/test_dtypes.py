@@ -64,7 +64,7 @@ calls = pytest.mark.parametrize(("fn", "where", "options"), CALLS.values(), ids=
 @calls
 def test_16_bit_sums_are_rounded_once_with_a_wide_wire(fn, where, options, mode, dtype):
     x, w = normal((8, 256), dtype), normal((256, 8), dtype)
-    found = shard(fn, where, mode=mode, wire_dtype="float32", **options)(x, w)
+    found = shard(fn, where, 4, mode=mode, wire_dtype="float32", **options)(x, w)
     assert found.dtype == dtype
     assert roundings(found, x, w) < 1.01
 
@@ -128,7 +128,7 @@ def test_wide_results_of_narrow_operands(fn, where, options, mode):
     """preferred_element_type=float32: nothing is rounded; gradients have the operands' dtype."""
     x, w, ct = (normal((8, 8), dtype) for dtype in ("bfloat16", "bfloat16", "float32"))
     more = {"preferred_element_type": "float32", "wire_dtype": "float32", **options}
-    wide = shard(fn, where, mode=mode, **more)
+    wide = shard(fn, where, 4, mode=mode, **more)
     found, gx, gw = value_and_pullback(wide, x, w, ct)
     assert found.dtype == "float32"
     assert gx.dtype == gw.dtype == "bfloat16"

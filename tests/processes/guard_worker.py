@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import redirect_stdout
 
 import jax
 
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jaxpar  # noqa: E402
+from jaxpar.cli._processes import own_output  # noqa: E402
 
 CASE, RANK, COUNT, PORT = sys.argv[1], *map(int, sys.argv[2:5])
 ODD = 0 if CASE == "killed_first" else COUNT - 1
@@ -86,7 +88,8 @@ def main():
                 case "missing" | "partitioned":
                     load(LONG)
                 case "slow":
-                    load(5)
+                    fault()
+                    sys.stdin.read()  # until the test has seen enough
                 case "killed" | "killed_first":
                     fault()
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -120,4 +123,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with own_output() as lines, redirect_stdout(lines):
+        main()

@@ -1,15 +1,12 @@
 """Programs of several processes: their start, and what is said where they differ or are missing."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import free_port, run_together
 
 import jaxpar
 from jaxpar.processes._meeting import processes_text
@@ -18,42 +15,25 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 def run(case, count, folder, ranks=None):
-    """Starts the processes, and returns what each printed and how it ended."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = str(s.getsockname()[1])
-    env = {name: text for name, text in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    started = range(count) if ranks is None else ranks
-    env |= {"PYTHONPATH": str(Path(jaxpar.__file__).parents[1]), "STARTED": str(len(started))}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), case, str(rank), str(count), port, str(folder)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in started
+    """Starts the processes; returns what each printed, their errors, and how they ended."""
+    port, started = free_port(), range(count) if ranks is None else ranks
+    commands = [
+        [str(WORKER), case, str(rank), str(count), str(port), str(folder)] for rank in started
     ]
-    try:
-        said = [process.communicate(timeout=600)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return said, [process.returncode for process in processes]
+    return zip(*run_together(commands, STARTED=str(len(started))), strict=True)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_equal_processes(count, tmp_path):
-    said, codes = run("equal", count, tmp_path)
-    assert codes == [0] * count, "\n".join(said)
-    assert all(out.endswith("equal\n") for out in said)
+    said, errors, codes = run("equal", count, tmp_path)
+    assert codes == (0,) * count, "\n".join(errors)
+    assert said == ("equal\n",) * count
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_that_differ(count, tmp_path):
-    said, codes = run("differ", count, tmp_path)
-    assert codes == [0] * count, "\n".join(said)
+    said, errors, codes = run("differ", count, tmp_path)
+    assert codes == (0,) * count, "\n".join(errors)
     last = count - 1
     for out in said:  # all say the same
         assert (
@@ -72,28 +52,28 @@ def test_processes_that_differ(count, tmp_path):
 
 
 def test_a_process_that_does_not_come(tmp_path):
-    said, codes = run("missing", 4, tmp_path, ranks=[0, 2])
+    _, errors, codes = run("missing", 4, tmp_path, ranks=[0, 2])
     assert all(codes)
-    for out in said:
+    for out in errors:
         assert "TimeoutError: initialize: after 4 s processes 1, 3 of 4 are missing" in out
 
 
 def test_a_process_that_is_killed_on_the_way(tmp_path):
-    said, codes = run("killed", 2, tmp_path)
-    assert codes == [3, 9]
+    said, errors, codes = run("killed", 2, tmp_path)
+    assert codes == (3, 9), "\n".join(errors)
     assert "TimeoutError: agree: after 3 s process 1 of 2 is missing" in said[0]
 
 
 def test_a_process_0_that_does_not_answer(tmp_path):
-    said, codes = run("silent", 2, tmp_path)
-    assert codes == [0, 3]
+    said, errors, codes = run("silent", 2, tmp_path)
+    assert codes == (0, 3), "\n".join(errors)
     assert "TimeoutError: agree: process 0 did not answer within 1 s; is it alive" in said[1]
 
 
 def test_a_process_0_that_does_not_come(tmp_path):
-    [said], [code] = run("missing", 2, tmp_path, ranks=[1])
+    _, [error], [code] = run("missing", 2, tmp_path, ranks=[1])
     assert code
-    assert "TimeoutError: initialize: after 4 s process 0 is missing: nothing answers at" in said
+    assert "TimeoutError: initialize: after 4 s process 0 is missing: nothing answers at" in error
 
 
 def test_many_processes_are_short_to_read():

@@ -1,9 +1,13 @@
-"""What each process of test_processes.py does: `worker.py CASE RANK COUNT PORT FOLDER`."""
+"""What each process of test_processes.py does: `worker.py CASE RANK COUNT PORT FOLDER`.
+
+What it has to say goes to standard output, where the transport's words would be in the midst of it.
+"""
 
 import os
 import re
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import jax
@@ -19,6 +23,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 import jaxpar  # noqa: E402
+from jaxpar.cli._processes import own_output  # noqa: E402
 from jaxpar.layout import LayoutMap, Padded  # noqa: E402
 
 CASE, RANK, COUNT, PORT, FOLDER = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
@@ -235,4 +240,5 @@ def bytes_read() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    with own_output() as lines, redirect_stdout(lines):
+        main()

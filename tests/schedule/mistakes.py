@@ -131,8 +131,8 @@ def float32_gradients(mesh, mend):
         ]
 
     step = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P())
-    params = [shape(mesh, (4096, 4096)) for _ in range(3)]
-    return step, (params, shape(mesh, (8 * 1024, 4096), "dp"))
+    params = [shape(mesh, (2048, 2048)) for _ in range(2)]
+    return step, (params, shape(mesh, (8 * 1024, 2048), "dp"))
 
 
 def mesh_in_the_wrong_order(mesh, mend):

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import Any, TextIO
 
 import jax
 
@@ -94,11 +94,28 @@ def answer(serve: Callable[[Any], Iterable[Any]]) -> None:
 
     What is printed meanwhile, by compilers or by a user's function, goes to standard error.
     """
-    with os.fdopen(os.dup(1), "w", buffering=1) as lines:
-        os.dup2(2, 1)
+    with own_output() as lines:
         for record in serve(json.load(sys.stdin)):
             lines.write(json.dumps(record) + "\n")
         lines.write(json.dumps(_END) + "\n")
+
+
+@contextmanager
+def own_output() -> Generator[TextIO, None, None]:
+    """Yields standard output; all else that is written there meanwhile goes to standard error.
+
+    Gloo, the transport between processes of CPU devices, writes to file descriptor 1 in pieces,
+    which may come in the midst of a line.
+    """
+    sys.stdout.flush()
+    shown = os.dup(1)
+    with os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding) as lines:
+        os.dup2(2, 1)
+        try:
+            yield lines
+        finally:
+            os.dup2(shown, 1)
+            os.close(shown)
 
 
 def one_line(reason: BaseException) -> str:
@@ -128,7 +145,8 @@ def start_jax(
     """Chooses the number of CPU devices, joins the processes and starts JAX's backends.
 
     The number is left alone where the user chose it, and has no effect where JAX's default devices
-    are not CPUs. Yields what the backends said while they started, which is not shown.
+    are not CPUs. Yields what the backends said while they started, which is not shown. Among
+    several processes, standard output has what Python prints, and nothing else.
     """
     flag = "xla_force_host_platform_device_count"
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or flag in os.environ.get("XLA_FLAGS", "")
@@ -139,14 +157,15 @@ def start_jax(
         return
     if process_id == 0:
         _require_port(coordinator)
-    try:
-        initialize(coordinator, num_processes, process_id, timeout_s=timeout_s)
-    except ValueError as reason:  # the address, which only process 0 could try
-        raise UsageError(f"--coordinator {coordinator}: {reason}") from None
-    try:
-        yield _start_backends()
-    finally:
-        jax.distributed.shutdown()
+    with own_output() as lines, redirect_stdout(lines):
+        try:
+            initialize(coordinator, num_processes, process_id, timeout_s=timeout_s)
+        except ValueError as reason:  # the address, which only process 0 could try
+            raise UsageError(f"--coordinator {coordinator}: {reason}") from None
+        try:
+            yield _start_backends()
+        finally:
+            jax.distributed.shutdown()
 
 
 def _start_backends() -> str:
