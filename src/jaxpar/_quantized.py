@@ -143,7 +143,7 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
     limit = float(jnp.iinfo(how.dtype).max if whole else jnp.finfo(how.dtype).max)
     # Smaller scales are no normal numbers: hardware takes them for zero, and divides by it.
     scales = jnp.maximum(largest / limit, jnp.finfo(wide.dtype).tiny)
-    scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
+    scales = jnp.where(jnp.isfinite(largest), scales, largest - largest)  # NaN of infinity
     scaled = wide / spread(scales, x.shape)
     if key is not None:
         scaled = jnp.floor(scaled + jax.random.uniform(key, x.shape, wide.dtype))
