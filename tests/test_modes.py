@@ -124,6 +124,14 @@ def test_flags(name, mode):
             assert_alike(jax.jit(run)(*jax.tree.leaves(arrays)), wanted)
 
 
+def test_the_partitioner_before_shardy():
+    """It has ended the process where a loop over groups read what was sorted."""
+    arrays = CASES["grouped_matmul"].arrays
+    with flags({"jax_use_shardy_partitioner": False}):
+        found = jax.jit(with_gradients("grouped_matmul"))(arrays)
+    assert_alike(found, by_default("grouped_matmul")[1])
+
+
 def test_rounding_by_chance_with_other_random_numbers():
     x = np.arange(32, dtype="float32").reshape(4, 8) / 7
     with flags(STRICT):
