@@ -3,6 +3,7 @@
 A new function is a line of `computing.CASES`, a new flag a word in `MODES`.
 """
 
+import re
 from contextlib import contextmanager
 from functools import cache
 
@@ -37,8 +38,8 @@ STRICT = {
 }
 MODES = {
     "strict": STRICT,
-    "disabled jit": {"jax_disable_jit": True},
-    "wide": {
+    "wide, and without jit": {
+        "jax_disable_jit": True,
         "jax_numpy_rank_promotion": "raise",
         "jax_enable_x64": True,
         "jax_default_matmul_precision": "highest",
@@ -102,6 +103,7 @@ def by_default(name):
 def assert_alike(found, wanted):
     found, wanted = (jax.tree.leaves(jax.device_get(tree)) for tree in (found, wanted))
     for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == y.dtype
         if x.dtype.name != "int8":  # of ties, rounding
             np.testing.assert_allclose(x.astype("float64"), y.astype("float64"), 1e-4, 2e-5)
 
@@ -111,13 +113,23 @@ def assert_alike(found, wanted):
 def test_flags(name, mode):
     arrays = CASES[name].arrays
     text, wanted = by_default(name)
+    assert not re.search(r"\bnan\b", text)  # a constant, which would stop `jax_debug_nans`
     with flags(MODES[mode]):
-        traced = jax.make_jaxpr(with_gradients(name, check_vma=mode != "wide"))(arrays)
+        traced = jax.make_jaxpr(with_gradients(name))(arrays)
         if str(traced) == text:  # the same program
             return
+        jax.eval_shape(with_gradients(name, check_vma=False), arrays)
         run = jax.extend.core.jaxpr_as_fun(traced)
         with jax.disable_jit(False):
             assert_alike(jax.jit(run)(*jax.tree.leaves(arrays)), wanted)
+
+
+def test_the_partitioner_before_shardy():
+    """It has ended the process where a loop over groups read what was sorted."""
+    arrays = CASES["grouped_matmul"].arrays
+    with flags({"jax_use_shardy_partitioner": False}):
+        found = jax.jit(with_gradients("grouped_matmul"))(arrays)
+    assert_alike(found, by_default("grouped_matmul")[1])
 
 
 def test_rounding_by_chance_with_other_random_numbers():

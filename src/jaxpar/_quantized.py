@@ -146,7 +146,7 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
     range_of = jnp.finfo(wide.dtype)
     top = float(range_of.max) / limit * (1 - float(range_of.eps))
     scales = jnp.clip(largest / limit, range_of.tiny, top)
-    scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
+    scales = jnp.where(jnp.isfinite(largest), scales, largest - largest)  # NaN of infinity
     scaled = wide / spread(scales, x.shape)
     if key is not None:
         scaled = jnp.floor(scaled + jax.random.uniform(key, x.shape, wide.dtype))

@@ -195,11 +195,8 @@ CASES: dict[str, Case] = {
         lambda x: moe.load_balance_loss(moe.route(x, 2), "x"), ROWS, WHOLE, (X,)
     ),
     "moe_layer": Case(
-        lambda x, r, w: [
-            moe.moe_layer(x, moe.route(x @ r, 2), w, "x", dispatch=how)
-            for how in ("ragged", "all_gather")
-        ],
-        *((ROWS, WHOLE, ROWS), [(ROWS, WHOLE)] * 2, (X, _draw(8, 8), EXPERTS | BIASES)),
+        lambda x, r, w: moe.moe_layer(x, moe.route(x @ r, 2), w, "x", dispatch="all_gather"),
+        *((ROWS, WHOLE, ROWS), (ROWS, WHOLE), (X, _draw(8, 8), EXPERTS | BIASES)),
     ),
     "pad_experts": Case(lambda w: moe.pad_experts(w, 3), ROWS, ROWS, (EXPERTS,)),
     "route": Case(
@@ -212,7 +209,12 @@ CASES: dict[str, Case] = {
     ),
     "routed_moe_layer": Case(
         lambda x, r, w: moe.routed_moe_layer(
-            x, r, w, "x", top_k=2, chunks=2, capacity_factor=2.0, buffer_factor=2.0
+            *(x, r, w, "x"),
+            top_k=2,
+            capacity_factor=2.0,
+            dispatch="ragged",
+            chunks=2,
+            buffer_factor=2.0,
         ),
         *((ROWS, WHOLE, ROWS), (ROWS, WHOLE), (X, _draw(8, 8), EXPERTS)),
     ),

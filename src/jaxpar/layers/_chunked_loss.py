@@ -51,6 +51,15 @@ class ChunkedLoss:
         (x,) = vary_alike(self.ring.names, x)
         return gather_along(self.way(self.ring, x), x, self.dim)
 
+    def of_tokens(
+        self, x: Float[Array, "*tokens"], labels: Int[Array, "*tokens"]
+    ) -> Float[Array, "*tokens"]:
+        """Returns x with 0 for tokens to ignore, and NaN where a label is no column."""
+        ignored = labels == self.ignore_label  # mostly no column either
+        wrong = ~ignored & ((labels < 0) | (labels >= self.vocabulary))
+        # A constant NaN stops `jax_debug_nans` where nothing is wrong.
+        return jnp.where(ignored, 0, x) + jnp.log(jnp.where(wrong, -1, 1).astype(x.dtype))
+
     def chunks(
         self, x: Shaped[Array, "..."], fill: int = 0, features: int = 0
     ) -> Shaped[Array, "chunks tokens *features"]:
@@ -158,9 +167,7 @@ def _fwd(
     losses = (log_total + (top - aimed)).reshape(labels.shape)
     if loss.z_loss:
         losses = losses + loss.z_loss * (top + log_total).reshape(labels.shape) ** 2
-    # In this order: the label to ignore is mostly one that is no column, and has 0, not NaN.
-    losses = jnp.where((labels >= 0) & (labels < loss.vocabulary), losses, jnp.nan)
-    losses = jnp.where(labels == loss.ignore_label, 0, losses)
+    losses = loss.of_tokens(losses, labels)
     if loss.dim is not None:
         length = labels.shape[loss.dim] // loss.ring.size
         start = loss.ring.index() * length
@@ -180,8 +187,7 @@ def _bwd(
         ct = lax.all_gather(ct, names, axis=loss.dim, tiled=True)
     elif not checks_varying(names):
         ct = lax.psum(ct, names)  # the derivative of a psum where types say nothing
-    ct = jnp.where((labels >= 0) & (labels < loss.vocabulary), ct, jnp.nan)
-    ct = jnp.where(labels == loss.ignore_label, 0, ct)
+    ct = loss.of_tokens(ct, labels)
 
     def step(
         total: tuple[Float[Array, "d columns"], Any], chunk: tuple[Array, ...]

@@ -140,7 +140,7 @@ def route(
         choice = lax.stop_gradient(logits if scoring == "selected_softmax" else scores)
         choice = choice + lax.stop_gradient(_as_bias(bias, logits)).astype(choice.dtype)[None, :]
     # Sorts and maxima pass over some NaN, with which the token would be as if nothing was wrong.
-    doubt = jnp.where(jnp.any(jnp.isnan(choice), axis=1, keepdims=True), jnp.nan, 1)
+    doubt = 1 + jnp.sum(jnp.where(jnp.isnan(choice), choice, 0), axis=1, keepdims=True)
     choice = _in_best_groups(choice, groups, top_groups, k, pairs=bias is not None)
     experts = lax.top_k(choice, k)[1].astype("int32")  # [tokens, k]
 
