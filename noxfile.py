@@ -72,17 +72,6 @@ def notebooks(session: nox.Session) -> None:
 
 
 @nox.session
-def errors(session: nox.Session) -> None:
-    """Makes the catalogue of errors from the tests that raise them: as long as the tests take."""
-    session.install("-e", ".[test]")
-    recorded = Path(session.create_tmp(), "errors.jsonl").absolute()
-    recorded.unlink(missing_ok=True)
-    env = {"PYTHONPATH": "tests/support"}
-    session.run(*PYTEST, "-p", "recorded", "--errors", str(recorded), *session.posargs, env=env)
-    session.run("python", "tests/support/errors.py", str(recorded))
-
-
-@nox.session
 def site(session: nox.Session) -> None:
     """Builds the site from the repository's pages, with warnings and dead links as errors."""
     session.install("-e", ".[docs]")

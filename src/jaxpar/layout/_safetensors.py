@@ -164,7 +164,7 @@ def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     """The entries of a JSON object, which must not have a name twice."""
     found = dict(entries)
     if len(found) != len(entries):
-        raise ValueError("its header has a name twice")
+        raise EOFError("its header has a name twice")
     return found
 
 
@@ -180,7 +180,7 @@ def _check_whole(places: list[tuple[int, int]], size: int) -> None:
 def _tensor(name: str, file: Path, entry: Mapping[str, Any], data: np.ndarray) -> Tensor:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
-        raise ValueError(f"{name!r} has shape {entry['shape']} and bytes {entry['data_offsets']}")
+        raise EOFError(f"{name!r} has shape {entry['shape']} and bytes {entry['data_offsets']}")
     tensor = Tensor(name, file, entry["dtype"], shape, data[start:end])
     if not 0 <= start <= end <= len(data):
         raise EOFError(f"{name!r} {tensor.text} ends at byte {end} of {len(data)}")
