@@ -64,12 +64,18 @@ def key_of(path: str) -> str:
     return path
 
 
+_NUMBERS = re.compile(r"\d+")
 _INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of a path that is escaped
 
 
 def pattern_of(path: str) -> str:
     """A pattern of this path, and of those that differ from it in an index."""
     return _INDEX.sub(r"\\d+", re.escape(path))
+
+
+def without_numbers(path: str) -> str:
+    """The same text for all paths that differ in numbers alone."""
+    return _NUMBERS.sub("#", path)
 
 
 class Alike:
