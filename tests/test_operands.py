@@ -149,9 +149,9 @@ CASES = {
         {"table": (0,)},
     ),
     "vocabulary_parallel_cross_entropy": Case(
-        lambda axis, x, w: loss(axis, x, w, jnp.zeros(4)),
-        lambda n: [(4, 6), (6, 3)],
-        {"w": (1,)},
+        lambda axis, x, w, bias: loss(axis, x, w, jnp.zeros(4), bias=bias),
+        lambda n: [(4, 6), (6, 3), (3,)],
+        {"w": (1,), "bias": (2,)},
     ),
     "vocabulary_parallel_cross_entropy of a sequence": Case(
         lambda *args: loss(*args, sequence_dim=0),

@@ -85,14 +85,9 @@ class Axis:
                 inner: Any = self.names
                 if self.mode == "auto":
                     object.__setattr__(self, "mode", inner.mode)
-                if self.wire_dtype is None:
-                    object.__setattr__(self, "wire_dtype", inner.wire_dtype)
-                if self.backward is None:
-                    object.__setattr__(self, "backward", inner.backward)
-                if self.keep_gathered is None:
-                    object.__setattr__(self, "keep_gathered", inner.keep_gathered)
-                if self.gather_dtype is None:
-                    object.__setattr__(self, "gather_dtype", inner.gather_dtype)
+                for option in ("wire_dtype", "backward", "keep_gathered", "gather_dtype"):
+                    if getattr(self, option) is None:
+                        object.__setattr__(self, option, getattr(inner, option))
             object.__setattr__(self, "names", axis_names(self.names))
             check_mode(self.mode)
             if self.backward is not None:
@@ -288,6 +283,11 @@ def _axis_size(argument: str, name: str) -> int:
             f"between. {remedy}"
         )
     return size
+
+
+def bind_any(axes: AxisLike, argument: str = "axis") -> Ring:
+    """Returns the ring over `axes`, of which there may be none: then it is one device."""
+    return Ring((), size=1) if axes in ((), []) else bind(axes, argument)
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:

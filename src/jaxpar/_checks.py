@@ -120,6 +120,16 @@ def check_number(
     return float(given)
 
 
+def check_softcap(given: Any, otherwise: str) -> float | None:
+    """Returns a bound of scores or logits, None for none; `otherwise` says what that leaves."""
+    if given is None:
+        return None
+    softcap = check_number("softcap", given, finite=otherwise)
+    if not softcap:
+        raise value_error(f"softcap={given} must be above 0; {otherwise}")
+    return softcap
+
+
 def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pass one") -> Array:
     """Returns what a user gave as an array, or raises where it is none, or has no such `use`."""
     try:

@@ -40,13 +40,11 @@ class PaddedTables:
 
     def stay_with(self, arrays: Iterable[Any]) -> None:
         """Keeps the note as long as any of these arrays is there."""
-        for array in arrays if self.tables else ():
-            _of_arrays[id(array)] = self
-            finalize(array, _of_arrays.pop, id(array), None).atexit = False
+        for array in arrays:
+            finalize(array, lambda held: None, self).atexit = False  # and holds it until then
 
 
 _known: WeakSet[PaddedTables] = WeakSet()
-_of_arrays: dict[int, PaddedTables] = {}
 
 
 def check_no_padding(argument: str, width: int, rows: int) -> None:

@@ -422,17 +422,6 @@ def test_a_bias_that_does_not_fit():
     )
 
 
-def test_a_bias_that_is_replicated():
-    losses = jax.shard_map(
-        lambda x, w, y, b: vocabulary_parallel_cross_entropy(x, w, y, "tp", bias=b),
-        mesh=mesh_of("tp=4"),
-        in_specs=(P(), P(None, "tp"), P(), P()),
-        out_specs=P(),
-    )
-    with pytest.raises(ValueError, match=r"bias of local shape \(4,\) is replicated over \['tp'\]"):
-        jax.eval_shape(losses, normal(6, 3), normal(3, 16), np.zeros(6, "int32"), normal(4))
-
-
 def test_options_out_of_range():
     assert (
         error(ValueError, softcap=0) == "softcap=0 must be above 0; None leaves logits as they are"

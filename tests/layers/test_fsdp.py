@@ -202,8 +202,13 @@ def stack_of(layers, k=6, hidden=4):
     ],
 )
 def test_scan(mode, layers, check_vma):
+    check_scan(layer, layers, check_vma, mode=mode)
+
+
+def check_scan(layer, layers, check_vma, *, mode="auto", policy=None):
+    axis = Axis("f", mode=mode)
     assert_matches_reference(
-        lambda stack, x: fsdp_scan(layer, stack, x, Axis("f", mode=mode), dim=SHARDED),
+        lambda stack, x: fsdp_scan(layer, stack, x, axis, dim=SHARDED, policy=policy),
         network_in_numpy,
         stack_of(layers),
         normal(4, 6),
@@ -457,19 +462,7 @@ def scan_by(policy, layer=named_layer, check_vma=True):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("policy", ["a name", "everything"])
 def test_a_policy_of_scan(policy, check_vma):
-    assert_matches_reference(
-        lambda stack, x: fsdp_scan(
-            named_layer, stack, x, "f", dim=SHARDED, policy=POLICIES[policy]
-        ),
-        network_in_numpy,
-        stack_of(3),
-        normal(4, 6),
-        mesh=mesh_of("f=2"),
-        in_specs=({"w": P(None, "f"), "b": P(), "v": P(None, None, "f")}, P("f")),
-        out_specs=P("f"),
-        check_vma=check_vma,
-        max_directions=4,
-    )
+    check_scan(named_layer, 3, check_vma, policy=POLICIES[policy])
 
 
 def matmuls(jaxpr):

@@ -188,7 +188,6 @@ def ring_reduce_scatter(
 
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)
-
         out = scatter_along(_way("reduce-scatter", ring, x), x, along)
         return out if tiled else lax.squeeze(out, [along])
 
@@ -242,11 +241,7 @@ def ring_all_reduce(
     check_own_leaves("x", x, ring, "an addend", ADDENDS)
     (x,) = vary_alike(ring.names, x)
 
-    def reduce(x: Array) -> Array:
-
-        return all_reduce(_way("all-reduce", ring, x), x)
-
-    return jax.tree.map(reduce, x)
+    return jax.tree.map(lambda x: all_reduce(_way("all-reduce", ring, x), x), x)
 
 
 def _way(collective: str, ring: Ring, x: Array) -> Way:

@@ -152,13 +152,38 @@ class RingAttention:
         return _bounded(Tile(queries, keys), least, most)
 
     def split(self, block: Any, parts: int) -> list[Any]:
-        """Deals the positions of keys out to so many parts; to one if they do not divide."""
-        length = block.k.shape[-2]
-        return _split(block, parts if length % (parts * self.chunks) == 0 else 1, self.chunks)
+        """Deals the positions of keys out to so many lanes; to one if they do not divide.
 
-    def join(self, parts: list[Any]) -> Any:
+        A lane has a run of every chunk, early and late ones alike, so that half of each tile of its
+        own is seen, as of the whole block.
+        """
+        chunks, length = self.chunks, block.k.shape[-2]
+        run = length // (parts * chunks)
+        if parts == 1 or run * parts * chunks != length:
+            return [block]
+
+        def part(
+            x: Shaped[Array, "*batch positions size"], lane: int
+        ) -> Shaped[Array, "*batch of_lane size"]:
+            *batch, _, size = x.shape
+            x = x.reshape(*batch, chunks, parts, run, size)
+            return x[..., lane, :, :].reshape(*batch, chunks * run, size)
+
+        return [jax.tree.map(lambda x, lane=lane: part(x, lane), block) for lane in range(parts)]
+
+    def join(self, lanes: list[Any]) -> Any:
         """The inverse of `split`."""
-        return _join(parts, self.chunks)
+        if len(lanes) == 1:
+            return lanes[0]
+
+        def join(
+            *xs: Shaped[Array, "*batch of_lane size"],
+        ) -> Shaped[Array, "*batch positions size"]:
+            *batch, length, size = xs[0].shape
+            cut = [x.reshape(*batch, self.chunks, length // self.chunks, size) for x in xs]
+            return jnp.stack(cut, axis=-3).reshape(*batch, length * len(xs), size)
+
+        return jax.tree.map(join, *lanes)
 
     def lane(self, number: int, count: int, keys: int, length: int) -> int:
         """Which lane of a block has come with so many keys, as the one of so many of this number.
@@ -196,37 +221,3 @@ def _bounded(tile: Tile, least: Any, most: Any) -> Tile:
         tile = tile.when(most >= lowest)
         most = None if isinstance(most, int) and most >= highest else most
     return replace(tile, least=least, most=most)
-
-
-def _split(block: Any, lanes: int, chunks: int) -> list[Any]:
-    """Deals the positions of each chunk out to the lanes.
-
-    A lane has a run of every chunk, early and late ones alike, so that half of each tile of its own
-    is seen, as of the whole block.
-    """
-    if lanes == 1:
-        return [block]
-
-    def part(
-        x: Shaped[Array, "*batch positions size"], lane: int
-    ) -> Shaped[Array, "*batch of_lane size"]:
-        *batch, length, size = x.shape
-        x = x.reshape(*batch, chunks, lanes, length // (chunks * lanes), size)
-        return x[..., lane, :, :].reshape(*batch, length // lanes, size)
-
-    return [jax.tree.map(lambda x, lane=lane: part(x, lane), block) for lane in range(lanes)]
-
-
-def _join(parts: list[Any], chunks: int) -> Any:
-    """The inverse of `_split`."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def join(
-        *xs: Shaped[Array, "*batch of_lane size"],
-    ) -> Shaped[Array, "*batch positions size"]:
-        *batch, length, size = xs[0].shape
-        cut = [x.reshape(*batch, chunks, length // chunks, size) for x in xs]
-        return jnp.stack(cut, axis=-3).reshape(*batch, length * len(xs), size)
-
-    return jax.tree.map(join, *parts)

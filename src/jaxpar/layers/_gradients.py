@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Inexact, Num, Shaped
 
-from jaxpar._axis import Ring, bind
+from jaxpar._axis import Ring, bind, bind_any
 from jaxpar._calls import of_user, public, type_error, value_error
 from jaxpar._checks import as_array, check_own, check_uncast, check_whole
 from jaxpar._dtypes import addition_dtype, sum_dtype
@@ -19,13 +20,7 @@ from jaxpar._jaxprs import named_axes
 from jaxpar._trees import as_arrays, check_own_leaves
 from jaxpar._types import AxisLike, Integer
 from jaxpar._varying import checks_varying, vary_over, varying_axes
-from jaxpar.layers._reduction import (
-    bind_groups,
-    check_bucket,
-    manual_axes,
-    sharded_axes,
-    sum_leaves,
-)
+from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
 
 # Of parameters and a batch to (loss, (weight, aux)), of this device.
 Local = Callable[[Any, Any], tuple[Array, tuple[Array, Any]]]
@@ -146,7 +141,7 @@ def value_and_grad(
     limit = check_bucket(bucket_bytes)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
-        ring, apart = bind(axis) if axis not in ((), []) else Ring((), size=1), bind_groups(groups)
+        ring, apart = bind_any(axis), bind_any(groups, "groups")
         _check_apart(ring, apart)
         checked = checks_varying(manual_axes())
         params = as_arrays("params", params)
@@ -157,7 +152,10 @@ def value_and_grad(
         # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
         # would sum the gradient over devices in every microbatch.
         copies = vary_over(ring.names, params)
-        batches = batch if parts == 1 else _cut(parts, batch)
+        batches = batch
+        if parts > 1:
+            batch = as_arrays("batch", batch)
+            batches = jax.tree_util.tree_map_with_path(partial(_cut, parts), batch)
         local = _local_loss(of_user(loss_fn, "loss_fn"), has_aux, ring, apart)
         # Under check_vma=True JAX has summed over all other axes, and the loss counted once there.
         # Otherwise each device's loss has counted, and no gradient is summed yet.
@@ -232,15 +230,6 @@ def _accumulate(
     grads, found = lax.scan(step, jax.tree.map(zero, params), batches, length=parts)
     losses, weights, aux = found
     return (jnp.sum(losses), jnp.sum(weights, dtype=weights.dtype), aux), grads
-
-
-def _cut(parts: int, batch: Any) -> Any:
-    """Cuts a batch into as many parts."""
-
-    def split(path: Any, leaf: Any) -> Shaped[Array, "parts size ..."]:
-        return _split(parts, jax.tree_util.keystr(path), leaf)
-
-    return jax.tree_util.tree_map_with_path(split, as_arrays("batch", batch))
 
 
 def _first(parts: int, batches: Any) -> Any:
@@ -322,9 +311,9 @@ def _check_apart(ring: Ring, apart: Ring) -> None:
         )
 
 
-def _split(
-    parts: int, place: str, leaf: Shaped[Array, " ..."]
-) -> Shaped[Array, "{parts} size ..."]:
+def _cut(parts: int, path: Any, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "{parts} size ..."]:
+    """Cuts a leaf of the batch into microbatches."""
+    place = jax.tree_util.keystr(path)
     if not leaf.ndim:
         raise value_error(
             f"batch{place} is a scalar, which microbatches={parts} cannot cut; "

@@ -80,8 +80,8 @@ class Projection:
         """Multiplies x by the one weight, sums over the axis, and adds the bias once."""
         x, weights = as_array("x", x), as_weights(weights)
         along = self._check(x, weights, fsdp_dim)
-        for name, w in weights.items():
-            check_own(name, w, self.ring, "rows")
+        ((name, w),) = weights.items()
+        check_own(name, w, self.ring, "rows")
 
         def product(
             x: Num[Array, "*tokens d"], shards: tuple[Num[Array, "_ _"], ...]
@@ -92,7 +92,6 @@ class Projection:
         y = self._recomputed(product)(x, tuple(weights.values()))
         if bias is None:
             return y
-        ((name, w),) = weights.items()
         return add_bias(y, self._whole_bias(name, w, bias, along))
 
     def used_as(self, w: Array) -> Any:

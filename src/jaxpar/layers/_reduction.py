@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Num
 
-from jaxpar._axis import Ring, bind
+from jaxpar._axis import bind, bind_any
 from jaxpar._calls import called, public, type_error, value_error
 from jaxpar._checks import check_whole
 from jaxpar._dtypes import addition_dtype, common_dtype
@@ -106,7 +106,7 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
     """
     tree = as_arrays("tree", tree, "norm")
     squares: dict[tuple[str, ...], Array] = {}
-    axes_of_leaves = sharded_axes(tree, specs, bind_groups(groups).names)
+    axes_of_leaves = sharded_axes(tree, specs, bind_any(groups, "groups").names)
     for leaf, axes in zip(jax.tree.leaves(tree), axes_of_leaves, strict=True):
         exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # its squares would overflow
         wide = jnp.abs(leaf.astype("float32" if exact else addition_dtype(leaf.dtype)))
@@ -176,11 +176,6 @@ def manual_axes() -> tuple[str, ...]:
     """The axes of the enclosing `jax.shard_map`, in mesh order; none outside it."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
-
-
-def bind_groups(groups: AxisLike) -> Ring:
-    """Returns the ring over axes that part groups of devices, of which there may be none."""
-    return Ring((), size=1) if groups in ((), []) else bind(groups, "groups")
 
 
 def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[set[str]]:

@@ -16,10 +16,10 @@ from jaxpar._calls import public, type_error, value_error
 from jaxpar._checks import (
     as_array,
     as_integers,
-    check_number,
     check_own,
     check_precision,
     check_replicated,
+    check_softcap,
     check_whole,
 )
 from jaxpar._dtypes import sum_dtype
@@ -171,7 +171,7 @@ def ring_attention(
     counted = None if ids is None else ids[..., 0, :, :, None] >= 0  # [*batch, positions, 1, 1]
     if counted is not None:
         q, k, v = (jnp.where(counted, x, jnp.zeros_like(x)) for x in (q, k, v))
-    softcap = _softcap(softcap)
+    softcap = check_softcap(softcap, "leave it out for scores as they are")
     q, k, v, ids, sinks = vary_alike(ring.names, q, k, v, ids, sinks)
     result = (*batch, length, heads, v.shape[-1])
     if 0 in result:
@@ -325,15 +325,6 @@ def _check_integers(
     if x.shape != shape:
         raise value_error(f"{argument} has local shape {x.shape}, but must be {shape}, {what} of k")
     return x
-
-
-def _softcap(given: Any) -> float | None:
-    if given is None:
-        return None
-    softcap = check_number("softcap", given, finite="leave it out")
-    if not softcap:
-        raise value_error(f"softcap={given} must be above 0; leave it out for scores as they are")
-    return softcap
 
 
 def _sinks(

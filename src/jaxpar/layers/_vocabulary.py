@@ -22,6 +22,7 @@ from jaxpar._checks import (
     check_own,
     check_replicated,
     check_sequence_dim,
+    check_softcap,
     check_whole,
 )
 from jaxpar._compat import psum_scatter
@@ -250,21 +251,10 @@ def vocabulary_parallel_cross_entropy(
         label_smoothing=check_number("label_smoothing", label_smoothing, 1.0),
         z_loss=check_number("z_loss", z_loss),
         ignore_label=check_whole("ignore_label", ignore_label),
-        softcap=None if softcap is None else _check_softcap(softcap),
+        softcap=check_softcap(softcap, "None leaves logits as they are"),
         precision=precision,
     )
-    check_own("w", w, ring, "columns")
-    if not checks_varying(ring.names) and w.shape[1] >= loss.vocabulary and ring.size > 1:
-        raise value_error(
-            f"w has local shape {w.shape}, columns of all vocabulary={loss.vocabulary} tokens on "
-            f"every device of {ring}; shard it in in_specs, {-(-loss.vocabulary // ring.size)} "
-            "columns a device"
-        )
-    if bias is not None:
-        check_own("bias", bias, ring, "numbers")
-    if dim is not None:
-        for argument, tokens in {"x": x, "labels": labels}.items():
-            check_own(argument, tokens, ring, "a part of the sequence", SHARDED_SEQUENCE)
+    _check_shards(loss, x, w, bias, labels)
     labels = as_signed(labels)
     if not labels.size:
         return jnp.zeros(labels.shape, sum_dtype(x.dtype))
@@ -294,6 +284,23 @@ def _check_operands(x: Array, w: Array, labels: Array) -> None:
         )
 
 
+def _check_shards(loss: ChunkedLoss, x: Array, w: Array, bias: Array | None, labels: Array) -> None:
+    """Raises where each device should have its own part of an operand, and all have the whole."""
+    ring = loss.ring
+    check_own("w", w, ring, "columns")
+    if not checks_varying(ring.names) and w.shape[1] >= loss.vocabulary and ring.size > 1:
+        raise value_error(
+            f"w has local shape {w.shape}, columns of all vocabulary={loss.vocabulary} tokens on "
+            f"every device of {ring}; shard it in in_specs, {-(-loss.vocabulary // ring.size)} "
+            "columns a device"
+        )
+    if bias is not None:
+        check_own("bias", bias, ring, "numbers")
+    if loss.dim is not None:
+        for argument, tokens in {"x": x, "labels": labels}.items():
+            check_own(argument, tokens, ring, "a part of the sequence", SHARDED_SEQUENCE)
+
+
 def _as_bias(bias: Any, w: Array) -> Array:
     bias = as_array("bias", bias)
     if bias.shape != w.shape[1:]:
@@ -304,10 +311,3 @@ def _as_bias(bias: Any, w: Array) -> Array:
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
     return bias
-
-
-def _check_softcap(softcap: Number) -> float:
-    cap = check_number("softcap", softcap, finite="None leaves logits as they are")
-    if not cap:
-        raise value_error(f"softcap={softcap} must be above 0; None leaves logits as they are")
-    return cap

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 Tokens = tuple[int, ...]  # one for each dimension of an array
+LOOKED_UP = "rows that are looked up"
 
 
 class Made(Tokens):
@@ -99,6 +100,16 @@ class Classes:
             self.parent[b] = a
             self.sizes[a] |= self.sizes[b]
         return a
+
+    def join_all(self, some: Sequence[Tokens], others: Sequence[Tokens]) -> None:
+        """Makes one class of each dimension of some arrays and the same one of others."""
+        for first, second in zip(some, others, strict=True):
+            for a, b in zip(first, second, strict=True):
+                self.join(a, b)
+
+    def rows_looked_up(self) -> set[int]:
+        """The classes of rows of which data say which are wanted."""
+        return {self.of(t) for found in self.sums if found.what == LOOKED_UP for t in found.over}
 
     def fresh(self, shape: Sequence[int]) -> Tokens:
         """The dimensions of an array that is like no other."""

@@ -14,7 +14,7 @@ from jaxpar._types import AnyMesh
 from jaxpar._units import size_text
 from jaxpar.layout._layout import Layout
 from jaxpar.layout._map import LayoutMap
-from jaxpar.layout._paths import is_array, is_number
+from jaxpar.layout._paths import filling
 from jaxpar.layout._problem import LayoutError
 from jaxpar.layout._strategies import data_parallel, fully_sharded
 from jaxpar.schedule import Target
@@ -84,13 +84,10 @@ def compare(
 
 def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
     """A loss with its gradient; of what is no loss, the function itself."""
-    leaves, tree = jax.tree.flatten(params)
+    filled = filling(params)
 
     def called(arrays: Any, batch: Any) -> Any:
-        given = iter(jax.tree.leaves(arrays))  # without leaves that are no arrays
-        found = [(leaf, next(given) if is_array(leaf) else leaf) for leaf in leaves]
-        whole = [leaf if is_number(leaf) else x for leaf, x in found]
-        return function(jax.tree.unflatten(tree, whole), batch)
+        return function(filled(jax.tree.leaves(arrays)), batch)
 
     def step(arrays: Any, batch: Any) -> Any:
         found = jax.eval_shape(called, arrays, batch)

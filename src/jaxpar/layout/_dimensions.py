@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxpar.layout._classes import Made, Tokens
 from jaxpar.layout._flow import Flow
-from jaxpar.layout._paths import arrays_of, is_array, is_number
+from jaxpar.layout._paths import arrays_of, filling, is_array
 
 Classes = tuple[int, ...]  # one for each dimension of an array
 
@@ -27,18 +27,10 @@ class Dimensions:
 
     def __init__(self, function: Callable[..., Any], params: Any, data: Any) -> None:
         """Traces `function(params, data)`."""
-        leaves, tree = jax.tree.flatten(params)
-        places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-        def of_arrays(arrays: Sequence[Any], data: Any) -> Any:
-            whole = list(leaves)
-            for place, array in zip(places, arrays, strict=True):
-                whole[place] = leaves[place] if is_number(leaves[place]) else array
-            return function(jax.tree.unflatten(tree, whole), data)
-
-        given = [_shape_of(leaves[place]) for place in places]
+        filled = filling(params)
+        given = [_shape_of(leaf) for leaf in jax.tree.leaves(params) if is_array(leaf)]
         shapes = jax.tree.map(_shape_of, data)
-        jaxpr = jax.make_jaxpr(of_arrays)(given, shapes)
+        jaxpr = jax.make_jaxpr(lambda arrays, data: function(filled(arrays), data))(given, shapes)
         self.flow = flow = Flow()
         paths = [found[0] for found in arrays_of(params)[0] if found is not None]
         weights: list[Tokens] = [

@@ -173,9 +173,7 @@ class _Members:
         path, flow = _path(layout, rule), self.seen.flow
         if path not in flow.looked_up:
             return None
-        looked_up = {
-            flow.of(t) for s in flow.sums if s.what == "rows that are looked up" for t in s.over
-        }
+        looked_up = flow.rows_looked_up()
         rows = [dim for dim, one in enumerate(self.seen.classes[path]) if one in looked_up]
         axes = layout[path].axes
         odd = {dim: tuple(n for n in axes[dim] if n in self.gathered) for dim in range(len(axes))}

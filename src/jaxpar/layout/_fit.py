@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from jaxpar.layout._mesh import size_of
 from jaxpar.layout._named_sizes import NamedSizes
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._problem import Problem, shape_text
-from jaxpar.layout._rule import Axes, Entry, Rule, axes_of, nearest, shown
+from jaxpar.layout._rule import Axes, Entry, Nearest, Rule, axes_of, nearest, shown
 from jaxpar.layout._split import Padded, Replicate, Split
 
 if TYPE_CHECKING:
@@ -42,6 +41,10 @@ class Shaped:
     @property
     def bytes(self) -> int:
         return prod(self.shape) * itemsize(self.dtype)
+
+    def problem(self, text: str, remedy: str) -> Problem:
+        """What is wrong with it, whatever the rules are."""
+        return Problem(self.path, None, text, remedy)
 
 
 def replicated(array: Shaped, mesh: AnyMesh) -> ArrayLayout:
@@ -66,7 +69,7 @@ def fit(
     placed: list[Placed] = []
     used: set[str] = set()
     known: dict[tuple[str, tuple[int, ...]], ArrayLayout] = {}  # layers share rules and shapes
-    hints: dict[str, str] = {}  # at the nearest rule; layers share one
+    near = Nearest(rules, "the nearest rule is {}")
     for array in arrays:
         keys = rules.matching(array.path)
         used.update(keys)
@@ -81,10 +84,7 @@ def fit(
             if keys:
                 problems.append(_of_several(array, keys))
             elif strict:
-                alike = _any_index(array.path)
-                if alike not in hints:
-                    hints[alike] = nearest(array.path, rules, "the nearest rule is {}")
-                problems.append(_of_none(array, hints[alike]))
+                problems.append(_of_none(array, near.hint(array.path)))
         found.append(laid or replicated(array, mesh))
     if strict:
         problems += _exchanged(placed)
@@ -95,18 +95,14 @@ def fit(
 
 
 def _of_several(array: Shaped, keys: Sequence[str]) -> Problem:
-    return Problem(
-        array.path,
-        None,
+    return array.problem(
         f"{array} is matched by {len(keys)} rules: {', '.join(map(repr, keys))}",
         "have one of them match less, or give the path itself as a key, which goes first",
     )
 
 
 def _of_none(array: Shaped, hint: str) -> Problem:
-    return Problem(
-        array.path,
-        None,
+    return array.problem(
         f"{array} is matched by no rule{hint}",
         f"add one, {key_of(array.path)!r}: REPLICATED where each device is to hold all "
         f"{size_text(array.bytes)}",
@@ -266,12 +262,12 @@ def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
 def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[Problem]:
     """Rules that match no array, also of those that have rules of their own."""
     problems: list[Problem] = []
-    kinds = list({_any_index(path): path for path in reversed(paths)}.values())
+    near = Nearest(paths, "the nearest path is {}")
     own = used.intersection(paths)
     for key in rules:
         if key in used or any(map(rules.pattern(key).fullmatch, own)):
             continue
-        why = nearest(key, kinds[:1000], "the nearest path is {}")
+        why = near.hint(key)
         problems.append(
             Problem(
                 None,
@@ -320,11 +316,6 @@ def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[Problem]:
         for name in rule.mesh_axes
         if name not in mesh.shape
     ]
-
-
-def _any_index(path: str) -> str:
-    """The same for layers that differ in their index alone."""
-    return re.sub(r"\d+", "#", path)
 
 
 def _text(mesh: AnyMesh) -> str:

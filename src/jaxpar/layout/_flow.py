@@ -114,9 +114,7 @@ class Flow(Steps):
         found = self._call(body, [*args[:consts], *carried, *parts])
         self.times = times
         self.carried += found[:carry]
-        for before, after in zip(args[consts : consts + carry], found[:carry], strict=True):
-            for a, b in zip(before, after, strict=True):
-                self.join(a, b)
+        self.join_all(args[consts : consts + carry], found[:carry])
         stacked = [_with_weights((self.new(length), *t), t) for t in found[carry:]]
         return [*found[:carry], *stacked]
 
@@ -125,17 +123,13 @@ class Flow(Steps):
         carried = map(tuple, args[skip + own :])
         found = self._call(e.params["body_jaxpr"], [*args[skip : skip + own], *carried])
         self.carried += found
-        for before, after in zip(args[skip + own :], found, strict=True):
-            for a, b in zip(before, after, strict=True):
-                self.join(a, b)
+        self.join_all(args[skip + own :], found)
         return found
 
     def _cond(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         results = [self._call(branch, args[1:]) for branch in e.params["branches"]]
         for other in results[1:]:
-            for first, second in zip(results[0], other, strict=True):
-                for a, b in zip(first, second, strict=True):
-                    self.join(a, b)
+            self.join_all(results[0], other)
         return results[0]
 
 

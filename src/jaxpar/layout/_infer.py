@@ -17,6 +17,7 @@ from jaxpar.layout._explanation import FASTER
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import check_mesh
+from jaxpar.layout._paths import without_numbers
 from jaxpar.layout._rule import Entry, axes_of
 from jaxpar.layout._seen import Seen
 from jaxpar.layout._strategies import Dims, data_parallel, extended
@@ -180,7 +181,7 @@ def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: Seen) -> lis
     for what, tokens in seen.flow.unsure.items():
         touched = {seen.flow.of(t) for t in tokens} & weights
         found = sorted(
-            {re.sub(r"\d+", "#", p) for p, own in seen.classes.items() if touched & set(own)}
+            {without_numbers(p) for p, own in seen.classes.items() if touched & set(own)}
         )
         if found:
             lines.append(f"unsure: {what} touches dimensions of {', '.join(found[:6])}")

@@ -250,7 +250,6 @@ class Layout(Mapping[str, ArrayLayout]):
         are no arrays are as given. In several processes all must call it.
         """
         self._need_devices()
-
         return gather(self, params)
 
     @public
@@ -281,7 +280,6 @@ class Layout(Mapping[str, ArrayLayout]):
         """
         self._need_devices()
         make = of_user(function, "function")
-
         full = {path: array.sharding for path, array in self.items() if prod(array.shape)}
 
         def padded(*args: Any, **kwargs: Any) -> dict[str, Any]:

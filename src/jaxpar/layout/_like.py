@@ -165,9 +165,7 @@ def _problem(layout: Layout, array: Shaped) -> Problem:
         if parameter is None
         else f"{array} is like no parameter: {parameter.path!r} has shape {parameter.shape}"
     )
-    return Problem(
-        array.path,
-        None,
+    return array.problem(
         why,
         f"give a rule for it, rules=LayoutMap({{{key_of(array.path)!r}: REPLICATED}})",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -64,12 +64,18 @@ def key_of(path: str) -> str:
     return path
 
 
+_NUMBERS = re.compile(r"\d+")
 _INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of a path that is escaped
 
 
 def pattern_of(path: str) -> str:
     """A pattern of this path, and of those that differ from it in an index."""
     return _INDEX.sub(r"\\d+", re.escape(path))
+
+
+def without_numbers(path: str) -> str:
+    """The same text for all paths that differ in numbers alone."""
+    return _NUMBERS.sub("#", path)
 
 
 class Alike:
@@ -156,6 +162,18 @@ def is_array(leaf: Any) -> bool:
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a number of Python, on which a function may branch: it is not traced."""
     return isinstance(leaf, (bool, int, float, complex))
+
+
+def filling(tree: Any) -> Callable[[Iterable[Any]], Any]:
+    """Returns a function that puts others in the places of arrays; numbers of Python stay."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def filled(arrays: Iterable[Any]) -> Any:
+        given = iter(arrays)
+        found = [(leaf, next(given) if is_array(leaf) else leaf) for leaf in leaves]
+        return treedef.unflatten([leaf if is_number(leaf) else x for leaf, x in found])
+
+    return filled
 
 
 def described(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:

@@ -58,7 +58,7 @@ class Weight:
         return self.alike.pattern(self.array.path) or ".*"  # of a pytree that is one array
 
     def problem(self, text: str, remedy: str) -> Problem:
-        return Problem(self.array.path, None, f"{self.array} {text}", remedy)
+        return self.array.problem(f"{self.array} {text}", remedy)
 
 
 class Weights:

@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec
 
 from jaxpar._axis import axis_names
 from jaxpar._calls import type_error, value_error
+from jaxpar.layout._paths import without_numbers
 from jaxpar.layout._split import Padded, Replicate, Split
 
 Axes = tuple[str, ...]  # of one dimension; none: not sharded
 Entry = Axes | Padded
-
-_NUMBERS = re.compile(r"\d+")
 
 REPLICATED = PartitionSpec()
 """The value of a rule for arrays that every device holds whole."""
@@ -131,20 +130,21 @@ def nearest(name: str, others: Iterable[str], text: str = "did you mean {}?") ->
 class Nearest:
     """Hints at the closest of many names, which differ in numbers of layers and experts."""
 
-    def __init__(self, others: Iterable[str]) -> None:
-        self._others = others
+    def __init__(self, others: Iterable[str], text: str = "the nearest there is {}") -> None:
+        self._others, self._text = others, text
         self._hints: dict[str, str] = {}
 
     @cached_property
     def _kinds(self) -> list[str]:
-        """One of all that differ in numbers alone, the first."""
-        return list({_NUMBERS.sub("#", name): name for name in reversed([*self._others])}.values())
+        """One of all that differ in numbers alone, the first; of very many not all."""
+        kinds = {without_numbers(name): name for name in reversed([*self._others])}
+        return list(kinds.values())[::-1][:1000]
 
     def hint(self, name: str) -> str:
         """As `nearest`, once for names that differ in numbers alone: there may be thousands."""
-        kind = _NUMBERS.sub("#", name)
+        kind = without_numbers(name)
         if kind not in self._hints:
-            self._hints[kind] = nearest(name, self._kinds, "the nearest there is {}")
+            self._hints[kind] = nearest(name, self._kinds, self._text)
         return self._hints[kind]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from jaxpar.layout._dimensions import Dimensions
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import size_of
+from jaxpar.layout._paths import without_numbers
 from jaxpar.layout._rule import Entry, axes_of
 from jaxpar.layout._strategies import Dims
 
@@ -39,12 +39,7 @@ class Seen:
         self.arrays, self.classes = dimensions.arrays, dimensions.classes
         self.data = dimensions.data
         self.of_batch = {one for own in self.data for one in own}
-        self.looked_up = {
-            flow.of(t)
-            for found in flow.sums
-            if found.what == "rows that are looked up"
-            for t in found.over
-        }
+        self.looked_up = flow.rows_looked_up()
         self.experts = {flow.of(t) for t in flow.experts}
         self.flops = sum(matmul.flops for matmul in flow.matmuls)
         self.work = [({flow.of(t) for t in m.tokens}, m.flops) for m in flow.matmuls]
@@ -220,7 +215,7 @@ class Seen:
         return 2 * summed <= used
 
     def _why(self, known: Weights) -> str:
-        others = sorted({re.sub(r"\d+", "#", path) for path, _ in known.members})
+        others = sorted({without_numbers(path) for path, _ in known.members})
         shown = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
         cost = f"{size_text(known.sums)} of sums" if known.sums else "no sums"
         return f"shared by {shown}: {known.flops / max(self.flops, 1):.0%} of the FLOPs, {cost}"

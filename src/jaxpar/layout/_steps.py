@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from jaxpar.layout._classes import Classes, Cut, Made, Matmul, OneHot, Sum, Tokens, weights_of
+from jaxpar.layout._classes import (
+    LOOKED_UP,
+    Classes,
+    Cut,
+    Made,
+    Matmul,
+    OneHot,
+    Sum,
+    Tokens,
+    weights_of,
+)
 
 
 class Steps(Classes):
@@ -26,25 +36,19 @@ class Steps(Classes):
         return [self.fresh(v.aval.shape) for v in e.outvars]
 
     def _reduced(self, e: Any, tokens: Tokens, axes: Sequence[int], out: Sequence[int]) -> Tokens:
-        size = prod(out) * e.outvars[0].aval.dtype.itemsize
-        self.sums.append(Sum(tuple(tokens[d] for d in axes), self.times * size, e.primitive.name))
+        over = tuple(tokens[d] for d in axes)
+        self.sums.append(Sum(over, self.bytes_of(e.outvars[0]), e.primitive.name))
         return tuple(t for d, t in enumerate(tokens) if d not in axes)
 
     def _dot_general(self, e: Any, args: list[Tokens], shapes: list[Any], out: Any) -> list[Tokens]:
-        (contract_l, contract_r), (batch_l, batch_r) = e.params["dimension_numbers"]
-        left, right = args
-        contracted = [
-            self.join(left[a], right[b]) for a, b in zip(contract_l, contract_r, strict=True)
-        ]
-        batch = [self.join(left[a], right[b]) for a, b in zip(batch_l, batch_r, strict=True)]
-        free = [t for d, t in enumerate(left) if d not in (*contract_l, *batch_l)]
-        free += [t for d, t in enumerate(right) if d not in (*contract_r, *batch_r)]
-        size = self.times * prod(out) * e.outvars[0].aval.dtype.itemsize
-        flops = 2.0 * prod(out) * prod(shapes[0][d] for d in contract_l)
+        numbers, (left, right) = e.params["dimension_numbers"], args
+        contracted, batch, free = self._matched(numbers, left, right)
+        size = self.bytes_of(e.outvars[0])
+        flops = 2.0 * prod(out) * prod(shapes[0][d] for d in numbers[0][0])
         what = "a matmul"
         for one, other in ((left, right), (right, left)):
             if isinstance(one, OneHot) and weights_of(other):
-                what = "rows that are looked up"
+                what = LOOKED_UP
                 self.looked_up |= weights_of(other)
         self.sums.append(Sum(tuple(contracted), size, what))
         result = (*batch, *free)
@@ -53,24 +57,32 @@ class Steps(Classes):
             self.experts += tuple(batch)
         return [result]
 
+    def _matched(
+        self, numbers: Any, left: Tokens, right: Tokens, others: Sequence[int] = ()
+    ) -> tuple[list[int], list[int], list[int]]:
+        """What a matmul contracts, its batches, and what is free but for `others` of the right."""
+        (contract_l, contract_r), (batch_l, batch_r) = numbers
+        contracted = [
+            self.join(left[a], right[b]) for a, b in zip(contract_l, contract_r, strict=True)
+        ]
+        batch = [self.join(left[a], right[b]) for a, b in zip(batch_l, batch_r, strict=True)]
+        free = [t for d, t in enumerate(left) if d not in (*contract_l, *batch_l)]
+        free += [t for d, t in enumerate(right) if d not in (*contract_r, *batch_r, *others)]
+        return contracted, batch, free
+
     def _ragged_dot_general(
         self, e: Any, args: list[Tokens], shapes: list[Any], out: Any
     ) -> list[Tokens]:
         """As dot_general; each group of rows, or of what is contracted, is an expert's."""
         numbers = e.params["ragged_dot_dimension_numbers"]
-        (contract_l, contract_r), (batch_l, batch_r) = numbers.dot_dimension_numbers
-        left, right, groups = args
-        contracted = [
-            self.join(left[a], right[b]) for a, b in zip(contract_l, contract_r, strict=True)
-        ]
-        batch = [self.join(left[a], right[b]) for a, b in zip(batch_l, batch_r, strict=True)]
+        of_matmul, (left, right, groups) = numbers.dot_dimension_numbers, args
+        contracted, batch, free = self._matched(
+            of_matmul, left, right, numbers.rhs_group_dimensions
+        )
         of_groups = [right[d] for d in numbers.rhs_group_dimensions]
         experts = [self.join(token, groups[-1]) for token in of_groups] or [groups[-1]]
-        free = [t for d, t in enumerate(left) if d not in (*contract_l, *batch_l)]
-        gone = (*contract_r, *batch_r, *numbers.rhs_group_dimensions)
-        free += [t for d, t in enumerate(right) if d not in gone]
-        size = self.times * prod(out) * e.outvars[0].aval.dtype.itemsize
-        flops = 2.0 * prod(out) * prod(shapes[0][d] for d in contract_l)
+        size = self.bytes_of(e.outvars[0])
+        flops = 2.0 * prod(out) * prod(shapes[0][d] for d in of_matmul[0][0])
         results = (*batch, *free)
         if of_groups:
             self.sums.append(Sum(tuple(experts), size, "experts' rows"))
@@ -93,7 +105,7 @@ class Steps(Classes):
             self.unsure["a convolution in groups"] += [*inputs, args[1][right[0]]]
         else:
             self.join(*inputs)
-        size = self.times * prod(out) * e.outvars[0].aval.dtype.itemsize
+        size = self.bytes_of(e.outvars[0])
         flops = self.times * 2.0 * prod(out) * prod(shapes[1][d] for d in right[1:])
         self.sums.append(Sum((inputs[0],), size, "a convolution"))
         tokens = list(self.fresh(out))
@@ -116,9 +128,6 @@ class Steps(Classes):
         gone = {d % len(shapes[0]) for d in e.params["dimensions"]}
         return [tuple(t for d, t in enumerate(args[0]) if d not in gone)]
 
-    def _expand_dims(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        return self._reshape(e, args, shapes, out)
-
     def _reshape(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
         """Parts of one product: the major part of a group is sharded like the whole."""
         tokens = list(self.fresh(out))
@@ -135,6 +144,8 @@ class Steps(Classes):
             major_r = next((d for d, n in right if n > 1), right[0][0])
             tokens[major_r] = self.join(args[0][major_l], tokens[major_r])
         return [tuple(tokens)]
+
+    _expand_dims = _reshape
 
     def _gather(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
         numbers, sizes = e.params["dimension_numbers"], e.params["slice_sizes"]
@@ -154,11 +165,13 @@ class Steps(Classes):
             # Each entry several times in its place, as heads of keys for their queries.
             self.join(args[0][picked[0]], tokens[rows[0]])
         elif picked:
-            size = prod(out) * e.outvars[0].aval.dtype.itemsize
-            self.sums.append(
-                Sum(tuple(args[0][d] for d in picked), self.times * size, "rows that are looked up")
-            )
+            over = tuple(args[0][d] for d in picked)
+            self.sums.append(Sum(over, self.bytes_of(e.outvars[0]), LOOKED_UP))
         return [tuple(tokens)]
+
+    def bytes_of(self, atom: Any) -> float:
+        """Of an operand or a result, in all trips of the loop that is being followed."""
+        return self.times * atom.aval.size * atom.aval.dtype.itemsize
 
     def rows_of(self, e: Any) -> list[int]:
         """The dimensions of a gather's result that its indices have."""
@@ -178,16 +191,13 @@ class Steps(Classes):
 
     def _cut(self, e: Any, before: int, size: int, result: int = 0) -> int:
         """A new dimension, of this size in a result, which is a part of one before."""
-        described = e.outvars[result].aval
         after = self.new(size)
-        part = self.times * described.size * described.dtype.itemsize
-        self.cuts.append(Cut(e.primitive.name, before, after, part))
+        self.cuts.append(Cut(e.primitive.name, before, after, self.bytes_of(e.outvars[result])))
         return after
 
     def _along(self, e: Any, tokens: Tokens, dims: Sequence[int]) -> None:
         """What needs a dimension in one piece."""
-        described = e.invars[0].aval
-        size = self.times * described.size * described.dtype.itemsize
+        size = self.bytes_of(e.invars[0])
         self.cuts += [Cut(e.primitive.name, tokens[d], None, size) for d in dims]
 
     def _split(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
@@ -213,13 +223,12 @@ class Steps(Classes):
     def _concatenate(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
         axis = e.params["dimension"]
         tokens, after = list(args[0]), self.new(out[axis])
-        for other, shape in zip(args, shapes, strict=True):
+        for other, operand in zip(args, e.invars, strict=True):
             tokens = [
                 self.join(t, o) if d != axis else t
                 for d, (t, o) in enumerate(zip(tokens, other, strict=True))
             ]
-            part = self.times * prod(shape) * e.outvars[0].aval.dtype.itemsize
-            self.cuts.append(Cut("concatenate", other[axis], after, part))
+            self.cuts.append(Cut("concatenate", other[axis], after, self.bytes_of(operand)))
         tokens[axis] = after
         return [tuple(tokens)]
 

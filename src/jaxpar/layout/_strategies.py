@@ -126,9 +126,7 @@ def fully_sharded(
             if axes_of(taken[first]):
                 return {}
             rows = array.shape[first]
-            return Problem(
-                array.path,
-                None,
+            return array.problem(
                 f"{array}: {names} ({count}) does not divide its {rows} rows; were its features "
                 "sharded, what is looked up would be, too, and not as the batch is",
                 f"give it {-(-rows // count) * count} rows, choose a smaller axis, or "
@@ -138,9 +136,7 @@ def fully_sharded(
             return {first if array.path in tables else min(fitting, key=rank): names}
         if len(array.shape) - first < 2:
             return {}
-        return Problem(
-            array.path,
-            None,
+        return array.problem(
             f"{array}: {names} ({count}) divides none of its dimensions"
             + (", the first of which counts layers" if first else ""),
             "choose other sizes, a smaller axis, or "
@@ -238,9 +234,7 @@ def tensor_parallel(
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
         several = [role for role, pattern in given.items() if array.path in pattern]
         if len(several) > 1:
-            return Problem(
-                array.path,
-                None,
+            return array.problem(
                 f"{array} is matched by {' and '.join(f'{role}=' for role in several)}",
                 "have one of them match less",
             )
@@ -319,25 +313,19 @@ def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> Problem 
     """Why dimension `first` cannot count experts."""
     path, layer = array.path, _layer_of(array.path)
     if one := re.match(r"[./](expert_?)?\d+(?=[./]|$)", path[len(layer) :]):
-        return Problem(
-            path,
-            None,
+        return array.problem(
             f"{array} is of one expert, and has no dimension that counts experts",
             f"stack those of all, {pattern_of(path)!r}, along a first dimension, as "
             f"{layer + path[len(layer) + one.end() :]!r}",
         )
     matrices = [len(other.shape) for other in others if not other.path.endswith("bias")]
     if first == 0 and min(matrices, default=0) > 3:
-        return Problem(
-            path,
-            None,
+        return array.problem(
             f"{array} and what is beside it have a dimension more than [experts, in, out]",
             f"say stacked={pattern_of(path)!r} where the first one counts layers",
         )
     if array.shape[first] != others[0].shape[first]:
-        return Problem(
-            path,
-            None,
+        return array.problem(
             f"{array} has {array.shape[first]} entries along dimension {first}, and {others[0]} "
             f"{others[0].shape[first]}, which cannot both count experts",
             "give patterns of the arrays that do, experts=, and of stacked layers, stacked=",
@@ -406,9 +394,7 @@ def _taken(within: LayoutMap | None, array: Shaped, problems: list[Problem]) -> 
     keys = within.matching(array.path)
     if len(keys) != 1:
         problems.append(
-            Problem(
-                array.path,
-                None,
+            array.problem(
                 f"{array} is matched by {len(keys)} rules of `within`",
                 "make both maps from the same parameters",
             )

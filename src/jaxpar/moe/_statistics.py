@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32, Num
 
-from jaxpar._axis import bind
+from jaxpar._axis import bind_any
 from jaxpar._calls import public, readable, value_error
 from jaxpar._checks import as_array, check_own
 from jaxpar._types import AxisLike, Integer, Values
@@ -89,9 +89,10 @@ def routing_statistics(
     losses.
     """
     routing = as_routing(routing)
-    if axis not in ((), []):
-        check_own("routing", routing, bind(axis), "tokens", "leave out of axis where all have them")
-    return statistics_of(routing, _axes(axis), mask, overflow)
+    ring = bind_any(axis)
+    if ring.names:
+        check_own("routing", routing, ring, "tokens", "leave out of axis where all have them")
+    return statistics_of(routing, ring.names, mask, overflow)
 
 
 def statistics_of(
@@ -162,7 +163,7 @@ def load_balance_loss(
 
     Source: Fedus et al., "Switch transformers" (2021).
     """
-    routing, axes = as_routing(routing), _axes(axis)
+    routing, axes = as_routing(routing), bind_any(axis).names
     counted = _counted(routing, mask)
     tokens, counts = _sums(axes, _count(counted), _tokens_per_expert(routing, counted))
     scores = _normalized(routing.scores, counted)
@@ -197,15 +198,11 @@ def router_z_loss(
 
     Source: Zoph et al., "ST-MoE" (2022).
     """
-    routing, axes = as_routing(routing), _axes(axis)
+    routing, axes = as_routing(routing), bind_any(axis).names
     counted = _counted(routing, mask)
     (tokens,) = _sums(axes, _count(counted))
     (total,) = _sums(axes, jnp.sum(_z_losses(routing, counted)))
     return _per(total, tokens)
-
-
-def _axes(axis: AxisLike) -> tuple[str, ...]:
-    return () if axis in ((), []) else bind(axis).names
 
 
 def _sums(axes: tuple[str, ...], *parts: Num[Array, " ..."]) -> tuple[Num[Array, " ..."], ...]:

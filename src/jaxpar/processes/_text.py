@@ -47,8 +47,8 @@ class _Walk:
         """The lines of a part of it."""
         if isinstance(value, _ATOMS):
             yield _line(path, repr(value))
-        elif (written := _of_jax(path, value)) is not None:
-            yield from written
+        elif (written := _of_jax(value)) is not None:
+            yield from (_line(path, text) for text in written)
         elif isinstance(value, np.ndarray | np.generic | jax.Array):
             yield from self._array(path, value)
         elif id(value) in self.seen:
@@ -149,27 +149,26 @@ class _Walk:
         yield _line(path, _numbers(np.asarray(x)))
 
 
-def _of_jax(path: str, value: Any) -> Lines | None:
+def _of_jax(value: Any) -> Iterable[str] | None:
     """The lines of meshes, layouts, shardings, programs and shapes; None for all else."""
     match value:
         case type():
             return None
         case Mesh() | AbstractMesh():
-            return (_line(path, text) for text in _mesh(value))
+            return _mesh(value)
         case Layout():
-            return (_line(path, text) for text in _layout(value))
+            return _layout(value)
         case LayoutMap() | core.Jaxpr() | core.ClosedJaxpr():
-            return (_line(path, text) for text in str(value).splitlines())
+            return str(value).splitlines()
         case NamedSharding():
-            here = [*_mesh(value.mesh), f"{value.spec} {value.memory_kind or ''}"]
-            return (_line(path, text) for text in here)
+            return [*_mesh(value.mesh), f"{value.spec} {value.memory_kind or ''}"]
         case jax.ShapeDtypeStruct():
             spec = getattr(value.sharding, "spec", "") if value.sharding is not None else ""
-            return iter([_line(path, f"{value.dtype}{list(value.shape)} {spec}")])
+            return [f"{value.dtype}{list(value.shape)} {spec}"]
         case PartitionSpec() | Sharding() | jax.Device() | np.dtype():
-            return iter([_line(path, str(value))])
+            return [str(value)]
         case _ if callable(getattr(value, "as_text", None)):  # a program
-            return (_line(path, text) for text in value.as_text().splitlines())
+            return value.as_text().splitlines()
         case _:
             return None
 
