@@ -1,10 +1,10 @@
 """What a layout costs on a described chip, weight by weight, and which exchange of axes costs less.
 
-The step is compiled with the layout and played on a model of the chip. Each collective is told by
-the weight that it is for (`_causes`). Tables that are looked up and lie over the batch's axes by
-their features, rules whose dimensions lie otherwise than those that they are multiplied with
-(`_exchanges`), and those that cost most, are compiled with other dimensions sharded. So are plain
-maps: fully sharded, and whole on every device.
+The step is compiled with the layout and played on a model of the chip. Each collective is listed
+under its weight (`_causes`). Then the step is compiled with other dimensions sharded
+(`_exchanges`): of lookup tables whose features are sharded over the batch's axes, of rules that
+disagree with what they are multiplied with, and of rules that cost most. Last come plain maps:
+fully sharded, and whole on every device.
 """
 
 from __future__ import annotations
