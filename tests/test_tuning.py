@@ -296,7 +296,7 @@ def test_a_file_with_a_field_that_no_tuning_has(tmp_path):
     path = tmp_path / "tuned.json"
     tuning().write(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"more": 1}))
-    with pytest.raises(ValueError, match="has 'more', which is nothing of a tuning; write it"):
+    with pytest.raises(ValueError, match="has 'more', which is no field of a tuning; write it"):
         jaxpar.tuned(path).__enter__()
 
 

@@ -57,10 +57,10 @@ class Axis:
         that is named keeps this device's block alone otherwise. Chunks never keep, stationary ones
         always; weights over `fsdp` are gathered again unless it is True, and in layers with an
         `fsdp_axis` in any case.
-      gather_dtype: the dtype, of 16 bits or more, in which sharded weights are gathered and used:
-        by the functions of FSDP, an `fsdp_axis`, and matmuls that gather an operand; elsewhere it
-        is refused. Gradients are of the dtype of the shards, in which they are summed, and travel
-        unless there is a `wire_dtype`. None: that of the shards.
+      gather_dtype: the dtype, of 16 bits or more, in which sharded weights are gathered and used.
+        The functions of FSDP, an `fsdp_axis`, and matmuls that gather an operand take it; others
+        refuse it. Gradients are summed, returned and, without a `wire_dtype`, sent in the dtype of
+        the shards. None: that of the shards.
 
     Raises:
       TypeError: names that are no strings, what is no dtype, or no bool.
@@ -166,12 +166,12 @@ class Ring(Axis):
         return jnp.dtype(summed_as(self.wire_dtype, dtype) or dtype)
 
     def gathered_as(self, dtype: Any) -> Any:
-        """The dtype in which shards of a dtype are gathered and used: of floats the one asked."""
+        """The dtype in which shards of a dtype are gathered and used: floats in `gather_dtype`."""
         casts = self.gather_dtype is not None and is_wide_float(dtype)
         return jnp.dtype(self.gather_dtype if casts else dtype)
 
     def describe_shard(self, w: jax.Array) -> str:
-        """The type of a weight's shard, and what it is gathered as, for errors."""
+        """The type of a weight's shard, and of the gathered weight, for errors."""
         used, text = self.gathered_as(w.dtype), f"{w.dtype}{list(w.shape)}"
         return text if used == w.dtype else f"{text}, gathered in {used} as gather_dtype says"
 
@@ -245,7 +245,7 @@ def bind(
     """Returns the ring over `axis`, the user's `argument`, or says why it cannot be had here.
 
     A mode and a wire's dtype that are given go before those of an `Axis`; a mode is that of both
-    passes. A `gather_dtype` is refused unless what is called `gathers` weights.
+    passes. A `gather_dtype` is refused unless the caller `gathers` weights.
     """
     if isinstance(axis, Ring):  # bound already
         return axis
@@ -254,7 +254,7 @@ def bind(
         raise value_error(
             f"{argument} has gather_dtype={given.gather_dtype}, which is for weights that are "
             "gathered: by fsdp_gather, fsdp_linear, fsdp_scan, an fsdp_axis or all_gather_matmul; "
-            "leave it out here, and cast what travels with .astype"
+            "leave it out here, and cast the operand with .astype"
         )
     if mode is not None:
         check_mode(mode)

@@ -15,11 +15,11 @@ from jaxpar._axis import Ring
 from jaxpar._calls import called, type_error, value_error
 from jaxpar._varying import checks_varying, varying_axes
 
-# What to do about shards, and about addends, that are all the same.
+# The remedies for shards, and for addends, that are replicated.
 SHARDED = "shard it in in_specs, or cut it with scatter_region"
 ADDENDS = "shard in in_specs what it is made of, or leave out a sum that was made already"
 _SAY_SO, _PCAST = ", say so", " by jax.lax.pcast("
-# All axes along which operands were asked for, in this process, that each device has of its own.
+# All axes along which a call in this process asked for operands that vary.
 _asked: set[str] = set()
 
 
@@ -131,14 +131,14 @@ def check_softcap(given: Any, otherwise: str) -> float | None:
 
 
 def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pass one") -> Array:
-    """Returns what a user gave as an array, or raises where it is none, or has no such `use`."""
+    """Returns what a user gave as an array, or raises if it is none, or has no such `use`."""
     try:
         x = jnp.asarray(given)
     except (TypeError, ValueError):
         if hasattr(given, "dequantized"):
             raise type_error(
-                f"{argument} is Quantized{list(given.shape)}, which an operand that is gathered "
-                f"may be and no other; pass {argument}.dequantized()"
+                f"{argument} is Quantized{list(given.shape)}, which only an operand that is "
+                f"gathered may be; pass {argument}.dequantized()"
             ) from None
         name = f"{given.__name__}, " if hasattr(given, "__name__") else ""
         kind = type(given).__name__
@@ -186,10 +186,10 @@ def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
 def check_own(
     argument: str, given: Any, ring: Ring, what: str, remedy: str = "", *, operand: bool = True
 ) -> None:
-    """Raises if `given` is typed as the same on devices of the ring, each of which needs `what`.
+    """Raises if `given` is typed as replicated, where each device of the ring needs its own `what`.
 
-    Of several arrays, which make one thing together, one that differs will do. A loss is no
-    `operand`: `check_uncast` has nothing to say of it.
+    Of several arrays that are combined, one that varies is enough. A loss is no `operand`, so
+    `check_uncast` does not look for it.
     """
     if not checks_varying(ring.names):
         return
@@ -209,10 +209,10 @@ def check_own(
 
 
 def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any) -> None:
-    """Raises as `check_own` does where what `function` needs varies by a cast of ours alone.
+    """Raises as `check_own` does if an operand of `function` varies only by our own cast.
 
-    A transform has copies of `given` vary, so that each device has a gradient of its own. What is
-    called with them cannot see then that all devices share one operand, and is traced once more.
+    A transform makes `given` varying, so that each device has its own gradient. This hides that an
+    operand is replicated. So `function` is traced once more, without the cast.
     """
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(cast), strict=True)
     added = frozenset[str]().union(*(varying_axes(y) - varying_axes(x) for x, y in pairs))
@@ -220,7 +220,7 @@ def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any
         return
     try:
         jax.eval_shape(lambda given: function(given, *args), given)
-    except Exception as error:  # JAX's own are of loops whose carry starts from what was cast
+    except Exception as error:  # JAX's own may come from loops whose carry was cast: not ours
         refused, found, how = str(error).rpartition(_PCAST)
         if found:
             refused = refused.rpartition(_SAY_SO)[0]  # of a transform in there

@@ -53,7 +53,7 @@ def _empty(block: Array, dim: int, count: int, dtype: Any) -> Array:
 def all_gather(x: Array, axes: tuple[str, ...], dim: int | None = None) -> Array:
     """As in lax, joined along `dim`; None: the blocks along a new first dimension.
 
-    Its derivative is `lax.psum_scatter`, which fails beside axes that stay explicit: see there.
+    Its derivative is `lax.psum_scatter`, which fails beside explicit axes: see `psum_scatter`.
     """
     if not _beside_explicit_axes():
         return lax.all_gather(x, axes, axis=dim or 0, tiled=dim is not None)
@@ -64,10 +64,10 @@ def all_gather(x: Array, axes: tuple[str, ...], dim: int | None = None) -> Array
 
 
 def psum_scatter(x: Array, axes: tuple[str, ...], dim: int | None = None) -> Array:
-    """As in lax, cut along `dim`; None: the sums of what is along the first, which goes.
+    """As in lax, cut along `dim`; None: along the first dimension, which is removed.
 
-    Where a `shard_map` leaves explicit axes to JAX, that lowers no `lax.psum_scatter` (0.12), or
-    none of an array that is sharded over them (0.10). An exchange and a sum send as much.
+    Beside explicit axes of a `shard_map`, JAX cannot lower `lax.psum_scatter` (0.12), or not of an
+    array that is sharded over them (0.10). An exchange and a sum send as much.
     """
     if not _beside_explicit_axes():
         return lax.psum_scatter(x, axes, scatter_dimension=dim or 0, tiled=dim is not None)

@@ -10,10 +10,10 @@ import jax
 
 
 def as_one_program(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function, compiled as a whole where JAX would evaluate it operation by operation.
+    """Calls a function as one compiled program where JAX would evaluate operation by operation.
 
-    Nothing is kept for the next call, as JAX does not either: functions among the arguments may
-    read what has changed until then.
+    Like JAX, it keeps nothing for the next call: functions among the arguments may read values that
+    change in between.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function(*args, **kwargs)
@@ -32,5 +32,5 @@ def as_one_program(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _is_evaluated(x: Any) -> bool:
-    """Whether x has a value on each device already. JAX has no other name for it."""
+    """Whether x has a value on each device already. Only its class's name shows it."""
     return type(x).__name__ == "ShardMapTracer"

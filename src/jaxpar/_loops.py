@@ -1,6 +1,6 @@
-"""Loops and branches of `jax.lax` that stay what they are under `jax.disable_jit`.
+"""Loops and branches of `jax.lax` that stay compiled under `jax.disable_jit`.
 
-There JAX takes them in Python, which has to read bounds and conditions that differ by device.
+There JAX runs them in Python, which cannot read bounds and conditions that differ by device.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Shapes that go together, said: JAX lengthens the shorter one only where it is allowed to."""
+"""Explicit rank promotion, which JAX does by itself only if users allow it."""
 
 from jax import Array, lax
 
@@ -6,7 +6,7 @@ from jax import Array, lax
 def with_rank(rank: int, x: Array) -> Array:
     """Returns x with dimensions of size 1 before its own, `rank` in all.
 
-    As JAX would put them before an operand of fewer dimensions than the other; but where users set
-    `jax_numpy_rank_promotion`, it warns or raises.
+    JAX does the same to the operand of lower rank, but warns or raises if users set
+    `jax_numpy_rank_promotion`.
     """
     return lax.expand_dims(x, range(rank - x.ndim))

@@ -1,4 +1,4 @@
-"""Pytrees that a user gives: their leaves as arrays, and which of them must differ over devices."""
+"""Pytrees from users: their leaves as arrays, and checks of those that must vary over devices."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from jaxpar._quantized import Quantized, scales_among
 
 
 def as_arrays(argument: str, tree: Any, use: str = "") -> Any:
-    """Returns a pytree with arrays as leaves, or raises and names the leaf that is none.
+    """Returns a pytree with arrays as leaves, or raises and names a leaf that is none.
 
-    With a `use` of numbers, such as a sum, keys of random numbers and quantized values are refused.
+    With a `use` of numbers, such as a sum, random keys and quantized values are refused.
     """
     remedy = (
         "take out what is none before the call, as equinox.partition(tree, equinox.is_array) "
@@ -36,9 +36,9 @@ def check_own_leaves(
     remedy: str = "",
     dims: list[int | None] | None = None,
 ) -> None:
-    """Raises if a leaf is typed as the same on devices that need `what` of their own.
+    """Raises if a leaf is typed as replicated where each device needs its own `what`.
 
-    Scales of quantized values may be the same, and so may leaves whose entry in `dims` is None.
+    Scales of quantized values may be replicated, and so may leaves whose entry in `dims` is None.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for at, ((path, leaf), scales) in enumerate(zip(leaves, scales_among(tree), strict=True)):

@@ -167,7 +167,7 @@ class Trial:
 
 
 def _check_record(path: str | Path, record: Any, again: str) -> None:
-    """Raises unless a file has what `Tuning.write` writes."""
+    """Raises unless a file has the fields that `Tuning.write` writes."""
     wanted = [field.name for field in fields(Tuning) if field.name != "name"]
     given = record if isinstance(record, dict) else {}
     if lacking := [name for name in wanted if name not in given]:
@@ -177,7 +177,7 @@ def _check_record(path: str | Path, record: Any, again: str) -> None:
         again = f"write it again: {command}"
     for name, value in given.items():
         if name not in wanted:
-            raise value_error(f"{path} has {name!r}, which is nothing of a tuning; {again}")
+            raise value_error(f"{path} has {name!r}, which is no field of a tuning; {again}")
         is_right, form = _FORM[name]
         if not is_right(value):
             shown = repr(value)

@@ -98,9 +98,9 @@ def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
 
 
 def summed_as(wire: Any, dtype: Any) -> Any:
-    """The dtype that a wire asks for sums of a dtype, None where they travel in their own.
+    """The dtype in which a wire sends sums of a dtype; None: their own.
 
-    So do integers over int8, which is for floats with scales: without them they would wrap around.
+    Integers keep their own over int8, which is for floats with scales: they would wrap around.
     """
     if isinstance(wire, LowBit):
         wire = wire.sums

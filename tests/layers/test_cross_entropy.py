@@ -415,7 +415,7 @@ def test_a_bias_that_does_not_fit():
     for bias in (jnp.ones(16), jnp.ones((1, 4))):
         assert error(ValueError, bias=bias) == (
             f"bias has local shape {bias.shape}, but w of local shape (3, 4) has 4 columns here; "
-            "give one number for each, sharded as the columns are"
+            "give one number a column, sharded like the columns"
         )
     assert error(TypeError, bias=jnp.ones(4, "int32")) == (
         "bias must be floats, got int32; cast it"
@@ -489,7 +489,7 @@ def test_a_table_that_a_layout_pads_needs_its_vocabulary(path, check_vma):
         ValueError,
         match=f"vocabulary_parallel_cross_entropy: '{path}' has 13 rows, which a layout pads to 16 "
         r"over \('tp', 'dp'\), as many as here: each row of padding would count as a token; "
-        "say vocabulary=13, or vocabulary=16 if this is another table",
+        "give vocabulary=13, or vocabulary=16 if this is another table",
     ):
         losses_of(layout, x, labels, check_vma)
     found = losses_of(layout, x, labels, check_vma, vocabulary=13)[path]
@@ -501,7 +501,7 @@ def test_a_table_with_padding_in_each_shard_is_refused():
     layout = LayoutMap({"table": Split(("tp", "dp"), 0)}).layout(
         {"table": normal(13, 9)}, mesh_of("dp=2,tp=4")
     )
-    why = "would be those of other tokens; pad it at its end, Padded"
+    why = "would belong to other tokens; pad it at its end by Padded"
     for options in ({}, {"vocabulary": 13}):
         with pytest.raises(ValueError, match=f"vocabulary_parallel_cross_entropy: 'table' .*{why}"):
             losses_of(layout, normal(5, 9), labels_below(13, 5), **options)
@@ -545,7 +545,7 @@ def test_a_layout_that_is_gone_pads_nothing_but_arrays_that_are_there():
     args = normal(3, 5), normal(5, 8), labels_below(8, 3)
     params = layout.place({"table": normal(7, 5)})
     del layout
-    with pytest.raises(ValueError, match="say vocabulary=7, or vocabulary=8 if this is another"):
+    with pytest.raises(ValueError, match="give vocabulary=7, or vocabulary=8 if this is another"):
         losses_on("tp=4")(*args)
     del params
     np.testing.assert_allclose(jax.jit(losses_on("tp=4"))(*args), reference()(*args), rtol=1e-5)

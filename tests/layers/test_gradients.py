@@ -439,7 +439,7 @@ def test_specs_that_differ_from_the_types():
     step = value_and_grad(lambda p, x: good(p["w"], x), "dp", specs={"w": P("dp")})
     assert error(lambda w, x: step({"w": w}, x)) == (
         "leaf ['w'] varies over ['tp'], but its spec shards it over ['dp']; give the in_specs of "
-        "the tree, or leave out specs=, which check_vma=True does without, and name axes in "
+        "the tree, or leave out specs=, which check_vma=True does not need; name axes in "
         "groups= if devices along them have models of their own"
     )
 
@@ -459,9 +459,9 @@ def test_specs_that_are_none():
 def test_a_loss_that_varies_over_another_axis():
     assert error(value_and_grad(lambda w, x: (jnp.sum(w) * jnp.sum(x), 1), "dp")) == (
         "loss_sum varies over ['tp'], which axis ('dp',) lacks; add them if devices have "
-        "different shares of the loss there; otherwise sum or gather before it with reduce_region "
-        "or gather_region, typed as replicated; or name them in groups= if devices along them have "
-        "models of their own"
+        "different shares of the loss there; name them in groups= if devices along them have "
+        "models of their own; otherwise sum or gather before it with reduce_region or "
+        "gather_region, whose results are replicated"
     )
     text = error(value_and_grad(lambda w, x: (jnp.sum(x), jnp.sum(w)), "dp"))
     assert text.startswith("weight varies over ['tp'], which axis ('dp',) lacks")

@@ -161,7 +161,8 @@ def refusal(check_vma=True, axis="dp", groups="group", loss=loss_fn):
 
 def test_groups_that_cannot_be():
     assert refusal(groups=("dp", "group")) == (
-        "axis and groups both have ['dp']; devices along an axis share a loss, or have one each"
+        "axis and groups both have ['dp']; name axes that share a loss in axis, and those with a "
+        "loss of their own in groups"
     )
     assert refusal(groups="no").startswith("groups 'no' is not bound: ")
     assert refusal().startswith(
@@ -176,6 +177,6 @@ def test_a_loss_that_was_summed_before():
 
     assert refusal(groups=(), loss=summed).startswith(
         "loss_sum of local shape () is replicated over ['dp'], but each device of axis 'dp' (2) "
-        "needs a share of its own; leave out a sum over axis that was made before, or leave out "
-        "of axis what all have"
+        "needs a share of its own; leave out an earlier sum over axis, or leave out of axis "
+        "the axes that share one loss"
     )

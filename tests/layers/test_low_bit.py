@@ -226,7 +226,9 @@ def test_no_quantized_array(function, name, argument):
         check_vma=False,
     )
     q = Quantized(np.ones((64, 64), "int8"), np.ones((64, 1), "float32"))
-    text = rf"^{name}: {argument} is Quantized\[8, 64\], which an operand that is gathered may be"
+    text = (
+        rf"^{name}: {argument} is Quantized\[8, 64\], which only an operand that is gathered may be"
+    )
     with pytest.raises(TypeError, match=text):
         jax.eval_shape(mapped, q)
 

@@ -413,7 +413,7 @@ Q = (4, 2, 8)
          "least"),
         *(((Q,) * 3, {"window": window}, ValueError, "window must be an integer or two, (left, "
            f"right), of 0 or more, got {window!r}; give how many positions before its own a query "
-           "sees, and how many behind it: for a side without bound the length of the sequence")
+           "sees, and how many after it; for a side without bound give the length of the sequence")
           for window in (-1, (-1, 0), (2, None), (1, 2, 3))),
         ((Q,) * 3, {"window": 1.5}, TypeError, "window must be an integer, got 1.5 of type float"),
         ((Q,) * 3, {"window": np.array([2, 1])}, TypeError, "window must be an integer, got array"),

@@ -484,7 +484,7 @@ def test_what_is_no_activation_of_gate_and_up():
     )
     assert text(TypeError, GatedActivation(jax.nn.silu)) == (
         "activation is called with gate and up: silu() takes 1 positional argument but 2 were "
-        "given; give a function of the gate alone without GatedActivation"
+        "given; give GatedActivation a function of both, or leave it out"
     )
     # A function that bears the signature of another one is called as it can be.
     assert text(ValueError, wraps(joined)(lambda h: (h, h))).startswith("activation returned (")

@@ -234,7 +234,7 @@ def test_or_named(model):
         vars(less).update(vars(published), names={**published.names})
         del less.names[path]
         transposed = [p for p in less.names if re.fullmatch("(?!)", p)]
-        with pytest.raises(LayoutError, match="is read into no array; have the layout") as error:
+        with pytest.raises(LayoutError, match="is read into no array; read it by `names`") as error:
             less.read(folder)
         assert {problem.text.split("'")[1] for problem in error.value.problems} == set(flat(given))
         assert transposed == []
@@ -279,5 +279,5 @@ def test_float8_with_scales_is_quantized(tmp_path):
     )
     with pytest.raises(LayoutError, match="2 problems") as error:
         wide.read_safetensors(tmp_path, names={"q": "q.weight"}, transposed="q")
-    assert "make the layout of such arrays: of `Quantized` weights, with a name" in str(error.value)
+    assert "make the layout of `Quantized` weights, with names" in str(error.value)
     assert "'q.weight_scale_inv' float32[2,3] of" in str(error.value)

@@ -107,7 +107,7 @@ def test_weights_without_a_role_are_refused():
     params = {"mystery": {"kernel": F32((8, 8))}, "odd": F32((8, 8)), "bias": F32((8,))}
     with pytest.raises(LayoutError, match="tensor_parallel: 2 problems") as found:
         tensor_parallel(params, make_mesh("tp=8"))
-    assert "'mystery/kernel' float32[8,8] has no role that its name tells; say it: " in str(
+    assert "'mystery/kernel' float32[8,8] has a name without a known role; give its role: " in str(
         found.value
     )
     rules = tensor_parallel(params, make_mesh("tp=8"), columns="mystery/kernel", whole="odd")
@@ -124,7 +124,7 @@ def test_fully_sharded_shards_tables_by_words_alone():
     with pytest.raises(
         LayoutError,
         match=r"'embed/embedding' float32\[21,64\]: \('fsdp',\) \(2\) does not divide its 21 rows; "
-        "were its features sharded, .*; give it 22 rows, choose a smaller axis, or a rule of its",
+        "if its features were sharded, .*; give it 22 rows, choose a smaller axis, or a rule",
     ):
         fully_sharded(odd, mesh)
     # Of words that another strategy has sharded already, the features stay whole.
@@ -309,11 +309,13 @@ def test_experts_that_cannot_be_counted_are_refused():
     with pytest.raises(LayoutError, match="is of one expert, and has no dimension") as found:
         expert_parallel(published, mesh)
     text = str(found.value)
-    assert r"stack those of all, 'moe\\.experts\\.\\d+\\.w1\\.weight', along a first dim" in text
+    assert r"stack the arrays of all experts, 'moe\\.experts\\.\\d+\\.w1\\.weight', along a" in text
     assert "dimension, as 'moe.experts.w1.weight' (and 7 more like it)" in text
     expert_parallel({"moe.experts.w1.weight": F32((8, 16, 8))}, mesh)
     layers = {"experts": {"up": F32((8, 8, 16, 8)), "bias": F32((8, 8, 16))}}
-    with pytest.raises(LayoutError, match=r"have a dimension more than \[experts, in, out\]; say "):
+    with pytest.raises(
+        LayoutError, match=r"have one dimension more than \[experts, in, out\]; give "
+    ):
         expert_parallel(layers, mesh)
     assert expert_parallel(layers, mesh, stacked="experts/.*").match("experts/up") == P(None, "ep")
     odd = {"experts": {"up": F32((8, 16, 8)), "width": F32((16,))}}
@@ -325,7 +327,7 @@ def test_experts_that_cannot_be_counted_are_refused():
 def test_several_projections_in_one_array_are_refused_until_one_says_how_they_lie():
     params = {"qkv_proj": {"weight": F32((24, 16))}, "o_proj": {"weight": F32((16, 8))}}
     text = refused(params)["qkv_proj/weight"]
-    assert "cut it apart, an array for each; or say columns='qkv_proj/weight' where the" in text
+    assert "split it into an array for each; or give columns='qkv_proj/weight' if the" in text
     rules = tensor_parallel(params, make_mesh("tp=8"), columns="qkv_proj/weight")
     assert dict(rules) == {"qkv_proj/weight": P("tp"), "o_proj/weight": P(None, "tp")}
     adapter = {"qkv": {"lora_a": F32((16, 4)), "lora_b": F32((4, 24))}}
@@ -342,8 +344,8 @@ def test_the_edits_of_a_refusal_are_right():
         layer["mlp"]["2"] = {"weight": F32((16, 48)), "bias": F32((16,))}
     columns, rows = r"layers/\d+/mlp/0/weight", r"layers/\d+/mlp/2/weight"
     found = refused({"layers": layers})
-    assert f"say it: columns={columns!r}" in found["layers/1/mlp/0/weight"]
-    assert f"say it: columns={rows!r}" in found["layers/0/mlp/2/weight"]
+    assert f"give its role: columns={columns!r}" in found["layers/1/mlp/0/weight"]
+    assert f"give its role: columns={rows!r}" in found["layers/0/mlp/2/weight"]
     rules = tensor_parallel({"layers": layers}, make_mesh("tp=8"), columns=columns, rows=rows)
     assert dict(rules) == {
         columns: P("tp"),
@@ -358,14 +360,14 @@ def test_the_edits_of_a_refusal_are_right():
     rules = tensor_parallel(up, make_mesh("tp=8"), whole="up/kernel")
     assert rules.match("up/bias") == P()
     one = F32((16, 16))
-    assert "say it: columns='.*', or" in refused(one)[""]
+    assert "give its role: columns='.*', or" in refused(one)[""]
     assert dict(tensor_parallel(one, make_mesh("tp=8"), columns=".*")) == {"": P(None, "tp")}
 
 
 def test_rows_of_the_shape_of_columns_are_refused():
     """As where `w2` goes in beside `w1`, and another weight comes out."""
     params = {"w1": F32((16, 32)), "w2": F32((16, 32)), "c_proj": F32((32, 16))}
-    assert "is called as rows are, and has the shape of 'w1', of which" in refused(params)["w2"]
+    assert "has a name of rows, but the shape of 'w1', which is sharded" in refused(params)["w2"]
     rules = tensor_parallel(params, make_mesh("tp=8"), columns="w2")
     assert dict(rules) == {"w1": P(None, "tp"), "w2": P(None, "tp"), "c_proj": P("tp")}
 
@@ -374,7 +376,7 @@ def test_a_weight_that_may_be_either_way_round_is_refused():
     """Square, under GPT-2's name; and where what is around it tells two things."""
     params = {"attn": {"c_proj": {"weight": F32((16, 16))}}}
     text = refused(params)["attn/c_proj/weight"]
-    assert "may be [in, out] or [out, in]: neither biases nor widths around it tell" in text
+    assert "may be [in, out] or [out, in]: neither biases nor widths around it decide" in text
     assert "rules | {'attn/c_proj/weight': ...}" in text
     whole = tensor_parallel(params, make_mesh("tp=8"), whole="attn/c_proj/weight")
     assert (whole | {"attn/c_proj/weight": ("tp", None)}).match("attn/c_proj/weight") == P(
@@ -399,7 +401,7 @@ def test_dimensions_that_count_layers_are_no_heads():
     found = refused({**table, "attention": attention, "mlp": mlp})
     assert list(found) == ["attention/out/kernel", "attention/query/kernel", "mlp/down", "mlp/up"]
     assert "has 3 dimensions, which are not [in, heads, size] or" in found["mlp/up"]
-    assert "say stacked='mlp/up' where the first counts layers or experts" in found["mlp/up"]
+    assert "give stacked='mlp/up' if the first counts layers or experts" in found["mlp/up"]
     right = {"query": {"kernel": F32((16, 8, 4))}, "out": {"kernel": F32((8, 4, 16))}}
     rules = tensor_parallel({**table, "attention": right}, make_mesh("tp=8"))
     assert rules.match("attention/query/kernel") == P(None, "tp")

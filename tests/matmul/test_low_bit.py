@@ -421,8 +421,8 @@ def test_where_nothing_is_gathered(function, name, argument):
         function, mesh=MESH, in_specs=(ROWS,), out_specs=P("tp"), check_vma=False
     )
     text = (
-        rf"^{name}: {argument} is Quantized\[2, 48\], which an operand that is gathered may be and "
-        rf"no other; pass {argument}.dequantized\(\)"
+        rf"^{name}: {argument} is Quantized\[2, 48\], which only an operand that is gathered "
+        rf"may be; pass {argument}.dequantized\(\)"
     )
     with pytest.raises(TypeError, match=text):
         jax.eval_shape(mapped, CODES)

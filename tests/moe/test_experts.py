@@ -429,7 +429,7 @@ ERRORS = [
             "activation": GatedActivation(lambda gate, up: gate * up),
         },
         ValueError,
-        "apply_experts: activation is a GatedActivation, but there is no gate; give one, or a "
+        "apply_experts: activation is a GatedActivation, but there is no gate; give a gate, or a "
         "function of one array",
     ),
     (

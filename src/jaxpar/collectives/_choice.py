@@ -71,8 +71,8 @@ class Problem:
       links: what is known of those of the mesh.
       keeps: whether the forward pass may keep what it gathers for a backward pass of its own.
       keeps_by_jax: whether it does where the derivative is left to JAX.
-      near: of work that needs blocks of near devices alone, in which directions they go and how
-        many places; None: past all devices.
+      near: for work that needs only blocks of near devices: the directions in which they travel,
+        and the number of hops; None: past all devices.
     """
 
     kind: Kind
@@ -300,9 +300,9 @@ def by_time(problem: Problem) -> Ways:
 
 
 def by_reach(problem: Problem) -> Ways:
-    """The rule of attention: blocks of near devices alone, where a window needs no others.
+    """The rule of attention: only blocks of near devices, if a window needs no others.
 
-    They are fewer bytes than a collective brings. Else whatever is predicted to be the fastest.
+    They are fewer bytes than a collective brings. Otherwise the way with the shortest prediction.
     """
     if problem.near is None:
         return by_time(problem)

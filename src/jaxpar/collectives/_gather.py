@@ -44,7 +44,7 @@ class Gather:
       cuts: of each share its start and size in a block.
       dim: along which the blocks of all devices make a whole; None: they are used one by one.
       whole_opposite: the last block of an even ring comes whole.
-      reach: how many places the blocks go each way; None: past all devices.
+      reach: the number of hops that blocks go each way; None: past all devices.
     """
 
     phases: Sequence[Phase]

@@ -48,8 +48,8 @@ class InTurns(Way):
       blocks_along: sides of the torus of those devices, where blocks do not go round such rings,
         but along one dimension after the other, each share along another one. None: they do.
       sums_along: the same for sums.
-      reach: how many places blocks go each way, of work that needs those of near devices alone.
-        They go whole, in all directions. None: past all devices.
+      reach: the number of hops that blocks go each way, for work that needs only those of near
+        devices. They go whole, in all directions. None: past all devices.
     """
 
     directions: tuple[int, ...]
@@ -283,7 +283,7 @@ class InTurns(Way):
         return self._ring(leg).hop(x, leg.direction, hops)
 
     def _followed(self, x: Any, leg: Leg, t: Turn) -> Any:
-        """Moves sums after their block, by one place, or from the last device home."""
+        """Moves sums after their block, by one hop, or from the last device home."""
         if self.reach is None or t.legs:
             return self._moved(x, leg, t.distance - 1)
         return self.ring.shift(x, -leg.direction * self.reach)
@@ -293,7 +293,7 @@ class InTurns(Way):
 
 
 def _added(parts: list[Any]) -> Any:
-    """The sums of one block that come by several ways."""
+    """The sums of one block that arrive by several ways."""
     return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *parts)
 
 

@@ -18,12 +18,12 @@ from jaxpar._types import Activation
 @readable
 @dataclass(frozen=True)
 class GatedActivation:
-    """An activation of gate and up together: `function(gate, up)`, not `activation(gate) * up`.
+    """Wraps an activation of gate and up together, in place of `activation(gate) * up`.
 
-    For `activation`, as a call or as a decorator.
+    Pass it as `activation`. It also works as a decorator.
 
     Args:
-      function: an elementwise function of two arrays of one shape.
+      function: an elementwise `function(gate, up)` of two arrays of one shape.
 
     Raises:
       TypeError: no function.
@@ -62,11 +62,11 @@ def activate(activation: Activation, up: Array, gate: Array | None) -> Array:
         active = _call(activation, "wrap a function of gate and up in GatedActivation", given)
     elif gate is None:
         raise value_error(
-            "activation is a GatedActivation, but there is no gate; give one, or a function of "
+            "activation is a GatedActivation, but there is no gate; give a gate, or a function of "
             "one array"
         )
     else:
-        remedy = "give a function of the gate alone without GatedActivation"
+        remedy = "give GatedActivation a function of both, or leave it out"
         active = _call(activation.function, remedy, gate, up)
     if getattr(active, "shape", None) != given.shape:
         returned = f"local shape {active.shape}" if hasattr(active, "shape") else repr(active)

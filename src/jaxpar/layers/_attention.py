@@ -282,9 +282,9 @@ def parallel_attention(
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel, as in `column_parallel_linear` and `row_parallel_linear`.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`;
-        g divides h, and query head j uses key and value head `j // (h // g)`. Masks, positions and
-        further axes over which the sequence is sharded are its own affair. What it has of each
-        query head, such as the sinks of `ring_attention`, is sharded and padded as w_q is.
+        g divides h, and query head j uses key and value head `j // (h // g)`. It handles masks,
+        positions and further axes over which the sequence is sharded. Its arrays with an entry for
+        each query head, such as the sinks of `ring_attention`, are sharded and padded like w_q.
       heads: query heads in all, without padding.
       kv_heads: key and value heads in all.
       biases: of q, k, v and o, each an array or None, sharded as the columns of the weight are.

@@ -69,7 +69,7 @@ class Scores:
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def through_cap(self, scores: OfPairs, gradients: OfPairs) -> OfPairs:
-        """Returns the gradients of scores before their cap, by those of the scores behind it."""
+        """Returns the gradients of scores before the cap, from those of capped scores."""
         if self.softcap is None:
             return gradients
         return gradients * (1 - jnp.square(scores / self.softcap))
@@ -84,10 +84,10 @@ class Tile:
     Attributes:
       queries: of the block of queries.
       keys: of the block of keys.
-      least: a query sees the keys whose number in the tile is at least so much less than its own;
-        None: however little.
-      most: and at most so much; None: however much.
-      seen: whether there can be such keys: else the tile is not computed.
+      least: a query sees only keys whose number in the tile is at least so much below its own;
+        None: no bound.
+      most: the same, at most so much below; None: no bound.
+      seen: whether any pair is seen: otherwise the tile is not computed.
     """
 
     queries: tuple[Any, int]
@@ -97,7 +97,7 @@ class Tile:
     seen: Any = True
 
     def when(self, seen: Any) -> "Tile":
-        """Returns the tile that is only computed where this holds, too."""
+        """Returns the tile, computed only where this condition holds, too."""
         if self.seen is True or seen is False:
             return replace(self, seen=seen)
         return self if seen is True or self.seen is False else replace(self, seen=self.seen & seen)
@@ -201,7 +201,7 @@ def join_sinks(state: State, sinks: Float[Array, "groups repeats"]) -> State:
 def gradient_of_sinks(
     sinks: Float[Array, "groups repeats"], at: Backward
 ) -> Float[Array, "groups repeats"]:
-    """Returns the gradient of the sinks, to whose weights no value belongs."""
+    """Returns the gradient of the sinks, which have weights but no values."""
     weights = jnp.exp(_of_heads(sinks, at.top) - at.top) * at.inverse
     batch = range(at.top.ndim - 3)
     return -jnp.sum(weights * at.inner, axis=(*batch, -1))

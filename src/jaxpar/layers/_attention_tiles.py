@@ -1,4 +1,4 @@
-"""Which tiles of queries and keys a device computes, of its own block and of those that come."""
+"""Which tiles of queries and keys a device computes, of its own block and of those that arrive."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from jaxtyping import Int, Shaped
 from jaxpar.collectives._ways import Way
 from jaxpar.layers._attention_block import Scores, Tile
 
-# Into how many runs a device's own positions are cut at most, for the scores that a window leaves
-# out. More would take longer to trace: there are two tiles a run.
+# The most runs into which a device's own positions are cut, to skip scores outside of a window.
+# More would take longer to trace: there are two tiles a run.
 RUNS = 8
 
 
@@ -23,11 +23,11 @@ class RingAttention:
     """How attention runs, the same forward and backward.
 
     Attributes:
-      way: how keys come.
-      window: how many positions before its own a query sees, and how many behind it; None: all.
-      zigzag: whether a device holds an early and a late chunk of positions, and not one run; False
-        where queries see all.
-      scores: of queries and keys.
+      way: how keys travel.
+      window: how many positions before its own a query sees, and how many after it; None: all.
+      zigzag: whether a device holds an early and a late chunk of positions; otherwise, or where
+        queries see all positions, one run.
+      scores: how scores are computed.
     """
 
     way: Way
@@ -41,14 +41,14 @@ class RingAttention:
 
     @property
     def chunks(self) -> int:
-        """Of how many runs of positions a block consists."""
+        """The number of chunks in a block: runs of adjacent positions."""
         return 2 if self.zigzag else 1
 
     def own_tiles(self, length: int) -> tuple[list[Tile], list[Tile]]:
-        """Tiles of a device's own block: one for each run of queries, and those that are left.
+        """Tiles of a device's own block: one for each run of queries, and the tiles between runs.
 
-        Both orders keep a device's positions ascending. A run is at least as long as the window
-        where there are more than two of them, so that it sees its neighbours alone.
+        Both orders keep a device's positions ascending. If there are more than two runs, each is at
+        least as long as the window, so it sees only its neighbours.
         """
         runs = self._runs(length)
         if self.window == (None, None):
@@ -66,7 +66,7 @@ class RingAttention:
         return each, [tile for tile in rest if tile.seen is not False]
 
     def tiles(self, queries: int, keys: int, source: Int[Array, ""], lane: int) -> list[Tile]:
-        """Tiles of another device's block, or one of the lanes into which that was dealt out."""
+        """Tiles of another device's block, or of one of its lanes."""
         if self.window == (None, None):
             return [Tile((0, queries), (0, keys))]
         index, n = self.way.ring.index().astype("int32"), self.way.ring.size
@@ -75,7 +75,7 @@ class RingAttention:
         early_keys, late_keys = (0, columns), (columns, columns)
 
         def after(chunks: Any) -> Any:
-            """How far a lane is behind queries that are so many chunks behind its own."""
+            """By how much queries, so many chunks after the lane's chunk, come after the lane."""
             return chunks * rows - lane * columns
 
         before = source < index
@@ -84,10 +84,10 @@ class RingAttention:
             tile = self._tile(early, early_keys, after(index - source), past)
             tiles = [tile.when(before) if self.causal else tile]
         elif self.causal:
-            # Of 2n chunks device i has i and 2n-1-i. Its late queries see all early keys. Its early
-            # queries see those of the devices before it, and its late ones the late keys of those
-            # behind it. So each step has as much to do, of the same shape, and, but for a window,
-            # nothing to mask.
+            # Device i has chunks i and 2n-1-i of 2n. Its late queries see all early keys. Its early
+            # queries see the early keys of devices before it. Its late queries see the late keys of
+            # devices after it. So each step does the same work, of the same shape, and without a
+            # window masks nothing.
             behind = (source > index).astype("int32")
             chosen = (behind * rows, rows), (behind * columns, columns)
             tiles = [
@@ -130,9 +130,9 @@ class RingAttention:
         Args:
           queries: where they are in their block.
           keys: the same.
-          after: by how much the first query's position is behind the first key's.
-          past: whether all keys are before all queries, or else behind them; None: both are the
-            same positions.
+          after: the first query's position less the first key's.
+          past: True if all keys are before all queries, False if after them; None: the positions
+            are the same.
         """
         left, right = self.window
         if past is not None:
@@ -152,10 +152,10 @@ class RingAttention:
         return _bounded(Tile(queries, keys), least, most)
 
     def split(self, block: Any, parts: int) -> list[Any]:
-        """Deals the positions of keys out to so many lanes; to one if they do not divide.
+        """Deals the positions of keys out to `parts` lanes; to one if they do not divide.
 
-        A lane has a run of every chunk, early and late ones alike, so that half of each tile of its
-        own is seen, as of the whole block.
+        A lane has a run of every chunk, early and late. So half of each of its tiles is seen, as in
+        the whole block.
         """
         chunks, length = self.chunks, block.k.shape[-2]
         run = length // (parts * chunks)
@@ -186,15 +186,15 @@ class RingAttention:
         return jax.tree.map(join, *lanes)
 
     def lane(self, number: int, count: int, keys: int, length: int) -> int:
-        """Which lane of a block has come with so many keys, as the one of so many of this number.
+        """Which lane of a block an arrival is, by its number of keys and its number.
 
-        Those that come by several directions of one ring are the same lane of different blocks.
+        Arrivals by several directions of one ring are the same lane of different blocks.
         """
         return number * (length // keys) // count
 
 
 def run_of(each: Sequence[Tile], tile: Tile) -> int:
-    """Which of the runs has the queries of a tile."""
+    """The number of the run that has the queries of a tile."""
     return max(n for n, run in enumerate(each) if run.queries[0] <= tile.queries[0])
 
 

@@ -77,7 +77,7 @@ class ChunkedLoss:
         w: Float[Array, "d columns"],
         labels: Int[Array, " tokens"],
     ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens columns"]]:
-        """The rows that count, and what their logits are made of."""
+        """The rows that count, and their products with w."""
         # Zeros, not what happens to be there: a NaN times a zero gradient would be one.
         rows = jnp.where((labels == self.ignore_label)[:, None], 0, rows)
         products = jnp.einsum(
@@ -99,13 +99,13 @@ class ChunkedLoss:
         if bias is not None:
             products = products + bias[None].astype(products.dtype)
         if self.softcap is not None:
-            # Padding first: a NaN that is only left out afterwards has a gradient of NaN.
+            # Padding first: a NaN that is masked only afterwards has a gradient of NaN.
             products = jnp.where(real, products, 0)
             products = self.softcap * jnp.tanh(products / self.softcap)
         return jnp.where(real, products, -jnp.inf)
 
     def columns(self, w: Float[Array, "d columns"], labels: Array) -> Int[Array, "1 columns"]:
-        """The labels that this device's columns stand for, in the dtype of labels."""
+        """The labels of this device's columns, in the dtype of labels."""
         first = (self.ring.index() * w.shape[1]).astype(labels.dtype)
         return (first + jnp.arange(w.shape[1], dtype=labels.dtype))[None]
 
@@ -128,8 +128,8 @@ def chunked_losses(
 ) -> Float[Array, "*tokens"]:
     """Each token's loss; `labels` are those of all tokens.
 
-    Along the ring `w` and the bias vary, and all the rest does not; or does, with a `dim` to gather
-    along. Over other axes all vary alike.
+    Along the ring `w` and the bias vary, and x only if it is gathered along a `dim`. Over other
+    axes all vary alike.
     """
     return _fwd(loss, x, w, bias, labels)[0]
 
@@ -153,7 +153,7 @@ def _fwd(
         # Where all columns pad, -inf - -inf would be NaN.
         below = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0, highest)[:, None])
         target = loss.target(columns, chunk[1], logits.dtype)
-        # A column that is not asked for may be -inf, and 0 times that is NaN.
+        # The logit of another column may be -inf, and 0 times -inf is NaN.
         aimed = jnp.where((columns < loss.vocabulary) & (target > 0), target * logits, 0)
         return None, (highest, jnp.sum(below, axis=1), jnp.sum(aimed, axis=1))
 

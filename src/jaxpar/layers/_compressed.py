@@ -52,18 +52,17 @@ def reduce_compressed_gradients(
       key: of `jax.random`, another one in each step: rounds up or down by chance, int8 only.
 
     Returns:
-      `(sums, error)`: a pytree like `grads`, the sums, typed as replicated under `check_vma=True`
-      (a leaf that is typed so already is left as it is, as by `reduce_gradients`);
-      and the error, which varies over `axis`: keep it sharded as the devices have it. All sums so
-      far and the errors of all devices together are the exact sums. The error of a leaf is float32
-      (float64 for float64), of its shape, with what its sum has lost in the leaf's own dtype, too.
-      Leaves that lose nothing are summed as they are, by a psum, and have zeros of shape [0]: those
-      of no floats, and those of fewer than 2^14 numbers of 32 bits or more. Fewer numbers of less
-      are summed in float32.
+      `(sums, error)`, two pytrees like `grads`. Sums are typed as replicated under
+      `check_vma=True`. A leaf that is typed so already is left as it is, as by `reduce_gradients`.
+      The error varies over `axis`: keep it sharded over the devices. All sums so far plus the
+      errors of all devices are the exact sums. A leaf's error has its shape, in float32 (float64
+      for float64), and includes what the sum lost in the leaf's own dtype. Leaves that lose nothing
+      are summed by a psum, and their error has shape [0]: integers, and leaves of fewer than 2^14
+      numbers of 32 bits or more. Small leaves of fewer bits are summed in float32.
 
-      Where a gradient is not finite, its sum is NaN, and so are those with which it shares a scale.
-      All errors then stay as they were before, as if the step had not been: skip it, and the next
-      one is right. Devices decide this together: those of `axis` and of axes that `specs` name.
+      Where a gradient is not finite, its sum is NaN, as are all sums that share its scale. All
+      errors then keep their values, as if the step had not been: skip it, and the next one is
+      right. The devices of `axis`, and of axes that `specs` name, decide this together.
 
     Raises:
       TypeError: booleans, which have no sum; a wire of more than 8 bits; an option of the wrong
@@ -73,9 +72,9 @@ def reduce_compressed_gradients(
 
     Cost: a device sends (n-1)/n of the leaves' 8 bits all to all, and as much to gather the sums:
     a half of what a psum of bfloat16 sends behind a switch. On a ring of links the first half
-    crosses n/4 of them in the mean, more than a psum from n = 8 on. With `specs` that name axes, a
-    psum of a scalar over these. Memory: the error, 4 bytes a parameter, and beside it that of the
-    step before until all sums are there.
+    crosses n/4 of them in the mean, more than a psum from n = 8 on. If `specs` name axes, a scalar
+    is summed over these. Memory: the error, 4 bytes a parameter, and the previous step's error
+    until all sums are there.
 
     Example:
       >>> mesh = make_mesh("dp=8")
@@ -126,7 +125,7 @@ def reduce_compressed_gradients(
 
 
 def _before(ring: Ring, path: Any, leaf: Array, error: Any) -> Float[Array, "..."]:
-    """The error of a leaf before this step; of shape [0] where its sum loses nothing."""
+    """The error of a leaf before this step; of shape [0] if its sum loses nothing."""
     is_exact = leaf.size < SMALL and leaf.dtype.itemsize >= 4
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_exact or ring.size == 1:
         return jnp.zeros(0)
@@ -142,10 +141,10 @@ def _before(ring: Ring, path: Any, leaf: Array, error: Any) -> Float[Array, "...
 
 
 def _all_finite(sums: list[Array], lost: list[Array], axes: set[str]) -> Bool[Array, ""]:
-    """Whether all sums are finite, of the devices of some axes, too."""
+    """Whether all sums are finite on all devices along these axes."""
     floats = [x for x in sums if jnp.issubdtype(x.dtype, jnp.inexact)]
     bad = sum((jnp.any(~jnp.isfinite(x)).astype("int32") for x in floats), start=jnp.int32(0))
-    # Where an error does not vary over an axis, what decides on it must not either.
+    # If an error does not vary over an axis, its condition must not vary over it either.
     every = frozenset[str].intersection(*map(varying_axes, lost)) if lost else frozenset[str]()
     names = tuple(sorted(axes | (varying_axes(bad) - every)))
     return (lax.psum(vary_over(names, bad), names) if names else bad) == 0
@@ -161,11 +160,11 @@ def _key_of(key: Array | None, number: int, ring: Ring) -> Array | None:
 def _sum_wide(
     ring: Ring, leaf: Float[Array, "*shape"], before: Float[Array, "*shape"]
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """The sum of a small leaf over a ring, and what its dtype has lost of it."""
+    """The sum of a small leaf over a ring, and what its dtype lost."""
     wide = vary_over(ring.names, leaf.astype(before.dtype) + before)
     total = lax.psum(wide, ring.names)
     rounded = optimization_barrier(total.astype(leaf.dtype))
-    # All devices know what was lost, and one of them remembers it.
+    # All devices know what was lost. One keeps it, so that it counts once.
     return rounded, jnp.where(ring.index() == 0, total - rounded.astype(total.dtype), 0)
 
 
@@ -176,7 +175,7 @@ def _sum_rounded(
     leaf: Float[Array, "*shape"],
     before: Float[Array, "*shape"],
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """The sum of a leaf over a ring, in 8 bits, and what was lost of it here."""
+    """The sum of a leaf over a ring, in 8 bits, and what this device lost."""
     n, dtype = ring.size, leaf.dtype
     addend = vary_over(ring.names, leaf.astype(before.dtype) + before)
     columns = how.columns or addend.shape[-1]
@@ -191,8 +190,8 @@ def _sum_rounded(
     total = jnp.sum(addends, axis=0)
     rounded = codes_of(how, total, 1, second)
     whole = jax.tree.map(lambda x: _gathered(ring, x), rounded).dequantized(dtype)
-    # What the sum has lost is remembered where it was rounded: to 8 bits, and to the leaf's dtype,
-    # behind a barrier, as compilers may compute in more bits than were asked for.
+    # The device that rounds a block keeps what it lost: to 8 bits, and to the leaf's dtype. The
+    # barrier is needed, as compilers may compute in more bits than were asked for.
     own = optimization_barrier(rounded.dequantized(dtype)).astype(total.dtype)
     lost = (blocks - codes.dequantized()).at[ring.index()].add(total - own)
 

@@ -124,11 +124,11 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
         other), `"disjoint-rings"` (over all of them at once), or `"auto"`: rings on a TPU whose
         compiler waits for an all-gather, which it does without the options of
         `jaxpar.compiler_options`, as long as they are short enough to be unrolled; naive elsewhere.
-        Its `wire_dtype` is that in which sums of gradients travel; None: their own. Of 8 bits it
-        is that of what is gathered: leaves of 256 KiB and more travel with a scale a row, rounded
-        once, and their gradients are as if they were not. With a `gather_dtype` of
-        bfloat16, leaves of float32 travel and arrive in bfloat16; their gradients, of bfloat16 on
-        each device, are summed and returned in float32.
+        Its `wire_dtype` is that in which sums of gradients travel; None: their own. An 8-bit one is
+        for the gather: leaves of 256 KiB and more travel with a scale a row, rounded once, and
+        their gradients are as if they were not rounded. With `gather_dtype="bfloat16"` float32
+        leaves travel and arrive in bfloat16. Their gradients, bfloat16 on each device, are summed
+        and returned in float32.
       dim: the dimension along which a leaf is sharded, None for a leaf that is whole; one for all
         leaves, or a pytree of them that is a prefix of `tree`.
 
@@ -212,8 +212,8 @@ def fsdp_linear(
 
     Args:
       x: local `[..., k]`, this device's share of the batch.
-      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), in the dtype of x, or that which the
-        `gather_dtype` of `axis` makes of it; or a `Quantized` one.
+      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), or a `Quantized` one. After a cast to
+        the `gather_dtype` of `axis`, if any, it has the dtype of x.
       axis: mesh axes, over which weights are sharded: a name, a tuple or list of them in any order,
         or an `Axis`, which says how data travel: its mode as in `all_gather_matmul`, and of a
         sharded bias as in `fsdp_gather`; its `wire_dtype` for the sums of the weight's gradient, or

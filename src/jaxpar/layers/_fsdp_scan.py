@@ -1,4 +1,4 @@
-"""A scan over layers whose weights are gathered where they are used, and never kept."""
+"""A scan over layers, whose weights are gathered where they are used and never kept."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def with_floats(arrays: Arrays, floats: Arrays) -> Arrays:
 
 
 def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
-    """Returns the gradients of all arrays, those that are no floats have a zero of their own."""
+    """Returns the gradients of all arrays; those that are no floats have float0 zeros."""
     given = iter(of_floats)
     return [
         next(given).astype(x.dtype) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
@@ -64,12 +64,12 @@ def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
 @dataclass(frozen=True)
 class Kept:
-    """What a policy has kept of a layer: the residuals of its pullback that are no inputs.
+    """The residuals that a policy keeps of a layer: those of its pullback that are no inputs.
 
     Attributes:
       arrays: these residuals.
       tree: the structure of the pullback.
-      places: for each of its leaves the place among the layer's inputs, None for one of `arrays`.
+      places: for each of its leaves its place among the layer's inputs, or None if in `arrays`.
     """
 
     arrays: Arrays
@@ -77,7 +77,7 @@ class Kept:
     places: tuple[int | None, ...]
 
     def pullback(self, inputs: Arrays) -> Any:
-        """Returns the pullback, weights among the inputs having been gathered again."""
+        """Returns the pullback, from inputs whose weights were gathered again."""
         given = iter(self.arrays)
         leaves = [next(given) if place is None else inputs[place] for place in self.places]
         return jax.tree.unflatten(self.tree, leaves)
@@ -96,9 +96,9 @@ class Layer:
         return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, consts))(*weights, *state)
 
     def gather(self, stacked: Arrays, index: Any, after: Arrays) -> tuple[Arrays, Arrays]:
-        """Brings the weights of a layer, starting not before `after` is there, which is returned.
+        """Gathers the weights of a layer, not before `after` is there, and returns both.
 
-        Or a compiler could have more of them under way than there is room for.
+        Otherwise a compiler could gather more of them at once than there is room for.
         """
         own = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacked]
         own, after = optimization_barrier((own, after))
@@ -123,7 +123,7 @@ class Layer:
             trees.append(tree)
             return out, residuals
 
-        # Traced by itself, so that residuals can be told that are inputs: weights are not kept.
+        # Traced by itself to find which residuals are inputs: weights are not kept.
         closed, (out, _) = jax.make_jaxpr(forward, return_shape=True)(consts, weights, state)
         inputs = {var: place for place, var in enumerate(closed.jaxpr.invars)}
         residuals = closed.jaxpr.outvars[len(out) :]
@@ -136,8 +136,8 @@ class Layer:
         self, consts: Arrays, weights: Arrays, state: Arrays, kept: Arrays | Kept, cts: Arrays
     ) -> Any:
         """Returns the gradients of the floats among consts, weights and state."""
-        # Computing one layer again before the other is done would take the memory of both. Not
-        # with the weights: a barrier is passed when all is there, and some are needed first.
+        # Computing one layer again before the other is done would take the memory of both. The
+        # weights stay outside: a barrier waits for all of its operands, and some are used first.
         state, kept, cts = optimization_barrier((state, kept, cts))
         if isinstance(kept, Kept):
             return kept.pullback([*consts, *weights, *state])(cts)
@@ -166,21 +166,21 @@ def fsdp_scan(
     dim: TreeDim = 0,
     policy: Callable[..., Any] | None = None,
 ) -> Tree:
-    """Applies layer after layer, each one's weights gathered where they are used, and never kept.
+    """Applies layer after layer, and gathers each one's weights where they are used.
 
     Args:
       layer_fn: `(params, x) -> x`: one layer, given its whole parameters. It may close over other
         arrays, which get their gradients too, and use collectives over any axis.
       stacked_params: pytree of local shards `[layers, ...]`: the layers' parameters, stacked.
-      x: pytree of local arrays, what the layers hand on; shapes and dtypes stay the same.
+      x: pytree of local arrays, which the layers hand on; shapes and dtypes stay the same.
       axis: mesh axes, over which weights are sharded: a name, a tuple or list of them in any order,
         or an `Axis`, which says how data travel, as in `fsdp_gather`.
       dim: the dimension of a layer's own parameter, without the stack's, along which it is
         sharded, None for one that is whole. One for all, or a pytree of them, a prefix of the
         parameters.
-      policy: what a layer keeps for the backward pass, beside its input, as in `jax.checkpoint`:
-        such as `jax.checkpoint_policies.save_only_these_names("attention")`, of what `layer_fn`
-        names by `jax.ad_checkpoint.checkpoint_name`. None: nothing.
+      policy: which residuals a layer keeps beside its input, as in `jax.checkpoint`:
+        `jax.checkpoint_policies.save_only_these_names("attention")`, say, keeps those with this
+        name, by `jax.ad_checkpoint.checkpoint_name`. None: no residuals.
 
     Returns:
       What the last layer returns. It varies over what `x` and what the layer returns vary over.
@@ -193,14 +193,13 @@ def fsdp_scan(
         shard_map.
 
     Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
-    their gradients, in the wire's dtype, backward. Kept for the backward pass are the layers'
-    inputs, the shards, and what a `policy` keeps; there each layer is computed again, but for that,
-    from weights that are gathered again. Gathered weights are not kept, whatever the policy; what a
-    layer makes of them alone, such as a cast, is kept where it says so.
-    One layer's weights are gathered at a time, and travel beside the layer's own work where the
-    compiler makes collectives asynchronous (`jaxpar.compiler_options`). Elsewhere they are waited
-    for: gathering them a layer ahead was tried, and took longer on TPU v4 and v5e, for the copies
-    of what a loop carries.
+    their gradients, in the wire's dtype, backward. Residuals are the layers' inputs, the shards,
+    and what the `policy` keeps. The backward pass gathers weights again, and computes each layer
+    again except for what was kept. Gathered weights are never kept, whatever the policy. What a
+    layer makes of weights alone, such as a cast, is kept if the policy says so.
+    One layer's weights are gathered at a time. They travel beside the layer's own work if the
+    compiler makes collectives asynchronous (`jaxpar.compiler_options`). Otherwise the layer waits
+    for them: gathering a layer ahead took longer on TPU v4 and v5e, as loops copy what they carry.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -230,8 +229,8 @@ def fsdp_scan(
         return _check_state(x, out)
 
     def trace_layer(stacked: Arrays, state: Arrays) -> Any:
-        # Traced from arrays, not from their shapes: of these JAX does not know how they lie over
-        # axes that a shard_map leaves to the partitioner, and fails where they vary over others.
+        # Traced from arrays. Shapes alone do not say how arrays are sharded over axes that a
+        # shard_map leaves to the partitioner, and JAX fails if they vary over other axes.
         whole = gather_shards(shards, [x[0] for x in stacked])
         traced.append(jax.make_jaxpr(flat_layer)(whole, state))
 
@@ -240,10 +239,10 @@ def fsdp_scan(
     while True:
         # The sum over devices that use the same weights comes at the end, once for all layers.
         stacked = vary_over(varying_axes(state), stacked)
-        # Traced again wherever a type has changed; what it gathers is thrown away.
+        # Traced again after each change of a type. Its gathers are not in the program.
         jax.eval_shape(trace_layer, stacked, state)
         closed = traced.pop()
-        # What a layer is given must vary over all that what it hands on varies over.
+        # A layer's input must vary over all axes over which its output varies.
         types = [type_of(out).manual_axis_type for out in closed.jaxpr.outvars]
         wider = [vary_over(t.varying, s) for s, t in zip(state, types, strict=True)]
         if all(varying_axes(w) == varying_axes(s) for w, s in zip(wider, state, strict=True)):

@@ -24,15 +24,15 @@ from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, su
 
 # Of parameters and a batch to (loss, (weight, aux)), of this device.
 Local = Callable[[Any, Any], tuple[Array, tuple[Array, Any]]]
-SHARE = "leave out a sum over axis that was made before, or leave out of axis what all have"
+SHARE = "leave out an earlier sum over axis, or leave out of axis the axes that share one loss"
 
 
 @public
 def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
     """Divides the sum of all devices' losses by the sum of their weights.
 
-    The mean over all tokens, say, also where devices have different numbers of them: a mean of
-    means would be another.
+    This is the mean over all tokens, say, even if devices have different numbers of them. A mean of
+    means would differ.
 
     Args:
       loss_sum: a local float scalar, the sum of this device's losses.
@@ -41,8 +41,8 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
         an `Axis`, which says how data travel: here always by `lax.psum`.
 
     Returns:
-      `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`; 0, and with
-      zero gradients, where the total weight is 0; a loss that is not finite is NaN then, too.
+      `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`. If the total weight
+      is 0, it is 0 with zero gradients, or NaN if the loss is not finite.
 
     Raises:
       TypeError: a loss that is no float.
@@ -86,14 +86,14 @@ def value_and_grad(
         device's losses and their number or total weight, which is not differentiated. Both are
         shares of the whole over `axis` (each device has its own), and replicated over all other
         axes of the shard_map.
-      axis: mesh axes, all that losses are shared over, such as those that shard the batch or the
+      axis: all mesh axes that losses are shared over, such as those that shard the batch or the
         sequence: a name, a tuple or list of them in any order, or an `Axis`, which says how data
         travel: here always by `lax.psum`. `()` where every device has all of the loss.
       specs: pytree prefix of `PartitionSpec`s for params, those of `in_specs`. Needed under
         `check_vma=False`; under `check_vma=True` types say as much, and specs are checked.
-      groups: mesh axes that part groups of devices with parameters and losses of their own, such as
-        those of an outer shard_map: nothing is summed over them. Under `check_vma=False` an axis
-        that `loss_fn` never names is taken for one. `()`: none.
+      groups: mesh axes between groups of devices that have their own parameters and losses, such as
+        the axes of an outer shard_map. Nothing is summed over them. Under `check_vma=False` an axis
+        that `loss_fn` never names counts as one. `()`: none.
       microbatches: the number of parts into which dimension 0 of every batch leaf is cut. They run
         one after the other, and their gradients are added in float32 or wider.
       bucket_bytes: None for one psum a leaf; otherwise as in `reduce_gradients`.
@@ -104,24 +104,24 @@ def value_and_grad(
       `fn(params, *batch) -> (loss, grads)`, or with `has_aux` `((loss, aux), grads)`. `loss` is the
       total loss over the total weight, float32 or wider, replicated over `axis`. `grads` are
       like params, in dtype and sharding: the gradient of that loss with respect to the global
-      parameters. Both are 0 where the total weight is 0, or NaN where they are not finite.
+      parameters. If the total weight is 0, both are 0, or NaN if they are not finite.
       `aux` is what this device's `loss_fn` returned, each leaf stacked over microbatches,
       [microbatches, ...].
 
     Raises:
       TypeError: an option, a parameter or a result of `loss_fn` of the wrong type.
       ValueError: `microbatches` that do not divide a batch leaf; results of `loss_fn` that are no
-        scalars, or are typed as varying over an axis neither in `axis` nor in `groups`, or of a
-        loss, as summed over `axis` already; no specs under `check_vma=False`, or wrong ones;
-        parameters that all groups share, or that are typed as replicated where `loss_fn` has jaxpar
-        use shards; an unknown axis name; a call outside shard_map.
+        scalars, or are typed as varying over an axis neither in `axis` nor in `groups`; a loss
+        typed as replicated over `axis`; no specs under `check_vma=False`, or wrong ones; parameters
+        that all groups share; replicated parameters that a function of jaxpar in `loss_fn` needs
+        sharded; an unknown axis name; a call outside shard_map.
 
     Cost: gradients are summed where the parameter is replicated, 2 (n-1)/n of their bytes on the
-    wire: over `axis` once. Over other axes JAX sums them under `check_vma=True`,
-    in the backward of each microbatch; under `check_vma=False` all is summed at once, at the end,
-    and `loss_fn` is traced once more where there are other axes, to see which of them it names.
-    Under `check_vma=True` it is traced once more where parameters are replicated over an axis along
-    which others are sharded, to see that none is replicated of which it needs a shard.
+    wire: over `axis` once. Over other axes JAX sums them under `check_vma=True` in the backward
+    pass of each microbatch. Under `check_vma=False` all is summed at once, at the end; if there are
+    other axes, `loss_fn` is traced once more to see which of them it names.
+    Under `check_vma=True` it is traced once more if some parameters are replicated over an axis
+    along which others are sharded, to find operands that are replicated by mistake.
     More than one microbatch keeps gradients of all parameters in float32 or wider.
 
     Example:
@@ -175,7 +175,7 @@ def value_and_grad(
         mean = _quotient(_total(loss, ring), total)
         return ((mean, aux) if has_aux else mean), grads
 
-    value_and_gradient.__qualname__ = "value_and_grad"  # which its errors bear
+    value_and_gradient.__qualname__ = "value_and_grad"  # its errors have this name
     return public(value_and_gradient, over=axis)
 
 
@@ -194,10 +194,10 @@ def _local_loss(loss_fn: Callable[..., Any], has_aux: bool, ring: Ring, apart: R
 def _used(
     local: Local, params: Any, batches: Any, parts: int, known: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The axes, but those that are known, over which devices compute a loss together.
+    """The axes, except the known ones, over which devices compute a loss together.
 
-    Over an axis that it never names they do not: each has the whole gradient of what it computed,
-    be that the same as others' or, in a group with a model of its own, another one.
+    Over an axis that the loss never names they do not. There each device has the whole gradient of
+    what it computed, whether all compute the same or each group has a model of its own.
     """
     others = tuple(name for name in manual_axes() if name not in known)
     if prod(map(lax.axis_size, others)) == 1:
@@ -263,9 +263,9 @@ def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""
         if others:
             raise value_error(
                 f"{argument} varies over {others}, which axis {ring.names} "
-                "lacks; add them if devices have different shares of the loss there; otherwise sum "
-                "or gather before it with reduce_region or gather_region, typed as replicated; or "
-                "name them in groups= if devices along them have models of their own"
+                "lacks; add them if devices have different shares of the loss there; name them in "
+                "groups= if devices along them have models of their own; otherwise sum or gather "
+                "before it with reduce_region or gather_region, whose results are replicated"
             )
     if ring.names:
         check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
@@ -306,8 +306,8 @@ def _check_apart(ring: Ring, apart: Ring) -> None:
     shared = sorted(set(ring.names) & set(apart.names))
     if shared:
         raise value_error(
-            f"axis and groups both have {shared}; devices along an axis share a loss, or have one "
-            "each"
+            f"axis and groups both have {shared}; name axes that share a loss in axis, and those "
+            "with a loss of their own in groups"
         )
 
 

@@ -83,12 +83,12 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
         over, such as the gradients of `value_and_grad`.
       specs: pytree prefix of `PartitionSpec`s, as `in_specs`. Needed under `check_vma=False`; under
         `check_vma=True` types say over which axes a leaf is sharded, and specs are checked.
-      groups: mesh axes that part groups of devices, as in `value_and_grad`: each has a norm of
-        its own.
+      groups: mesh axes between groups of devices, as in `value_and_grad`; each group has its own
+        norm.
 
     Returns:
-      The square root of the sum of the squares of all global entries, the same on every device, of
-      a group if there are any; a float32 scalar, float64 if a leaf is. 0 for an empty pytree.
+      The square root of the sum of the squares of all global entries, the same on every device (of
+      a group): a float32 scalar, float64 if a leaf is. 0 for an empty pytree.
 
     Raises:
       TypeError: specs that are no PartitionSpecs, a leaf that is no array.
@@ -197,8 +197,8 @@ def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[se
                 raise value_error(
                     f"leaf {_keystr(path)} varies over {sorted(found)}, but its spec "
                     f"shards it over {sorted(given)}; give the in_specs of the tree, or leave out "
-                    "specs=, which check_vma=True does without, and name axes in groups= if "
-                    "devices along them have models of their own"
+                    "specs=, which check_vma=True does not need; name axes in groups= if devices "
+                    "along them have models of their own"
                 )
     return typed
 

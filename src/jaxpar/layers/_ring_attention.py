@@ -67,34 +67,33 @@ def ring_attention(
         travel; None: that of k and v.
       segments: local integers `[..., s/n]`, laid out like the positions: packed documents. A query
         sees keys of its own segment only, and none that is negative.
-      lengths: integers `[...]`, the same on all devices of the ring: of each whole sequence only so
-        many positions count; keys behind them are not seen, and results there are 0.
+      lengths: integers `[...]`, replicated over `axis`: how many positions of each whole sequence
+        count. Keys at later positions are not seen, and results there are 0.
       causal: a query sees keys up to its own position; all keys if False.
-      order: which positions a device holds, ascending either way; without `causal` and `window` no
-        matter.
-        `"zigzag"`: device `i` chunks `i` and `2n-1-i` of 2n, so that all devices have as much to do
-        in every step (lay the sequence out by `zigzag_order` first). `"contiguous"`: block `i` of
-        n; the last device then works in every step, while others skip.
-      window: `(left, right)`, or an integer for both: a query at position i sees keys at i - left
-        to i + right alone, both included; where causal, none behind i. A model that sees "the last
-        4096 tokens", its own among them, has window 4095. Positions are those of the sequence,
-        also within a document. Where layers of one scan have different windows, choose between two
-        calls by `jax.lax.cond`.
-      softcap: a number above 0: scores, once they are scaled, become
-        `softcap * tanh(scores / softcap)`.
-      sinks: local `[h]`, floats: of each query head one more score, without a key or a value. It
-        adds to the softmax's denominator as it is, neither scaled nor capped nor masked.
+      order: which positions a device holds, always ascending; no matter without `causal`, `window`
+        and `lengths`.
+        `"zigzag"`: device `i` holds chunks `i` and `2n-1-i` of 2n, so that all devices do the same
+        work in every step (lay the sequence out by `zigzag_order` first). `"contiguous"`: block `i`
+        of n; the last device then works in every step, while others skip.
+      window: `(left, right)`, or an integer for both: a query at position i sees only keys from
+        i - left to i + right, both included; with `causal` none after i. A model that sees "the
+        last 4096 tokens", its own among them, has window 4095. Positions count from the start of
+        the sequence, not of a document. If layers of one scan have different windows, choose
+        between two calls by `jax.lax.cond`.
+      softcap: a number above 0; scaled scores become `softcap * tanh(scores / softcap)`.
+      sinks: local floats `[h]`: one more score for each query head, without a key or a value. It
+        is added to the softmax's denominator, neither scaled nor capped nor masked.
       scale: what scores are multiplied by, a number; `1/sqrt(e)` if None.
       precision: of all matmuls, as in `jax.lax.dot_general`.
 
-    Operands may vary over any axes; one that is replicated over an axis over which another varies
-    gets its gradient summed there.
+    Operands may vary over any axes. If one is replicated over an axis along which another varies,
+    its gradient is summed there.
 
     Returns:
       What full attention gives this device's queries: `[..., s/n, h, f]` of the dtype of q, varying
       over `axis` and over all that q, k, v and sinks vary over. A query that sees nothing gets 0.
-      Scores and sums are float32 for 16-bit floats; weights are rounded
-      to the dtype of v before they multiply it.
+      Scores and sums are float32 for 16-bit floats. Weights are rounded to the dtype of v before
+      they multiply it.
 
     Raises:
       TypeError: operands of different dtypes or no floats, an option or wire dtype of the wrong
@@ -106,26 +105,25 @@ def ring_attention(
 
     Cost: a device sends (n-1)/n of all keys and values, n-1 blocks one way or n/2 each way, each
     beside the attention of the block before. A step computes two matmuls of `(s/n)^2 h e`
-    multiplications, half of that where causal and zigzag. Kept for the backward pass are q, k, v,
-    the result and two float32 a query and head. That pass sends keys and values once more, and one
-    step behind each block its gradients, in the wire's dtype, all the way round: n-1 steps, in
-    which both ways each direction carries half of the keys (one way if s/n is not divisible by 2,
-    in causal zigzag order by 4). A step computes five matmuls. Scores are never kept; at one time
-    there are `(s/n)^2 h` of them, or half. Second derivatives are those of the two passes as JAX
-    differentiates them, and keep scores.
+    multiplications, half of that where causal and zigzag. Residuals are q, k, v, the result and two
+    float32 a query and head. The backward pass sends keys and values once more. Their gradients, in
+    the wire's dtype, follow each block one step later, all the way round: n-1 steps. Both ways,
+    each direction carries half of the keys (one way if s/n is not divisible by 2, in causal zigzag
+    order by 4). A backward step computes five matmuls. Scores are never kept; `(s/n)^2 h` of them,
+    or half, exist at a time. JAX differentiates both passes for second derivatives, which keep
+    scores.
 
-    With a window, blocks come from those r devices alone that it reaches, each way that it has:
-    `left / (s/n)`, rounded up. In zigzag order r is `left / (s/2n)`, and both ways, as the chunks
-    of a block have their neighbours on either side. Gradients of keys and values take r-1 steps,
-    and go home in one transfer over r places. So it is with `"unidirectional"`, `"bidirectional"`
-    and `"auto"`, where that is fewer than n-1 blocks; other modes bring all. Of a block that comes
-    no more is computed than what is within `left` of the own positions, and nothing of one outside
-    of the window. The own block is computed in runs no shorter than the window, 8 of a chunk at
-    most.
+    With a window, blocks come only from the r nearest devices that it reaches, in each direction:
+    `left / (s/n)`, rounded up. In zigzag order r is `left / (s/2n)`, and blocks come both ways, as
+    the two chunks of a block have neighbours on opposite sides. Gradients of keys and values take
+    r-1 steps, and return in one transfer over r hops. This holds for `"unidirectional"`,
+    `"bidirectional"` and `"auto"`, if it is fewer than n-1 blocks; other modes bring all. Of each
+    block only the keys within the window's reach are computed. The own block is computed in runs
+    no shorter than the window, at most 8 a chunk.
 
-    What `jax.checkpoint` may keep, the result and the two numbers, has the name "attention":
-    with `jax.checkpoint_policies.save_only_these_names("attention")` the forward pass is not
-    sent and computed again. A name that is given to what this function returns does not do it.
+    The result and the two numbers have the name "attention" for `jax.checkpoint`. With
+    `jax.checkpoint_policies.save_only_these_names("attention")` the forward pass is neither sent
+    nor computed again. A name that you give to the returned array does not have this effect.
 
     Example:
       >>> mesh = make_mesh("cp=8")
@@ -228,7 +226,7 @@ def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
 
 
 def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | None]:
-    """How many positions before its own a query sees, and how many behind it; None: all."""
+    """How many positions before its own a query sees, and how many after it; None: all."""
     if window is None:
         return None, 0 if causal else None
     given = window if isinstance(window, (tuple, list)) else (window, window)
@@ -237,8 +235,8 @@ def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | Non
     if left is None or right is None or min(left, right) < 0:
         raise value_error(
             f"window must be an integer or two, (left, right), of 0 or more, got {window!r}; give "
-            "how many positions before its own a query sees, and how many behind it: for a side "
-            "without bound the length of the sequence"
+            "how many positions before its own a query sees, and how many after it; for a side "
+            "without bound give the length of the sequence"
         )
     if causal:
         right = 0
@@ -372,7 +370,7 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
         raise value_error(
             f"{shapes}; all dimensions of q and k but the heads (the last but one) must agree: q "
             "is [..., s, h, e], k is [..., s, g, e]. Broadcast batch dimensions first, and shard "
-            "keys and queries alike"
+            "keys like queries"
         )
     if v.shape[-1] and not q.shape[-1]:
         raise value_error(f"{shapes}; heads of q and k must have a size of 1 at least")

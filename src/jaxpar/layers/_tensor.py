@@ -51,7 +51,7 @@ def column_parallel_linear(
       fsdp_axis: further mesh axes, named in the same ways, over which weights are sharded, as in
         fully sharded data parallelism: they are gathered before the product, and again for the
         backward pass. An `Axis` says how they travel, as in `fsdp_gather`; nothing is taken from
-        `axis`. With its `gather_dtype` weights are used in that, which must be the dtype of x.
+        `axis`. Its `gather_dtype` must be the dtype of x: weights are used in it.
       fsdp_dim: the dimension of weights along which they are, 0 or 1.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
@@ -186,8 +186,8 @@ def gated_mlp(
       w_down: local `[h/n, m]`.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel, as in `column_parallel_linear` and `row_parallel_linear`.
-      activation: an elementwise function; or a `GatedActivation`, of gate and up together, in the
-        place of `activation(gate) * up`.
+      activation: an elementwise function; or a `GatedActivation` of gate and up together, in place
+        of `activation(gate) * up`.
       biases: of gate, up and down, each an array or None, as in `column_parallel_linear` and
         `row_parallel_linear`.
       sequence_dim: the dimension of x and of the result that is sharded, or None.
@@ -213,9 +213,9 @@ def gated_mlp(
     through all of it in two or four chunks, so that those of one travel beside the matmuls of
     another: then weights are read, and their gradients added up, once a chunk. The derivative
     gathers x once more and the result's cotangent once, reduce-scatters the gradient of x, and
-    computes six matmuls. Kept for it are x, the two products and the hidden activations; of naive
-    passes, as chunks of rows are, the gathered x in the place of x, which is not gathered again.
-    For policies of `jax.checkpoint` the two products have the name "gated_mlp".
+    computes six matmuls. Residuals are x, the two products and the hidden activations. Naive
+    passes, such as chunks of rows, keep the gathered x in place of x, and do not gather it again.
+    The two products have the name "gated_mlp" for policies of `jax.checkpoint`.
 
     Example:
       >>> mesh = make_mesh("tp=8")

@@ -59,10 +59,9 @@ def vocabulary_parallel_embedding(
     Raises:
       TypeError: tokens that are no integers, a `sequence_dim` that is none; a table of booleans,
         which have no sum.
-      ValueError: a table of another rank, tokens that are typed as varying over `axis`, or a
-        table that is not; a sequence that the axis does not divide; a layout that has padding
-        between the rows of a table of this size, as `Split` has it; an unknown axis name, a call
-        outside shard_map.
+      ValueError: a table of another rank; tokens typed as varying over `axis`, or a table typed as
+        replicated; a sequence that the axis does not divide; a layout that pads between the rows
+        of a table of this size, as `Split` does; an unknown axis name; a call outside shard_map.
 
     Cost: an all-reduce of the result, or a reduce-scatter of it, which sends half as much, in the
     dtype of the table: each sum has one addend that is not zero, and is exact. The derivative
@@ -175,18 +174,19 @@ def vocabulary_parallel_cross_entropy(
       x: local `[..., s, d]`, replicated over `axis`; with a `sequence_dim` `[..., s/n, d]`,
         sharded over it.
       w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for weights tied to
-        those of `vocabulary_parallel_embedding`. Under `check_vma=False` types do not tell a whole
-        w, whose losses are too large by log(n), and `vocabulary` alone may.
+        those of `vocabulary_parallel_embedding`. Under `check_vma=False` types do not show that w
+        is replicated by mistake. Then losses are too large by log(n), unless `vocabulary` is given,
+        which refuses such a w.
       labels: local integers of the shape of `x` without its last dimension, sharded like it.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel: x, and its gradient. Its mode is as in `ring_all_gather`, but `"auto"` is
         `"naive"`, as nothing is computed meanwhile. Its `wire_dtype` is that in which partial sums
         of the gradient of `x` travel; None: that of `x`.
       bias: local floats `[v/n]`, sharded as the columns of `w` are, or None.
-      softcap: a bound c of the logits, which are `c tanh((x @ w + bias) / c)`; None: no bound.
-      vocabulary: the number of tokens, if columns pad `w` to a multiple of n: those from there on
-        count for nothing, may hold anything, and have zero gradients. Of a table that a layout has
-        padded it is `layout["embedding"].shape[0]`. None: all are tokens.
+      softcap: a bound c of the logits, which become `c tanh((x @ w + bias) / c)`; None: no bound.
+      vocabulary: the number of tokens, if `w` is padded to a multiple of n. Later columns do not
+        count, may hold anything, and have zero gradients. For a table that a layout has padded, it
+        is `layout["embedding"].shape[0]`. None: all columns are tokens.
       sequence_dim: the dimension of `x` along which it is sharded, such as -2; None if it is not.
       chunk: the most tokens whose logits a device holds at a time.
       label_smoothing: the part of the target that is spread evenly over the vocabulary.
@@ -203,12 +203,11 @@ def vocabulary_parallel_cross_entropy(
     Raises:
       TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
         option or wire dtype of the wrong type, a bias that is no float.
-      ValueError: shapes that do not fit, an option out of range, labels that are typed as varying
-        over `axis` without a `sequence_dim`; `w`, a bias, or with a `sequence_dim` `x` or labels,
-        typed as replicated over it; `w` with columns of the whole `vocabulary`; no `vocabulary`,
-        where there is a layout that pads a table to the size of `w`, or an array that it has
-        padded; padding between the rows of such a table, as `Split` has it; an unknown axis name,
-        a call outside shard_map.
+      ValueError: shapes that do not fit; an option out of range; labels typed as varying over
+        `axis` without a `sequence_dim`; `w`, a bias, or with a `sequence_dim` x or labels, typed
+        as replicated over it; `w` with columns of the whole `vocabulary`; no `vocabulary` while a
+        layout that pads a table to this size, or such a padded array, exists; padding between its
+        rows, as `Split` does; an unknown axis name; a call outside shard_map.
 
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
     sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is
@@ -306,7 +305,7 @@ def _as_bias(bias: Any, w: Array) -> Array:
     if bias.shape != w.shape[1:]:
         raise value_error(
             f"bias has local shape {bias.shape}, but w of local shape {w.shape} has {w.shape[1]} "
-            "columns here; give one number for each, sharded as the columns are"
+            "columns here; give one number a column, sharded like the columns"
         )
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise type_error(f"bias must be floats, got {bias.dtype}; cast it")

@@ -168,13 +168,13 @@ def _each(
 
 
 def _unlike(array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool) -> Problem | None:
-    """What tells an array from that of the layout, if anything does."""
+    """How an array differs from that of the layout; None if it does not."""
     path, shape, dtype = described(array.path, x)
     have = f"{path!r} is {shape_text(dtype, shape)}"
     if shape != wanted:
         what = "with" if wanted == array.padded_shape != array.shape else "without"
         text = f"{have}, but has shape {wanted} here, {what} padding"
-        return Problem(path, array.rule, text, "give such an array, or make a layout of these")
+        return Problem(path, array.rule, text, "give such an array, or make the layout of this one")
     if dtypes and dtype != array.dtype and not _takes(array, x):
         text = f"{have}, and {shape_text(array.dtype, wanted)} in the layout"
         return Problem(path, array.rule, text, "cast it, or make the layout of such arrays")
@@ -182,7 +182,7 @@ def _unlike(array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool) -
 
 
 def _takes(array: ArrayLayout, number: Any) -> bool:
-    """Whether this is a number of Python that arrays of such a dtype have."""
+    """Whether this is a Python number that an array of this dtype takes."""
     kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.complexfloating}
     if type(number) not in kinds:
         return False
@@ -205,7 +205,7 @@ def _put(array: ArrayLayout, x: Any) -> Array:
 
 
 def of_words(array: ArrayLayout, words: Array) -> Array:
-    """Returns the placed array, padded or not, of its words."""
+    """Returns the placed array, padded or not, from its words."""
     padded = words.shape[: len(array.shape)] == array.padded_shape
     sharding = array.sharding if padded else array.logical_sharding
     make = jax.jit(lambda words: from_words(words, array.dtype), out_shardings=sharding)

@@ -1,8 +1,8 @@
-"""Checkpoints of arrays without padding and without a mesh, which any mesh reads its shards of.
+"""Checkpoints of arrays without padding and without a mesh, of which any mesh reads its shards.
 
-A checkpoint is one dict of Orbax from paths to arrays. Of what Orbax stores no arrays it has others
-in their places: of keys and of floats of 8 bits their words; of arrays without entries
-a single zero. The dtypes and shapes of those are in Orbax's own metadata, under `NOTES`.
+A checkpoint is one Orbax dict from paths to arrays. Arrays that Orbax cannot store have others in
+their place: keys and 8-bit floats their words, empty arrays a single zero. Their dtypes and shapes
+are in Orbax's own metadata, under `NOTES`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def save(layout: Layout, folder: str | Path, params: Any) -> None:
     """What `Layout.save` says."""
     ocp, where = _orbax(), _absolute(folder)
     if where.exists():
-        raise value_error(f"there is {where} already; give a folder that is not there yet")
+        raise value_error(f"{where} exists already; give a folder that does not")
     _check_saved(layout, params)
     arrays = filter(None, arrays_of(unpad(layout, params, dtypes=True))[0])
     tree = {path: _written(layout[path], x) for path, x in arrays}
@@ -46,7 +46,7 @@ def save(layout: Layout, folder: str | Path, params: Any) -> None:
         for path, array in layout.items()
         if _in_words(array) or not prod(array.shape)
     }
-    if not tree:  # of which Orbax makes no checkpoint
+    if not tree:  # Orbax refuses an empty checkpoint
         tree = {"": zeros_of((1,), np.int32, NamedSharding(layout.mesh, REPLICATED))}
         notes = {"": None}
     with ocp.Checkpointer(_writer(ocp)) as checkpointer:
@@ -61,7 +61,7 @@ def restore(layout: Layout, folder: str | Path) -> Any:
         found = _metadata(checkpointer, where)
         flat, tree = jax.tree_util.tree_flatten_with_path(found.tree)
         paths = [path_text(keys) for keys, _ in flat]
-        there = {  # others than `save` store text, too
+        there = {  # checkpoints of others may store text, too
             path: shape_text(x.dtype, x.shape)
             for path, (_, x) in zip(paths, flat, strict=True)
             if hasattr(x, "dtype")
@@ -92,7 +92,7 @@ def restore(layout: Layout, folder: str | Path) -> Any:
 
 
 def _check_saved(layout: Layout, params: Any) -> None:
-    """Raises where arrays can not be stored: before anything is written."""
+    """Raises if an array cannot be stored, before anything is written."""
     found = [
         layout.get(path) and _unsaved(layout[path], x)
         for path, x in filter(None, arrays_of(params)[0])
@@ -103,7 +103,7 @@ def _check_saved(layout: Layout, params: Any) -> None:
 
 
 def _unsaved(array: ArrayLayout, x: Any) -> Problem | None:
-    """Why an array can not be stored, if it can not."""
+    """Why an array cannot be stored; None if it can."""
     if isinstance(x, Tracer):
         text, remedy = "is traced", "call it outside of jax.jit, with the arrays of its results"
     elif not isinstance(x, Array) or (
@@ -131,9 +131,9 @@ def _is_unicode(text: str) -> bool:
 
 
 def _in_words(array: ArrayLayout) -> bool:
-    """Whether a file has words of an array in its place.
+    """Whether words of an array are stored in its place.
 
-    TensorStore has not all dtypes of fewer than 16 bits, and not all NaNs of those that it has.
+    TensorStore lacks some dtypes of fewer than 16 bits, and some NaNs of the others.
     """
     if is_key(array.dtype):
         return True
@@ -142,7 +142,7 @@ def _in_words(array: ArrayLayout) -> bool:
 
 
 def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:
-    """What is stored of an array, without padding, and perhaps in the place of it."""
+    """Shape, dtype and sharding of what is stored for an array."""
     if not prod(array.shape):
         everywhere = NamedSharding(array.mesh, REPLICATED)
         return jax.ShapeDtypeStruct((1,), np.int32, sharding=everywhere)
@@ -151,7 +151,7 @@ def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:
 
 
 def _written(array: ArrayLayout, x: Any) -> Array:
-    """The array that is stored of one without padding."""
+    """What is stored for an array without padding."""
     if not prod(array.shape):
         one = _stored(array, noted=True)
         return zeros_of(one.shape, one.dtype, one.sharding)
@@ -159,7 +159,7 @@ def _written(array: ArrayLayout, x: Any) -> Array:
 
 
 def _read(array: ArrayLayout, x: Array, noted: bool) -> Array:
-    """The array without padding of what is stored of it."""
+    """The array without padding, from what is stored for it."""
     if not prod(array.shape):
         return zeros_of(array.shape, array.dtype, array.logical_sharding)
     return of_words(array, x) if noted else x
@@ -175,7 +175,7 @@ def _metadata(checkpointer: Any, where: Any) -> Any:
     """What Orbax knows of the arrays of a checkpoint."""
     if not where.is_dir():
         begun = next(where.parent.glob(f"{where.name}.orbax-checkpoint-tmp*"), None)
-        more = f"; a save into it was interrupted, {begun} is what is left" if begun else ""
+        more = f"; a save into it was interrupted and left {begun}" if begun else ""
         raise value_error(f"there is no folder {where}; give the one that `save` wrote{more}")
     found = checkpointer.metadata(where).item_metadata
     if found is None:
@@ -192,10 +192,10 @@ def _check(layout: Layout, there: Mapping[str, str], where: str) -> None:
         here = shape_text(array.dtype, array.shape)
         if path not in there:
             text = f"{path!r} is not in {what}{near.hint(path)}"
-            remedy = "restore what is there"
+            remedy = "make the layout without it"
         elif there[path] != here:
             text = f"{path!r} is {there[path]} in {what}, and {here} here"
-            remedy = "make the layout of such arrays, and cast them then"
+            remedy = "make the layout of such arrays, and cast them afterwards"
             if "64[" in there[path] and not jax.config.read("jax_enable_x64"):
                 remedy = f"set jax_enable_x64, {remedy}"
         else:

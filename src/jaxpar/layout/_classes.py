@@ -29,7 +29,7 @@ def weights_of(tokens: Tokens) -> frozenset[str]:
 
 
 class OneHot(Tokens):
-    """The dimensions of an array that says of data which of the last dimension's entries it is."""
+    """The dimensions of a one-hot array: data choose one entry of its last dimension."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Matmul:
 
 @dataclass
 class Cut:
-    """A part that is taken of a dimension, or of which one is put together: at its ends it moves.
+    """A part that is cut out of a dimension or joined into one: entries move between devices.
 
-    Sharded arrays are parts of equal sizes, in order, of which those of another size are not made.
+    Shards are parts of equal sizes, in order. Parts of other sizes cross their edges.
     """
 
     what: str
@@ -73,12 +73,12 @@ class Classes:
     sums: list[Sum] = field(default_factory=list)
     matmuls: list[Matmul] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
-    looked_up: set[str] = field(default_factory=set)  # weights of which data say the rows
+    looked_up: set[str] = field(default_factory=set)  # weights whose rows data choose
     carried: list[Tokens] = field(default_factory=list)  # from trip to trip of loops
     experts: Tokens = ()  # batch dimensions of weights in matmuls with data
     together: set[tuple[int, int]] = field(default_factory=set)  # in one array
     unsure: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    times: float = 1.0  # how often the loop runs that is being followed
+    times: float = 1.0  # how often the current loop runs
 
     def new(self, size: int) -> int:
         """A dimension that is like no other yet."""

@@ -1,4 +1,4 @@
-"""Which rules might better shard other dimensions: two exchanged, or a table's rows alone."""
+"""Which rules might better shard other dimensions: two exchanged, or only a table's rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Cause = Literal["features of what is looked up", "at odds"] | None
 
 
 class Candidate(NamedTuple):
-    """A rule whose arrays lie otherwise, and with what it does not agree, if that is so."""
+    """A rule with other dimensions sharded, and what the rule disagrees with, if anything."""
 
     rule: str
     axes: tuple[tuple[str, ...], ...]  # of each dimension
@@ -96,7 +96,7 @@ def candidates(
             # Not the dimensions that count layers, nor those of which shard_map says what they are.
             if not waits[rule] or not {classes[dim] for dim in dims} <= multiplied:
                 continue
-            # Not what parts it from those that it is multiplied with: a pair is undone by halves.
+            # No exchange that adds conflicts: half of a pair, such as Megatron's, is always worse.
             other = candidate.of(now)
             if other is not None and members.conflicts(other) <= conflicts:
                 yield candidate
@@ -165,10 +165,10 @@ class _Members:
         return total
 
     def by_rows(self, layout: Layout, rule: str) -> Candidate | None:
-        """Of a table that is looked up: its features' axes that are the batch's, over its rows.
+        """A lookup table with the batch's axes moved from its features to its rows.
 
-        What is looked up has the table's features and the batch's rows, and can be sharded over an
-        axis by one of them: the compiler moves it from one to the other, layer by layer.
+        A lookup's result has the table's features and the batch's rows. An axis can shard only one
+        of them, so the compiler moves it from one to the other, layer by layer.
         """
         path, flow = _path(layout, rule), self.seen.flow
         if path not in flow.looked_up:

@@ -1,10 +1,10 @@
 """What a layout costs on a described chip, weight by weight, and which exchange of axes costs less.
 
-The step is compiled with the layout and played on a model of the chip. Each collective is told by
-the weight that it is for (`_causes`). Tables that are looked up and lie over the batch's axes by
-their features, rules whose dimensions lie otherwise than those that they are multiplied with
-(`_exchanges`), and those that cost most, are compiled with other dimensions sharded. So are plain
-maps: fully sharded, and whole on every device.
+The step is compiled with the layout and played on a model of the chip. Each collective is listed
+under its weight (`_causes`). Then the step is compiled with other dimensions sharded
+(`_exchanges`): of lookup tables whose features are sharded over the batch's axes, of rules that
+disagree with what they are multiplied with, and of rules that cost most. Last come plain maps:
+fully sharded, and whole on every device.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Asked:
         return program, played, _costs(Causes(program.text, names, results), played)
 
     def of_state(self, array: Shaped) -> ArrayLayout | None:
-        """How an array lies that is like one of a state which has a rule of its own."""
+        """The sharding of an array that is like one of a state with a rule of its own."""
         from jaxpar.layout._layout import Layout
 
         for arg in self.args:
@@ -102,7 +102,7 @@ class _Asked:
     def candidates(
         self, layout: Layout, costs: Callable[[], Sequence[Cost]]
     ) -> Iterator[Candidate]:
-        """Changes of rules that are worth compiling; costs are asked for when it comes to them."""
+        """Changes of rules that are worth compiling; costs are computed only when needed."""
         step = self.made(layout)
         given = self.given(layout)
         options = options_of(self.target) if self.options is None else self.options
@@ -120,7 +120,7 @@ class _Asked:
         return candidates(layout, seen, shapes_of(self.args, given), exposed)
 
     def plain(self, layout: Layout) -> Iterator[tuple[str, float]]:
-        """The seconds of plain maps of the same arrays, where the step can be had by them."""
+        """The seconds of plain maps of the same arrays, if the step compiles with them."""
         for name, rules in others(layout.shapes, layout.mesh, None):
             try:
                 program, played, _ = self.play(rules.layout(layout.shapes, layout.mesh))
@@ -176,7 +176,7 @@ class _Played(NamedTuple):
 
 
 def _tried(asked: _Asked, first: _Played, tries: int) -> tuple[Exchange, ...]:
-    """Changes of rules, one after the other: one that makes the step faster is kept."""
+    """Tries changes of rules one after the other, and keeps those that make the step faster."""
     kept, exchanges = [first], list[Exchange]()
     found = asked.candidates(first.layout, lambda: kept[-1].costs) if tries else ()
     for candidate in islice(found, tries):

@@ -31,7 +31,7 @@ class Cost:
     """What one kind of collective does for one weight in a step, on one device.
 
     Attributes:
-      path: of the weight; None for collectives that are for no weight.
+      path: of the weight; None if the collective is for no weight.
       what: what is moved: the weight itself, its gradient (or its new value), its product with
         data, which is summed up, or its input, what it is multiplied with.
       collective: its kind and the mesh axes that it goes over, as the timeline names it.
@@ -63,14 +63,13 @@ class Exchange:
       rule: its key.
       before: the spec of its arrays.
       after: the one that was tried.
-      cause: why. `"features of what is looked up"`: a table whose features lie over an axis of the
-        batch, so that activations move from rows to features and back; after it has that axis on
-        its rows, or not at all where it does not divide them. `"at odds"`: two dimensions are
-        exchanged, as they lie otherwise than what they are multiplied with. None: exchanged, as the
-        rule costs much.
-      disagrees: with which dimension of another array the rule does not agree, as text; empty
-        where it does.
-      seconds: the step's time as it is, with the exchanges before this one that were faster.
+      cause: why. `"features of what is looked up"`: the features of a lookup table are sharded over
+        the batch's axis, so that activations move from rows to features and back; the change moves
+        the axis to the rows, or drops it if it does not divide them. `"at odds"`: two dimensions
+        are exchanged, as the rule disagrees with what they are multiplied with. None: two
+        dimensions are exchanged, as the rule costs much.
+      disagrees: with which dimension of another array the rule disagrees, as text, or empty.
+      seconds: the step's time without the exchange, and with all faster ones before it.
       exchanged: its time with the exchange.
       moved: bytes that a device sends of the rule's weights themselves, gathered or moved.
       moved_exchanged: the same with the exchange.
@@ -122,7 +121,7 @@ class Explanation:
       costs: what the collectives do, weight by weight, the most exposed first.
       exchanges: what was compiled with other dimensions of a rule sharded.
       plain: the seconds of the step by plain maps, `"fully sharded over all axes"` and `"whole on
-        every device"`, as far as they fit the step and the memory.
+        every device"`, if they fit the step and the memory.
 
     Example:
       >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])

@@ -60,14 +60,14 @@ class Flow(Steps):
             return self._call(inner, args)
         found, given = self._primitive(e, args), args
         if name == "dynamic_slice" or (name == "gather" and not self.rows_of(e)):
-            given = args[:1]  # a layer of several stays a weight, whatever says which
+            given = args[:1]  # one layer of a stack is a weight, even if data choose which
         if all(isinstance(t, Made) for t in given):
             weights = frozenset[str]().union(*map(weights_of, given))
             return [Made.of(tokens, weights) for tokens in found]
         if name == "gather":
             self.looked_up |= weights_of(args[0])
         if name == "eq" and any(isinstance(t, Made) and len(t) > 1 for t in args):
-            return [OneHot(found[0])]  # of entries that are counted, which one data say
+            return [OneHot(found[0])]  # an iota compared with data
         if name == "convert_element_type" and isinstance(args[0], OneHot):
             return [OneHot(found[0])]
         return [tuple(tokens) for tokens in found]
@@ -108,7 +108,7 @@ class Flow(Steps):
         carry = len(e.outvars) - stacked_out
         consts = len(e.invars) - stacked_in - carry
         self.times *= max(1, length)
-        # What is carried becomes made of data on the way, if it is not at first.
+        # What a loop carries counts as made of data, even if it starts from weights.
         carried = map(tuple, args[consts : consts + carry])
         parts = [_with_weights(t[1:], t) for t in args[consts + carry :]]
         found = self._call(body, [*args[:consts], *carried, *parts])
@@ -134,7 +134,7 @@ class Flow(Steps):
 
 
 def _with_weights(tokens: Tokens, whole: Tokens) -> Tokens:
-    """Of what a loop takes one by one, or puts together: made of what the whole is made of."""
+    """The slices that a loop takes or stacks, made of the same weights as the whole."""
     return Made.of(tokens, whole.weights) if isinstance(whole, Made) else tokens
 
 

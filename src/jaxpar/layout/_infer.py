@@ -45,16 +45,16 @@ def infer_layout(
     target: Any = None,
     show: Callable[[str], object] | None = None,
 ) -> LayoutMap:
-    """Returns the map that a function's own matmuls ask for; `show=print` says why, rule by rule.
+    """Returns the map that a function's own matmuls suggest; `show=print` says why, rule by rule.
 
     Follows the dimensions of the parameters through the jaxpr of `function(params, batch)`, on
     global arrays: which are contracted with which, through elementwise operations, reshapes, loops
     and calls. Dimensions that must be sharded alike are one class. Over tensor axes it shards the
-    classes that cost the fewest bytes of sums for their FLOPs, no two of one array: hidden features
-    and heads (columns, then rows) before the width that all layers share, which is what Megatron
-    does. A dimension that is cut (split, sliced, concatenated, sorted) costs what its parts move;
-    one whose parts go on whole is not sharded. Fully sharded axes take the largest other dimension
-    of each matrix, and of tables that are looked up the rows: results have their features.
+    classes with the fewest bytes of sums for their FLOPs, no two of one array: hidden features and
+    heads (columns, then rows) before the width that all layers share, as Megatron does. A dimension
+    that is cut (split, sliced, concatenated, sorted) costs the bytes that its parts move. If its
+    parts are used whole, it is not sharded. Fully sharded axes take the largest other dimension of
+    each matrix, and the rows of lookup tables, as results have the features.
 
     Args:
       function: a loss or a forward pass, without `jax.shard_map`.
@@ -67,14 +67,14 @@ def infer_layout(
         them, by this map and by plain ones: without fully sharding, fully sharded over all axes,
         whole on every device. Of those that fit the memory the fastest is returned, this map where
         none is faster by 1%. None: they are compared by the bytes that a device holds alone.
-      show: called with what was found and why, line by line: `print`. Lines that begin with
-        `unsure` name what was not followed, does not divide, or moves, and whose dimensions.
+      show: called with each line of the reasons, such as `print`. Lines that begin with `unsure`
+        name an operation that was not followed, does not divide, or moves data, and its weights.
 
     Returns:
-      A `LayoutMap`, to be used as it is or edited. Where axes are fully sharded, it has a rule of
-      `results` for activations, `"residual"`. A compiler that finds weights and data over one axis
-      may shard activations as either. `x = layout.constrain(x, "residual")` decides it: in bodies
-      of loops, and in front of a layer where activations move.
+      A `LayoutMap`, to be used as it is or edited. If weights and data are sharded over one axis,
+      the compiler may shard activations like either. For this case the map has a rule of `results`
+      for activations, `"residual"`. `x = layout.constrain(x, "residual")` decides it: in bodies of
+      loops, and in front of a layer where activations move.
 
     Raises:
       ValueError: an axis whose role its name does not tell; a role of an axis that is not there.

@@ -41,8 +41,8 @@ class Layout(Mapping[str, ArrayLayout]):
     """How the arrays of one pytree lie on one mesh; made by `LayoutMap.layout`.
 
     A mapping from paths to what is known of each array (`ArrayLayout`). Properties that are
-    pytrees have the structure of the parameters, with None for leaves that are no arrays;
-    parameters that it makes (`init`, `restore`, `read_safetensors`) have those leaves themselves.
+    pytrees have the structure of the parameters, with None for leaves that are no arrays.
+    Parameters that it makes (`init`, `restore`, `read_safetensors`) have the leaves themselves.
 
     Example:
       >>> rules = LayoutMap({"up": (None, "tp"), "down": (Padded("tp"),)})
@@ -67,7 +67,7 @@ class Layout(Mapping[str, ArrayLayout]):
         self._rules, self._mesh, self._tree = rules, mesh, tree
         self.ruled = ruled  # paths that are like a parameter, and have a rule of their own
         self._leaves = tuple(arrays)  # None: no array
-        # What the pytree has where it has no arrays: functions, text.
+        # The leaves of the pytree that are no arrays: functions, text.
         pairs = zip(self._leaves, given, strict=True)
         self._others = tuple(leaf if array is None else None for array, leaf in pairs)
         self._by_path = {array.path: array for array in arrays if array is not None}
@@ -146,7 +146,7 @@ class Layout(Mapping[str, ArrayLayout]):
         """Returns the layout of a part of the pytree, with paths from there.
 
         Raises:
-          KeyError: there is no such part, or there are two, of keys that have slashes.
+          KeyError: there is no such part, or two parts have this path, as keys may have slashes.
 
         Example:
           >>> params = {"layers": {"w": jnp.ones((3, 8))}, "scale": jnp.ones(8)}
@@ -205,12 +205,12 @@ class Layout(Mapping[str, ArrayLayout]):
         """Adds the zeros that the mesh needs, inside of `jax.jit` or not.
 
         Args:
-          params: arrays without padding, with the structure of the parameters; of any dtype, as
-            gradients have that are wider.
+          params: arrays without padding, with the structure of the parameters, of any dtype:
+            gradients may be wider.
 
         Returns:
-          The padded arrays. Of arrays of JAX outside of `jax.jit` those that have padding get the
-          shardings of the layout.
+          The padded arrays. Outside of `jax.jit`, JAX arrays that have padding get the shardings of
+          the layout.
 
         Raises:
           LayoutError: arrays of other paths or shapes.
@@ -227,9 +227,9 @@ class Layout(Mapping[str, ArrayLayout]):
         """Pads arrays and puts them on the devices of the mesh.
 
         Args:
-          params: arrays without padding, of NumPy or JAX, with the structure of the parameters; in
-            several processes each has all of them, and uploads what its own devices hold. Numbers
-            of 64 bits are of 32 unless `jax_enable_x64` is set, in the layout as here.
+          params: arrays without padding, of NumPy or JAX, with the structure of the parameters. In
+            several processes each has all of them, and uploads what its own devices hold. 64-bit
+            numbers become 32-bit unless `jax_enable_x64` is set, as in the layout.
 
         Returns:
           Global arrays with the shardings of the layout. Leaves that are no arrays are as given.
@@ -246,8 +246,8 @@ class Layout(Mapping[str, ArrayLayout]):
     def gather(self, params: Any) -> Any:
         """Returns the arrays without padding, as NumPy arrays: the inverse of `place`.
 
-        Keys of `jax.random`, which NumPy has none of, are arrays of JAX on one device. Leaves that
-        are no arrays are as given. In several processes all must call it.
+        Keys of `jax.random`, which NumPy lacks, become JAX arrays on one device. Leaves that are no
+        arrays are as given. In several processes all must call it.
         """
         self._need_devices()
         return gather(self, params)
@@ -263,9 +263,9 @@ class Layout(Mapping[str, ArrayLayout]):
           kwargs: the same, by name.
 
         Returns:
-          Global arrays with the shardings of the layout, in its containers; leaves that are no
-          arrays are the layout's own. No device and no host holds a whole array that is sharded,
-          but along dimensions that have padding.
+          Global arrays with the shardings of the layout, in its containers. Leaves that are no
+          arrays are the layout's own. No device and no host holds a sharded array whole, except
+          along dimensions that have padding.
 
         Raises:
           LayoutError: arrays of other paths, shapes or dtypes come back.
@@ -406,22 +406,22 @@ class Layout(Mapping[str, ArrayLayout]):
     def like(self, tree: Any, rules: LayoutMap | None = None) -> Layout:
         """Returns the layout of what is made like the parameters: an optimizer's state, averages.
 
-        An array whose path ends in a parameter's path, and that has its shape (padded or not), lies
-        like it. So does one that lacks one of its dimensions, as factored moments do; of two that
-        are of one size either may be gone, and neither is sharded. Scalars and arrays of one
-        entry are replicated. An array that one of `rules` matches lies as that says: moments over
-        the axis of the data, say, of weights that all devices hold whole (ZeRO-1).
+        An array is sharded like a parameter if its path ends in the parameter's path, and its shape
+        is the same (padded or not) or lacks one dimension, as factored moments do. If the lacking
+        dimension may be either of two of one size, neither is sharded. Scalars and arrays of one
+        entry are replicated. `rules` decide for the arrays that they match: replicated weights may
+        have moments that are sharded over the data's axis (ZeRO-1).
 
         Args:
           tree: arrays or shapes: `jax.eval_shape(optimizer.init, layout.shapes)`.
-          rules: patterns of paths in `tree`, which go before the parameters' rules.
+          rules: patterns of paths in `tree`, which take precedence over the parameters' rules.
 
         Returns:
           A `Layout` of the tree, whose arrays have the padding of their parameters.
 
         Raises:
-          LayoutError: arrays that are like no parameter, and that no rule matches; rules that match
-            no array, or do not fit.
+          LayoutError: arrays that are like no parameter and match no rule; rules that match no
+            array, or do not fit.
 
         Example:
           >>> layout = LayoutMap({"w": REPLICATED}, batch=P("dp")).layout(
@@ -445,15 +445,15 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def save(self, folder: PathLike, params: Any) -> None:
-        """Writes a checkpoint with Orbax that any mesh can read: no padding, and nothing of a mesh.
+        """Writes a checkpoint with Orbax that any mesh can read: it has neither padding nor mesh.
 
-        What it has written `restore` gives back bit by bit, keys of `jax.random` and arrays
-        without entries among it. The folder is there when all of it is written; of a save that is
-        interrupted one of another name is left, which the next save into this folder takes away.
+        `restore` returns it bit by bit, also keys of `jax.random` and empty arrays. The folder
+        appears when all is written. An interrupted save leaves a folder of another name, which the
+        next save into this folder removes.
 
         Args:
-          folder: a new one, which all processes see; each writes the shards that it has. It may be
-            in a store that Orbax knows (`gs://bucket/folder`).
+          folder: a new one, which all processes see; each writes its own shards. It may be in a
+            store that Orbax knows (`gs://bucket/folder`).
           params: arrays as they are on the mesh, of the layout's structure. Leaves that are no
             arrays are not stored: `restore` gives the layout's own.
 
@@ -461,7 +461,7 @@ class Layout(Mapping[str, ArrayLayout]):
           ImportError: without Orbax.
           LayoutError: arrays of other paths, shapes or dtypes, or outside of the mesh. Nothing is
             written then.
-          ValueError: a folder that is there.
+          ValueError: a folder that exists already.
 
         Cost: arrays that have padding are copied without it, whole along that dimension.
 
@@ -480,8 +480,8 @@ class Layout(Mapping[str, ArrayLayout]):
         """Reads a checkpoint of `save` onto this mesh: each process the shards of its devices.
 
         Args:
-          folder: as given to `save`, on any mesh and in any containers with the same paths; or one
-            of arrays that Orbax wrote by itself, nested as they are here.
+          folder: as given to `save`, on any mesh and in any containers with the same paths; or a
+            checkpoint that Orbax wrote without jaxpar, if its arrays are nested as in the layout.
 
         Returns:
           Global arrays with the shardings of the layout, padded; the layout's own leaves where it
@@ -507,32 +507,31 @@ class Layout(Mapping[str, ArrayLayout]):
         """Reads safetensors files onto this mesh: each process the parts that its devices hold.
 
         Args:
-          files: a path, a folder, an index (`model.safetensors.index.json`), or several. Of a
-            folder those files that its index names, and all `*.safetensors` without one. Where
-            several files of an index have a tensor, the one that it names is read.
-          names: what the array of a path is called there: a function or a mapping of the path to a
-            name, or to a list of names, whose tensors are stacked along a first dimension; lists
-            of lists are stacked along two, layers and experts. None: the path, with dots in the
-            place of slashes.
-          transposed: a pattern of the paths whose last two dimensions have changed places there, as
-            the weights of PyTorch's linear layers; or a mapping of patterns to the order of a
-            tensor's axes, as for `numpy.transpose`, or to None for the last two exchanged:
-            `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's [out, in, height, width]. Dimensions
-            that are stacked are not counted.
+          files: a path, a folder, an index (`model.safetensors.index.json`), or several. A folder
+            means the files that its index names, or all `*.safetensors` without an index. If
+            several files have a tensor, the one that the index names is read.
+          names: an array's name in the files: a function or a mapping from its path to a name or a
+            list of names. Tensors of a list are stacked along a first dimension, those of a list of
+            lists along two, layers and experts. None: the path, with dots for slashes.
+          transposed: a pattern of the paths whose last two dimensions are swapped in the files, as
+            in PyTorch's linear layers. Or a mapping from patterns to the order of a tensor's axes,
+            as for `numpy.transpose`, or to None for the last two swapped:
+            `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's [out, in, height, width]. Stacked
+            dimensions do not count.
           unused: a pattern of the names of tensors that need not be read. Patterns match whole
             paths and names.
 
         Returns:
           Global arrays with the shardings of the layout, padded; the layout's own leaves where it
-          has no arrays. Numbers of 64 bits are of 32 unless `jax_enable_x64` is set.
+          has no arrays. 64-bit numbers become 32-bit unless `jax_enable_x64` is set.
 
         Raises:
-          LayoutError: tensors that are not there, tensors that nothing reads, and tensors, of every
-            layer, of other shapes or dtypes: all of them.
+          LayoutError: lists all tensors that are missing, that nothing reads, or that have another
+            shape or dtype, in every layer.
           TypeError: files, names, patterns or orders of axes of another type.
           ValueError: no files, or damaged ones; a name in two files, or not where an index says; a
-            path in `names` or a pattern in `transposed` that the layout has none of, or axes that
-            its arrays lack.
+            path in `names` that the layout lacks; a pattern in `transposed` that matches no path,
+            or axes that its arrays lack.
 
         Example:
           >>> from safetensors.numpy import save_file
@@ -563,13 +562,12 @@ class Layout(Mapping[str, ArrayLayout]):
         """Returns what a step costs on a described chip weight by weight, and what costs less.
 
         The step is compiled for the target with the layout, and played on a model of the chip. Each
-        collective is told by the weight that it is for. Then rules are compiled with other
-        dimensions sharded, one after the other. First tables that are looked up, and whose features
-        lie over an axis of the batch: over their rows instead. Then rules with two dimensions
-        exchanged: those that lie otherwise than what they are multiplied with, which is how a
-        square weight with its dimensions exchanged is found, and those that cost most. A change
-        that makes the step faster is kept for those behind it. Last come plain maps: fully sharded,
-        and whole.
+        collective is listed under its weight. Then the step is compiled with other dimensions
+        sharded, one rule after the other. First come lookup tables whose features are sharded over
+        the batch's axis: they are sharded by rows instead. Then two dimensions of a rule are
+        exchanged, first where it disagrees with the arrays that it is multiplied with (as a square
+        weight the wrong way round does), then where it costs most. A change that makes the step
+        faster is kept for the later ones. Last come plain maps: fully sharded, and whole.
 
         Args:
           step: called as `step(params, *args)` with global arrays; returns anything. Results whose

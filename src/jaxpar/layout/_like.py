@@ -28,7 +28,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
 
     leaves, treedef = arrays_of(tree, "tree")
     found: dict[str, ArrayLayout] = {}
-    ruled: list[Shaped] = []  # by the rules given here, which go before parameters
+    ruled: list[Shaped] = []  # by `rules`, which take precedence over parameters
     owns: dict[str, ArrayLayout] = {}
     problems: list[Problem] = []
     for leaf in leaves:
@@ -68,9 +68,9 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
 
 
 def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | Problem:
-    """An array that a rule lays out, with the padding of the parameter that it is like.
+    """An array that a rule shards, with the padding of its parameter.
 
-    It has been fitted with that padding, which its checkpoint must not have.
+    The rule was fitted to the padded shape. A checkpoint must not have the padding.
     """
     if own is None:
         return array
@@ -78,9 +78,9 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | P
         return Problem(
             array.path,
             array.rule,
-            f"{array.path!r}: rule {array.rule!r} pads it to {array.padded_shape}, and its "
-            f"parameter has {own.padded_shape} on the devices: an update could not add them up",
-            "shard a dimension that the axes divide; or pad the parameter's, too, in its own rule",
+            f"{array.path!r}: rule {array.rule!r} pads it to {array.padded_shape}, but its "
+            f"parameter is padded to {own.padded_shape}: an update could not add them",
+            "shard a dimension that the axes divide, or pad the parameter likewise in its own rule",
         )
     if own.padded_shape == own.shape:
         return array
@@ -96,9 +96,9 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | P
             return Problem(
                 array.path,
                 array.rule,
-                f"{array.path!r}: rule {array.rule!r} shards dimension {dim} otherwise than its "
-                "parameter, whose shards have padding each",
-                f"have {own.axes[dim]} shard it here, too; or pad the parameter at its end, Padded",
+                f"{array.path!r}: rule {array.rule!r} shards dimension {dim} unlike its "
+                "parameter, each of whose shards has padding",
+                f"shard it over {own.axes[dim]}, too, or pad the parameter at its end by Padded",
             )
     return replace(array, shape=own.shape, blocks=tuple(blocks))
 
@@ -143,7 +143,7 @@ def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:
 
 
 def _shared(candidates: Sequence[ArrayLayout]) -> ArrayLayout | None:
-    """What is true of all: of a square weight either dimension may be gone, which none tells."""
+    """What all candidates share: of a square weight either dimension may be gone."""
     first, *others = candidates
     if any((one.shape, one.padded_shape) != (first.shape, first.padded_shape) for one in others):
         return None

@@ -1,4 +1,4 @@
-"""Which sizes dimensions of one name have: names that have changed places are found by them."""
+"""The sizes of named dimensions, by which two swapped names are found."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class NamedSizes:
     """The sizes of named dimensions in all arrays of a map.
 
     Names such as `in` and `out` have many sizes, and no order of them is wrong. So an array is
-    accused only where arrays of other sets of names say one size of a name, and all that they say
-    is so in the order that is proposed.
+    refused only if arrays with other sets of names agree on one size of a name, and the proposed
+    order fits all their sizes.
     """
 
     def __init__(self, arrays: Mapping[tuple[str, Axes, Shape], int]) -> None:
-        """Takes how many arrays have which key of a rule, names and shape."""
-        # By name and key of a rule, how many arrays have which size.
+        """Takes the number of arrays by key of their rule, names and shape."""
+        # By name and key of a rule, the number of arrays of each size.
         self._sizes: dict[str, dict[str, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
-        # By name and all names of an array, its sizes: of arrays that have names to exchange.
+        # By name, and all names of an array with several, its sizes.
         self._said: dict[str, dict[frozenset[str], set[int]]] = defaultdict(
             lambda: defaultdict(set)
         )
@@ -42,10 +42,10 @@ class NamedSizes:
         self.mended = cache(self._mended)  # layers share rules and shapes
 
     def _mended(self, key: str, names: Axes, shape: Shape) -> tuple[str, int, Axes] | None:
-        """A name that is at odds, its usual size, and the order of names in which none is."""
+        """A name with a wrong size, its usual size, and the order of names that fits."""
         usual = {n: self._usual(n, key, s) for n, s in zip(names, shape, strict=True)}
         wrong = [n for n, s in zip(names, shape, strict=True) if usual[n] != s]
-        # Of one name that is at odds no exchange is the reason: such names have several sizes.
+        # A single wrong name cannot come from a swap: it has several sizes.
         if len(wrong) < 2 or len(names) > 6 or len(set(names)) < len(names):
             return None
         for order in permutations(names):
@@ -55,14 +55,14 @@ class NamedSizes:
         return None
 
     def _usual(self, name: str, key: str, size: int) -> int:
-        """What most other rules say of a name, or other arrays of the only one that has it."""
+        """The size of a name in most other rules, or in other arrays of the only rule with it."""
         votes = self._votes[name] - Counter([self._voted[name][key]])
         votes = votes or self._sizes[name][key] - Counter([size])
         most, count = votes.most_common(1)[0] if votes else (size, 0)
         return size if votes[size] == count else most
 
     def _witnessed(self, names: Axes, shape: Shape, order: Axes) -> bool:
-        """Whether arrays of other sets of names say that this order is right, and it was not."""
+        """Whether arrays with other sets of names confirm this order, and not the given one."""
         others = {
             name: set[int]().union(
                 *(sizes for own, sizes in self._said[name].items() if own != frozenset(names))

@@ -10,7 +10,7 @@ from functools import cache
 
 from jaxpar.layout._paths import parts_of
 
-# By kind, as lower case. A name is looked up as it is, and without `_weight` or `_bias` behind it.
+# By kind, in lower case. A name is looked up with and without a suffix `_weight` or `_bias`.
 NAMES = {
     "whole": (
         r".*norm.*|.*layrnorm|ln.*|.*position.*|wpe|pos|pos_.*|.*_pos|posemb.*"
@@ -65,14 +65,14 @@ BESIDE = {"attention", "heads", "mlp", "fused"}  # whose results rows take
 
 @dataclass(frozen=True)
 class Named:
-    """What the path of an array says of it.
+    """What the path of an array says about it.
 
     Attributes:
       path: as it was given.
-      parts: its names, as lower case.
-      kind: of `NAMES`; None where no name has one.
+      parts: its names, in lower case.
+      kind: of `NAMES`; None if no name has one.
       place: which of its names has it.
-      adapter: `a` or `b` of an adapter of low rank.
+      adapter: `a` or `b` of a low-rank adapter.
     """
 
     path: str
@@ -93,17 +93,17 @@ class Named:
 
     @property
     def parent(self) -> tuple[str, ...]:
-        """Where the module stands."""
+        """The path of the module's parent."""
         return self.parts[: self.place]
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """The path behind the module: of all weights of one kind of layer the same."""
+        """The path after the module, the same for all weights of one kind of layer."""
         return self.parts[self.place + 1 :]
 
     @property
     def leaf(self) -> str:
-        """`weight`, `kernel` or nothing: arrays of one leaf are the same way round."""
+        """`weight`, `kernel` or nothing: arrays of one leaf have the same order of dimensions."""
         if self.name == PAIR:
             return PAIR
         last = self.inside[-1] if self.inside else ""
@@ -112,7 +112,7 @@ class Named:
 
     @property
     def direct(self) -> bool:
-        """Whether the module holds the array itself, in no layer of its own."""
+        """Whether the module holds the array itself, without a layer between."""
         return all(re.fullmatch(LEAF, part) for part in self.inside)
 
     @property
@@ -121,7 +121,7 @@ class Named:
 
     @property
     def is_key(self) -> bool:
-        """Whether it makes keys or values, of whatever is attended to."""
+        """Whether it makes keys or values, whose input may have another width."""
         return re.fullmatch(KEYS, self.name) is not None
 
     @property
@@ -130,7 +130,7 @@ class Named:
 
 
 class Names:
-    """The names of all paths of a pytree: what some say depends on what stands beside them."""
+    """The names of all paths of a pytree: the kind of some depends on their neighbours."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._beside: dict[tuple[str, ...], set[str]] = defaultdict(set)
@@ -142,7 +142,7 @@ class Names:
         self.of = {path: self._named(path) for path in paths}
 
     def follows_columns(self, parent: tuple[str, ...]) -> bool:
-        """Whether columns stand there, to be followed by rows."""
+        """Whether columns stand there, which rows must follow."""
         return any(_kind(name) in BESIDE for name in self._beside[parent])
 
     def _named(self, path: str) -> Named:
@@ -154,7 +154,7 @@ class Names:
         last = len(parts) - 1
         own = found.string[: found.start()].count("/") if found else last
         places = list(range(own, -1, -1))
-        # Flax's and Keras's names of any table: what it is in says more.
+        # Flax and Keras call any table so: the names around it say more.
         if parts[-1] in ("embedding", "embeddings"):
             outer = [place for place in places[1:] if _kind(parts[place]) in TABLES]
             places = [*outer, last]

@@ -47,15 +47,15 @@ def path_text(path: Any) -> str:
 
 
 def parts_of(path: str) -> tuple[str, ...]:
-    """The keys of a path; those of published names have dots between them."""
+    """The keys of a path, split at slashes and dots (of published names)."""
     return tuple(re.split(r"[/.]", path))
 
 
-_PLAIN = re.compile(r"[\w/.-]*")  # which is a pattern: of thousands of paths none is compiled
+_PLAIN = re.compile(r"[\w/.-]*")  # always a pattern: thousands of paths need no compilation
 
 
 def key_of(path: str) -> str:
-    """The key of a rule for this path alone: the path itself, where it is a pattern."""
+    """The key of a rule for this path alone: the path itself, if it is a pattern."""
     try:
         if not _PLAIN.fullmatch(path):
             re.compile(path)
@@ -79,7 +79,7 @@ def without_numbers(path: str) -> str:
 
 
 class Alike:
-    """Values of paths that differ in an index alone: of layers, or of what follows in one layer."""
+    """Values by path, of paths that differ only in indices, such as those of layers."""
 
     def __init__(self) -> None:
         self._values: dict[str, Hashable] = {}
@@ -99,7 +99,7 @@ class Alike:
         )
 
     def _free_of(self, value: Hashable) -> set[int]:
-        """The places of indices that differ, any of which means this value."""
+        """The places of indices that may be any number without a change of the value."""
         split = [(_INDEX.split(re.escape(path)), own) for path, own in self._values.items()]
         free: set[int] = set()
         for place in range(1, len(split[0][0]), 2):
@@ -138,7 +138,7 @@ def part_of(tree: Any, path: str) -> Any:
 
 
 def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterator[Any]:
-    """Parts of this path, and, of each way that ends before one, what is left and what is there."""
+    """Parts of this path; of each way that ends early, notes the rest and the keys there."""
     children = [
         (path_text(keys), child)
         for keys, child in tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
@@ -160,7 +160,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number of Python, on which a function may branch: it is not traced."""
+    """Whether a leaf is a Python number: it is not traced, as a function may branch on it."""
     return isinstance(leaf, (bool, int, float, complex))
 
 
@@ -177,7 +177,7 @@ def filling(tree: Any) -> Callable[[Iterable[Any]], Any]:
 
 
 def described(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
-    """Returns path, shape and dtype of an array, as JAX has it: 64-bit numbers are often of 32.
+    """Returns path, shape and dtype of an array as JAX has it: often 32 bits in place of 64.
 
     Raises:
       TypeError: an array that JAX has none like.

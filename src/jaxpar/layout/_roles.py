@@ -1,4 +1,4 @@
-"""What tensor parallelism does with each weight: its name and those beside it say which role."""
+"""What tensor parallelism does with each weight: its role follows from its name and neighbours."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Weights:
         self._table_shapes = {_sorted(table.shape) for table in self.tables}
 
     def role(self, weight: Weight) -> str | Problem | None:
-        """Columns, rows, vocabulary, heads or whole; None, or why, where nothing tells."""
+        """Columns, rows, vocabulary, heads or whole; None, or a problem, if it is not known."""
         if weight.given:
             return weight.given
         named, matrix = weight.named, self._matrix_of(weight)
@@ -119,7 +119,7 @@ class Weights:
                 return ROLES.get(kind or "")
 
     def widths(self) -> set[int]:
-        """How wide what goes in and comes out of blocks is, as norms and tables tell."""
+        """The widths of blocks' inputs and outputs, from norms and tables."""
         norms = (w for w in self.of.values() if w.kind == "whole" and len(w.shape) == 1)
         found = {
             norm.shape[0]
@@ -138,12 +138,12 @@ class Weights:
         return found[0] if len(found) == 1 else None
 
     def matrices(self, module: tuple[str, ...]) -> list[Weight]:
-        """Those of a module itself, without adapters."""
+        """The matrices of a module itself, without adapters."""
         found = self.in_module[module]
         return [w for w in found if len(w.shape) > 1 and w.named.adapter is None]
 
     def _matrix_of(self, weight: Weight) -> Weight | None:
-        """What a bias is added to, if it is the one matrix in its layer."""
+        """The matrix that a bias belongs to, if it is the only one in its layer."""
         before, last = weight.named.parts[:-1], weight.named.parts[-1]
         if last not in ("bias", "b"):
             return None
@@ -162,7 +162,7 @@ class Weights:
         )
 
     def _is_pair(self, weight: Weight) -> bool:
-        """Whether twice as much comes out as goes into the rows beside it: gates lie in it, too."""
+        """Whether it is twice as long as the rows' input beside it: it has gates, too."""
         shape, inside = weight.shape, weight.named.inside
         rows = [
             other.shape
@@ -186,30 +186,30 @@ class Weights:
         )
 
     def _by_head(self, named: Named) -> bool:
-        """Whether query, key and value of a head lie together, in as many columns each."""
+        """Whether query, key and value of a head lie together, with as many columns each."""
         return named.name == "query_key_value" and any(
             max(w.shape) == 3 * min(w.shape) for w in self.matrices(named.module)
         )
 
     def _is_logits(self, weight: Weight) -> bool:
-        """Whether it is as large as a table; a vector, whether its matrix is."""
+        """Whether it, or the matrix of a vector, is as large as a table."""
         matrix = weight if len(weight.shape) > 1 else self._matrix_of(weight)
         of = self.matrices(weight.named.module) if matrix is None else [matrix]
         return any(_sorted(w.shape) in self._table_shapes for w in of)
 
     def _is_lesser(self, weight: Weight) -> bool:
-        """Whether it is only called `embedding`, as Flax calls any table, and another has more."""
+        """Whether another table has more rows: Flax calls any table `embedding`."""
         rows = max((table.shape[0] for table in self.tables), default=0)
         return not weight.named.inside and len(weight.shape) == 2 and weight.shape[0] < rows
 
     def _ends_block(self, named: Named) -> bool:
-        """Whether what stands beside it are the columns of a block."""
+        """Whether columns of a block stand beside it."""
         beside = self.in_parent[named.parent]
         return any(w.named.kind in ("attention", "mlp", "fused") for w in beside)
 
 
 def unlike(weight: Weight, beside: Iterable[Weight]) -> Problem | None:
-    """Why rows cannot be such, that have the shape of the columns beside them."""
+    """Why an array named like rows is refused: it has the shape of columns beside it."""
     for other in beside:
         if (
             ROLES.get(other.kind or "") == "columns"
@@ -219,9 +219,9 @@ def unlike(weight: Weight, beside: Iterable[Weight]) -> Problem | None:
         ):
             path = weight.pattern
             return weight.problem(
-                f"is called as rows are, and has the shape of {other.array.path!r}, of which "
-                "columns are cut",
-                f"say which it is: columns={path!r}, or rows={path!r}",
+                f"has a name of rows, but the shape of {other.array.path!r}, which is sharded by "
+                "columns",
+                f"give columns={path!r}, or rows={path!r}",
             )
     return None
 
@@ -230,13 +230,13 @@ def _of_fused(weight: Weight) -> Problem:
     path = weight.pattern
     return weight.problem(
         "may hold several projections one after the other, which a block of columns would mix",
-        f"cut it apart, an array for each; or say columns={path!r} where the columns of one "
-        f"device lie together, whole={path!r} otherwise",
+        f"split it into an array for each; or give columns={path!r} if the columns of each device "
+        f"lie together, and whole={path!r} otherwise",
     )
 
 
 def _is_table(weight: Weight) -> bool:
-    """Whether it has a row for each token: a layer that is called so may be none."""
+    """Whether it has a row for each token. A layer with a table's name may have none."""
     if len(weight.shape) != 2:
         return False
     named = weight.named

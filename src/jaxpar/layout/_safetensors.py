@@ -1,8 +1,8 @@
-"""Files of the safetensors format: which tensors they have, and their numbers as far as looked at.
+"""Files of the safetensors format: their tensors, mapped, so that only what is used is read.
 
 A file is a length (8 bytes, little-endian), a JSON header of that length, and the tensors' bytes
-(https://github.com/huggingface/safetensors). It is mapped: what nobody looks at is not read. The
-format's own package, as of 0.8, reads no numbers of 8 bits.
+(https://github.com/huggingface/safetensors). The format's own package, as of 0.8, reads no 8-bit
+floats.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def tensors_of(files: Any) -> dict[str, Tensor]:
 
     Raises:
       TypeError: no paths.
-      ValueError: no files; one that is damaged; a name in two files, of which no index says one.
+      ValueError: no files; a damaged one; a name in two files, without an index that decides.
     """
     given = [files] if isinstance(files, (str, PathLike)) else files
     if isinstance(given, bytes) or not isinstance(given, Iterable):
@@ -94,8 +94,8 @@ def tensors_of(files: Any) -> dict[str, Tensor]:
                 other = found.setdefault(tensor.name, tensor)
                 if other is not tensor:
                     raise value_error(
-                        f"tensor {tensor.name!r} is in both {other.file} and {part}; name the "
-                        "files that are to be read"
+                        f"tensor {tensor.name!r} is in both {other.file} and {part}; give only "
+                        "one of them"
                     )
         for name, part in index.items():
             if name not in found:
@@ -143,7 +143,7 @@ def _indexed(index: Path) -> dict[str, Path]:
 def _read(path: Path) -> list[Tensor]:
     """The tensors of one file."""
     if not path.is_file():
-        raise value_error(f"there is no file {path}; name safetensors files that are there")
+        raise value_error(f"there is no file {path}; give safetensors files that exist")
     try:
         mapped = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
         start = 8 + int.from_bytes(mapped[:8].tobytes(), "little")

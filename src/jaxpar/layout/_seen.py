@@ -1,4 +1,4 @@
-"""What a function says of the dimensions of its parameters, and which of them to shard."""
+"""What a function shows about the dimensions of its parameters, and which of them to shard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Weights:
 
 
 class Seen:
-    """What one trace of the function says of the dimensions of its parameters."""
+    """What one trace of the function shows about the dimensions of its parameters."""
 
     def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
         dimensions = Dimensions(function, params, batch)
@@ -70,7 +70,7 @@ class Seen:
         }
 
     def choose(self, count: int, role: str, before: LayoutMap | None) -> dict[int, str]:
-        """The classes that are sharded over an axis of so many devices, each with the reason."""
+        """The classes to shard over an axis of `count` devices, each with the reason."""
         taken = set[int]()
         for path, own in self.classes.items():
             entries = before.rule(before.matching(path)[0]).entries if before is not None else ()
@@ -98,7 +98,7 @@ class Seen:
         return {one: self._why(self.weights[one]) for one in chosen}
 
     def rows_carried(self) -> int:
-        """Which dimension of activations is the batch's: as in those that a loop carries."""
+        """Which dimension of activations is the batch's, as in those that a loop carries."""
         rows = {own[0] for own in self.data if own}
         for tokens in self.flow.carried:
             found = [dim for dim, t in enumerate(tokens) if self.flow.of(t) in rows]
@@ -107,12 +107,12 @@ class Seen:
         return 0
 
     def _of_matrices(self) -> set[int]:
-        """Dimensions of weights with more than two that are multiplied: experts, and theirs."""
+        """Dimensions of weights with more than two that are multiplied, such as experts'."""
         used = {p: [c for c in own if self.weights[c].flops] for p, own in self.classes.items()}
         return {one for own in used.values() if len(own) > 2 for one in own}
 
     def _tell_cuts(self, able: Sequence[int], chosen: Sequence[int]) -> None:
-        """Notes what is cut of dimensions that are sharded, or that stay whole."""
+        """Notes cuts of sharded dimensions, and of dimensions that stay whole."""
         sharded = {path for path, own in self.classes.items() if set(own) & set(chosen)}
         for cut in self.flow.cuts:
             one = self.flow.of(cut.before)
@@ -123,7 +123,7 @@ class Seen:
                 self.flow.unsure[f"{cut.what} of a dimension that stays whole"].append(one)
 
     def _least(self, able: Sequence[int], count: int) -> list[int]:
-        """Classes of which no two are in one array, the cheapest that share most of the work."""
+        """The cheapest classes that share most of the work, no two of them in one array."""
         for one in able:
             if (one, one) in self.apart:  # a recurrence: both dimensions of its matrix
                 self.flow.unsure["a dimension that is twice in one array"].append(one)
@@ -146,15 +146,14 @@ class Seen:
         return chosen
 
     def _are_apart(self, some: Sequence[int], others: Sequence[int]) -> bool:
-        """Whether one array has a dimension of some and one of others."""
+        """Whether some array has dimensions of both."""
         return any((one, other) in self.apart for one in some for other in others)
 
     def _cost(self, chosen: Sequence[int], count: int) -> float:
-        """The share of the work that every device does, and a part of that of what is sent.
+        """The share of the work that every device does, plus a part of the bytes sent.
 
-        Of a dimension that is cut the parts move to other devices, and where they are not sharded,
-        to all devices: if that is more than half of what is multiplied along it, its work might as
-        well be theirs.
+        Parts of a cut dimension move to other devices, or to all if they are not sharded. If that
+        is more than half of the products along it, its work counts as every device's.
         """
         parted: dict[int, float] = defaultdict(float)  # bytes
         gathered: dict[int, float] = defaultdict(float)
@@ -170,7 +169,7 @@ class Seen:
         return whole / self.flops + 0.25 * sent / sums
 
     def _is_sharded(self, cut: Cut, chosen: Sequence[int], count: int) -> bool:
-        """Whether what is cut from a chosen class is sharded, too: no weight says otherwise."""
+        """Whether the parts of a chosen class are sharded, too, as no weight prevents it."""
         if cut.after is None:
             return False
         one = self.flow.of(cut.after)
@@ -179,7 +178,7 @@ class Seen:
         return min(self.flow.sizes[one]) >= count
 
     def _family(self, one: int) -> set[int]:
-        """A class with those that it is cut into or out of, over all steps."""
+        """A class, with all that it is cut into or out of, directly or not."""
         pairs = {
             (self.flow.of(cut.before), self.flow.of(cut.after))
             for cut in self.flow.cuts
@@ -201,9 +200,9 @@ class Seen:
         return not wrong
 
     def _mostly_kept(self, one: int) -> bool:
-        """Whether at most half of its matmuls sum over it: not so for the width of all layers.
+        """Whether at most half of its matmuls sum over it, as for all but the width of layers.
 
-        With those of what it is cut into, or out of.
+        Matmuls of what it is cut into, or out of, count, too.
         """
         family = self._family(one)
         used = sum(bool(family & set(map(self.flow.of, m.tokens))) for m in self.flow.matmuls)
@@ -223,9 +222,8 @@ class Seen:
     def largest(self, array: Shaped, taken: Sequence[Entry], name: str, mesh: AnyMesh) -> Dims:
         """The largest dimension that is multiplied, and that the axis divides, or none.
 
-        Of tables that are looked up it is that of their rows alone: over another one the results
-        would be sharded as the table is, and not as the batch. Vectors, one of which each layer may
-        have, stay whole: they are small.
+        Lookup tables are sharded only by rows: otherwise results would be sharded like the table's
+        features, and not like the batch. Vectors stay whole, even stacked ones: they are small.
         """
         own = self.classes[array.path]
         rows = [dim for dim, one in enumerate(own) if one in self.looked_up]

@@ -73,7 +73,7 @@ class Steps(Classes):
     def _ragged_dot_general(
         self, e: Any, args: list[Tokens], shapes: list[Any], out: Any
     ) -> list[Tokens]:
-        """As dot_general; each group of rows, or of what is contracted, is an expert's."""
+        """As dot_general; each group of rows, or of contracted entries, is an expert's."""
         numbers = e.params["ragged_dot_dimension_numbers"]
         of_matmul, (left, right, groups) = numbers.dot_dimension_numbers, args
         contracted, batch, free = self._matched(
@@ -87,7 +87,7 @@ class Steps(Classes):
         if of_groups:
             self.sums.append(Sum(tuple(experts), size, "experts' rows"))
             self.experts += tuple(experts)
-        else:  # the gradient of the experts' weights: a matmul for each, of its rows alone
+        else:  # the gradient of the experts' weights: a matmul of its own rows for each
             results, flops = (*experts, *results), flops / max(1, out[0])
         self.sums.append(Sum(tuple(contracted), size, "a matmul"))
         tokens = (*experts, *batch, *free, *contracted)
@@ -179,7 +179,7 @@ class Steps(Classes):
         return [d for d in range(e.outvars[0].aval.ndim) if d not in numbers.offset_dims]
 
     def _kept(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Dimensions of one size stay as they are; of others a part is taken or added."""
+        """Dimensions of unchanged size stay the same; of others a part is taken or added."""
         return [
             tuple(
                 t if a == b else self._cut(e, t, b)
@@ -190,13 +190,13 @@ class Steps(Classes):
     _slice = _dynamic_slice = _pad = _kept
 
     def _cut(self, e: Any, before: int, size: int, result: int = 0) -> int:
-        """A new dimension, of this size in a result, which is a part of one before."""
+        """A new dimension of this size in a result, which is a part of an earlier one."""
         after = self.new(size)
         self.cuts.append(Cut(e.primitive.name, before, after, self.bytes_of(e.outvars[result])))
         return after
 
     def _along(self, e: Any, tokens: Tokens, dims: Sequence[int]) -> None:
-        """What needs a dimension in one piece."""
+        """Operations that need a dimension whole on each device."""
         size = self.bytes_of(e.invars[0])
         self.cuts += [Cut(e.primitive.name, tokens[d], None, size) for d in dims]
 
@@ -239,7 +239,7 @@ class Steps(Classes):
         return [best for _ in e.outvars]
 
     def _scatter(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Rows of the last operand are put, or added, to some of the first: the others agree."""
+        """Writes or adds rows of the last operand to the first: their other dimensions agree."""
         numbers, updates = e.params["dimension_numbers"], args[2]
         gone = (*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ()))
         kept = [d for d in range(len(out)) if d not in gone]

@@ -72,16 +72,16 @@ def fully_sharded(
 ) -> LayoutMap:
     """Returns a map that shards the largest dimension of each array which `axis` divides.
 
-    Of tables of a vocabulary, which their names tell, it is that of the words: what is looked up
-    would be sharded as the table's features are, and not as the batch. Words that the axis does not
-    divide are refused, or left as `within` has sharded them.
+    Vocabulary tables, found by name, are sharded by rows. Otherwise a lookup's result would be
+    sharded by features, like the table, and not like the batch. Rows that the axis does not divide
+    are refused, unless `within` shards them.
 
     Args:
       params: arrays or their shapes, any pytree.
       mesh: has the axis.
       axis: over which arrays are sharded, and the batch too.
-      within: a map of another strategy, whose dimensions are left to it where another one divides,
-        as are arrays that it shards over `axis`.
+      within: a map of another strategy. Its arrays over `axis` stay as they are. Dimensions that it
+        shards are taken only if `axis` divides no other.
       stacked: a pattern of the paths whose first dimension counts layers, which is not sharded.
       min_size: arrays with fewer entries are replicated.
 
@@ -127,8 +127,8 @@ def fully_sharded(
                 return {}
             rows = array.shape[first]
             return array.problem(
-                f"{array}: {names} ({count}) does not divide its {rows} rows; were its features "
-                "sharded, what is looked up would be, too, and not as the batch is",
+                f"{array}: {names} ({count}) does not divide its {rows} rows; if its features were "
+                "sharded, a lookup's result would be sharded like them, and not like the batch",
                 f"give it {-(-rows // count) * count} rows, choose a smaller axis, or "
                 + _own_rule(array, first, names, taken, within),
             )
@@ -149,7 +149,7 @@ def fully_sharded(
 def _own_rule(
     array: Shaped, dim: int, names: Axes, taken: Sequence[Entry], within: LayoutMap | None
 ) -> str:
-    """An edit of `within` by which a dimension is padded: what it says of the axis is kept."""
+    """An edit of `within` that pads a dimension, and keeps the axes that shard it."""
     before = "within" if within else f"data_parallel(params, mesh, axis={shown(names)!r})"
     padded = f"Padded({shown((*axes_of(taken[dim]), *names))!r})"
     entries = [padded if d == dim else repr(shown(entry)) for d, entry in enumerate(taken)]
@@ -173,17 +173,17 @@ def tensor_parallel(
 ) -> LayoutMap:
     """Returns Megatron's map: columns of what goes into a block, rows of what comes out of it.
 
-    Roles are found by the names that published models have, with slashes or dots between them, and
-    by what stands beside an array: a `gate` as large as an MLP beside it is columns, any other one
-    is a router and whole, as norms and tables of positions are. An array of two dimensions and more
-    that has no role is refused, not replicated; so is one of several projections, of which a block
-    of columns would mix queries, keys and values.
+    Roles follow from the names in published models, with slashes or dots between them, and from an
+    array's neighbours. A `gate` as large as the MLP beside it is columns. Any other `gate` is a
+    router and whole, like norms and position tables. An array of two or more dimensions without a
+    role is refused, not replicated. So is an array of several projections: a block of its columns
+    would mix queries, keys and values.
 
-    Which dimension goes in, biases, norms and tables tell by their sizes. Where they do not, an
-    array `weight` is taken for [out, in], as in Equinox and PyTorch, any other for [in, out]. Of
-    [in, heads, size] and of [heads, size, out] the heads are sharded. Arrays below `experts` may
-    have experts as their first dimension. Of adapters of low rank (`lora_a`, `lora_b`) the one
-    that is as long as what is sharded is sharded with it.
+    The sizes of biases, norms and tables show which dimension is the input. If they do not, an
+    array `weight` is taken for [out, in], as in Equinox and PyTorch, any other for [in, out]. In
+    [in, heads, size] and [heads, size, out] the heads are sharded. Arrays below `experts` may have
+    experts as their first dimension. One of a low-rank adapter's arrays (`lora_a`, `lora_b`) is
+    sharded with the weight, the one that has the sharded dimension.
 
     Args:
       params: arrays or their shapes, any pytree.
@@ -195,8 +195,8 @@ def tensor_parallel(
       vocabulary: the same for tables of a vocabulary, [v, d].
       whole: the same for arrays that all devices hold whole.
       stacked: a pattern of the paths whose first dimension counts layers.
-      head_size: entries of a head, where weights are [d, heads * size]: heads that the axis does
-        not divide are refused. None: as the norms of queries and keys tell, if there are any.
+      head_size: entries of a head, where weights are [d, heads * size]. A number of heads that the
+        axis does not divide is refused. None: the size of query and key norms, if there are any.
 
     Returns:
       A `LayoutMap`. `LayoutMap.layout` refuses dimensions that the axis does not divide, with the
@@ -204,7 +204,7 @@ def tensor_parallel(
 
     Raises:
       ValueError: an axis that the mesh lacks; a pattern that is none, or matches no path.
-      LayoutError: arrays of which names and shapes do not tell what to do, each with the edit.
+      LayoutError: arrays whose names and shapes do not decide, each with the edit.
 
     Example:
       >>> params = {"up": {"kernel": jnp.ones((4, 16)), "bias": jnp.ones(16)},
@@ -236,7 +236,7 @@ def tensor_parallel(
         if len(several) > 1:
             return array.problem(
                 f"{array} is matched by {' and '.join(f'{role}=' for role in several)}",
-                "have one of them match less",
+                "let only one of them match it",
             )
         dim = found.of(array.path)
         if isinstance(dim, Problem):
@@ -263,16 +263,16 @@ def expert_parallel(
       mesh: has the axis.
       axis: over which experts are sharded, and the batch too.
       within: a map of another strategy, to which this one is added.
-      experts: a pattern of the paths of experts' arrays, in each of which all experts are stacked.
-      stacked: a pattern of the paths whose first dimension counts layers: the second is experts'.
+      experts: a pattern of the paths of experts' arrays, each of which stacks all experts.
+      stacked: a pattern of the paths whose first dimension counts layers, and the second experts.
 
     Returns:
       A `LayoutMap`.
 
     Raises:
       ValueError: an axis that the mesh lacks, a pattern that matches no path.
-      LayoutError: experts that have arrays of their own each, as in published checkpoints; arrays
-        of one layer that have different numbers of experts.
+      LayoutError: an array for each expert, as in published checkpoints; arrays of one layer with
+        different numbers of experts.
 
     Example:
       >>> params = {"experts": {"up": jnp.ones((8, 4, 16))}, "router": jnp.ones((4, 8))}
@@ -285,7 +285,7 @@ def expert_parallel(
     paths = [array.path for array in arrays]
     pattern = Pattern("experts", experts, paths)
     layers = Pattern("stacked", stacked, paths).check()
-    # By layer all its arrays, of which each has as many experts as the first.
+    # The arrays of each layer, which must all have the same number of experts.
     of_layer: dict[str, list[Shaped]] = defaultdict(list)
     for array in arrays:
         if array.path in pattern:
@@ -315,20 +315,20 @@ def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> Problem 
     if one := re.match(r"[./](expert_?)?\d+(?=[./]|$)", path[len(layer) :]):
         return array.problem(
             f"{array} is of one expert, and has no dimension that counts experts",
-            f"stack those of all, {pattern_of(path)!r}, along a first dimension, as "
+            f"stack the arrays of all experts, {pattern_of(path)!r}, along a first dimension, as "
             f"{layer + path[len(layer) + one.end() :]!r}",
         )
     matrices = [len(other.shape) for other in others if not other.path.endswith("bias")]
     if first == 0 and min(matrices, default=0) > 3:
         return array.problem(
-            f"{array} and what is beside it have a dimension more than [experts, in, out]",
-            f"say stacked={pattern_of(path)!r} where the first one counts layers",
+            f"{array} and the arrays beside it have one dimension more than [experts, in, out]",
+            f"give stacked={pattern_of(path)!r} if the first one counts layers",
         )
     if array.shape[first] != others[0].shape[first]:
         return array.problem(
             f"{array} has {array.shape[first]} entries along dimension {first}, and {others[0]} "
-            f"{others[0].shape[first]}, which cannot both count experts",
-            "give patterns of the arrays that do, experts=, and of stacked layers, stacked=",
+            f"has {others[0].shape[first]}: not both count experts",
+            "let experts= match only arrays that stack experts, and stacked= those of all layers",
         )
     return None
 

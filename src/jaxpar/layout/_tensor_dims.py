@@ -1,8 +1,8 @@
 """Which dimension of each weight tensor parallelism shards, or why that cannot be known.
 
-Of a matrix one must know which dimension goes in. A bias beside it is as long as what comes out;
-what goes in or comes out of a block is as wide as norms and tables are. Where neither tells, as of
-square weights, others of the same kind of layer do; last of all the name of the array.
+For a matrix one must know which dimension is the input. A bias beside it is as long as the output.
+Inputs and outputs of blocks are as wide as norms and tables. For others, such as square weights,
+weights of the same kind of layer decide, and last of all the name of the array.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class TensorDims:
         self._weights = weights = Weights(arrays, given, layers)
         self._axes, self._count, self._head_size = axes, count, head_size
         self._widths = weights.widths()
-        # By where, and leaf, which dimension comes out: of what biases say, and of what widths do.
+        # The output dimension by place and leaf, from biases and from widths.
         self._by_bias: dict[tuple[tuple[str, ...], str], set[int]] = defaultdict(set)
         self._by_width: dict[str, set[int]] = defaultdict(set)
-        # Keys and values may come from elsewhere, of another width: they show nothing alone.
+        # Keys and values may come from an input of another width: they show nothing alone.
         self._by_key: dict[str, set[int]] = defaultdict(set)
         for weight in weights.of.values():
             named = weight.named
@@ -59,12 +59,12 @@ class TensorDims:
                     (self._by_key if named.is_key else self._by_width)[leaf].add(out)
 
     def of(self, path: str) -> int | Problem | None:
-        """The dimension; None of an array that is whole; or why neither is known."""
+        """The sharded dimension; None for a whole array; or a problem if it is not known."""
         weight = self._weights.of[path]
         found = self._dim(weight)
         if not isinstance(found, int):
             return found
-        # One entry is every device's: the key of all heads.
+        # A single entry is replicated: the one key of all heads.
         return weight.first + found if weight.shape[found] != 1 else None
 
     def _dim(self, weight: Weight) -> int | Problem | None:
@@ -78,8 +78,8 @@ class TensorDims:
         if role is None:
             path = weight.pattern
             return weight.problem(
-                "has no role that its name tells",
-                f"say it: columns={path!r}, or rows, vocabulary or whole",
+                "has a name without a known role",
+                f"give its role: columns={path!r}, or rows, vocabulary or whole",
             )
         if named.adapter is not None:
             return self._of_adapter(weight, role)
@@ -92,7 +92,7 @@ class TensorDims:
         return self._few_heads(weight) or self._of_matrix(weight, role)
 
     def _of_matrix(self, weight: Weight, role: str) -> int | Problem:
-        """Of columns the dimension that comes out, of rows the one that goes in."""
+        """The output dimension of columns, the input dimension of rows."""
         if role == "rows" and weight.given is None:
             wrong = unlike(weight, self._weights.in_parent[weight.named.parent])
             if wrong is not None:
@@ -103,13 +103,13 @@ class TensorDims:
         out = self._out(weight, role)
         if out is None:
             return weight.problem(
-                "may be [in, out] or [out, in]: neither biases nor widths around it tell",
+                "may be [in, out] or [out, in]: neither biases nor widths around it decide",
                 self._own_rule(weight),
             )
         return last - 1 + (out if role == "columns" else 1 - out)
 
     def _out(self, weight: Weight, role: str) -> int | None:
-        """Which of the last two dimensions comes out; None where it cannot be known."""
+        """Which of the last two dimensions is the output; None if it is not known."""
         parts, leaf = weight.named.parts, weight.named.leaf
         usual, own = int(leaf != "weight"), self._out_by_bias(weight)
         if own is not None or weight.kind == "logits":
@@ -124,7 +124,7 @@ class TensorDims:
             return None if own not in (None, *said) else min(said)
         if not self._by_width[leaf] and said:
             return None
-        # GPT-2's have been published both ways round, under the same names.
+        # GPT-2's weights have been published both ways round, under the same names.
         either = leaf in ("weight", "kernel") and weight.named.name.startswith("c_")
         return None if either or own not in (None, usual) else usual
 
@@ -145,7 +145,7 @@ class TensorDims:
         return wide if wide is None or role == "rows" else 1 - wide
 
     def _of_heads(self, weight: Weight, role: str) -> int | Problem:
-        """Of [in, heads, size] and [heads, size, out] the heads."""
+        """The heads of [in, heads, size] or [heads, size, out]."""
         rank, named = len(weight.shape), weight.named
         if weight.given:
             if named.leaf == "weight":
@@ -157,12 +157,12 @@ class TensorDims:
         path = weight.pattern
         return weight.problem(
             f"has {rank} dimensions, which are not [in, heads, size] or [heads, size, out]",
-            f"say stacked={path!r} where the first counts layers or experts; otherwise "
+            f"give stacked={path!r} if the first counts layers or experts; otherwise "
             f"{self._own_rule(weight)}",
         )
 
     def _share_heads(self, weight: Weight, role: str) -> bool:
-        """Whether as many heads go in as come out beside it, which layers and experts are not."""
+        """Whether inputs and outputs beside it have as many heads: layers and experts do not."""
         shape, heads = weight.shape, defaultdict[str, set[int]](set)
         for other in self._weights.in_parent[weight.named.parent]:
             if len(other.shape) == 3 and other.named.adapter is None:
@@ -178,7 +178,7 @@ class TensorDims:
         return any(not count % shape[1] for count in both if shape[1]) or not heads["out"]
 
     def _of_adapter(self, weight: Weight, role: str) -> int | Problem | None:
-        """Of columns b lies like the weight, of rows and tables a; the other one is whole."""
+        """The dimension of b for columns, of a for rows and tables; the other one is whole."""
         named, shape = weight.named, weight.shape
         columns = role == "columns" or (role == "heads" and named.name != "attn_vec_einsum")
         if (named.adapter == "b") != columns:
@@ -199,12 +199,12 @@ class TensorDims:
     def _own_rule(self, weight: Weight) -> str:
         key, axis = key_of(weight.array.path), shown(self._axes)
         return (
-            f"say whole={weight.pattern!r}, and give it a rule of its own, with {axis!r} where it "
-            f"is sharded: rules | {{{key!r}: ...}}"
+            f"give whole={weight.pattern!r}, and add its own rule, with {axis!r} for the sharded "
+            f"dimension: rules | {{{key!r}: ...}}"
         )
 
     def _few_heads(self, weight: Weight) -> Problem | None:
-        """Heads that the devices do not share, where one knows how many there are."""
+        """The problem of heads that the devices do not divide, if their number is known."""
         named = weight.named
         if weight.given or named.kind not in ("attention", "fused") or named.name == "sinks":
             return None
@@ -226,7 +226,7 @@ class TensorDims:
         )
 
     def _head_size_by_norm(self, parent: tuple[str, ...]) -> int | None:
-        """As long as the norm of queries and keys, if that is one of each head."""
+        """The length of the norm of queries and keys, if each head has one."""
         norms, most = set[int](), 0
         for other in self._weights.in_parent[parent]:
             if re.fullmatch(OF_HEADS, other.named.name):

@@ -44,7 +44,7 @@ def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, un
             None,
             None,
             f"{name!r} {tensor.text} of {files} is read into no array",
-            "have the layout and `names` read it, or say in `unused` which tensors are left",
+            "read it by `names`, or let `unused` match it",
         )
         for name, tensor in tensors.items()
         if name not in read and name not in left
@@ -66,7 +66,7 @@ class _Stack:
     def problems(
         self, tensors: Mapping[str, Tensor], where: str, near: Nearest
     ) -> Iterator[Problem]:
-        """What tells the tensors from the array."""
+        """How the tensors differ from the array."""
         array, count = self.array, len(self.lead)
         path, each = array.path, shape_text(array.dtype, array.shape[count:])
         if self.lead != array.shape[:count]:
@@ -79,14 +79,14 @@ class _Stack:
             tensor = tensors.get(name)
             if tensor is None:
                 text = f"no tensor {name!r}, for {path!r}, in {where}{near.hint(name)}"
-                yield Problem(path, array.rule, text, "say in `names` what it is called")
+                yield Problem(path, array.rule, text, "give its name in `names`")
             elif self._read_as(tensor) != each:
                 have = f"{self._read_as(tensor)}{' transposed' if self.order else ''}"
                 text = f"{path!r} is {have} in {where} ({name!r}), and {each} here{every}"
                 yield Problem(path, array.rule, text, _remedy(tensor))
 
     def _read_as(self, tensor: Tensor) -> str:
-        """Dtype and shape that a tensor has for the layout."""
+        """The dtype and shape of a tensor as the layout reads it."""
         shape = tensor.shape
         if self.order and len(self.order) == len(shape):
             shape = tuple(shape[axis] for axis in self.order)
@@ -128,10 +128,10 @@ def _remedy(tensor: Tensor) -> str:
         return "unpack it first: numbers of 4 and 6 bits share bytes in a file"
     if tensor.kind.startswith("F8"):
         return (
-            "make the layout of such arrays: of `Quantized` weights, with a name for their values "
-            "and one for their scales"
+            "make the layout of `Quantized` weights, with names for both their values and their "
+            "scales"
         )
-    return "make the layout of such arrays, and cast them then"
+    return "make the layout of such arrays, and cast them afterwards"
 
 
 def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
@@ -142,8 +142,8 @@ def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
     for path in by_path:
         if path not in layout:
             raise value_error(
-                f"names has {path!r}, which is no path of the layout; leave it out, or give a path "
-                f"that is{nearest(str(path), layout)}"
+                f"names has {path!r}, which is no path of the layout; leave it out, or give one of "
+                f"its paths{nearest(str(path), layout)}"
             )
     for path in layout:
         given = of_user(names, "names")(path) if callable(names) else by_path.get(path)
@@ -188,14 +188,14 @@ def _axes_of(layout: Layout, transposed: Any) -> dict[str, Axes]:
             if path in found:
                 raise value_error(
                     f"{path!r} is matched by two patterns of transposed, {found[path][0]!r} and "
-                    f"{key!r}; have one of them match less"
+                    f"{key!r}; let only one of them match it"
                 )
             found[path] = key, axes
     return {path: axes for path, (_, axes) in found.items()}
 
 
 def _order(array: ArrayLayout, stacked: int, axes: Axes) -> tuple[int, ...]:
-    """The order of a tensor's axes, which has the array's dimensions behind the stacked ones."""
+    """The order of a tensor's axes, which are the array's dimensions after the stacked ones."""
     rank = len(array.shape) - stacked
     order = tuple(range(rank))
     if axes is None and rank >= 2:
@@ -204,6 +204,6 @@ def _order(array: ArrayLayout, stacked: int, axes: Axes) -> tuple[int, ...]:
         what = "the last two" if axes is None else tuple(axes)
         raise value_error(
             f"transposed exchanges {what} of the axes of {array.path!r}, whose tensors have "
-            f"{rank}; give an order of {order}, or have its pattern not match this path"
+            f"{rank}; give an order of {order}, or a pattern that does not match this path"
         )
     return tuple(axes)

@@ -1,7 +1,7 @@
-"""Arrays as whole numbers that have the same bits: what moves between devices and files as it is.
+"""Arrays as integers of the same bits, which move between devices and files unchanged.
 
-A program that moves padding may sum blocks with zeros and widen floats of 8 bits, which changes
--0.0 and NaNs, and there is none on the CPU for numbers of 4 bits. Keys are words anyway.
+A program that moves padding may sum blocks with zeros and widen 8-bit floats, which changes -0.0
+and NaNs. On the CPU there is no such program for 4-bit numbers. Keys are words anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def is_key(dtype: Any) -> bool:
 
 
 def to_words(x: Array) -> Array:
-    """Returns the bits of an array, with a last dimension more where an entry has several words."""
+    """Returns the bits of an array, with one more dimension if an entry has several words."""
     dtype = x.dtype
     if is_key(dtype):
         return jax.random.key_data(x)
@@ -55,7 +55,7 @@ def words_of(dtype: Any) -> jax.ShapeDtypeStruct:
 
 @lru_cache(maxsize=16)
 def _algorithm(dtype: Any) -> Any:
-    """The `impl` of keys of a dtype, of which only keys know."""
+    """The `impl` of keys of a dtype, which only a key can tell."""
     found: list[Any] = []
 
     def look(key: Array) -> Array:

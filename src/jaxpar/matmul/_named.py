@@ -49,8 +49,8 @@ def all_gather_matmul(
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       gather: the operand that is sharded over `axis`, `"lhs"` or `"rhs"`. A `Quantized` one travels
         as it is, and has no derivative. With a `gather_dtype` of an `Axis`, such as bfloat16 for
-        weights of float32, it travels in that, the dtype of the other one, and has a gradient of
-        its own dtype.
+        float32 weights, it travels in this dtype, which the other operand must have. Its gradient
+        has its own dtype.
       dim: the dimension of that operand along which it is sharded: rows or batch of lhs, columns
         of rhs, or the contracting dimension of either.
       mode: of both passes; None: those of `axis`, `"auto"` for a name. `"naive"`

@@ -64,7 +64,7 @@ def apply_experts(
       experts: `Experts`, or a mapping with such keys, in the dtype of x but for biases.
       group_sizes: integers `[e]`, how many rows each expert has.
       activation: a function of `[rows, f]` that treats each row alone; or a
-        `jaxpar.layers.GatedActivation`, of gate and up together.
+        `jaxpar.layers.GatedActivation` of gate and up together.
       weights: `[a]`, floats to multiply each row of the result by, or None. Those past the sum of
         `group_sizes` may hold anything.
       implementation: as in `grouped_matmul`.

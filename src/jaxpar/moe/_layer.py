@@ -100,16 +100,16 @@ def moe_layer(
         case, all tokens of all devices (or what `capacity` leaves of it): nothing is lost.
       shared: experts that every token has, as one: `up` and `gate` `[d, f]`, `down` `[f, d]`,
         biases `[f]` and `[d]`; replicated over `axis`.
-      activation: an elementwise function; or a `jaxpar.layers.GatedActivation`, of gate and up
+      activation: an elementwise function; or a `jaxpar.layers.GatedActivation` of gate and up
         together.
       data_axis: further axes over which tokens are sharded; the statistics are over these too.
       tp_axis: axes over which the hidden features f of each expert, shared ones too, are
         sharded.
       sequence_dim: with `tp_axis`, whether tokens are sharded over it, as the other layers
         return them: any integer; or replicated over it: None.
-      fsdp_axis: axes over which all experts' weights are sharded further. They are gathered
-        here, and again for the backward pass; with a `gather_dtype` of an `Axis` in that, which
-        must be the dtype of `tokens`.
+      fsdp_axis: axes over which all experts' weights are sharded further. They are gathered here,
+        and again for the backward pass. A `gather_dtype` of an `Axis` must be the dtype of
+        `tokens`: weights are used in it.
       fsdp_dim: the dimension of matrices `[e, d, f]` and `[e, f, d]` along which they are, 1 or 2;
         of shared experts, which lack the first, one less. Biases are sharded along their last.
       precision: as in `jax.lax.dot_general`.
@@ -118,10 +118,10 @@ def moe_layer(
         deviations more, and blocks for rows beyond them.
 
     Returns:
-      The results, like `tokens`, and `Statistics` over `axis` and `data_axis`. What is
-      lost, by capacity, buffers or mask, adds nothing to a token's result. Tokens that
-      `routing.mask` leaves out may hold NaN, as may their cotangents: they reach no expert, shared
-      ones neither, and their results are 0.
+      The results, like `tokens`, and `Statistics` over `axis` and `data_axis`. What is lost, by
+      capacity, buffers or mask, adds nothing to a token's result. Tokens that `routing.mask` leaves
+      out, and their cotangents, may hold NaN: they reach no expert, not even shared ones, and their
+      results are 0.
 
     Raises:
       TypeError: experts that are not of the tokens' dtype; no `Routing`; an option of the wrong

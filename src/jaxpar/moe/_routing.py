@@ -100,9 +100,9 @@ def route(
         sent nowhere and have no part in statistics; nor have they gradients.
 
     Returns:
-      A `Routing`, in float32 for 16-bit logits. Where experts are equally good the one of lower
-      index is chosen. A token of which a logit is NaN has weights that are. Masked tokens have
-      experts -1, and logits, scores and weights 0.
+      A `Routing`, in float32 for 16-bit logits. Of equally good experts the one of lower index is
+      chosen. A token with a NaN logit has NaN weights. Masked tokens have experts -1, and logits,
+      scores and weights 0.
 
     Raises:
       TypeError: logits or a bias that are no floats, a mask that is not bool, an option of the
@@ -139,7 +139,7 @@ def route(
     if bias is not None:
         choice = lax.stop_gradient(logits if scoring == "selected_softmax" else scores)
         choice = choice + lax.stop_gradient(_as_bias(bias, logits)).astype(choice.dtype)[None, :]
-    # Sorts and maxima pass over some NaN, with which the token would be as if nothing was wrong.
+    # Sorts and maxima skip some NaN, so that the token would look as if nothing was wrong.
     doubt = 1 + jnp.sum(jnp.where(jnp.isnan(choice), choice, 0), axis=1, keepdims=True)
     choice = _in_best_groups(choice, groups, top_groups, k, pairs=bias is not None)
     experts = lax.top_k(choice, k)[1].astype("int32")  # [tokens, k]

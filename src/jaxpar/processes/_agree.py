@@ -17,7 +17,7 @@ from jaxpar.processes._meeting import compare
 from jaxpar.processes._text import lines_of
 
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# Options of jax that may be others on each host: what it writes where, what it has, who finds it.
+# Options of jax that may differ by host: folders, devices and addresses.
 _OF_A_HOST = re.compile(
     "cache|coordinator|cross_host|debug_log|default_device|device_assignment|dump|log|mtls|"
     "num_cpu_devices|pgle|platform|pprint|process|proxy|traceback|url|visible_devices"
@@ -29,16 +29,16 @@ def agree(*, timeout_s: Number = 60, **values: Any) -> None:
     """Compares what must be equal in all processes, before the first collective.
 
     A collective among programs that differ hangs, or returns garbage with exit code 0. Versions,
-    `jax.config`, settings of compilers and the kind and number of devices are compared always.
+    `jax.config`, settings of compilers and the kind and number of devices are always compared.
 
     Args:
       timeout_s: seconds to wait for the others.
       values: what must be equal: meshes, layouts, configurations, optimizers, keys, pytrees of
         arrays or shapes, nested in any way; and programs, as `step=jax.jit(step).lower(*args)`,
-        which compares every operation. Functions are compared by their code, their defaults and
-        what they close over, not by the globals that they read; objects by what would be pickled
-        of them; arrays by their numbers where a process has all of them (of a batch of its own
-        give `jax.eval_shape(lambda: batch)`), and by dtype, shape and sharding where it has not.
+        which compares every operation. Functions are compared by code, defaults and closure, but
+        not by globals that they read. Other objects are compared by what would be pickled. Arrays
+        are compared by their numbers if a process has all of them, and otherwise by dtype, shape
+        and sharding. For a batch that differs by process give `jax.eval_shape(lambda: batch)`.
 
     Raises:
       ValueError: processes that differ: names both sides and the first difference. All processes

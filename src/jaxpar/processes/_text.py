@@ -1,4 +1,4 @@
-"""Values as text, of which equal values have the same in every process."""
+"""Values as text, the same text in every process for equal values."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Lines = Iterator[str]
 
 
 def lines_of(value: Any) -> list[str]:
-    """A value as text: what it holds, line by line, each with its path.
+    """A value as text: its contents, line by line, each with its path.
 
-    Nothing in it depends on where things are in memory, or on the order of a set.
+    The text depends neither on addresses in memory nor on the order of a set.
     """
     if isinstance(value, str):
         return value.splitlines()
@@ -38,10 +38,10 @@ def lines_of(value: Any) -> list[str]:
 
 
 class _Walk:
-    """One value's text; knows what it came past, as objects may hold themselves."""
+    """One value's text; remembers what it has seen, as objects may hold themselves."""
 
     def __init__(self, seen: dict[int, tuple[str, Any]]) -> None:
-        self.seen = seen  # where, by its id, which stays its own as long as it is held here
+        self.seen = seen  # the place by id, which stays unique while the object is held here
 
     def lines(self, path: str, value: Any) -> Lines:
         """The lines of a part of it."""
@@ -103,7 +103,7 @@ class _Walk:
             yield from self.lines(f"{path}/{name}" if path else str(name), part)
 
     def _object(self, path: str, value: Any) -> Lines:
-        """What an object would be pickled as; where it cannot be, how it prints itself."""
+        """What would be pickled of an object; its repr if it cannot be pickled."""
         try:
             made: Any = value.__reduce_ex__(4)
         except Exception:  # of any class of a user's
@@ -130,7 +130,7 @@ class _Walk:
         yield from self._mapping(path, dict(entries)) if entries else ()
 
     def _array(self, path: str, x: Any) -> Lines:
-        """Dtype, shape and sharding; and the numbers, of what this process has all of."""
+        """Dtype, shape and sharding; and the numbers, if this process has all of them."""
         sharding = getattr(x, "sharding", None)
         spec = getattr(sharding, "spec", "")
         yield _line(path, f"{x.dtype}{list(x.shape)} {spec}")
@@ -196,7 +196,7 @@ def _numbers(x: np.ndarray) -> str:
 
 
 def _function(value: Any) -> dict[str, Any] | None:
-    """What a function does what it does by; None for other objects that can be called."""
+    """What the result of a function depends on; None for other callable objects."""
     match value:
         case functools.partial():
             return {"of": value.func, "arguments": value.args, "keywords": value.keywords}
@@ -227,7 +227,7 @@ def _closed_over(function: types.FunctionType) -> list[Any]:
 
 
 def _code(code: types.CodeType) -> dict[str, Any]:
-    """What is compiled, without the lines and files that it came from."""
+    """The code of a function, without its lines and files."""
     constants = [_code(x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
     names = code.co_names, code.co_varnames, code.co_argcount, code.co_flags
     return {"code": sha256(code.co_code).hexdigest()[:16], "names": names, "constants": constants}
@@ -240,7 +240,7 @@ def _owner(value: Any) -> list[tuple[str, Any]]:
 
 
 def _name(value: Any) -> str:
-    """Where a class or a function is defined, and as what."""
+    """The module and the name of a class or a function."""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     module = getattr(value, "__module__", None)
     if name is None:
@@ -253,7 +253,7 @@ def _key(key: Any) -> str:
 
 
 def _printed(value: Any) -> str:
-    """How an object prints itself, without where it is."""
+    """The repr of an object, without its address."""
     return re.sub(r"\b0x[0-9a-f]{6,}", "...", repr(value))
 
 
