@@ -345,5 +345,5 @@ def _quotient(
 ) -> Inexact[Array, "*shape"]:
     """`x / (weight * count)`, and 0 where the weight is, unless x is not finite."""
     divisor = jnp.where(weight == 0, 1, weight).astype(x.dtype) * count
-    nothing = jnp.where(jnp.isfinite(x), 0, jnp.nan).astype(x.dtype)
+    nothing = x - x  # NaN of what is not finite
     return jnp.where(weight == 0, nothing, x / divisor)
