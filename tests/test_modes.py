@@ -35,7 +35,27 @@ STRICT = {
     "jax_threefry_partitionable": False,
     "jax_enable_custom_prng": True,
     "jax_legacy_prng_key": "error",
+    "jax_check_static_indices": True,
+    "jax_compiler_enable_remat_pass": False,
+    "jax_disable_bwd_checks": True,
+    "jax_disable_vmap_shmap_error": True,
+    "jax_disallow_mesh_context_manager": True,
+    "jax_high_dynamic_range_gumbel": True,
+    "jax_mutable_array_checks": False,
+    "jax_ragged_dot_use_ragged_dot_instruction": False,
+    "jax_thread_guard": True,
+    "jax_use_simplified_jaxpr_constants": True,
+    "jax_allow_f16_reductions": False,
 }
+NEWER = {  # than the oldest jax
+    "jax_accurate_erf_inv": True,
+    "jax_custom_jvp3": True,
+    "jax_raise_on_ppermute_sort_diff": False,
+    "jax_remat_barrier_no_cotangents": True,
+    "jax_use_hlo_logistic_lowering": True,
+    "jax_use_rgv3": False,
+}
+STRICT |= {name: value for name, value in NEWER.items() if hasattr(jax.config, name)}
 MODES = {
     "strict": STRICT,
     "wide, and without jit": {
