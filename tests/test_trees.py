@@ -205,6 +205,12 @@ IN_PLACE_OF_ONE = [
 ]
 
 
+def test_a_key_is_no_operand():
+    key = jax.random.key(0)
+    with pytest.raises(TypeError, match=r"rhs is key<fry>\[\], which has no product; give numbers"):
+        call(lambda _: J.all_gather_matmul(SQUARE, key, "x"), 0)
+
+
 @pytest.mark.parametrize("name", OPERANDS)
 def test_an_operand_that_is_no_array_is_named(name, monkeypatch):
     # As users have it: a checker of types in front of the package would say less.

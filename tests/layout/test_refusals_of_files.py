@@ -222,8 +222,11 @@ def test_damaged_files_are_named(tmp_path):
         layout.read_safetensors(tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match=r"files is \[\]; name files, or folders"):
         layout.read_safetensors([])
-    with pytest.raises(TypeError, match="files must be a path, or several, got None"):
-        layout.read_safetensors(None)
+    for files in (None, 3, [3], b"a"):
+        with pytest.raises(
+            TypeError, match=f"files must be a path, or several, got {re.escape(repr(files))}"
+        ):
+            layout.read_safetensors(files)
 
 
 class OtherPath:

@@ -260,7 +260,7 @@ def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
 
 
 def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[Problem]:
-    """Rules that match no array, also of those that have rules of their own."""
+    """Problems of rules that match no array, not even one with a rule of its own."""
     problems: list[Problem] = []
     near = Nearest(paths, "the nearest path is {}")
     own = used.intersection(paths)

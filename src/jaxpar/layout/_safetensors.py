@@ -78,11 +78,12 @@ def tensors_of(files: Any) -> dict[str, Tensor]:
       ValueError: no files; a damaged one; a name in two files, without an index that decides.
     """
     given = [files] if isinstance(files, (str, PathLike)) else files
-    if isinstance(given, bytes) or not isinstance(given, Iterable):
+    paths = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(path, (str, PathLike)) for path in paths):
         raise type_error(f"files must be a path, or several, got {files!r}")
+    paths = [Path(path) for path in paths]
     found: dict[str, Tensor] = {}
     known: set[Path] = set()
-    paths = [Path(path) for path in given]
     for path in paths:
         parts, index = _files(path)
         for part in parts:
