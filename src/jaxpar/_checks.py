@@ -149,9 +149,7 @@ def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pas
         ) from None
     if use and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         instead = "give numbers" if use == "product" else "leave it out"  # a leaf of a tree
-        raise type_error(
-            f"{argument} is {x.dtype}{list(x.shape)}, which has no {use}; {instead}"
-        )
+        raise type_error(f"{argument} is {x.dtype}{list(x.shape)}, which has no {use}; {instead}")
     if use == "sum" and x.dtype == bool:  # some of JAX's own count, some are an "or", some raise
         raise type_error(f"{argument} is bool{list(x.shape)}, which has no sum; cast it to int32")
     return x
