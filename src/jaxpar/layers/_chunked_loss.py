@@ -180,8 +180,7 @@ def _bwd(
 ) -> tuple[Float[Array, "*tokens d"], Float[Array, "d columns"], Any, None]:
     x, w, bias, labels, top, log_total = residuals
     names, columns = loss.ring.names, loss.columns(w, labels)
-    if loss.vocabulary < w.shape[1] * loss.ring.size:
-        w = jnp.where(columns < loss.vocabulary, w, 0)  # padding may be NaN, as is 0 times that
+    padded = loss.vocabulary < w.shape[1] * loss.ring.size
     whole = loss.whole(x)
     if loss.dim is not None:
         ct = lax.all_gather(ct, names, axis=loss.dim, tiled=True)
@@ -207,7 +206,10 @@ def _bwd(
             jnp.einsum, precision=loss.precision, preferred_element_type=sum_dtype(w.dtype)
         )
         more = multiply("td,tv->dv", rows, slope), of_bias
-        return jax.tree.map(jnp.add, total, more), multiply("tv,dv->td", slope, w)
+        # Padding may be NaN, and 0 times that is NaN. The mask is a part of this matmul; if it
+        # stood before the loop, it would copy w.
+        real = jnp.where(columns < loss.vocabulary, w, 0) if padded else w
+        return jax.tree.map(jnp.add, total, more), multiply("tv,dv->td", slope, real)
 
     zeros: Any = jax.tree.map(lambda a: zeros_alike(a.shape, sum_dtype(a.dtype), w), (w, bias))
     numbers = (loss.chunks(part) for part in (top, log_total, ct))
