@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from jaxpar._tuning import versions
-from jaxpar.cli._console import open_console, require_extra
+from jaxpar.compiler.tuning import versions
+from jaxpar.tools.cli.console import open_console, require_extra
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli._processes import COMPILING, converse
+from jaxpar.tools.cli.workers import COMPILING, converse
 
 # Where a process finds the folders of the subjects, as packages.
 PATH = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
@@ -24,7 +24,7 @@ def records_of(
     """Has a process of its own serve a task; returns its records, and the seconds that it took.
 
     Args:
-      module: such as `overlap.worker`; it calls `jaxpar.cli`'s `answer`.
+      module: such as `overlap.worker`; it calls `jaxpar.tools.cli`'s `answer`.
       task: what JSON can hold.
       environment: set beside that of this process.
       tell: called with each record, as soon as it is there.

@@ -50,7 +50,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.collectives._turns import gather_turns  # the program, to draw it: not for your own code
+from jaxpar.ring.turns import gather_turns  # the program, to draw it: not for your own code
 from jaxpar.schedule import compile_for, matmul_floor, target, timeline
 
 plt.rcParams.update({"figure.dpi": 150, "font.size": 11})

@@ -17,7 +17,7 @@ from jaxpar import (
     ring_reduce_scatter,
     ring_shift,
 )
-from jaxpar._axis import Ring, bind
+from jaxpar.axis.axis import Ring, bind
 from jaxpar.layers import column_parallel_linear
 from jaxpar.testing import count_collectives
 

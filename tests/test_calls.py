@@ -18,8 +18,8 @@ from jaxpar import (
     ring_reduce_scatter,
     ring_shift,
 )
-from jaxpar._calls import called, naming, of_user, public, type_error, value_error
-from jaxpar._varying import vary_over
+from jaxpar.arguments.calls import called, naming, of_user, public, type_error, value_error
+from jaxpar.axis.varying import vary_over
 from jaxpar.layers import (
     column_parallel_linear,
     fsdp_scan,

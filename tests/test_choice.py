@@ -16,11 +16,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import ring_shift
-from jaxpar._axis import MODES, Ring
-from jaxpar._axis_links import AxisLinks
-from jaxpar._chips import CHIPS
-from jaxpar._options import compiled_with, options_of
-from jaxpar.collectives._choice import (
+from jaxpar.axis.axis import MODES, Ring
+from jaxpar.axis.traced_links import AxisLinks
+from jaxpar.choose.choice import (
     Kind,
     Problem,
     applies_experts_in_stages,
@@ -30,14 +28,11 @@ from jaxpar.collectives._choice import (
     choose_ways,
     joining_is_cheaper,
 )
-from jaxpar.collectives._cost_model import time_of
-from jaxpar.collectives._cost_of_work import collective_time
-from jaxpar.collectives._fitted import fitted_to
-from jaxpar.collectives._flow import Flow
-from jaxpar.collectives._in_turns import InTurns
-from jaxpar.collectives._order import Order, TpuOrder, traced_order
-from jaxpar.collectives._turns import gather_turns
-from jaxpar.collectives._ways import InChunks, Naive
+from jaxpar.choose.cost_model import time_of
+from jaxpar.choose.cost_of_work import collective_time
+from jaxpar.choose.fitted import fitted_to
+from jaxpar.choose.flow import Flow
+from jaxpar.compiler.options import compiled_with, options_of
 from jaxpar.layers import fsdp_linear
 from jaxpar.matmul import (
     all_gather_matmul,
@@ -45,8 +40,13 @@ from jaxpar.matmul import (
     matmul_reduce_scatter,
     ring_einsum,
 )
-from jaxpar.matmul._flow import flow_of
 from jaxpar.matmul._product import Product
+from jaxpar.matmul._work import flow_of
+from jaxpar.mesh.chips import CHIPS
+from jaxpar.ring.in_turns import InTurns
+from jaxpar.ring.order import Order, TpuOrder, traced_order
+from jaxpar.ring.turns import gather_turns
+from jaxpar.ring.ways import InChunks, Naive
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.testing import count_collectives
 
@@ -359,7 +359,7 @@ def test_what_every_piece_reads_counts_for_every_piece(mode):
 def test_a_cut_is_a_pass_but_where_a_short_matmul_of_sums_makes_it(
     kind, flow, n, flops, share, monkeypatch
 ):
-    monkeypatch.setattr("jaxpar.collectives._order.cuts_within_matmuls", lambda: True)
+    monkeypatch.setattr("jaxpar.ring.order.cuts_within_matmuls", lambda: True)
     described_chip, cut = chip(kind), 10**8
     way = chosen(described(kind), n, TINY, "bidirectional")
     without, with_it = (

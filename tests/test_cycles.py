@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxpar import disjoint_rings, make_mesh, ring_hops, ring_order
-from jaxpar._axis_links import AxisLinks, note_links, traced_links
-from jaxpar._cycles import (
+from jaxpar.axis.traced_links import AxisLinks, note_links, traced_links
+from jaxpar.mesh.cycles import (
     AcrossCube,
     AlongLong,
     AlongOne,

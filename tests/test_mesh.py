@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh, ring_hops, ring_order
-from jaxpar.mesh import _closed_axes
+from jaxpar.mesh.meshes import _closed_axes
 from jaxpar.testing import axis_orders, meshes
 
 V5E, V6E, V4, V5P, V7 = "TPU v5 lite", "TPU v6 lite", "TPU v4", "TPU v5", "TPU7x"

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import layers, moe
-from jaxpar.collectives._run import run as run_turns
-from jaxpar.collectives._turns import Turn
+from jaxpar.ring.run import run as run_turns
+from jaxpar.ring.turns import Turn
 
 LINE = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
 

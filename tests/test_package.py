@@ -15,7 +15,7 @@ from jaxtyping import Float, TypeCheckError, jaxtyped
 from signatures import checked
 
 import jaxpar
-from jaxpar import _types
+from jaxpar.arguments import types
 from jaxpar.moe._copies import take_rows
 
 SOURCES = sorted(Path(jaxpar.__file__).parent.rglob("*.py"))
@@ -89,14 +89,14 @@ def test_help_shows_what_may_be_given():
 
 
 def test_help_and_static_checkers_see_the_same_types():
-    tree = ast.parse(inspect.getsource(_types))
+    tree = ast.parse(inspect.getsource(types))
     checked = next(node for node in tree.body if isinstance(node, ast.If)).body
     exact = {
         node.targets[0].id: ast.unparse(node.value) for node in checked if type(node) is ast.Assign
     }
     # An array each, one or several; what has no better text than its name; what is of experts.
     apart = {"Weights", "Tree", "TreeDim", "Names", "RoutingLike", "ExpertsLike"}
-    assert {k: v for k, v in _types.SHOWN.items() if k not in apart} == {
+    assert {k: v for k, v in types.SHOWN.items() if k not in apart} == {
         k: v for k, v in exact.items() if k not in apart
     }
 

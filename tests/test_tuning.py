@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import Axis, Tuning, layers, moe
-from jaxpar._axis import Ring
-from jaxpar._tuning import AUTO, Trial, trying, versions
-from jaxpar.collectives._choice import Problem, choose_stages
-from jaxpar.collectives._sites import site_of
+from jaxpar.axis.axis import Ring
+from jaxpar.choose.choice import Problem, choose_stages
+from jaxpar.choose.sites import site_of
+from jaxpar.compiler.tuning import AUTO, Trial, trying, versions
 
 MESH = jaxpar.make_mesh("tp=8")
 X, UP, DOWN = jnp.ones((16, 4)), jnp.ones((4, 32)), jnp.ones((32, 8))

@@ -25,9 +25,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import all_gather_matmul, make_mesh, matmul_reduce_scatter
-from jaxpar.cli._ops import with_gradients
-from jaxpar.collectives import _run
-from jaxpar.collectives._turns import gather_turns, stretches
+from jaxpar.ring import run
+from jaxpar.ring.turns import gather_turns, stretches
+from jaxpar.tools.cli.ops import with_gradients
 
 MODES = ("unidirectional", "bidirectional")
 PHASES = ("forward", "forward+backward")
@@ -112,13 +112,13 @@ def alike(size: int, mode: str) -> int:
 
 def measure_all(sizes: Sequence[int], repeats: int) -> Iterator[Row]:
     """Measures every program at every size, unrolled and as a loop."""
-    limit = _run.UNROLLED
+    limit = run.UNROLLED
     try:
         for op, mode, phase, size, form in product(OPS, MODES, PHASES, sizes, FORMS):
-            _run.UNROLLED = FORMS[form]
+            run.UNROLLED = FORMS[form]
             yield measure(op, mode, phase, form, size, repeats)
     finally:
-        _run.UNROLLED = limit
+        run.UNROLLED = limit
 
 
 def print_table(rows: Sequence[Row], console: Any) -> None:
@@ -148,7 +148,7 @@ def write_json(path: str, rows: Sequence[Row], repeats: int) -> None:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "repeats": repeats,
-        "unrolled": _run.UNROLLED,
+        "unrolled": run.UNROLLED,
         "rows": [asdict(row) for row in rows],
     }
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
@@ -184,7 +184,7 @@ def _draw_panel(
 ) -> None:
     from matplotlib.ticker import LogLocator
 
-    longest = max(n for n in range(2, 128) if alike(n, mode) <= _run.UNROLLED)
+    longest = max(n for n in range(2, 128) if alike(n, mode) <= run.UNROLLED)
     limit = f"longest ring that is unrolled ({steps(longest, mode)} steps)"
     panel.axvline(longest, color="0.4", linewidth=1, linestyle="--", label=limit)
     colours = dict(zip(OPS, ("#0072B2", "#D55E00"), strict=True))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxpar.collectives._run import UNROLLED
+from jaxpar.ring.run import UNROLLED
 
 FOLDER = Path(__file__).parent
 

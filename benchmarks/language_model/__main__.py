@@ -11,8 +11,8 @@ import jax
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
-from jaxpar.cli._console import status_of
-from jaxpar.cli._processes import start_jax
+from jaxpar.tools.cli.console import status_of
+from jaxpar.tools.cli.workers import start_jax
 from language_model.arguments import parse
 
 

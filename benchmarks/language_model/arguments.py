@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from jaxpar._wire import LOW_BIT
-from jaxpar.cli._arguments import add_processes, parse_processes, require_folders
-from jaxpar.cli._console import UsageError
+from jaxpar.axis.wire import LOW_BIT
+from jaxpar.tools.cli.console import UsageError
+from jaxpar.tools.cli.shared_options import add_processes, parse_processes, require_folders
 from language_model.config import DTYPES, Model, Training
 from language_model.data import VOCABULARY
 from language_model.parallel import AXES, mesh_axes

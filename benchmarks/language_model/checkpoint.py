@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli._console import UsageError, require_extra
+from jaxpar.tools.cli.console import UsageError, require_extra
 from language_model.progress import History
 from language_model.train import State, Trainer
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpar.cli._console import UsageError
+from jaxpar.tools.cli.console import UsageError
 
 DTYPES = ("float32", "bfloat16", "float64")
 

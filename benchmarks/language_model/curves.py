@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.cli._console import UsageError, require_extra
+from jaxpar.tools.cli.console import UsageError, require_extra
 from language_model import wire
 from language_model.run import Result
 from language_model.train import Trainer

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.cli._console import UsageError, require_extra
+from jaxpar.tools.cli.console import UsageError, require_extra
 
 
 def check(runs: Sequence[dict[str, Any]]) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import make_mesh
-from jaxpar.cli._arguments import mesh_error
-from jaxpar.cli._console import UsageError
 from jaxpar.layers import zigzag_order
+from jaxpar.tools.cli.console import UsageError
+from jaxpar.tools.cli.shared_options import mesh_error
 from language_model.data import PADDING, Batch
 
 AXES = ("dp", "fsdp", "ep", "cp", "tp")

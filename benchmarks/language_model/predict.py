@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxpar import LowBit
-from jaxpar.cli._console import UsageError
-from jaxpar.cli._processes import answer, first_line
+from jaxpar.tools.cli.console import UsageError
+from jaxpar.tools.cli.workers import answer, first_line
 from language_model import wire
 from language_model.config import Model, Training
 from workers import records_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.cli._console import require_extra
+from jaxpar.tools.cli.console import require_extra
 from language_model.experts import record
 
 

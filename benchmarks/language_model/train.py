@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import LowBit, layers
-from jaxpar.cli._console import require_extra
 from jaxpar.layout import Layout
+from jaxpar.tools.cli.console import require_extra
 from language_model.config import Model, Training
 from language_model.model import LossSum, loss_sum
 from language_model.parallel import AXES, LABELS, TOKENS

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxpar.cli._console import UsageError
 from jaxpar.layers import head_layout
 from jaxpar.layout import REPLICATED, Layout, LayoutError, LayoutMap, Padded
+from jaxpar.tools.cli.console import UsageError
 from language_model.config import Model
 from language_model.parallel import LABELS
 

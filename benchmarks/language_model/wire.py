@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxpar import LowBit
-from jaxpar.cli._console import UsageError
+from jaxpar.tools.cli.console import UsageError
 
 
 def from_options(args: argparse.Namespace) -> LowBit | None:

@@ -21,7 +21,7 @@ import jax
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
-from jaxpar.cli._console import status_of
+from jaxpar.tools.cli.console import status_of
 from language_model import curves
 from low_bit import errors, trained, training
 from low_bit.operands import Case, drawn

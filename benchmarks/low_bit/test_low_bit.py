@@ -10,7 +10,7 @@ import pytest
 import low_bit.__main__ as command
 import tables
 from jaxpar import make_mesh
-from jaxpar.cli._console import UsageError
+from jaxpar.tools.cli.console import UsageError
 from language_model.config import Model, Training
 from language_model.tests import reference
 from low_bit import errors, scatter, trained, training

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from jaxpar.cli._console import UsageError
+from jaxpar.tools.cli.console import UsageError
 from language_model.wire import describe, from_json
 from tables import Table
 

@@ -18,9 +18,9 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.cli._ops import with_gradients
-from jaxpar.cli._processes import answer
 from jaxpar.moe import Experts, routed_moe_layer
+from jaxpar.tools.cli.ops import with_gradients
+from jaxpar.tools.cli.workers import answer
 from moe import peers
 
 DEVICES, TOKENS, WIDTH, HIDDEN, TOP_K = 8, 1024, 512, 1024, 2  # tokens of a device

@@ -21,12 +21,12 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.cli._ops import with_gradients
-from jaxpar.cli._processes import answer, one_line
 from jaxpar.moe import Experts, routed_moe_layer
 from jaxpar.moe._blocks import GPU_LENGTHS
 from jaxpar.schedule import Assumed, compile_for, timeline
 from jaxpar.schedule import target as describe
+from jaxpar.tools.cli.ops import with_gradients
+from jaxpar.tools.cli.workers import answer, one_line
 from moe import peers
 
 TOKENS = 4096  # of a device

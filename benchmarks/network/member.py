@@ -21,11 +21,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpar import make_mesh
-from jaxpar.cli._bench_times import place, tolerance
-from jaxpar.cli._ops import OPS, Shape, with_gradients
-from jaxpar.cli._processes import own_output
-from jaxpar.collectives import _choice
-from jaxpar.collectives._order import (
+from jaxpar.choose import choice
+from jaxpar.ring.order import (
     Beside,
     Order,
     Send,
@@ -34,7 +31,10 @@ from jaxpar.collectives._order import (
     written_after,
 )
 from jaxpar.schedule import CompiledProgram, Memory, Target, read_trace
-from jaxpar.schedule._timeline import covered
+from jaxpar.tools.cli.bench_times import place, tolerance
+from jaxpar.tools.cli.ops import OPS, Shape, with_gradients
+from jaxpar.tools.cli.workers import own_output
+from jaxpar.tools.timeline.timeline import covered
 
 RING = ("tp",)
 TRACED_CALLS = 3
@@ -120,13 +120,13 @@ class SerialOrder(Order):
 @contextmanager
 def serial_rings() -> Generator[None, None, None]:
     """Has rings that are traced inside wait for their transfers."""
-    traced_order = _choice.traced_order
+    traced_order = choice.traced_order
     jax.clear_caches()  # or a ring that was traced before would be taken from there
-    _choice.traced_order = SerialOrder
+    choice.traced_order = SerialOrder
     try:
         yield
     finally:
-        _choice.traced_order = traced_order
+        choice.traced_order = traced_order
         jax.clear_caches()
 
 

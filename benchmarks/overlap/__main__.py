@@ -19,7 +19,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
-from jaxpar.cli._processes import compilers
+from jaxpar.tools.cli.workers import compilers
 from overlap.worker import GPUS, load_cases
 from tables import rewrite, update
 from workers import add_arguments, choose, records_of, require_positive, run_all, write_json

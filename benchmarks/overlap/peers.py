@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.cli._ops import OPS, Ring, Shape, with_gradients
+from jaxpar.tools.cli.ops import OPS, Ring, Shape, with_gradients
 
 Local = Callable[[Array, Array, Ring], Array]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
-from jaxpar.cli._ops import OPS
+from jaxpar.tools.cli.ops import OPS
 from overlap.peers import PEERS
 from overlap.worker import GPUS, MODES, Case
 from tables import Table, made_by

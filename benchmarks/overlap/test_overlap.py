@@ -8,11 +8,11 @@ import pytest
 import overlap.__main__ as command
 import tables
 from jaxpar import compiled_with, compiler_options, make_mesh
-from jaxpar.cli._ops import OPS
 from jaxpar.schedule import target
-from jaxpar.schedule._floor import rings_over
-from jaxpar.schedule._links import Links
 from jaxpar.testing import count_collectives
+from jaxpar.tools.cli.ops import OPS
+from jaxpar.tools.timeline.floor import rings_over
+from jaxpar.tools.timeline.links import Links
 from overlap import layers, peers, phases, plot, report, weights, worker
 
 SHAPE = (32, 48, 16)

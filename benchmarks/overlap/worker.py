@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 import jaxpar
-from jaxpar._tuning import versions
-from jaxpar.cli._ops import OPS, Op, with_gradients
-from jaxpar.cli._processes import answer, one_line
+from jaxpar.compiler.tuning import versions
 from jaxpar.schedule import Target, compile_for, matmul_floor, timeline
 from jaxpar.schedule import target as describe
+from jaxpar.tools.cli.ops import OPS, Op, with_gradients
+from jaxpar.tools.cli.workers import answer, one_line
 from overlap import peers
 
 CASES = Path(__file__).with_name("cases.json")

@@ -20,7 +20,7 @@ import jax
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
-from jaxpar.cli._processes import start_jax
+from jaxpar.tools.cli.workers import start_jax
 from language_model.config import Model, Training
 from language_model.data import standard_library, training_batch
 from language_model.parallel import build_mesh, place_batch

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from jaxpar.cli._ops import OPS
+from jaxpar.tools.cli.ops import OPS
 
 # A slice, its mesh, and how much of it one ring takes.
 MESHES = (

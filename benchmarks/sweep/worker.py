@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 import jaxpar
 from jaxpar import Axis
-from jaxpar._axis_links import traced_links
-from jaxpar._tuning import versions
-from jaxpar.cli._ops import OPS, with_gradients
-from jaxpar.cli._processes import answer, one_line
-from jaxpar.collectives._sites import NAMED
+from jaxpar.axis.traced_links import traced_links
+from jaxpar.choose.sites import NAMED
+from jaxpar.compiler.tuning import versions
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
+from jaxpar.tools.cli.ops import OPS, with_gradients
+from jaxpar.tools.cli.workers import answer, one_line
 from overlap import peers
 from sweep.points import Point, point_from
 

@@ -25,7 +25,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis
-from jaxpar.cli._processes import answer, one_line
 from jaxpar.layers import (
     fsdp_gather,
     fsdp_scan,
@@ -36,6 +35,7 @@ from jaxpar.layers import (
 )
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
+from jaxpar.tools.cli.workers import answer, one_line
 
 LAYERS = 2
 

@@ -15,7 +15,7 @@ PAGES = (
     *("docs/*.md", "docs/*.png", "docs/api/*.md", "notebooks/README.md", "notebooks/*.ipynb"),
     *("benchmarks/README.md", "benchmarks/*/README.md", "benchmarks/*/*.png"),
     *("benchmarks/*.py", "benchmarks/language_model/*.py", "examples/*.py"),
-    *("src/jaxpar/layout/README.md", "src/jaxpar/collectives/README.md"),
+    *("src/jaxpar/layout/README.md", "src/jaxpar/ring/README.md"),
 )
 
 

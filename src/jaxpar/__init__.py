@@ -5,14 +5,11 @@ from jaxpar import layout as layout
 from jaxpar import moe as moe
 from jaxpar import schedule as schedule
 from jaxpar import testing as testing
-from jaxpar._axis import Axis
-from jaxpar._jit import jit
-from jaxpar._options import compiled_with, compiler_options
-from jaxpar._quantized import Quantized, quantize
-from jaxpar._tuning import Tuning, tuned
-from jaxpar._types import AxisLike as AxisLike
-from jaxpar._types import Mode as Mode
-from jaxpar._wire import LowBit
+from jaxpar.arguments.types import AxisLike as AxisLike
+from jaxpar.arguments.types import Mode as Mode
+from jaxpar.axis.axis import Axis
+from jaxpar.axis.quantized import Quantized, quantize
+from jaxpar.axis.wire import LowBit
 from jaxpar.collectives import (
     ragged_all_to_all,
     ring_all_gather,
@@ -20,9 +17,12 @@ from jaxpar.collectives import (
     ring_reduce_scatter,
     ring_shift,
 )
+from jaxpar.compiler.jit import jit
+from jaxpar.compiler.options import compiled_with, compiler_options
+from jaxpar.compiler.tuning import Tuning, tuned
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.mesh import disjoint_rings, make_mesh, ring_hops, ring_order
-from jaxpar.processes import Description, agree, describe, guard, initialize
+from jaxpar.tools.processes import Description, agree, describe, guard, initialize
 
 __all__ = [
     "Axis",

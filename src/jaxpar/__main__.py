@@ -9,15 +9,22 @@ from typing import NoReturn
 import jax
 
 import jaxpar
-from jaxpar.cli import _bench, _doctor, _explain, _layout, _predict, _tune
+from jaxpar.tools.cli import (
+    bench_command,
+    doctor_command,
+    explain_command,
+    layout_command,
+    predict_command,
+    tune_command,
+)
 
 _COMMANDS = (
-    _bench,
-    _doctor,
-    _explain,
-    _layout,
-    _predict,
-    _tune,
+    bench_command,
+    doctor_command,
+    explain_command,
+    layout_command,
+    predict_command,
+    tune_command,
 )  # each adds its own parser, whose `run(args)` returns the exit status
 
 

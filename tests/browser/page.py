@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from playwright.sync_api import sync_playwright
 
-from jaxpar.cli._explain_page import page_of
 from jaxpar.schedule import Chip, compile_for, explain, target
+from jaxpar.tools.cli.explain_page import page_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDE, NARROW = 1200, 400  # pixels

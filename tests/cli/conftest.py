@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpar.cli._predict_results import Facts, Prediction, Report, Request
 from jaxpar.schedule import Event, Floor, Memory, Timeline
+from jaxpar.tools.cli.predict_results import Facts, Prediction, Report, Request
 
 MS = 1e-3
 
@@ -60,7 +60,7 @@ RING = a_timeline(
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch):
     """Busy machines take seconds for what is over at once elsewhere, and then show progress."""
-    monkeypatch.setattr("jaxpar.cli._console.SECONDS_A_LINE", 1000.0)
+    monkeypatch.setattr("jaxpar.tools.cli.console.SECONDS_A_LINE", 1000.0)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.cli._bench_times import (
+from jaxpar.tools.cli.bench_times import (
     error,
     make_problem,
     measure,
@@ -17,7 +17,7 @@ from jaxpar.cli._bench_times import (
     time_interleaved,
     tolerance,
 )
-from jaxpar.cli._ops import MODES, OPS
+from jaxpar.tools.cli.ops import MODES, OPS
 
 M, K, N = 16, 32, 64
 

@@ -6,9 +6,9 @@ import jax
 import pytest
 from programs import free_port, run_together
 
-from jaxpar import _extras
 from jaxpar.__main__ import main
-from jaxpar.cli import _doctor
+from jaxpar.arguments import extras
+from jaxpar.tools.cli import doctor_command
 
 
 def test_it_says_what_is_there_and_that_collectives_are_right(capsys, tmp_path):
@@ -16,7 +16,7 @@ def test_it_says_what_is_there_and_that_collectives_are_right(capsys, tmp_path):
     text = capsys.readouterr().out
     assert f"jax {jax.__version__}" in text
     assert "8 of 8 x cpu" in text
-    assert text.count(": installed") == len(_doctor.EXTRAS)
+    assert text.count(": installed") == len(doctor_command.EXTRAS)
     found = json.loads((tmp_path / "found.json").read_text())
     names = [check["name"] for check in found["checks"]]
     assert names[:3] == ["psum", "all_gather", "psum_scatter"]
@@ -26,7 +26,7 @@ def test_it_says_what_is_there_and_that_collectives_are_right(capsys, tmp_path):
 
 
 def test_a_wrong_result_is_named_and_is_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr(_doctor.lax, "psum", lambda x, axis: x)
+    monkeypatch.setattr(doctor_command.lax, "psum", lambda x, axis: x)
     assert main(["doctor"]) == 1
     [line] = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
     assert line.split()[0] == "psum"
@@ -34,7 +34,7 @@ def test_a_wrong_result_is_named_and_is_a_failure(monkeypatch, capsys):
 
 def test_a_missing_extra_has_a_command_that_names_packages(monkeypatch, capsys):
     missing = ("rich", "libtpu")
-    monkeypatch.setattr(_extras, "installed", lambda name: None if name in missing else "1")
+    monkeypatch.setattr(extras, "installed", lambda name: None if name in missing else "1")
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "lacks rich: pip install 'matplotlib>=3.9' 'rich>=13'" in text
@@ -84,12 +84,12 @@ GOOD = {"jax": "0.12.0", "jaxlib": "0.12.0"}
 )
 def test_each_known_bad_combination_has_one_hint(packages, environment, more, expected):
     given = {"said": "", "platform": "cpu", "devices": 8} | more
-    [hint] = _doctor.hints(GOOD | packages, environment, **given)
+    [hint] = doctor_command.hints(GOOD | packages, environment, **given)
     assert expected in hint
 
 
 def test_nothing_bad_has_no_hints():
-    assert list(_doctor.hints(GOOD, {}, "", "cpu", 8)) == []
+    assert list(doctor_command.hints(GOOD, {}, "", "cpu", 8)) == []
 
 
 def _processes(numbers, *more):

@@ -10,9 +10,9 @@ import pytest
 
 import jaxpar
 from jaxpar.__main__ import main
-from jaxpar._extras import install_command, requirements
-from jaxpar._files import write_text, written
-from jaxpar.cli._console import progress, status_of
+from jaxpar.arguments.extras import install_command, requirements
+from jaxpar.compiler.files import write_text, written
+from jaxpar.tools.cli.console import progress, status_of
 
 COMMANDS = ("bench", "doctor", "layout", "predict", "tune")
 
@@ -99,7 +99,7 @@ def test_a_link_stays_a_link_and_a_device_is_written_directly(tmp_path):
 
 
 def test_progress_without_a_terminal_is_lines(monkeypatch, capsys):
-    monkeypatch.setattr("jaxpar.cli._console.SECONDS_A_LINE", 0)
+    monkeypatch.setattr("jaxpar.tools.cli.console.SECONDS_A_LINE", 0)
     with progress("compiling", 2) as tick:
         tick("naive")
         tick("auto")

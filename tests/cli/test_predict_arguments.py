@@ -8,11 +8,11 @@ import pytest
 
 from jaxpar import make_mesh
 from jaxpar.__main__ import main
-from jaxpar._chips import chip_of
-from jaxpar.cli import _predict, _predict_worker
-from jaxpar.cli._console import UsageError
-from jaxpar.cli._predict_results import Report
+from jaxpar.mesh.chips import chip_of
 from jaxpar.schedule import Target
+from jaxpar.tools.cli import predict_command, predict_worker
+from jaxpar.tools.cli.console import UsageError
+from jaxpar.tools.cli.predict_results import Report
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def requests(monkeypatch):
         served.extend(requests)
         return [Report(request.target) for request in requests]
 
-    monkeypatch.setattr(_predict, "run_all", run_all)
+    monkeypatch.setattr(predict_command, "run_all", run_all)
     return served
 
 
@@ -149,11 +149,11 @@ def test_help_says_what_it_is_and_has_examples(capsys):
 def test_chips_without_figures(monkeypatch, request_made):
     """A compiler may know chips before anybody has published figures of them."""
     bare = Target("x:1", make_mesh("tp=8"), None)
-    monkeypatch.setattr(_predict_worker, "describe", lambda *_: bare)
+    monkeypatch.setattr(predict_worker, "describe", lambda *_: bare)
     with pytest.raises(UsageError, match="jaxpar has no published figures of 'cpu'; use a chip"):
-        _predict_worker.target_of(request_made)
+        predict_worker.target_of(request_made)
     new = replace(bare, chip=chip_of("TPU7x"))
-    monkeypatch.setattr(_predict_worker, "describe", lambda *_: new)
-    assert _predict_worker.target_of(request_made) == new
+    monkeypatch.setattr(predict_worker, "describe", lambda *_: new)
+    assert predict_worker.target_of(request_made) == new
     with pytest.raises(UsageError, match="--figures measured: no measured figures are known of"):
-        _predict_worker.target_of(replace(request_made, figures="measured"))
+        predict_worker.target_of(replace(request_made, figures="measured"))

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from jaxpar.__main__ import main
-from jaxpar.cli import _predict
-from jaxpar.cli._predict_results import Report
-from jaxpar.cli._predict_worker import serve
+from jaxpar.tools.cli import predict_command
+from jaxpar.tools.cli.predict_results import Report
+from jaxpar.tools.cli.predict_worker import serve
 
 SMALL = ("predict", "--ops", "gather-lhs-rows", "--shapes", "1024x1024x4096")
 MODEL = """
@@ -115,7 +115,7 @@ def test_a_function_with_its_arguments(model, capsys):
 
 
 def test_a_function_of_jit_keeps_its_options_with_gradients_too(model, monkeypatch, capsys):
-    monkeypatch.setattr(_predict, "run_all", run_all_here)
+    monkeypatch.setattr(predict_command, "run_all", run_all_here)
     args = ["--args", "bf16[512,256]@tp,-", "bf16[256,512]@-,tp", "--targets", "v5e:2x2"]
     for more in ([], ["--grad"]):
         assert main(["predict", "model:of_jit", *args, *more]) == 0
@@ -151,7 +151,7 @@ def test_a_process_that_dies_takes_only_its_target_with_it(model, capsys):
     ],
 )
 def test_what_only_a_target_can_refuse(args, status, text, model, monkeypatch, capsys):
-    monkeypatch.setattr(_predict, "run_all", run_all_here)
+    monkeypatch.setattr(predict_command, "run_all", run_all_here)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "model", raising=False)
     assert main(["predict", "--targets", "v5e:2x2", *args.split()]) == status

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxpar.cli._predict_results import (
+from jaxpar.tools.cli.predict_results import (
     Failure,
     Report,
     facts_from,
@@ -16,7 +16,7 @@ from jaxpar.cli._predict_results import (
     request_from,
     write_json,
 )
-from jaxpar.cli._predict_views import (
+from jaxpar.tools.cli.predict_views import (
     print_notes,
     print_report,
     rows_of,

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import all_gather_matmul, make_mesh
-from jaxpar.cli import _predict_programs as programs
-from jaxpar.cli._console import UsageError
-from jaxpar.cli._ops import OPS, with_gradients
-from jaxpar.cli._predict_programs import operand
-from jaxpar.cli._predict_results import Request
 from jaxpar.schedule import Floor, Target
+from jaxpar.tools.cli import predict_programs as programs
+from jaxpar.tools.cli.console import UsageError
+from jaxpar.tools.cli.ops import OPS, with_gradients
+from jaxpar.tools.cli.predict_programs import operand
+from jaxpar.tools.cli.predict_results import Request
 
 REQUEST = Request(
     target="cpu",

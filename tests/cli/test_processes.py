@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import jaxpar
-from jaxpar.cli._processes import COMPILING, converse, first_line, one_line
+from jaxpar.tools.cli.workers import COMPILING, converse, first_line, one_line
 
 SERVER = """
 import os
-from jaxpar.cli._processes import answer
+from jaxpar.tools.cli.workers import answer
 
 def serve(task):
     print("what is printed is no record", flush=True)

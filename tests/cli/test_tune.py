@@ -11,13 +11,13 @@ import pytest
 
 import jaxpar
 from jaxpar.__main__ import main
-from jaxpar._tuning import AUTO, Asked, Tuning
-from jaxpar.cli import _tune, _tune_worker
-from jaxpar.cli._tune_search import Candidate, Tried, search
-from jaxpar.cli._tune_worker import Timed, serve
-from jaxpar.collectives import _choice
-from jaxpar.collectives._choice import way_of
+from jaxpar.choose import choice
+from jaxpar.choose.choice import way_of
+from jaxpar.compiler.tuning import AUTO, Asked, Tuning
 from jaxpar.schedule import target
+from jaxpar.tools.cli import tune_command, tune_worker
+from jaxpar.tools.cli.tune_search import Candidate, Tried, search
+from jaxpar.tools.cli.tune_worker import Timed, serve
 
 MODEL = """
 import os
@@ -78,7 +78,7 @@ def here(monkeypatch):
         for record in serve(json.loads(json.dumps(task))):
             take(json.loads(json.dumps(record)))
 
-    monkeypatch.setattr(_tune, "converse", converse_here)
+    monkeypatch.setattr(tune_command, "converse", converse_here)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def slow_auto(monkeypatch):
     def chunked(problem):
         return way_of(problem, "chunked-8"), way_of(problem, "chunked-8")
 
-    monkeypatch.setitem(_choice.RULES, "matmul", chunked)
+    monkeypatch.setitem(choice.RULES, "matmul", chunked)
 
 
 class Text(str):
@@ -377,6 +377,6 @@ def test_what_is_refused_is_one_line(args, status, text, here, capsys):
 
 
 def test_several_processes_are_refused(here, monkeypatch, capsys):
-    monkeypatch.setattr(_tune_worker.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(tune_worker.jax, "process_count", lambda: 2)
     assert main(["tune", "model:mlp", *ARGS]) == 2
     assert "there are 2 processes, of which each would choose by its" in capsys.readouterr().err

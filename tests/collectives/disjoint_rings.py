@@ -23,12 +23,12 @@ from jax import lax  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jaxpar  # noqa: E402
-from jaxpar.collectives import _choice  # noqa: E402
-from jaxpar.collectives._choice import with_phases  # noqa: E402
-from jaxpar.collectives._order import CpuOrder, TpuOrder, traced_order  # noqa: E402
+from jaxpar.choose import choice  # noqa: E402
+from jaxpar.choose.choice import with_phases  # noqa: E402
 from jaxpar.layers import ring_attention  # noqa: E402
 from jaxpar.matmul import _arrivals  # noqa: E402
 from jaxpar.matmul._arrivals import joining_is_cheaper  # noqa: E402
+from jaxpar.ring.order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 
 MODE = "disjoint-rings"
 IS_SMALL = N < 16  # round more devices, what depends on no torus's shape is not checked again
@@ -123,8 +123,8 @@ def main():
         x, w = normal(N * length, 3), normal(3, N)
         y, v = normal(N * length, 2 * N), normal(2 * N, 3)
         for order, along in product(orders, TORUS) if length > 1 else [(orders[0], None)]:
-            _choice.traced_order = lambda order=order: order
-            _choice.with_phases = lambda _, way, __, along=along: replace(
+            choice.traced_order = lambda order=order: order
+            choice.with_phases = lambda _, way, __, along=along: replace(
                 way, blocks_along=along, sums_along=along
             )
             if length < 8 and order is orders[0]:
@@ -154,10 +154,10 @@ def main():
                     (y, v),
                     multiplied(y, v),
                 )
-        _choice.traced_order = traced_order
+        choice.traced_order = traced_order
     x, w = normal(4 * N, 2 * N), normal(2 * N, 3)
     for along in TORUS:
-        _choice.with_phases = lambda _, way, __, along=along: replace(way, blocks_along=along)
+        choice.with_phases = lambda _, way, __, along=along: replace(way, blocks_along=along)
         compare(
             "gather of a weight",
             lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, gather="rhs", mode=MODE),
@@ -174,7 +174,7 @@ def main():
             low_bit("joined columns", 1, columns, columns)
             low_bit("columns with a scale for each block", 1, columns, columns, jaxpar.quantize)
             _arrivals.joining_is_cheaper = joining_is_cheaper
-    _choice.with_phases = with_phases
+    choice.with_phases = with_phases
     q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
     axis, how = jaxpar.Axis(AXES, mode=MODE), {"causal": False, "order": "contiguous"}
     window = 3 * N, 11

@@ -12,7 +12,7 @@ from jaxpar import (
     matmul_reduce_scatter,
     ring_all_reduce,
 )
-from jaxpar.collectives._order import ClusterOrder, CpuOrder, Order, traced_order
+from jaxpar.ring.order import ClusterOrder, CpuOrder, Order, traced_order
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
@@ -99,7 +99,7 @@ def test_loops_give_the_same(op, mode, cluster, monkeypatch):
     rng = np.random.default_rng(0)
     args = [rng.standard_normal((16, 16)).astype(np.float32) for _ in range(2)]
     unrolled = jax.jit(on_a_mesh(function, 8, in_specs, out_specs))(*args)
-    monkeypatch.setattr("jaxpar.collectives._run.UNROLLED", 1)
+    monkeypatch.setattr("jaxpar.ring.run.UNROLLED", 1)
     jax.clear_caches()
     loop = jax.jit(on_a_mesh(function, 8, in_specs, out_specs))(*args)
     np.testing.assert_allclose(loop, unrolled, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from programs import run_worker
 
 import jaxpar
-from jaxpar.collectives._parts import equal_pieces, shares_of
+from jaxpar.ring.parts import equal_pieces, shares_of
 from jaxpar.schedule import compile_for, matmul_floor, target, timeline
 
 WORKER = Path(__file__).with_name("disjoint_rings.py")

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from jaxpar._varying import vary_over
+from jaxpar.axis.varying import vary_over
 from jaxpar.testing import (
     assert_matches_reference,
     axis_orders,

@@ -11,9 +11,9 @@ from programs import run_worker
 
 import jaxpar
 from jaxpar import Axis, LowBit
-from jaxpar._axis import bind
-from jaxpar.collectives._choice import Problem
-from jaxpar.collectives._sites import site_of
+from jaxpar.axis.axis import bind
+from jaxpar.choose.choice import Problem
+from jaxpar.choose.sites import site_of
 from jaxpar.schedule import compile_for, target, timeline
 
 ROW = jax.ShapeDtypeStruct((8,), "float32")

@@ -15,8 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jaxpar import make_mesh
-from jaxpar.cli._ops import OPS
-from jaxpar.collectives._order import (
+from jaxpar.ring.order import (
     ORDERS,
     ClusterOrder,
     CpuOrder,
@@ -25,7 +24,8 @@ from jaxpar.collectives._order import (
     written_after,
 )
 from jaxpar.schedule import compile_for, target, timeline
-from jaxpar.schedule._hlo import parse
+from jaxpar.tools.cli.ops import OPS
+from jaxpar.tools.program.hlo import parse
 
 V5P = ORDERS["TPU v5"]
 
@@ -35,7 +35,7 @@ def compiled(monkeypatch):
     """Compiles a matmul of bfloat16 as an order has it."""
 
     def compile_as(order, name, op, m, k, n, *, mode="bidirectional", gradients=False):
-        monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
+        monkeypatch.setattr("jaxpar.choose.choice.traced_order", lambda: order)
         jax.clear_caches()
         described = target(name)
         shapes = ((m, k), (k, n), (m, n))
@@ -164,9 +164,7 @@ def test_an_operand_is_cut_before_its_matmul(compiled):
 def test_sums_of_one_size_are_not_late(compiled, monkeypatch):
     case = (V5P, "v5p:2x2x2", "scatter-rows", 4104, 4096, 4096)  # 513 rows
     alike = timeline(compiled(*case))
-    monkeypatch.setattr(
-        "jaxpar.collectives._in_turns.equal_pieces", lambda *_: [(0, 257), (257, 256)]
-    )
+    monkeypatch.setattr("jaxpar.ring.in_turns.equal_pieces", lambda *_: [(0, 257), (257, 256)])
     uneven = timeline(compiled(*case))
     assert alike.total < 0.95 * uneven.total
 
@@ -208,7 +206,7 @@ def on_cpu(monkeypatch):
     """Compiles a matmul of float32, one way round, for CPU devices."""
 
     def compile_as(order, op, n, size):
-        monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
+        monkeypatch.setattr("jaxpar.choose.choice.traced_order", lambda: order)
         jax.clear_caches()
         mesh = make_mesh({"tp": n}, devices=jax.devices()[:n])
         args = [
@@ -296,7 +294,7 @@ def without_tie(monkeypatch, number):
     def tie(before, tree):
         return tree if next(calls) % 2 == number else tied(before, tree)
 
-    monkeypatch.setattr("jaxpar.collectives._order.written_after", tie)
+    monkeypatch.setattr("jaxpar.ring.order.written_after", tie)
 
 
 def waits(program):

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from jaxpar.collectives._turns import (
+from jaxpar.ring.turns import (
     Leg,
     Turn,
     circulate_turns,

@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from jaxpar._axis import bind
-from jaxpar.collectives._in_turns import InTurns
-from jaxpar.collectives._order import ClusterOrder, CpuOrder, Order, TpuOrder
-from jaxpar.collectives._ways import InChunks, Naive, as_it_is
+from jaxpar.axis.axis import bind
+from jaxpar.ring.in_turns import InTurns
+from jaxpar.ring.order import ClusterOrder, CpuOrder, Order, TpuOrder
+from jaxpar.ring.ways import InChunks, Naive, as_it_is
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
@@ -23,7 +23,7 @@ both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"]
 def loops(request, monkeypatch):
     """Whether rings of more than one step run a loop."""
     if request.param == "loop":
-        monkeypatch.setattr("jaxpar.collectives._run.UNROLLED", 1)
+        monkeypatch.setattr("jaxpar.ring.run.UNROLLED", 1)
     return request.param == "loop"
 
 
@@ -35,7 +35,7 @@ def on_a_ring(function, n, **options):
 @pytest.fixture(autouse=True)
 def cut_first(monkeypatch):
     """Has operands cut first where an order does, however short their matmuls are."""
-    monkeypatch.setattr("jaxpar.collectives._order.cuts_within_matmuls", lambda: False)
+    monkeypatch.setattr("jaxpar.ring.order.cuts_within_matmuls", lambda: False)
 
 
 ORDERS = (
@@ -148,7 +148,7 @@ def test_a_scatter_adds_what_every_device_made_for_an_owner(n, length, mode, loo
 def test_sums_follow_a_block_home(n, mode, monkeypatch, loops):
     """Device j adds `10^j` times what it sees, and keeps a count weighted by whose it was."""
     if loops:
-        monkeypatch.setattr("jaxpar.collectives._in_turns.UNROLLED_CIRCULATING", 1)
+        monkeypatch.setattr("jaxpar.ring.in_turns.UNROLLED_CIRCULATING", 1)
 
     def run(x):
         index = lax.axis_index("x")
@@ -197,7 +197,7 @@ def all_three(mode):
 @both_rings
 @pytest.mark.parametrize("n", [7, 8])
 def test_a_loop_gives_the_same_values_and_gradients(n, mode, monkeypatch):
-    monkeypatch.setattr("jaxpar.collectives._run.UNROLLED", 1)
+    monkeypatch.setattr("jaxpar.ring.run.UNROLLED", 1)
     mesh = make_mesh({"x": n}, devices=jax.devices()[:n])
     assert_matches_reference(
         all_three(mode),
@@ -226,7 +226,7 @@ def test_a_loop_sends_what_unrolled_steps_send(n, check_vma, mode, monkeypatch):
     unrolled, wanted = traced()
     assert "scan[" not in unrolled
     assert "while[" not in unrolled
-    monkeypatch.setattr("jaxpar.collectives._run.UNROLLED", 1)
+    monkeypatch.setattr("jaxpar.ring.run.UNROLLED", 1)
     loop, found = traced()
     assert "scan[" in loop or "while[" in loop
     assert found == wanted

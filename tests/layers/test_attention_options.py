@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh
-from jaxpar.collectives import _in_turns, _run
 from jaxpar.layers import head_layout, parallel_attention, ring_attention, zigzag_order
+from jaxpar.ring import in_turns, run
 from jaxpar.testing import count_collectives, tolerance
 
 
@@ -142,8 +142,8 @@ def test_16_bits_and_sums_in_them():
 
 @pytest.mark.parametrize(("mode", "window"), [("auto", (3, 2)), ("unidirectional", (7, 0))])
 def test_long_rings_run_loops(mode, window, monkeypatch):
-    monkeypatch.setattr(_run, "UNROLLED", 1)
-    monkeypatch.setattr(_in_turns, "UNROLLED_CIRCULATING", 1)
+    monkeypatch.setattr(run, "UNROLLED", 1)
+    monkeypatch.setattr(in_turns, "UNROLLED_CIRCULATING", 1)
     how = {"causal": False, "window": window}
     with jax.enable_x64(True):
         check(8, mode, "contiguous", how, operands(8, 1, 1, (2, 3), batch=1))

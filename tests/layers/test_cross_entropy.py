@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh
-from jaxpar._jaxprs import subjaxprs
+from jaxpar.compiler.jaxprs import subjaxprs
 from jaxpar.layers import (
     scatter_region,
     value_and_grad,

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh
-from jaxpar._jaxprs import subjaxprs
+from jaxpar.compiler.jaxprs import subjaxprs
 from jaxpar.layers import fsdp_gather, fsdp_linear, fsdp_scan
 from jaxpar.testing import assert_matches_reference, count_collectives
 
@@ -22,7 +22,7 @@ MODES = ("naive", "unidirectional", "bidirectional")
 def smallest(request, monkeypatch):
     """Leaves travel by themselves, though they are small, but in the tests of buckets."""
     if "bucket" not in request.node.name:
-        monkeypatch.setattr("jaxpar.collectives._blocks.SMALL", 0)
+        monkeypatch.setattr("jaxpar.ring.blocks.SMALL", 0)
 
 
 def normal(*shape, dtype="float32"):

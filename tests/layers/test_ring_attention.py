@@ -13,9 +13,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis
-from jaxpar._varying import vary_over
-from jaxpar.collectives import _in_turns, _run
+from jaxpar.axis.varying import vary_over
 from jaxpar.layers import ring_attention, zigzag_order
+from jaxpar.ring import in_turns, run
 from jaxpar.testing import assert_matches_reference, count_collectives, tolerance
 
 RINGS = ("unidirectional", "bidirectional")
@@ -154,8 +154,8 @@ def test_several_axes_in_any_order(sizes, mode):
 
 @pytest.mark.parametrize("mode", RINGS)
 def test_long_rings_run_loops(mode, monkeypatch):
-    monkeypatch.setattr(_run, "UNROLLED", 1)
-    monkeypatch.setattr(_in_turns, "UNROLLED_CIRCULATING", 1)
+    monkeypatch.setattr(run, "UNROLLED", 1)
+    monkeypatch.setattr(in_turns, "UNROLLED_CIRCULATING", 1)
     axis = Axis("x", mode=mode)
     check(line(7), axis, (1, 4, 2, 2), 1, check_vma=mode == "unidirectional")
 

@@ -13,15 +13,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh, ring_shift
-from jaxpar._jaxprs import subjaxprs
-from jaxpar.collectives._choice import choose_ways
-from jaxpar.collectives._order import Order, TpuOrder
+from jaxpar.choose.choice import choose_ways
+from jaxpar.compiler.jaxprs import subjaxprs
 from jaxpar.layers import (
     GatedActivation,
     column_parallel_linear,
     gated_mlp,
     row_parallel_linear,
 )
+from jaxpar.ring.order import Order, TpuOrder
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 check = pytest.mark.parametrize("check_vma", [True, False])

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
 from jaxpar.layout import REPLICATED, LayoutError, LayoutMap, Padded
-from jaxpar.layout._dimensions import Dimensions
-from jaxpar.layout._exchanges import candidates, shapes_of
 from jaxpar.schedule import target
+from jaxpar.tools.layouts.dimensions import Dimensions
+from jaxpar.tools.layouts.exchanges import candidates, shapes_of
 
 MESH = AbstractMesh((2, 2), ("fsdp", "tp"))
 

@@ -22,8 +22,8 @@ from jaxpar.layout import (
     infer_layout,
     tensor_parallel,
 )
-from jaxpar.layout._explanation import FASTER
 from jaxpar.schedule import compile_for
+from jaxpar.tools.layouts.layout_costs import FASTER
 
 TARGET, MESH = "v5p:2x2x2", make_mesh("fsdp=2,tp=4")
 PLAIN = ("fully sharded over all axes", "whole on every device")

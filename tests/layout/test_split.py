@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar._padding import Blocks
+from jaxpar.axis.padding import Blocks
 from jaxpar.layout import LayoutMap, Padded, Replicate, Split
 
 

@@ -9,9 +9,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis
-from jaxpar.collectives import _run
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
 from jaxpar.mesh import make_mesh
+from jaxpar.ring import run
 from jaxpar.testing import count_collectives
 
 check = pytest.mark.parametrize("check_vma", [True, False])
@@ -193,7 +193,7 @@ def test_other_ring_sizes(n, check_vma):
 @modes
 def test_a_loop_sends_as_much(mode, check_vma, monkeypatch):
     unrolled = counts(GATHERS["rows"], 8, mode, check_vma)
-    monkeypatch.setattr(_run, "UNROLLED", 1)
+    monkeypatch.setattr(run, "UNROLLED", 1)
     assert counts(GATHERS["rows"], 8, mode, check_vma) == unrolled
 
 

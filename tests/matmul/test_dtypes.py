@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import _run
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from jaxpar.ring import run
 from jaxpar.testing import assert_matches_reference, tolerance
 
 rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
@@ -191,7 +191,7 @@ def test_integers_are_exact(dtype, asked, result):
 @pytest.mark.parametrize(("mode", "n"), [("unidirectional", 4), ("bidirectional", 7)])
 def test_float64(mode, n, unrolled, monkeypatch):
     """To the precision of float64, also where a loop counts in 64 bits."""
-    monkeypatch.setattr(_run, "UNROLLED", unrolled)
+    monkeypatch.setattr(run, "UNROLLED", unrolled)
     mesh = Mesh(np.array(jax.devices()[:n]), ("x",), axis_types=(AxisType.Auto,))
 
     def fn(x, w, v):

@@ -8,10 +8,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, compiled_with, compiler_options
-from jaxpar.collectives import _run
 from jaxpar.layers import fsdp_linear
 from jaxpar.matmul import all_gather_matmul, ring_einsum
 from jaxpar.mesh import make_mesh
+from jaxpar.ring import run
 from jaxpar.schedule import target
 from jaxpar.testing import count_collectives
 
@@ -101,7 +101,7 @@ def test_a_loop_keeps_the_whole_and_a_loop_that_scatters_is_after_it(check_vma, 
         ("bidirectional", None, 1),
         ("naive", "unidirectional", 2),
     ):
-        monkeypatch.setattr(_run, "UNROLLED", unrolled)
+        monkeypatch.setattr(run, "UNROLLED", unrolled)
         fn = sharded(call, dims, {"x": 8}, mode, backward, keep=True, check_vma=check_vma)
         for a, b in zip(
             jax.tree.leaves(twice(fn)(x, w)), jax.tree.leaves(twice(jnp.matmul)(x, w)), strict=True

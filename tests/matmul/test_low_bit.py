@@ -20,8 +20,8 @@ from jaxpar import (
     quantize,
     ring_einsum,
 )
-from jaxpar.collectives import _choice
-from jaxpar.collectives._order import CpuOrder, TpuOrder
+from jaxpar.choose import choice
+from jaxpar.ring.order import CpuOrder, TpuOrder
 
 MESH = make_mesh("tp=8")
 MODES = ("naive", "stationary", "chunked-2", "unidirectional", "bidirectional")
@@ -490,7 +490,7 @@ def test_rows_that_explicit_axes_shard(mode, columns):
 def test_sums_in_8_bits_on_request(mode, order, monkeypatch):
     """Rounded once by a collective, at every hop of a ring; in one and in two pieces."""
     if order is not None:
-        monkeypatch.setattr(_choice, "traced_order", lambda: order)
+        monkeypatch.setattr(choice, "traced_order", lambda: order)
     wire = LowBit("int8", sums="int8")
     rng = np.random.default_rng(0)
     x, w = (rng.standard_normal(shape).astype("float32") for shape in ((64, 64), (64, 96)))

@@ -23,7 +23,7 @@ from jaxpar import (
     ring_einsum,
     ring_reduce_scatter,
 )
-from jaxpar.collectives._order import CpuOrder, TpuOrder
+from jaxpar.ring.order import CpuOrder, TpuOrder
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 ROWS, COLS, NONE = P("x"), P(None, "x"), P()
@@ -181,10 +181,10 @@ both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"]
 
 def have_order(monkeypatch, *, sliced, whole=False, within=False):
     order = TpuOrder(delays_transfers=sliced, cuts_first=sliced)
-    monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
-    monkeypatch.setattr("jaxpar.collectives._order.cuts_within_matmuls", lambda: within)
+    monkeypatch.setattr("jaxpar.choose.choice.traced_order", lambda: order)
+    monkeypatch.setattr("jaxpar.ring.order.cuts_within_matmuls", lambda: within)
     if whole:
-        monkeypatch.setattr("jaxpar.collectives._choice._opposite_is_covered", lambda *_: True)
+        monkeypatch.setattr("jaxpar.choose.choice._opposite_is_covered", lambda *_: True)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def sliced(request, monkeypatch):
 
 @pytest.fixture
 def loops(monkeypatch):
-    monkeypatch.setattr("jaxpar.collectives._run.UNROLLED", 1)
+    monkeypatch.setattr("jaxpar.ring.run.UNROLLED", 1)
 
 
 def normal(shape, seed=0, dtype=np.float32):
@@ -290,7 +290,7 @@ class Asked(TpuOrder):
 def test_an_order_hears_what_a_sum_takes(op, flops, monkeypatch):
     """Of two pieces for each of four devices."""
     order = Asked()
-    monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
+    monkeypatch.setattr("jaxpar.choose.choice.traced_order", lambda: order)
     form = op(4, 6, mode="bidirectional")
     arrays = operands(form[2])
 
@@ -303,7 +303,7 @@ def test_an_order_hears_what_a_sum_takes(op, flops, monkeypatch):
 
 def test_a_loop_keeps_the_order(monkeypatch, loops):
     order = Asked()
-    monkeypatch.setattr("jaxpar.collectives._choice.traced_order", lambda: order)
+    monkeypatch.setattr("jaxpar.choose.choice.traced_order", lambda: order)
     form = scatter_rows(7, 2, mode="bidirectional")
     jax.eval_shape(mapped(form, 7), *operands(form[2]))
     assert not order.asked
@@ -319,7 +319,7 @@ def test_pieces_of_any_length(op, length, mode, sliced):
 @both_rings
 @pytest.mark.parametrize("op", [scatter_rows, ring_scatter])
 def test_one_piece_of_a_long_block(op, mode, monkeypatch):
-    monkeypatch.setattr("jaxpar.collectives._choice.traced_order", CpuOrder)
+    monkeypatch.setattr("jaxpar.choose.choice.traced_order", CpuOrder)
     check(op, 3, 1001, mode, check_vma=True)
 
 

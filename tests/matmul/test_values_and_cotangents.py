@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis
-from jaxpar.collectives import _run
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.ring import run
 from jaxpar.testing import assert_matches_reference, axis_orders, dtypes, meshes
 
 MODES = ["unidirectional", "bidirectional", "naive", "stationary", "chunked-2", "chunked-8"]
@@ -377,7 +377,7 @@ def test_the_smaller_of_two_operands_is_the_gathered_one(label):
 
 @pytest.mark.parametrize(("mode", "n"), [("unidirectional", 4), ("bidirectional", 7)])
 def test_long_rings_run_a_loop(mode, n, monkeypatch):
-    monkeypatch.setattr(_run, "UNROLLED", 1)
+    monkeypatch.setattr(run, "UNROLLED", 1)
     where = {
         "mesh": line(n),
         "in_specs": (P("x"), P(None, "x"), P("x")),

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from layer_reference import choose, mlp, moe
 
 from jaxpar import Axis, make_mesh
-from jaxpar._axis import Ring
-from jaxpar._chips import chip_of
-from jaxpar.collectives._choice import Problem, choose_dispatch
+from jaxpar.axis.axis import Ring
+from jaxpar.choose.choice import Problem, choose_dispatch
 from jaxpar.layers import GatedActivation
+from jaxpar.mesh.chips import chip_of
 from jaxpar.moe import (
     Routing,
     expert_capacity,
@@ -238,7 +238,7 @@ def test_chunks():
 
 
 def test_chunks_in_two_stages(monkeypatch):
-    monkeypatch.setattr("jaxpar.collectives._choice.traced_chip", lambda: chip_of("TPU v5"))
+    monkeypatch.setattr("jaxpar.choose.choice.traced_chip", lambda: chip_of("TPU v5"))
     params = parameters(8 * 5, 8, biased=True)
     how = {"dispatch": "ragged", "chunks": 3, "implementation": "ragged_dot"}
     check(params, "tp=2,ep=4", tp="tp", top_k=2, devices=8, activation=shifted, **how)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar._jaxprs import subjaxprs
+from jaxpar.compiler.jaxprs import subjaxprs
 from jaxpar.moe import Routing, route
 from jaxpar.testing import assert_matches_reference
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar.collectives._choice import applies_experts_in_slots
+from jaxpar.choose.choice import applies_experts_in_slots
 from jaxpar.moe import Experts
 from jaxpar.moe._grouped import bind_kernels
 from jaxpar.moe._mlp import Mlp

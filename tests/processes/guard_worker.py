@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jaxpar  # noqa: E402
-from jaxpar.cli._processes import own_output  # noqa: E402
+from jaxpar.tools.cli.workers import own_output  # noqa: E402
 
 CASE, RANK, COUNT, PORT = sys.argv[1], *map(int, sys.argv[2:5])
 ODD = 0 if CASE == "killed_first" else COUNT - 1

@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 from programs import environment, free_port
 
 import jaxpar
-from jaxpar.processes._board import Board
-from jaxpar.processes._call import Call
-from jaxpar.processes._programs import first_difference, program_of
-from jaxpar.processes._report import report
-from jaxpar.processes._state import State
-from jaxpar.processes._watch import Watch, _line_of, watch
+from jaxpar.tools.processes.board import Board
+from jaxpar.tools.processes.call import Call
+from jaxpar.tools.processes.guarded_programs import first_difference, program_of
+from jaxpar.tools.processes.report import report
+from jaxpar.tools.processes.state import State
+from jaxpar.tools.processes.watch import Watch, _line_of, watch
 
 WORKER = Path(__file__).with_name("guard_worker.py")
 SOON = 10.0  # seconds, on a machine that starts the processes in less than three

@@ -9,7 +9,7 @@ import pytest
 from programs import free_port, run_together
 
 import jaxpar
-from jaxpar.processes._meeting import processes_text
+from jaxpar.tools.processes.meeting import processes_text
 
 WORKER = Path(__file__).with_name("worker.py")
 

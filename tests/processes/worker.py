@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 import jaxpar  # noqa: E402
-from jaxpar.cli._processes import own_output  # noqa: E402
 from jaxpar.layout import LayoutMap, Padded  # noqa: E402
+from jaxpar.tools.cli.workers import own_output  # noqa: E402
 
 CASE, RANK, COUNT, PORT, FOLDER = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
 

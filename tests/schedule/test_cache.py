@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxpar.schedule import Memory, _cache
-from jaxpar.schedule._cache import keep, kept
+from jaxpar.tools.program.cache import keep, kept
 
 MEMORY = Memory(arguments=1, outputs=2, temporaries=3, aliased=4, peak=5)
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from traces import NS, Core, Plane, write
 
 import jaxpar
-from jaxpar._units import us
+from jaxpar.arguments.units import us
 from jaxpar.mesh import ring_hops
 from jaxpar.schedule import (
     Chip,
@@ -30,10 +30,10 @@ from jaxpar.schedule import (
     target,
     timeline,
 )
-from jaxpar.schedule._arguments import as_namesakes
-from jaxpar.schedule._causes import CAUSES
-from jaxpar.schedule._edits import Edits
-from jaxpar.schedule._explained import compared, gain, text_of
+from jaxpar.tools.explain.causes import CAUSES
+from jaxpar.tools.explain.edits import Edits
+from jaxpar.tools.explain.explained import compared, gain, text_of
+from jaxpar.tools.explain.program_arguments import as_namesakes
 
 # Of each mistake: the target, its mesh, the cause, a part of the edit, whether it can be tried.
 SEEDED = {
@@ -343,7 +343,7 @@ def test_a_cached_program_is_not_compiled_again(tmp_path, monkeypatch):
     chosen = target("v5e:2x2", "tp=4")
     x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=P("tp"))
     first = compile_for(jnp.sin, chosen, x, cache=tmp_path)
-    monkeypatch.setattr("jaxpar.schedule._timeline._compiled", None)  # cannot be called
+    monkeypatch.setattr("jaxpar.tools.timeline.timeline._compiled", None)  # cannot be called
     again = compile_for(jnp.sin, chosen, x, cache=tmp_path)
     assert (again.text, again.memory) == (first.text, first.memory)
     with pytest.raises(TypeError):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxpar._chips import CHIPS
-from jaxpar._cycles import disjoint_cycles
+from jaxpar.mesh.chips import CHIPS
+from jaxpar.mesh.cycles import disjoint_cycles
 from jaxpar.schedule import target
-from jaxpar.schedule._costs import Message
-from jaxpar.schedule._floor import rings_over
-from jaxpar.schedule._hlo import replica_groups
-from jaxpar.schedule._links import Links, lane_of, lane_of_groups
+from jaxpar.tools.program.costs import Message
+from jaxpar.tools.program.hlo import replica_groups
+from jaxpar.tools.timeline.floor import rings_over
+from jaxpar.tools.timeline.links import Links, lane_of, lane_of_groups
 
 TORUS = replace(CHIPS[0], link=2.0)
 SWITCH = replace(next(chip for chip in CHIPS if not chip.torus), link=4.0, network=1.0)

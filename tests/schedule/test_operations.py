@@ -7,10 +7,9 @@ from jax.sharding import Mesh
 from record import FOLDER, SIZE, TRIPS
 
 from jaxpar.schedule import Assumed, Chip, target
-from jaxpar.schedule._costs import Matmul, Message, Work
-from jaxpar.schedule._hlo import parse
-from jaxpar.schedule._links import Links
-from jaxpar.schedule._operations import (
+from jaxpar.tools.program.costs import Matmul, Message, Work
+from jaxpar.tools.program.hlo import parse
+from jaxpar.tools.program.operations import (
     Collective,
     Compute,
     Conditional,
@@ -20,7 +19,8 @@ from jaxpar.schedule._operations import (
     Schedule,
     read,
 )
-from jaxpar.schedule._player import Player
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.player import Player
 
 # Two FLOPs a second, ten bytes a second in memory, and one over a link.
 CHIP = Chip("test", flops=2.0, hbm=10.0, capacity=1e3, link=1.0, torus=True, latency=0.0)

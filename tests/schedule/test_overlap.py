@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar._compat import cuts_within_matmuls
-from jaxpar.cli._ops import OPS
+from jaxpar.compiler.compat import cuts_within_matmuls
 from jaxpar.layers import ring_attention
 from jaxpar.schedule import CompiledProgram, compile_for, target, timeline
+from jaxpar.tools.cli.ops import OPS
 
 SIZE = 1024
 TARGETS = [

@@ -10,8 +10,8 @@ import pytest
 from record import FOLDER, PROGRAMS, SIZE, TRIPS
 
 from jaxpar.schedule import Assumed, CompiledProgram, Memory, Timeline, target, timeline
-from jaxpar.schedule._hlo import parse
-from jaxpar.schedule._operations import Loop
+from jaxpar.tools.program.hlo import parse
+from jaxpar.tools.program.operations import Loop
 
 BLOCK = SIZE * SIZE // 4 * 2  # bytes of a quarter of an operand in bfloat16
 HALF = BLOCK // 2

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.schedule._forms import overlapped
-from jaxpar.schedule._repeats import hoisted, kept
-from jaxpar.schedule._rewrite import Change, bound, rewritten
+from jaxpar.tools.explain.forms import overlapped
+from jaxpar.tools.explain.repeats import hoisted, kept
+from jaxpar.tools.explain.rewrite import Change, bound, rewritten
 
 MESH = jaxpar.make_mesh("dp=2,tp=4")
 

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar
-from jaxpar._chips import CHIPS, chip_of
+from jaxpar.mesh.chips import CHIPS, chip_of
 from jaxpar.schedule import Target, compile_for, target, timeline
-from jaxpar.schedule._target import described_gpus, find_plugin
+from jaxpar.tools.timeline.target import described_gpus, find_plugin
 
 ROWS = PartitionSpec("tp")
 PLUGIN = find_plugin()
@@ -126,7 +126,7 @@ def test_the_environment_is_left_as_it_was():
 
 def test_ambiguous_chips_are_told_their_full_names(monkeypatch):
     known = {"a1-40gb": "", "a1-80gb": ""}
-    monkeypatch.setattr("jaxpar.schedule._target._gpu_configs", lambda name: known)
+    monkeypatch.setattr("jaxpar.tools.timeline.target._gpu_configs", lambda name: known)
     with pytest.raises(ValueError, match=r"'a1' is one of a1-40gb, a1-80gb; write"):
         target("a1:8")
 

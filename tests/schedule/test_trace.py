@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from record import FOLDER, PROGRAMS
 from traces import NS, Core, Plane, Streams, write
 
-from jaxpar._compat import reading_profiles
+from jaxpar.compiler.compat import reading_profiles
 from jaxpar.schedule import (
     CompiledProgram,
     Memory,
@@ -24,11 +24,11 @@ from jaxpar.schedule import (
     target,
     timeline,
 )
-from jaxpar.schedule._costs import Message, Work
-from jaxpar.schedule._measured import Measured
-from jaxpar.schedule._operations import Collective, Control, Done, Free
-from jaxpar.schedule._planes import Ran
-from jaxpar.schedule._timeline import covered
+from jaxpar.tools.program.costs import Message, Work
+from jaxpar.tools.program.operations import Collective, Control, Done, Free
+from jaxpar.tools.timeline.measured import Measured
+from jaxpar.tools.timeline.planes import Ran
+from jaxpar.tools.timeline.timeline import covered
 
 TRIPS, RUNS = 3, 3
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxpar.layout._causes import Causes
-from jaxpar.schedule._hlo import parse
-from jaxpar.schedule._values import Values, reached
+from jaxpar.tools.layouts.owners import Causes
+from jaxpar.tools.program.hlo import parse
+from jaxpar.tools.program.values import Values, reached
 
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {

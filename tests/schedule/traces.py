@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from jax.profiler import ProfileData
 
-from jaxpar.schedule._operations import (
+from jaxpar.tools.program.operations import (
     Call,
     Collective,
     Conditional,

@@ -7,7 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
+from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 
 LIMITS = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.cli._console import UsageError
+from jaxpar.tools.cli.console import UsageError
 from language_model.data import PADDING
 from language_model.parallel import AXES, build_mesh, mesh_axes, pad_batch, padded_sizes
 from language_model.tests.cases import ONE_DEVICE, check_float32, check_float64, draw_weights, model

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.cli._console import UsageError
+from jaxpar.tools.cli.console import UsageError
 from language_model.checkpoint import Checkpoints
 from language_model.config import Model, Training
 from language_model.data import Text

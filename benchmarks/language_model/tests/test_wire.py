@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar import LowBit
-from jaxpar._jaxprs import subjaxprs
+from jaxpar.compiler.jaxprs import subjaxprs
 from language_model import curves, wire
 from language_model.config import Model, Training
 from language_model.parallel import build_mesh

@@ -14,13 +14,13 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int32, Shaped
 
-from jaxpar import _loops
-from jaxpar._axis import Ring, bind
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_array
-from jaxpar._dtypes import addition_dtype
-from jaxpar._types import AxisLike
-from jaxpar._varying import vary_alike
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.checks import as_array
+from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.arguments.types import AxisLike
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.varying import vary_alike
+from jaxpar.compiler import control_flow
 
 # Of n devices, with m slices for each pair of them, slices are n m; or where they are cut, [n, m].
 Operand = Shaped[Array, "rows *row"]
@@ -58,7 +58,7 @@ def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) 
     @custom_vmap
     def exchange(operand: Operand, output: Output, slices: Slices) -> Output:
         native = _native(ring)
-        return _loops.platform_dependent(
+        return control_flow.platform_dependent(
             *(operand, output, slices),
             tpu=_apart(native),
             cuda=native,
@@ -147,7 +147,7 @@ def _emulated(ring: Ring) -> Any:
             place = jnp.where(arrives, places[:, number, None] + row, output.shape[0])
             return output.at[place].set(block, mode="drop")
 
-        _, output = _loops.while_loop(
+        _, output = control_flow.while_loop(
             lambda carry: carry[0] < ends[-1],
             lambda carry: (carry[0] + 1, step(*carry)),
             (jnp.zeros_like(ends[-1]), output),
@@ -268,7 +268,7 @@ def _exchange_back(
     zeros = jnp.zeros((rows, *ct.shape[1:]), ct.dtype)
     start, zeros = vary_alike(ring.names, jnp.int32(0), zeros, ct, slices)[:2]
     total = zeros.astype(addition_dtype(ct.dtype))
-    _, total = _loops.while_loop(
+    _, total = control_flow.while_loop(
         lambda carry: carry[0] < jnp.where(apart, count, 1),
         lambda carry: (carry[0] + 1, step(*carry)),
         (start, total),

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxpar._calls import naming, of_user, readable, type_error, value_error
-from jaxpar._types import Activation
+from jaxpar.arguments.calls import naming, of_user, readable, type_error, value_error
+from jaxpar.arguments.types import Activation
 
 
 @readable

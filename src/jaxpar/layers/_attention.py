@@ -13,12 +13,12 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Int, Num
 
-from jaxpar._calls import public, readable, value_error
-from jaxpar._checks import as_array, check_dim, check_whole
-from jaxpar._padding import Blocks
-from jaxpar._shapes import with_rank
-from jaxpar._types import AxisLike, Integer
-from jaxpar._varying import vary_wide, varying_axes
+from jaxpar.arguments.calls import public, readable, value_error
+from jaxpar.arguments.checks import as_array, check_dim, check_whole
+from jaxpar.arguments.shapes import with_rank
+from jaxpar.arguments.types import AxisLike, Integer
+from jaxpar.axis.padding import Blocks
+from jaxpar.axis.varying import vary_wide, varying_axes
 from jaxpar.layers._projections import (
     Projection,
     as_biases,

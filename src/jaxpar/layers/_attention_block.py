@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
-from jaxpar._dtypes import sum_dtype
+from jaxpar.arguments.dtypes import sum_dtype
 
 Queries = Float[Array, "*batch groups repeats queries size"]
 Results = Float[Array, "*batch groups repeats queries of_value"]

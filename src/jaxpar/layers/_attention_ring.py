@@ -10,10 +10,9 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from jaxpar import _loops
-from jaxpar._dtypes import sum_dtype
-from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._ways import Arrivals, Visits, as_it_is
+from jaxpar.arguments.dtypes import sum_dtype
+from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.compiler import control_flow
 from jaxpar.layers._attention_block import (
     Backward,
     Keys,
@@ -33,6 +32,7 @@ from jaxpar.layers._attention_block import (
     merge,
 )
 from jaxpar.layers._attention_tiles import RingAttention, run_of
+from jaxpar.ring.ways import Arrivals, Visits, as_it_is
 
 # Of keys and values, to travel with these.
 KeySums = tuple[OfKeys, OfValues]
@@ -184,7 +184,7 @@ def _if_seen(tile: Tile, compute: Callable[[Any], Any], state: Any) -> Any:
     """Returns `compute(state)`, or `state` where no pair of the tile is seen."""
     if tile.seen is True:
         return compute(state)
-    return _loops.cond(tile.seen, compute, lambda state: state, state)
+    return control_flow.cond(tile.seen, compute, lambda state: state, state)
 
 
 def _zeros(

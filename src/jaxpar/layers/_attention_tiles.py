@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int, Shaped
 
-from jaxpar.collectives._ways import Way
 from jaxpar.layers._attention_block import Scores, Tile
+from jaxpar.ring.ways import Way
 
 # The most runs into which a device's own positions are cut, to skip scores outside of a window.
 # More would take longer to trace: there are two tiles a run.

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
-from jaxpar._axis import Ring
-from jaxpar._dtypes import sum_dtype
-from jaxpar._varying import checks_varying, vary_alike, vary_over, varying_axes, zeros_alike
-from jaxpar.collectives._blocks import all_reduce, gather_along, scatter_along
-from jaxpar.collectives._choice import Problem, choose_way
-from jaxpar.collectives._ways import Way
+from jaxpar.arguments.dtypes import sum_dtype
+from jaxpar.axis.axis import Ring
+from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, varying_axes, zeros_alike
+from jaxpar.choose.choice import Problem, choose_way
+from jaxpar.ring.blocks import all_reduce, gather_along, scatter_along
+from jaxpar.ring.ways import Way
 
 # Of each token, in this device's columns: the highest logit, the sum of exponentials below it, and
 # the logits that the target asks for.

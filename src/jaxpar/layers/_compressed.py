@@ -11,15 +11,15 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float
 
-from jaxpar._axis import Ring, bind
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._compat import optimization_barrier
-from jaxpar._dtypes import addition_dtype
-from jaxpar._quantized import check_chance, codes_of
-from jaxpar._trees import as_arrays
-from jaxpar._types import AxisLike, Tree
-from jaxpar._varying import checks_varying, vary_over, varying_axes
-from jaxpar._wire import LowBit, gathered_by
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.arguments.trees import as_arrays
+from jaxpar.arguments.types import AxisLike, Tree
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.quantized import check_chance, codes_of
+from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
+from jaxpar.axis.wire import LowBit, gathered_by
+from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.layers._reduction import spec_axes, sum_leaves
 
 # Numbers of a leaf below which it is summed as it is: its scales and latencies would cost more.

@@ -12,20 +12,20 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Num
 
-from jaxpar._axis import Ring, bind
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_array, check_dim, check_own
-from jaxpar._dtypes import loses_parts
-from jaxpar._quantized import as_operand, scales_among
-from jaxpar._shapes import with_rank
-from jaxpar._trees import as_arrays, check_own_leaves
-from jaxpar._types import AxisLike, Integer, MaybeQuantized, Tree, TreeDim
-from jaxpar._varying import checks_varying, vary_over, vary_wide, varying_axes
-from jaxpar._wire import check_wire
-from jaxpar.collectives._blocks import Blocks, Group, gather_blocks, group_leaves, scatter_sums
-from jaxpar.collectives._choice import Problem, choose_stages
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.checks import as_array, check_dim, check_own
+from jaxpar.arguments.dtypes import loses_parts
+from jaxpar.arguments.shapes import with_rank
+from jaxpar.arguments.trees import as_arrays, check_own_leaves
+from jaxpar.arguments.types import AxisLike, Integer, MaybeQuantized, Tree, TreeDim
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.quantized import as_operand, scales_among
+from jaxpar.axis.varying import checks_varying, vary_over, vary_wide, varying_axes
+from jaxpar.axis.wire import check_wire
+from jaxpar.choose.choice import Problem, choose_stages
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels
+from jaxpar.ring.blocks import Blocks, Group, gather_blocks, group_leaves, scatter_sums
 
 Leaves = list[Any]  # arrays
 

@@ -13,16 +13,16 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from jaxpar._axis import bind
-from jaxpar._calls import of_user, public, type_error, value_error
-from jaxpar._checks import check_uncast
-from jaxpar._compat import optimization_barrier
-from jaxpar._dtypes import addition_dtype
-from jaxpar._jaxprs import type_of
-from jaxpar._quantized import scales_among
-from jaxpar._trees import as_arrays, check_own_leaves
-from jaxpar._types import AxisLike, Tree, TreeDim
-from jaxpar._varying import vary_over, varying_axes
+from jaxpar.arguments.calls import of_user, public, type_error, value_error
+from jaxpar.arguments.checks import check_uncast
+from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.arguments.trees import as_arrays, check_own_leaves
+from jaxpar.arguments.types import AxisLike, Tree, TreeDim
+from jaxpar.axis.axis import bind
+from jaxpar.axis.quantized import scales_among
+from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.compiler.compat import optimization_barrier
+from jaxpar.compiler.jaxprs import type_of
 from jaxpar.layers._fsdp import (
     OR_WHOLE,
     Shards,

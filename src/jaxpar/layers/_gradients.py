@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Inexact, Num, Shaped
 
-from jaxpar._axis import Ring, bind, bind_any
-from jaxpar._calls import of_user, public, type_error, value_error
-from jaxpar._checks import as_array, check_own, check_uncast, check_whole
-from jaxpar._dtypes import addition_dtype, sum_dtype
-from jaxpar._jaxprs import named_axes
-from jaxpar._trees import as_arrays, check_own_leaves
-from jaxpar._types import AxisLike, Integer
-from jaxpar._varying import checks_varying, vary_over, varying_axes
+from jaxpar.arguments.calls import of_user, public, type_error, value_error
+from jaxpar.arguments.checks import as_array, check_own, check_uncast, check_whole
+from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
+from jaxpar.arguments.trees import as_arrays, check_own_leaves
+from jaxpar.arguments.types import AxisLike, Integer
+from jaxpar.axis.axis import Ring, bind, bind_any
+from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
+from jaxpar.compiler.jaxprs import named_axes
 from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
 
 # Of parameters and a batch to (loss, (weight, aux)), of this device.

@@ -11,13 +11,13 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from jaxpar._axis import Ring, bind
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_array, check_number
-from jaxpar._dtypes import addition_dtype
-from jaxpar._shapes import with_rank
-from jaxpar._types import AxisLike, Number
-from jaxpar._varying import vary_wide, varying_axes
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.checks import as_array, check_number
+from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.arguments.shapes import with_rank
+from jaxpar.arguments.types import AxisLike, Number
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.varying import vary_wide, varying_axes
 
 _MOMENTS = "jaxpar_moments"
 

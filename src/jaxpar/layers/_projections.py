@@ -10,18 +10,18 @@ import jax
 from jax import Array, lax
 from jaxtyping import Num
 
-from jaxpar._axis import Ring, bind
-from jaxpar._calls import type_error, value_error
-from jaxpar._checks import as_array, check_dim, check_own, check_sequence_dim
-from jaxpar._types import AxisLike, Integer
-from jaxpar._varying import vary_on_wire, vary_over, varying_axes
-from jaxpar.collectives._choice import Problem, choose_row_chunks
-from jaxpar.collectives._flow import Flow
-from jaxpar.collectives._parts import even_cuts
+from jaxpar.arguments.calls import type_error, value_error
+from jaxpar.arguments.checks import as_array, check_dim, check_own, check_sequence_dim
+from jaxpar.arguments.types import AxisLike, Integer
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
+from jaxpar.choose.choice import Problem, choose_row_chunks
+from jaxpar.choose.flow import Flow
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
 from jaxpar.matmul._product import Product, multiply
+from jaxpar.ring.parts import even_cuts
 
 Weights = Mapping[str, Array]  # by the names that errors use
 Biases = tuple[Array | None, ...]

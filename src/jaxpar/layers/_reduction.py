@@ -11,14 +11,14 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Num
 
-from jaxpar._axis import bind, bind_any
-from jaxpar._calls import called, public, type_error, value_error
-from jaxpar._checks import check_whole
-from jaxpar._dtypes import addition_dtype, common_dtype
-from jaxpar._trees import as_arrays
-from jaxpar._types import AxisLike, Tree
-from jaxpar._varying import checks_varying, vary_over, varying_axes
-from jaxpar._wire import check_wire
+from jaxpar.arguments.calls import called, public, type_error, value_error
+from jaxpar.arguments.checks import check_whole
+from jaxpar.arguments.dtypes import addition_dtype, common_dtype
+from jaxpar.arguments.trees import as_arrays
+from jaxpar.arguments.types import AxisLike, Tree
+from jaxpar.axis.axis import bind, bind_any
+from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
+from jaxpar.axis.wire import check_wire
 
 
 @public

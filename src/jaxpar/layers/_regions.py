@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Shaped
 
-from jaxpar._axis import Ring, bind
-from jaxpar._calls import public
-from jaxpar._checks import ADDENDS, check_dim, check_divides
-from jaxpar._compat import all_gather
-from jaxpar._trees import as_arrays, check_own_leaves
-from jaxpar._types import AxisLike, Integer, Tree
-from jaxpar._varying import checks_varying, vary_on_wire, vary_over, varying_axes
-from jaxpar._wire import check_wire
+from jaxpar.arguments.calls import public
+from jaxpar.arguments.checks import ADDENDS, check_dim, check_divides
+from jaxpar.arguments.trees import as_arrays, check_own_leaves
+from jaxpar.arguments.types import AxisLike, Integer, Tree
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.varying import checks_varying, vary_on_wire, vary_over, varying_axes
+from jaxpar.axis.wire import check_wire
+from jaxpar.compiler.compat import all_gather
 
 
 @public

@@ -11,9 +11,8 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float, Int, Int32
 from jaxtyping import Integer as Integers
 
-from jaxpar._axis import Ring, bind
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import (
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.checks import (
     as_array,
     as_integers,
     check_own,
@@ -22,17 +21,18 @@ from jaxpar._checks import (
     check_softcap,
     check_whole,
 )
-from jaxpar._dtypes import sum_dtype
-from jaxpar._shapes import with_rank
-from jaxpar._types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
-from jaxpar._varying import vary_alike, zeros_alike
-from jaxpar._wire import check_wire
-from jaxpar.collectives._choice import Problem, choose_way
-from jaxpar.collectives._flow import Flow
-from jaxpar.collectives._ways import Way
+from jaxpar.arguments.dtypes import sum_dtype
+from jaxpar.arguments.shapes import with_rank
+from jaxpar.arguments.types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.varying import vary_alike, zeros_alike
+from jaxpar.axis.wire import check_wire
+from jaxpar.choose.choice import Problem, choose_way
+from jaxpar.choose.flow import Flow
 from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_ring import attention
 from jaxpar.layers._attention_tiles import RingAttention
+from jaxpar.ring.ways import Way
 
 
 @public

@@ -15,9 +15,9 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Num
 
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_array
-from jaxpar._types import Activation, AxisLike, Integer, Weights
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.checks import as_array
+from jaxpar.arguments.types import Activation, AxisLike, Integer, Weights
 from jaxpar.layers._activation import activate
 from jaxpar.layers._projections import Projection, as_biases, as_weights, bind_projection, fsdp_pair
 

@@ -11,9 +11,8 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Int, Num
 
-from jaxpar._axis import bind
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import (
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.checks import (
     as_array,
     as_integers,
     as_signed,
@@ -25,12 +24,13 @@ from jaxpar._checks import (
     check_softcap,
     check_whole,
 )
-from jaxpar._compat import psum_scatter
-from jaxpar._dtypes import addition_dtype, sum_dtype
-from jaxpar._padded_tables import check_no_padding, check_no_padding_between
-from jaxpar._types import AxisLike, Integer, Number
-from jaxpar._varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
-from jaxpar._wire import check_wire
+from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
+from jaxpar.arguments.types import AxisLike, Integer, Number
+from jaxpar.axis.axis import bind
+from jaxpar.axis.padded_tables import check_no_padding, check_no_padding_between
+from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
+from jaxpar.axis.wire import check_wire
+from jaxpar.compiler.compat import psum_scatter
 from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
 from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.layers._regions import reduce_region

@@ -1,8 +1,6 @@
 """Layouts of whole models: rules by path, and everything that follows from them on a mesh."""
 
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._explanation import Cost, Exchange, Explanation
-from jaxpar.layout._infer import infer_layout
 from jaxpar.layout._layout import Layout
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._problem import LayoutError, Problem
@@ -15,6 +13,8 @@ from jaxpar.layout._strategies import (
     tensor_parallel,
 )
 from jaxpar.layout._table import Table
+from jaxpar.tools.layouts.infer import infer_layout
+from jaxpar.tools.layouts.layout_costs import Cost, Exchange, Explanation
 
 __all__ = [
     "REPLICATED",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxpar._padding import AnyArray, Blocks
+from jaxpar.axis.padding import AnyArray, Blocks
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._words import from_words, is_key, to_words, words_of
 

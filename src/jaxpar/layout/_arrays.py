@@ -13,7 +13,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpar._calls import called, type_error, value_error
+from jaxpar.arguments.calls import called, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._paths import arrays_of, described
 from jaxpar.layout._problem import LayoutError, Problem, shape_text

@@ -11,7 +11,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar._calls import called, naming, type_error, value_error
+from jaxpar.arguments.calls import called, naming, type_error, value_error
 from jaxpar.layout._fit import Placed, Shaped
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._paths import arrays_of

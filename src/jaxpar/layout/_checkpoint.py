@@ -18,8 +18,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxpar._calls import called, value_error
-from jaxpar._extras import require
+from jaxpar.arguments.calls import called, value_error
+from jaxpar.arguments.extras import require
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import of_words, pad, unpad, zeros_of
 from jaxpar.layout._paths import arrays_of, path_text

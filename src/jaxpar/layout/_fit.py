@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
-from jaxpar._calls import naming
-from jaxpar._padding import Blocks
-from jaxpar._types import AnyMesh
-from jaxpar._units import size_text
+from jaxpar.arguments.calls import naming
+from jaxpar.arguments.types import AnyMesh
+from jaxpar.arguments.units import size_text
+from jaxpar.axis.padding import Blocks
 from jaxpar.layout._array_layout import ArrayLayout, itemsize
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._named_sizes import NamedSizes

@@ -14,11 +14,11 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxpar._calls import called, of_user, public, readable, type_error, value_error
-from jaxpar._checks import check_whole
-from jaxpar._padded_tables import PaddedTable, PaddedTables
-from jaxpar._padding import Blocks
-from jaxpar._types import AnyMesh, AxisLike, Flag, Integer, PathLike
+from jaxpar.arguments.calls import called, of_user, public, readable, type_error, value_error
+from jaxpar.arguments.checks import check_whole
+from jaxpar.arguments.types import AnyMesh, AxisLike, Flag, Integer, PathLike
+from jaxpar.axis.padded_tables import PaddedTable, PaddedTables
+from jaxpar.axis.padding import Blocks
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import gather, pad, place, unpad, zeros_of
 from jaxpar.layout._batch import batch_part, batches, place_batch
@@ -32,8 +32,8 @@ from jaxpar.layout._table import Table
 from jaxpar.layout._tensors import read_safetensors
 
 if TYPE_CHECKING:
-    from jaxpar.layout._explanation import Explanation
     from jaxpar.layout._map import LayoutMap
+    from jaxpar.tools.layouts.layout_costs import Explanation
 
 
 @readable
@@ -604,7 +604,7 @@ class Layout(Mapping[str, ArrayLayout]):
           >>> found.flagged[0].rule, found.flagged[0].after == P(None, "tp")
           ('up', True)
         """
-        from jaxpar.layout._explain import explain
+        from jaxpar.tools.layouts.by_weight import explain
 
         tries = check_whole("tries", tries, 0)
         return explain(self, step, target, args, compiler_options, tries, bool(from_layout))

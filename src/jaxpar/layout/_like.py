@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpar._calls import called
-from jaxpar._padding import Blocks
+from jaxpar.arguments.calls import called
+from jaxpar.axis.padding import Blocks
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._fit import Shaped, fit, replicated, unused_rules
 from jaxpar.layout._paths import arrays_of, described, key_of

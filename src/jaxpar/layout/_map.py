@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from jaxpar._calls import naming, public, readable, type_error, value_error
-from jaxpar._types import AnyMesh, RulesLike
+from jaxpar.arguments.calls import naming, public, readable, type_error, value_error
+from jaxpar.arguments.types import AnyMesh, RulesLike
 from jaxpar.layout._layout import Layout, layout_of
 from jaxpar.layout._rule import Rule, axes_table, rule_of, shown
 

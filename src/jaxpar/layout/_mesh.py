@@ -6,9 +6,9 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxpar._axis import axis_names
-from jaxpar._calls import type_error, value_error
-from jaxpar._types import AnyMesh, AxisLike
+from jaxpar.arguments.calls import type_error, value_error
+from jaxpar.arguments.types import AnyMesh, AxisLike
+from jaxpar.axis.axis import axis_names
 
 
 def check_mesh(mesh: Any) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
 
-from jaxpar._calls import called, type_error, value_error
+from jaxpar.arguments.calls import called, type_error, value_error
 
 
 def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | None], Any]:

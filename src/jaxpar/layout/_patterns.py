@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpar._calls import type_error, value_error
+from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.layout._paths import pattern_of
 
 

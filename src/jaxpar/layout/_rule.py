@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jaxpar._axis import axis_names
-from jaxpar._calls import type_error, value_error
+from jaxpar.arguments.calls import type_error, value_error
+from jaxpar.axis.axis import axis_names
 from jaxpar.layout._paths import without_numbers
 from jaxpar.layout._split import Padded, Replicate, Split
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar._calls import type_error, value_error
+from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.layout._problem import shape_text
 
 _DTYPES = {

@@ -11,11 +11,11 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int
 
-from jaxpar._axis import axis_names, bind
-from jaxpar._calls import naming, public, readable, type_error, value_error
-from jaxpar._checks import check_dim, check_whole
-from jaxpar._padding import AnyArray, Blocks
-from jaxpar._types import AxisLike, Integer, Leaf
+from jaxpar.arguments.calls import naming, public, readable, type_error, value_error
+from jaxpar.arguments.checks import check_dim, check_whole
+from jaxpar.arguments.types import AxisLike, Integer, Leaf
+from jaxpar.axis.axis import axis_names, bind
+from jaxpar.axis.padding import AnyArray, Blocks
 
 
 @readable

@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar._calls import called, public
-from jaxpar._checks import check_whole
-from jaxpar._types import AnyMesh, AxisLike, Integer
+from jaxpar.arguments.calls import called, public
+from jaxpar.arguments.checks import check_whole
+from jaxpar.arguments.types import AnyMesh, AxisLike, Integer
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from jaxpar._units import size_text
+from jaxpar.arguments.units import size_text
 
 if TYPE_CHECKING:
     from jaxpar.layout._array_layout import ArrayLayout

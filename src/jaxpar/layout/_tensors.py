@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxpar._calls import called, of_user, type_error, value_error
+from jaxpar.arguments.calls import called, of_user, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import on_host
 from jaxpar.layout._paths import described

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 from jax import Array, lax
 
-from jaxpar._quantized import Quantized
-from jaxpar.collectives._choice import joining_is_cheaper
-from jaxpar.collectives._parts import join_dims, split_dim
-from jaxpar.collectives._scales import Scales, join
-from jaxpar.collectives._ways import Arrivals, Positions
+from jaxpar.axis.quantized import Quantized
+from jaxpar.choose.choice import joining_is_cheaper
 from jaxpar.matmul._product import Left, Out, Product, Right, multiply
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.matmul._stationary import unused_label
+from jaxpar.ring.parts import join_dims, split_dim
+from jaxpar.ring.scales import Scales, join
+from jaxpar.ring.ways import Arrivals, Positions
 
 
 def take_partners(

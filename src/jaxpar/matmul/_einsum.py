@@ -17,19 +17,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Num
 
-from jaxpar._axis import Ring
-from jaxpar._calls import value_error
-from jaxpar._checks import ADDENDS, as_array, check_divides, check_own, check_precision
-from jaxpar._derivatives import as_residuals, with_derivative
-from jaxpar._dtypes import as_dtype, check_holds, result_dtype, sum_dtype
-from jaxpar._quantized import Quantized, straight_through, values_of
-from jaxpar._types import MaybeQuantized, Operand
-from jaxpar._varying import checks_varying, vary_alike, vary_over
-from jaxpar._wire import check_wire
-from jaxpar.collectives._blocks import gather_replicated
-from jaxpar.collectives._choice import Problem, choose_ways, may_keep
-from jaxpar.collectives._flow import Flow
-from jaxpar.matmul._flow import flow_of
+from jaxpar.arguments.calls import value_error
+from jaxpar.arguments.checks import ADDENDS, as_array, check_divides, check_own, check_precision
+from jaxpar.arguments.dtypes import as_dtype, check_holds, result_dtype, sum_dtype
+from jaxpar.arguments.types import MaybeQuantized, Operand
+from jaxpar.axis.axis import Ring
+from jaxpar.axis.quantized import Quantized, straight_through, values_of
+from jaxpar.axis.varying import checks_varying, vary_alike, vary_over
+from jaxpar.axis.wire import check_wire
+from jaxpar.choose.choice import Problem, choose_ways, may_keep
+from jaxpar.choose.flow import Flow
+from jaxpar.compiler.derivatives import as_residuals, with_derivative
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import gather_einsum, scatter_einsum
 from jaxpar.matmul._product import (
@@ -44,6 +42,8 @@ from jaxpar.matmul._product import (
     sizes_of,
 )
 from jaxpar.matmul._ring_einsum import RingEinsum
+from jaxpar.matmul._work import flow_of
+from jaxpar.ring.blocks import gather_replicated
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 from jax import Array
 
-from jaxpar._types import Leaf
-from jaxpar.collectives._choice import joins_kept
-from jaxpar.collectives._parts import Span, even_cuts
-from jaxpar.collectives._scales import Scales
-from jaxpar.collectives._steps import Step
-from jaxpar.collectives._ways import Arrivals
+from jaxpar.arguments.types import Leaf
+from jaxpar.choose.choice import joins_kept
 from jaxpar.matmul._arrivals import take_partners, use_arrivals
 from jaxpar.matmul._product import Product
 from jaxpar.matmul._ring_einsum import RingEinsum
+from jaxpar.ring.parts import Span, even_cuts
+from jaxpar.ring.scales import Scales
+from jaxpar.ring.steps import Step
+from jaxpar.ring.ways import Arrivals
 
 
 @jax.tree_util.register_dataclass

@@ -3,9 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from jaxpar._axis import Ring
-from jaxpar._calls import type_error, value_error
-from jaxpar._types import MaybeQuantized
+from jaxpar.arguments.calls import type_error, value_error
+from jaxpar.arguments.types import MaybeQuantized
+from jaxpar.axis.axis import Ring
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,10 @@ import jax
 from jax import Array, lax
 from jaxtyping import Num
 
-from jaxpar._derivatives import as_residuals, with_derivative
-from jaxpar._quantized import Quantized, exact_of, straight_through
-from jaxpar.collectives._flow import FlowKind
-from jaxpar.collectives._parts import Span, even_cuts
-from jaxpar.collectives._scales import Scales, gather_scales
-from jaxpar.collectives._steps import Step, at_once
-from jaxpar.collectives._ways import Arrivals, Naive, Positions
+from jaxpar.axis.quantized import Quantized, exact_of, straight_through
+from jaxpar.choose.flow import FlowKind
+from jaxpar.compiler.derivatives import as_residuals, with_derivative
 from jaxpar.matmul._arrivals import cut_operand, multiply_part, take_partners, use_arrivals
-from jaxpar.matmul._flow import flow_of
 from jaxpar.matmul._kept import Kept, steps_of
 from jaxpar.matmul._product import (
     Left,
@@ -45,6 +40,11 @@ from jaxpar.matmul._product import (
 )
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.matmul._stationary import return_result, send_partner, unused_label, with_devices
+from jaxpar.matmul._work import flow_of
+from jaxpar.ring.parts import Span, even_cuts
+from jaxpar.ring.scales import Scales, gather_scales
+from jaxpar.ring.steps import Step, at_once
+from jaxpar.ring.ways import Arrivals, Naive, Positions
 
 
 def _gather(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Num
 
-from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar._quantized import Quantized, spread
+from jaxpar.arguments.dtypes import common_dtype, sum_dtype
+from jaxpar.axis.quantized import Quantized, spread
 
 # Labels of an einsum, known while tracing, name the dimensions of its arrays; sizes of all but the
 # label of the ring are the same in all arrays that have it. So annotations say only whose shape one

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpar._derivatives import as_residuals
-from jaxpar.collectives._ways import Way
+from jaxpar.compiler.derivatives import as_residuals
 from jaxpar.matmul._product import Arithmetic
+from jaxpar.ring.ways import Way
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from string import ascii_letters
 from jax import Array, lax
 from jaxtyping import Num
 
-from jaxpar._axis import Ring
-from jaxpar._compat import all_gather, psum_scatter
-from jaxpar.collectives._parts import join_dims, split_dim
+from jaxpar.axis.axis import Ring
+from jaxpar.compiler.compat import all_gather, psum_scatter
+from jaxpar.ring.parts import join_dims, split_dim
 
 
 def unused_label(*labels: str) -> str:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Int, Int32, Num, Shaped
 
-from jaxpar import _loops
-from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar._types import Tree
-from jaxpar._varying import zeros_alike
+from jaxpar.arguments.dtypes import common_dtype, sum_dtype
+from jaxpar.arguments.types import Tree
+from jaxpar.axis.varying import zeros_alike
+from jaxpar.compiler import control_flow
 
 # Lengths of blocks, falling. A block costs a CPU about as much as 25 rows besides its own; it costs
 # a GPU tens of microseconds, as the host waits to know whether another follows.
@@ -80,7 +80,7 @@ def fold_groups(
     count = jnp.sum(filled, dtype="int32")
     first = zeros_alike((), "int32", group_sizes)
     with jax.named_scope("filled_groups"):  # what assumes trips of loops knows them by name
-        return _loops.while_loop(lambda carry: carry[0] < count, turn, (first, state))[1]
+        return control_flow.while_loop(lambda carry: carry[0] < count, turn, (first, state))[1]
 
 
 def _fold_blocks(
@@ -108,7 +108,7 @@ def _fold_blocks(
             return first + length, step(state, Block(at, (row >= first) & (row < end)))
 
         with jax.named_scope(f"blocks_of_{length}"):
-            start, state = _loops.while_loop(unfinished, advance, (start, state))
+            start, state = control_flow.while_loop(unfinished, advance, (start, state))
     return state
 
 

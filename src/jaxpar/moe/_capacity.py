@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32, UInt
 
-from jaxpar import _loops
-from jaxpar._calls import public, value_error
-from jaxpar._checks import check_number, check_whole
-from jaxpar._types import Integer, Number, Policy
-from jaxpar._varying import zeros_alike
+from jaxpar.arguments.calls import public, value_error
+from jaxpar.arguments.checks import check_number, check_whole
+from jaxpar.arguments.types import Integer, Number, Policy
+from jaxpar.axis.varying import zeros_alike
+from jaxpar.compiler import control_flow
 from jaxpar.moe._routing import Routing, RoutingLike, as_routing, of_chosen, of_experts
 
 # Buffers of so many rows have a multiple of the rows of a tile.
@@ -160,7 +160,9 @@ def _largest(keys: UInt[Array, "tokens experts"], most: int) -> Bool[Array, "tok
         return found
 
     zeros = zeros_alike(keys.shape[1:], keys.dtype, keys)
-    smallest = _loops.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)[None, :]
+    smallest = control_flow.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)[
+        None, :
+    ]
     above, equal = keys > smallest, (keys == smallest) & (keys > 0)
     # What the largest numbers leave goes to equal ones, the earlier tokens' first.
     room = most - jnp.sum(above, axis=0, dtype="int32")

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int, Int32, Shaped
 
-from jaxpar import _unwritten
-from jaxpar._derivatives import linear_pair
-from jaxpar._dtypes import addition_dtype
-from jaxpar._unwritten import unwritten
-from jaxpar._varying import vary_alike, zeros_alike
-from jaxpar.collectives._choice import gathers_apart
+from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.axis.varying import vary_alike, zeros_alike
+from jaxpar.choose.choice import gathers_apart
+from jaxpar.compiler import unwritten_memory
+from jaxpar.compiler.derivatives import linear_pair
+from jaxpar.compiler.unwritten_memory import unwritten
 
 
 class Copies(NamedTuple):
@@ -121,7 +121,7 @@ def _copy(
 ) -> Shaped[Array, "copies *row"]:
     if how.fill:
         return take_rows(x, copies.source)
-    anything = unwritten((), x.dtype) if _unwritten.poisoned else None
+    anything = unwritten((), x.dtype) if unwritten_memory.poisoned else None
     return take_rows(x, copies.source, anything)
 
 

@@ -11,13 +11,12 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float, Int, Int32
 
-from jaxpar._axis import Ring
-from jaxpar._compat import optimization_barrier
-from jaxpar._dtypes import sum_dtype
-from jaxpar._types import Activation
-from jaxpar._varying import vary_alike, vary_over, vary_wide, varying_axes
-from jaxpar.collectives._blocks import gather_along, scatter_along
-from jaxpar.collectives._choice import Problem, choose_way
+from jaxpar.arguments.dtypes import sum_dtype
+from jaxpar.arguments.types import Activation
+from jaxpar.axis.axis import Ring
+from jaxpar.axis.varying import vary_alike, vary_over, vary_wide, varying_axes
+from jaxpar.choose.choice import Problem, choose_way
+from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.layers._activation import activate
 from jaxpar.moe._capacity import Bounds
@@ -25,6 +24,7 @@ from jaxpar.moe._dispatcher import RaggedDispatcher
 from jaxpar.moe._local import InSlots, LocalExperts, Pairs, Tokens
 from jaxpar.moe._mlp import Experts
 from jaxpar.moe._sharding import Axes
+from jaxpar.ring.blocks import gather_along, scatter_along
 
 Arrived = tuple[Float[Array, "arrived d"], Int[Array, "arrived k"], Float[Array, "arrived k"]]
 

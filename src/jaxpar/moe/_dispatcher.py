@@ -12,12 +12,12 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Int32, Shaped
 
-from jaxpar._axis import Ring, bind
-from jaxpar._calls import public, readable, type_error, value_error
-from jaxpar._checks import as_array, as_integers, as_signed, check_whole
-from jaxpar._trees import as_arrays
-from jaxpar._types import AxisLike, Integer, Leaf, Tree
-from jaxpar._varying import vary_alike, vary_over
+from jaxpar.arguments.calls import public, readable, type_error, value_error
+from jaxpar.arguments.checks import as_array, as_integers, as_signed, check_whole
+from jaxpar.arguments.trees import as_arrays
+from jaxpar.arguments.types import AxisLike, Integer, Leaf, Tree
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.varying import vary_alike, vary_over
 from jaxpar.collectives._ragged import Slices
 from jaxpar.moe._copies import Copies, copies_by_key
 from jaxpar.moe._trip import Trip, bring_back, send

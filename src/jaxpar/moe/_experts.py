@@ -18,11 +18,11 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Int, Int32, Num
 
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_array, as_integers
-from jaxpar._dtypes import loses_parts, result_dtype
-from jaxpar._types import Activation, Implementation, Values
-from jaxpar._varying import vary_alike, zeros_alike
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.checks import as_array, as_integers
+from jaxpar.arguments.dtypes import loses_parts, result_dtype
+from jaxpar.arguments.types import Activation, Implementation, Values
+from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.layers._activation import activate
 from jaxpar.moe._blocks import Block, Totals, fold_groups
 from jaxpar.moe._grouped import (

@@ -19,12 +19,12 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Int32, Integer, Num
 
-from jaxpar import _loops
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_array, as_integers, check_precision
-from jaxpar._dtypes import as_dtype, check_holds, common_dtype, result_dtype, sum_dtype
-from jaxpar._types import Implementation, Values
-from jaxpar._varying import vary_alike
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.checks import as_array, as_integers, check_precision
+from jaxpar.arguments.dtypes import as_dtype, check_holds, common_dtype, result_dtype, sum_dtype
+from jaxpar.arguments.types import Implementation, Values
+from jaxpar.axis.varying import vary_alike
+from jaxpar.compiler import control_flow
 from jaxpar.moe._blocks import (
     CPU_LENGTHS,
     GPU_LENGTHS,
@@ -119,7 +119,7 @@ class Kernels:
         # longest does, and ragged dots have no rule for some batches.
         @sequential_vmap
         def chosen(*operands: Any) -> Any:
-            return _loops.platform_dependent(*operands, **branches)
+            return control_flow.platform_dependent(*operands, **branches)
 
         return chosen(*operands)
 

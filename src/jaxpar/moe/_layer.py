@@ -13,10 +13,10 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int32
 
-from jaxpar._calls import public, type_error
-from jaxpar._checks import as_array
-from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar._types import (
+from jaxpar.arguments.calls import public, type_error
+from jaxpar.arguments.checks import as_array
+from jaxpar.arguments.dtypes import common_dtype, sum_dtype
+from jaxpar.arguments.types import (
     Activation,
     AxisLike,
     Dispatch,
@@ -27,9 +27,9 @@ from jaxpar._types import (
     Scoring,
     Values,
 )
-from jaxpar._varying import vary_over, varying_axes
-from jaxpar._wire import check_wire
-from jaxpar.collectives._choice import Problem, applies_experts_in_stages, choose_dispatch
+from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.axis.wire import check_wire
+from jaxpar.choose.choice import Problem, applies_experts_in_stages, choose_dispatch
 from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity
 from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared
 from jaxpar.moe._local import LocalExperts

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from jax import Array
 from jaxtyping import Float, Int, Int32
 
-from jaxpar._chips import traced_for_cpu
-from jaxpar._types import Activation
-from jaxpar._varying import vary_alike
-from jaxpar.collectives._choice import applies_experts_in_slots
+from jaxpar.arguments.types import Activation
+from jaxpar.axis.varying import vary_alike
+from jaxpar.choose.choice import applies_experts_in_slots
+from jaxpar.mesh.chips import traced_for_cpu
 from jaxpar.moe._blocks import CPU_LENGTHS, GPU_LENGTHS
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
 from jaxpar.moe._experts import apply_experts, closes_over_arrays

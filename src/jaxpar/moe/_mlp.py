@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int32, Num, Shaped
 
-from jaxpar._calls import public, readable, type_error
-from jaxpar._checks import as_array
-from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar._types import Activation
+from jaxpar.arguments.calls import public, readable, type_error
+from jaxpar.arguments.checks import as_array
+from jaxpar.arguments.dtypes import common_dtype, sum_dtype
+from jaxpar.arguments.types import Activation
 from jaxpar.layers._activation import activate
 from jaxpar.moe._blocks import Block, block_dot
 from jaxpar.moe._grouped import (

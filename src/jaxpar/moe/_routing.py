@@ -11,10 +11,10 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Num
 from jaxtyping import Integer as Integers
 
-from jaxpar._calls import public, readable, type_error, value_error
-from jaxpar._checks import as_array, as_integers, check_number, check_whole
-from jaxpar._dtypes import sum_dtype
-from jaxpar._types import Integer, Number, Scoring, Values
+from jaxpar.arguments.calls import public, readable, type_error, value_error
+from jaxpar.arguments.checks import as_array, as_integers, check_number, check_whole
+from jaxpar.arguments.dtypes import sum_dtype
+from jaxpar.arguments.types import Integer, Number, Scoring, Values
 
 SCORINGS = ("softmax", "selected_softmax", "sigmoid")
 

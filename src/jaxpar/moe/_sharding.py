@@ -12,15 +12,15 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
-from jaxpar._axis import Ring, bind
-from jaxpar._calls import public, type_error, value_error
-from jaxpar._checks import as_array, check_number, check_own, check_whole
-from jaxpar._padding import Blocks
-from jaxpar._trees import check_own_leaves
-from jaxpar._tuning import AUTO
-from jaxpar._types import AxisLike, Integer, Values
-from jaxpar._varying import vary_over, varying_axes
-from jaxpar.collectives._sites import DISPATCHES
+from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.checks import as_array, check_number, check_own, check_whole
+from jaxpar.arguments.trees import check_own_leaves
+from jaxpar.arguments.types import AxisLike, Integer, Values
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.padding import Blocks
+from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.choose.sites import DISPATCHES
+from jaxpar.compiler.tuning import AUTO
 from jaxpar.layers import fsdp_gather
 from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.moe._experts import check_shapes

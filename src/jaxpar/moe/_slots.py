@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32, Num
 
-from jaxpar._dtypes import common_dtype, sum_dtype
-from jaxpar._varying import vary_alike
+from jaxpar.arguments.dtypes import common_dtype, sum_dtype
+from jaxpar.axis.varying import vary_alike
 from jaxpar.moe._blocks import Block, Totals, fold_groups
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread, take_rows
 from jaxpar.moe._experts import of_group

@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32, Num
 
-from jaxpar._axis import bind_any
-from jaxpar._calls import public, readable, value_error
-from jaxpar._checks import as_array, check_own
-from jaxpar._types import AxisLike, Integer, Values
-from jaxpar._varying import vary_alike
+from jaxpar.arguments.calls import public, readable, value_error
+from jaxpar.arguments.checks import as_array, check_own
+from jaxpar.arguments.types import AxisLike, Integer, Values
+from jaxpar.axis.axis import bind_any
+from jaxpar.axis.varying import vary_alike
 from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_experts
 
 

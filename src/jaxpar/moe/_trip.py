@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Shaped, UInt
 
-from jaxpar._axis import Ring
-from jaxpar._derivatives import linear_pair
-from jaxpar._quantized import decoded, encoded
-from jaxpar._unwritten import unwritten
-from jaxpar._varying import vary_alike, zeros_alike
-from jaxpar._wire import LowBit
+from jaxpar.axis.axis import Ring
+from jaxpar.axis.quantized import decoded, encoded
+from jaxpar.axis.varying import vary_alike, zeros_alike
+from jaxpar.axis.wire import LowBit
 from jaxpar.collectives._ragged import Slices, exchange_rows
+from jaxpar.compiler.derivatives import linear_pair
+from jaxpar.compiler.unwritten_memory import unwritten
 from jaxpar.moe._copies import Copies, collect, spread
 
 _TILE = 8 * 128  # elements of a TPU's registers

@@ -7,20 +7,20 @@ text. `_origins`, `_exposed`, `_causes`, `_edits` and `_trials` find out why, an
 `_trace` has the same of a run that was measured.
 """
 
-from jaxpar._chips import Chip
-from jaxpar.schedule._beside import Beside
-from jaxpar.schedule._event import Event
-from jaxpar.schedule._explain import Explanation, Finding, explain
-from jaxpar.schedule._exposed import Exposed
-from jaxpar.schedule._floor import Floor, matmul_floor, program_floor
-from jaxpar.schedule._memory import Held
-from jaxpar.schedule._overheads import Overhead
-from jaxpar.schedule._player import Assumed
-from jaxpar.schedule._sources import Line
-from jaxpar.schedule._target import Target, target
-from jaxpar.schedule._timeline import CompiledProgram, Memory, Timeline, compile_for, timeline
-from jaxpar.schedule._trace import read_trace
-from jaxpar.schedule._trials import Tried
+from jaxpar.mesh.chips import Chip
+from jaxpar.tools.explain.explain import Explanation, Finding, explain
+from jaxpar.tools.explain.exposed import Exposed
+from jaxpar.tools.explain.overheads import Overhead
+from jaxpar.tools.explain.trials import Tried
+from jaxpar.tools.program.memory import Held
+from jaxpar.tools.program.sources import Line
+from jaxpar.tools.timeline.beside import Beside
+from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.floor import Floor, matmul_floor, program_floor
+from jaxpar.tools.timeline.player import Assumed
+from jaxpar.tools.timeline.target import Target, target
+from jaxpar.tools.timeline.timeline import CompiledProgram, Memory, Timeline, compile_for, timeline
+from jaxpar.tools.timeline.trace import read_trace
 
 __all__ = [
     "Assumed",

@@ -2,12 +2,6 @@
 
 from jaxpar.testing._collectives import CollectiveCounts, count_collectives
 from jaxpar.testing._compare import tolerance
-from jaxpar.testing._compiled import (
-    assert_collectives,
-    assert_no_resharding,
-    assert_overlapped,
-    assert_peak_memory,
-)
 from jaxpar.testing._poison import poisoned_rows
 from jaxpar.testing._reference import assert_matches_reference
 from jaxpar.testing._strategies import (
@@ -18,6 +12,12 @@ from jaxpar.testing._strategies import (
     ragged_sizes,
     specs,
     uneven_shapes,
+)
+from jaxpar.tools.assertions import (
+    assert_collectives,
+    assert_no_resharding,
+    assert_overlapped,
+    assert_peak_memory,
 )
 
 __all__ = [

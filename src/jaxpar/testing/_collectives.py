@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxpar._calls import readable
-from jaxpar._jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
-from jaxpar._jit import enclosing
+from jaxpar.arguments.calls import readable
+from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
+from jaxpar.compiler.jit import enclosing
 
 Var: TypeAlias = Any  # jax.extend publishes no types of jaxpr variables that hold on all versions
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar._calls import readable
+from jaxpar.arguments.calls import readable
 from jaxpar.testing._oracle import Expected, Leaf
 
 # A rounding error is within u, and n of them that are independent sum to about u * sqrt(n). Six of

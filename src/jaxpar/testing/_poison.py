@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import jax
 
-from jaxpar import _unwritten
-from jaxpar._calls import readable
+from jaxpar.arguments.calls import readable
+from jaxpar.compiler import unwritten_memory
 
 
 @readable
@@ -40,11 +40,11 @@ def poisoned_rows() -> Generator[None]:
       >>> print(seen[:4], masked[:4])
       [ 0. nan  1. nan] [0. 0. 1. 0.]
     """
-    before = _unwritten.poisoned
-    _unwritten.poisoned = True
+    before = unwritten_memory.poisoned
+    unwritten_memory.poisoned = True
     jax.clear_caches()
     try:
         yield
     finally:
-        _unwritten.poisoned = before
+        unwritten_memory.poisoned = before
         jax.clear_caches()

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxpar._calls import readable
-from jaxpar._jit import jit
+from jaxpar.arguments.calls import readable
+from jaxpar.compiler.jit import jit
 from jaxpar.testing._compare import Report, coarser
 from jaxpar.testing._oracle import (
     Expected,

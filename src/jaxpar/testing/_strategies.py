@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxpar._calls import readable
-from jaxpar._extras import require
+from jaxpar.arguments.calls import readable
+from jaxpar.arguments.extras import require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

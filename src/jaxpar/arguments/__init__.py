@@ -1,0 +1,1 @@
+"""What public functions are given: their calls, checks, types and errors."""

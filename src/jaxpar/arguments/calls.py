@@ -1,0 +1,114 @@
+"""Calls of public functions: what `help` shows of them, errors name and profiles show."""
+
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar, cast
+
+import jax
+
+from jaxpar.arguments.eager import as_one_program
+from jaxpar.arguments.types import SHOWN
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Shown = TypeVar("Shown")
+
+_called: ContextVar[str | None] = ContextVar("called", default=None)
+
+
+def called(otherwise: str = "jaxpar") -> str:
+    """Returns the name of the public function that the user called, if any was."""
+    return _called.get() or otherwise
+
+
+def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[Given, Result]:
+    """Has errors inside name the function that was called, and profiles show it with its axis.
+
+    Of calls within calls the first one names the errors: the user knows that one. `help` shows the
+    annotations as the source has them, names for types written out. A function without a parameter
+    `axis` may say here which it is `over`.
+    """
+    parameters = list(signature(function).parameters)
+    place = parameters.index("axis") if "axis" in parameters else None
+
+    @wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        axis = kwargs.get("axis", args[place] if place is not None and place < len(args) else over)
+        with (
+            naming(_called.get() or function.__qualname__),
+            jax.named_scope(_scope(function, axis)),
+        ):
+            return as_one_program(function, *args, **kwargs)
+
+    return readable(call)
+
+
+class _Text(str):
+    """An annotation that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def readable(shown: Shown) -> Shown:
+    """Has `help` show a function's or a class's annotations, which are strings, as a reader would.
+
+    Evaluated they are unions of classes of jax that no user knows, and names that are open here.
+    """
+
+    def text(annotation: Any) -> Any:
+        annotation = getattr(annotation, "__forward_arg__", annotation)  # of a NamedTuple
+        if not isinstance(annotation, str):
+            return annotation
+        return _Text(re.sub(r"\w+", lambda name: SHOWN.get(name[0], name[0]), annotation))
+
+    found = signature(cast(Any, shown))
+    parameters = [p.replace(annotation=text(p.annotation)) for p in found.parameters.values()]
+    back = text(found.return_annotation)
+    cast(Any, shown).__signature__ = found.replace(parameters=parameters, return_annotation=back)
+    return shown
+
+
+def value_error(text: str) -> ValueError:
+    """Returns an error that names the public function that the user called."""
+    return ValueError(f"{called()}: {text}")
+
+
+def type_error(text: str) -> TypeError:
+    """As `value_error`."""
+    return TypeError(f"{called()}: {text}")
+
+
+def of_user(function: Any, argument: str) -> Callable[..., Any]:
+    """Has errors in a function that a user gave, as `argument`, name what is called in there."""
+    if not callable(function):
+        raise type_error(f"{argument} must be a function, got {function!r}")
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with naming(None):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def naming(name: str | None) -> Generator[None]:
+    """Has errors inside bear this name; None: that of what is called inside."""
+    token = _called.set(name)
+    try:
+        yield
+    finally:
+        _called.reset(token)
+
+
+def _scope(function: Any, axis: Any) -> str:
+    names = getattr(axis, "names", axis)  # of an Axis
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, tuple | list):  # no axis, or a wrong one, which the function refuses
+        return function.__qualname__
+    return f"{function.__qualname__}[{','.join(map(str, names))}]"

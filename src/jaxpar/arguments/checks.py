@@ -1,0 +1,244 @@
+"""What public functions check of their arguments, in one wording."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+from jaxtyping import Integer as Integers
+
+from jaxpar.arguments.calls import called, type_error, value_error
+from jaxpar.axis.axis import Ring
+from jaxpar.axis.varying import checks_varying, varying_axes
+
+# The remedies for shards, and for addends, that are replicated.
+SHARDED = "shard it in in_specs, or cut it with scatter_region"
+ADDENDS = "shard in in_specs what it is made of, or leave out a sum that was made already"
+_SAY_SO, _PCAST = ", say so", " by jax.lax.pcast("
+# All axes along which a call in this process asked for operands that vary.
+_asked: set[str] = set()
+
+
+def check_precision(precision: Any) -> None:
+    """Raises unless `precision` is that of both operands of a matmul."""
+    if isinstance(precision, (tuple, list)):
+        raise type_error(
+            f"precision must be one value for both operands, got {precision!r}; "
+            "operands change places in the derivatives"
+        )
+
+
+def check_dim(argument: str, dim: Any, shape: tuple[int, ...], *, stacked: bool = False) -> int:
+    """Returns `dim` counted from the front, or raises if the local `shape` has no such dimension.
+
+    With `stacked`, `dim` is a new dimension's place in the result.
+    """
+    dim, rank = _as_integer(argument, dim), len(shape) + stacked
+    if not -rank <= dim < rank:
+        result = f"a result of {rank} dimensions" if stacked else f"{rank} dimensions"
+        remedy = f"choose from {-rank} to {rank - 1}" if rank else "reshape it to one"
+        raise value_error(
+            f"{argument}={dim} is out of range for a local shape {shape}, which has "
+            f"{result}; {remedy}"
+        )
+    return dim % rank
+
+
+def check_divides(
+    argument: str,
+    shape: tuple[int, ...],
+    dim: int,
+    ring: Ring,
+    *,
+    exactly: bool = False,
+) -> None:
+    """Raises unless the ring's size divides (or, `exactly`, equals) dimension `dim` of `shape`."""
+    size = shape[dim]
+    if exactly and size != ring.size:
+        raise value_error(
+            f"{argument} has local shape {shape}, whose dimension {dim} must have the "
+            f"size of {ring} with tiled=False, but has {size}; "
+            "pass tiled=True to cut it into blocks"
+        )
+    if size % ring.size:
+        padded = size + -size % ring.size
+        raise value_error(
+            f"{argument} has local shape {shape}, whose dimension {dim} {ring} "
+            f"does not divide: {size} = {size // ring.size} x {ring.size} + "
+            f"{size % ring.size}; pad it to {padded}, or choose another dimension"
+        )
+
+
+def check_whole(
+    argument: str,
+    given: Any,
+    low: int | None = None,
+    high: int | None = None,
+    what: str = "",
+) -> int:
+    """Returns a whole number from `low` to `high`, which is `what`."""
+    given = _as_integer(argument, given)
+    if (low is not None and given < low) or (high is not None and given > high):
+        most = "" if high is None else f" and at most {high}, {what}"
+        raise value_error(f"{argument}={given} must be at least {low}{most}")
+    return given
+
+
+def _as_integer(argument: str, given: Any) -> int:
+    try:
+        if not isinstance(given, bool):
+            return operator.index(given)
+    except TypeError:  # of arrays, too, and of what is traced
+        pass
+    known = " known while tracing" if isinstance(given, Tracer) else ""
+    raise type_error(
+        f"{argument} must be an integer{known}, got {given!r} of type {type(given).__name__}"
+    )
+
+
+def check_number(
+    argument: str, given: Any, high: float | None = None, *, finite: str = ""
+) -> float:
+    """Returns a number from 0 to `high` that is known while tracing.
+
+    Infinity is one, but where `finite` says what to give instead.
+    """
+    if isinstance(given, bool) or not isinstance(given, int | float | np.number):
+        raise type_error(
+            f"{argument} must be a number known while tracing, got {given!r} of type "
+            f"{type(given).__name__}"
+        )
+    if not given >= 0 or (high is not None and given > high):
+        most = "" if high is None else f" and at most {high}"
+        raise value_error(f"{argument}={given} must be at least 0{most}")
+    if finite and given == float("inf"):
+        raise value_error(f"{argument}={given} must be finite; {finite}")
+    return float(given)
+
+
+def check_softcap(given: Any, otherwise: str) -> float | None:
+    """Returns a bound of scores or logits, None for none; `otherwise` says what that leaves."""
+    if given is None:
+        return None
+    softcap = check_number("softcap", given, finite=otherwise)
+    if not softcap:
+        raise value_error(f"softcap={given} must be above 0; {otherwise}")
+    return softcap
+
+
+def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pass one") -> Array:
+    """Returns what a user gave as an array, or raises if it is none, or has no such `use`."""
+    try:
+        x = jnp.asarray(given)
+    except (TypeError, ValueError):
+        if hasattr(given, "dequantized"):
+            raise type_error(
+                f"{argument} is Quantized{list(given.shape)}, which only an operand that is "
+                f"gathered may be; pass {argument}.dequantized()"
+            ) from None
+        name = f"{given.__name__}, " if hasattr(given, "__name__") else ""
+        kind = type(given).__name__
+        if isinstance(given, np.ndarray):
+            kind = f"{kind} of {given.dtype}"  # such as of texts
+        raise type_error(
+            f"{argument} is {name}of type {kind}, and no array of JAX; {remedy}"
+        ) from None
+    if use and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        instead = "give numbers" if use == "product" else "leave it out"  # a leaf of a tree
+        raise type_error(f"{argument} is {x.dtype}{list(x.shape)}, which has no {use}; {instead}")
+    if use == "sum" and x.dtype == bool:  # some of JAX's own count, some are an "or", some raise
+        raise type_error(f"{argument} is bool{list(x.shape)}, which has no sum; cast it to int32")
+    return x
+
+
+def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
+    """Returns an array of integers, or raises for what is none.
+
+    Of NumPy's integers of 64 bits JAX keeps 32, without a word, unless it is told to have 64.
+    """
+    x = as_array(argument, given, use="")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
+    if isinstance(given, np.ndarray) and not np.array_equal(given, given.astype(x.dtype)):
+        raise value_error(
+            f"{argument} are {given.dtype} from {given.min()} to {given.max()}, of which "
+            f"{x.dtype} does not hold all; number them anew, or set jax_enable_x64"
+        )
+    return x
+
+
+def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
+    """Raises if `tokens` are typed as varying over the ring."""
+    varying = sorted(varying_axes(tokens) & set(ring.names))
+    if varying:
+        raise value_error(
+            f"{argument} of local shape {tokens.shape} vary over {varying}, but "
+            f"every device of {ring} needs the same; give them whole, from in_specs without that "
+            "axis or through gather_region"
+        )
+
+
+def check_own(
+    argument: str, given: Any, ring: Ring, what: str, remedy: str = "", *, operand: bool = True
+) -> None:
+    """Raises if `given` is typed as replicated, where each device of the ring needs its own `what`.
+
+    Of several arrays that are combined, one that varies is enough. A loss is no `operand`, so
+    `check_uncast` does not look for it.
+    """
+    if not checks_varying(ring.names):
+        return
+    if operand:
+        _asked.update(ring.names)
+    varying = varying_axes(given)
+    copied = tuple(name for name in ring.names if name not in varying and lax.axis_size(name) > 1)
+    if copied:
+        shapes = [str(jnp.shape(x)) for x in jax.tree.leaves(given)]
+        of = f"shapes {', '.join(shapes[:-1])} and {shapes[-1]} are"
+        of = f"shape {shapes[0]} is" if len(shapes) == 1 else of
+        raise value_error(
+            f"{argument} of local {of} replicated over {sorted(copied)}, but each device of "
+            f"{ring} needs {what} of its own; {remedy or SHARDED}. If each device does have its "
+            f"own, and they are equal{_SAY_SO}{_PCAST}..., {copied}, to='varying')"
+        )
+
+
+def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any) -> None:
+    """Raises as `check_own` does if an operand of `function` varies only by our own cast.
+
+    A transform makes `given` varying, so that each device has its own gradient. This hides that an
+    operand is replicated. So `function` is traced once more, without the cast.
+    """
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(cast), strict=True)
+    added = frozenset[str]().union(*(varying_axes(y) - varying_axes(x) for x, y in pairs))
+    if not added & _asked:
+        return
+    try:
+        jax.eval_shape(lambda given: function(given, *args), given)
+    except Exception as error:  # JAX's own may come from loops whose carry was cast: not ours
+        refused, found, how = str(error).rpartition(_PCAST)
+        if found:
+            refused = refused.rpartition(_SAY_SO)[0]  # of a transform in there
+            raise ValueError(f"{refused}{_SAY_SO} before {called()}{found}{how}") from None
+
+
+def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:
+    """Returns the dimension counted from the front, which must not be the last, or None."""
+    if sequence_dim is None:
+        return None
+    dim = check_dim("sequence_dim", sequence_dim, shape)
+    if dim == len(shape) - 1:
+        raise value_error(
+            f"sequence_dim={sequence_dim} is the last dimension of {argument}, local "
+            f"shape {shape}, which holds features; choose one before it, such as -2"
+        )
+    return dim
+
+
+def as_signed(tokens: Array) -> Array:
+    """`tokens` in a signed dtype of 32 bits or more: differences of them can be negative."""
+    return tokens.astype("int64" if tokens.dtype.itemsize == 8 else "int32")

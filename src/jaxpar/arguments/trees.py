@@ -1,0 +1,47 @@
+"""Pytrees from users: their leaves as arrays, and checks of those that must vary over devices."""
+
+from typing import Any
+
+import jax
+
+from jaxpar.arguments.checks import as_array, check_own
+from jaxpar.axis.axis import Ring
+from jaxpar.axis.quantized import Quantized, scales_among
+
+
+def as_arrays(argument: str, tree: Any, use: str = "") -> Any:
+    """Returns a pytree with arrays as leaves, or raises and names a leaf that is none.
+
+    With a `use` of numbers, such as a sum, random keys and quantized values are refused.
+    """
+    remedy = (
+        "take out what is none before the call, as equinox.partition(tree, equinox.is_array) "
+        "does, and let functions close over it"
+    )
+
+    def leaf_as_array(path: Any, leaf: Any) -> Any:
+        return as_array(f"{argument}{jax.tree_util.keystr(path)}", leaf, use, remedy)
+
+    def is_whole(x: Any) -> bool:
+        return bool(use) and isinstance(x, Quantized)
+
+    return jax.tree_util.tree_map_with_path(leaf_as_array, tree, is_leaf=is_whole)
+
+
+def check_own_leaves(
+    argument: str,
+    tree: Any,
+    ring: Ring,
+    what: str,
+    remedy: str = "",
+    dims: list[int | None] | None = None,
+) -> None:
+    """Raises if a leaf is typed as replicated where each device needs its own `what`.
+
+    Scales of quantized values may be replicated, and so may leaves whose entry in `dims` is None.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for at, ((path, leaf), scales) in enumerate(zip(leaves, scales_among(tree), strict=True)):
+        if not scales and (dims is None or dims[at] is not None):
+            place = f"{argument}{jax.tree_util.keystr(path)}"
+            check_own(place, leaf, ring, what, remedy)

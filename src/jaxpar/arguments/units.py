@@ -1,0 +1,17 @@
+"""Times and sizes as a reader wants them."""
+
+from jaxpar.arguments.types import Number
+
+
+def size_text(size: Number) -> str:
+    """Bytes, in the unit that makes them readable."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
+
+
+def us(seconds: Number) -> str:
+    """Microseconds, to four digits."""
+    return f"{seconds * 1e6:.4g} us" if seconds < 1e-2 else f"{seconds * 1e6:.0f} us"

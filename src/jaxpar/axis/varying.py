@@ -1,0 +1,74 @@
+"""Varying mesh axes: what `jax.shard_map` with `check_vma=True` tracks of each value's type.
+
+A value that differs from device to device along an axis *varies* over it. Reading and widening
+that set is all that jaxpar needs of the type system, and it is done here only.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxpar.arguments.dtypes import addition_dtype, common_dtype
+from jaxpar.axis.wire import check_wire, summed_as
+
+
+def varying_axes(*trees: Any) -> frozenset[str]:
+    """Returns the mesh axes over which any leaf varies; empty under `check_vma=False`."""
+    leaves = jax.tree.leaves(trees)
+    return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+
+def checks_varying(axis: tuple[str, ...]) -> bool:
+    """Tells whether the enclosing `jax.shard_map` has `check_vma=True`."""
+    return bool(varying_axes(lax.axis_index(axis)))
+
+
+def vary_over(axes: Iterable[str], tree: Any) -> Any:
+    """Types every leaf as varying over `axes`, and over what it varies over already.
+
+    The derivative is a psum over the axes that were added: casting the inputs of a custom_vjp this
+    way leaves it to JAX to sum the gradient of a replicated input over the devices that used it.
+    Under `check_vma=False` there is nothing to cast.
+    """
+
+    wanted = tuple(sorted(axes))
+    if not wanted or not checks_varying(wanted):
+        return tree
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(name for name in wanted if name not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
+    """Returns x in the dtype of sums, varying over `axes`: its derivative sums in that dtype."""
+    return vary_over(axes, x.astype(addition_dtype(x.dtype)))
+
+
+def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Array:
+    """Returns x in the dtype of sums, varying over `axes`.
+
+    Its derivative adds in that dtype what is on this device, and sums over devices in that of x, or
+    in `wire_dtype` if it is wider. Raises if that is of another kind.
+    """
+    check_wire(wire_dtype, x.dtype)
+    asked = summed_as(wire_dtype, x.dtype)
+    wire = x.dtype if asked is None else common_dtype(x.dtype, asked)
+    return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))
+
+
+def vary_alike(axis: tuple[str, ...], *trees: Any) -> Any:
+    """Types all leaves as varying over `axis` and over whatever any of them varies over."""
+    return vary_over(varying_axes(*trees) | set(axis), trees)
+
+
+def zeros_alike(shape: tuple[int, ...], dtype: DTypeLike, *like: Any) -> jax.Array:
+    """Zeros that vary over all mesh axes that any of `like` does, as the carry of a loop must."""
+    zeros: jax.Array = vary_over(varying_axes(*like), jnp.zeros(shape, dtype))
+    return zeros

@@ -1,0 +1,91 @@
+"""Call sites: what a problem is called in a file of ways that were tried out, and what that says.
+
+Two problems of one name are one site, and get one way. So the name has all by which the fastest way
+may differ, but for the chip, the mesh and the compiler, which hold for a whole file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.arguments.types import Dispatch
+from jaxpar.axis.axis import MODES
+from jaxpar.axis.wire import LowBit, is_low_bit
+from jaxpar.compiler.tuning import AUTO, decide, imposed, is_tuning
+
+if TYPE_CHECKING:
+    from jaxpar.axis.axis import Ring
+    from jaxpar.choose.choice import Problem
+
+NAMED = tuple(mode for mode in MODES if mode != AUTO)
+ROW_CHUNKS = (1, 2, 4)
+DISPATCHES = ("ragged", "all_gather")
+
+
+def site_of(problem: Problem) -> str:
+    """Returns the name, such as `matmul over tp=4: gather a of ak,kn->an, bfloat16; 64x8, 8x16`."""
+    ring = problem.ring
+    runs = [(shape, len(list(alike))) for shape, alike in groupby(problem.shapes)]
+    texts = [("x".join(map(str, shape)) or "()", times) for shape, times in runs]
+    shapes = ", ".join(text if times == 1 else f"{times} of {text}" for text, times in texts)
+    what = ", ".join(filter(None, (problem.what, _wire_text(ring.wire_dtype))))
+    return f"{problem.kind} over {','.join(ring.names)}={ring.size}: {what}; {shapes}"
+
+
+def _wire_text(wire: Any) -> str:
+    """Returns what is said of a wire, nothing of one that leaves all as it is."""
+    if not isinstance(wire, LowBit):
+        sums = "" if wire is None else f"sums in {wire}"
+        return f"{wire} on the wire" if is_low_bit(wire) else sums
+    columns = "" if wire.columns is None else f"a scale for {wire.columns} columns"
+    sums = "" if wire.sums is None else f"sums in {wire.sums}"
+    exact = "" if wire.cotangents else "cotangents as they are"
+    return ", ".join(filter(None, (f"{wire.dtype} on the wire", columns, sums, exact)))
+
+
+def settled(problem: Problem) -> Problem:
+    """Names the modes that were found to be the fastest, where the ring's is `auto`.
+
+    One that is imposed takes the place of all others.
+    """
+    ring = problem.ring
+    if ring.size > 1 and (mode := imposed()) is not None:
+        return replace(problem, ring=replace(ring, mode=mode, backward=mode))
+    forward, backward = ring.mode, ring.backward or ring.mode
+    if not is_tuning() or ring.size == 1 or AUTO not in (forward, backward):
+        return problem
+    if forward == AUTO:
+        forward = _decide(problem, "forward", _modes_of(ring))
+    if backward == AUTO and problem.backward:
+        backward = _decide(problem, "backward", _modes_of(ring))
+    elif backward == ring.mode == AUTO:
+        backward = forward  # one way for both
+    return replace(problem, ring=replace(ring, mode=forward, backward=backward))
+
+
+def _modes_of(ring: Ring) -> tuple[str, ...]:
+    """All modes that a ring can have."""
+    return tuple(mode for mode in NAMED if mode != "disjoint-rings" or ring.has_disjoint)
+
+
+def settled_chunks(problem: Problem) -> int | None:
+    """Returns in how many chunks rows were the fastest, None where that is for `auto` to say."""
+    if not is_tuning() or problem.ring.size == 1:
+        return None
+    chunks = _decide(problem, "row chunks", tuple(map(str, ROW_CHUNKS)))
+    return None if chunks == AUTO else int(chunks)
+
+
+def settled_dispatch(problem: Problem) -> Dispatch | None:
+    """Returns how tokens were the fastest at their experts, None where `auto` is to say."""
+    if not is_tuning() or problem.ring.size == 1:
+        return None
+    dispatch: Any = _decide(problem, "dispatch", DISPATCHES)
+    return None if dispatch == AUTO else dispatch
+
+
+def _decide(problem: Problem, part: str, ways: tuple[str, ...]) -> Any:
+    return decide(site_of(problem), part, ways, sum(map(prod, problem.shapes)))

@@ -1,0 +1,249 @@
+"""Ring forms of all-gather, reduce-scatter and all-reduce, with the results of `jax.lax`'s own."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar.arguments.calls import public, type_error
+from jaxpar.arguments.checks import ADDENDS, check_dim, check_divides
+from jaxpar.arguments.trees import as_arrays, check_own_leaves
+from jaxpar.arguments.types import AxisLike, Integer, Mode, Tree, WireLike
+from jaxpar.axis.axis import Ring, bind
+from jaxpar.axis.quantized import scales_among
+from jaxpar.axis.varying import vary_alike
+from jaxpar.axis.wire import check_wire, summed_as
+from jaxpar.choose.choice import Problem, choose_way
+from jaxpar.ring.blocks import all_reduce, gather_along, scatter_along
+from jaxpar.ring.ways import Way
+
+
+@public
+def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
+    """Moves every array of a pytree `offset` devices along a ring.
+
+    Args:
+      x: pytree of local arrays of any shape and dtype.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`; the logical index
+        counts in the order of the names, as in `lax.axis_index`.
+      offset: any integer, known while tracing. Device `i` receives what device `i - offset` held.
+
+    Returns:
+      A pytree like `x`, varying over `axis`.
+
+    Raises:
+      TypeError: `offset` is no integer.
+      ValueError: an unknown axis name, or a call outside `jax.shard_map`.
+
+    Cost: one ppermute a leaf; a device sends each leaf once, and nothing if the ring's size divides
+    `offset`. The derivative is the shift by `-offset`.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> shift = jaxpar.jit(jax.shard_map(lambda x: ring_shift(x, "tp"), mesh=mesh,
+      ...     in_specs=P("tp"), out_specs=P("tp")))
+      >>> shift(jnp.arange(8))
+      Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
+    """
+    ring = bind(axis)
+    given: Any = None if isinstance(offset, bool) else offset
+    try:
+        places = operator.index(given)
+    except TypeError:
+        raise type_error(
+            f"offset must be an integer known while tracing, got {offset!r} of type "
+            f"{type(offset).__name__}; for a shift that depends on data, gather and index instead"
+        ) from None
+    return ring.shift(as_arrays("x", x), places)
+
+
+@public
+def ring_all_gather(
+    x: Tree,
+    axis: AxisLike,
+    *,
+    dim: Integer = 0,
+    tiled: bool = False,
+    mode: Mode | None = None,
+    wire_dtype: WireLike = None,
+) -> Tree:
+    """All-gathers every array of a pytree by passing blocks around a ring.
+
+    Args:
+      x: pytree of local arrays of any shape and dtype; each device's block.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
+      dim: the dimension along which blocks are laid, in logical order.
+      tiled: concatenate along `dim` if True, stack along a new dimension there if False.
+      mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
+        `"disjoint-rings"` (one for each of several axes, which share no link on a torus),
+        `"naive"` (`lax.all_gather`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
+        `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the links, both
+        ways on a torus, one way behind a switch or on CPU.
+      wire_dtype: `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or a `LowBit`: floats travel in 8
+        bits with scales, rounded once, and the derivative is as if they were not. None, or any
+        other dtype, which is that of the derivative's sums: that of `axis`; their own.
+
+    Returns:
+      What `lax.all_gather(x, axis, axis=dim, tiled=tiled)` returns, varying over `axis`.
+
+    Raises:
+      TypeError: an option of the wrong type.
+      ValueError: x that is typed as replicated over `axis`; a dimension out of range, an unknown
+        mode or axis name, a call outside shard_map.
+
+    Cost: a device sends (n-1)/n of the result, in n-1 steps one way, or half of that over each link
+    in n/2 steps both ways. The derivative is `ring_reduce_scatter`, its sums in float32.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> gather = jaxpar.jit(jax.shard_map(lambda x: ring_all_gather(x, "tp", tiled=True),
+      ...     mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+      >>> gather(jnp.arange(16.0)).shape
+      (128,)
+
+    Source: the ring algorithm of Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations" (2009).
+    """
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    x = as_arrays("x", x)
+    for leaf in jax.tree.leaves(x):
+        check_dim("dim", dim, leaf.shape, stacked=not tiled)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):  # whose derivative is a sum
+            check_wire(ring.wire_dtype, leaf.dtype)
+    check_own_leaves("x", x, ring, "a block")
+    (x,) = vary_alike(ring.names, x)
+
+    def gather(x: Array, exact: bool) -> Array:
+        along = check_dim("dim", dim, x.shape, stacked=not tiled)
+        over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
+        way = _way("all-gather", over, x)
+        return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
+
+    leaves, treedef = jax.tree.flatten(x)
+    return treedef.unflatten(map(gather, leaves, scales_among(x)))
+
+
+@public
+def ring_reduce_scatter(
+    x: Tree,
+    axis: AxisLike,
+    *,
+    dim: Integer = 0,
+    tiled: bool = False,
+    mode: Mode | None = None,
+    wire_dtype: WireLike = None,
+) -> Tree:
+    """Reduce-scatters every array of a pytree by passing partial sums around a ring.
+
+    Args:
+      x: pytree of local arrays; each is this device's addend of the whole.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
+      dim: the dimension that is cut into one block a device, in logical order.
+      tiled: keep that dimension, divided by n, if True; its size is n and it goes if False.
+      mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
+        `"disjoint-rings"` (one for each of several axes, which share no link on a torus),
+        `"naive"` (`lax.psum_scatter`; `"stationary"` is the same here), `"chunked-2"`,
+        `"chunked-4"`, `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the
+        links, both ways on a torus, one way behind a switch or on CPU.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
+        Rings add in float32 for 16-bit floats, and round once a hop.
+
+    Returns:
+      What `lax.psum_scatter(x, axis, scatter_dimension=..., tiled=tiled)` returns, with dtypes
+      of `x`, varying over `axis`.
+
+    Raises:
+      TypeError: booleans, which have no sum; an option of the wrong type.
+      ValueError: x that is typed as replicated over `axis`; a dimension that the ring does not
+        divide (or, untiled, that is not n), or is out of range; an unknown mode or axis name; a
+        call outside shard_map.
+
+    Cost: a device sends (n-1)/n of `x` in the wire's dtype, in n-1 steps one way, or half of that
+    over each link in n/2 steps both ways. On an even ring that is no torus, towards lower logical
+    indices goes half a block more than that, and half a block less the other way. The derivative
+    is `ring_all_gather`.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> scatter = jaxpar.jit(jax.shard_map(lambda x: ring_reduce_scatter(x, "tp", tiled=True),
+      ...     mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+      >>> scatter(jnp.arange(64.0))[:3]  # each device adds 8 numbers, and keeps the sum of one
+      Array([224., 232., 240.], dtype=float32)
+
+    Source: as `ring_all_gather`, run backwards.
+    """
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    x = as_arrays("x", x, "sum")
+    for leaf in jax.tree.leaves(x):
+        along = check_dim("dim", dim, leaf.shape)
+        check_divides("x", leaf.shape, along, ring, exactly=not tiled)
+        check_wire(ring.wire_dtype, leaf.dtype)
+    check_own_leaves("x", x, ring, "an addend", ADDENDS)
+    (x,) = vary_alike(ring.names, x)
+
+    def scatter(x: Array) -> Array:
+        along = check_dim("dim", dim, x.shape)
+        out = scatter_along(_way("reduce-scatter", ring, x), x, along)
+        return out if tiled else lax.squeeze(out, [along])
+
+    return jax.tree.map(scatter, x)
+
+
+@public
+def ring_all_reduce(
+    x: Tree, axis: AxisLike, *, mode: Mode | None = None, wire_dtype: WireLike = None
+) -> Tree:
+    """Sums every array of a pytree over a ring: a reduce-scatter, then an all-gather.
+
+    Args:
+      x: pytree of local arrays of any shape; each is this device's addend.
+      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
+      mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
+        `"disjoint-rings"` (one for each of several axes, which share no link on a torus),
+        `"naive"` (`lax.psum`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
+        `"chunked-8"` (a scatter and a gather of each), or `"auto"`: the ring that suits the links,
+        both ways on a torus, one way behind a switch or on CPU.
+      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
+        Rings add in float32 for 16-bit floats, and round once a hop.
+
+    Returns:
+      What `lax.psum(x, axis)` returns. Under `check_vma=True` it is typed as replicated over
+      `axis`, so that `out_specs=P()` holds.
+
+    Raises:
+      TypeError: booleans, which have no sum; an option of the wrong type.
+      ValueError: x that is typed as replicated over `axis`; an unknown mode or axis name, a call
+        outside shard_map.
+
+    Cost: a device sends 2 (n-1)/n of `x`, padded to a multiple of n. Under `check_vma=True` the
+    gather is `lax.all_gather`, which alone can be typed as replicated, and the derivative sends
+    nothing; under `check_vma=False` all of it is rings, and so is the derivative, which is an
+    all-reduce, as for `lax.psum`.
+
+    Example:
+      >>> mesh = make_mesh("dp=8")
+      >>> total = jaxpar.jit(jax.shard_map(lambda x: ring_all_reduce(x, "dp"),
+      ...     mesh=mesh, in_specs=P("dp"), out_specs=P()))
+      >>> total(jnp.arange(8.0))
+      Array([28.], dtype=float32)
+
+    Source: as `ring_all_gather`.
+    """
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    x = as_arrays("x", x, "sum")
+    for leaf in jax.tree.leaves(x):
+        check_wire(ring.wire_dtype, leaf.dtype)
+    check_own_leaves("x", x, ring, "an addend", ADDENDS)
+    (x,) = vary_alike(ring.names, x)
+
+    return jax.tree.map(lambda x: all_reduce(_way("all-reduce", ring, x), x), x)
+
+
+def _way(collective: str, ring: Ring, x: Array) -> Way:
+    what = f"{collective} of {x.dtype}"
+    return choose_way(Problem("collective", ring, (x.shape,), what=what))

@@ -1,0 +1,1 @@
+"""What differs between versions of jax, and what compilers are told."""

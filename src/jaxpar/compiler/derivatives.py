@@ -1,0 +1,62 @@
+"""Derivatives that are declared: of any function, and of two that are each other's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxpar.compiler.compat import optimization_barrier
+
+Function = Callable[..., Any]
+
+
+def with_derivative(function: Function, fwd: Function, bwd: Function, statics: int = 1) -> Function:
+    """Returns `function(how, *operands)` with the derivative of `fwd` and `bwd`.
+
+    They are those of `jax.custom_vjp`, whose first `statics` arguments are static. JAX's own
+    derivative, which has a forward mode too, is left where `how.derived_by_jax` says that it does.
+    """
+    ruled = jax.custom_vjp(function, nondiff_argnums=tuple(range(statics)))
+    ruled.defvjp(fwd, bwd)
+
+    def call(how: Any, *operands: Any) -> Any:
+        return (function if how.derived_by_jax else ruled)(how, *operands)
+
+    return call
+
+
+def as_residuals(operands: Any) -> Any:
+    """Returns operands as what a rule keeps for the derivative.
+
+    As they came in, JAX mistakes them for others where a scan is differentiated twice: on 0.10 to
+    0.12.0 the backward rule of the second derivative gets a scalar in the place of an operand.
+    """
+    return optimization_barrier(operands)
+
+
+def linear_pair(one: Function, other: Function) -> tuple[Function, Function]:
+    """Returns two functions, each the derivative of the other with respect to its last operand.
+
+    Both are `(how, given, x)`, linear in the pytree x: `how` is static, and what is `given`, a
+    pytree of integers, has no derivative. Of the leaves of x those that are no floats have none.
+    """
+
+    def fwd_one(how: Any, given: Any, x: Any) -> Any:
+        return first(how, given, x), given
+
+    def bwd_one(how: Any, given: Any, cts: Any) -> Any:
+        return None, second(how, given, _differentiable(cts))
+
+    def fwd_other(how: Any, given: Any, x: Any) -> Any:
+        return second(how, given, x), given
+
+    def bwd_other(how: Any, given: Any, cts: Any) -> Any:
+        return None, first(how, given, _differentiable(cts))
+
+    first = with_derivative(one, fwd_one, bwd_one)
+    second = with_derivative(other, fwd_other, bwd_other)
+    return first, second
+
+
+def _differentiable(cts: Any) -> Any:
+    return jax.tree.map(lambda ct: None if ct.dtype == jax.dtypes.float0 else ct, cts)

@@ -1,0 +1,193 @@
+"""`jax.jit` with what a chip's compiler should be told, and `mode="auto"` told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial, update_wrapper
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import jax
+
+from jaxpar.arguments.calls import naming, readable, type_error, value_error
+from jaxpar.arguments.types import TuningLike
+from jaxpar.compiler.options import (
+    Options,
+    enclosing_options,
+    kind_of,
+    options_like,
+    options_of,
+    telling,
+)
+from jaxpar.compiler.tuning import Tuning, is_trying, load
+from jaxpar.compiler.tuning import tuned as tuned_by
+
+
+@readable
+def jit(
+    fun: Any = None,
+    *,
+    mesh: Any = None,
+    compiler_options: Any = None,
+    tuned: TuningLike | None = None,
+    **settings: Any,
+) -> Any:
+    """`jax.jit` with the compiler options of the chip, and `mode="auto"` told of them.
+
+    Args:
+      fun: a function of global arrays. JAX takes compiler options at the outermost `jit` alone:
+        called from another function of `jaxpar.jit` it has the options of that one, from one of
+        `jax.jit` it is refused where the chip has options. None: a decorator is returned, as by
+        `jax.jit`.
+      mesh: for whose devices. None: the context mesh where it is called or traced
+        (`jax.set_mesh`), and without one the default devices.
+      compiler_options: a mapping: more options, or other values; `{}` for those of the chip alone.
+      tuned: a file of `jaxpar tune`, as for `jaxpar.tuned`. None: what holds around it.
+      **settings: as for `jax.jit`.
+
+    Returns:
+      A function with `trace`, `lower`, `eval_shape` and `clear_cache`, as `jax.jit` returns.
+
+    Raises:
+      TypeError: `fun` is no function, `mesh` no mesh, options are no mapping, or `jax.jit` has no
+        such setting.
+      ValueError: as soon as it is called or traced, `tuned` is stale, the program is for another
+        kind of device than the one whose options it got, or it has options of its own that the
+        function which calls it has not.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> step = jit(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"), mesh=mesh,
+      ...     in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")))
+      >>> step(jnp.ones((16, 4)), jnp.ones((4, 32))).shape
+      (16, 32)
+    """
+    with naming("jit"):
+        if fun is None:
+            settings |= {"mesh": mesh, "compiler_options": compiler_options, "tuned": tuned}
+            return partial(jit, **settings)
+        if not callable(fun):
+            raise type_error(f"fun must be a function, got {fun!r}")
+        if mesh is not None:
+            kind_of(mesh, "mesh")
+        tuning: Any = tuned
+        if tuning is not None and not isinstance(tuning, (str, Path, Tuning)):
+            raise type_error(f"tuned must be a path or a jaxpar.Tuning, got {tuned!r}")
+        more = {} if compiler_options is None else options_like(compiler_options)
+        return Jitted(fun, mesh, more, tuned, settings)
+
+
+class Jitted:
+    """A function that is jitted with the options of the chip for which it is called."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        mesh: Any,
+        more: Options,
+        tuning: TuningLike | None,
+        settings: dict[str, Any],
+        base: Options | None = None,
+    ) -> None:
+        update_wrapper(self, fun)
+        self._fun, self._mesh, self._more, self._settings = fun, mesh, more, settings
+        self._tuning, self._base = tuning, base
+        self._jitted: dict[str, tuple[Options, Any]] = {}  # by the kind of chip
+        self._within: Any = jax.jit(fun, **settings)  # called from another of these
+
+    def over(self, base: Options) -> tuple[Jitted, Options]:
+        """The same with `base` in the place of the chip's options; and what it compiles with."""
+        new = Jitted(self._fun, self._mesh, self._more, self._tuning, self._settings, base)
+        return new, {**base, **self._more}
+
+    def calling(self, caller: Callable[..., Any]) -> Jitted:
+        """Jits a function that calls this one, with the same but for settings."""
+        return Jitted(caller, self._mesh, self._more, self._tuning, {}, self._base)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        with self.ready() as jitted:
+            return jitted(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method of an instance, which is then the first argument."""
+        return self if instance is None else MethodType(self, instance)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of `jax.jit`."""
+        with self.ready() as jitted:
+            return jitted.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of `jax.jit`; what it returns compiles with the options."""
+        with self.ready() as jitted:
+            return jitted.lower(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of `jax.jit`."""
+        with self.ready() as jitted:
+            return jitted.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """As that of `jax.jit`."""
+        for jitted in (self._within, *(jitted for _, jitted in self._jitted.values())):
+            jitted.clear_cache()
+
+    @contextmanager
+    def ready(self) -> Generator[Any]:
+        """Gives the jitted function, and says with what it is compiled and tuned."""
+        with ExitStack() as said:
+            outer = enclosing_options()
+            if outer is None:
+                options, jitted = self._for_chip()
+                kind = kind_of(self._mesh) if self._base is None else None
+                said.enter_context(telling(options, kind, enclosing=True))
+            else:
+                self._require(outer)
+                jitted = self._within
+            if self._tuning is not None and not is_trying():
+                self._tuning = load(self._tuning)  # read once
+                said.enter_context(tuned_by(self._tuning))
+            yield jitted
+
+    def _require(self, outer: Options) -> None:
+        """Refuses options of its own where the outermost function is compiled without them."""
+        missing = {name: value for name, value in self._more.items() if outer.get(name) != value}
+        if missing:
+            name = getattr(self._fun, "__name__", self._fun)
+            raise value_error(
+                f"jit: {name} has compiler options that the jitted function which calls it has "
+                f"not: {missing}; a program has those of its outermost function: give them there"
+            )
+
+    def _for_chip(self) -> tuple[Options, Any]:
+        kind = kind_of(self._mesh)
+        if kind not in self._jitted:
+            options = {**(options_of(kind) if self._base is None else self._base), **self._more}
+            jitted = jax.jit(self._fun, compiler_options=options or None, **self._settings)
+            self._jitted[kind] = options, jitted
+        return self._jitted[kind]
+
+
+def jitted_with(fn: Any, options: Options) -> tuple[Any, Options]:
+    """Returns `fn` jitted, if it is not yet, and the options it compiles with.
+
+    Those are `options`, and what a function of `jaxpar.jit` got besides the chip's.
+    """
+    if isinstance(fn, Jitted):
+        return fn.over(options)
+    return fn if hasattr(fn, "trace") else Jitted(fn, None, {}, None, {}, options), options
+
+
+def jitted_like(fn: Any, caller: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `caller`, which calls `fn`, with what `fn` got from `jaxpar.jit` if it did."""
+    return fn.calling(caller) if isinstance(fn, Jitted) else caller
+
+
+@contextmanager
+def enclosing(fn: Any) -> Generator[None]:
+    """Has `fn`, if it is of `jaxpar.jit`, traced here as a part of others, with its own options."""
+    with fn.ready() if isinstance(fn, Jitted) else nullcontext():
+        yield

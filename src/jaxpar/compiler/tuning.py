@@ -1,0 +1,336 @@
+"""What `jaxpar tune` found to be the fastest, and how `mode="auto"` is told of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.arguments.calls import naming, readable, type_error, value_error
+from jaxpar.arguments.types import Mode, TuningLike
+from jaxpar.compiler.files import write_text
+from jaxpar.compiler.options import traced_options
+
+AUTO = "auto"
+
+# What is decided at a call site: for each part of it, such as its forward pass, a way.
+Choices = Mapping[str, Mapping[str, str]]
+
+
+@readable
+@dataclass(frozen=True)
+class Tuning:
+    """The ways that were the fastest in a program, and for what they were.
+
+    Attributes:
+      name: of the file.
+      command: that writes it again.
+      versions: of the packages on which compiled programs depend.
+      device_kind: of the devices.
+      mesh: axes and sizes.
+      compiler_options: with which the program was compiled.
+      sites: for each call site, and each of its parts (forward, backward, row chunks, dispatch),
+        the way, as one would name it; `"auto"` where nothing else was faster.
+      clock: `"predicted"`, or `"measured"`.
+      milliseconds: of the whole program, all by `auto`, and with these ways.
+      tried: of each part of each site what was tried and what the whole program took with it, or
+        why there is no time. For who reads the file.
+
+    Example:
+      >>> tuning = Tuning("by hand", "-", {}, "TPU v6 lite", {"tp": 4}, {}, {})
+      >>> tuning.device_kind, tuning.mesh
+      ('TPU v6 lite', {'tp': 4})
+    """
+
+    name: str
+    command: str
+    versions: Mapping[str, str]
+    device_kind: str
+    mesh: Mapping[str, int]
+    compiler_options: Mapping[str, Any]
+    sites: Mapping[str, Mapping[str, str]]
+    clock: str = ""
+    milliseconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    tried: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @staticmethod
+    def read(path: str | Path) -> Tuning:
+        """Reads the file that `write` wrote, or raises a `ValueError` that says what it is."""
+        with naming("tuned"):
+            again = f"write it: jaxpar tune module:function -o {path}"
+            try:
+                record = json.loads(Path(path).read_text())
+            except FileNotFoundError:
+                raise value_error(f"there is no file {path}; {again}") from None
+            except OSError as reason:
+                raise value_error(f"{path} cannot be read: {reason.strerror}; {again}") from None
+            except (ValueError, RecursionError) as reason:
+                raise value_error(f"{path} is no JSON: {reason}; {again}") from None
+            _check_record(path, record, again)
+            return Tuning(str(path), **record)
+
+    def write(self, path: str | Path) -> None:
+        """Writes a file that a person can read, and change."""
+        write_text(path, self._text() + "\n")
+
+    def way(self, site: str, part: str) -> str:
+        """Returns what was chosen, for a program that is being traced.
+
+        Raises:
+          ValueError: the program is traced for something else, or the site is none of those known.
+        """
+        self._check_traced()
+        chosen = self.sites.get(site, {}).get(part)
+        if chosen is None:
+            nearest = get_close_matches(site, self.sites, 1, 0.0)
+            has = f"the nearest that it has is {nearest[0]!r}" if nearest else "it has none at all"
+            raise self._stale(f"has nothing for the {part} of {site!r}; {has}")
+        return chosen
+
+    def check_versions(self) -> None:
+        """Raises where other versions are installed than those of the file."""
+        for package, wanted in self.versions.items():
+            found = versions(package).get(package, "not installed")
+            if found != wanted:
+                raise self._stale(f"is of {package} {wanted}, here it is {found}")
+
+    def _check_traced(self) -> None:
+        mesh = jax.sharding.get_abstract_mesh()
+        device = mesh.abstract_device
+        kind = None if device is None else device.device_kind
+        if kind != self.device_kind:
+            raise self._stale(f"is for {self.device_kind!r}, this program for {kind!r}")
+        if dict(mesh.shape) != dict(self.mesh):
+            there = f"{_pairs(self.mesh)}, here it is {_pairs(mesh.shape)}"
+            raise self._stale(f"is for a mesh of {there}")
+        options = traced_options(self.compiler_options)
+        if _texts(options) != _texts(self.compiler_options):
+            there = f"{_pairs(self.compiler_options)}, here there are {_pairs(options)}"
+            raise self._stale(f"is for the compiler options {there}")
+
+    def _stale(self, why: str) -> ValueError:
+        return value_error(f"{self.name} {why}; write it again: {self.command}")
+
+    @cached_property
+    def _hash(self) -> int:  # asked for in each call of a jitted function
+        return hash(self._text())
+
+    def _text(self) -> str:
+        record = asdict(self)
+        del record["name"]
+        return json.dumps(record, indent=1)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A decision that a program asks for: the part of a site, and what there is to choose from.
+
+    Attributes:
+      size: how large the operands are, to try the largest first.
+    """
+
+    site: str
+    part: str
+    ways: tuple[str, ...]
+    size: int = 0
+
+
+@dataclass(eq=False)
+class Trial:
+    """Ways that are tried out, `auto` for the rest; and what a program asks for meanwhile.
+
+    Attributes:
+      imposed: a mode that is tried in the place of all others, of those that are named, too.
+      met: whether the program has anything that it was imposed on.
+    """
+
+    choices: Choices
+    asked: dict[tuple[str, str], Asked] = field(default_factory=dict[tuple[str, str], Asked])
+    imposed: Mode | None = None
+    met: bool = False
+
+    def way(self, decision: Asked) -> str:
+        """Returns what is tried here."""
+        self.asked.setdefault((decision.site, decision.part), decision)
+        return self.choices.get(decision.site, {}).get(decision.part, AUTO)
+
+
+def _check_record(path: str | Path, record: Any, again: str) -> None:
+    """Raises unless a file has the fields that `Tuning.write` writes."""
+    wanted = [field.name for field in fields(Tuning) if field.name != "name"]
+    given = record if isinstance(record, dict) else {}
+    if lacking := [name for name in wanted if name not in given]:
+        raise value_error(f"{path} does not have {', '.join(lacking)}; {again}")
+    command = given["command"]
+    if isinstance(command, str) and command.startswith("jaxpar tune"):
+        again = f"write it again: {command}"
+    for name, value in given.items():
+        if name not in wanted:
+            raise value_error(f"{path} has {name!r}, which is no field of a tuning; {again}")
+        is_right, form = _FORM[name]
+        if not is_right(value):
+            shown = repr(value)
+            shown = shown if len(shown) < 100 else f"{shown[:100]}..."
+            raise value_error(f"{path} must have {form}, but {name} is {shown}; {again}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int) and value > 0
+
+
+def _mapping_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+# What JSON has of each field, and how to say so.
+_FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "command": (_is_text, "the command that writes it"),
+    "versions": (_mapping_of(_is_text), "the version of each package"),
+    "device_kind": (_is_text, "the kind of the devices"),
+    "mesh": (_mapping_of(_is_size), "the size of each axis of the mesh"),
+    "compiler_options": (
+        _mapping_of(lambda value: isinstance(value, str | int | float)),
+        "a text or number for each compiler option",
+    ),
+    "sites": (
+        _mapping_of(_mapping_of(_is_text)),
+        'a way for each part of each of its sites, such as {"forward": "naive", "backward": '
+        '"auto"}',
+    ),
+    "clock": (_is_text, "the name of its clock"),
+    "milliseconds": (_mapping_of(_is_number), "the milliseconds of each program"),
+    "tried": (lambda value: isinstance(value, dict), "what was tried at each site"),
+}
+
+
+# JAX keeps traced programs; it traces again where the value of such a context is another one.
+_using: Any = jax.make_user_context(default_value=None)
+
+
+@readable
+@contextmanager
+def tuned(tuning: TuningLike) -> Generator[None]:
+    """Has `mode="auto"` take, in what is traced here, the ways that `jaxpar tune` found.
+
+    Args:
+      tuning: the file that it wrote, or what `Tuning.read` makes of it.
+
+    A mode that is named goes before it. `jaxpar.jit(step, tuned=path)` does the same for one
+    program. What is stale is refused, never repaired: other versions of jax or of the compiler at
+    once; another kind of device, mesh, compiler options or shapes while a program is traced.
+
+    Raises:
+      TypeError: what is neither.
+      ValueError: no such file, or a stale one; the message has the command that writes it again.
+
+    Cost: a file is read, and programs are traced again that were traced without it.
+
+    Example:
+      >>> mesh = make_mesh("tp=8")
+      >>> gather = jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"), mesh=mesh,
+      ...     in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+      >>> sites = {"matmul over tp=8: gather a of ak,kn->an, float32; 2x4, 4x4":
+      ...     {"forward": "bidirectional", "backward": "naive"}}
+      >>> with tuned(Tuning("by hand", "-", {}, "cpu", {"tp": 8}, {}, sites)):
+      ...     jax.jit(gather)(jnp.ones((16, 4)), jnp.ones((4, 32))).shape
+      (16, 32)
+    """
+    if is_trying():  # the file may be what is being written
+        yield
+        return
+    with _using(load(tuning)):
+        yield
+
+
+def load(tuning: TuningLike) -> Tuning:
+    """Returns what a file has, or raises if it is of other versions than those that are here."""
+    with naming("tuned"):
+        given: Any = tuning
+        if not isinstance(given, (str, Path, Tuning)):
+            raise type_error(f"tuning must be a path or a jaxpar.Tuning, got {tuning!r}")
+        found = given if isinstance(given, Tuning) else Tuning.read(given)
+        found.check_versions()
+        return found
+
+
+@contextmanager
+def trying(trial: Trial) -> Generator[None]:
+    """Has what is traced here take the ways of a trial, whatever `tuned` says inside."""
+    with _using(trial):
+        yield
+
+
+def decide(site: str, part: str, ways: Sequence[str], size: int = 0) -> str:
+    """Returns the way of a part of a site, `auto` where nothing was tried out."""
+    using: Tuning | Trial | None = _using.value
+    if using is None:
+        return AUTO
+    if isinstance(using, Trial):
+        return using.way(Asked(site, part, tuple(ways), size))
+    way = using.way(site, part)
+    if way != AUTO and way not in ways:
+        known = ", ".join((*ways, AUTO))
+        raise value_error(
+            f"{using.name} has {way!r} for the {part} of {site!r}; write one of {known}"
+        )
+    return way
+
+
+def imposed() -> Mode | None:
+    """Returns the mode that is tried in the place of all others; None: no mode is."""
+    using: Tuning | Trial | None = _using.value
+    if not isinstance(using, Trial) or using.imposed is None:
+        return None
+    using.met = True
+    return using.imposed
+
+
+def is_tuning() -> bool:
+    """Whether anything is to be decided by what was tried out, or is being tried out."""
+    return _using.value is not None
+
+
+def is_trying() -> bool:
+    """Whether ways are being tried out."""
+    return isinstance(_using.value, Trial)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {package: _version(package) for package in packages}
+    return {package: text for package, text in found.items() if text is not None}
+
+
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items()) or "none"
+
+
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value).lower() for name, value in options.items()}

@@ -1,0 +1,67 @@
+"""What a matmul over a ring does and sends, as the cost model sees it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from jaxpar.choose.flow import Flow, FlowKind
+from jaxpar.matmul._product import Product, flops_of
+
+
+def flow_of(
+    kind: FlowKind,
+    label: str,
+    size: int,
+    products: Sequence[Product],
+    sizes: Sequence[dict[str, int]],
+    width: int,
+    wire: int,
+    *,
+    quantized: bool = False,
+) -> Flow:
+    """Returns what a device does for products, and what it sends.
+
+    Of a gather the left operand travels, which is the same in all products; of a scatter their sum.
+
+    Args:
+      kind: which of them.
+      label: that is sharded over the ring.
+      size: of the ring.
+      products: one or more.
+      sizes: by label, of the whole, for each product.
+      width: bytes of a number.
+      wire: bytes of one that travels.
+      quantized: whether they are, with scales.
+    """
+    moving = products[0].left if kind == "gather" else products[0].out
+    block = prod(sizes[0][name] for name in moving) // size * wire
+
+    added = 0 if kind == "gather" else prod(sizes[0][name] for name in moving) * 4
+
+    def cut_along(along: str) -> Flow:
+        whole, shared, sums, minor, cut, sliced, partners, exchanged = 0, 0, 0, 0, 0, 0, 0, 0
+        for product, numbers_of in zip(products, sizes, strict=True):
+            for role in ("left", "right", "out"):
+                labels = getattr(product, role)
+                numbers = prod(numbers_of[name] for name in labels)
+                travels = kind == "gather" and role == "left"
+                stays = role != "out" and not travels
+                if along in labels:
+                    shared += numbers * width
+                    cut += numbers * width if stays else 0
+                    last = not travels and labels.endswith(along)
+                    minor += numbers * width if last and along == label else 0
+                    sliced += numbers * width if last and stays else 0
+                elif role == "out":
+                    sums += numbers * 4
+                else:
+                    whole += numbers * width
+                if kind == "gather" and not travels:
+                    exchanged += numbers * width if label in labels else 0
+                    partners += 0 if label in labels else numbers * width
+        flops = flops_of(sizes)
+        read = (whole, shared, sums, minor, cut, sliced, partners, exchanged, added)
+        return Flow(kind, flops, block, *read, quantized, along=along, length=sizes[0][along])
+
+    others = "" if quantized else moving.replace(label, "")  # scales are cut along the ring's
+    return replace(cut_along(label), across=tuple(map(cut_along, others)))

@@ -1,0 +1,12 @@
+"""Meshes by axis name, the logical order of a ring on a mesh, and its physical hops."""
+
+from typing import TYPE_CHECKING
+
+from jaxpar.arguments.lazy import names_on_demand
+
+if TYPE_CHECKING:
+    from jaxpar.mesh.meshes import disjoint_rings, make_mesh, ring_hops, ring_order
+else:
+    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+
+__all__ = ["disjoint_rings", "make_mesh", "ring_hops", "ring_order"]

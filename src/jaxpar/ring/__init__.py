@@ -1,0 +1,1 @@
+"""The core: ring programs as data, and what runs them."""

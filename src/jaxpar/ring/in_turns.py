@@ -1,0 +1,319 @@
+"""The way round a ring in turns: every transfer beside the work on what came before it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxpar.axis.axis import Ring
+from jaxpar.ring.gather import Gather, Use
+from jaxpar.ring.order import Beside, Order, Work
+from jaxpar.ring.parts import Span, cut_out, equal_pieces, of_types, shares_of
+from jaxpar.ring.phases import Phase, phases_over
+from jaxpar.ring.run import loops, run
+from jaxpar.ring.scatter import Scatter
+from jaxpar.ring.steps import Spare, Step, at_once
+from jaxpar.ring.turns import Leg, Turn, circulate_turns, scatter_turns
+from jaxpar.ring.ways import (
+    Arrivals,
+    Pick,
+    Place,
+    Split,
+    Take,
+    Visits,
+    Way,
+    as_it_is,
+    in_one_part,
+    in_scope,
+    take_nothing,
+)
+
+UNROLLED_CIRCULATING = 6  # fewer than of other turns: such a one holds more matmuls
+
+
+@dataclass(frozen=True)
+class InTurns(Way):
+    """Blocks and sums go from neighbour to neighbour, one way or both ways round.
+
+    Attributes:
+      directions: of the transfers of a gather, (1,) or (1, -1); sums go the other way.
+      order: how a turn's transfers are kept beside its work.
+      whole_opposite: the last block of an even ring comes whole, as matmuls cover it.
+      rings: which devices are neighbours. Of several rings over the same devices, that share no
+        link, each carries its own share of every block. None: the one in logical order.
+      blocks_along: sides of the torus of those devices, where blocks do not go round such rings,
+        but along one dimension after the other, each share along another one. None: they do.
+      sums_along: the same for sums.
+      reach: the number of hops that blocks go each way, for work that needs only those of near
+        devices. They go whole, in all directions. None: past all devices.
+    """
+
+    directions: tuple[int, ...]
+    order: Order
+    whole_opposite: bool = False
+    rings: tuple[Ring, ...] | None = None
+    blocks_along: tuple[int, ...] | None = None
+    sums_along: tuple[int, ...] | None = None
+    reach: int | None = None
+
+    @property
+    def mode(self) -> str:
+        """One way round, both ways, or both ways round several rings."""
+        if self.rings is not None:
+            return "disjoint-rings"
+        return "unidirectional" if len(self.directions) == 1 else "bidirectional"
+
+    @in_scope
+    def gather(
+        self,
+        block: Any,
+        consume: Callable[[Any, Arrivals], Any],
+        *,
+        take: Take = take_nothing,
+        dim: int | None = None,
+        split: Split = in_one_part,
+        sums: Pick | None = None,
+        finish: Pick = as_it_is,
+        like: Callable[[], Any] | None = None,
+        kept: list[Any] | None = None,
+    ) -> Any:
+        length = 0 if dim is None else jax.tree.leaves(block)[0].shape[dim]
+        if kept is not None and self.keeps_whole:
+            consume, sums, finish = placing(consume, sums, finish, dim, length * self.ring.size)
+            carry, whole = self.gather(
+                block, consume, take=take, dim=dim, sums=sums, finish=finish, like=like
+            )
+            kept.append(whole)
+            return carry
+        cuts = [] if dim is None else self._shares(length)
+        shares = len(cuts or split(block, len(self.rings or [self.ring])))
+
+        def share_of(block: Any, number: int) -> Any:
+            if shares == 1:
+                return block
+            if dim is None:
+                return split(block, shares)[number]
+            start, size = cuts[number]
+            return cut_out(block, start, size, dim)
+
+        gather = self._gather(cuts, shares, dim)
+        use = Use(consume, take, sums, finish, like)
+        return gather.run(self.ring.index(), block, share_of, self.order.beside, use, kept)
+
+    @property
+    def crosses_a_cube(self) -> bool:
+        return self.rings is not None and self.rings[0].crosses_a_cube
+
+    @property
+    def parts(self) -> int:
+        around, pieces = self._sum_phases(1)[0].around, self.order.pieces
+        looped = loops(scatter_turns(around, self.directions, pieces), pieces)
+        # A whole that was kept of a longer gather is not cut for fewer turns: the gradients of a
+        # gather of 16384x8192x8192 over 8 x 8 v5p took 2089 us so, and 2003.
+        return 1 if looped or self.keeps_whole else around
+
+    @property
+    def keeps_own_first(self) -> bool:
+        return not self.keeps_whole and self.blocks_along is None
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether what comes is kept as one array: turns that run in a loop hand out none."""
+        gather = self._gather([], len(self.rings or [self.ring]), 0)
+        return loops(gather.turns())
+
+    def places(self, length: int) -> list[Place]:
+        if self.keeps_whole:
+            return [lambda _: Span(0, self.ring.size * length)]
+        cuts = self._shares(length)
+        return self._gather(cuts, len(cuts), 0).places(length)
+
+    @in_scope
+    def scatter_beside(
+        self,
+        steps: Sequence[Step],
+        produce: Callable[[Any], Array],
+        take: Take,
+        *,
+        dim: int,
+        length: int,
+        dtype: DTypeLike,
+        flops: float = 0.0,
+    ) -> tuple[Array, Any]:
+        pieces, shares = self.order.pieces if self.ring.size > 1 else 1, len(self._shares(length))
+        pieces = max(1, min(pieces, length // shares))
+        parts = equal_pieces(length, shares * pieces)
+        cuts = [parts[share * pieces :][:pieces] for share in range(shares)]
+        phases = self._sum_phases(shares)
+        # Steps fill the time that staggered sums do, but for the first one, which is ahead of all
+        # turns; and quantizing sums in one more turn costs more than it.
+        staggered = len(steps) < 2 and self.ring.low_bit_sums(dtype) is None
+        turns = scatter_turns(
+            phases[0].around, self.directions, pieces, rings=shares, staggered=staggered
+        )
+        before, order = None, self.order
+        if not loops(turns, pieces):
+            # Shares of several rings are counted as one sum: in smaller ones two rings took 1746 us
+            # for 1687 of a scatter of 65536x14336x4096.
+            order = order.for_sums(flops / (phases[0].around * pieces))
+        elif steps:  # no turn is there by itself to take one
+            before, steps = at_once(steps, self.ring.index()), ()
+        spare = Spare(steps, self.ring.index(), len(turns), before)
+
+        def beside(index: Array, leaving: Any, send: Any, work: Work) -> Beside:
+            return spare.within(partial(order.beside, index, leaving, send), work)
+
+        quantize = partial(self._quantized, dim=dim, dtype=dtype)
+        scatter = Scatter(turns, cuts, dim, length, dtype, quantize)
+        return scatter.run(phases, self.ring.index(), beside, take, produce), spare.carry
+
+    @in_scope
+    def circulate(
+        self,
+        block: Any,
+        carry: Any,
+        own: Any,
+        begin: Callable[[Any, Any], tuple[Any, Any]],
+        visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
+        end: Callable[[Any, Any], tuple[Any, Any]],
+        *,
+        split: Split,
+        join: Callable[[list[Any]], Any],
+        summed: Pick = as_it_is,
+    ) -> tuple[Any, Any]:
+        rings = len(self.rings or [self.ring])
+        if self.reach is not None:
+            parts, join = [block] * len(self.directions), _added
+        else:
+            parts = split(block, len(self.directions) * rings)
+        if len(parts) < len(self.directions) * rings:  # one part a ring, or one
+            rings = min(rings, len(parts))
+            parts = split(block, rings)
+        dtypes = [jax.tree.map(lambda x: x.dtype, summed(part)) for part in parts]  # of results
+        first, *between, last = circulate_turns(
+            self.ring.size, self.directions[: len(parts) // rings], rings=rings, reach=self.reach
+        )
+
+        def send(leaving: Any, t: Turn) -> Any:
+            blocks, sums = leaving
+            return (
+                [self._moved(x, leg, t.distance) for x, leg in zip(blocks, t.blocks, strict=True)],
+                [self._followed(x, leg, t) for x, leg in zip(sums, t.sums, strict=True)],
+            )
+
+        def beside(state: Any, t: Turn, compute: Any, like: Callable[[], Any]) -> Any:
+            index, _, parts, sums = state
+            wired = jax.tree.map(self._wire, sums, dtypes[: len(sums)])
+            leaving = parts if t.blocks else [], wired
+            here = () if t.blocks else parts  # what is not sent on is used where it is
+
+            def on(index: Array, leaving: Any, _: Any) -> Any:
+                return compute(index, here or leaving[0])
+
+            work = Work(lambda _: (), on, as_it_is, like)
+            return self.order.beside(index, leaving, partial(send, t=t), work)
+
+        def at_home(state: Any, t: Turn, share: Any, own: Any) -> Any:
+            carry = state[1]
+            index, (carry, own), arrived = beside(
+                state, t, lambda *_: share(carry, own), lambda: (carry, own)
+            )
+            return (index, carry, *arrived), own
+
+        def turn(state: Any, t: Turn) -> Any:
+            _, carry, parts, _ = state
+
+            def compute(index: Array, parts: list[Any]) -> Any:
+                owners = [self._owner(index, leg, t) for leg in t.legs]
+                return visit(carry, list(zip(parts, owners, strict=True)))
+
+            def like() -> Any:
+                return carry, [of_types(own, summed(part)) for part in parts]
+
+            index, (carry, made), (parts, sums) = beside(state, t, compute, like)
+            if sums:  # added here, not before: a sum still under way would hold the matmuls up
+                made = jax.tree.map(lambda x, y: x + y.astype(x.dtype), made, sums)
+            return index, carry, parts, made
+
+        state, own = at_home((self.ring.index(), carry, parts, []), first, begin, own)
+        # Over a cube each hop is another one.
+        unrolled = None if self.crosses_a_cube else UNROLLED_CIRCULATING
+        state = run(between, state, turn, unrolled=unrolled)
+        (_, carry, _, sums), own = at_home(state, last, end, own)
+        if sums:
+            own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, join(sums))
+        return carry, own
+
+    def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
+        return self.order.forward_first(out, residuals)
+
+    def _shares(self, length: int) -> list[tuple[int, int]]:
+        """Starts and sizes of what each ring carries of a block of `length`."""
+        if self.rings is None or self.ring.size == 1:
+            return [(0, length)]
+        return shares_of(length, len(self.rings))
+
+    def _gather(self, cuts: Sequence[tuple[int, int]], shares: int, dim: int | None) -> Gather:
+        """What runs a gather of blocks in so many shares, along `dim` of which those are cut."""
+        if dim is None or self.blocks_along is None:
+            phase = Phase((self.rings or (self.ring,))[:shares])
+            whole = self.whole_opposite
+            return Gather([phase], self.directions, cuts, dim, whole, self.reach)
+        last, *earlier = phases_over(self.ring, self.blocks_along, shares)
+        if self.blocks_along[0] % 2 == 0:
+            # The halves in which the opposite device's slab comes are two arrays from the first
+            # turn on. Cut where they leave, and joined where they come, they would be copied twice.
+            last = last.in_halves()
+        return Gather([*earlier[::-1], last], self.directions, cuts, dim, whole_opposite=True)
+
+    def _sum_phases(self, shares: int) -> list[Phase]:
+        if self.sums_along is None:
+            return [Phase(self.rings or (self.ring,))]
+        return phases_over(self.ring, self.sums_along, shares)
+
+    def _owner(self, index: Array, leg: Leg, t: Turn) -> Array:
+        """The logical index of the owner behind a turn's leg: int32[]."""
+        return self._ring(leg).behind(index, leg.direction * t.distance)
+
+    def _moved(self, x: Any, leg: Leg, hops: Any) -> Any:
+        return self._ring(leg).hop(x, leg.direction, hops)
+
+    def _followed(self, x: Any, leg: Leg, t: Turn) -> Any:
+        """Moves sums after their block, by one hop, or from the last device home."""
+        if self.reach is None or t.legs:
+            return self._moved(x, leg, t.distance - 1)
+        return self.ring.shift(x, -leg.direction * self.reach)
+
+    def _ring(self, leg: Leg) -> Ring:
+        return self.ring if self.rings is None else self.rings[leg.ring]
+
+
+def _added(parts: list[Any]) -> Any:
+    """The sums of one block that arrive by several ways."""
+    return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *parts)
+
+
+def placing(
+    consume: Callable[[Any, Arrivals], Any],
+    sums: Pick | None,
+    finish: Pick,
+    dim: int | None,
+    length: int,
+) -> tuple[Callable[[Any, Arrivals], Any], Pick | None, Pick]:
+    """Has a fold place what arrives in a whole, too, the second part of its carry."""
+
+    def both(carry: Any, arrivals: Arrivals) -> Any:
+        made, whole = (None, None) if carry is None else carry
+        for block, at, _ in arrivals:
+            whole = at.place(whole, block, dim, length)
+        return consume(made, arrivals), whole
+
+    return (
+        both,
+        None if sums is None else lambda carry: sums(carry[0]),
+        lambda carry: (finish(carry[0]), carry[1]),
+    )

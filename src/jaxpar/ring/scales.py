@@ -1,0 +1,101 @@
+"""Scales of blocks that are gathered in 8 bits: all devices' are gathered ahead of the values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxpar.arguments.calls import value_error
+from jaxpar.arguments.types import Leaf
+from jaxpar.axis.quantized import Quantized, spread
+from jaxpar.compiler.compat import optimization_barrier
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["whole"],
+    meta_fields=["dim", "length", "apart", "dtype"],
+)
+@dataclass(frozen=True)
+class Scales:
+    """The scales of all devices' blocks along the dimension that is gathered.
+
+    Attributes:
+      whole: all of them.
+      dim: that dimension.
+      length: of a block's values along it.
+      apart: whether there is one for each of its positions, not for each block.
+      dtype: of what they and the values stand for.
+    """
+
+    whole: Leaf
+    dim: int
+    length: int
+    apart: bool
+    dtype: Any
+
+    def at(self, positions: Any) -> Array:
+        """Returns those of positions, one for each or for all of them."""
+        if self.apart:
+            return positions.cut(self.whole, self.dim)
+        return positions.of_blocks(self.whole, self.dim, self.length)
+
+    def read(self, values: Array, scales: Array) -> Array:
+        """Returns what values of positions stand for, of which the scales are."""
+        return Quantized(values, scales, dtype=self.dtype).dequantized()
+
+
+def gather_scales(
+    names: tuple[str, ...], blocks: Sequence[Quantized], dim: int
+) -> tuple[list[Array], list[Scales]]:
+    """Gathers the scales of blocks that will be gathered along `dim`; returns values and scales.
+
+    The values leave once all scales are here: few bytes, in one collective. Beside a block they
+    would wait for the links that it is on, and the first matmul with them.
+    """
+    for x in blocks:
+        have, length = x.scales.shape[dim], x.shape[dim]
+        if have not in (1, length):
+            raise value_error(
+                f"scales have local shape {x.scales.shape} for values of {x.shape}, gathered along "
+                f"dimension {dim}: there must be {length} or 1 along it, not {have}; quantize "
+                f"along another dimension than {dim}, or repeat the scales"
+            )
+    if any(any(jax.typeof(x.scales).sharding.spec) for x in blocks):
+        # Explicit axes shard another dimension, and flat rows would be resharded.
+        wholes = [lax.all_gather(x.scales, names, axis=dim, tiled=True) for x in blocks]
+    else:
+        flat = [x.scales.reshape(-1) for x in blocks]
+        rows = lax.all_gather(lax.concatenate(flat, 0) if len(flat) > 1 else flat[0], names)
+        parts = lax.split(rows, [x.size for x in flat], 1)
+        wholes = [_joined_along(dim, y, x.scales.shape) for x, y in zip(blocks, parts, strict=True)]
+    values, wholes = optimization_barrier(([x.values for x in blocks], wholes))
+    return values, [
+        Scales(whole, dim, x.shape[dim], x.scales.shape[dim] == x.shape[dim], x.dtype)
+        for x, whole in zip(blocks, wholes, strict=True)
+    ]
+
+
+def _joined_along(dim: int, rows: Array, shape: tuple[int, ...]) -> Array:
+    """Returns blocks of a shape, each a flat row, one behind the other along a dimension."""
+    apart = jnp.moveaxis(rows.reshape(-1, *shape), 0, dim)
+    return apart.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def join(blocks: Sequence[Any], dim: int) -> Any:
+    """Returns blocks one behind the other along a dimension, quantized if they are."""
+    if not isinstance(blocks[0], Quantized):
+        return lax.concatenate(blocks, dim)
+
+    def of_each(x: Quantized) -> Array:
+        """Its scales, one for each position of the dimension: there may be one for a block."""
+        shape = (*x.scales.shape[:dim], x.shape[dim], *x.scales.shape[dim + 1 :])
+        return jnp.broadcast_to(spread(x.scales, shape), shape)
+
+    scales = [of_each(x) for x in blocks]
+    values = lax.concatenate([x.values for x in blocks], dim)
+    return replace(blocks[0], values=values, scales=lax.concatenate(scales, dim))

@@ -1,0 +1,286 @@
+"""`jaxpar doctor`: what is installed, whether collectives work, and what is known to be bad."""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.arguments.extras import install_command, installed, lacking
+from jaxpar.compiler.files import write_text
+from jaxpar.tools.cli.console import UsageError, print_error, status_of
+from jaxpar.tools.cli.shared_options import (
+    add_command,
+    add_processes,
+    parse_processes,
+    require_folders,
+)
+from jaxpar.tools.cli.workers import compilers, first_line, start_jax
+from jaxpar.tools.processes import Description, agree, describe
+
+DESCRIPTION = """\
+Says what is installed, which devices there are and what extras are missing, runs a few collectives
+over all devices of all processes, and hints at combinations that are known to be bad.
+"""
+EPILOG = """\
+exit status: 1 where JAX does not start, processes differ or do not come, or a result is wrong.
+
+examples:
+  jaxpar doctor
+  JAX_NUM_CPU_DEVICES=4 jaxpar doctor --json doctor.json
+in each of two processes:
+  jaxpar doctor --coordinator host:9876 --num-processes 2 --process-id 0
+"""
+
+EXTRAS = {
+    "bench": "tables, progress and pictures of bench, predict and tune",
+    "tpu": "TPUs, and the compiler for TPUs that are not there",
+    "gpu": "the compiler for GPUs that are not there",
+    "checkpoint": "jaxpar.layout: save, restore",
+    "testing": "jaxpar.testing: property tests",
+}
+PACKAGES = (
+    *("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"),
+    *("numpy", "jaxtyping"),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A collective that was run over all devices.
+
+    Attributes:
+      name: of the collective.
+      seconds: of its second run, the first one compiles.
+      wrong: what is wrong with its result, empty where nothing is.
+    """
+
+    name: str
+    seconds: float
+    wrong: str
+
+
+@dataclass(frozen=True)
+class Health:
+    """What was found.
+
+    Attributes:
+      description: devices, processes and versions.
+      packages: versions of what matters; None for those that are not installed.
+      missing: for each extra its packages that are missing.
+      compilers: which of tpu and gpu can compile.
+      checks: collectives.
+      hints: what is known to be bad, and what to do.
+    """
+
+    description: Description
+    packages: Mapping[str, str | None]
+    missing: Mapping[str, tuple[str, ...]]
+    compilers: tuple[str, ...]
+    checks: tuple[Check, ...]
+    hints: tuple[str, ...]
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `doctor` to the subcommands of `jaxpar`."""
+    what = "say what is installed, and whether collectives work on all devices"
+    parser = add_command(commands, "doctor", what, DESCRIPTION, EPILOG)
+    add = parser.add_argument
+    add_processes(add)
+    add("--timeout", type=float, default=60.0, help="seconds for others (default: %(default)g)")
+    add("--json", metavar="FILE", help="write everything")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    return status_of("jaxpar doctor", partial(_run, args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    rank, count = parse_processes(args)
+    require_folders(args, ["json"])
+    if args.timeout <= 0:
+        raise UsageError(f"--timeout {args.timeout:g} is not positive")
+    packages = {name: installed(name) for name in PACKAGES}
+    processes = (args.coordinator, rank, count, args.timeout)
+    try:
+        with start_jax(*processes) as said:
+            agree(timeout_s=args.timeout)
+            description, checks = describe(), tuple(_checks())
+    except (RuntimeError, ValueError) as reason:
+        print_error("jaxpar doctor", first_line(str(reason)))
+        for hint in hints(packages, os.environ, said="", platform=None):
+            print(f"jaxpar doctor: hint: {hint}", file=sys.stderr)
+        return 1
+    health = Health(
+        description,
+        packages,
+        {extra: tuple(lacking(extra)) for extra in EXTRAS},
+        tuple(sorted(compilers())),
+        checks,
+        tuple(hints(packages, os.environ, said, description.platform, description.devices)),
+    )
+    if rank == 0:
+        if args.json:
+            write_text(args.json, json.dumps(asdict(health), indent=1) + "\n")
+        print(text(health))
+    return 1 if any(check.wrong for check in checks) else 0
+
+
+def text(health: Health) -> str:
+    """As it is printed."""
+    return "\n".join(_lines(health))
+
+
+def _lines(health: Health) -> Iterator[str]:
+    yield f"jaxpar {jaxpar.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    yield ", ".join(f"{name} {number}" for name, number in health.packages.items() if number)
+    yield ""
+    yield str(health.description).splitlines()[0]
+    chip = {"tpu": "TPU", "gpu": "GPU"}
+    names = " and ".join(chip[name] for name in health.compilers)
+    yield f"compilers for chips that are not there: {names or 'none'}"
+    yield ""
+    yield "extras:"
+    for extra, what in EXTRAS.items():
+        lacks = health.missing[extra]
+        state = f"lacks {', '.join(lacks)}: {install_command(extra)}" if lacks else "installed"
+        yield f"  {extra:<12}{what}: {state}"
+    yield ""
+    yield f"collectives over {health.description.devices} devices:"
+    for check in health.checks:
+        yield f"  {check.name:<21}{check.wrong or f'right, {check.seconds * 1e3:.2f} ms'}"
+    if health.hints:
+        yield ""
+        yield "hints:"
+        yield from (f"  {hint}" for hint in health.hints)
+
+
+def _checks() -> Iterator[Check]:
+    """Runs collectives on numbers whose results NumPy knows."""
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
+    n = mesh.size
+    x = np.arange(n * n, dtype=np.float32).reshape(n, n)  # a row for each device
+    w = np.arange(n * n, dtype=np.float32).reshape(n, n) % 3
+    to_all = partial(lax.all_to_all, axis_name="all", split_axis=1, concat_axis=0, tiled=True)
+    gathered = partial(jaxpar.all_gather_matmul, axis="all", mode="bidirectional")
+    cases: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...], np.ndarray]] = {
+        "psum": (lambda x: lax.psum(x, "all"), (x,), np.tile(x.sum(0), (n, 1))),
+        "all_gather": (lambda x: lax.all_gather(x, "all")[:, 0], (x,), np.tile(x, (n, 1))),
+        "psum_scatter": (
+            lambda x: lax.psum_scatter(x, "all", scatter_dimension=1, tiled=True),
+            (x,),
+            x.sum(0)[:, None],
+        ),
+        "all_to_all": (to_all, (x,), x.T.reshape(-1, 1)),
+        "ring_shift": (lambda x: jaxpar.ring_shift(x, "all"), (x,), np.roll(x, 1, 0)),
+        "all_gather_matmul": (gathered, (x, np.tile(w, (n, 1))), np.tile(x @ w, (n, 1))),
+    }
+    for name, (local, args, expected) in cases.items():
+        yield _check(name, local, args, expected, mesh)
+
+
+def _check(
+    name: str,
+    local: Callable[..., Any],
+    args: tuple[np.ndarray, ...],
+    expected: np.ndarray,
+    mesh: Mesh,
+) -> Check:
+    rows = NamedSharding(mesh, P("all"))
+    placed = [jax.make_array_from_callback(a.shape, rows, a.__getitem__) for a in args]
+    run = jaxpar.jit(jax.shard_map(local, mesh=mesh, in_specs=P("all"), out_specs=P("all")))
+    jax.block_until_ready(run(*placed))
+    start = time.perf_counter()
+    found = jax.block_until_ready(run(*placed))
+    seconds = time.perf_counter() - start
+    wrong = [
+        f"device {shard.device.id} has {np.asarray(shard.data).ravel()[:4]}"
+        for shard in found.addressable_shards
+        if not np.allclose(shard.data, expected[shard.index])
+    ]
+    return Check(name, seconds, f"WRONG: {wrong[0]} ..." if wrong else "")
+
+
+def hints(
+    packages: Mapping[str, str | None],
+    environment: Mapping[str, str],
+    said: str,
+    platform: str | None,
+    devices: int = 0,
+) -> Iterator[str]:
+    """Yields what is known to be bad in what was found, each with what to do.
+
+    Args:
+      packages: versions by distribution.
+      environment: variables.
+      said: by JAX's backends while they started.
+      platform: of the devices; None where JAX did not start.
+      devices: how many.
+    """
+    jax_version, jaxlib = packages.get("jax"), packages.get("jaxlib")
+    if jax_version and jaxlib and _numbers(jax_version) != _numbers(jaxlib):
+        yield (
+            f"jax {jax_version} with jaxlib {jaxlib}: pip install 'jax=={jax_version}' "
+            f"'jaxlib=={jax_version}'"
+        )
+    plugins = {name: packages.get(f"jax-cuda{name}-plugin") for name in ("12", "13")}
+    if all(plugins.values()):
+        yield (
+            "the CUDA plugins for 12 and 13 are both installed, and JAX takes either: "
+            "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt"
+        )
+    for name, version in plugins.items():
+        if version and jaxlib and _numbers(version) != _numbers(jaxlib):
+            yield (
+                f"jax-cuda{name}-plugin {version} with jaxlib {jaxlib}: "
+                f"pip install 'jax[cuda{name}]=={jaxlib}'"
+            )
+    if platform == "cpu" and any(plugins.values()):
+        reason = _reason(said, "RuntimeError") or "JAX says no more"
+        yield f"the CUDA plugin is installed and found no GPU that it can use ({reason})"
+    if platform == "cpu" and packages.get("libtpu") and os.path.exists("/dev/accel0"):
+        yield "libtpu is installed, /dev/accel0 exists and no TPU started: another process has it"
+    wanted = environment.get("JAX_PLATFORMS", "")
+    if platform is None and wanted:
+        yield f"JAX_PLATFORMS={wanted} allows no other platform; unset it, or add ',cpu'"
+    if platform == "cpu" and devices == 1:
+        yield "one CPU device has no collectives to try: set JAX_NUM_CPU_DEVICES=8"
+    flag = "xla_force_host_platform_device_count"
+    if flag in environment.get("XLA_FLAGS", "") and "JAX_NUM_CPU_DEVICES" in environment:
+        yield f"--{flag} in XLA_FLAGS and JAX_NUM_CPU_DEVICES: JAX refuses both; unset the first"
+    if environment.get("LIBTPU_INIT_ARGS") and platform not in (None, "tpu"):
+        yield "LIBTPU_INIT_ARGS is set where there is no TPU: predict compiles with it, too"
+    for name in ("JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+        if environment.get(name, "0").lower() not in ("0", "false", ""):
+            yield f"{name}={environment[name]}: right and slow; unset it for timings"
+    if jax_version and _numbers(jax_version) < (0, 11):
+        yield (
+            f"jax {jax_version}: lax.ppermute over several axes counts in the mesh's order, not "
+            "the tuple's (jaxpar's rings do not); vmap(spmd_axis_name=...) needs check_vma=False"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version, which jax and jaxlib share."""
+    digits = [part for part in version.split(".")[:3] if part.isdecimal()]
+    return tuple(map(int, digits))
+
+
+def _reason(said: str, kind: str) -> str | None:
+    """The last line that names an error of a kind."""
+    found = [line.partition(f"{kind}: ")[2] for line in said.splitlines() if f"{kind}: " in line]
+    return found[-1].strip()[:120] if found else None

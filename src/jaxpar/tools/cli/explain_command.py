@@ -1,0 +1,190 @@
+"""`jaxpar explain`: every exposed microsecond with its line, its cause and an edit."""
+
+import argparse
+import json
+import shutil
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from jaxpar.compiler.files import write_text
+from jaxpar.tools.cli.console import UsageError, print_error, progress, status_of
+from jaxpar.tools.cli.explain_page import page_of
+from jaxpar.tools.cli.predict_command import FIGURES, parse_requests
+from jaxpar.tools.cli.predict_results import Failure, Report, Request, Tick
+from jaxpar.tools.cli.predict_views import write_picture, write_trace
+from jaxpar.tools.cli.shared_options import (
+    add_command,
+    add_compiler_options,
+    add_function_arguments,
+    require_folders,
+    require_reportable,
+)
+from jaxpar.tools.cli.workers import COMPILING, converse
+from jaxpar.tools.explain.explained import COMPARED, compared, text_of
+from jaxpar.tools.timeline.target import HERE
+
+DESCRIPTION = """\
+Says why a step takes as long as it does, for TPUs and GPUs that need not be there: each wait for a
+transfer with the line it comes from, its cause out of a closed list, and the edit that removes it.
+Edits that can be tried by themselves are compiled and played again: their gain is no estimate.
+
+The program need not use anything else of jaxpar. It is the compiler's schedule played on a model
+of the chip with published figures, not a measurement. With a trace of jax.profiler of the same
+program it speaks of what was measured, beside what is predicted.
+"""
+EPILOG = """\
+examples:
+  jaxpar explain model:make_step     # called with the mesh, returns (function, args)
+  jaxpar explain model:step --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
+  jaxpar explain model:make_step --target v5p:4x4x4 --mesh fsdp=16,tp=4 --html step.html
+  jaxpar explain model:make_step --json before.json
+  jaxpar explain model:make_step --against before.json      # after an edit
+  jaxpar explain model:make_step --target v5e:2x4 --measured profile    # of a real run
+Compiled programs are kept in the user's folder for caches: --no-cache compiles anew.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `explain` to the subcommands of `jaxpar`."""
+    what = "say why a step is slow: lines, causes, edits and what they gain"
+    parser = add_command(commands, "explain", what, DESCRIPTION, EPILOG)
+    add = parser.add_argument
+    add("function", metavar="module:function", help="what to compile")
+    add_function_arguments(add)
+    add("--grad", action="store_true", help="forward and backward, with all gradients")
+    add(
+        "--target",
+        "--targets",
+        dest="targets",
+        metavar="TARGET",
+        help="chip and slice, such as v5p:4x4x4 or h100:8, or 'here' for the devices at hand "
+        "(default: v5e:2x4; h100:8 where only the GPU compiler is installed)",
+    )
+    add(
+        "--mesh",
+        default="tp=-1",
+        help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
+    )
+    add_compiler_options(add)
+    add(
+        "--figures",
+        default="book",
+        help=f"of the links: {' or '.join(FIGURES)}, as for predict (default: %(default)s)",
+    )
+    add("--tries", type=int, default=8, help="edits that are compiled (default: %(default)s)")
+    add("--worst", type=int, default=10, help="findings that are shown (default: %(default)s)")
+    add("--no-cache", action="store_true", help="compile what has been compiled before, too")
+    add(
+        "--measured",
+        metavar="FOLDER",
+        help="what jax.profiler.trace recorded of this program: explain that run, and show it "
+        "beside the prediction",
+    )
+    add("--against", metavar="FILE.json", help="what a call with --json wrote: compare with it")
+    add("--json", metavar="FILE", help="write everything, each event included")
+    add("--html", metavar="FILE", help="write one page that works offline: timeline, causes, lines")
+    add("--plot", metavar="FILE.png", help="draw the timeline")
+    add("--trace", metavar="FILE", help="write the timeline as a Chrome or Perfetto trace")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explains; returns the exit status."""
+    return status_of("jaxpar explain", partial(_run, args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    request = _request(args)
+    before = _before(args.against)
+    if args.measured and not Path(args.measured).exists():
+        raise UsageError(
+            f"--measured {args.measured} is not there; name a folder that jax.profiler.trace wrote"
+        )
+    if args.plot:
+        require_reportable(args, ("json", "html", "trace", "plot"))
+    require_folders(args, ("json", "html", "trace"))
+    report, record = Report(request.target), dict[str, Any]()
+    with progress("compiling", None) as tick:
+        _explain(request, args, report, record, tick)
+    for failure in report.failures:
+        print_error("jaxpar explain", f"{request.target}: {failure.reason}")
+    if not record:
+        return 2 if any(failure.usage for failure in report.failures) else 1
+    print(text_of(record, args.worst, shutil.get_terminal_size((100, 24)).columns))
+    if before is not None:
+        print(f"\nagainst {args.against}:\n{compared(before, record)}")
+    if args.json:
+        write_text(args.json, json.dumps(record, indent=1) + "\n")
+    if args.html:
+        write_text(args.html, page_of(record))
+    if args.trace:
+        write_trace(args.trace, [report])
+    if args.plot:
+        write_picture(args.plot, [report], [request])
+    return 1 if report.failures else 0
+
+
+def _request(args: argparse.Namespace) -> Request:
+    """What to compile: as for `predict`, for one target."""
+    for option, least in (("tries", 0), ("worst", 1)):
+        if getattr(args, option) < least:
+            raise UsageError(f"--{option} {getattr(args, option)} must be at least {least}")
+    of_operations = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
+    asked = argparse.Namespace(**vars(args), jobs=1, **dict.fromkeys(of_operations))
+    requests = parse_requests(asked)
+    if len(requests) > 1:
+        raise UsageError(f"--target {args.targets} names several; explain takes one at a time")
+    return replace(requests[0], modes=())
+
+
+def _before(path: str | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    remedy = "name a file that jaxpar explain --json wrote"
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as reason:
+        raise UsageError(f"--against {path} cannot be read: {reason.strerror}; {remedy}") from None
+    except (ValueError, RecursionError) as reason:
+        raise UsageError(f"--against {path} is no JSON: {reason}; {remedy}") from None
+    if lacking := [key for key in COMPARED if not isinstance(found, dict) or key not in found]:
+        raise UsageError(f"--against {path} has no {lacking[0]}; {remedy}")
+    try:
+        compared(found, found)  # reads all of it that will be read
+    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as reason:
+        said = f"{type(reason).__name__}: {reason}"
+        raise UsageError(f"--against {path} is damaged ({said}); {remedy}") from None
+    return found
+
+
+def _explain(
+    request: Request,
+    args: argparse.Namespace,
+    report: Report,
+    record: dict[str, Any],
+    tick: Tick,
+) -> None:
+    """Has a process of its own compile and explain, and takes what it finds."""
+
+    def take(found: Any) -> None:
+        [(kind, what)] = found.items()
+        if kind == "explained":
+            record.update(what)
+        elif kind == "trying":
+            tick(shorten(what, 70))
+        else:
+            report.take(found, tick)
+
+    task = {
+        "request": asdict(request),
+        "tries": args.tries,
+        "worst": args.worst,
+        "cache": not args.no_cache,
+        "measured": args.measured,
+    }
+    environment = {} if request.target == HERE else COMPILING
+    if died := converse("jaxpar.tools.cli.explain_worker", task, take, environment):
+        report.failures.append(Failure(report.begun, f"the compiler's process {died}"))

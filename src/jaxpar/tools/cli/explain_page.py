@@ -1,0 +1,94 @@
+"""An explanation as one page that works offline."""
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from jaxpar.arguments.units import size_text as size
+from jaxpar.arguments.units import us
+from jaxpar.tools.explain.causes import CAUSES
+from jaxpar.tools.explain.explained import gain, heading, place, title, verdict
+from jaxpar.tools.timeline.beside import alone, side, totals
+
+_DATA = "/* data */"
+
+
+def page_of(record: Mapping[str, Any]) -> str:
+    """The page `explain.html`, with the numbers and texts of an explanation in it."""
+    page = files("jaxpar.tools.cli").joinpath("explain.html").read_text()
+    # A text of the program's must not end, or begin, the script that it stands in.
+    data = json.dumps(_shown(record)).replace("<", "\\u003c")
+    return page.replace(_DATA, data)
+
+
+def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
+    findings = [
+        {
+            "title": title(finding["of"]),
+            "place": place(finding["of"]),
+            "moved": finding["of"].get("moved", ""),
+            "between": [finding["of"].get("before", ""), finding["of"].get("after", "")],
+            "names": finding["of"].get("names", []),
+            "seconds": us(finding["of"]["seconds"]),
+            "share": finding["of"]["seconds"] / record["seconds"],
+            "cause": finding["cause"],
+            "meaning": CAUSES[finding["cause"]],
+            "why": finding["why"],
+            "edit": finding["edit"],
+            "gain": gain(record, finding),
+            "gains": bool(finding["gain"]),
+            "tried": [
+                {"edit": one["edit"], "seconds": us(one["seconds"])} for one in finding["tried"]
+            ],
+        }
+        for finding in record["findings"]
+    ]
+    overheads = [
+        {
+            "kind": one["kind"],
+            "seconds": us(one["seconds"]),
+            "place": place(one),
+            "what": one["what"],
+        }
+        for one in record["overheads"]
+    ]
+    held = [
+        {
+            "size": size(one["bytes"]),
+            "share": one["bytes"] / max(record["peak_bytes"], 1),
+            "array": one["array"],
+            "what": one["what"],
+            "place": place({**one, "scopes": ()}),
+        }
+        for one in record["held"]
+    ]
+    events = [
+        [
+            one["row"],
+            one["kind"],
+            one["name"],
+            one["op"],
+            one["start"] * 1e6,
+            (one["end"] - one["start"]) * 1e6,
+            one["is_matmul"],
+            one["synchronous"],
+        ]
+        for one in record["events"]
+        if one["end"] > one["start"]
+    ]
+    beside: dict[str, Any] = {"rows": [], "alone": []}
+    if record.get("beside"):
+        rows = [*totals(record), *map(side, record["beside"])]
+        beside = {"rows": rows, "alone": [line.strip() for line in alone(record)]}
+    return {
+        "target": record["target"],
+        "heading": heading(record),
+        "verdict": verdict(record),
+        "total": record["seconds"] * 1e6,
+        "findings": findings,
+        "overheads": overheads,
+        "held": held,
+        "beside": beside,
+        "events": events,
+    }

@@ -1,0 +1,81 @@
+"""`jaxpar layout`: what each device of a mesh holds of a model, without the devices."""
+
+import argparse
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from jaxpar.compiler.files import write_text
+from jaxpar.layout import Layout, LayoutError
+from jaxpar.mesh import make_mesh
+from jaxpar.tools.cli.console import UsageError, print_error, status_of
+from jaxpar.tools.cli.predict_programs import find_function
+from jaxpar.tools.cli.shared_options import add_command, mesh_error, require_folders
+
+DESCRIPTION = """\
+Shows how a model lies on a mesh: each array's shape, spec, block and bytes on a device, the most
+replicated first. A mesh whose sizes are all given needs no devices.
+"""
+EPILOG = """\
+examples:
+  jaxpar layout model:lay_out --mesh fsdp=16,tp=8    # returns a Layout for this mesh
+  jaxpar layout model:lay_out --mesh fsdp=2,tp=4 --picture layers/0/query --json a.json
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `layout` to the subcommands of `jaxpar`."""
+    what = "show what each device of a mesh holds of a model"
+    parser = add_command(commands, "layout", what, DESCRIPTION, EPILOG)
+    add = parser.add_argument
+    add("function", metavar="module:function", help="called with the mesh, returns a Layout")
+    add("--mesh", default="tp=-1", help="axis names and sizes (default: %(default)s)")
+    add("--rows", type=int, default=30, help="of the table; 0: all (default: %(default)s)")
+    add("--picture", metavar="PATH", help="of an array: which devices hold which block")
+    add("--json", metavar="FILE", help="write everything")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    return status_of("jaxpar layout", lambda: _show(args))
+
+
+def _show(args: argparse.Namespace) -> int:
+    if args.rows < 0:
+        raise UsageError(f"--rows {args.rows} must not be negative")
+    require_folders(args, ["json"])
+    function, mesh = find_function(args.function), _mesh(args.mesh)
+    try:
+        layout = function(mesh)
+    except LayoutError as error:
+        print_error("jaxpar layout", error)
+        return 1
+    if not isinstance(layout, Layout):
+        raise UsageError(
+            f"{args.function}, called with the mesh, returned {type(layout).__name__}; return what "
+            "LayoutMap.layout gives"
+        )
+    table = layout.table()
+    if args.json:
+        write_text(args.json, table.json())
+    print(table.text(args.rows or None))
+    if args.picture is not None:
+        try:
+            array = layout[args.picture]
+        except KeyError as reason:
+            raise UsageError(f"--picture: {reason.args[0].removeprefix('Layout: ')}") from None
+        print(f"\n{array.picture()}")
+    return 0
+
+
+def _mesh(text: str) -> Any:
+    """An abstract mesh where the text has all sizes, which needs no devices."""
+    parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    sizes = {name: size for name, _, size in parts}
+    if all(size.isdecimal() and int(size) for size in sizes.values()) and all(sizes):
+        return AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
+    try:
+        return make_mesh(text)
+    except ValueError as reason:
+        raise UsageError(mesh_error(text, reason)) from None

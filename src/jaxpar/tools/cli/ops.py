@@ -1,0 +1,133 @@
+"""The operations: how global M x K x N maps to local blocks, and the local function to time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxpar
+from jaxpar.tools.cli.console import UsageError
+
+MODES = ("naive", "unidirectional", "bidirectional")
+
+Shape = tuple[int, int, int]  # global M, K, N of lhs[M, K] @ rhs[K, N]
+Ring = tuple[str, ...]  # the mesh axes that form the ring
+
+
+@dataclass(frozen=True)
+class Op:
+    """One way to shard `lhs[M, K] @ rhs[K, N] = out[M, N]` over a ring.
+
+    `lhs`, `rhs` and `out` name the dimension that each has sharded over the ring; an empty name is
+    an array that every device holds whole. Along other mesh axes everything is replicated: each
+    ring of the mesh does the same work, so that the sizes are those of one ring.
+    """
+
+    name: str
+    lhs: str
+    rhs: str
+    out: str
+    local: Callable[..., Any]  # of lhs, rhs, ring and mode
+
+    def specs(self, ring: Ring) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+        """The specs of lhs, rhs and out."""
+
+        def spec(dims: str, sharded: str) -> PartitionSpec:
+            return PartitionSpec(*(ring if dim == sharded else None for dim in dims))
+
+        return spec("MK", self.lhs), spec("KN", self.rhs), spec("MN", self.out)
+
+    def bind(self, mesh: Mesh, ring: Ring, mode: str, **options: Any) -> Callable[[Any, Any], Any]:
+        """The function of the global operands that computes in `mode`."""
+        lhs, rhs, out = self.specs(ring)
+        return jax.shard_map(
+            lambda lhs, rhs: self.local(lhs, rhs, ring, mode, **options),
+            mesh=mesh,
+            in_specs=(lhs, rhs),
+            out_specs=out,
+        )
+
+    def require_fit(self, shape: Shape, mesh: Mesh, ring: Ring) -> None:
+        """Raises `UsageError` unless the ring divides every dimension that is sharded over it."""
+        size = ring_size(mesh, ring)
+        for dim, length in zip("MKN", shape, strict=True):
+            quotient, rest = divmod(length, size)
+            if rest and dim in (self.lhs, self.rhs, self.out):
+                fitting = [n * size for n in (quotient, quotient + 1) if n]
+                raise UsageError(
+                    f"{self.name} shards {dim} = {length} of {shape_text(shape)} over the ring "
+                    f"{','.join(ring)} of {size} devices, which does not divide it "
+                    f"({length} = {quotient} x {size} + {rest}); use {dim} = "
+                    f"{' or '.join(map(str, fitting))}, or another --mesh"
+                )
+
+
+def _gather(operand: Any, dim: int) -> Callable[..., Any]:
+    def local(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
+        return jaxpar.all_gather_matmul(
+            lhs, rhs, ring, gather=operand, dim=dim, mode=mode, **options
+        )
+
+    return local
+
+
+def _scatter(dim: int) -> Callable[..., Any]:
+    def local(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
+        return jaxpar.matmul_reduce_scatter(lhs, rhs, ring, dim=dim, mode=mode, **options)
+
+    return local
+
+
+def _all_reduce(lhs: Any, rhs: Any, ring: Ring, mode: Any, **options: Any) -> Any:
+    return jaxpar.matmul_all_reduce(lhs, rhs, ring, mode=mode, **options)
+
+
+OPS = {
+    op.name: op
+    for op in (
+        Op("gather-lhs-rows", lhs="M", rhs="N", out="N", local=_gather("lhs", 0)),
+        Op("gather-lhs-k", lhs="K", rhs="N", out="N", local=_gather("lhs", 1)),
+        Op("gather-rhs-k", lhs="M", rhs="K", out="M", local=_gather("rhs", 0)),
+        Op("gather-rhs-cols", lhs="M", rhs="N", out="M", local=_gather("rhs", 1)),
+        Op("scatter-rows", lhs="K", rhs="K", out="M", local=_scatter(0)),
+        Op("scatter-cols", lhs="K", rhs="K", out="N", local=_scatter(1)),
+        Op("all-reduce", lhs="K", rhs="K", out="", local=_all_reduce),
+    )
+}
+DEFAULT_OPS = ("gather-lhs-rows", "gather-rhs-k", "scatter-rows")
+
+
+def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of its operands and a cotangent that gives the result and all gradients."""
+
+    def forward_and_backward(*given: Any) -> Any:
+        *operands, cotangent = given
+        out, pull_back = jax.vjp(function, *operands)
+        out, gradients = pull_strictly(out, pull_back, cotangent)
+        return (out, *gradients)  # with out, which a model would use
+
+    return forward_and_backward
+
+
+def pull_strictly(out: Any, pull_back: Any, cotangent: Any) -> tuple[Any, Any]:
+    """Returns the result and the gradients, of which nothing is computed before the result.
+
+    In a model the rest of it and the loss come between. Without the barrier a compiler hides what
+    the forward pass sends behind the matmuls of the backward pass, which no step can.
+    """
+    out, pull_back, cotangent = lax.optimization_barrier((out, pull_back, cotangent))
+    return out, pull_back(cotangent)
+
+
+def ring_size(mesh: Mesh, ring: Sequence[str]) -> int:
+    """The number of devices on the ring."""
+    return prod(mesh.shape[name] for name in ring)
+
+
+def shape_text(shape: Shape) -> str:
+    """`MxKxN`, as on the command line."""
+    return "x".join(map(str, shape))

@@ -1,0 +1,272 @@
+"""What a prediction consists of, in words, and its way through JSON."""
+
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jaxpar
+from jaxpar.compiler.files import write_text
+from jaxpar.schedule import Event, Floor, Memory, Timeline
+
+NOTE = (
+    "This is the compiler's schedule played on a model of the chip with published figures, "
+    "not a measurement. Transfers have their links to themselves and take nothing of the memory's "
+    "bandwidth: how they contend with what computes is not known."
+)
+MEASURED_NOTE = "Measured by jax.profiler: one run of the program on one device."
+GPU_NOTE = (
+    "~ GPU times are rooflines: its compiler gives no times without a device. The order of "
+    "transfers and matmuls is the compiler's own."
+)
+
+Tick = Callable[[str], None]  # called with the label of what was compiled
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one process compiles: programs for one target."""
+
+    target: str
+    mesh: str
+    axis: str | None
+    function: str | None  # module:function; None: the operations below
+    args: tuple[str, ...]  # of the function, as on the command line
+    ops: tuple[str, ...]
+    shapes: tuple[str, ...]
+    modes: tuple[str, ...]
+    dtype: str
+    wire_dtype: str | None
+    grad: bool
+    bare: bool  # without the compiler options that the chip should have
+    compiler_options: Mapping[str, Any]  # further ones
+    figures: str  # of the links: book or measured
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What all programs of a target have in common."""
+
+    platform: str
+    device_kind: str
+    devices: int
+    mesh: dict[str, int]
+    ring: tuple[str, ...]  # empty for a function, which has rings of its own
+    links_apart: int  # at most, from one device of a ring to the next
+    disjoint: bool  # whether it is over several axes that are closed rings of links
+    not_closed: tuple[str, ...]  # of several axes on a torus, why some are none
+    chip: dict[str, Any]  # the figures used
+    compiler_options: dict[str, Any]
+    versions: dict[str, str]  # of jax and of the compiler
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One program: its schedule, and the time that no schedule of it beats."""
+
+    case: str  # operation and global shape, or the function
+    mode: str  # empty for a function
+    timeline: Timeline
+    floor: Floor
+    memory: Memory
+    compile_seconds: float
+    same_as: str | None  # the mode that compiles to the same program
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the time in which the device waits for transfers."""
+        return self.timeline.exposed / self.timeline.total if self.timeline.total else 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """The time over the floor."""
+        return self.timeline.total / self.floor.total if self.floor.total else None
+
+    @property
+    def order(self) -> str:
+        """How many transfers the compiler runs beside other work, and beside matmuls."""
+        transfers = self.timeline.transfers
+        if not transfers:
+            return "no transfers"
+        behind = sum(not event.synchronous for event in transfers)
+        if not behind:
+            return f"{len(transfers)} synchronous"
+        covered = sum(bool(event.covers) for event in transfers)
+        return f"async {behind}/{len(transfers)}, over matmuls {covered}/{len(transfers)}"
+
+    @property
+    def label(self) -> str:
+        """Case and mode."""
+        return f"{self.case} {self.mode}".rstrip()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A program, or with an empty label a target, that gave no prediction."""
+
+    label: str
+    reason: str
+    usage: bool = False  # an argument that cannot be served, not something that went wrong
+
+
+@dataclass
+class Report:
+    """All that came of one target."""
+
+    target: str
+    facts: Facts | None = None
+    predictions: list[Prediction] = field(default_factory=list[Prediction])
+    failures: list[Failure] = field(default_factory=list[Failure])
+    begun: str = ""  # the label of the program that its process compiles
+
+    @property
+    def approximate(self) -> bool:
+        """Whether times are rooflines."""
+        return self.facts is not None and self.facts.platform != "tpu" and not self.measured
+
+    @property
+    def measured(self) -> bool:
+        """Whether times are those of a trace."""
+        return any(one.timeline.estimate == "measured" for one in self.predictions)
+
+    def take(self, record: Mapping[str, Any], tick: Tick) -> None:
+        """Takes in what its process says."""
+        [(kind, found)] = record.items()
+        match kind:
+            case "facts":
+                self.facts = facts_from(found)
+            case "begin":
+                self.begun = found
+            case "prediction":
+                self.predictions.append(prediction_from(found))
+                tick(f"{self.target} {self.predictions[-1].label}")
+            case _:
+                self.failures.append(Failure(**found))
+                tick(f"{self.target} {self.failures[-1].label}")
+
+
+def header(report: Report, request: Request) -> str:
+    """The line above a target's results: for what they were compiled."""
+    parts = [report.target]
+    if facts := report.facts:
+        mesh = ",".join(f"{name}={size}" for name, size in facts.mesh.items())
+        ring = f", ring {','.join(facts.ring)}" if facts.ring else ""
+        parts += [f"{facts.devices} x {facts.device_kind}", f"mesh {mesh}{ring}"]
+    parts.append(phase(request) if request.function else f"{request.dtype} {phase(request)}")
+    parts += ["measured links"] if request.figures == "measured" else []
+    return " | ".join(parts)
+
+
+def compiled_by(report: Report) -> str:
+    """The compiler that a target's results come from."""
+    facts = report.facts
+    found = {} if facts is None else facts.versions
+    text = ", ".join(f"{name} {text}" for name, text in found.items())
+    options = {} if facts is None else facts.compiler_options
+    given = " ".join(f"{name}={value}" for name, value in options.items())
+    return f"{text}, with {given or 'its default options'}"
+
+
+def phase(request: Request) -> str:
+    """Forward, or with the gradients."""
+    return "forward+backward" if request.grad else "forward"
+
+
+def notes(report: Report) -> list[str]:
+    """What a reader must know to judge a target's results."""
+    found: list[str] = []
+    facts = report.facts
+    if facts:
+        found += _notes_of_links(facts, report.predictions)
+    if facts and report.predictions:
+        most = max(p.timeline.peak_bytes for p in report.predictions)
+        if most > facts.chip["capacity"]:
+            found.append(
+                f"{most / 2**30:.1f} GiB do not fit the {facts.chip['capacity'] / 2**30:.0f} GiB "
+                "of HBM of a device"
+            )
+    loops = {name for p in report.predictions for name in p.timeline.loops_of_unknown_length}
+    if loops:
+        found.append(f"loops of unknown length count as one trip: {', '.join(sorted(loops))}")
+    return found
+
+
+def _notes_of_links(facts: Facts, predictions: Sequence[Prediction]) -> list[str]:
+    """Whether a ring's transfers share links, and why its axes have no rings that do not."""
+    found: list[str] = []
+    names = ",".join(facts.ring)
+    others = {p.same_as or p.mode for p in predictions} - {"naive", "disjoint-rings"}
+    if facts.links_apart > 1 and (others or not facts.disjoint):
+        found.append(
+            f"neighbours on the ring {names} are up to {facts.links_apart} links apart on this "
+            "mesh, so that transfers share links"
+            + ("; those of disjoint-rings do not" if facts.disjoint else "")
+        )
+    if facts.not_closed and {p.mode for p in predictions} & {"auto", "disjoint-rings"}:
+        found.append(
+            f"no rings over {names} are of one link each and share none: "
+            f"{', '.join(facts.not_closed)}; auto does not take disjoint-rings"
+        )
+    return found
+
+
+def write_json(path: str, reports: Sequence[Report], requests: Sequence[Request]) -> None:
+    """Writes one object, with an entry a target."""
+    record = {
+        "jaxpar": jaxpar.__version__,
+        "python": platform.python_version(),
+        "note": NOTE,
+        "targets": [_entry(*pair) for pair in zip(reports, requests, strict=True)],
+    }
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def _entry(report: Report, request: Request) -> dict[str, Any]:
+    return {
+        "target": report.target,
+        "request": asdict(request),
+        "facts": None if report.facts is None else asdict(report.facts),
+        "notes": notes(report),
+        "predictions": [
+            {
+                "ratio": prediction.ratio,
+                "exposed_share": prediction.exposed_share,
+                "order": prediction.order,
+                **asdict(prediction),
+            }
+            for prediction in report.predictions
+        ],
+        "failures": [asdict(failure) for failure in report.failures],
+    }
+
+
+def prediction_from(record: Mapping[str, Any]) -> Prediction:
+    """The inverse of `dataclasses.asdict` of a prediction."""
+    played = dict(record["timeline"])
+    played["events"] = tuple(
+        Event(**_with_tuples(event, "covers")) for event in played.pop("events")
+    )
+    fields = dict(record)
+    fields["timeline"] = Timeline(**_with_tuples(played, "loops_of_unknown_length", "runs"))
+    fields["floor"] = Floor(**record["floor"])
+    fields["memory"] = Memory(**record["memory"])
+    return Prediction(**fields)
+
+
+def facts_from(record: Mapping[str, Any]) -> Facts:
+    """The inverse of `dataclasses.asdict` of `Facts`."""
+    return Facts(**_with_tuples(record, "ring", "not_closed"))
+
+
+def request_from(record: Mapping[str, Any]) -> Request:
+    """The inverse of `dataclasses.asdict` of a request."""
+    return Request(**_with_tuples(record, "args", "ops", "shapes", "modes"))
+
+
+def _with_tuples(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """JSON has lists only."""
+    fields = dict(record)
+    for name in names:
+        fields[name] = tuple(fields[name])
+    return fields

@@ -1,0 +1,143 @@
+"""The process of one target: reads a request, compiles, and says what it finds as it goes."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import jaxpar
+from jaxpar.compiler.jit import jitted_with
+from jaxpar.compiler.tuning import versions
+from jaxpar.mesh.meshes import why_not_closed
+from jaxpar.schedule import Target, compile_for, timeline
+from jaxpar.schedule import target as describe
+from jaxpar.tools.cli.console import UsageError
+from jaxpar.tools.cli.ops import Ring
+from jaxpar.tools.cli.predict_programs import Program, programs, requested_options
+from jaxpar.tools.cli.predict_results import Facts, Failure, Prediction, Request, request_from
+from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
+from jaxpar.tools.cli.workers import answer, first_line, one_line
+
+Record = dict[str, Any]  # one entry: what it is, and the thing itself
+
+COMPILER_PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
+
+
+def serve(request: Request) -> Iterator[Record]:
+    """Yields `facts`, then for each program `begin`, and a `prediction` or a `failure`."""
+    try:
+        target = target_of(request)
+        ring = () if request.function else parse_ring(request.axis, target.mesh)
+        chosen = programs(request, target, ring)
+    except UsageError as reason:
+        yield _failure("", str(reason), usage=True)
+        return
+    except Exception as reason:
+        yield _failure("", where(reason))
+        return
+    yield {"facts": asdict(facts_of(request, target, ring, chosen))}
+    texts: dict[tuple[str, str], str] = {}  # the mode that first compiled to a text
+    for program in chosen:
+        label = f"{program.case} {program.mode}".rstrip()
+        yield {"begin": label}
+        try:
+            prediction = _predict(program, request, target, texts)
+        except Exception as reason:
+            yield _failure(label, where(reason))
+        else:
+            yield {"prediction": asdict(prediction)}
+
+
+def _failure(label: str, reason: str, usage: bool = False) -> Record:
+    return {"failure": asdict(Failure(label, reason, usage))}
+
+
+def _predict(
+    program: Program, request: Request, target: Target, texts: dict[tuple[str, str], str]
+) -> Prediction:
+    options = requested_options(request, target)
+    compiled = compile_for(program.function, target, *program.args, compiler_options=options)
+    played = timeline(compiled)
+    first = texts.setdefault((program.case, compiled.text), program.mode)
+    return Prediction(
+        case=program.case,
+        mode=program.mode,
+        timeline=played,
+        floor=program.floor(compiled, played),
+        memory=compiled.memory,
+        compile_seconds=compiled.seconds,
+        same_as=None if first == program.mode else first,
+    )
+
+
+def target_of(request: Request, needs_figures: bool = True) -> Target:
+    """Describes the target of a request; what is measured needs no figures of its chip."""
+    try:
+        found = describe(request.target, request.mesh)
+    except (ImportError, ValueError) as reason:
+        text = str(reason)
+        if text.startswith("make_mesh: "):
+            text = mesh_error(request.mesh, reason)
+        for prefix in ("target: ", f"{request.target!r}: "):
+            text = text.removeprefix(prefix)
+        raise UsageError(first_line(text)) from None
+    if found.chip is None and not needs_figures:
+        return found
+    if found.chip is None:
+        kind = found.mesh.devices.flat[0].device_kind
+        raise UsageError(
+            f"jaxpar has no published figures of {kind!r}; use a chip that it has, such as v5e:2x4 "
+            "or h100:8"
+        )
+    if request.figures == "book":
+        return found
+    try:
+        return replace(found, chip=found.chip.measured())
+    except ValueError as reason:
+        raise UsageError(f"--figures measured: {reason}") from None
+
+
+def facts_of(request: Request, target: Target, ring: Ring, chosen: list[Program]) -> Facts:
+    first = target.mesh.devices.flat[0]
+    # Besides those requested, a function of `jaxpar.jit` keeps its own.
+    _, options = jitted_with(chosen[0].function, requested_options(request, target))
+    not_closed = _not_closed(target, ring)
+    compilers = ("jax", *COMPILER_PACKAGES["tpu" if target.platform == "tpu" else "gpu"])
+    return Facts(
+        platform=target.platform,
+        device_kind=first.device_kind,
+        devices=target.mesh.size,
+        mesh=dict(target.mesh.shape),
+        ring=ring,
+        links_apart=int(jaxpar.ring_hops(target.mesh, ring).max()) if ring else 0,
+        disjoint=not_closed == [],
+        not_closed=tuple(not_closed or ()),
+        chip=asdict(target.chip) if target.chip else {},
+        compiler_options=options,
+        versions=versions(*compilers),
+    )
+
+
+def _not_closed(target: Target, ring: Ring) -> list[str] | None:
+    """Why axes of a ring over several are no closed rings of links; None of another ring."""
+    long = [name for name in ring if target.mesh.shape[name] > 1]
+    if len(long) < 2 or target.platform != "tpu":
+        return None
+    sizes = {name: target.mesh.shape[name] for name in long}
+    two = [name for name, size in sizes.items() if size == 2]
+    if two and (len(two) < len(long) or len(long) < 3):
+        return [f"the two devices of {name} have one link" for name in two]
+    return [why for name in long if (why := why_not_closed(target.mesh, name))]
+
+
+def where(reason: BaseException) -> str:
+    """What went wrong, and in which line of a file of the user's."""
+    frames = extract_tb(reason.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent == Path.cwd()]
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{one_line(reason)}{place}"
+
+
+if __name__ == "__main__":
+    answer(lambda record: serve(request_from(record)))

@@ -1,0 +1,271 @@
+"""`jaxpar tune`: tries the ways at each call site of a program, and writes down the fastest."""
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from jaxpar.choose.sites import NAMED
+from jaxpar.compiler.tuning import AUTO, Tuning
+from jaxpar.tools.cli.console import (
+    Column,
+    UsageError,
+    open_console,
+    print_error,
+    print_rows,
+    progress,
+    require_extra,
+    status_of,
+)
+from jaxpar.tools.cli.predict_command import FIGURES, parse_requests
+from jaxpar.tools.cli.predict_results import Request
+from jaxpar.tools.cli.shared_options import (
+    add_command,
+    add_compiler_options,
+    parse_names,
+    require_folders,
+)
+from jaxpar.tools.cli.tune_search import SAME, Tried
+from jaxpar.tools.cli.tune_worker import HERE
+from jaxpar.tools.cli.workers import COMPILING, converse
+
+DESCRIPTION = """\
+Tries the ways at each call site of a program where mode="auto" would choose by a model, forward and
+backward apart, and writes down the fastest in a file that the program loads.
+
+With --target every program is compiled and predicted, as by predict, for devices that need not be
+there; without it, compiled and timed on the devices at hand, of whatever kind they are.
+"""
+EPILOG = """\
+reading the table:
+  ms      what the whole program takes with this way at this place, and the best so far elsewhere
+  ratio   of that to the whole program with auto everywhere
+By the clock a way replaces another only if it is 2% faster in two runs, and in three of four rounds
+of each. Where nothing is told apart auto stays, which is what the file then says.
+
+examples:
+  jaxpar tune model:make_step      # called with the mesh, returns (function, args)
+  jaxpar tune model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp' --grad
+  jaxpar tune model:make_step --target v6e:16x16 --mesh dp=64,tp=4 -o v6e.json
+and in the program:
+  step = jaxpar.jit(step, tuned="tuned.json")    # or: with jaxpar.tuned("tuned.json"): ...
+"""
+
+REPEATS, MOST = 20, 200  # rounds by the clock, and programs
+
+_COLUMNS = [
+    Column("", 12, left=True),
+    Column("way", 14, left=True),
+    Column("ms", 10),
+    Column("ratio", 7),
+    Column("", left=True, wraps=True),
+]
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `tune` to the subcommands of `jaxpar`."""
+    what = "try the ways at each call site of a program, and write down the fastest"
+    parser = add_command(commands, "tune", what, DESCRIPTION, EPILOG)
+    add = parser.add_argument
+    add("function", metavar="module:function", help="the program")
+    add("--args", nargs="+", default=[], metavar="ARG", help="its arguments, as for predict")
+    add("--grad", action="store_true", help="forward and backward, with all gradients")
+    add("--target", metavar="CHIP:SLICE", help="as for predict (default: the devices at hand)")
+    add(
+        "--mesh",
+        default="tp=-1",
+        help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
+    )
+    add_compiler_options(add)
+    add("--figures", default="book", help=f"of the links: {', '.join(FIGURES)}, as for predict")
+    add("--repeats", type=int, default=REPEATS, help="rounds by the clock (default: %(default)s)")
+    add(
+        "--modes",
+        dest="tried",
+        metavar="MODES",
+        help=f"to try besides auto (default: {', '.join(NAMED)})",
+    )
+    add("--most", type=int, default=MOST, help="programs to compile (default: %(default)s)")
+    add("-o", "--output", default="tuned.json", metavar="FILE", help="(default: %(default)s)")
+    # What predict takes besides.
+    others = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
+    parser.set_defaults(run=run, jobs=0, **dict.fromkeys(others))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes; returns the exit status."""
+    return status_of("jaxpar tune", partial(_run, args))
+
+
+@dataclass
+class Report:
+    """What a search, of which processes may have died, has found so far."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tried: list[Tried] = field(default_factory=list[Tried])
+    found: Mapping[str, Any] | None = None
+    failure: Mapping[str, Any] | None = None
+    begun: str = ""
+
+    def take(self, record: Mapping[str, Any], tick: Any) -> None:
+        """Takes in what a process says."""
+        [(kind, said)] = record.items()
+        match kind:
+            case "facts":
+                self.facts = said
+            case "begin":
+                self.begun = said
+            case "tried":
+                self._add(Tried(**said))
+                tick(f"{self.tried[-1].part} {self.tried[-1].way}")
+            case "found":
+                self.found = said
+            case _:
+                self.failure = said
+
+    def bury(self, died: str) -> bool:
+        """Takes in that a process died; returns whether it was while a way was being tried."""
+        site, _, rest = self.begun.partition(" | ")
+        part, _, way = rest.partition(" | ")
+        again = self.begun in {tried.key for tried in self.tried}
+        if way and not again:
+            self._add(Tried(site, part, way, None, f"failed: the process {died}"))
+        else:
+            what = f"the process of {self.begun}" if self.begun else "the process"
+            self.failure = {"reason": f"{what} {died}", "usage": False}
+        return self.failure is None
+
+    def _add(self, tried: Tried) -> None:
+        if tried.key not in {known.key for known in self.tried}:
+            self.tried.append(tried)
+
+
+def _run(args: argparse.Namespace) -> int:
+    require_extra("rich.console")
+    require_folders(args, ("output",))
+    for option in ("repeats", "most"):
+        if getattr(args, option) < 1:
+            raise UsageError(f"--{option} {getattr(args, option)} is not positive")
+    modes = parse_names("--modes", args.tried, NAMED) if args.tried else list(NAMED)
+    args.targets = args.target or HERE
+    requests = parse_requests(args)
+    if len(requests) > 1:
+        raise UsageError(f"--target {args.target} names several; tune for one after the other")
+    with progress("auto", None) as tick:
+        limits = {"repeats": args.repeats, "most": args.most, "modes": modes}
+        report = tune(requests[0], limits, tick)
+    if report.failure:
+        print_error("jaxpar tune", report.failure["reason"])
+        return 2 if report.failure["usage"] else 1
+    tuning = _tuning(report, args)
+    tuning.write(args.output)
+    print_report(report, tuning, args.function)
+    return 0
+
+
+def tune(request: Request, limits: Mapping[str, Any], tick: Any) -> Report:
+    """Searches in a process of its own; where it dies, another one goes on behind what it tried."""
+    report = Report()
+    environment = {} if request.target == HERE else COMPILING
+    task = {"request": asdict(request), **limits}
+    goes_on = True
+    while goes_on:
+        task["known"] = [asdict(tried) for tried in report.tried]
+        take = partial(report.take, tick=tick)
+        died = converse("jaxpar.tools.cli.tune_worker", task, take, environment)
+        goes_on = died is not None and report.bury(died)
+    return report
+
+
+def _tuning(report: Report, args: argparse.Namespace) -> Tuning:
+    found = report.found or {}
+    before, after = found["before"], found["after"]
+    return Tuning(
+        name=args.output,
+        command=_command(args),
+        **report.facts,
+        sites=found["sites"],
+        clock=found["clock"],
+        milliseconds={"auto": _rounded(before), "tuned": _rounded(after)},
+        tried={
+            site: {
+                part: {t.way: t.note if t.seconds is None else _rounded(t.seconds) for t in ways}
+                for part, ways in groupby(parts, lambda tried: tried.part)
+            }
+            for site, parts in groupby(_by_site(report.tried), lambda tried: tried.site)
+        },
+    )
+
+
+def _rounded(seconds: float) -> float:
+    """Milliseconds, as a person reads them."""
+    return float(f"{seconds * 1e3:.5g}")
+
+
+def _by_site(tried: list[Tried]) -> list[Tried]:
+    """Those of one site, and of one part of it, side by side, else in the order of the search."""
+    sites = list(dict.fromkeys(t.site for t in tried))
+    parts = list(dict.fromkeys(t.part for t in tried))
+    return sorted(tried, key=lambda t: (sites.index(t.site), parts.index(t.part)))
+
+
+def _command(args: argparse.Namespace) -> str:
+    """What the user wrote, without what is so anyway."""
+    words = ["jaxpar", "tune", args.function]
+    words += ["--args", *args.args] if args.args else []
+    words += ["--grad"] if args.grad else []
+    words += ["--target", args.target] if args.target else []
+    words += ["--mesh", args.mesh]
+    words += ["--compiler-options", *args.compiler_options] if args.compiler_options else []
+    words += ["--figures", args.figures] if args.figures != "book" else []
+    words += ["--modes", args.tried] if args.tried else []
+    words += ["--repeats", str(args.repeats)] if args.repeats != REPEATS else []
+    words += ["--most", str(args.most)] if args.most != MOST else []
+    return shlex.join([*words, "-o", args.output])
+
+
+def print_report(report: Report, tuning: Tuning, function: str) -> None:
+    """Prints a section a site, and what all came to."""
+    console = open_console()
+    escape = require_extra("rich.markup").escape
+    found = report.found or {}
+    auto, best = tuning.milliseconds["auto"], tuning.milliseconds["tuned"]
+    mesh = ",".join(f"{name}={size}" for name, size in tuning.mesh.items())
+    head = f"{function} | {tuning.device_kind} | mesh {mesh} | {tuning.clock}"
+    console.print(f"[bold]{escape(head)}[/]", highlight=False)
+    for site, parts in groupby(_by_site(report.tried), lambda tried: tried.site):
+        console.print(f"\n[bold]{escape(site)}[/]", highlight=False)
+        for part, ways in groupby(parts, lambda tried: tried.part):
+            chosen = tuning.sites.get(site, {}).get(part)
+            rows = [_cells(tried, chosen, auto) for tried in ways]
+            rows[0][0] = f"  {part}"
+            print_rows(console, _COLUMNS, rows)
+    if not report.tried:
+        console.print('no call site has mode="auto"', highlight=False)
+    console.print(
+        f"\nwhole program: {auto:.3f} ms with auto, {best:.3f} ms tuned ({best / auto:.3f})",
+        highlight=False,
+    )
+    passes = [tried for tried in report.tried if tried.part == "backward" and tried.way != AUTO]
+    if passes and all(tried.note.startswith(SAME) for tried in passes):
+        console.print(
+            "no way of a backward pass makes a difference: if the program takes no gradients, "
+            "--grad has them taken; backward passes are left to auto",
+            highlight=False,
+        )
+    if found["left"]:
+        console.print(f"{found['left']} ways were not tried: raise --most", highlight=False)
+    console.print(f'{tuning.name} is for jaxpar.jit(..., tuned="{tuning.name}")', highlight=False)
+
+
+def _cells(tried: Tried, chosen: str | None, auto: float) -> list[str]:
+    says = "chosen" if tried.way == chosen else tried.note
+    if says == "chosen" and tried.part == "row chunks" and tried.way not in (AUTO, "1"):
+        says = "chosen: the matmuls of each chunk are naive"
+    if tried.seconds is None:
+        return ["", tried.way, "", "", says]
+    milliseconds = tried.seconds * 1e3
+    return ["", tried.way, f"{milliseconds:.3f}", f"{milliseconds / auto:.3f}", says]

@@ -1,0 +1,227 @@
+"""The process that tunes: compiles one program after the other, and predicts or times each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxpar
+from jaxpar.compiler.jit import jitted_with
+from jaxpar.compiler.options import compiled_with
+from jaxpar.compiler.tuning import Choices, Trial, trying, versions
+from jaxpar.schedule import Target, compile_for, timeline
+from jaxpar.tools.cli.bench_times import quartiles, time_interleaved
+from jaxpar.tools.cli.console import UsageError
+from jaxpar.tools.cli.predict_programs import programs, requested_options
+from jaxpar.tools.cli.predict_results import Request, request_from
+from jaxpar.tools.cli.predict_worker import COMPILER_PACKAGES, target_of, where
+from jaxpar.tools.cli.shared_options import mesh_error
+from jaxpar.tools.cli.tune_search import Candidate, Record, Tried, search
+from jaxpar.tools.cli.workers import answer, start_jax
+from jaxpar.tools.timeline.target import HERE
+
+# Less than this share of the time replaces nothing: of what is predicted, and of what is timed.
+LEAST_PREDICTED = 0.001
+LEAST_TIMED = 0.02
+
+
+@dataclass
+class Traces:
+    """A program for a mesh, lowered with one choice of ways or another."""
+
+    jitted: Any
+    args: Sequence[Any]
+    mesh: Mesh
+    options: Mapping[str, Any]
+
+    def lower(self, choices: Choices) -> Candidate:
+        """Traces the program with these choices."""
+        trial = Trial(choices)
+        with jax.set_mesh(self.mesh), compiled_with(self.options), trying(trial):
+            lowered = _Lowered(self.jitted.trace(*self.args))
+        return Candidate(choices, lowered, trial.asked)
+
+
+class _Lowered:
+    """A program that is lowered once, and given to `compile_for` in place of a jitted function."""
+
+    def __init__(self, traced: Any) -> None:
+        self.jaxpr, self._lowered = traced.jaxpr, traced.lower()
+
+    def trace(self, *args: Any) -> Any:
+        """What it is already."""
+        return self
+
+    def lower(self) -> Any:
+        """As that of a traced program."""
+        return self._lowered
+
+    def as_text(self) -> str:
+        """As that of a lowered program."""
+        return self._lowered.as_text()
+
+
+@dataclass
+class Predicted(Traces):
+    """What programs take in the compiler's schedule, on a model of a chip."""
+
+    target: Target
+    fits: float = 0.0  # bytes that no program may need more of, unless auto does
+    name = "predicted"
+
+    def time(self, candidate: Candidate) -> float:
+        """Compiles the program and plays it."""
+        options: Any = dict(self.options)
+        program = compile_for(candidate.lowered, self.target, *self.args, compiler_options=options)
+        chip, peak = self.target.chip, program.memory.peak
+        if not candidate.choices:
+            self.fits = max(peak, 0.0 if chip is None else chip.capacity)
+        if peak > self.fits:
+            raise MemoryError(f"{peak / 2**30:.1f} GiB do not fit a device")
+        candidate.seconds = timeline(program).total
+        return candidate.seconds
+
+    def wins(self, candidate: Candidate, best: Candidate) -> bool:
+        """Whether it is predicted to take less."""
+        return self.time(candidate) < (1 - LEAST_PREDICTED) * best.seconds
+
+    def compare(self, first: Candidate, best: Candidate) -> tuple[float, float]:
+        """Both were predicted."""
+        return first.seconds, best.seconds
+
+
+@dataclass
+class Timed(Traces):
+    """What programs take on the devices at hand."""
+
+    repeats: int
+    name = "measured"
+
+    def __post_init__(self) -> None:
+        with jax.set_mesh(self.mesh):
+            self.args = self._arrays()
+
+    def time(self, candidate: Candidate) -> float:
+        """Compiles the program and times it by itself."""
+        [seconds] = self._rounds(candidate)
+        candidate.seconds = quartiles(seconds)[1]
+        return candidate.seconds
+
+    def wins(self, candidate: Candidate, best: Candidate) -> bool:
+        """Whether it is faster round by round, and again in a second run.
+
+        Its seconds are those of the best, which was timed at another time, times the ratio.
+        """
+        won, _ = self._beats(candidate, best)
+        return won and self._beats(candidate, best)[0]
+
+    def compare(self, first: Candidate, best: Candidate) -> tuple[float, float]:
+        """Times both; seconds are alike where nothing but noise lies between them."""
+        won, (before, after) = self._beats(best, first)
+        return before, after if won else before
+
+    def _beats(self, candidate: Candidate, best: Candidate) -> tuple[bool, tuple[float, float]]:
+        old, new = self._rounds(best, candidate)
+        _, ratio, high = quartiles([b / a for a, b in zip(old, new, strict=True)])
+        candidate.seconds = ratio * best.seconds
+        return high < 1 and ratio < 1 - LEAST_TIMED, (quartiles(old)[1], quartiles(new)[1])
+
+    def _rounds(self, *candidates: Candidate) -> list[list[float]]:
+        for candidate in candidates:
+            if candidate.compiled is None:
+                candidate.compiled = self._compile(candidate.lowered.lower())
+        lowered = candidates[0].lowered.lower()
+        used_up = any(info.donated for info in jax.tree.leaves(lowered.args_info))
+        renew = (lambda x: jax.tree.map(_copy, x)) if used_up else (lambda x: x)
+        with jax.set_mesh(self.mesh):
+            compiled = [candidate.compiled for candidate in candidates]
+            return time_interleaved(compiled, self.args, self.repeats, lambda: None, renew)
+
+    def _compile(self, lowered: Any) -> Any:
+        return lowered.compile(compiler_options=dict(self.options) or None)
+
+    def _arrays(self) -> list[Any]:
+        """Arguments with numbers: random ones, and zeros, which are indices of anything."""
+        leaves, tree = jax.tree.flatten(tuple(self.args))
+        shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in leaves]
+        abstract = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+        if any(a and s is None for a, s in zip(abstract, shardings, strict=True)):
+            # The compiler says how it likes those that nobody said.
+            compiled = self._compile(self.lower({}).lowered.lower())
+            shardings = jax.tree.leaves(compiled.input_shardings[0])
+        found = enumerate(zip(leaves, shardings, abstract, strict=True))
+        made = [_array(x, place, self.mesh, seed) if a else x for seed, (x, place, a) in found]
+        return list(jax.tree.unflatten(tree, made))
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+
+
+def _array(like: Any, sharding: Any, mesh: Mesh, seed: int) -> jax.Array:
+    if isinstance(sharding, PartitionSpec):
+        sharding = NamedSharding(mesh, sharding)
+
+    def make() -> jax.Array:
+        if not jnp.issubdtype(like.dtype, jnp.inexact):
+            return jnp.zeros(like.shape, like.dtype)
+        key = jax.random.key(seed)
+        return jax.random.normal(key, like.shape, "float32").astype(like.dtype)
+
+    return jax.jit(make, out_shardings=sharding)()
+
+
+def serve(task: Mapping[str, Any]) -> Iterator[Record]:
+    """Yields `facts`, what `search` yields, and where nothing can be tuned a `failure`."""
+    try:
+        request = request_from(task["request"])
+        target = _here(request) if request.target == HERE else target_of(request)
+        [program] = programs(request, target, ())
+        jitted, options = jitted_with(program.function, requested_options(request, target))
+        yield {"facts": _facts(target, options)}
+        if request.target == HERE:
+            clock = Timed(jitted, program.args, target.mesh, options, task["repeats"])
+        else:
+            clock = Predicted(jitted, program.args, target.mesh, options, target)
+        known = {tried.key: tried for tried in (Tried(**entry) for entry in task["known"])}
+        yield from search(clock, known, task["most"], task["modes"])
+    except UsageError as reason:
+        yield {"failure": {"reason": str(reason), "usage": True}}
+    except Exception as reason:
+        yield {"failure": {"reason": where(reason), "usage": False}}
+
+
+def _here(request: Request) -> Target:
+    if jax.process_count() > 1:
+        raise UsageError(
+            f"there are {jax.process_count()} processes, of which each would choose by its own "
+            "clock; tune for a --target"
+        )
+    try:
+        mesh = jaxpar.make_mesh(request.mesh)
+    except ValueError as reason:
+        left = f"the {jax.device_count()} devices that the other axes leave"
+        raise UsageError(mesh_error(request.mesh, reason, left)) from None
+    return Target(HERE, mesh, None)
+
+
+def _facts(target: Target, options: Mapping[str, Any]) -> Record:
+    packages = ("jaxpar", "jax", "jaxlib", *COMPILER_PACKAGES.get(target.platform, ()))
+    return {
+        "versions": versions(*packages),
+        "device_kind": target.mesh.devices.flat[0].device_kind,
+        "mesh": dict(target.mesh.shape),
+        "compiler_options": dict(options),
+    }
+
+
+def _serve(task: Mapping[str, Any]) -> Iterator[Record]:
+    with start_jax():
+        yield from serve(task)
+
+
+if __name__ == "__main__":
+    answer(_serve)

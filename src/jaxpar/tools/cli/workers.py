@@ -1,0 +1,209 @@
+"""Processes: those that compile, each for itself, and those that are one run together."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import Any, TextIO
+
+import jax
+
+from jaxpar.tools.cli.console import UsageError
+from jaxpar.tools.processes import initialize
+from jaxpar.tools.timeline.target import find_plugin
+
+CPU_DEVICES = 8  # over all processes of a run
+COMPILING = {
+    "JAX_PLATFORMS": "cpu",  # devices that are present are left to who uses them
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # compiling needs no driver and no cuDNN
+}
+
+_running: set[subprocess.Popen[str]] = set()  # that `converse` waits for, in any thread
+_END = "end"  # the last line of a process that has said all
+_FATAL = re.compile(r"^F[0-9]{4} |Check failed|Fatal|\w+Error: ")
+
+
+def converse(
+    module: str,
+    task: Any,
+    take: Callable[[Any], None],
+    environment: Mapping[str, str] = COMPILING,
+) -> str | None:
+    """Has a process of its own serve a task, and takes what it finds, record by record.
+
+    TPU and GPU compilers cannot share a process, and one that dies takes only its own with it.
+
+    Args:
+      module: run as `python -m`; it calls `answer`.
+      task: what JSON can hold.
+      take: called with each record, as soon as it is there.
+      environment: set beside that of this process.
+
+    Returns:
+      None; or, of a process that died before it had said all, how it ended.
+    """
+    ended = False
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        with subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **environment},
+        ) as process:
+            _running.add(process)
+            try:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                with suppress(BrokenPipeError):  # it died first, which its status tells
+                    json.dump(task, process.stdin)
+                    process.stdin.close()
+                for line in process.stdout:
+                    record = json.loads(line)
+                    ended = ended or record == _END
+                    if not ended:
+                        take(record)
+                process.wait()
+            except BaseException:
+                process.kill()  # leaving the block waits for it
+                raise
+            finally:
+                _running.discard(process)
+        if ended:
+            return None
+        log.seek(0)
+        return _last_words(process.returncode, log.read())
+
+
+def kill_all() -> None:
+    """Ends the processes that any thread converses with."""
+    for process in list(_running):
+        process.kill()
+
+
+def answer(serve: Callable[[Any], Iterable[Any]]) -> None:
+    """The other side of `converse`: writes each record that `serve` yields for the task.
+
+    What is printed meanwhile, by compilers or by a user's function, goes to standard error.
+    """
+    with own_output() as lines:
+        for record in serve(json.load(sys.stdin)):
+            lines.write(json.dumps(record) + "\n")
+        lines.write(json.dumps(_END) + "\n")
+
+
+@contextmanager
+def own_output() -> Generator[TextIO, None, None]:
+    """Yields standard output; all else that is written there meanwhile goes to standard error.
+
+    Gloo, the transport between processes of CPU devices, writes to file descriptor 1 in pieces,
+    which may come in the midst of a line.
+    """
+    sys.stdout.flush()
+    shown = os.dup(1)
+    with os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding) as lines:
+        os.dup2(2, 1)
+        try:
+            yield lines
+        finally:
+            os.dup2(shown, 1)
+            os.close(shown)
+
+
+def one_line(reason: BaseException) -> str:
+    """The type of an error, and the first line of its text."""
+    return f"{type(reason).__name__}: {first_line(str(reason))}"
+
+
+def first_line(text: str) -> str:
+    """The first line that says something, of at most 400 characters."""
+    said = (line.strip() for line in text.splitlines())
+    return next(filter(None, said), "no reason given")[:400]
+
+
+def compilers() -> set[str]:
+    """Which of the compilers, tpu and gpu, are installed."""
+    found = {"tpu": importlib.util.find_spec("libtpu"), "gpu": find_plugin()}
+    return {name for name, place in found.items() if place is not None}
+
+
+@contextmanager
+def start_jax(
+    coordinator: str | None = None,
+    process_id: int = 0,
+    num_processes: int = 1,
+    timeout_s: float = 300,
+) -> Generator[str, None, None]:
+    """Chooses the number of CPU devices, joins the processes and starts JAX's backends.
+
+    The number is left alone where the user chose it, and has no effect where JAX's default devices
+    are not CPUs. Yields what the backends said while they started, which is not shown. Among
+    several processes, standard output has what Python prints, and nothing else.
+    """
+    flag = "xla_force_host_platform_device_count"
+    chosen = "JAX_NUM_CPU_DEVICES" in os.environ or flag in os.environ.get("XLA_FLAGS", "")
+    if not chosen:
+        jax.config.update("jax_num_cpu_devices", max(1, CPU_DEVICES // num_processes))
+    if coordinator is None:
+        yield _start_backends()
+        return
+    if process_id == 0:
+        _require_port(coordinator)
+    with own_output() as lines, redirect_stdout(lines):
+        try:
+            initialize(coordinator, num_processes, process_id, timeout_s=timeout_s)
+        except ValueError as reason:  # the address, which only process 0 could try
+            raise UsageError(f"--coordinator {coordinator}: {reason}") from None
+        try:
+            yield _start_backends()
+        finally:
+            jax.distributed.shutdown()
+
+
+def _start_backends() -> str:
+    """Starts JAX's backends; returns what they said on standard error, in place of showing it.
+
+    Plugins of accelerators that are not there report that with tracebacks, in Python and in C++.
+    """
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            jax.devices()
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
+        log.seek(0)
+        return log.read()
+
+
+def _require_port(coordinator: str) -> None:
+    # JAX crashes, without an exception, where its coordinator cannot listen.
+    _, _, port = coordinator.rpartition(":")
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        socket.create_server(("", int(port)), family=family, dualstack_ipv6=dual).close()
+    except (OSError, OverflowError, ValueError) as reason:
+        raise UsageError(
+            f"--coordinator {coordinator} must be HOST:PORT with a port that is free on the host "
+            f"of process 0: {reason}"
+        ) from None
+
+
+def _last_words(status: int, log: str) -> str:
+    how = f"with {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    # A stack trace follows what a compiler says of its own failure.
+    said = [line for line in lines if _FATAL.search(line)] or lines[-1:]
+    return f"ended {how}: {said[0][:400] if said else 'it said nothing'}"

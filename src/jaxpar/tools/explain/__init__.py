@@ -1,0 +1,1 @@
+"""Why a program waits, and which edits help."""

@@ -1,0 +1,401 @@
+"""Why a transfer is waited for: one cause out of a closed list, by rules in a fixed order.
+
+Each rule looks at what the schedule shows of one collective, and says in a sentence why it applies,
+what to change, and which edits can be tried. Rules that say what a program does in vain stand
+before those that say how well the rest is hidden: what need not be sent needs no hiding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from jaxpar.arguments.units import size_text as size
+from jaxpar.arguments.units import us
+from jaxpar.compiler.options import COMPILERS
+from jaxpar.mesh import ring_hops
+from jaxpar.mesh.torus import on_torus, slice_of
+from jaxpar.tools.explain.edits import Edit, Edits
+from jaxpar.tools.explain.exposed import THE_END, Exposed, Exposures
+from jaxpar.tools.explain.overheads import Overhead
+from jaxpar.tools.program.hlo import Instruction
+from jaxpar.tools.program.values import Value
+
+Cause = Literal[
+    "resharding",
+    "sent twice",
+    "wide dtype",
+    "links apart",
+    "links busy",
+    "latency",
+    "synchronous",
+    "ends of a pipeline",
+    "ordered elsewhere",
+    "nothing to hide behind",
+    "copies",
+]
+
+# What each one means, for readers.
+CAUSES: dict[Cause, str] = {
+    "resharding": "an array lies otherwise than the operation that uses it wants it",
+    "sent twice": "the same bytes travel more than once in a step",
+    "wide dtype": "numbers travel in more bytes than the result keeps of them",
+    "links apart": "neighbours on the mesh axis are several links apart",
+    "links busy": "the links are in use by another transfer",
+    "latency": "the message is small: most of its time passes before the first byte is there",
+    "synchronous": "the compiler makes it synchronous: nothing runs beside it",
+    "ends of a pipeline": "it fills or drains a pipeline whose other transfers are hidden",
+    "ordered elsewhere": "work that needs it not stands at another place of the program",
+    "nothing to hide behind": "what comes next needs it, and there is no other work",
+    "copies": "a loop copies what it carries from trip to trip",
+}
+
+_BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # what has a form of jaxpar's
+_HALF = 0.5
+_DTYPES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule says of an exposed collective.
+
+    Attributes:
+      cause: the rule's.
+      why: the evidence, as a sentence.
+      edit: what to change, where none of `edits` is faster.
+      edits: those that can be tried by themselves.
+      is_sure: whether it holds without a trial; else one of them must make the step faster.
+    """
+
+    cause: Cause
+    why: str
+    edit: str
+    edits: Iterable[Edit] = ()
+    is_sure: bool = True
+
+
+class Rules:
+    """The rules, for the collectives of one program."""
+
+    def __init__(self, exposures: Exposures, edits: Edits) -> None:
+        self.exposures, self.edits, self.values = exposures, edits, exposures.values
+
+    def of(self, exposed: Exposed | Overhead) -> Iterator[Verdict]:
+        """What the rules say, in their order; the last one always applies."""
+        if isinstance(exposed, Overhead):
+            yield self._copies(exposed)
+            return
+        rules: tuple[Callable[[Exposed], Verdict | None], ...] = (
+            self._resharding,
+            self._sent_twice,
+            self._wide_dtype,
+            self._links_apart,
+            self._links_busy,
+            self._latency,
+            self._synchronous,
+            self._ends_of_a_pipeline,
+            self._ordered_elsewhere,
+        )
+        for rule in rules:
+            if (verdict := rule(exposed)) is not None:
+                yield verdict
+        yield self._nothing_to_hide_behind(exposed)
+
+    # -- what is sent in vain -----------------------------------------------------------------
+
+    def _sent_twice(self, e: Exposed) -> Verdict | None:
+        collective = self.values.collective(e.name)
+        if collective is None or not collective.operands:
+            return None
+        if e.collective == "all-gather" and self._is_invariant(collective):
+            return Verdict(
+                "sent twice",
+                f"it gathers the same array in each of {e.runs} trips of a loop",
+                "gather in front of the loop, and give the loop the whole array",
+                self.edits.once(),
+            )
+        if not self._has_room(kept := self._kept(e)):
+            return None
+        if e.phase == "recomputation":
+            return Verdict(
+                "sent twice",
+                f"the forward pass has sent it, jax.checkpoint sends it again, and {size(kept)} to "
+                "keep instead would fit the memory",
+                "keep what the collective results in: jax.checkpoint(f, policy="
+                "save_only_these_names('whole')) with checkpoint_name(result, 'whole')",
+                self.edits.kept(),
+            )
+        if other := self._alike(e, collective):
+            return Verdict(
+                "sent twice",
+                f"{self.exposures.text(other)} has sent the same array over {e.over!r} before",
+                "gather once and use the result in both places",
+                self.edits.barriers(),  # without them the compiler does
+            )
+        return None
+
+    def _is_invariant(self, collective: Instruction) -> bool:
+        """Whether a loop gives the collective the same array on each trip."""
+        value = self.values.value(collective.operands[0])
+        seen = set[Value]()
+        while value not in seen:
+            seen.add(value)
+            i = value.instruction
+            if i.opcode == "parameter":
+                home = self.values.home[i]
+                loops = [
+                    caller
+                    for caller in self.values.callers[home]
+                    if caller.opcode == "while" and caller.called_as("body") is home
+                ]
+                if loops and value.element is not None:
+                    return self._is_itself(self.values.value(home.root, value.element), value)
+            if value.kind in ("dynamic-slice", "gather", "while") or not value.moves:
+                return False
+            sources = list(self.values.sources(value))
+            if len(sources) != 1:
+                return False
+            value = sources[0]
+        return False
+
+    def _is_itself(self, value: Value, wanted: Value) -> bool:
+        while value != wanted and value.kind in ("copy", "bitcast"):
+            value = next(iter(self.values.sources(value)))
+        return value == wanted
+
+    def _alike(self, e: Exposed, collective: Instruction) -> str | None:
+        """Another collective that sends the same array to the same devices, before this one."""
+        own = self._origin_of(collective)
+        for name, events in self.exposures.transfers.items():
+            other = self.values.collective(name)
+            if name == e.name or other is None or other.opcode != collective.opcode:
+                continue
+            first = self.exposures.transfers[e.name][0]
+            earlier = events and events[0].start < first.start
+            if (
+                earlier
+                and self._origin_of(other) == own
+                and other.groups == collective.groups
+                and other.pairs == collective.pairs
+                and other.after("dimensions={") == collective.after("dimensions={")
+            ):
+                return name
+        return None
+
+    def _origin_of(self, collective: Instruction) -> Value:
+        """The operand of a collective, back through copies and out of what starts it."""
+        value = self.values.value(collective.operands[0])
+        while value.kind in ("copy", "bitcast", "parameter"):
+            sources = list(self.values.sources(value))
+            if len(sources) != 1:  # an argument, or what a loop carries
+                break
+            value = sources[0]
+        return value
+
+    def _kept(self, e: Exposed) -> int:
+        """Bytes of all that a collective results in over a step."""
+        arrays = self.exposures.instruction(e.name).arrays
+        return max((array.bytes for array in arrays), default=0) * e.runs
+
+    def _has_room(self, count: int) -> bool:
+        return self.exposures.program.memory.peak + count < self.exposures.chip.capacity
+
+    def _resharding(self, e: Exposed) -> Verdict | None:
+        if not e.inserted or e.latency >= _HALF * e.transfer:  # of a few numbers
+            return None
+        arguments = self.exposures.arguments(e.name)
+        edits = chain(
+            self.edits.constraints(),
+            self.edits.namesakes(arguments),
+            self.edits.specs(arguments, e.axes),
+        )
+        return Verdict(
+            "resharding",
+            "nobody wrote it: the partitioner put it in, as the array lies otherwise than it is "
+            "wanted",
+            "give the array where it is made the sharding that is wanted here, or shard what uses "
+            "it as the array is",
+            edits,
+            is_sure=False,
+        )
+
+    def _wide_dtype(self, e: Exposed) -> Verdict | None:
+        collective = self.values.collective(e.name)
+        if collective is None or e.collective not in ("all-reduce", "reduce-scatter"):
+            return None
+        width = max(map(_width, collective.operands), default=0)
+        narrow = self._narrower(collective, width)
+        if narrow is None:
+            return None
+        return Verdict(
+            "wide dtype",
+            f"each number travels in {width} bytes, and {narrow}",
+            "sum in the narrower dtype: cast before the collective",
+            self.edits.narrow(e.line),
+        )
+
+    def _narrower(self, collective: Instruction, width: int) -> str | None:
+        """How it is known that fewer bytes a number would do, if it is."""
+        count = len(collective.operands)
+        values = [self.values.value(collective)]
+        if count > 1:
+            values = [self.values.value(collective, n) for n in range(count)]
+        users = [user for value in values for user in self._on(value)]
+        if users and all(u.kind == "convert" and _width(u.instruction) < width for u in users):
+            return f"is converted to {_width(users[0].instruction)} where it arrives"
+        for operand in collective.operands:
+            source = self.values.value(operand)
+            if source.kind == "convert":
+                before = next(iter(self.values.sources(source)))
+                if 0 < _width(before.instruction) < width:
+                    return f"had {_width(before.instruction)} before it was sent"
+        return None
+
+    def _on(self, value: Value) -> Iterator[Value]:
+        """What uses a value, through its copies and its done."""
+        for user in self.values.users[value]:
+            if user.kind in ("copy", "bitcast", "all-reduce", "reduce-scatter", "dynamic-slice"):
+                yield from self._on(user)
+            else:
+                yield user
+
+    # -- where it travels ---------------------------------------------------------------------
+
+    def _links_apart(self, e: Exposed) -> Verdict | None:
+        mesh = self.exposures.target.mesh
+        axes = [axis for axis in e.axes if axis in mesh.axis_names]
+        devices = mesh.devices.flat
+        slices = {slice_of(device) for device in devices}
+        if not axes or len(slices) > 1 or not all(map(on_torus, devices)):
+            return None
+        most = max(int(ring_hops(mesh, axis).max()) for axis in axes)
+        if most < 2:
+            return None
+        return Verdict(
+            "links apart",
+            f"neighbours along {', '.join(axes)} are up to {most} links apart on this mesh, so "
+            "that messages share links",
+            "make the mesh with jaxpar.make_mesh, the axis with the most traffic last",
+            self.edits.order(axes),
+            is_sure=False,
+        )
+
+    def _links_busy(self, e: Exposed) -> Verdict | None:
+        if e.queued < _HALF * e.seconds:
+            return None
+        return Verdict(
+            "links busy",
+            f"for {us(e.queued)} its {e.links:.2g} of {e.links_there} links send what was started "
+            "before it",
+            "send a half the other way around (mode='bidirectional' of jaxpar's collectives), or "
+            "over another axis, whose links are idle",
+            self.edits.modes(),
+        )
+
+    def _latency(self, e: Exposed) -> Verdict | None:
+        if e.latency < _HALF * e.transfer:
+            return None
+        return Verdict(
+            "latency",
+            f"{us(e.latency)} of its {us(e.transfer)} are latency: it sends "
+            f"{size(e.bytes / e.runs)} at a time, {e.runs} time{'s' * (e.runs != 1)}",
+            "send several small arrays as one: concatenate them (a bucket), or sum them as one "
+            "tuple",
+        )
+
+    # -- what could run beside it -------------------------------------------------------------
+
+    def _synchronous(self, e: Exposed) -> Verdict | None:
+        if not e.synchronous:
+            return None
+        kind = self.exposures.target.mesh.devices.flat[0].device_kind
+        named = next((c for name, c in COMPILERS.items() if kind.startswith(name)), None)
+        options = {o.frees: o.name for o in named.options if o.frees} if named else {}
+        option = options.get(e.collective)
+        if option and option not in self.exposures.program.compiler_options:
+            remedy = f"compile with {option} (jaxpar.compiler_options(mesh) has it)"
+        elif e.collective in _BESIDE_MATMULS:
+            within = ", in a jax.shard_map" if e.inserted else ""
+            remedy = (
+                f"write it as permutes beside a matmul{within}: jaxpar's all_gather_matmul, "
+                "matmul_reduce_scatter or ring collectives, which are asynchronous"
+            )
+        else:
+            remedy = "send less, or less often: no form of it that is known runs beside other work"
+        return Verdict(
+            "synchronous",
+            f"the compiler of {kind} makes this {e.collective} synchronous: nothing runs beside it",
+            remedy,
+            chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line)),
+        )
+
+    def _ends_of_a_pipeline(self, e: Exposed) -> Verdict | None:
+        """Most runs are hidden, and those that are not begin or end a series of them."""
+        runs = self.exposures.runs(e)
+        hidden = [waited < 0.1 * event.seconds for event, waited in runs]
+        if len(runs) < 3 or sum(hidden) < _HALF * len(runs):
+            return None
+        for n, is_hidden in enumerate(hidden):
+            is_first = n == 0 or runs[n][0].start - runs[n - 1][0].end > runs[n][0].seconds
+            is_last = n + 1 == len(runs) or (
+                runs[n + 1][0].start - runs[n][0].end > runs[n][0].seconds
+            )
+            if not (is_hidden or is_first or is_last):
+                return None
+        return Verdict(
+            "ends of a pipeline",
+            f"{sum(hidden)} of {len(runs)} alike are hidden; what is exposed begins or ends them",
+            "cut finer, so that the first and the last piece are shorter, or give the ends other "
+            "work",
+            self.edits.modes(),
+        )
+
+    def _ordered_elsewhere(self, e: Exposed) -> Verdict | None:
+        if e.independent < _HALF * e.seconds:
+            return None
+        where = "in the backward pass" if e.phase == "recomputation" else "elsewhere in the step"
+        return Verdict(
+            "ordered elsewhere",
+            f"{us(e.independent)} of work {where} neither needs it nor is needed for it, and runs "
+            "at another time",
+            "start it earlier: take an optimization_barrier or a loop's boundary from between, or "
+            "unroll the loop",
+            chain(self.edits.compiler_options(), self.edits.barriers(), self.edits.unrolled()),
+        )
+
+    def _nothing_to_hide_behind(self, e: Exposed) -> Verdict:
+        needs = f"{e.after} needs it at once"
+        if e.after == THE_END:
+            needs = "the step ends with it"
+        remedy = (
+            "split it and what needs it into pieces, so that one is under way while another is "
+            "computed with"
+        )
+        if e.collective in _BESIDE_MATMULS:
+            remedy = (
+                "split it and its matmul into pieces that run beside each other: jaxpar's "
+                "all_gather_matmul and matmul_reduce_scatter do that"
+            )
+        return Verdict(
+            "nothing to hide behind",
+            f"{needs}, and {us(e.independent)} of the step's other work could run beside it",
+            remedy,
+            chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line)),
+        )
+
+    def _copies(self, o: Overhead) -> Verdict:
+        return Verdict(
+            "copies",
+            f"{o.runs} copies run in the trips of a loop: what it carries is wanted in two places "
+            "at once",
+            "have the loop's body use what it carries once and write it in place: no swapping, no "
+            "use behind an update",
+            self.edits.unrolled(),
+        )
+
+
+def _width(i: Instruction) -> int:
+    """Bytes of a number, 0 if it is not known."""
+    return _DTYPES.get(i.arrays[0].dtype, 0) if i.arrays else 0

@@ -1,0 +1,267 @@
+"""Explaining a program: what it exposes, why, and what to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from jaxpar.arguments.calls import naming, readable, type_error, value_error
+from jaxpar.tools.explain.causes import CAUSES, Cause, Rules
+from jaxpar.tools.explain.edits import Edits
+from jaxpar.tools.explain.explained import WORTH, record_of, text_of
+from jaxpar.tools.explain.exposed import Exposed, Exposures
+from jaxpar.tools.explain.overheads import Overhead, overheads
+from jaxpar.tools.explain.trials import Trials, Tried
+from jaxpar.tools.program.memory import Held, held_at_peak
+from jaxpar.tools.timeline.beside import Beside, beside
+from jaxpar.tools.timeline.floor import Floor, device_flops, program_floor
+from jaxpar.tools.timeline.player import Assumed
+from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
+
+LEAST = 0.005  # of the step: what is exposed for less is not worth a line
+FASTER = 0.995  # of the step's time: an edit that gains less gains nothing
+
+
+@readable
+@dataclass(frozen=True)
+class Finding:
+    """Time of one line that could be saved, its cause and what to do about it.
+
+    Attributes:
+      of: the collectives that are exposed, or the copies of a loop.
+      cause: one of the closed list.
+      why: the evidence.
+      edit: what to change.
+      tried: what edits bring that could be tried by themselves, the fastest first.
+      gain: seconds that the step is faster with the edit, by the model; 0 if none was tried, or
+        gains anything.
+      left: how many edits could have been tried, had `tries` been more.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, explain, target
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
+      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> found.findings[0].meaning
+      'the compiler makes it synchronous: nothing runs beside it'
+    """
+
+    of: Exposed | Overhead
+    cause: Cause
+    why: str
+    edit: str
+    tried: tuple[Tried, ...]
+    gain: float
+    left: int
+
+    @property
+    def meaning(self) -> str:
+        """The cause in a few words."""
+        return CAUSES[self.cause]
+
+
+@readable
+@dataclass(frozen=True)
+class Explanation:
+    """Why a step takes as long as it does on a described chip; made by `explain`.
+
+    Attributes:
+      program: as it was compiled.
+      timeline: its schedule under the model of the chip, or as it was measured.
+      floor: what no schedule of it beats.
+      findings: what is exposed, with causes and edits, the longest first.
+      overheads: what else costs time and computes nothing new, the largest first.
+      held: the arrays in memory where the program needs the most of it, the largest first.
+      utilisation: the FLOPs of its matmuls over what the chip could do in its time.
+      refused: edits that could not be tried, and why.
+      predicted: the schedule under the model where `timeline` was measured; None of a chip that
+        jaxpar has no figures of.
+      beside: what was predicted and measured of each instruction, the longest first; empty where
+        nothing was measured.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, explain, target
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
+      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> print(found.text().splitlines()[0])
+      a step on v5e:2x2 (tp=4) takes ... us; ... us (...) of that it waits for transfers
+    """
+
+    program: CompiledProgram
+    timeline: Timeline
+    floor: Floor
+    findings: tuple[Finding, ...]
+    overheads: tuple[Overhead, ...]
+    held: tuple[Held, ...]
+    utilisation: float
+    refused: dict[str, str] = field(repr=False)
+    predicted: Timeline | None = field(default=None, repr=False)
+    beside: tuple[Beside, ...] = field(default=(), repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """Everything in plain numbers and text, as `json` writes it."""
+        return record_of(self)
+
+    def json(self) -> str:
+        """Everything as JSON, which `jaxpar explain --against` reads."""
+        return json.dumps(self.record(), indent=1)
+
+    def text(self, worst: int = 10) -> str:
+        """The step, the worst findings in words, overheads and memory."""
+        return text_of(self.record(), worst)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+@readable
+@naming("explain")
+def explain(
+    program: Any,
+    *,
+    tries: int = 8,
+    worst: int = 10,
+    measured: Timeline | None = None,
+    assumed: Assumed | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Explanation:
+    """Says why a step takes as long as it does, line by line, and which edits make it faster.
+
+    The program's schedule is played on a model of its chip, as by `timeline`. Each wait for a
+    transfer is traced to the line it comes from, gets one cause out of a closed list
+    (see `Finding.meaning`), decided by rules on the schedule, and an edit. Edits that can be
+    tried by themselves are: compiler options, the order of the mesh, modes of jaxpar's collectives
+    and overlapped forms in place of plain ones, shardings of arguments, and a program without one
+    of its sharding constraints or barriers, with repeated collectives run once, sums in bfloat16,
+    or scans unrolled. For each of them the whole program is compiled and played again.
+
+    Args:
+      program: from `compile_for`. It need not use anything else of jaxpar.
+      tries: how many edits may be compiled; 0: none, which leaves out causes that need one.
+      worst: how many findings there may be.
+      measured: from `read_trace` of this program: then findings, shares and times are those of the
+        measurement. What an edit gains stays a prediction: of the step with it and of the step
+        without.
+      assumed: as for `timeline`.
+      progress: called with each edit before it is compiled.
+
+    Returns:
+      An `Explanation`; `print` shows it. Without findings no transfer is to blame.
+
+    Raises:
+      ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number; a
+        `measured` that was not, or is of another function.
+      TypeError: what is no `CompiledProgram`.
+
+    Cost: an edit takes as long as the program took to compile.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, explain, target
+      >>> v5e = target("v5e:2x2")
+      >>> x = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> w = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=P(None, "tp"))
+      >>> def layer(x, w):
+      ...     return lax.all_gather(x, "tp", tiled=True) @ w
+      >>> step = jax.shard_map(layer, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+      >>> found = explain(compile_for(step, v5e, x, w), tries=0)
+      >>> [(finding.of.collective, finding.of.axes) for finding in found.findings]
+      [('all-gather', ('tp',))]
+    """
+    if not isinstance(program, CompiledProgram):
+        raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
+    if tries < 0 or worst < 0:
+        raise value_error(f"tries={tries} and worst={worst} must not be negative")
+    if measured is not None and measured.estimate != "measured":
+        raise value_error("measured must be from read_trace, got a timeline that was predicted")
+    if measured is not None:
+        _require_same(program, measured)
+    can_play = measured is None or program.target.chip is not None
+    predicted = timeline(program, assumed=assumed) if can_play else None
+    played = measured or predicted
+    assert played is not None
+    exposures = Exposures(program, played)
+    # A program that was not made by `compile_for` cannot be compiled again.
+    can_try = program.function is not None and predicted is not None
+    trials = Trials(assumed, tries if can_try else None, progress)
+    compared = exposures
+    if predicted is not None and predicted is not played:
+        compared = Exposures(program, predicted)
+    before = Before(compared)
+    rules = Rules(exposures, Edits(program))
+    costs = overheads(exposures)
+    exposed = [e for e in exposures.found() if e.seconds >= LEAST * played.total]
+    found = [_finding(e, rules, trials, played, before) for e in islice(exposed, worst)]
+    copies = [o for o in costs if o.in_loop and o.kind == "copies"]
+    found += [
+        _finding(copy, rules, trials, played, before)
+        for copy in copies
+        if copy.seconds >= LEAST * played.total
+    ]
+    flops = device_flops(program.jaxpr, program.target.mesh.size)
+    return Explanation(
+        program=program,
+        timeline=played,
+        floor=program_floor(program, played, exposures.chip),
+        findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:worst]),
+        overheads=costs,
+        held=held_at_peak(exposures),
+        utilisation=flops / exposures.chip.flops / played.total if played.total else 0.0,
+        refused=trials.refused,
+        predicted=None if measured is None else predicted,
+        beside=() if measured is None else beside(exposures, predicted, measured),
+    )
+
+
+def _require_same(program: CompiledProgram, measured: Timeline) -> None:
+    """Refuses a run of another function: its instructions may have the same names."""
+    schedules = program.module.schedules
+    own = _functions(one.op for schedule in schedules for one in schedule.operations)
+    ran = _functions(event.op for event in measured.events)
+    if own and ran and own.isdisjoint(ran):
+        raise value_error(
+            f"measured is a run of {', '.join(sorted(ran))}, not of {', '.join(sorted(own))}; pass "
+            "what read_trace(folder, program) returns"
+        )
+
+
+def _functions(ops: Iterable[str]) -> set[str]:
+    """The jitted functions that operations are named after."""
+    return {op.partition("/")[0] for op in ops if op.startswith("jit(")}
+
+
+class Before:
+    """What edits are compared with: the step without them, as it is predicted."""
+
+    def __init__(self, exposures: Exposures) -> None:
+        self.total, self._exposures = exposures.played.total, exposures
+
+    @cached_property
+    def exposed(self) -> Mapping[str, Exposed]:
+        """What it exposes, by the names of the instructions."""
+        return {name: one for one in self._exposures.all() for name in one.names}
+
+
+def _finding(
+    of: Exposed | Overhead, rules: Rules, trials: Trials, played: Timeline, before: Before
+) -> Finding:
+    """The first verdict that holds; one that is not sure needs an edit that makes it so."""
+    left, slower = 0, list[Tried]()
+    is_worth = of.seconds >= WORTH * played.total
+    for verdict in rules.of(of):
+        tried, skipped = trials.all(verdict.edits) if is_worth else ((), 0)
+        left += skipped
+        slower += [one for one in tried if one.seconds > FASTER * before.total]
+        faster = [one for one in tried if one not in slower]
+        if not verdict.is_sure and isinstance(of, Exposed):
+            faster = [one for one in faster if one.removes(before.exposed.get(of.name, of))]
+        if verdict.is_sure or faster:
+            gain = before.total - faster[0].seconds if faster else 0.0
+            edit = faster[0].edit if faster else verdict.edit
+            found = (*faster, *slower)
+            return Finding(of, verdict.cause, verdict.why, edit, found, gain, left)
+    raise AssertionError("the last rule holds without a trial")

@@ -1,0 +1,303 @@
+"""What is exposed of each collective of a program: where it comes from and what stood around it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxpar.arguments.calls import readable
+from jaxpar.mesh.chips import NO_FIGURES
+from jaxpar.tools.program.operations import Collective, Control, Operation, Schedule
+from jaxpar.tools.program.origins import Origins
+from jaxpar.tools.program.sources import (
+    Line,
+    own_line,
+    phase_of,
+    scopes_of,
+)
+from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.target import figures_of
+from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline
+
+THE_END = "the end of the step"
+
+
+@readable
+@dataclass(frozen=True)
+class Exposed:
+    """What is exposed of the collectives of one line: all runs in a step, on one device.
+
+    Attributes:
+      name: of the instruction that is waited for the longest.
+      names: of all instructions that come from the same line and send over the same axes.
+      collective: its kind as HLO calls it, such as `"all-gather"`.
+      over: the mesh axes; of a permute with the step along them, as in `"tp +1"`.
+      seconds: in which the device waits for it.
+      runs: how often it runs.
+      bytes: that a device sends in all runs.
+      transfer: seconds in which it is under way.
+      queued: seconds of those before it, in which its links were busy with others.
+      latency: seconds of those in which nothing but the first byte travels.
+      links: over how many a device sends, of `links_there`.
+      line: the innermost line of the user's own that it comes from; None if the compiler says none.
+      lines: all lines that it comes from, the innermost first.
+      scopes: the named scopes around it, such as those of modules.
+      phase: `"forward"`, `"backward"` or `"recomputation"`.
+      inserted: whether the partitioner put it in: the traced program has no such collective there.
+      moved: what is moved, and from which sharding to which where the partitioner did it.
+      before: what the device computed last before it waited.
+      after: what it computed next.
+      covered: seconds that it computed while the collective was under way.
+      independent: seconds of other work in the step that neither needs the collective nor is
+        needed for it, and that ran at another time.
+      synchronous: whether nothing can run beside it.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, explain, target
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
+      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> of = found.findings[0].of
+      >>> of.collective, of.axes, of.inserted
+      ('all-gather', ('tp',), True)
+    """
+
+    name: str
+    names: tuple[str, ...]
+    collective: str
+    over: str
+    seconds: float
+    runs: int
+    bytes: float
+    transfer: float
+    queued: float
+    latency: float
+    links: float
+    links_there: int
+    line: Line | None
+    lines: tuple[Line, ...]
+    scopes: tuple[str, ...]
+    phase: str
+    inserted: bool
+    moved: str
+    before: str
+    after: str
+    covered: float
+    independent: float
+    synchronous: bool
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it goes over."""
+        parts = (part.split()[0] for part in self.over.split(",") if part.strip())
+        return tuple(dict.fromkeys(parts))
+
+
+class Exposures(Origins):
+    """Finds what is exposed in a program, and answers what its causes ask about it."""
+
+    def __init__(self, program: CompiledProgram, played: Timeline) -> None:
+        super().__init__(program)
+        self.played, self.target = played, program.target
+        measured = played.estimate == "measured"  # which needs no figures, where none are known
+        self.chip = (program.target.chip or NO_FIGURES) if measured else figures_of(program.target)
+        self.links = Links(program.target.mesh, self.chip)
+        self.seconds: dict[str, float] = defaultdict(float)  # computed, by instruction
+        self.transfers: dict[str, list[Event]] = defaultdict(list)
+        self.waits: dict[str, list[int]] = defaultdict(list)  # places in `order`
+        # A trace may have more than the program.
+        self.events = [event for event in played.events if event.name in self.homes]
+        # What the compute units do, one after the other.
+        self.order = [e for e in self.events if e.row == "compute"]
+        for event in self.events:
+            if event.kind == "compute":
+                self.seconds[event.name] += event.seconds
+            elif event.kind == "transfer":
+                self.transfers[event.name].append(event)
+        for place, event in enumerate(self.order):
+            if event.kind == "wait":
+                self.waits[event.name].append(place)
+
+    def found(self) -> list[Exposed]:
+        """What is exposed, the longest first: what one line sends over one axis is one entry."""
+        return [e for e in self.all() if e.seconds]
+
+    def all(self) -> list[Exposed]:
+        """All that is sent, what is hidden, too; the most exposed first."""
+        groups: dict[Any, list[str]] = defaultdict(list)
+        for name, events in self.transfers.items():
+            if events:
+                groups[self._source(name)].append(name)
+        found = [self._exposed(names) for names in groups.values()]
+        return sorted(found, key=lambda e: e.seconds, reverse=True)
+
+    @cached_property
+    def alike(self) -> dict[Any, list[Event]]:
+        """The runs of all collectives of one source, in the order of their starts."""
+        found: dict[Any, list[Event]] = defaultdict(list)
+        for name, events in self.transfers.items():
+            if events:
+                found[self._source(name)] += events
+        return {key: sorted(events, key=lambda e: e.start) for key, events in found.items()}
+
+    def runs(self, exposed: Exposed) -> list[tuple[Event, float]]:
+        """All runs of the collectives of one source, hidden ones too, each with its wait."""
+        waits: dict[str, list[Event]] = defaultdict(list)
+        for event in self.order:
+            if event.kind == "wait":
+                waits[event.name].append(event)
+        found: list[tuple[Event, float]] = []
+        for event in self.alike[self._source(exposed.name)]:
+            own = [one for one in waits[event.name] if event.start < one.end <= event.end]
+            found.append((event, sum((one.seconds for one in own), 0.0)))
+            waits[event.name] = [one for one in waits[event.name] if one not in own]
+        return found
+
+    def _source(self, name: str) -> tuple[Any, ...]:
+        """What collectives have in common that come from one place of the traced program."""
+        op_name, lines = self.origin(self.instruction(name))
+        kind = self._kind(name)
+        axes = tuple(part.split()[0] for part in self._over(name).split(",") if part)
+        return kind, axes, own_line(lines), scopes_of(op_name), phase_of(op_name)
+
+    def _kind(self, name: str) -> str:
+        operation = self.homes[name][1]
+        assert isinstance(operation, Collective)
+        return operation.message.kind
+
+    def _over(self, name: str) -> str:
+        return self.transfers[name][0].row.removesuffix(self._kind(name)).strip()
+
+    def _exposed(self, names: list[str]) -> Exposed:
+        waited = {one: sum((self.order[n].seconds for n in self.waits[one]), 0.0) for one in names}
+        waiting = [one for one in names if waited[one]]
+        name = max(names, key=waited.__getitem__)
+        events = [event for one in names for event in self.transfers[one]]
+        longest = max(self.waits[name], key=lambda n: self.order[n].seconds, default=None)
+        op_name, lines = self.origin(self.instruction(name))
+        inserted = self.is_inserted(name)
+        covered = self._computed_beside(events)
+        independent = max((self._independent(self.homes[x][1]) for x in waiting), default=0.0)
+        return Exposed(
+            name=name,
+            names=tuple(names),
+            collective=self._kind(name),
+            over=", ".join(dict.fromkeys(map(self._over, names))),
+            seconds=sum(waited.values(), 0.0),
+            runs=len(events),
+            bytes=sum(e.bytes for e in events),
+            transfer=sum(e.seconds for e in events),
+            queued=sum(e.queued for e in events),
+            latency=sum(e.latency for e in events),
+            links=events[0].links,
+            links_there=self.links.there,
+            line=own_line(lines),
+            lines=lines,
+            scopes=scopes_of(op_name),
+            phase=phase_of(op_name),
+            inserted=inserted,
+            moved=self._moved(name, inserted),
+            before="" if longest is None else self._neighbour(longest, -1),
+            after="" if longest is None else self._neighbour(longest, +1),
+            covered=covered,
+            independent=max(0.0, independent - covered),
+            synchronous=all(e.synchronous for e in events),
+        )
+
+    def _moved(self, name: str, inserted: bool) -> str:
+        collective = self.values.collective(name)
+        if collective is None or not collective.operands:
+            return ""
+        operand = collective.operands[0]
+        value = self.values.value(operand)
+        shape = f"{operand.arrays[0]} of each device, " if operand.arrays else ""
+        what = self.argument(value) or self.text(value.instruction.name)
+        text = f"{shape}{what}"
+        if not inserted:
+            return text
+        over, kind = self._over(name), self._kind(name)
+        dims = collective.after("dimensions={")
+        match kind:
+            case "all-gather":
+                return f"{text}; dimension {dims} lies over {over!r} and was wanted whole"
+            case "all-to-all":
+                return f"{text}; one dimension lies over {over!r} and another was wanted so"
+            case "collective-permute":
+                return f"{text}; it was wanted in another order of the devices, or a part of it"
+            case _:
+                return f"{text}; each device has a part of a sum over {over!r}"
+
+    # -- what stood around it -----------------------------------------------------------------
+
+    def _neighbour(self, place: int, step: int) -> str:
+        place += step
+        while 0 <= place < len(self.order):
+            event = self.order[place]
+            if event.kind == "compute" and event.seconds:
+                return self.text(event.name)
+            place += step
+        return "the start of the step" if step < 0 else THE_END
+
+    def _computed_beside(self, events: Iterable[Event]) -> float:
+        """Seconds in which the device computed while one of the transfers was under way."""
+        total, place = 0.0, 0
+        for transfer in sorted(events, key=lambda e: e.start):
+            if transfer.synchronous:
+                continue
+            while place < len(self.order) and self.order[place].end <= transfer.start:
+                place += 1
+            at = place
+            while at < len(self.order) and self.order[at].start < transfer.end:
+                event = self.order[at]
+                if event.kind == "compute":
+                    total += min(event.end, transfer.end) - max(event.start, transfer.start)
+                at += 1
+        return total
+
+    def _independent(self, operation: Operation) -> float:
+        """Seconds of the work that a collective neither needs nor is needed for, in a step.
+
+        Beside it in its own computation, and outside of the loops and calls around that one.
+        """
+        total, level, seen = 0.0, [operation], set[Operation]()
+        while level:
+            one = level.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            schedule, _ = self.homes[one.name]
+            tied = self._tied(schedule, one)
+            total += sum((self.work[x] for x in schedule.operations if x not in tied), 0.0)
+            level += self.callers[schedule]
+        return total
+
+    @staticmethod
+    def _tied(schedule: Schedule, one: Operation) -> set[Operation]:
+        """An operation, all that it needs and all that needs it."""
+        needed, after = set[Operation](), {one}
+        level = [one]
+        while level:
+            operation = level.pop()
+            if operation not in needed:
+                needed.add(operation)
+                level += operation.operands
+        for operation in schedule.operations:  # operands come before
+            if not after.isdisjoint(operation.operands):
+                after.add(operation)
+        return needed | after
+
+    @cached_property
+    def work(self) -> dict[Operation, float]:
+        """Seconds that each operation computes in a step, with all that it runs."""
+        found: dict[Operation, float] = {}
+        for schedule in self.program.module.schedules:  # those that are run come first
+            for operation in schedule.operations:
+                found[operation] = self.seconds.get(operation.name, 0.0)
+                if isinstance(operation, Control):
+                    inner = (x for run in operation.runs for x in run.operations)
+                    found[operation] += sum(found[x] for x in inner)
+        return found

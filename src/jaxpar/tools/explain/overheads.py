@@ -1,0 +1,96 @@
+"""What a step pays beyond transfers: copies, slices, recomputation, memory-bound matmuls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxpar.arguments.calls import readable
+from jaxpar.tools.explain.exposed import Exposures
+from jaxpar.tools.program.hlo import Instruction
+from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of
+
+Overheads = Literal["copies", "slices", "layout changes", "recomputation", "HBM-bound matmuls"]
+
+_COPIES = {"copy", "copy-start", "copy-done"}
+_SLICES = {"dynamic-slice", "dynamic-update-slice", "slice", "concatenate", "pad", "gather"}
+_LAYOUTS = {"transpose", "reshape"}
+# What stands in a fusion besides and computes nothing.
+_BESIDE = {
+    *("bitcast", "parameter", "constant", "tuple", "get-tuple-element", "convert", "broadcast"),
+    *("add", "subtract", "multiply", "compare", "select", "clamp", "iota"),
+}
+
+
+@readable
+@dataclass(frozen=True)
+class Overhead:
+    """Time of one line that computes nothing new, or computes slower than it could.
+
+    Attributes:
+      kind: what it is.
+      seconds: in a step.
+      runs: how many instructions ran.
+      line: of the user's own; None if the compiler says none.
+      scopes: the named scopes around it.
+      in_loop: whether it is in the body of a loop.
+      what: an instruction of it, and its shape.
+
+    Example:
+      >>> Overhead("copies", 2e-6, 8, None, (), True, "copy.1, f32[16]").seconds
+      2e-06
+    """
+
+    kind: Overheads
+    seconds: float
+    runs: int
+    line: Line | None
+    scopes: tuple[str, ...]
+    in_loop: bool
+    what: str
+
+
+def overheads(exposures: Exposures) -> tuple[Overhead, ...]:
+    """The overheads of a program, the largest first."""
+    groups: dict[Any, list[tuple[str, float]]] = defaultdict(list)
+    for event in exposures.events:
+        waits_for_copy = event.kind == "wait" and event.row == "memory"
+        if not waits_for_copy and event.kind != "compute":
+            continue
+        i = exposures.instruction(event.name)
+        op_name, lines = exposures.origin(i)
+        kind = "copies" if waits_for_copy else _kind(exposures, i, op_name)
+        if kind is not None:
+            loop = exposures.loop_around(event.name)
+            if loop is not None and kind == "copies":  # are of what the loop carries
+                op_name, lines = exposures.origin(exposures.instruction(loop.name))
+            key = kind, own_line(lines), scopes_of(op_name), loop is not None
+            groups[key].append((event.name, event.seconds))
+    found: list[Overhead] = []
+    for (kind, line, scopes, in_loop), events in groups.items():
+        name, _ = max(events, key=lambda event: event[1])
+        i = exposures.instruction(name)
+        total = sum(seconds for _, seconds in events)
+        what = f"{name}, {', '.join(map(str, i.arrays[:1]))}"
+        found.append(Overhead(kind, total, len(events), line, scopes, in_loop, what))
+    return tuple(sorted(found, key=lambda one: one.seconds, reverse=True))
+
+
+def _kind(exposures: Exposures, i: Instruction, op_name: str) -> Overheads | None:
+    work = exposures.homes[i.name][1].work
+    if phase_of(op_name) == "recomputation":
+        return "recomputation"
+    if work.is_matmul:
+        flops = sum(matmul.flops for matmul in work.matmuls)
+        chip = exposures.chip
+        by_memory = work.moved / chip.hbm > flops / chip.flops
+        return "HBM-bound matmuls" if flops and by_memory else None
+    inside = {one.opcode for one in (i, *i.inside)} - {"fusion"} - _BESIDE
+    if inside and inside <= _COPIES:
+        return "copies"
+    if inside and inside <= _LAYOUTS | _COPIES:
+        return "layout changes"
+    if inside and inside <= _SLICES | _COPIES:
+        return "slices"
+    return None

@@ -1,0 +1,177 @@
+"""The same program with some of its equations changed, for edits that can be tried by themselves.
+
+A program that was traced is evaluated again, equation by equation, with others in the place of
+those that change. What has no change in it stays as it is, with its lines and scopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpar.compiler.compat import manual_axes
+from jaxpar.compiler.jaxprs import subjaxprs
+
+# The results of an equation, from its operands: of the program itself, or what the handler of an
+# equation before it gave in the place of its results.
+Handler = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
+
+
+def _no_change(jaxpr: core.Jaxpr) -> dict[int, Handler]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is changed in a program.
+
+    Attributes:
+      equations: of a jaxpr, by their places, what gives the results of those that change. It is
+        asked about every jaxpr of the program.
+      meshes: a mesh, and one that takes its place; None: all stay.
+    """
+
+    equations: Callable[[core.Jaxpr], dict[int, Handler]] = _no_change
+    meshes: tuple[Mesh, Mesh] | None = None
+
+    def touches(self, jaxpr: core.Jaxpr) -> bool:
+        """Whether anything changes in a jaxpr or inside it."""
+        return bool(self.equations(jaxpr)) or any(map(self.touches_inside, jaxpr.eqns))
+
+    def touches_inside(self, eqn: core.JaxprEqn) -> bool:
+        """Whether the equation stays and something in it changes."""
+        inside = any(map(self.touches, subjaxprs(eqn.params)))
+        return inside or self.of(eqn.params) != eqn.params
+
+    def of(self, found: Any) -> Any:
+        """An equation's parameter on the new mesh."""
+        if self.meshes is None:
+            return found
+        old, new = self.meshes
+        match found:
+            case dict():
+                return {key: self.of(one) for key, one in found.items()}
+            case tuple() if not hasattr(found, "_fields"):
+                return tuple(map(self.of, found))
+            case Mesh() if found == old:
+                return new
+            case NamedSharding() if found.mesh == old:
+                return NamedSharding(new, found.spec, memory_kind=found.memory_kind)
+            case _:
+                return found
+
+
+def rewritten(jitted: Any, change: Change, *args: Any) -> Any | None:
+    """Returns a function of the same arguments, flat, with flat results; None without a change.
+
+    Args:
+      jitted: what `jax.jit` returned. Its donations stay.
+      change: what changes.
+      *args: as for `jitted`; to be traced in the context of the mesh.
+    """
+    closed = jax.make_jaxpr(jitted)(*args)
+    if not change.touches(closed.jaxpr):
+        return None
+    donated = {
+        var
+        for eqn in closed.jaxpr.eqns
+        for var, gives in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
+        if gives and not isinstance(var, core.Literal)
+    }
+    numbers = [number for number, var in enumerate(closed.jaxpr.invars) if var in donated]
+
+    def whole(*leaves: Any) -> list[Any]:
+        return evaluated(closed.jaxpr, closed.consts, leaves, change)
+
+    return jax.jit(whole, donate_argnums=numbers)
+
+
+def evaluated(
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], change: Change
+) -> list[Any]:
+    """The results of a jaxpr for these arguments, with what changes changed."""
+    names, values = (*jaxpr.constvars, *jaxpr.invars), (*consts, *args)
+    known: dict[core.Var, Any] = dict(zip(names, values, strict=True))
+
+    def value(x: core.Var | core.Literal) -> Any:
+        return x.val if isinstance(x, core.Literal) else known[x]
+
+    handlers = change.equations(jaxpr)
+    for place, eqn in enumerate(jaxpr.eqns):
+        handler = handlers.get(place)
+        if handler is None:
+            handler = partial(_changed_inside, change) if change.touches_inside(eqn) else bound
+        known.update(zip(eqn.outvars, handler(eqn, list(map(value, eqn.invars))), strict=True))
+    return list(map(value, jaxpr.outvars))
+
+
+# Jaxprs that are put together from equations want one, for messages of JAX's own.
+_DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+
+
+def bound(eqn: core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
+    """The results of an equation for these operands, some of its parameters being others."""
+    # Results that nobody uses are no variables: all are given others.
+    invars: list[Any] = [core.Var(x.aval) for x in eqn.invars]
+    outvars: list[Any] = [core.Var(x.aval) for x in eqn.outvars]
+    own = eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params})
+    whole = core.Jaxpr([], invars, outvars, [own], eqn.effects, _DEBUG_INFO)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(whole, []))(*operands)
+
+
+def _changed_inside(change: Change, eqn: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    params = change.of(eqn.params)
+    if eqn.primitive.name == "shard_map":  # only in it are its axes bound
+        return _shard_map(params, change)(*operands)
+
+    def changed(found: Any) -> Any:
+        match found:
+            case core.ClosedJaxpr() if hasattr(found, "consts"):
+                return _retraced(found, change)
+            case core.Jaxpr():
+                closed = _retraced(core.ClosedJaxpr(found, []), change)
+                if closed.consts:
+                    raise NotImplementedError("a change with constants where none can stand")
+                return closed.jaxpr
+            case tuple() if not hasattr(found, "_fields"):
+                return tuple(map(changed, found))
+            case _:
+                return found
+
+    return bound(eqn, operands, **{key: changed(found) for key, found in params.items()})
+
+
+def _retraced(closed: core.ClosedJaxpr, change: Change) -> core.ClosedJaxpr:
+    def again(*args: Any) -> list[Any]:
+        return evaluated(closed.jaxpr, closed.consts, args, change)
+
+    return jax.make_jaxpr(again)(*(_shape_of(var.aval) for var in closed.jaxpr.invars))
+
+
+def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """What is traced like a value of this type: sharded and varying as it is."""
+    more: dict[str, Any] = {"manual_axis_type": aval.manual_axis_type}
+    if not aval.sharding.mesh.empty:
+        more["sharding"] = aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, **more)
+
+
+def _shard_map(params: dict[str, Any], change: Change) -> Callable[..., Any]:
+
+    def local(*args: Any) -> tuple[Any, ...]:
+        return tuple(evaluated(params["jaxpr"], (), args, change))
+
+    return jax.shard_map(
+        local,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(manual_axes(params)),
+        check_vma=params["check_vma"],
+    )

@@ -1,0 +1,263 @@
+"""What a layout costs on a described chip, weight by weight, and which exchange of axes costs less.
+
+The step is compiled with the layout and played on a model of the chip. Each collective is listed
+under its weight (`_causes`). Then the step is compiled with other dimensions sharded
+(`_exchanges`): of lookup tables whose features are sharded over the batch's axes, of rules that
+disagree with what they are multiplied with, and of rules that cost most. Last come plain maps:
+fully sharded, and whole on every device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from jaxpar.arguments.calls import of_user, type_error, value_error
+from jaxpar.compiler.jit import jitted_like
+from jaxpar.compiler.options import compiled_with
+from jaxpar.compiler.options import compiler_options as options_of
+from jaxpar.layout._fit import Shaped
+from jaxpar.layout._like import array_like, parameter_of
+from jaxpar.layout._paths import arrays_of
+from jaxpar.schedule import CompiledProgram, Target, Timeline, compile_for, timeline
+from jaxpar.schedule import target as describe
+from jaxpar.tools.layouts.comparison import others
+from jaxpar.tools.layouts.dimensions import Dimensions
+from jaxpar.tools.layouts.exchanges import Candidate, candidates, shapes_of
+from jaxpar.tools.layouts.layout_costs import Cost, Exchange, Explanation
+from jaxpar.tools.layouts.owners import Causes
+
+if TYPE_CHECKING:
+    from jaxpar.layout._layout import Layout
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked about: a step, its arguments, and for which devices."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    target: Target
+    options: dict[str, Any] | None
+    from_layout: bool
+
+    def play(self, layout: Layout) -> tuple[CompiledProgram, Timeline, tuple[Cost, ...]]:
+        """Compiles the step with a layout, plays it, and tells its collectives by weight."""
+        step = self.made(layout)
+        given = self.given(layout)
+        results: list[str | None] = []
+
+        def whole(params: Any, *args: Any) -> Any:
+            found = step(params, *args)
+            leaves, tree = arrays_of(found, "the step's result")
+            results.clear()
+            flat: list[Any] = []
+            for leaf, x in zip(leaves, jax.tree.leaves(found), strict=True):
+                shaped = leaf and Shaped(leaf[0], jnp.shape(x), jnp.result_type(x))
+                like = shaped and array_like(layout, shaped)
+                results.append(parameter_of(layout, leaf[0]) if leaf and like else None)
+                like = (shaped and self.of_state(shaped)) or like
+                # What is like a weight comes back as it went in: as a training step has it.
+                flat.append(jax.lax.with_sharding_constraint(x, like.sharding) if like else x)
+            return jax.tree.unflatten(tree, flat)
+
+        program = compile_for(
+            jitted_like(step, whole),
+            self.target,
+            layout.shapes,
+            *given,
+            compiler_options=self.options,
+        )
+        played = timeline(program)
+        names = {
+            f"params{keystr(keys)}": path
+            for (keys, _), path in zip(
+                tree_flatten_with_path(layout.shapes)[0], layout, strict=True
+            )
+        }
+        return program, played, _costs(Causes(program.text, names, results), played)
+
+    def of_state(self, array: Shaped) -> ArrayLayout | None:
+        """The sharding of an array that is like one of a state with a rule of its own."""
+        from jaxpar.layout._layout import Layout
+
+        for arg in self.args:
+            if isinstance(arg, Layout) and parameter_of(arg, array.path) in arg.ruled:
+                return array_like(arg.on(self.target.mesh), array)
+        return None
+
+    def given(self, layout: Layout) -> tuple[Any, ...]:
+        """The shapes of the arguments, with shardings."""
+        with jax.set_mesh(self.target.mesh):  # a shape whose sharding is a spec has none without
+            return tuple(_laid(arg, layout, n) for n, arg in enumerate(self.args, 1))
+
+    def candidates(
+        self, layout: Layout, costs: Callable[[], Sequence[Cost]]
+    ) -> Iterator[Candidate]:
+        """Changes of rules that are worth compiling; costs are computed only when needed."""
+        step = self.made(layout)
+        given = self.given(layout)
+        options = options_of(self.target) if self.options is None else self.options
+        with jax.set_mesh(self.target.mesh), compiled_with(options):
+            seen = Dimensions(lambda params, args: step(params, *args), layout.shapes, given)
+
+        def exposed() -> dict[str, float]:
+            found: dict[str, float] = defaultdict(float)
+            for cost in costs():
+                rule = None if cost.path is None else layout[cost.path].rule
+                if rule is not None:
+                    found[rule] += cost.exposed
+            return found
+
+        return candidates(layout, seen, shapes_of(self.args, given), exposed)
+
+    def plain(self, layout: Layout) -> Iterator[tuple[str, float]]:
+        """The seconds of plain maps of the same arrays, if the step compiles with them."""
+        for name, rules in others(layout.shapes, layout.mesh, None):
+            try:
+                program, played, _ = self.play(rules.layout(layout.shapes, layout.mesh))
+            except ValueError:  # rows of the batch, say, that all devices do not divide
+                continue
+            chip = self.target.chip
+            if chip is None or program.memory.peak <= chip.capacity:
+                yield name, played.total
+
+    def made(self, layout: Layout) -> Callable[..., Any]:
+        """The step of a layout."""
+        return of_user(self.step, "step")(layout) if self.from_layout else self.step
+
+
+def explain(
+    layout: Layout,
+    step: Any,
+    target: Any,
+    args: tuple[Any, ...],
+    options: dict[str, Any] | None,
+    tries: int,
+    from_layout: bool,
+) -> Explanation:
+    """What `Layout.explain` says."""
+    of_user(step, "step")
+    if isinstance(target, str):
+        count = describe(target, "all=-1").mesh.size
+        if count != layout.mesh.size:
+            raise value_error(
+                f"{target!r} has {count} devices, and the layout's mesh {layout.mesh.size}: "
+                f"{dict(layout.mesh.shape)}; name a slice of as many"
+            )
+        target = describe(target, dict(layout.mesh.shape))
+    if not isinstance(target, Target):
+        raise type_error(f"target must be a name such as 'v5p:4x4x4' or a Target, got {target!r}")
+    if dict(target.mesh.shape) != dict(layout.mesh.shape):
+        raise value_error(
+            f"the target's mesh has {dict(target.mesh.shape)}, and the layout's "
+            f"{dict(layout.mesh.shape)}; make both with the same axes, or give the target's name"
+        )
+    layout = layout.on(target.mesh)
+    asked = _Asked(step, args, target, options, from_layout)
+    program, played, costs = asked.play(layout)
+    exchanges = _tried(asked, _Played(layout, played.total, costs), tries)
+    plain = dict(asked.plain(layout)) if tries and not from_layout else {}
+    return Explanation(layout, target, program, played, costs, exchanges, plain)
+
+
+class _Played(NamedTuple):
+    layout: Layout
+    seconds: float
+    costs: tuple[Cost, ...]
+
+
+def _tried(asked: _Asked, first: _Played, tries: int) -> tuple[Exchange, ...]:
+    """Tries changes of rules one after the other, and keeps those that make the step faster."""
+    kept, exchanges = [first], list[Exchange]()
+    found = asked.candidates(first.layout, lambda: kept[-1].costs) if tries else ()
+    for candidate in islice(found, tries):
+        now = kept[-1]
+        other = candidate.of(now.layout)
+        if other is None:
+            continue
+        paths = [path for path, array in first.layout.items() if array.rule == candidate.rule]
+        _, replayed, costs = asked.play(other)
+        exchange = Exchange(
+            candidate.rule,
+            now.layout[paths[0]].spec,
+            other[paths[0]].spec,
+            candidate.cause,
+            candidate.disagrees,
+            now.seconds,
+            replayed.total,
+            _moved(now.costs, paths),
+            _moved(costs, paths),
+        )
+        exchanges.append(exchange)
+        if exchange.is_faster:
+            kept.append(_Played(other, replayed.total, costs))
+    return tuple(exchanges)
+
+
+def _laid(arg: Any, layout: Layout, number: int) -> Any:
+    """The shapes of one argument, with shardings on the mesh of a layout."""
+    from jaxpar.layout._layout import Layout
+
+    if isinstance(arg, Layout):
+        alike = {
+            path: array_like(layout, Shaped(path, array.shape, array.dtype))
+            for path, array in arg.items()
+            if path not in arg.ruled
+        }
+        here = {path: array for path, array in alike.items() if array is not None}
+        return arg.on(layout.mesh).changed(here).shapes
+
+    def laid(x: Any) -> Any:
+        if not hasattr(x, "shape"):
+            return x
+        sharding = getattr(x, "sharding", None)
+        spec = getattr(sharding, "spec", sharding)
+        if not isinstance(spec, PartitionSpec):
+            batch = layout.rules.batch
+            spec = PartitionSpec() if batch is None else batch.first(len(x.shape)).layout
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            spec = PartitionSpec()
+        try:
+            placed = NamedSharding(layout.mesh, spec)
+            placed.shard_shape(tuple(x.shape))
+        except ValueError as reason:
+            raise value_error(
+                f"argument {number} of the step: {reason}; give it a shape that its spec divides"
+            ) from None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+    return jax.tree.map(laid, arg)
+
+
+def _costs(causes: Causes, played: Timeline) -> tuple[Cost, ...]:
+    """What each kind of collective does for each weight."""
+    exposed: dict[str, float] = defaultdict(float)
+    for event in played.events:
+        if event.kind == "wait" and event.row == "compute":
+            exposed[event.name] += event.seconds
+    runs = Counter(event.name for event in played.transfers)
+    known = {name: causes.of(name) for name in runs}
+    totals: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
+    for event in played.transfers:
+        for path, (what, share) in known[event.name].items():
+            waited = exposed[event.name] / runs[event.name]
+            total = totals[path, what, event.row]
+            for n, value in enumerate((1.0, event.bytes, event.seconds, waited)):
+                total[n] += share * value
+    costs = [Cost(*key, *total) for key, total in totals.items()]
+    return tuple(sorted(costs, key=lambda cost: (-cost.exposed, -cost.seconds, cost.path or "")))
+
+
+def _moved(costs: Sequence[Cost], paths: Sequence[str]) -> float:
+    """Bytes of weights themselves that a device sends."""
+    moved = (c.bytes for c in costs if c.path in paths and c.what == "the weight")
+    return sum(moved, 0.0)

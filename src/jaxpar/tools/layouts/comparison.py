@@ -1,0 +1,115 @@
+"""An inferred map beside a few plain ones: bytes of each device, and a predicted step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.arguments.types import AnyMesh
+from jaxpar.arguments.units import size_text
+from jaxpar.layout._layout import Layout
+from jaxpar.layout._map import LayoutMap
+from jaxpar.layout._paths import filling
+from jaxpar.layout._problem import LayoutError
+from jaxpar.layout._strategies import data_parallel, fully_sharded
+from jaxpar.schedule import Target
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One map, and what is known of it."""
+
+    name: str
+    rules: LayoutMap
+    bytes_per_device: int
+    seconds: float | None = None  # of a step; None: not compiled, or it could not be
+    peak: int = 0  # bytes of memory
+    fits: bool = True  # the memory of the chip
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {size_text(self.bytes_per_device)} a device"
+        if self.seconds is not None:
+            text += f", a step takes {self.seconds * 1e6:.4g} us and {size_text(self.peak)}"
+        return text + (f", {self.why_not}" if self.why_not else "")
+
+
+def others(
+    params: Any, mesh: AnyMesh, without: LayoutMap | None
+) -> Iterator[tuple[str, LayoutMap]]:
+    """Plain maps of the same parameters; `without`: the inferred one before FSDP, if it has it."""
+    names = tuple(map(str, mesh.axis_names))
+    if without is not None:
+        yield "without fully sharding", without
+    with suppress(LayoutError):  # sizes that all devices together do not divide
+        yield "fully sharded over all axes", fully_sharded(params, mesh, axis=names)
+    yield "whole on every device", data_parallel(params, mesh, axis=names)
+
+
+def compare(
+    function: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    mesh: AnyMesh,
+    maps: Mapping[str, LayoutMap],
+    target: str | Target | None,
+) -> Iterator[Compared]:
+    """Yields what each map costs; the loss with its gradient where there is a target."""
+    seen = set[tuple[Layout, Any]]()
+    for name, rules in maps.items():
+        layout = rules.layout(params, mesh, strict=False)
+        if (layout, rules.batch) in seen:
+            continue
+        seen.add((layout, rules.batch))
+        held = layout.table().bytes_per_device
+        if target is None:
+            yield Compared(name, rules, held)
+            continue
+        try:
+            found = layout.explain(_step(function, params), target, batch, tries=0)
+        except ValueError as reason:
+            yield Compared(name, rules, held, why_not=str(reason).splitlines()[0])
+            continue
+        peak, chip = found.program.memory.peak, found.target.chip
+        fits = chip is None or peak <= chip.capacity
+        yield Compared(
+            name, rules, held, found.timeline.total, peak, fits, "" if fits else "too much for it"
+        )
+
+
+def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
+    """A loss with its gradient; of what is no loss, the function itself."""
+    filled = filling(params)
+
+    def called(arrays: Any, batch: Any) -> Any:
+        return function(filled(jax.tree.leaves(arrays)), batch)
+
+    def step(arrays: Any, batch: Any) -> Any:
+        found = jax.eval_shape(called, arrays, batch)
+        is_loss = getattr(found, "shape", None) == () and jnp.issubdtype(found.dtype, jnp.floating)
+        return (_with_gradient(called) if is_loss else called)(arrays, batch)
+
+    return step
+
+
+def _with_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """As `jax.value_and_grad`; arrays of integers have no gradient."""
+
+    def called(arrays: Any, batch: Any) -> Any:
+        flat, tree = jax.tree.flatten(arrays)
+        real = [n for n, x in enumerate(flat) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        def of_real(given: list[Any]) -> Any:
+            found = dict(enumerate(flat)) | dict(zip(real, given, strict=True))
+            return loss(tree.unflatten(list(found.values())), batch)
+
+        value, gradients = jax.value_and_grad(of_real)([flat[n] for n in real])
+        found = dict(zip(real, gradients, strict=True))
+        return value, tree.unflatten([found.get(n) for n in range(len(flat))])
+
+    return called

@@ -1,0 +1,246 @@
+"""Which rules might better shard other dimensions: two exchanged, or only a table's rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxpar.axis.padding import Blocks
+from jaxpar.layout._array_layout import ArrayLayout, axes_by_dim
+from jaxpar.layout._mesh import size_of
+from jaxpar.tools.layouts.dimensions import Dimensions
+
+if TYPE_CHECKING:
+    from jaxpar.layout._layout import Layout
+
+Axes = frozenset[str]
+Cause = Literal["features of what is looked up", "at odds"] | None
+
+
+class Candidate(NamedTuple):
+    """A rule with other dimensions sharded, and what the rule disagrees with, if anything."""
+
+    rule: str
+    axes: tuple[tuple[str, ...], ...]  # of each dimension
+    cause: Cause = None
+    disagrees: str = ""
+
+    def of(self, layout: Layout) -> Layout | None:
+        """The layout with the change; None where sizes do not divide or have padding."""
+        own = [array for array in layout.values() if array.rule == self.rule]
+        if not all(map(self._fits, own)):
+            return None
+        return layout.changed({array.path: self._changed(array) for array in own})
+
+    def _fits(self, array: ArrayLayout) -> bool:
+        return len(array.shape) == len(self.axes) and all(
+            axes == before
+            or (block.size == block.padded and not block.size % size_of(array.mesh, axes))
+            for axes, before, block in zip(self.axes, array.axes, array.blocks, strict=True)
+        )
+
+    def _changed(self, array: ArrayLayout) -> ArrayLayout:
+        blocks = list(array.blocks)
+        for dim, axes in enumerate(self.axes):
+            if axes != array.axes[dim]:
+                size, parts = array.shape[dim], size_of(array.mesh, axes)
+                blocks[dim] = Blocks.at_the_end(size, parts, size // parts)
+        spec = PartitionSpec(*(some[0] if len(some) == 1 else some or None for some in self.axes))
+        return replace(array, spec=spec, blocks=tuple(blocks))
+
+
+class Data(NamedTuple):
+    """A leaf of the arguments behind the parameters."""
+
+    shape: Any
+    is_state: bool  # of the optimizer: it lies like the parameters
+
+
+def candidates(
+    layout: Layout,
+    seen: Dimensions,
+    data: Sequence[Data],
+    exposed: Callable[[], Mapping[str, float]],
+) -> Iterator[Candidate]:
+    """Changes that may cost less: of rules at odds with others, then of those that cost most.
+
+    Args:
+      layout: to change rules of.
+      seen: what the step does with dimensions.
+      data: the leaves of its other arguments.
+      exposed: gives the seconds that the step waits for the weights of each rule; called when the
+        rules at odds have been tried.
+    """
+    members = _Members(layout, seen, data)
+    first = [found for rule in _rules(layout) if (found := members.by_rows(layout, rule))]
+    now = layout
+    for candidate in first:
+        now = candidate.of(now) or now
+    done = {candidate.rule for candidate in first}
+    while found := members.best(now, done):
+        candidate, now = found
+        first.append(candidate)
+        done.add(candidate.rule)
+    yield from first
+    multiplied = {seen.flow.of(t) for matmul in seen.flow.matmuls for t in matmul.tokens}
+    waits, conflicts = exposed(), members.conflicts(now)
+    for rule in sorted(set(waits) - done, key=waits.__getitem__, reverse=True):
+        for dims, candidate in _exchanges(now, rule):
+            classes = seen.classes[_path(layout, rule)]
+            # Not the dimensions that count layers, nor those of which shard_map says what they are.
+            if not waits[rule] or not {classes[dim] for dim in dims} <= multiplied:
+                continue
+            # No exchange that adds conflicts: half of a pair, such as Megatron's, is always worse.
+            other = candidate.of(now)
+            if other is not None and members.conflicts(other) <= conflicts:
+                yield candidate
+
+
+def _exchanges(layout: Layout, rule: str) -> Iterator[tuple[tuple[int, int], Candidate]]:
+    """All that can be exchanged in a rule, the last dimensions first."""
+    array = layout[_path(layout, rule)]
+    for first, second in reversed(list(combinations(range(len(array.shape)), 2))):
+        axes = list(array.axes)
+        axes[first], axes[second] = axes[second], axes[first]
+        candidate = Candidate(rule, tuple(axes))
+        if array.axes[first] != array.axes[second] and candidate.of(layout) is not None:
+            yield (first, second), candidate
+
+
+def _rules(layout: Layout) -> list[str]:
+    return list({array.rule: None for array in layout.values() if array.rule is not None})
+
+
+def _path(layout: Layout, rule: str) -> str:
+    return next(path for path in layout if layout[path].rule == rule)
+
+
+class _Members:
+    """Which dimensions of rules and data are of one class, and over which axes they lie.
+
+    Dimensions of one class agree on an axis if all of them are sharded over it or none. Axes of the
+    batch do not count: weights are gathered over them.
+    """
+
+    def __init__(self, layout: Layout, seen: Dimensions, data: Sequence[Data]) -> None:
+        self.seen = seen
+        self.of_data: list[tuple[int, Axes]] = []
+        for classes, (x, is_state) in zip(seen.data, data, strict=True):
+            if not is_state:
+                sharding = getattr(x, "sharding", None)
+                axes = axes_by_dim(sharding.spec if sharding else (), len(classes))
+                self.of_data += zip(classes, map(frozenset, axes), strict=True)
+        batch = layout.rules.batch
+        self.gathered = (
+            frozenset(batch.mesh_axes)
+            if batch
+            else frozenset[str]().union(*(axes for _, axes in self.of_data))
+        )
+
+    def of(self, layout: Layout) -> dict[int, dict[Any, Axes]]:
+        """By class, the axes of each of its dimensions: of rules, which layers share, and data."""
+        found: dict[int, dict[Any, Axes]] = defaultdict(dict)
+        for number, (one, axes) in enumerate(self.of_data):
+            found[one][number] = axes - self.gathered
+        for path, array in layout.items():
+            for dim, (one, axes) in enumerate(
+                zip(self.seen.classes[path], array.axes, strict=True)
+            ):
+                found[one][array.rule, dim] = frozenset(axes) - self.gathered
+        return found
+
+    def conflicts(self, layout: Layout) -> int:
+        """In all classes and of all axes, how many dimensions are at odds with the others."""
+        total = 0
+        for own in self.of(layout).values():
+            for name in frozenset[str]().union(*own.values()):
+                over = sum(name in axes for axes in own.values())
+                total += min(over, len(own) - over)
+        return total
+
+    def by_rows(self, layout: Layout, rule: str) -> Candidate | None:
+        """A lookup table with the batch's axes moved from its features to its rows.
+
+        A lookup's result has the table's features and the batch's rows. An axis can shard only one
+        of them, so the compiler moves it from one to the other, layer by layer.
+        """
+        path, flow = _path(layout, rule), self.seen.flow
+        if path not in flow.looked_up:
+            return None
+        looked_up = flow.rows_looked_up()
+        rows = [dim for dim, one in enumerate(self.seen.classes[path]) if one in looked_up]
+        axes = layout[path].axes
+        odd = {dim: tuple(n for n in axes[dim] if n in self.gathered) for dim in range(len(axes))}
+        odd = {dim: names for dim, names in odd.items() if names and dim not in rows}
+        if not odd or not rows:
+            return None
+        without = [tuple(n for n in own if n not in odd.get(d, ())) for d, own in enumerate(axes)]
+        by_rows = list(without)
+        by_rows[rows[0]] += tuple(name for names in odd.values() for name in names)
+        dim, names = next(iter(odd.items()))
+        text = (
+            f"what is looked up in it has its dimension {dim}, over {_text(frozenset(names))} as "
+            "the batch's rows are: activations move back and forth"
+        )
+        for changed in (by_rows, without):
+            candidate = Candidate(rule, tuple(changed), "features of what is looked up", text)
+            if candidate.of(layout) is not None:
+                return candidate
+        return None
+
+    def best(self, layout: Layout, done: set[str]) -> tuple[Candidate, Layout] | None:
+        """The exchange after which the fewest dimensions are at odds, if that is fewer than now."""
+        least, found = self.conflicts(layout), None
+        for rule in _rules(layout) if least else ():
+            for dims, candidate in _exchanges(layout, rule) if rule not in done else ():
+                other = candidate.of(layout)
+                if other is not None and (count := self.conflicts(other)) < least:
+                    least, found = count, (dims, candidate, other)
+        if found is None:
+            return None
+        dims, candidate, other = found
+        text = self._disagrees(layout, candidate, dims)
+        return candidate._replace(cause="at odds", disagrees=text), other
+
+    def _disagrees(self, layout: Layout, candidate: Candidate, dims: tuple[int, int]) -> str:
+        """Which of the two dimensions lies otherwise than one of its class."""
+        path, members = _path(layout, candidate.rule), self.of(layout)
+        for dim in dims:
+            one = self.seen.classes[path][dim]
+            own = members[one][candidate.rule, dim]
+            for other, axes in members[one].items():
+                if axes != own:
+                    what = "a dimension of the data"
+                    if isinstance(other, tuple):
+                        rule, its = other
+                        what = (
+                            f"dimension {its} of {_path(layout, rule)!r}"
+                            if rule
+                            else "a whole array"
+                        )
+                    return (
+                        f"its dimension {dim}, over {_text(own)}, goes with {what}, over "
+                        f"{_text(axes)}"
+                    )
+        return ""
+
+
+def _text(axes: Axes) -> str:
+    return ", ".join(map(repr, sorted(axes))) or "no axis"
+
+
+def shapes_of(args: Sequence[Any], given: Sequence[Any]) -> list[Data]:
+    """The leaves of arguments, which were `args` and lie as `given`."""
+    from jaxpar.layout._layout import Layout
+
+    return [
+        Data(x, isinstance(arg, Layout))
+        for arg, laid in zip(args, given, strict=True)
+        for x in jax.tree.leaves(laid)
+    ]

@@ -1,0 +1,209 @@
+"""A map from a function itself: parameters followed through what it computes."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
+
+from jaxpar.arguments.calls import of_user, public, value_error
+from jaxpar.arguments.types import AnyMesh
+from jaxpar.layout._fit import Shaped
+from jaxpar.layout._map import LayoutMap
+from jaxpar.layout._mesh import check_mesh
+from jaxpar.layout._paths import without_numbers
+from jaxpar.layout._rule import Entry, axes_of
+from jaxpar.layout._strategies import Dims, data_parallel, extended
+from jaxpar.tools.layouts.comparison import Compared, compare, others
+from jaxpar.tools.layouts.layout_costs import FASTER
+from jaxpar.tools.layouts.seen import Seen
+
+Role = Literal["data", "fully sharded", "tensor", "expert"]
+ROLES = ("data", "fully sharded", "tensor", "expert")
+RESIDUAL = "residual"  # the path of what goes from layer to layer
+CONSTRAINED = f"x = layout.constrain(x, {RESIDUAL!r})"
+NAMES = {
+    "data": r"dp|data|batch|replica.*",
+    "fully sharded": r"fsdp.*|zero.*|f[xyz]",
+    "tensor": r"tp|tensor|model|mp",
+    "expert": r"ep|experts?",
+}
+
+
+@public
+def infer_layout(
+    function: Any,
+    params: Any,
+    batch: Any,
+    mesh: AnyMesh,
+    *,
+    roles: Mapping[str, Role] | None = None,
+    target: Any = None,
+    show: Callable[[str], object] | None = None,
+) -> LayoutMap:
+    """Returns the map that a function's own matmuls suggest; `show=print` says why, rule by rule.
+
+    Follows the dimensions of the parameters through the jaxpr of `function(params, batch)`, on
+    global arrays: which are contracted with which, through elementwise operations, reshapes, loops
+    and calls. Dimensions that must be sharded alike are one class. Over tensor axes it shards the
+    classes with the fewest bytes of sums for their FLOPs, no two of one array: hidden features and
+    heads (columns, then rows) before the width that all layers share, as Megatron does. A dimension
+    that is cut (split, sliced, concatenated, sorted) costs the bytes that its parts move. If its
+    parts are used whole, it is not sharded. Fully sharded axes take the largest other dimension of
+    each matrix, and the rows of lookup tables, as results have the features.
+
+    Args:
+      function: a loss or a forward pass, without `jax.shard_map`.
+      params: arrays or their shapes, any pytree.
+      batch: the same, of the data; its first dimension is sharded over the data axes.
+      mesh: to choose for.
+      roles: what a mesh axis is for: `"data"`, `"fully sharded"`, `"tensor"` or `"expert"`. Of
+        those that are missing the name tells (`dp`, `data`; `fsdp`; `tp`, `model`; `ep`).
+      target: described devices, as for `Layout.explain`. The loss with its gradient is compiled for
+        them, by this map and by plain ones: without fully sharding, fully sharded over all axes,
+        whole on every device. Of those that fit the memory the fastest is returned, this map where
+        none is faster by 1%. None: they are compared by the bytes that a device holds alone.
+      show: called with each line of the reasons, such as `print`. Lines that begin with `unsure`
+        name an operation that was not followed, does not divide, or moves data, and its weights.
+
+    Returns:
+      A `LayoutMap`, to be used as it is or edited. If weights and data are sharded over one axis,
+      the compiler may shard activations like either. For this case the map has a rule of `results`
+      for activations, `"residual"`. `x = layout.constrain(x, "residual")` decides it: in bodies of
+      loops, and in front of a layer where activations move.
+
+    Raises:
+      ValueError: an axis whose role its name does not tell; a role of an axis that is not there.
+
+    Cost: one trace of the function, and with a target at most four compilations.
+
+    Example:
+      >>> def loss(params, x):
+      ...     return jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"])
+      >>> params = {"a": jnp.ones((4, 32)), "b": jnp.ones((32, 4))}
+      >>> rules = infer_layout(loss, params, jnp.ones((8, 4)), make_mesh("tp=8"))
+      >>> rules.match("a") == P(None, "tp"), rules.match("b") == P("tp")
+      (True, True)
+    """
+    check_mesh(mesh)
+    by_role = _roles(mesh, roles)
+    seen = Seen(of_user(function, "function"), params, batch)
+    rules: LayoutMap | None = None
+    reasons: dict[str, list[str]] = defaultdict(list)  # by path
+    for role in ("expert", "tensor"):
+        for name in by_role[role]:
+            chosen = seen.choose(mesh.shape[name], role, rules)
+
+            def dims(
+                array: Shaped,
+                taken: Sequence[Entry],
+                name: str = name,
+                chosen: dict[int, str] = chosen,
+            ) -> Dims:
+                for dim, one in enumerate(seen.classes[array.path]):
+                    if one in chosen and not axes_of(taken[dim]):
+                        reasons[array.path].append(f"{name}: {chosen[one]}")
+                        return {dim: (name,)}
+                return {}
+
+            rules = extended(params, mesh, rules, dims, batch=(name,) if role == "expert" else ())
+    before = rules
+    for name in by_role["fully sharded"]:
+
+        def largest(array: Shaped, taken: Sequence[Entry], name: str = name) -> Dims:
+            found = seen.largest(array, taken, name, mesh)
+            if found:
+                reasons[array.path].append(f"{name}: the largest dimension that is left")
+            return found
+
+        rules = extended(params, mesh, rules, largest, batch=(name,))
+    if by_role["data"]:
+        rules = data_parallel(params, mesh, axis=by_role["data"], within=rules)
+    if rules is None:
+        raise value_error("the mesh has no axes; make one with axes to shard over")
+    tell = show or (lambda line: None)
+    for line in _told(rules, reasons, seen):
+        tell(line)
+    gathered = by_role["fully sharded"] + by_role["data"]
+    whole = data_parallel(params, mesh, axis=gathered, within=before) if gathered else None
+    compared: list[Compared] = []
+    plain = others(params, mesh, whole if by_role["fully sharded"] and before else None)
+    for found in compare(function, params, batch, mesh, {"this map": rules, **dict(plain)}, target):
+        tell(str(found))
+        compared.append(found)
+    best = _best(compared, target, tell)
+    several = {name for name, size in mesh.shape.items() if size > 1} - set(by_role["expert"])
+    return _constrained(best, seen, several, tell)
+
+
+def _constrained(
+    rules: LayoutMap, seen: Seen, names: set[Any], tell: Callable[[str], object]
+) -> LayoutMap:
+    """The map with a rule for activations, if weights and batch lie over one of these axes."""
+    over = names & set(rules.batch.mesh_axes if rules.batch else ())
+    if rules.batch is None or not over & set(chain(*(rules.rule(key).mesh_axes for key in rules))):
+        return rules
+    spec = PartitionSpec(*[None] * seen.rows_carried(), rules.batch.mesh_axes)
+    tell(
+        "unsure: the compiler may shard activations as it does weights; begin each layer, and the "
+        f"body of each loop, by {CONSTRAINED}, which is {spec}"
+    )
+    return rules | LayoutMap(results={RESIDUAL: spec})
+
+
+def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], object]) -> LayoutMap:
+    """The map that is taken: the first, or one that is faster and fits."""
+    first, best = compared[0], compared[0]
+    for found in compared[1:]:
+        if (
+            found.seconds is not None
+            and found.fits
+            and (best.seconds is None or not best.fits or found.seconds < FASTER * best.seconds)
+        ):
+            best = found
+    if best is not first:
+        tell(f"taken: {best.name}, the fastest that fits the memory of {target}")
+    return best.rules
+
+
+def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: Seen) -> list[str]:
+    """Every rule with its reason, and what is unsure."""
+    lines: list[str] = []
+    for key in rules:
+        path = next(path for path in seen.classes if rules.pattern(key).fullmatch(path))
+        why = "; ".join(reasons.get(path, [])) or "whole"
+        lines.append(f"{key}: {rules[key]}  # {why}")
+    weights = {token for own in seen.classes.values() for token in own}
+    for what, tokens in seen.flow.unsure.items():
+        touched = {seen.flow.of(t) for t in tokens} & weights
+        found = sorted(
+            {without_numbers(p) for p, own in seen.classes.items() if touched & set(own)}
+        )
+        if found:
+            lines.append(f"unsure: {what} touches dimensions of {', '.join(found[:6])}")
+    return lines
+
+
+def _roles(mesh: AnyMesh, given: Mapping[str, str] | None) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of each role."""
+    for name in given or {}:
+        if name not in mesh.axis_names:
+            raise value_error(
+                f"roles has {name!r}, and the mesh {dict(mesh.shape)}; name axes of the mesh"
+            )
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(ROLES, ())
+    for name in map(str, mesh.axis_names):
+        role = (given or {}).get(name) or next(
+            (role for role, pattern in NAMES.items() if re.fullmatch(pattern, name)), None
+        )
+        if role not in ROLES:
+            raise value_error(
+                f"mesh axis {name!r} has no role that its name tells; say it, "
+                f"roles={{{name!r}: ...}}: one of {', '.join(map(repr, ROLES))}"
+            )
+        found[role] += (name,)
+    return found

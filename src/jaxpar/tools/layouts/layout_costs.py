@@ -1,0 +1,244 @@
+"""What `Layout.explain` returns: costs of collectives by weight, and what was tried."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import PartitionSpec
+
+from jaxpar.arguments.calls import readable
+from jaxpar.arguments.units import size_text
+from jaxpar.layout._array_layout import axes_by_dim
+from jaxpar.schedule import CompiledProgram, Target, Timeline
+from jaxpar.tools.layouts.exchanges import Cause
+from jaxpar.tools.layouts.owners import What
+
+if TYPE_CHECKING:
+    from jaxpar.layout._layout import Layout
+
+SHOWN = 30  # rows of a table that is printed
+FASTER = 0.99  # of the step's time: less is no reason to change anything
+TITLES = ("weight", "spec", "moves", "collective", "times", "bytes", "transfer us", "exposed us")
+
+
+@readable
+@dataclass(frozen=True)
+class Cost:
+    """What one kind of collective does for one weight in a step, on one device.
+
+    Attributes:
+      path: of the weight; None if the collective is for no weight.
+      what: what is moved: the weight itself, its gradient (or its new value), its product with
+        data, which is summed up, or its input, what it is multiplied with.
+      collective: its kind and the mesh axes that it goes over, as the timeline names it.
+      times: how often; a share where a collective is for several weights.
+      bytes: that a device sends.
+      seconds: of transfer.
+      exposed: seconds in which nothing else is done.
+
+    Example:
+      >>> Cost("w", "its gradient", "dp all-reduce", 1.0, 2.0**20, 2e-5, 1e-5).exposed
+      1e-05
+    """
+
+    path: str | None
+    what: What | None
+    collective: str
+    times: float
+    bytes: float
+    seconds: float
+    exposed: float
+
+
+@readable
+@dataclass(frozen=True)
+class Exchange:
+    """A rule that shards other dimensions, compiled and played like the layout itself.
+
+    Attributes:
+      rule: its key.
+      before: the spec of its arrays.
+      after: the one that was tried.
+      cause: why. `"features of what is looked up"`: the features of a lookup table are sharded over
+        the batch's axis, so that activations move from rows to features and back; the change moves
+        the axis to the rows, or drops it if it does not divide them. `"at odds"`: two dimensions
+        are exchanged, as the rule disagrees with what they are multiplied with. None: two
+        dimensions are exchanged, as the rule costs much.
+      disagrees: with which dimension of another array the rule disagrees, as text, or empty.
+      seconds: the step's time without the exchange, and with all faster ones before it.
+      exchanged: its time with the exchange.
+      moved: bytes that a device sends of the rule's weights themselves, gathered or moved.
+      moved_exchanged: the same with the exchange.
+
+    Example:
+      >>> print(Exchange("up", P("tp"), P(None, "tp"), None, "", 2e-4, 1e-4, 0.0, 0.0))
+      'up': tp -> -, tp: the step takes 100 us for 200
+    """
+
+    rule: str
+    before: PartitionSpec
+    after: PartitionSpec
+    cause: Cause
+    disagrees: str
+    seconds: float
+    exchanged: float
+    moved: float
+    moved_exchanged: float
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the step is faster with the exchange, by 1% or more."""
+        return self.exchanged < FASTER * self.seconds
+
+    def __str__(self) -> str:
+        """In one line."""
+        text = (
+            f"{self.rule!r}: {_entries(self.before)} -> {_entries(self.after)}: the step takes "
+            f"{_us(self.exchanged)} us for {_us(self.seconds)}"
+        )
+        if round(self.moved) != round(self.moved_exchanged):
+            text += (
+                f", and {size_text(self.moved_exchanged)} of its own weights move "
+                f"for {size_text(self.moved)}"
+            )
+        return text + (f"; {self.disagrees}" if self.disagrees else "")
+
+
+@readable
+@dataclass(frozen=True)
+class Explanation:
+    """What a step of a layout costs on a described chip; made by `Layout.explain`.
+
+    Attributes:
+      layout: on the target's mesh.
+      target: the described devices.
+      program: the compiled step.
+      timeline: its schedule under the model of the chip.
+      costs: what the collectives do, weight by weight, the most exposed first.
+      exchanges: what was compiled with other dimensions of a rule sharded.
+      plain: the seconds of the step by plain maps, `"fully sharded over all axes"` and `"whole on
+        every device"`, if they fit the step and the memory.
+
+    Example:
+      >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])
+      >>> layout = LayoutMap({"w": ("tp", None)}).layout({"w": jnp.ones((8, 128))}, mesh)
+      >>> x = jnp.ones((16, 8))
+      >>> found = layout.explain(lambda params, x: x @ params["w"], "v5e:2x2", x, tries=0)
+      >>> [(cost.what, cost.collective) for cost in found.of("w")]
+      [('the weight', 'tp all-gather')]
+    """
+
+    layout: Layout
+    target: Target
+    program: CompiledProgram
+    timeline: Timeline
+    costs: tuple[Cost, ...]
+    exchanges: tuple[Exchange, ...]
+    plain: dict[str, float]
+
+    @property
+    def flagged(self) -> tuple[Exchange, ...]:
+        """The exchanges that are faster, or of rules that disagree with others."""
+        return tuple(e for e in self.exchanges if e.is_faster or e.disagrees)
+
+    def of(self, path: str) -> tuple[Cost, ...]:
+        """The costs of one weight."""
+        self.layout[path]  # an error with the nearest path, if there is none
+        return tuple(cost for cost in self.costs if cost.path == path)
+
+    def json(self) -> str:
+        """Everything but the program, as JSON."""
+        edits = [
+            {**asdict(e), "before": axes_by_dim(e.before), "after": axes_by_dim(e.after)}
+            for e in self.exchanges
+        ]
+        return json.dumps(
+            {
+                "target": self.target.name,
+                "mesh": dict(self.target.mesh.shape),
+                "seconds": self.timeline.total,
+                "exposed": self.timeline.exposed,
+                "costs": [asdict(cost) for cost in self.costs],
+                "exchanges": edits,
+                "plain": self.plain,
+            },
+            indent=1,
+        )
+
+    def text(self, rows: int | None = SHOWN) -> str:
+        """The step, its costs by rule and what is flagged; None: all rows."""
+        found = list(self._by_rule())
+        cells = [TITLES, *found[:rows]]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        if len(cells) <= len(found):
+            lines.append(f"... and {len(found) + 1 - len(cells)} rows more")
+        mesh = ", ".join(f"{name}={size}" for name, size in self.target.mesh.shape.items())
+        step = self.timeline
+        lines.append(
+            f"a step on {self.target.name} ({mesh}), by {step.estimate}: {_us(step.total)} us, "
+            f"{_us(step.exposed)} of them exposed; {size_text(step.peak_bytes)} of memory"
+        )
+        if loops := step.loops_of_unknown_length:
+            lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
+        tables = [e for e in self.flagged if e.cause == "features of what is looked up"]
+        faster = [e for e in self.flagged if e.is_faster and e not in tables]
+        others = [e for e in self.flagged if not e.is_faster and e not in tables]
+        for title, found in (
+            ("activations move back and forth, as tables shard what is looked up:", tables),
+            ("faster with two dimensions exchanged:", faster),
+            ("at odds with what they are multiplied with:", others),
+        ):
+            lines += [title] * bool(found) + [str(e) for e in found]
+        best = min([step.total, *(e.exchanged for e in self.exchanges)])
+        lines += [
+            f"plainer and faster: {name}, the step takes {_us(seconds)} us"
+            for name, seconds in self.plain.items()
+            if seconds < FASTER * best
+        ]
+        return "\n".join(lines)
+
+    def _by_rule(self) -> Iterator[tuple[str, ...]]:
+        """A row for each rule and kind of collective: layers share one."""
+        alike: dict[tuple[Any, ...], list[Cost]] = defaultdict(list)
+        for cost in self.costs:
+            rule = None if cost.path is None else self.layout[cost.path].rule
+            alike[rule, cost.what, cost.collective].append(cost)
+        for (_, what, collective), costs in sorted(
+            alike.items(), key=lambda item: -sum(cost.exposed for cost in item[1])
+        ):
+            paths = {cost.path: None for cost in costs}
+            first = next(iter(paths))
+            yield (
+                "(no weight)"
+                if first is None
+                else f"{first}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}",
+                "" if first is None else _entries(self.layout[first].spec),
+                what or "",
+                collective,
+                f"{sum(cost.times for cost in costs):.3g}",
+                size_text(sum(cost.bytes for cost in costs)),
+                _us(sum(cost.seconds for cost in costs)),
+                _us(sum(cost.exposed for cost in costs)),
+            )
+
+    def __str__(self) -> str:
+        return self.text()
+
+    __repr__ = __str__
+
+
+def _entries(spec: PartitionSpec) -> str:
+    """As the table of a layout shows a spec."""
+    return ", ".join("+".join(axes) or "-" for axes in axes_by_dim(spec)) or "-"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g}" if seconds < 1e-2 else f"{seconds * 1e6:.0f}"

@@ -1,0 +1,131 @@
+"""Which weight each collective of a compiled program is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from jaxpar.tools.program.hlo import Instruction, parse
+from jaxpar.tools.program.values import Value, Values, reached
+
+What = Literal["the weight", "its gradient", "its product", "its input"]
+
+
+class Causes:
+    """What the collectives of one program move, told by what it comes from and goes to."""
+
+    def __init__(
+        self, text: str, arguments: Mapping[str, str], results: Sequence[str | None]
+    ) -> None:
+        """Reads a program.
+
+        Args:
+          text: scheduled HLO.
+          arguments: the paths of weights, by the names that the program's parameters have in JAX.
+          results: for each result of the program the path of the weight that it is a new value,
+            a gradient or an optimizer's moment of; None for others.
+        """
+        self.values = Values(parse(text))
+        self.weights: dict[Instruction, str] = {
+            parameter: arguments[name]
+            for parameter in self.values.hlo.entry.parameters.values()
+            if (name := parameter.op_name.replace("\\'", "'")) in arguments
+        }
+        self.renewed = self._renewed(results)
+
+    def of(self, name: str) -> dict[str | None, tuple[What | None, float]]:
+        """The weights that the collective of an instruction is for, each with its share of bytes.
+
+        Of a weight itself it is moved. Else what is moved becomes its gradient or its new value;
+        or is summed, as products with it are; or is what is multiplied with it next. The share of
+        what is for no weight is that of None.
+        """
+        collective = self.values.collective(name)
+        parts = [] if collective is None else self._parts(collective)
+        whole = sum(operand.bytes for _, operand in parts) or 1
+        found: dict[str | None, tuple[What | None, float]] = {}
+        for value, operand in parts:
+            what, paths = self._cause(value, self.values.value(operand))
+            for path in paths or {None}:
+                before = found.get(path, (what if path else None, 0.0))
+                found[path] = before[0], before[1] + operand.bytes / whole / max(len(paths), 1)
+        return found or {None: (None, 1.0)}
+
+    def _parts(self, collective: Instruction) -> list[tuple[Value, Instruction]]:
+        """Results and operands of a collective: several where the compiler has combined some."""
+        operands = collective.operands
+        if len(operands) == 1 or not collective.type_text.startswith("("):
+            return [(self.values.value(collective), operands[0])]
+        return [(self.values.value(collective, n), one) for n, one in enumerate(operands)]
+
+    def _cause(self, value: Value, operand: Value) -> tuple[What, set[str]]:
+        if weights := self._itself(operand):
+            return "the weight", weights
+        if weights := self.renewed.get(value, set()):
+            return "its gradient", weights
+        if (value.sums or self._is_added(value)) and (weights := self._multiplied(operand)):
+            return "its product", weights
+        return "its input", self._multiplying(value)
+
+    def _is_added(self, value: Value) -> bool:
+        """Whether a value is added to another as it comes: a ring's reduce-scatter does that."""
+
+        def on(value: Value) -> list[Value]:
+            return [user for user in self.values.users[value] if user.moves]
+
+        users = (user for moved in reached([value], on) for user in self.values.users[moved])
+        return any(user.kind == "add" for user in users)
+
+    def _itself(self, value: Value) -> set[str]:
+        """The weights that a value is, or is a part of, moved or not."""
+
+        def back(value: Value) -> Iterator[Value]:
+            return self.values.sources(value) if value.moves else iter(())
+
+        return {
+            self.weights[found.instruction]
+            for found in reached([value], back)
+            if found.instruction in self.weights
+        }
+
+    def _multiplied(self, value: Value) -> set[str]:
+        """The weights in the products that are summed up between devices in a value."""
+
+        def back(value: Value) -> Iterator[Value]:
+            return self.values.sources(value) if value.is_linear else iter(())
+
+        products = [found for found in reached([value], back) if found.multiplies]
+        return set[str]().union(*map(self._factors, products))
+
+    def _multiplying(self, value: Value) -> set[str]:
+        """The weights in the nearest products of a value with one."""
+        level, seen = [value], set[Value]()
+        while level:
+            users = {user: None for one in level for user in self.values.users[one]}
+            level = [user for user in users if user not in seen]
+            seen.update(level)
+            factors = set[str]().union(*(self._factors(user) for user in level if user.multiplies))
+            if factors:
+                return factors
+            level = [user for user in level if not user.multiplies and not user.is_scalar]
+        return set()
+
+    def _factors(self, product: Value) -> set[str]:
+        return set[str]().union(*map(self._itself, self.values.sources(product)))
+
+    def _renewed(self, results: Sequence[str | None]) -> dict[Value, set[str]]:
+        """The weights that values become a part of, entry by entry: gradients do."""
+        found: dict[Value, set[str]] = {}
+        by_path: dict[str, list[Value]] = {}
+        for value, path in zip(self.values.results(), results, strict=True):
+            if path is not None:
+                by_path.setdefault(path, []).append(value)
+
+        def back(value: Value) -> Iterator[Value]:
+            if value.is_elementwise and not value.is_scalar:
+                yield from self.values.sources(value)
+
+        for path, values in by_path.items():
+            for value in reached(values, back):
+                found.setdefault(value, set()).add(path)
+        return found

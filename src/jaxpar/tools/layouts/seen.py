@@ -1,0 +1,248 @@
+"""What a function shows about the dimensions of its parameters, and which of them to shard."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from jaxpar.arguments.types import AnyMesh
+from jaxpar.arguments.units import size_text
+from jaxpar.layout._fit import Shaped
+from jaxpar.layout._map import LayoutMap
+from jaxpar.layout._mesh import size_of
+from jaxpar.layout._paths import without_numbers
+from jaxpar.layout._rule import Entry, axes_of
+from jaxpar.layout._strategies import Dims
+from jaxpar.tools.layouts.classes import Cut
+from jaxpar.tools.layouts.dimensions import Dimensions
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is multiplied along one class, and what its sums would cost."""
+
+    flops: float
+    sums: float  # bytes
+    made: float  # bytes of the products that have it
+    members: tuple[tuple[str, int], ...]  # paths and dimensions
+
+
+class Seen:
+    """What one trace of the function shows about the dimensions of its parameters."""
+
+    def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
+        dimensions = Dimensions(function, params, batch)
+        self.flow = flow = dimensions.flow
+        self.arrays, self.classes = dimensions.arrays, dimensions.classes
+        self.data = dimensions.data
+        self.of_batch = {one for own in self.data for one in own}
+        self.looked_up = flow.rows_looked_up()
+        self.experts = {flow.of(t) for t in flow.experts}
+        self.flops = sum(matmul.flops for matmul in flow.matmuls)
+        self.work = [({flow.of(t) for t in m.tokens}, m.flops) for m in flow.matmuls]
+        self.weights = self._weights()
+        pairs = {(flow.of(a), flow.of(b)) for a, b in flow.together}
+        pairs |= {pair for own in self.classes.values() for pair in combinations(own, 2)}
+        self.apart = pairs | {(b, a) for a, b in pairs}
+
+    def _weights(self) -> dict[int, Weights]:
+        flow = self.flow
+        flops: dict[int, float] = defaultdict(float)
+        sums: dict[int, float] = defaultdict(float)
+        made: dict[int, float] = defaultdict(float)
+        members: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for matmul in flow.matmuls:
+            for one in {flow.of(t) for t in matmul.tokens}:
+                flops[one] += matmul.flops
+            for one in {flow.of(t) for t in matmul.result}:
+                made[one] += matmul.bytes
+        for found in flow.sums:
+            for one in {flow.of(t) for t in found.over}:
+                sums[one] += found.bytes
+        for path, own in self.classes.items():
+            for dim, one in enumerate(own):
+                members[one].append((path, dim))
+        return {
+            one: Weights(flops[one], sums[one], made[one], tuple(of)) for one, of in members.items()
+        }
+
+    def choose(self, count: int, role: str, before: LayoutMap | None) -> dict[int, str]:
+        """The classes to shard over an axis of `count` devices, each with the reason."""
+        taken = set[int]()
+        for path, own in self.classes.items():
+            entries = before.rule(before.matching(path)[0]).entries if before is not None else ()
+            taken |= {one for one, entry in zip(own, entries, strict=False) if axes_of(entry)}
+        able = [
+            one
+            for one, known in self.weights.items()
+            if one not in self.of_batch | taken
+            and (known.flops or one in self.looked_up)
+            and self._divided(one, count)
+        ]
+        if role == "expert":
+            able = [one for one in able if one in (self.experts or self._of_matrices())]
+        chosen = self._least([one for one in able if self.weights[one].flops], count)
+        if role == "expert":
+            chosen = chosen[:1]
+        else:  # tables that are looked up, which nothing multiplies
+            chosen += [
+                one
+                for one in able
+                if not self.weights[one].flops
+                and not any((one, other) in self.apart for other in chosen)
+            ]
+        self._tell_cuts(able, chosen)
+        return {one: self._why(self.weights[one]) for one in chosen}
+
+    def rows_carried(self) -> int:
+        """Which dimension of activations is the batch's, as in those that a loop carries."""
+        rows = {own[0] for own in self.data if own}
+        for tokens in self.flow.carried:
+            found = [dim for dim, t in enumerate(tokens) if self.flow.of(t) in rows]
+            if found and len(tokens) > 1:
+                return found[0]
+        return 0
+
+    def _of_matrices(self) -> set[int]:
+        """Dimensions of weights with more than two that are multiplied, such as experts'."""
+        used = {p: [c for c in own if self.weights[c].flops] for p, own in self.classes.items()}
+        return {one for own in used.values() if len(own) > 2 for one in own}
+
+    def _tell_cuts(self, able: Sequence[int], chosen: Sequence[int]) -> None:
+        """Notes cuts of sharded dimensions, and of dimensions that stay whole."""
+        sharded = {path for path, own in self.classes.items() if set(own) & set(chosen)}
+        for cut in self.flow.cuts:
+            one = self.flow.of(cut.before)
+            if one in chosen:
+                what = f"{cut.what} of a sharded dimension, whose parts move between devices,"
+                self.flow.unsure[what].append(one)
+            elif one in able and not sharded & {path for path, _ in self.weights[one].members}:
+                self.flow.unsure[f"{cut.what} of a dimension that stays whole"].append(one)
+
+    def _least(self, able: Sequence[int], count: int) -> list[int]:
+        """The cheapest classes that share most of the work, no two of them in one array."""
+        for one in able:
+            if (one, one) in self.apart:  # a recurrence: both dimensions of its matrix
+                self.flow.unsure["a dimension that is twice in one array"].append(one)
+        able = [one for one in able if (one, one) not in self.apart and self._mostly_kept(one)]
+        able.sort(key=lambda one: self.weights[one].sums / self.weights[one].flops)
+        groups = [[one] for one in able]  # and with those that they are cut into or out of
+        families = [self._family(one) & set(able) for one in able]
+        groups += [sorted(family) for family in families if len(family) > 1]
+        chosen: list[int] = []
+        better = True
+        while better:  # each round costs less than the one before
+            better = False
+            for group in groups:
+                if set(group) <= set(chosen) or self._are_apart(group, group):
+                    continue
+                without = [one for one in chosen if one not in group]
+                without = [one for one in without if not self._are_apart([one], group)]
+                if self._cost([*without, *group], count) < self._cost(chosen, count) - 1e-9:
+                    chosen, better = [*without, *group], True
+        return chosen
+
+    def _are_apart(self, some: Sequence[int], others: Sequence[int]) -> bool:
+        """Whether some array has dimensions of both."""
+        return any((one, other) in self.apart for one in some for other in others)
+
+    def _cost(self, chosen: Sequence[int], count: int) -> float:
+        """The share of the work that every device does, plus a part of the bytes sent.
+
+        Parts of a cut dimension move to other devices, or to all if they are not sharded. If that
+        is more than half of the products along it, its work counts as every device's.
+        """
+        parted: dict[int, float] = defaultdict(float)  # bytes
+        gathered: dict[int, float] = defaultdict(float)
+        for cut in self.flow.cuts:
+            one = self.flow.of(cut.before)
+            if one in chosen:
+                (parted if self._is_sharded(cut, chosen, count) else gathered)[one] += cut.bytes
+        useful = {one for one in chosen if 2 * gathered[one] <= self.weights[one].made}
+        whole = sum(flops for tokens, flops in self.work if not tokens & useful)
+        sent = sum(self.weights[one].sums for one in chosen)
+        sent += sum(parted.values()) / count + sum(gathered.values())
+        sums = sum(found.bytes for found in self.flow.sums) or 1.0
+        return whole / self.flops + 0.25 * sent / sums
+
+    def _is_sharded(self, cut: Cut, chosen: Sequence[int], count: int) -> bool:
+        """Whether the parts of a chosen class are sharded, too, as no weight prevents it."""
+        if cut.after is None:
+            return False
+        one = self.flow.of(cut.after)
+        if one in self.weights or self._are_apart([one], chosen):
+            return one in chosen
+        return min(self.flow.sizes[one]) >= count
+
+    def _family(self, one: int) -> set[int]:
+        """A class, with all that it is cut into or out of, directly or not."""
+        pairs = {
+            (self.flow.of(cut.before), self.flow.of(cut.after))
+            for cut in self.flow.cuts
+            if cut.after is not None
+        }
+        found, size = {one}, 0
+        while len(found) > size:
+            size = len(found)
+            found |= {b for a, b in pairs if a in found} | {a for a, b in pairs if b in found}
+        return found
+
+    def _divided(self, one: int, count: int) -> bool:
+        """Whether the axis divides all sizes of a class: the heads in a width, too."""
+        wrong = sorted(size for size in self.flow.sizes[self.flow.of(one)] if size % count)
+        if wrong and self._mostly_kept(one):
+            sizes = ", ".join(map(str, wrong))
+            what = f"{count} devices do not divide {sizes} (Padded can): it"
+            self.flow.unsure[what].append(one)
+        return not wrong
+
+    def _mostly_kept(self, one: int) -> bool:
+        """Whether at most half of its matmuls sum over it, as for all but the width of layers.
+
+        Matmuls of what it is cut into, or out of, count, too.
+        """
+        family = self._family(one)
+        used = sum(bool(family & set(map(self.flow.of, m.tokens))) for m in self.flow.matmuls)
+        summed = sum(
+            bool(family & set(map(self.flow.of, found.over)))
+            for found in self.flow.sums
+            if found.what in ("a matmul", "a convolution")
+        )
+        return 2 * summed <= used
+
+    def _why(self, known: Weights) -> str:
+        others = sorted({without_numbers(path) for path, _ in known.members})
+        shown = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
+        cost = f"{size_text(known.sums)} of sums" if known.sums else "no sums"
+        return f"shared by {shown}: {known.flops / max(self.flops, 1):.0%} of the FLOPs, {cost}"
+
+    def largest(self, array: Shaped, taken: Sequence[Entry], name: str, mesh: AnyMesh) -> Dims:
+        """The largest dimension that is multiplied, and that the axis divides, or none.
+
+        Lookup tables are sharded only by rows: otherwise results would be sharded like the table's
+        features, and not like the batch. Vectors stay whole, even stacked ones: they are small.
+        """
+        own = self.classes[array.path]
+        rows = [dim for dim, one in enumerate(own) if one in self.looked_up]
+        used = [dim for dim, one in enumerate(own) if dim in rows or self.weights[one].flops]
+        if len(used) < 2:
+            return {}
+        if array.path in self.flow.looked_up:
+            used = rows
+        count = mesh.shape[name]
+        fitting = [
+            dim
+            for dim in used
+            if array.shape[dim]
+            and not array.shape[dim] % (count * size_of(mesh, axes_of(taken[dim])))
+        ]
+        if not fitting:
+            if array.path in self.flow.looked_up:
+                what = f"{count} devices of {name!r} do not divide rows that are looked up: it"
+                self.flow.unsure[what] += [own[dim] for dim in rows]
+            return {}
+        best = min(fitting, key=lambda d: (bool(axes_of(taken[d])), -array.shape[d]))
+        return {best: (name,)}

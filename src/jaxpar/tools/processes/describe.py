@@ -1,0 +1,96 @@
+"""What a program runs on: devices, processes, memory, collectives, versions."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import jax
+
+from jaxpar.arguments.calls import public, readable
+
+
+@readable
+@dataclass(frozen=True)
+class Description:
+    """What a program runs on, as seen from one process.
+
+    Attributes:
+      platform: `"cpu"`, `"gpu"` or `"tpu"`.
+      device_kind: of the devices.
+      devices: in all processes.
+      local_devices: of this one.
+      process: the index of this one.
+      processes: how many there are.
+      host: its name.
+      memory: bytes of each local device; None where the backend does not say.
+      collectives: those that the backend has, of all that jaxpar uses.
+      versions: of jax, jaxlib and jaxpar.
+
+    Example:
+      >>> describe().devices
+      8
+    """
+
+    platform: str
+    device_kind: str
+    devices: int
+    local_devices: int
+    process: int
+    processes: int
+    host: str
+    memory: int | None
+    collectives: tuple[str, ...]
+    versions: Mapping[str, str]
+
+    def __str__(self) -> str:
+        memory = "unknown" if self.memory is None else f"{self.memory / 2**30:.1f} GiB"
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return (
+            f"process {self.process} of {self.processes} on {self.host}: {self.local_devices} of "
+            f"{self.devices} x {self.device_kind} ({self.platform}), memory {memory} each\n"
+            f"collectives: {', '.join(self.collectives)}\n{versions}"
+        )
+
+
+@public
+def describe() -> Description:
+    """Returns what the program runs on: devices, processes, memory, collectives, versions.
+
+    Example:
+      >>> found = describe()
+      >>> found.process, found.processes, "psum" in found.collectives
+      (0, 1, True)
+    """
+    local = jax.local_devices()
+    stats: dict[str, int] = {}
+    with suppress(Exception):  # backends without statistics raise errors of their own
+        stats = local[0].memory_stats() or {}
+    kind = local[0].platform
+    collectives = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
+    if kind in ("tpu", "gpu"):
+        collectives += ("ragged_all_to_all",)
+    return Description(
+        kind,
+        local[0].device_kind,
+        jax.device_count(),
+        len(local),
+        jax.process_index(),
+        jax.process_count(),
+        platform.node(),
+        stats.get("bytes_limit"),
+        collectives,
+        versions(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what decides what a program compiles to."""
+    found: dict[str, str] = {}
+    for name in ("jax", "jaxlib", "jaxpar", "libtpu"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

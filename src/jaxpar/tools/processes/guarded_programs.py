@@ -1,0 +1,198 @@
+"""What a guarded program is: told from others, and which collective it waits in."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import Mesh
+
+from jaxpar.arguments.units import size_text
+from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
+from jaxpar.tools.program.operations import Collective, Conditional, Control, Loop, Schedule, read
+from jaxpar.tools.program.sources import Line, Sources, line_of, own_line
+from jaxpar.tools.timeline.links import axes_of
+
+_BRANCHING = ("cond", "while")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective of a traced program."""
+
+    name: str  # of the function of `jax.lax`
+    axes: tuple[str, ...]
+    of: str  # dtype and local shape
+    line: Line | None
+    is_conditional: bool  # it stands in a branch or a loop whose length depends on data
+
+    def __str__(self) -> str:
+        at = f" at {self.line}" if self.line else ""
+        return f"{self.name} over {', '.join(self.axes) or 'no axis'} of {self.of}{at}"
+
+
+@dataclass(eq=False)
+class Program:
+    """A jitted function as it was traced for some arguments."""
+
+    name: str
+    arguments: tuple[str, ...]
+    collectives: tuple[Sent, ...]
+    has_static: bool  # whether the values of some arguments are part of it
+    mesh: Mesh | None  # whose devices it runs on, if its arguments say so
+    text: bytes = field(repr=False)  # of its operations, compressed
+    lowered: Any = field(repr=False)
+    is_agreed: bool = False  # all processes have come to it
+    result: int | None = None  # the place of the smallest of its results
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal programs, wherever their source lies."""
+        return sha256(self.text).hexdigest()
+
+    def details(self) -> dict[str, Any]:
+        """All by which it can differ from another."""
+        return {
+            "digest": self.digest,
+            "arguments": list(self.arguments),
+            "collectives": list(map(str, self.collectives)),
+            "operations": zlib.decompress(self.text).decode().splitlines(),
+        }
+
+    @cached_property
+    def sends(self) -> tuple[Sent, ...]:
+        """All collectives; where none was written, those that the partitioner put in.
+
+        Those are in the compiled program alone. JAX has it still, if it has no compiler options.
+        """
+        return self.collectives or tuple(_inserted(self.lowered.compile().as_text(), self.mesh))
+
+    def first_for(self, missing: Sequence[int]) -> tuple[int, Sent] | None:
+        """The first collective, with its number, that needs one of these processes."""
+        numbered = enumerate(self.sends, 1)
+        return next((found for found in numbered if self._needs(found[1], missing)), None)
+
+    def _needs(self, sent: Sent, missing: Sequence[int]) -> bool:
+        if self.mesh is None or not set(sent.axes) <= set(self.mesh.axis_names):
+            return True
+        along = [self.mesh.axis_names.index(axis) for axis in sent.axes]
+        other = [place for place in range(self.mesh.devices.ndim) if place not in along]
+        processes = np.vectorize(lambda device: device.process_index)(self.mesh.devices)
+        size = int(np.prod([processes.shape[place] for place in along]))
+        groups = processes.transpose([*other, *along]).reshape(-1, size)
+        own = (groups == jax.process_index()).any(axis=1)
+        return bool(np.isin(groups[own], list(missing)).any())
+
+
+def traced(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Traced:
+    """Traces a function, as calling it would: that is not done again then."""
+    found = jitted.trace(*args, **kwargs)
+    return getattr(found, "traced", found)  # flax has one around that of JAX
+
+
+def program_of(
+    name: str, found: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Program:
+    """Lowers what was traced, as calling it would: that is not done again then."""
+    lowered = found.lower()
+    return Program(
+        name=name,
+        arguments=tuple(_arguments(args, kwargs)),
+        has_static=len(jax.tree.leaves(lowered.args_info)) < len(jax.tree.leaves((args, kwargs))),
+        collectives=tuple(_collectives(found.jaxpr.jaxpr)),
+        mesh=_mesh_of((args, kwargs)),
+        text=zlib.compress(lowered.as_text().encode(), 1),
+        lowered=lowered,
+    )
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+        kind = getattr(leaf, "dtype", type(leaf).__name__)
+        spec = getattr(getattr(leaf, "sharding", None), "spec", "")
+        where = f" sharded by {spec}" if spec != "" else ""
+        yield f"{_place(keys)}: {kind}{list(np.shape(leaf))}{where}"
+
+
+def _place(keys: Sequence[Any]) -> str:
+    """As in `argument 0['w']`, or `mask`."""
+    (kind, first, *rest) = (str(key) for key in keys)
+    if kind == "[1]":
+        return first.strip("[']") + "".join(rest)
+    return f"argument {first.strip('[]')}{''.join(rest)}"
+
+
+def _mesh_of(tree: Any) -> Mesh | None:
+    meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in jax.tree.leaves(tree))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
+def _collectives(jaxpr: core.Jaxpr, is_conditional: bool = False) -> Iterator[Sent]:
+    for eqn in jaxpr.eqns:
+        name = LAX_NAMES.get(eqn.primitive.name, eqn.primitive.name)
+        if name in COLLECTIVES and eqn.invars:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            axes = (axes,) if isinstance(axes, str) else tuple(map(str, axes))
+            of = eqn.invars[0].aval
+            shape = f"{getattr(of, 'dtype', '')}{list(getattr(of, 'shape', ()))}"
+            yield Sent(name, axes, shape, line_of(eqn), is_conditional)
+        inside = is_conditional or name in _BRANCHING
+        for inner in subjaxprs(eqn.params):
+            yield from _collectives(inner, inside)
+
+
+def _inserted(text: str, mesh: Mesh | None) -> Iterator[Sent]:
+    """The collectives of a compiled program, in the order in which they start."""
+    module, sources = read(text), Sources(text)
+    instructions = {i.name: i for c in module.hlo.computations.values() for i in c.instructions}
+
+    def walk(schedule: Schedule, is_conditional: bool) -> Iterator[Sent]:
+        for operation in schedule.operations:
+            if isinstance(operation, Collective):
+                i, message = instructions[operation.name], operation.message
+                axes = () if mesh is None else axes_of(mesh, message)
+                line = own_line(sources.of(i))
+                yield Sent(message.kind, axes, size_text(message.payload), line, is_conditional)
+            elif isinstance(operation, Control):
+                of_data = isinstance(operation, Conditional) and operation.taken is None
+                of_data |= isinstance(operation, Loop) and operation.trips is None
+                for inner in operation.runs:
+                    yield from walk(inner, is_conditional or of_data)
+
+    yield from walk(module.entry, False)
+
+
+def first_difference(
+    one: int, ours: Mapping[str, Any], other: int, theirs: Mapping[str, Any]
+) -> str:
+    """The first thing in which two programs differ, that of both processes."""
+    for kind, what in (("arguments", ""), ("collectives", "collective "), ("operations", "line ")):
+        mine, others = ours[kind], theirs[kind]
+        pairs = zip(_padded(mine, others), _padded(others, mine), strict=True)
+        for number, (left, right) in enumerate(pairs, 1):
+            if left != right:
+                label = f"{what}{number}: " if what else ""
+                left, right = _around_difference(left, right)
+                return f"{label}process {one} has {left}, process {other} {right}"
+    return "their texts are the same, their digests are not"
+
+
+def _around_difference(*texts: str) -> list[str]:
+    """Long texts from shortly before the place where they differ, and not to their ends."""
+    place = next(
+        (n for n, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1),
+        min(map(len, texts)),
+    )
+    start = max(0, place - 100)
+    return [f"{'...' if start else ''}{text[start : start + 300]}" for text in texts]
+
+
+def _padded(lines: Sequence[str], others: Sequence[str]) -> list[str]:
+    return [line.strip() for line in lines] + ["nothing more"] * (len(others) - len(lines))

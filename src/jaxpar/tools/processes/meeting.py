@@ -1,0 +1,251 @@
+"""Where processes meet over sockets of their own, before any collective: roll call, comparison."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxpar.arguments.calls import called, value_error
+from jaxpar.tools.processes.messages import read, write
+
+
+@dataclass
+class _Meeting:
+    """Where `agree` and `guard` find process 0."""
+
+    host: str = ""  # of process 0; empty until processes have met
+    ports: dict[str, int] = field(default_factory=dict[str, int])
+    token: str = ""
+    listeners: dict[str, socket.socket] = field(default_factory=dict[str, socket.socket])
+
+    def open(self, host: str) -> None:
+        """Process 0: listens for both."""
+        self.host, self.token = host, secrets.token_hex(16)
+        self.listeners = {name: socket.create_server(("", 0)) for name in ("agree", "guard")}
+        self.ports = {name: one.getsockname()[1] for name, one in self.listeners.items()}
+
+    def told(self) -> dict[str, Any]:
+        """What the others must know."""
+        return {"host": self.host, "ports": self.ports, "token": self.token}
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """The others: takes it down."""
+        self.host, self.ports, self.token = told["host"], told["ports"], told["token"]
+
+
+_meeting = _Meeting()
+
+
+def met() -> bool:
+    """Whether this process knows where process 0 listens."""
+    return bool(_meeting.host)
+
+
+def arrange() -> None:
+    """Agrees on a place to meet where no address was given: by the first collective of all."""
+    told = np.zeros(256, np.uint8)
+    if jax.process_index() == 0:
+        _meeting.open(socket.getfqdn())
+        text = json.dumps(_meeting.told()).encode()
+        told[: len(text)] = np.frombuffer(text, np.uint8)
+    found = np.asarray(multihost_utils.broadcast_one_to_all(told)).tobytes().rstrip(b"\0")
+    _meeting.hear(json.loads(found))
+
+
+def board_listener() -> socket.socket:
+    """Process 0: where the others' guards report."""
+    return _meeting.listeners["guard"]
+
+
+def board_address() -> tuple[str, int]:
+    """The others: where their guards report."""
+    return _meeting.host, _meeting.ports["guard"]
+
+
+def token() -> str:
+    """What tells messages of ours from others."""
+    return _meeting.token
+
+
+def call_roll(address: tuple[str, int], count: int, rank: int, seconds: float) -> None:
+    """Waits for all processes at the coordinator's address, which JAX takes over then.
+
+    Process 0 tells the others where `agree` and `guard` will find it.
+    """
+    if rank:
+        _say_here(address, rank, seconds)
+        return
+    _meeting.open(address[0])
+    with socket.create_server(("", address[1])) as roll:
+        present = _accept(roll, set(range(1, count)), seconds, lambda said: "rank" in said)
+    for peer, _ in present.values():
+        write(peer, _meeting.told())
+        peer.close()
+
+
+def _say_here(address: tuple[str, int], rank: int, seconds: float) -> None:
+    peer = connect(address, seconds)
+    write(peer, {"rank": rank})
+    answer = read(peer)
+    peer.close()
+    if "failure" in answer:
+        raise TimeoutError(answer["failure"])
+    _meeting.hear(answer)
+
+
+def compare(texts: dict[str, list[str]], seconds: float) -> None:
+    """Raises in all processes if the texts of one of them are others."""
+    if not met():
+        arrange()
+    if jax.process_index() == 0:
+        _gather_and_compare(texts, seconds)
+    else:
+        _send_and_hear(texts, seconds)
+
+
+def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
+    """Process 0: hears all others, asks those that differ for their text, and tells everyone."""
+    own = {name: _digest(lines) for name, lines in texts.items()}
+    others = set(range(1, jax.process_count()))
+    present = _accept(
+        _meeting.listeners["agree"],
+        others,
+        seconds,
+        lambda said: said.get("token") == _meeting.token,
+    )
+    verdict = ""
+    for rank, (peer, said) in sorted(present.items()):
+        theirs = said["digests"]
+        different = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+        if different and not verdict:
+            name = different[0]
+            write(peer, {"want": name})
+            verdict = _difference(name, rank, texts.get(name), read(peer)["lines"])
+    for peer, _ in present.values():
+        write(peer, {"verdict": verdict})
+        peer.close()
+    if verdict:
+        raise value_error(verdict)
+
+
+def _send_and_hear(texts: dict[str, list[str]], seconds: float) -> None:
+    """The others."""
+    peer = connect((_meeting.host, _meeting.ports["agree"]), seconds)
+    digests = {name: _digest(lines) for name, lines in texts.items()}
+    write(peer, {"rank": jax.process_index(), "token": _meeting.token, "digests": digests})
+    try:
+        answer = read(peer)
+        if "want" in answer:
+            write(peer, {"lines": texts.get(answer["want"])})
+            answer = read(peer)
+    except (TimeoutError, ConnectionError) as reason:
+        raise TimeoutError(
+            f"{called()}: process 0 did not answer within {seconds:g} s; is it alive, and does it "
+            "call agree?"
+        ) from reason
+    finally:
+        peer.close()
+    if "failure" in answer:
+        raise TimeoutError(answer["failure"])
+    if answer["verdict"]:
+        raise value_error(answer["verdict"])
+
+
+def _accept(
+    listener: socket.socket,
+    wanted: set[int],
+    seconds: float,
+    known: Callable[[dict[str, Any]], bool],
+) -> dict[int, tuple[socket.socket, dict[str, Any]]]:
+    """Connections of all these processes, with their first messages; or says who is missing."""
+    end = time.monotonic() + seconds
+    present: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
+    while wanted - set(present):
+        listener.settimeout(max(0.01, end - time.monotonic()))
+        try:
+            peer, _ = listener.accept()
+            peer.settimeout(max(1.0, end - time.monotonic()))
+            said = read(peer)
+        except TimeoutError:
+            missing = sorted(wanted - set(present))
+            text = (
+                f"{called()}: after {seconds:g} s {processes_text(missing)} of {len(wanted) + 1} "
+                f"{'is' if len(missing) == 1 else 'are'} missing: look at the output of "
+                f"{'its host' if len(missing) == 1 else 'their hosts'}, or give a longer timeout_s"
+            )
+            for other, _ in present.values():
+                write(other, {"failure": text})
+                other.close()
+            raise TimeoutError(text) from None
+        except (ConnectionError, ValueError):
+            continue  # not one of ours
+        if known(said) and said.get("rank") in wanted:
+            present[said["rank"]] = (peer, said)
+        else:
+            peer.close()
+    return present
+
+
+def connect(address: tuple[str, int], seconds: float) -> socket.socket:
+    """A connection to process 0, which may not be there yet."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            peer = socket.create_connection(address, timeout=max(0.1, end - time.monotonic()))
+        except OSError as reason:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{called()}: after {seconds:g} s process 0 is missing: nothing answers at "
+                    f"{address[0]}:{address[1]} ({reason}); start it, or look at its output"
+                ) from None
+            time.sleep(0.1)
+            continue
+        # Process 0 waits for others as long, and says who is missing: wait longer for its answer.
+        peer.settimeout(seconds + 5)
+        return peer
+
+
+def _difference(name: str, rank: int, ours: list[str] | None, theirs: list[str] | None) -> str:
+    """Both sides of the first line that differs."""
+    if ours is None or theirs is None:
+        has, lacks = (rank, 0) if ours is None else (0, rank)
+        return f"process {has} compares {name!r}, and process {lacks} does not"
+    number = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+        min(len(ours), len(theirs)),
+    )
+    here, there = (
+        repr(lines[number].strip()[:300]) if number < len(lines) else "nothing more"
+        for lines in (ours, theirs)
+    )
+    return (
+        f"processes 0 and {rank} differ in {name!r}, line {number + 1}: process 0 has {here}, "
+        f"process {rank} has {there}; make them equal before a collective waits for ever, or "
+        "returns garbage"
+    )
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def processes_text(ranks: Sequence[int]) -> str:
+    """As in `process 3` and `processes 1, 2, 5-63`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return f"process{'' if len(ranks) == 1 else 'es'} {', '.join(texts)}"

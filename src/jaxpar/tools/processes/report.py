@@ -1,0 +1,114 @@
+"""The words of a guard: who is where, and what the others wait for."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.tools.processes.meeting import processes_text
+from jaxpar.tools.processes.state import SILENT, absent
+
+if TYPE_CHECKING:
+    from jaxpar.tools.processes.call import Call
+    from jaxpar.tools.processes.guarded_programs import Program
+
+_SECONDS = "<seconds>"
+States = Sequence[Mapping[str, Any]]
+
+
+def report(
+    rank: int, count: int, trouble: Mapping[str, Any], states: States, call: Call | None
+) -> None:
+    """Prints who is where; then, where it is known, the collective that is waited in.
+
+    The program may have to be read for that, which takes a while: another thread does it.
+    """
+    is_alone = trouble["kind"] == "alone"  # process 0 is gone: nothing is known of the others
+    asked = range(0 if is_alone else count)
+    _say(rank, [trouble["what"], *(f"  {line}" for line in _who_is_where(states, asked))])
+    if call is None or call.program is None or trouble["kind"] == "programs":
+        return
+    missing = [0] if is_alone else absent(states, count, call.number)
+    if rank in missing:
+        return  # the others wait for this one
+    thread = Thread(target=_say_where, args=(rank, call, call.program, missing), daemon=True)
+    thread.start()
+    if call.exit_code is not None:
+        thread.join(10)  # the process ends then
+
+
+def _say(rank: int, lines: Sequence[str]) -> None:
+    """In one piece: the words of several processes may go to one terminal."""
+    text = "\n".join(lines)
+    sys.stderr.write(f"jaxpar.guard: process {rank}: {text}\n")
+    sys.stderr.flush()
+
+
+def _say_where(rank: int, call: Call, program: Program, missing: Sequence[int]) -> None:
+    what = f"call {call.number} of {call.name!r}"
+    if missing and (found := program.first_for(missing)):
+        number, sent = found
+        waits = f"waits for {processes_text(missing)} in {what}: the first collective that needs "
+        them = "it" if len(missing) == 1 else "them"
+        _say(rank, [f"{waits}{them} is {sent} (number {number} of {len(program.sends)})"])
+    elif not missing and (branching := [sent for sent in program.sends if sent.is_conditional]):
+        _say(
+            rank,
+            [f"all processes run {what}; not all may come to {branching[0]}: it is in a branch"],
+        )
+
+
+def _who_is_where(states: States, asked: Iterable[int]) -> Iterator[str]:
+    """A line for each place, with the processes that are there."""
+    places: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for state in states:
+        places[_place(state)].append(state)
+    for place, there in places.items():
+        ranks = [state["rank"] for state in there]
+        seconds = max(map(_seconds, there))
+        yield f"{processes_text(ranks)}: {place.replace(_SECONDS, f'{seconds:.1f} s')}"
+    missing = sorted(set(asked) - {state["rank"] for state in states})
+    if missing:
+        yield f"{processes_text(missing)}: not known to the board: no guard was reached there"
+
+
+def _seconds(state: Mapping[str, Any]) -> float:
+    if state["gone"] is not None:
+        return state["gone"]
+    return state["ago"] if state["ago"] > SILENT else state["doing_s"]
+
+
+def _place(state: Mapping[str, Any]) -> str:
+    """Where a process is; its seconds are left open, so that equal places are equal."""
+    at = f"; Python is at {state['where']}" if state["where"] else ""
+    after = f", after {state['raised']}" if state["raised"] else ""
+    if state["ended"]:
+        return f"ended{after}; it was {_doing(state)}"
+    if state["gone"] is not None:
+        return f"gone for {_SECONDS}, killed or crashed{after}; last heard of {_doing(state)}{at}"
+    if state["ago"] > SILENT:
+        return f"not answering for {_SECONDS}{after}; last heard of {_doing(state)}{at}"
+    return f"{_doing(state)} for {_SECONDS}{after}{at}"
+
+
+def _doing(state: Mapping[str, Any]) -> str:
+    number, name = state["number"], repr(state["name"])
+    match state["doing"]:
+        case "nothing" if not number:
+            return "in no guarded call yet"
+        case "nothing":
+            return f"in no guarded call, behind call {number} of {name}"
+        case "python":
+            made = f" (it compiled {', '.join(state['compiled'])})" if state["compiled"] else ""
+            return f"in call {number} of {name}{made}"
+        case "comparing":
+            return f"waiting for others to compare their programs in call {number} of {name}"
+        case "running":
+            first = state["first"]
+            later = f" to {state['entered']}" if state["entered"] > first else ""
+            return f"running call {first}{later} of {state['first_name']!r}"
+        case doing:
+            return f"{doing} call {number} of {name}"

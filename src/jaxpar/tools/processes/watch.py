@@ -1,0 +1,294 @@
+"""What one process knows of its own guarded calls, and the thread that reports it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from multiprocessing.connection import wait
+from threading import Event, Lock, Thread, get_ident
+from time import monotonic, sleep
+from typing import Any
+
+import jax
+
+from jaxpar.arguments.calls import naming, value_error
+from jaxpar.tools.processes.board import Board
+from jaxpar.tools.processes.call import Call
+from jaxpar.tools.processes.guarded_programs import Program
+from jaxpar.tools.processes.meeting import (
+    arrange,
+    board_address,
+    board_listener,
+    connect,
+    met,
+    token,
+)
+from jaxpar.tools.processes.messages import read, write
+from jaxpar.tools.processes.report import report
+from jaxpar.tools.processes.state import BEAT, State
+from jaxpar.tools.program.sources import Line, own_line
+
+HASTE = 0.02  # while the process waits for an answer
+_MOST_RUNS = 64  # changes of the program that are told
+
+# What JAX's monitoring calls the ends of the steps to a compiled program, and what comes next.
+_NEXT = {
+    "/jax/core/compile/jaxpr_trace_duration": "tracing",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "compiling",
+    "/jax/core/compile/backend_compile_duration": "python",
+}
+
+
+class Watch:
+    """The guarded calls of this process, and its thread."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.count = 1
+        self.entered = self.known = self.agreed = 0
+        self.active: list[Call] = []  # within each other, the innermost last
+        self.pending: deque[Call] = deque()  # left, and their results not computed yet
+        self.last: Call | None = None
+        self.progress = monotonic()
+        self.raised = ""
+        self.runs: list[tuple[int, str, str]] = []
+        self.programs: dict[str, Program] = {}
+        self.trouble: Mapping[str, Any] = {}
+        self._printed: set[str] = set()
+        self._started = self._ended = False
+        self._settling = Lock()
+        self._bell, self._ear = socket.socketpair()  # to wake its thread
+        self._answered = Event()
+        self._wanted: str | None = None
+        self._peer: socket.socket | None = None  # to process 0, which says nothing unasked
+        self._main = get_ident()
+
+    # -- of the thread of the calls ---------------------------------------------------------------
+
+    def enter(
+        self, name: str, limit: float, exit_code: int | None, is_jitted: bool = False
+    ) -> Call:
+        """Begins a call."""
+        self.start()
+        self.entered += 1
+        call = Call(self.entered, name, limit, exit_code, self, is_jitted)
+        if not self.active and not self.pending:
+            self.progress = call.entered
+        self.active.append(call)
+        self.last = call
+        if not is_jitted:
+            self.know(call, "")
+        return call
+
+    def know(self, call: Call, digest: str) -> None:
+        """Takes down what a call runs."""
+        if not self.runs or self.runs[-1][1:] != (call.name, digest):
+            self.runs.append((call.number, call.name, digest))
+            del self.runs[:-_MOST_RUNS]
+        self.known = call.number
+
+    def wait_agreed(self, number: int) -> None:
+        """Waits until all processes have come to a call with equal programs."""
+        while self.count > 1 and self.agreed < number:
+            self._answered.clear()
+            self._bell.send(b".")
+            self._answered.wait(1)
+            if self.trouble.get("kind") == "programs":
+                with naming("guard"):
+                    raise value_error(
+                        f"{self.trouble['what']}; make them equal: a collective would wait for "
+                        "ever, or return garbage"
+                    )
+
+    def leave(self, call: Call, raised: BaseException | None) -> None:
+        """Ends a call; what it has computed may not be there yet."""
+        self.active.remove(call)
+        if raised is not None:
+            self.raised = f"{type(raised).__name__} in call {call.number} of {call.name!r}"
+            self._ask_why(raised, call)
+            call.result = None
+        if call.result is None:
+            self.progress = monotonic()
+        else:
+            call.do("running")
+            self.pending.append(call)
+            self._settle()  # before more results are held than the device works on
+        if raised is None:
+            self.raised = ""
+
+    def _ask_why(self, raised: BaseException, call: Call) -> None:
+        """Notes at an error what is wrong with others; that one is gone is seen a moment later."""
+        # Of a program that runs, jaxlib raises a ValueError where the connection to one is lost.
+        is_lost = isinstance(raised, ValueError) and call.is_jitted and call.doing == "running"
+        if self.count == 1 or not (is_lost or isinstance(raised, jax.errors.JaxRuntimeError)):
+            return
+        for _ in range(5):
+            self._answered.clear()
+            self._bell.send(b".")
+            if not self._answered.wait(1) or self.trouble:
+                break
+            sleep(0.2)
+        if self.trouble and self.trouble["what"] not in str(raised):
+            raised.add_note(f"jaxpar.guard: {self.trouble['what']}")
+
+    # -- of its own thread ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread, once; alone, or where processes have met, without waiting."""
+        if self._started:
+            return
+        self._started = True
+        self.rank, self.count = jax.process_index(), jax.process_count()
+        jax.monitoring.register_event_duration_secs_listener(self._compiles)
+        if self.count > 1 and not met():
+            # The first collective of all: without a board nobody can say who does not come.
+            arrange()
+        Thread(target=self._report, name="jaxpar.guard", daemon=True).start()
+
+    def _compiles(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        call = self.active[-1] if self.active else None
+        if call is None or call.thread != get_ident() or event not in _NEXT:
+            return
+        if call.doing != "comparing":
+            call.do("running" if _NEXT[event] == "python" and call.is_jitted else _NEXT[event])
+        if _NEXT[event] == "python" and (name := kwargs.get("fun_name")):
+            call.compiled.append(str(name))
+
+    def _report(self) -> None:
+        exchange = self._exchange()
+        atexit.register(self._bye)
+        while True:
+            is_asking = any(call.doing == "comparing" for call in self.active)
+            ears = [self._ear, *([] if self._peer is None else [self._peer])]
+            if self._ear in wait(ears, HASTE if is_asking or self._wanted else BEAT):
+                self._ear.recv(4096)
+            self._settle()
+            said: dict[str, Any] = {"token": token(), "state": asdict(self.state())}
+            if (digest := self._wanted) and digest in self.programs:
+                said["details"] = self.programs[digest].details()
+            try:
+                answer = exchange(said)
+            except (OSError, ConnectionError):
+                self._alone()
+                return
+            self.agreed, self._wanted = answer["agreed"], answer.get("want")
+            self.trouble = answer.get("trouble", {})
+            self._answered.set()
+            if self.trouble:
+                self._tell(answer["states"])
+
+    def _exchange(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """How what this process says comes to the board, and the answer back."""
+        if self.rank == 0:
+            board = Board(self.count)
+            if self.count > 1:
+                serving = (board_listener(), token())
+                Thread(target=board.serve, args=serving, name="jaxpar.board", daemon=True).start()
+            return board.hear
+        self._peer = peer = connect(board_address(), 300)
+        peer.settimeout(60)
+
+        def exchange(said: Mapping[str, Any]) -> dict[str, Any]:
+            write(peer, said)
+            return read(peer)
+
+        return exchange
+
+    def _bye(self) -> None:
+        """At the end of the process: says so, and goes on while JAX waits for the others."""
+        for self._ended in (False, True):  # if process 0 is gone by then, that is an error
+            self._answered.clear()
+            self._bell.send(b".")
+            self._answered.wait(1)
+
+    def _settle(self) -> None:
+        """Takes down which results have been computed since."""
+        with self._settling:
+            while self.pending and _is_computed(self.pending[0].result):
+                self.pending.popleft()
+                self.progress = monotonic()
+
+    def state(self) -> State:
+        """Where this process is."""
+        now = monotonic()
+        call = self.active[-1] if self.active else None
+        first = self.pending[0] if self.pending else call
+        shown = call or first or self.last
+        unfinished = min((c.number for c in (first, *self.active[:1]) if c), default=None)
+        doing = call.doing if call else "running" if first else "nothing"
+        since = call.since if call else first.since if first else self.progress
+        return State(
+            rank=self.rank,
+            entered=self.entered,
+            known=self.known,
+            done=self.entered if unfinished is None else unfinished - 1,
+            number=shown.number if shown else 0,
+            name=shown.name if shown else "",
+            first=first.number if first else 0,
+            first_name=first.name if first else "",
+            doing=doing,
+            doing_s=now - since,
+            waiting_s=now - max(self.progress, first.since)
+            if first and not first.is_made
+            else None,
+            limit_s=first.limit if first else 60.0,
+            where=str(_line_of(shown.thread if shown else self._main) or ""),
+            raised=self.raised,
+            ended=self._ended,
+            compiled=tuple(shown.compiled[-5:]) if shown else (),
+            runs=tuple(self.runs),
+        )
+
+    def _tell(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if self.trouble["key"] in self._printed:
+            return
+        self._printed.add(self.trouble["key"])
+        call = self.pending[0] if self.pending else self.active[-1] if self.active else None
+        report(self.rank, self.count, self.trouble, states, call)
+        if self.last is not None and self.last.exit_code is not None:
+            # The others say it, too, of whom process 0 must not take the board.
+            sleep(2 * BEAT + 2 * BEAT * (self.rank == 0))
+            os._exit(self.last.exit_code)
+
+    def _alone(self) -> None:
+        """Process 0, which has the board, is gone; at the end of the program that is its right."""
+        self._settle()
+        self.trouble = {
+            "kind": "alone",
+            "key": "alone",
+            "what": "process 0 is gone, killed or crashed: its connection was lost",
+        }
+        if not self._ended:
+            self._tell([{**asdict(self.state()), "ago": 0.0, "gone": None}])
+        self._answered.set()
+
+
+def _is_computed(result: Any) -> bool:
+    try:
+        return result.is_ready()
+    except Exception:  # donated to a later call, which waits for it; or computing it has failed
+        return True
+
+
+def _line_of(thread: int) -> Line | None:
+    """The line of the user's that a thread is at."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    lines: list[Line] = []
+    while frame is not None:
+        code = frame.f_code
+        number = frame.f_lineno or code.co_firstlineno  # between two lines it has none
+        lines.append(Line(code.co_filename, number, code.co_name))
+        frame = frame.f_back
+    return own_line(lines)
+
+
+@cache
+def watch() -> Watch:
+    """The one of this process."""
+    return Watch()

@@ -1,0 +1,1 @@
+"""A compiled program as text and as operations, without a clock."""

@@ -1,0 +1,229 @@
+"""What an instruction computes and what it sends, as far as no chip has to be known for that."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from jaxpar.tools.program.hlo import Array, Computation, Instruction, integers
+
+_FREE = {
+    *("add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element"),
+    *("opt-barrier", "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple"),
+}
+_FREE_CALLS = {
+    *("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape"),
+    "SPMDShardToFullShape",
+}
+_GEMMS = {"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm"}
+_PRODUCTS = {"dot", "convolution", "ragged-dot"}
+_SLICES = ("dynamic-slice", "gather", "slice")
+_COLLECTIVES = {
+    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
+    *("ragged-all-to-all", "reduce-scatter"),
+}
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A matrix product whose FLOPs are known."""
+
+    flops: float
+    width: float  # bytes of a number: wide ones are multiplied more slowly
+    # Of a grouped matmul: the rows of its operand, of which data say how many are in use, and what
+    # is multiplied once more for a second group, as a share of the rows.
+    rows: int = 0
+    twice: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an instruction asks of the compute units and of the memory; by default nothing."""
+
+    cycles: int | None = None  # as the TPU compiler estimates them
+    matmuls: tuple[Matmul, ...] = ()
+    moved: int = 0  # bytes read and written
+    is_matmul: bool = False  # also where the FLOPs are known to the compiler alone
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one device gives to a collective, and whom it exchanges it with."""
+
+    kind: str  # as HLO calls the collective
+    payload: float  # bytes
+    rows: int = 0  # of a ragged all-to-all: in the payload, of which data say how many travel
+    pairs: tuple[tuple[int, int], ...] = ()  # of a permute: sources and targets
+    groups: Sequence[Sequence[int]] = ()  # of anything else; none: all devices are one group
+    ways: int = 2  # of a torus: links of a device that are in use at a time
+
+
+def work_of(i: Instruction) -> Work:
+    """What an instruction computes: its matrix products, and the bytes of operands and result.
+
+    A kernel computes what its own estimate says.
+    """
+    if is_free(i) or i.opcode in ("while", "conditional", "call"):
+        return Work()  # what these run is of schedules of their own
+    everything = (i, *i.inside)
+    matmuls = [matmul for x in everything if (matmul := _matmul(x)) is not None]
+    is_matmul = any(_is_matmul(x) for x in everything)
+    if flops := _estimated_flops(i):
+        matmuls, moved = [_kernel(i, flops)], int(i.number("bytes_accessed") or 0)
+    else:
+        moved = i.bytes + _read(i)
+        if written := _written_in_place(i):
+            # The buffer is not copied: only what is written into it moves, in and out.
+            moved += 2 * written.bytes - 2 * i.bytes
+    return Work(i.cycles, tuple(matmuls), max(moved, 0), is_matmul)
+
+
+def is_free(i: Instruction) -> bool:
+    """Whether an instruction takes no time on the device."""
+    return i.opcode in _FREE or i.target in _FREE_CALLS
+
+
+def _is_matmul(i: Instruction) -> bool:
+    return i.opcode in _PRODUCTS or i.target in _GEMMS or _estimated_flops(i) > 0
+
+
+def _matmul(i: Instruction) -> Matmul | None:
+    """The product that an instruction is, without those inside it.
+
+    A convolution, which TPUs make of products, is none: it comes with the compiler's cycles.
+    """
+    if i.opcode == "dot":
+        contracted = integers(i.after("lhs_contracting_dims={"))
+    elif i.target in _GEMMS:
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)', i.attributes)
+        contracted = integers(found.group(1)) if found else []
+    else:
+        return None
+    lhs = i.operands[0].arrays[0]
+    depth = prod(lhs.shape[dim] for dim in contracted)
+    return Matmul(2.0 * prod(i.arrays[0].shape) * depth, lhs.width)
+
+
+# -- kernels ----------------------------------------------------------------------------------
+
+
+def _estimated_flops(i: Instruction) -> float:
+    """FLOPs that a kernel of the TPU compiler says it has, 0 for anything else."""
+    if i.opcode != "custom-call" or '"cost_estimate"' not in i.attributes:
+        return 0.0
+    return float(i.number("flops") or 0)
+
+
+def _kernel(i: Instruction, flops: float) -> Matmul:
+    """A kernel, as a product of numbers as wide as those of its largest operand.
+
+    The grouped matmul's estimate counts every row once. But a tile of rows that two groups share
+    is multiplied for both of them.
+    """
+    arrays = [array for operand in i.operands for array in operand.arrays if array.shape]
+    width = max(arrays, key=lambda array: array.bytes).width if arrays else 1.0
+    matrices = [array for array in arrays if len(array.shape) == 2]
+    if "ragged_dot_tiling=" not in i.attributes or not matrices:
+        return Matmul(flops, width)
+    rows = matrices[0].shape[0]
+    tile = int(i.after('ragged_dot_tiling="').partition(",")[0])
+    # Lists of one entry a tile that it may visit: those of the operand, and one a shared tile.
+    visits = max((array.shape[0] for array in arrays if len(array.shape) == 1), default=0)
+    return Matmul(flops, width, rows, max(0, visits - -(-rows // tile)) * tile / rows)
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def _read(i: Instruction) -> int:
+    """Bytes of the operands; of those that are only sliced or gathered from, of what is taken."""
+    read = [operand.bytes for operand in i.operands]
+    if i.opcode in _SLICES:
+        read[0] = min(read[0], i.bytes)
+    if i.opcode == "fusion":
+        inner = i.called[0]
+        for number, parameter in inner.parameters.items():
+            taken = _taken(inner, parameter)
+            if taken is not None and number < len(read):
+                read[number] = min(read[number], taken)
+    return sum(read)
+
+
+def _taken(computation: Computation, value: Instruction) -> int | None:
+    """Bytes of the slices that are all that a computation takes of a value; None for the whole."""
+    taken = 0
+    for user in computation.instructions:
+        if value not in user.operands:
+            continue
+        if user.opcode in ("bitcast", "reshape"):
+            part = None if user.is_root else _taken(computation, user)
+        elif user.opcode in _SLICES and value not in user.operands[1:]:
+            part = user.bytes
+        else:
+            part = None
+        if part is None:
+            return None
+        taken += part
+    return taken
+
+
+def _written_in_place(i: Instruction) -> Array | None:
+    """What is written into the buffer that is the result, if an instruction only updates it."""
+    for last in (i, *(computation.root for computation in i.called)):
+        if last.opcode == "dynamic-update-slice":
+            return last.operands[1].arrays[0]
+    return None
+
+
+# -- collectives ------------------------------------------------------------------------------
+
+
+def collective_in(i: Instruction) -> Instruction | None:
+    """The collective that an instruction is, or has inside it; None without one."""
+    if i.opcode.removesuffix("-start") in _COLLECTIVES:
+        return i
+    if i.opcode not in ("fusion", "fusion-start", "async-start", "call-start"):
+        return None
+    return next((x for x in i.inside if x.opcode in _COLLECTIVES), None)
+
+
+def message_of(i: Instruction, inner: Instruction) -> Message:
+    """What instruction `i` sends, whose collective is `inner`."""
+    kind = inner.opcode.removesuffix("-start")
+    if kind == "ragged-all-to-all":
+        # Of its first operand; the second one is only what the rows are written over. Where a slice
+        # begins and how long it is are data.
+        operand = inner.operands[0]
+        rows = operand.arrays[0].shape[0]
+        return Message(kind, float(operand.bytes), rows, groups=inner.groups)
+    payload = _payload(i)
+    if kind == "collective-permute":
+        return Message(kind, payload, pairs=inner.pairs)
+    if kind == "all-reduce" and i is not inner and i.bytes < payload:
+        kind = "reduce-scatter"  # what TPU makes of it: a fusion of all-reduce and slice
+    return Message(kind, payload, groups=inner.groups, ways=_ways(i) or _ways(inner) or 2)
+
+
+def _ways(i: Instruction) -> int:
+    """How many links of a device the TPU compiler says that a collective uses; 0: it does not.
+
+    It calls rings that are used at a time colours. Those of a SparseCore go one way each, as do
+    those of strategies that say so; all others go both ways.
+    """
+    if rings := i.attributes.count('"phase_rings":'):
+        return rings
+    found = re.search(r"(\w*Strategy\w*)\{colors:(\d+)", i.attributes)
+    if found is None:
+        return 0
+    strategy, colors = found.groups()
+    return int(colors) if "UniDirection" in strategy else 2 * int(colors)
+
+
+def _payload(i: Instruction) -> float:
+    """Bytes of what a collective takes from one device."""
+    operands = [operand for operand in i.operands if operand.opcode != "call-start"]
+    if sizes := i.after("slice_sizes={{"):
+        return prod(integers(sizes)) * operands[0].arrays[0].width
+    if "collective-permute" in i.opcode:  # further operands say where in a buffer it lands
+        operands = operands[:1]
+    return float(sum(operand.bytes for operand in operands))

@@ -1,0 +1,119 @@
+"""Which arrays are in memory when a program needs the most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxpar.arguments.calls import readable
+from jaxpar.tools.explain.exposed import Exposures
+from jaxpar.tools.program.costs import collective_in
+from jaxpar.tools.program.hlo import Computation, Instruction
+from jaxpar.tools.program.sources import Line, own_line, phase_of, primitive_of
+
+# Other names of what operands hold.
+_SAME = {
+    *("bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier", "opt-barrier"),
+    *("add-dependency", "domain", "async-update", "copy-done", "conditional"),
+}
+
+
+@readable
+@dataclass(frozen=True)
+class Held:
+    """An array that is held where a program needs the most memory.
+
+    Attributes:
+      bytes: on one device.
+      array: its dtype and local shape.
+      what: the argument that it is, or the operation that made it.
+      line: of the user's own; None of arguments, or where the compiler says none.
+      phase: `"argument"`, `"forward"`, `"backward"` or `"recomputation"`.
+
+    Example:
+      >>> Held(64, "f32[16]", "params['w']", None, "argument").bytes
+      64
+    """
+
+    bytes: int
+    array: str
+    what: str
+    line: Line | None
+    phase: str
+
+
+def held_at_peak(exposures: Exposures) -> tuple[Held, ...]:
+    """The arrays that are held at the peak, the largest first.
+
+    They are read off the order of the instructions. The compiler's own plan may put two arrays in
+    one place or hold one for longer: the sum is its peak to a fifth or so.
+    """
+    _, buffers = _peak(exposures.values.hlo.entry)
+    arguments = exposures.values.hlo.entry.parameters.values()
+    everything = {*buffers, *arguments}
+    found = (_held(exposures, i) for i in everything if _size(i))
+    return tuple(sorted(found, key=lambda held: held.bytes, reverse=True))
+
+
+def _held(exposures: Exposures, i: Instruction) -> Held:
+    text = str(max(i.arrays, key=lambda one: one.bytes))
+    if i.opcode == "parameter":
+        name = i.op_name.replace("\\'", "'") or f"argument {i.operand_text}"
+        return Held(_size(i), text, name, None, "argument")
+    op_name, lines = exposures.origin(i)
+    what = primitive_of(op_name) or i.name
+    return Held(_size(i), text, what, own_line(lines), phase_of(op_name))
+
+
+def _size(i: Instruction) -> int:
+    """Bytes that an instruction's result takes; the compiler's peak counts the chip's own, too."""
+    if i.opcode.endswith("-start"):  # operand, result and contexts
+        return max((array.bytes for array in i.arrays), default=0)
+    return i.bytes
+
+
+def _peak(computation: Computation) -> tuple[int, set[Instruction]]:
+    """The most bytes of a computation's own arrays at a time, and which arrays these are."""
+    held: dict[Instruction, set[Instruction]] = {}  # which arrays an instruction's result is in
+    last: dict[Instruction, int] = {}
+    for place, i in enumerate(computation.instructions):
+        used = set[Instruction]().union(*(held.get(operand, set()) for operand in i.operands))
+        for buffer in used:
+            last[buffer] = place
+        held[i] = used if _is_same(i) else {i} if i.opcode != "parameter" else set()
+        if held[i] == {i}:
+            last[i] = place
+    for buffer in held.get(computation.root, set()):
+        last[buffer] = len(computation.instructions)
+    ends: dict[int, list[Instruction]] = {}
+    for buffer, place in last.items():
+        ends.setdefault(place, []).append(buffer)
+    now, most = set[Instruction](), (0, set[Instruction]())
+    size = 0
+    for place, i in enumerate(computation.instructions):
+        if i in last and held[i] == {i}:
+            now.add(i)
+            size += _size(i)
+        inner, inside = max(map(_peak, _run(i)), key=lambda found: found[0], default=(0, set()))
+        if size + inner > most[0]:
+            most = size + inner, now | inside
+        for buffer in ends.get(place, ()):
+            now.discard(buffer)
+            size -= _size(buffer)
+    return most
+
+
+def _is_same(i: Instruction) -> bool:
+    """Whether an instruction's result lies where its operands do."""
+    if i.opcode in _SAME or (i.opcode.endswith("-done") and i.operands):
+        return True
+    roots = [i, *(computation.root for computation in i.called if i.opcode == "fusion")]
+    return any(root.opcode == "dynamic-update-slice" for root in roots)
+
+
+def _run(i: Instruction) -> Iterable[Computation]:
+    if i.opcode == "while":
+        return (i.called_as("body"),)
+    if i.opcode in ("conditional", "call") and collective_in(i) is None:
+        return i.called
+    return ()

@@ -1,0 +1,346 @@
+"""What the instructions of a program are, and how often they run: all that needs no clock."""
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxpar.tools.program.costs import Message, Work, collective_in, is_free, message_of, work_of
+from jaxpar.tools.program.hlo import Computation, Hlo, Instruction, parse
+
+MOST_TRIPS = 1_000_000
+
+# An integer or a truth value; of a tuple, a dict of those of its elements in question. What devices
+# differ in is an array [devices] of NumPy's.
+Value = Any
+
+
+def _select(which: Value, yes: Value, no: Value) -> Value:
+    return np.where(which, yes, no) if isinstance(which, np.ndarray) else yes if which else no
+
+
+def _not(x: Value) -> Value:
+    return not x if isinstance(x, bool) else ~x
+
+
+_ARITHMETIC: dict[str, Callable[..., Value]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": lambda x, y: _towards_zero(x, y),
+    "remainder": lambda x, y: x - y * _towards_zero(x, y),
+    "minimum": lambda x, y: _select(x < y, x, y),
+    "maximum": lambda x, y: _select(x > y, x, y),
+    "shift-left": operator.lshift,
+    "shift-right-logical": operator.rshift,
+    "and": operator.and_,
+    "or": operator.or_,
+    "not": _not,
+    "negate": operator.neg,
+    "select": _select,
+}
+_SAME = ("bitcast", "copy", "convert", "reshape", "copy-done", "broadcast", "optimization-barrier")
+
+
+class _UnknownError(Exception):
+    """A value that depends on data."""
+
+
+def branch_taken(conditional: Instruction, partitions: int) -> int | None:
+    """Returns which of its branches runs on every device, None if devices or data differ."""
+    try:
+        value = _value(conditional.operands[0], None, devices=np.arange(partitions))
+    except (_UnknownError, KeyError, TypeError, ZeroDivisionError):
+        return None
+    found = np.unique(value)
+    if found.size > 1:
+        return None
+    number, last = int(found[0]), len(conditional.called) - 1
+    if "true_computation=" in conditional.attributes:
+        return 1 - number
+    return number if 0 <= number <= last else last
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """Returns how often the body of a while loop runs, None if that depends on data.
+
+    The compiler's own annotation is used where there is one. Otherwise the loop is run, but only
+    the scalars that its condition needs: their initial values, their step in the body.
+    """
+    if (known := loop.after('"known_trip_count":{"n":"')).isdecimal():
+        return int(known)
+    condition, body = loop.called_as("condition"), loop.called_as("body")
+    # The elements of the loop's state that its condition reads.
+    needed = {_index(i) for i in condition.instructions if i.opcode == "get-tuple-element"}
+    try:
+        initial = _value(loop.operands[0], None, wanted=needed)
+        state = {n: initial[n] for n in needed}
+        for trips in range(MOST_TRIPS):
+            arguments = [state].__getitem__  # both have one parameter: the state
+            if not _value(condition.root, arguments):
+                return trips
+            state = _value(body.root, arguments, wanted=needed)
+    except (_UnknownError, KeyError, TypeError):
+        return None
+    return None
+
+
+def _index(element: Instruction) -> int:
+    return int(element.after("index="))
+
+
+def _value(
+    instruction: Instruction,
+    arguments: Callable[[int], Value] | None,
+    wanted: set[int] | None = None,
+    devices: Int[np.ndarray, " devices"] | None = None,
+) -> Value:
+    """The value of an instruction that results in an integer scalar, or in a tuple.
+
+    Of a tuple only the elements `wanted` are computed, all if None. `arguments` gives the values of
+    the parameters of the instruction's computation; None: those depend on data. `devices` are the
+    partitions that are asked for; None: what they differ in is not known.
+    """
+    operands = instruction.operands
+
+    def value(operand: Instruction, wanted: set[int] | None = None) -> Value:
+        return _value(operand, arguments, wanted, devices)
+
+    match instruction.opcode:
+        case "constant":
+            return _constant(instruction.operand_text.strip())
+        case "parameter":
+            if arguments is None:
+                raise _UnknownError
+            return arguments(int(instruction.operand_text))
+        case "partition-id":
+            if devices is None:
+                raise _UnknownError
+            return devices
+        case "tuple":
+            chosen = range(len(operands)) if wanted is None else wanted
+            return {n: value(operands[n]) for n in chosen}
+        case "get-tuple-element":
+            index = _index(instruction)
+            return value(operands[0], {index})[index]
+        case "copy-start":  # (destination, source, context)
+            return {0: value(operands[0])}
+        case "copy-done":
+            return value(operands[0], {0})[0]
+        case opcode if opcode in _SAME:
+            return value(operands[0], wanted)
+        case "compare":
+            compare = getattr(operator, instruction.after("direction=").lower())  # such as LT
+            return compare(*map(value, operands))
+        case opcode if opcode in _ARITHMETIC:
+            return _ARITHMETIC[opcode](*map(value, operands))
+        case "fusion" | "call":
+            # Only what the result needs: other operands of a fusion may be arrays.
+            root = instruction.called[0].root
+            return _value(root, lambda n: value(operands[n]), wanted, devices)
+        case _:
+            raise _UnknownError
+
+
+def _towards_zero(x: Value, y: Value) -> Value:
+    return (abs(x) // abs(y)) * _select((x < 0) == (y < 0), 1, -1)
+
+
+def _constant(text: str) -> int | bool:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        raise _UnknownError from None
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An instruction. What it does is its class: one of those below."""
+
+    name: str  # of the HLO instruction
+    op: str  # the operation of the traced program it comes from
+    operands: tuple["Operation", ...] = field(repr=False)
+    work: Work  # of starts and dones, too; of what runs others, nothing of its own
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__:<11} {self.name}"
+
+
+class Free(Operation):
+    """Takes no time on the device."""
+
+
+class Compute(Operation):
+    """Keeps the compute units busy."""
+
+    def __str__(self) -> str:
+        work = self.work
+        parts = ["matmul"] if work.is_matmul else []
+        parts += [f"{matmul.flops:.3g} FLOPs" for matmul in work.matmuls]
+        parts += [f"{work.moved} bytes"]
+        parts += [f"{work.cycles} cycles"] if work.cycles is not None else []
+        return f"{super().__str__()}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Collective(Operation):
+    """Sends a message, or starts to."""
+
+    message: Message
+    pair: str  # what a start and its done have in common
+    has_done: bool  # which waits for it
+    is_synchronous: bool  # nothing runs beside it
+    # It is a fusion with a collective in it and no mark. Where one with the same message is under
+    # way that it descends from, it is no other: it computes beside that one.
+    is_fused: bool
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: {self.message.kind} of {self.message.payload:.0f} bytes"
+
+
+@dataclass(frozen=True, eq=False)
+class Copy(Operation):
+    """Starts what is done from memory to memory: a copy, or on another core a gather of rows."""
+
+    bytes: int
+    pair: str
+
+
+@dataclass(frozen=True, eq=False)
+class Done(Operation):
+    """Waits for a collective or a copy."""
+
+    pair: str
+
+
+@dataclass(frozen=True, eq=False)
+class Control(Operation):
+    """Runs schedules."""
+
+    runs: tuple["Schedule", ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: {', '.join(schedule.name for schedule in self.runs)}"
+
+
+class Call(Control):
+    """Runs its one schedule."""
+
+
+@dataclass(frozen=True, eq=False)
+class Conditional(Control):
+    """Runs one of its schedules."""
+
+    taken: int | None = None  # which one, on all devices; None: devices or data differ
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}{'' if self.taken is None else f', taken: {self.taken}'}"
+
+
+@dataclass(frozen=True, eq=False)
+class Loop(Control):
+    """Runs its condition and its body, in this order, again and again."""
+
+    trips: int | None  # None: data say how often
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, trips: {self.trips}"
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Operations in the order in which they run."""
+
+    name: str
+    operations: tuple[Operation, ...]
+
+    def __repr__(self) -> str:
+        return "\n  ".join([f"{self.name}:", *map(str, self.operations)])
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """A compiled program."""
+
+    entry: Schedule
+    schedules: tuple[Schedule, ...]  # the entry, after all that it runs
+    hlo: Hlo  # what it was read from
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.schedules))
+
+
+def read(text: str) -> Module:
+    """Reads what the operations of a compiled program are from its text.
+
+    Raises:
+      ValueError: text that is not HLO.
+    """
+    hlo = parse(text)
+    known: dict[Computation, Schedule] = {}
+
+    def schedule(computation: Computation) -> Schedule:
+        if computation not in known:
+            operations: dict[Instruction, Operation] = {}
+            for i in computation.instructions:
+                operands = [operations[operand] for operand in i.operands if operand in operations]
+                operations[i] = _operation(i, tuple(operands), schedule, hlo.partitions)
+            known[computation] = Schedule(computation.name, tuple(operations.values()))
+        return known[computation]
+
+    entry = schedule(hlo.entry)
+    return Module(entry, tuple(known.values()), hlo)
+
+
+def _operation(
+    i: Instruction,
+    operands: tuple[Operation, ...],
+    schedule: Callable[[Computation], Schedule],
+    partitions: int,
+) -> Operation:
+    """Decides what an instruction is: here, and nowhere else.
+
+    Args:
+      i: the instruction.
+      operands: what its operands are.
+      schedule: gives what a computation is that it runs.
+      partitions: over how many devices the program runs.
+    """
+    work = work_of(i)
+    known = (i.name, i.op_name, operands, work)
+    if i.opcode == "while":
+        runs = (schedule(i.called_as("condition")), schedule(i.called_as("body")))
+        return Loop(*known, runs, trip_count(i))
+    if i.opcode == "conditional":
+        return Conditional(*known, tuple(map(schedule, i.called)), branch_taken(i, partitions))
+    if i.opcode == "call":
+        return Call(*known, (schedule(i.called[0]),))
+    pair = re.sub("-(start|update|done)$", "", i.opcode)
+    # A collective that runs beside matmuls is three kinds of fusion on TPU: its start and its done,
+    # which have a mark in them, and between them matmuls, which have the collective in them.
+    marks = {inner.target for inner in i.inside}
+    if i.opcode.endswith("-done") or "AsyncCollectiveDone" in marks:
+        return Done(*known, pair)
+    if i.opcode == "async-update":
+        return Free(*known)  # no more than another name of what its operand has started
+    if i.opcode == "call-start" and not i.operands:
+        return Free(*known)  # of another core; what it works on comes with the update
+    inner = collective_in(i.operands[0] if i.opcode == "call-update" else i)
+    is_start = i.opcode.endswith(("-start", "call-update")) or "AsyncCollectiveStart" in marks
+    is_fused = i.opcode == "fusion" and not is_start
+    if inner is not None and not (is_fused and work.is_matmul):
+        is_synchronous = i.is_synchronous or not is_start
+        return Collective(*known, message_of(i, inner), pair, is_start, is_synchronous, is_fused)
+    if i.opcode in ("copy-start", "slice-start", "async-start"):
+        # Destination, source and a context; of a slice the source is the larger one.
+        size = min((array.bytes for array in i.arrays if array.shape), default=0)
+        return Copy(*known, size, pair)
+    if i.opcode == "call-update":
+        return Copy(*known, i.bytes, pair)  # its type is of operands and results
+    return Free(*known) if is_free(i) else Compute(*known)

@@ -1,0 +1,155 @@
+"""Where the instructions of a program come from: lines, operations, arguments."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
+from jaxpar.tools.program.hlo import Instruction
+from jaxpar.tools.program.operations import Control, Loop, Schedule
+from jaxpar.tools.program.sources import Line, Sources, line_of, own_line, primitive_of
+from jaxpar.tools.program.values import Value, Values, reached
+from jaxpar.tools.timeline.timeline import CompiledProgram
+
+
+class Origins:
+    """Finds of each instruction of a program where it comes from."""
+
+    def __init__(self, program: CompiledProgram) -> None:
+        self.program = program
+        self.values = Values(program.module.hlo)
+        self.sources = Sources(program.text)
+        self.homes = {
+            operation.name: (schedule, operation)
+            for schedule in program.module.schedules
+            for operation in schedule.operations
+        }
+        self.callers: dict[Schedule, list[Control]] = defaultdict(list)
+        for _, operation in self.homes.values():
+            if isinstance(operation, Control):
+                for schedule in operation.runs:
+                    self.callers[schedule].append(operation)
+        self._origins: dict[Instruction, tuple[str, tuple[Line, ...]]] = {}
+
+    def instruction(self, name: str) -> Instruction:
+        """The instruction of a name."""
+        return self.values.instructions[name]
+
+    def loop_around(self, name: str) -> Loop | None:
+        """The innermost loop that an instruction is in the body of, or of what the body calls."""
+        level, seen = [self.homes[name][0]], set[Schedule]()
+        while level:
+            schedule = level.pop()
+            for caller in self.callers[schedule]:
+                if isinstance(caller, Loop):
+                    return caller
+                home = self.homes[caller.name][0]
+                if home not in seen:
+                    seen.add(home)
+                    level.append(home)
+        return None
+
+    def origin(self, i: Instruction) -> tuple[str, tuple[Line, ...]]:
+        """The operation of the traced program and the lines that an instruction comes from.
+
+        What the compiler has made of several instructions often has neither: then what is inside
+        says it, or the nearest that it is made from, or the nearest that is made of it.
+        """
+        if i not in self._origins:
+            self._origins[i] = self._origin(i)
+        return self._origins[i]
+
+    def _origin(self, i: Instruction) -> tuple[str, tuple[Line, ...]]:
+        steps: tuple[Callable[[Instruction], Sequence[Instruction]], ...] = (
+            lambda x: x.operands,
+            lambda x: self._used_by[x],
+        )
+        for near in steps:
+            level, seen = [i], {i}
+            while level:
+                for one in level:
+                    for part in (one, *one.inside):
+                        if lines := self.sources.of(part):
+                            return part.op_name, lines
+                following = {x: None for one in level for x in near(one) if x not in seen}
+                seen.update(following)
+                level = list(following)
+        return i.op_name, ()
+
+    @cached_property
+    def _used_by(self) -> dict[Instruction, list[Instruction]]:
+        found: dict[Instruction, list[Instruction]] = defaultdict(list)
+        for i in self.values.instructions.values():
+            for operand in i.operands:
+                found[operand].append(i)
+        return found
+
+    def is_inserted(self, name: str) -> bool:
+        """Whether the traced program has no collective where the compiled one has this."""
+        i = self.instruction(name)
+        named = [part.op_name for part in (i, *i.inside) if part.op_name]
+        if not named:  # the compiler has put it together: what is at its line tells
+            return own_line(self.origin(i)[1]) not in self._lines_that_send
+        return not any(_is_collective(primitive_of(op_name)) for op_name in named)
+
+    @cached_property
+    def _lines_that_send(self) -> set[Line | None]:
+        """The lines of the traced program that have collectives."""
+        found, level = set[Line | None](), [self.program.jaxpr.jaxpr]
+        while level:
+            for eqn in level.pop().eqns:
+                level += subjaxprs(eqn.params)
+                if _is_collective(eqn.primitive.name):
+                    found.add(line_of(eqn))
+        return found
+
+    def text(self, name: str) -> str:
+        """An instruction in words: its operation in the traced program, and its line."""
+        op_name, lines = self.origin(self.instruction(name))
+        line = own_line(lines)
+        what = primitive_of(op_name) or name
+        return f"{what} ({line})" if line else what
+
+    def argument(self, value: Value) -> str | None:
+        """The argument of the program that a value is, or is a part of; None of anything else.
+
+        A loop's state that its body changes is none, though it began as one.
+        """
+        found, seen, level = set[str](), set[Value](), [value]
+        while level:
+            value = level.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            i = value.instruction
+            if i.opcode == "parameter" and self.values.home[i] is self.values.hlo.entry:
+                found.add(i.op_name.replace("\\'", "'") or f"argument {i.operand_text}")
+            elif value.moves:
+                level += self.values.sources(value)
+            else:
+                return None
+        return found.pop() if len(found) == 1 else None
+
+    def arguments(self, name: str) -> list[str]:
+        """The arguments that a collective's operand, or what uses its result, comes from.
+
+        The nearest first.
+        """
+        collective = self.values.collective(name)
+        if collective is None:
+            return []
+        own = [self.values.value(self.instruction(name)), self.values.value(collective)]
+        users = reached(own, lambda v: [] if v.multiplies else self.values.users[v])
+        near = [*map(self.values.value, collective.operands), *users]
+        found: dict[str, None] = {}
+        for value in reached(near, self.values.sources):
+            i = value.instruction
+            if i.opcode == "parameter" and self.values.home[i] is self.values.hlo.entry:
+                found[i.op_name.replace("\\'", "'")] = None
+        return list(found)
+
+
+def _is_collective(primitive: str) -> bool:
+    return LAX_NAMES.get(primitive, primitive) in COLLECTIVES

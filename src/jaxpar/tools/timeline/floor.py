@@ -1,0 +1,247 @@
+"""Floors: what a matmul in one piece, or a program at peak, or its bytes alone would take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.arguments.calls import naming, readable, value_error
+from jaxpar.arguments.types import AxisLike
+from jaxpar.axis.axis import axis_names
+from jaxpar.compiler.compat import manual_axes
+from jaxpar.compiler.jaxprs import subjaxprs
+from jaxpar.mesh.chips import Chip
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.target import Target, figures_of
+from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, compile_for, timeline
+
+Results = Sequence[core.Var | core.Literal]
+
+
+@readable
+@dataclass(frozen=True)
+class Floor:
+    """The two times of which no schedule beats the longer one; seconds.
+
+    Attributes:
+      compute: of all that is computed.
+      transfer: of all bytes over all links that a device of the group has to others of it.
+      one_ring: of all bytes over two links, one each way: what no ring beats by itself, nor a
+        collective that is one; 0 of a program, which may go round several.
+
+    Example:
+      >>> Floor(compute=2e-3, transfer=1e-3).total
+      0.002
+    """
+
+    compute: float
+    transfer: float
+    one_ring: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The floor itself."""
+        return max(self.compute, self.transfer)
+
+    @property
+    def of_one_ring(self) -> float:
+        """The floor of whatever goes round one ring."""
+        return max(self.total, self.one_ring)
+
+
+@readable
+@naming("matmul_floor")
+def matmul_floor(
+    target: Target,
+    subscripts: str,
+    lhs: tuple[int, ...],
+    rhs: tuple[int, ...],
+    sent_bytes: float,
+    *,
+    axis: AxisLike | None = None,
+    dtype: Any = jnp.bfloat16,
+    grad: bool = False,
+) -> Floor:
+    """Returns the floor of an overlapped matmul: all of it in one piece, or its bytes alone.
+
+    Args:
+      target: from `jaxpar.schedule.target`.
+      subscripts: of the local einsum, as in `"mk,kn->mn"`.
+      lhs: local shape of the left operand, gathered.
+      rhs: local shape of the right operand, gathered.
+      sent_bytes: what one device must send in the forward pass: `(n - 1) / n` of the bytes of the
+        gathered operand, or of the result before it is scattered.
+      axis: the mesh axes over which it is gathered or scattered, whose links count. None: one that
+        is a ring of links by itself.
+      dtype: of operands and result.
+      grad: forward and backward: three matmuls, and the bytes twice.
+
+    Returns:
+      A `Floor`. Its compute time is the compiler's own for the matmul in one piece, compiled here;
+      its transfer time is that of the links between the devices of a group, two for each closed
+      dimension that it spans; of a group that does not close, those of its corners. A GPU has a
+      port.
+
+    Raises:
+      ValueError: a chip that jaxpar has no figures of; subscripts that do not fit the shapes.
+
+    Example:
+      >>> from jaxpar.schedule import matmul_floor, target
+      >>> floor = matmul_floor(target("v5e:2x2"), "mk,kn->mn", (1024, 512), (512, 1024), 0.0)
+      >>> floor.total == floor.compute > 0
+      True
+    """
+    chip = figures_of(target)
+    two = 2 if chip.torus else 1
+    links = two if axis is None else Links(target.mesh, chip).within(rings_over(target.mesh, axis))
+    parsed = re.fullmatch(r"(\w+),(\w+)->(\w+)", subscripts)
+    if parsed is None or [len(parsed[1]), len(parsed[2])] != [len(lhs), len(rhs)]:
+        raise value_error(
+            f"subscripts={subscripts!r} must be like 'mk,kn->mn', with a label for each dimension "
+            f"of the operands, local shapes {lhs} and {rhs}"
+        )
+    left, right, out = parsed.groups()
+    sizes = dict(zip(left + right, (*lhs, *rhs), strict=True))
+    products = [(left, right, out)]
+    if grad:
+        products += [(out, right, left), (left, out, right)]
+    seconds = sum(_one_piece(target, *product, sizes, dtype) for product in products)
+    sent = (2 if grad else 1) * sent_bytes / chip.link
+    return Floor(seconds, sent / links, sent / min(two, links))
+
+
+def rings_over(mesh: Mesh, axis: AxisLike) -> list[list[int]]:
+    """The places, in the order of the mesh, of the devices of each ring over an axis."""
+    names = axis_names(axis)
+    along = [mesh.axis_names.index(name) for name in names]
+    others = [place for place in range(mesh.devices.ndim) if place not in along]
+    places = np.arange(mesh.size).reshape(mesh.devices.shape).transpose([*others, *along])
+    return places.reshape(-1, prod(mesh.shape[name] for name in names)).tolist()
+
+
+@readable
+@naming("program_floor")
+def program_floor(
+    program: CompiledProgram, played: Timeline | None = None, chip: Chip | None = None
+) -> Floor:
+    """Returns the floor of a whole program: its FLOPs at peak, or its bytes over the links.
+
+    Args:
+      program: from `compile_for`.
+      played: its timeline, where it is at hand.
+      chip: figures to use in place of the published ones.
+
+    Returns:
+      A `Floor`. FLOPs are those of the matmuls of the traced program, operands of 32 bits counted
+      at the peak of 16, of 8 at twice that; bytes are those that the collectives of the compiled
+      program send, over all links of a device at once.
+
+    Raises:
+      ValueError: a chip that jaxpar has no figures of, and none given.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, program_floor, target
+      >>> x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=P("tp"))
+      >>> gather = jax.shard_map(lambda x: lax.all_gather(x, "tp", tiled=True), in_specs=P("tp"),
+      ...     out_specs=P(None), check_vma=False)
+      >>> program_floor(compile_for(gather, target("v5e:2x2"), x)).compute
+      0.0
+    """
+    target = program.target
+    chip = figures_of(target, chip)
+    played = timeline(program, chip) if played is None else played
+    flops = device_flops(program.jaxpr, target.mesh.size)
+    links = 1
+    if chip.torus:
+        coords = np.array([device.coords for device in target.mesh.devices.flat])
+        links = 2 * max(1, int((np.ptp(coords, axis=0) > 0).sum()))
+    return Floor(flops / chip.flops, played.sent_bytes / (links * chip.link))
+
+
+def _one_piece(
+    target: Target, left: str, right: str, out: str, sizes: dict[str, int], dtype: Any
+) -> float:
+    operands = [
+        jax.ShapeDtypeStruct([sizes[label] for label in labels], dtype, sharding=PartitionSpec())
+        for labels in (left, right)
+    ]
+    local = jax.shard_map(
+        lambda x, y: jnp.einsum(f"{left},{right}->{out}", x, y),
+        in_specs=(PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )
+    return timeline(compile_for(local, target, *operands)).compute
+
+
+# -- FLOPs of a traced program ----------------------------------------------------------------
+
+
+def device_flops(jaxpr: core.ClosedJaxpr, devices: int) -> float:
+    """Counts the FLOPs of all matmuls that one of `devices` runs.
+
+    Inside a `shard_map` shapes are those of one device; outside, work is shared by all. A loop
+    whose length is not known while tracing counts once.
+    """
+    return _count(jaxpr.jaxpr, 1.0 / devices, jaxpr.jaxpr.outvars)
+
+
+def _count(jaxpr: core.Jaxpr, share: float, results: Results) -> float:
+    """Counts what `results` need: a compiler drops the rest, as the forward pass of a gradient."""
+    needed: set[core.Var] = {var for var in results if not isinstance(var, core.Literal)}
+    total = 0.0
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and needed.isdisjoint(eqn.outvars):
+            continue
+        name = eqn.primitive.name
+        if name == "dot_general":
+            total += share * _dot(eqn)
+        elif name in ("ragged_dot", "ragged_dot_general"):
+            lhs, out = _shapes(eqn)
+            total += share * 2.0 * prod(lhs) * prod(out[-1:])
+        else:
+            inner = [
+                _count(sub, _share(eqn, share), _needed_inside(eqn, sub, needed))
+                for sub in subjaxprs(eqn.params)
+            ]
+            counted = max(inner, default=0.0) if name == "cond" else sum(inner)
+            total += counted * (eqn.params["length"] if name == "scan" else 1)
+        needed |= {var for var in eqn.invars if not isinstance(var, core.Literal)}
+    return total
+
+
+def _needed_inside(eqn: core.JaxprEqn, sub: core.Jaxpr, needed: set[core.Var]) -> Results:
+    # What a loop carries may be needed by its next trip.
+    if eqn.primitive.name in ("scan", "while") or len(sub.outvars) != len(eqn.outvars):
+        return sub.outvars
+    return [inside for inside, out in zip(sub.outvars, eqn.outvars, strict=True) if out in needed]
+
+
+def _share(eqn: core.JaxprEqn, share: float) -> float:
+    if eqn.primitive.name != "shard_map":
+        return share
+    mesh = eqn.params["mesh"]
+    return share * prod(mesh.shape[name] for name in manual_axes(eqn.params))
+
+
+def _dot(eqn: core.JaxprEqn) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    lhs, out = _shapes(eqn)
+    width = max(var.aval.dtype.itemsize for var in eqn.invars)  # type: ignore[attr-defined]
+    # Narrow operands are multiplied faster; wide ones are counted as if they were not slower.
+    return min(1.0, width / 2) * 2.0 * prod(out) * prod(lhs[dim] for dim in contracted)
+
+
+def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the left operand and of the result."""
+    lhs: Any = eqn.invars[0].aval
+    out: Any = eqn.outvars[0].aval
+    return lhs.shape, out.shape

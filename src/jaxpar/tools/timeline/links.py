@@ -1,0 +1,262 @@
+"""The links between described devices: which of them a transfer uses, and for how long."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import ceil
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from jaxpar.mesh.chips import Chip
+from jaxpar.mesh.torus import closed_dims
+from jaxpar.tools.program.costs import Message
+
+Pairs = tuple[tuple[int, int], ...]
+Groups = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one byte a device costs: seconds on each link, and hops that add latency."""
+
+    links: Int[np.ndarray, "used"]  # indices of the links in use
+    seconds: Float[np.ndarray, "used"]  # of each of them
+    hops: int
+
+    def of(self, size: float) -> "Route":
+        """The same for a message of this many bytes."""
+        return Route(self.links, self.seconds * size, self.hops)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message on its way."""
+
+    row: str  # where the timeline shows it
+    sent: float  # bytes that one device sends
+    route: Route
+
+
+class Links:
+    """All links of a target; partitions are numbered in the order of the mesh."""
+
+    def __init__(self, mesh: Mesh, chip: Chip) -> None:
+        self.mesh, self.chip = mesh, chip
+        devices = list(mesh.devices.flat)
+        self.devices = len(devices)
+        if chip.torus:
+            coords = np.array([device.coords for device in devices])  # [devices, dims]
+            self.coords = coords - coords.min(axis=0)
+            self.extent = self.coords.max(axis=0) + 1
+            self.wraps = closed_dims(devices[0].device_kind, self.extent)
+            self.count = int(self.extent.prod()) * len(self.extent) * 2  # both ways from each node
+        else:
+            self.host = np.array([device.process_index for device in devices])
+            self.count = 4 * self.devices  # out and in, through the switch and through the network
+        self.permute = lru_cache(maxsize=None)(self._permute)
+        self._rings: dict[str, dict[frozenset[frozenset[int]], Pairs]] = {}  # by the axes' names
+
+    def transfer(self, message: Message, share: float) -> Transfer:
+        """How a message travels, or this share of its payload."""
+        payload, kind = message.payload * share, message.kind
+        if kind == "collective-permute":
+            row = self._lane(message.pairs)
+            return Transfer(row, payload, self.permute(message.pairs).of(payload))
+        groups = message.groups or [range(self.devices)]
+        size = len(groups[0])
+        row = f"{lane_of_groups(self.mesh, groups)} {kind}"
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            sent = payload * (size - 1) / size
+            return Transfer(row, sent, self.all_to_all(groups).of(payload))
+        whole = payload * size if kind == "all-gather" else payload
+        passes = 2 if kind == "all-reduce" else 1  # as a reduce-scatter and an all-gather
+        ways = message.ways if self.chip.torus else 1
+        route = self.ring(groups, passes * (size - 1) / size / ways, passes / min(ways, 2))
+        return Transfer(row, passes * whole * (size - 1) / size, route.of(whole))
+
+    def _lane(self, pairs: Pairs) -> str:
+        """Where a permute goes, those of several rings over the same axes told apart.
+
+        Rings are numbered as they come; of each the way that comes first is `+`.
+        """
+        name = lane_of(self.mesh, pairs)
+        sources, targets = map(set, zip(*pairs, strict=True))
+        if name == "itself" or name[-1:].isdecimal() or sources != targets:
+            return name  # a step along each axis says it all, and what is no ring is none
+        ways = frozenset(map(frozenset, pairs))
+        rings = self._rings.setdefault(name, {})
+        first = rings.setdefault(ways, pairs)
+        number = list(rings).index(ways) + 1
+        return f"{name} ring {number}{'+' if set(pairs) == set(first) else '-'}"
+
+    def used(self, transfer: Transfer) -> float:
+        """Over how many links a device sends, in the mean over those that send at all."""
+        if not self.chip.torus:
+            return 1.0
+        senders = np.unique(transfer.route.links // (2 * len(self.extent)))
+        return transfer.route.links.size / max(senders.size, 1)
+
+    @cached_property
+    def there(self) -> int:
+        """How many links a device has, to other devices of the target; a port counts as one."""
+        if not self.chip.torus:
+            return 1
+        both_ways = [1 if extent == 2 else 2 for extent in self.extent if extent > 1]
+        return sum(both_ways)
+
+    def within(self, groups: Groups) -> int:
+        """The fewest links that a device has to others of its group; a port counts as one."""
+        if not self.chip.torus:
+            return 1
+        return min(map(self._degree, groups))
+
+    def _degree(self, group: Sequence[int]) -> int:
+        there = {tuple(coords) for coords in self.coords[list(group)].tolist()}
+        fewest = min(len(self._next_to(place) & there) for place in group)
+        return fewest or 1  # devices of one chip have none between them
+
+    def _next_to(self, place: int) -> set[tuple[int, ...]]:
+        """The coordinates at the other ends of a device's links."""
+        found: set[tuple[int, ...]] = set()
+        here = self.coords[place]
+        for dim, step in product(range(len(here)), (1, -1)):
+            next_to = here.copy()
+            next_to[dim] += step
+            if self.wraps[dim]:
+                next_to[dim] %= self.extent[dim]
+            found.add(tuple(next_to.tolist()))
+        return found
+
+    def _permute(self, pairs: Pairs) -> Route:
+        """Each source sends one message to its target, axis by axis of the torus."""
+        source, target = np.array(pairs, dtype=int).reshape(-1, 2).T
+        load, hops = self._load(source, target)
+        return self._route(load, hops)
+
+    def ring(self, groups: Groups, share: float, passes: float) -> Route:
+        """A collective of XLA's own: each device sends `share` of a message, going `passes` round.
+
+        It is laid on the links between the members of a group, in both directions, at one message
+        a link: XLA orders the members as it likes. Groups that lie between each other along one
+        dimension share its links; over several, they are taken to find links of their own. One
+        pass takes a hop to each further member, on a torus along one dimension after the other.
+        """
+        members = np.array(groups)  # [groups, size]
+        if not self.chip.torus:
+            return self._route(self._ports(members) * share, ceil(passes * (members.shape[1] - 1)))
+        further = [len(set(dim.tolist())) - 1 for dim in self.coords[members[0]].T]
+        rounds = passes * max(sum(further), 1)
+        together = members[:, None] if np.count_nonzero(further) == 1 else members[None]
+        load = sum((self._round(some) for some in together), np.zeros(self.count))
+        return self._route(load * share, ceil(rounds))
+
+    def _round(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
+        """The links between following members, one message each."""
+        following = np.roll(members, -1, axis=-1)
+        load = np.zeros(self.count)
+        for source, target in ((members, following), (following, members)):
+            load += self._load(source.reshape(-1), target.reshape(-1))[0]
+        return np.minimum(load, 1.0)
+
+    def _ports(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
+        """Messages over each port in a collective that uses all of them, the network's too."""
+        load = np.zeros((4, self.devices))  # out and in, through the switch and through the network
+        load[:2, members.reshape(-1)] = 1.0
+        for group in members:
+            hosts, counts = np.unique(self.host[group], return_counts=True)
+            if len(hosts) > 1:  # what leaves a host is spread over its members
+                load[2:, group] = 1.0 / counts[np.searchsorted(hosts, self.host[group])]
+        return load.reshape(-1)
+
+    def all_to_all(self, groups: Groups) -> Route:
+        """Each member of a group sends an equal part of its message to each member."""
+        load, most = np.zeros(self.count), 0
+        members = np.array(groups)
+        size = members.shape[1]
+        for offset in range(1, size):
+            part, hops = self._load(members.reshape(-1), np.roll(members, -offset, 1).reshape(-1))
+            load, most = load + part / size, max(most, hops)
+        return self._route(load, most)
+
+    def _route(self, load: Float[np.ndarray, "links"], hops: int) -> Route:
+        used = np.flatnonzero(load)
+        return Route(used, load[used] / self._bandwidth()[used], hops)
+
+    def _bandwidth(self) -> Float[np.ndarray, "links"]:
+        """Bytes per second of each link."""
+        if self.chip.torus:
+            return np.full(self.count, self.chip.link)
+        return np.repeat([self.chip.link, self.chip.network or self.chip.link], 2 * self.devices)
+
+    def _load(
+        self, source: Int[np.ndarray, "messages"], target: Int[np.ndarray, "messages"]
+    ) -> tuple[Float[np.ndarray, "links"], int]:
+        """Messages over each link, and the most links that one message crosses."""
+        load = np.zeros(self.count)
+        if not self.chip.torus:
+            across = self.host[source] != self.host[target]
+            moves = source != target
+            for shift, ends in ((0, source), (1, target)):
+                # The ports of all devices out of the switch, then in, out of the network, in.
+                port = (2 * across + shift) * self.devices + ends
+                np.add.at(load, port[moves], 1.0)
+            return load, 1
+        here, there = self.coords[source].copy(), self.coords[target]
+        most = np.zeros(len(here), dtype=int)
+        for dim, extent in enumerate(self.extent):
+            apart = there[:, dim] - here[:, dim]
+            if self.wraps[dim]:  # the shorter way round
+                apart = (apart + extent // 2) % extent - extent // 2
+                # Half way round both ways are as short: a message and its answer take one each.
+                apart = np.where((2 * apart == -extent) & (here[:, dim] % 2 == 1), -apart, apart)
+            most += np.abs(apart)
+            for _ in range(int(np.abs(apart).max(initial=0))):  # all messages go one link on
+                step = np.sign(apart)
+                moving = step != 0
+                node = np.ravel_multi_index(tuple(here[moving].T), tuple(self.extent))
+                link = (node * len(self.extent) + dim) * 2 + (step[moving] < 0)
+                np.add.at(load, link, 1.0)
+                here[:, dim] = (here[:, dim] + step) % extent
+                apart = apart - step
+        return load, int(most.max(initial=0))
+
+
+def lane_of(mesh: Mesh, pairs: Pairs) -> str:
+    """Names a permute by the mesh axes along which it moves, as in `"tp +1"`."""
+    shape = tuple(mesh.shape.values())
+    source, target = (
+        np.array(np.unravel_index(np.array(p), shape)) for p in zip(*pairs, strict=True)
+    )
+    parts: list[str] = []
+    for name, size, difference in zip(mesh.axis_names, shape, target - source, strict=True):
+        offsets = set((difference % size).tolist())
+        if offsets == {0}:
+            continue
+        offset = offsets.pop() if len(offsets) == 1 else None
+        signed = None if offset is None else offset - size if 2 * offset > size else offset
+        parts.append(name if signed is None else f"{name} {signed:+d}")
+    return ", ".join(parts) or "itself"
+
+
+def lane_of_groups(mesh: Mesh, groups: Groups) -> str:
+    """Names a collective by the mesh axes over which it runs."""
+    shape = tuple(mesh.shape.values())
+    members = np.array(np.unravel_index(np.array(groups[0]), shape))  # [axes, size]
+    return ",".join(
+        name
+        for name, row in zip(mesh.axis_names, members, strict=True)
+        if len(set(row.tolist())) > 1
+    )
+
+
+def axes_of(mesh: Mesh, message: Message) -> tuple[str, ...]:
+    """Names the mesh axes over which a message goes."""
+    if message.kind == "collective-permute":
+        text = lane_of(mesh, message.pairs)
+    else:
+        text = lane_of_groups(mesh, message.groups or [range(mesh.size)])
+    parts = (part.split()[0] for part in text.split(",") if part.strip())
+    return tuple(name for name in dict.fromkeys(parts) if name in mesh.axis_names)

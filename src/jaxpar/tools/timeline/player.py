@@ -1,0 +1,210 @@
+"""Plays operations on a model of a chip: a clock for what computes, and one for every link."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import numpy as np
+
+from jaxpar.tools.program.costs import Matmul, Work
+from jaxpar.tools.program.operations import (
+    Call,
+    Collective,
+    Conditional,
+    Copy,
+    Done,
+    Free,
+    Loop,
+    Operation,
+    Schedule,
+)
+from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.links import Links, Transfer
+from jaxpar.tools.timeline.under_way import UnderWay
+
+Rows = int | float | None
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a timeline takes for granted where a program's shapes do not say it.
+
+    Attributes:
+      sent_rows: the most rows that a ragged all-to-all sends of its operand, those that stay on the
+        device included; None: all rows that the operand has.
+      grouped_rows: the most rows that a grouped matmul of the TPU compiler (`lax.ragged_dot`)
+        multiplies; None: all rows that the operand has.
+      trips: how often loops run whose length depends on data, by a part of the name of the
+        operation of the traced program that they come from (see `jax.named_scope`); the first
+        that fits. A loop that none fits runs once, and `Timeline.loops_of_unknown_length` names it.
+
+    Example:
+      >>> Assumed(trips={"decode": 128}).trips_of("jit(f)/decode/while")
+      128
+    """
+
+    sent_rows: Rows = None
+    grouped_rows: Rows = None
+    trips: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def trips_of(self, op: str) -> int | None:
+        """The trips of a loop whose length depends on data."""
+        return next((trips for part, trips in self.trips.items() if part in op), None)
+
+
+def _share(rows: int, most: Rows) -> float:
+    """The share of an operand's rows that are in use; 1 of an operand that has no rows."""
+    return 1.0 if most is None or not rows else min(1.0, most / rows)
+
+
+class Player:
+    """The state of one device while its program is played."""
+
+    def __init__(self, links: Links, assumed: Assumed) -> None:
+        self.links, self.chip, self.assumed = links, links.chip, assumed
+        self.now = 0.0  # of the compute units
+        self.free = np.zeros(links.count)  # when each link has nothing left to send
+        self.busy = np.zeros(links.count)
+        self.stream = 0.0  # a GPU's transfers take turns on one stream
+        self.memory = 0.0  # as do copies between memories
+        self.events: list[Event] = []
+        self.under_way = UnderWay[Event | None]()  # None: it has arrived
+        self.unknown: dict[str, None] = {}  # names of loops, in order
+        self._length = cache(self._computing)
+        self._transfers: dict[Collective, Transfer] = {}
+
+    def run(self, schedule: Schedule) -> None:
+        for operation in schedule.operations:
+            self._step(operation)
+
+    def _step(self, operation: Operation) -> None:
+        match operation:
+            case Free():
+                pass
+            case Loop():
+                self._loop(operation)
+            case Conditional():
+                self.run(self._branch(operation))
+            case Call():
+                self.run(operation.runs[0])
+            case Done():
+                self._done(operation)
+            case Copy():
+                self._copy(operation)
+            case Collective() if self.under_way.has(operation):
+                self._compute(operation)
+            case Collective():
+                self._send(operation)
+            case _:
+                self._compute(operation)
+
+    # -- control flow -------------------------------------------------------------------------
+
+    def _loop(self, loop: Loop) -> None:
+        trips = self.assumed.trips_of(loop.op) if loop.trips is None else loop.trips
+        if trips is None:
+            self.unknown[loop.name] = None
+        _, body = loop.runs
+        for _ in range(1 if trips is None else trips):
+            self.run(body)
+
+    def _branch(self, conditional: Conditional) -> Schedule:
+        """The branch that is taken: where devices or data differ, the one that computes longest."""
+        if conditional.taken is not None:
+            return conditional.runs[conditional.taken]
+        return max(conditional.runs, key=self._length)
+
+    def _computing(self, schedule: Schedule) -> float:
+        """Seconds of what a schedule computes; one trip of a loop tells branches apart.
+
+        Starts and dones count as what they would compute, not as what they send.
+        """
+        total = 0.0
+        for operation in schedule.operations:
+            match operation:
+                case Conditional():
+                    total += self._length(self._branch(operation))
+                case Call() | Loop():
+                    total += sum(map(self._length, operation.runs), 0.0)
+                case _:
+                    total += self._seconds(operation.work)
+        return total
+
+    # -- what computes ------------------------------------------------------------------------
+
+    def _compute(self, operation: Operation) -> None:
+        start, self.now = self.now, self.now + self._seconds(operation.work)
+        is_matmul = operation.work.is_matmul
+        event = Event(operation.name, operation.op, "compute", "compute", start, self.now)
+        self.events.append(replace(event, is_matmul=is_matmul))
+        if is_matmul:
+            for beside in self.under_way.open:
+                beside.covers.append(operation.name)
+
+    def _seconds(self, work: Work) -> float:
+        """The compiler's cycles over the clock, where it gives them; otherwise a roofline.
+
+        That is the longer of FLOPs at peak and bytes read and written at the memory's speed.
+        """
+        if work.cycles is not None and self.chip.clock:
+            return work.cycles / self.chip.clock
+        multiplying = sum(map(self._multiplying, work.matmuls), 0.0)
+        return max(multiplying, work.moved / self.chip.hbm)
+
+    def _multiplying(self, matmul: Matmul) -> float:
+        flops = matmul.flops
+        if matmul.rows:
+            flops *= _share(matmul.rows, self.assumed.grouped_rows) + matmul.twice
+        return flops / (self.chip.flops * 2 / max(matmul.width, 1.0))
+
+    # -- transfers and copies -----------------------------------------------------------------
+
+    def _send(self, start: Collective) -> None:
+        if start not in self._transfers:
+            share = _share(start.message.rows, self.assumed.sent_rows)
+            self._transfers[start] = self.links.transfer(start.message, share)
+        transfer = self._transfers[start]
+        links, seconds = transfer.route.links, transfer.route.seconds
+        latency = transfer.route.hops * self.chip.latency
+        begin = self.now if self.chip.torus else max(self.now, self.stream)
+        ends = np.maximum(self.free[links], begin) + seconds  # a link sends one after the other
+        first = float((ends - seconds).min()) if ends.size else begin
+        end = float(ends.max(initial=begin)) + latency
+        self.free[links] = ends
+        self.busy[links] += seconds
+        self.stream = end
+        event = Event(
+            *(start.name, start.op, "transfer", transfer.row, first, end, transfer.sent),
+            # Of its slowest link: others may have been free.
+            queued=max(0.0, end - latency - self.now - float(seconds.max(initial=0.0))),
+            latency=latency,
+            links=self.links.used(transfer),
+        )
+        if start.is_synchronous:
+            self.events.append(replace(event, synchronous=True))
+            self._wait(start, end, "compute")
+        if start.has_done:  # that of a synchronous start has nothing left to wait for
+            self.under_way.begin(start, None if start.is_synchronous else event)
+
+    def _copy(self, start: Copy) -> None:
+        begin = max(self.now, self.memory)
+        self.memory = begin + start.bytes / self.chip.hbm
+        event = Event(start.name, start.op, "copy", "memory", begin, self.memory)
+        self.under_way.begin(start, event)
+
+    def _done(self, done: Done) -> None:
+        transfer = self.under_way.end(done)
+        if transfer is not None and (event := transfer.event) is not None:
+            self.events.append(replace(event, covers=tuple(transfer.covers)))
+            self._wait(transfer.start, event.end, "memory" if event.kind == "copy" else "compute")
+
+    def _wait(self, start: Operation, until: float, row: str) -> None:
+        if until > self.now:
+            self.events.append(Event(start.name, start.op, "wait", row, self.now, until))
+            self.now = until
+
+    def finish(self) -> tuple[Event, ...]:
+        """The events by time, with the transfers that nothing has waited for."""
+        pending = [one.event for one in self.under_way.open if one.event is not None]
+        self.events += [event for event in pending if event.kind == "transfer"]
+        return tuple(sorted(self.events, key=lambda e: (e.start, e.end)))

@@ -1,0 +1,252 @@
+"""A compiled program and its timeline: what computes, what travels, and what waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.arguments.calls import naming, readable
+from jaxpar.compiler.jit import jitted_with
+from jaxpar.compiler.options import compiled_with
+from jaxpar.compiler.options import compiler_options as options_of
+from jaxpar.mesh.chips import Chip
+from jaxpar.tools.program.cache import keep, kept, key_of
+from jaxpar.tools.program.operations import Module, read
+from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.player import Assumed, Player
+from jaxpar.tools.timeline.target import Target, figures_of
+
+
+@readable
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of HBM of one device, as the compiler planned them.
+
+    Example:
+      >>> Memory(arguments=8, outputs=4, temporaries=0, aliased=4, peak=8).peak
+      8
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int  # outputs that take the place of donated arguments
+    peak: int
+
+
+@readable
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A program compiled for a target: the scheduled module, its memory, and how long it took.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, target
+      >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
+      >>> compile_for(jnp.sin, target("v5e:2x2"), x).memory.arguments
+      1024
+    """
+
+    target: Target
+    text: str = field(repr=False)  # scheduled HLO
+    memory: Memory
+    seconds: float  # tracing and compiling
+    jaxpr: Any = field(repr=False)  # the traced program, a ClosedJaxpr
+    # What it was compiled from, to compile it again with something else.
+    function: Any = None
+    args: tuple[Any, ...] = field(default=(), repr=False)
+    compiler_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    cache: Path | None = field(default=None, repr=False)
+
+    @cached_property
+    def module(self) -> Module:
+        """What the operations of the program are, read from its text."""
+        return read(self.text)
+
+
+@readable
+def compile_for(
+    fn: Any,
+    target: Target,
+    *args: Any,
+    compiler_options: dict[str, Any] | None = None,
+    cache: str | Path | None = None,
+) -> CompiledProgram:
+    """Compiles `fn` for devices that need not be there.
+
+    Args:
+      fn: a function of global arrays; jitted already, or jitted here. It is traced with the
+        target's mesh as the context mesh (`jax.set_mesh`), so that a `jax.shard_map` inside it may
+        leave out its mesh.
+      target: from `jaxpar.schedule.target`.
+      *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec`
+        will do). One without a sharding is laid out as the compiler likes.
+      compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` is told of them. None:
+        those of `jaxpar.compiler_options(target)`; `{}`: none. A function of `jaxpar.jit` keeps
+        what it got besides.
+      cache: a folder in which compiled programs are kept, so that the same one is not compiled
+        again: by program, devices, options and versions. None: none.
+
+    Returns:
+      A `CompiledProgram`.
+
+    Raises:
+      Exception: what tracing or the compiler raises.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, target
+      >>> v5e = target("v5e:2x2")
+      >>> x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=P("tp"))
+      >>> compile_for(jax.shard_map(lambda x: ring_shift(x, "tp"), in_specs=P("tp"),
+      ...     out_specs=P("tp")), v5e, x).text.count("collective-permute-done(")
+      1
+    """
+    start = time.perf_counter()
+    options = options_of(target) if compiler_options is None else compiler_options
+    jitted, options = jitted_with(fn, options)
+    with jax.set_mesh(target.mesh), compiled_with(options):
+        traced = jitted.trace(*args)
+        lowered = traced.lower()
+        folder = None if cache is None else Path(cache)
+        key = "" if folder is None else key_of(lowered, target, options)
+        if folder is not None and (found := kept(folder, key)) is not None:
+            text, memory = found["text"], Memory(**found["memory"])
+        else:
+            text, memory = _compiled(lowered, options)
+            if folder is not None:
+                keep(folder, key, text, memory)
+    return CompiledProgram(
+        target=target,
+        text=text,
+        memory=memory,
+        seconds=time.perf_counter() - start,
+        jaxpr=traced.jaxpr,
+        function=fn,
+        args=args,
+        compiler_options=options,
+        cache=folder,
+    )
+
+
+def _compiled(lowered: Any, options: dict[str, Any]) -> tuple[str, Memory]:
+    compiled = lowered.compile(compiler_options=options or None)
+    stats: Any = compiled.memory_analysis()
+    sizes = {
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+    }
+    held = sizes["arguments"] + sizes["outputs"] + sizes["temporaries"] - sizes["aliased"]
+    peak = getattr(stats, "peak_memory_in_bytes", 0) or held
+    return compiled.as_text() or "", Memory(**sizes, peak=peak)
+
+
+@readable
+@dataclass(frozen=True)
+class Timeline:
+    """A program's schedule under the published model of a chip, or as it was measured.
+
+    Seconds, for one device: from `timeline` or `read_trace`.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, target, timeline
+      >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
+      >>> timeline(compile_for(jnp.sin, target("v5e:2x2"), x)).hidden_share  # of no transfers
+      1.0
+    """
+
+    events: tuple[Event, ...]
+    total: float
+    compute: float  # in compute instructions
+    exposed: float  # waiting for transfers, synchronous ones included
+    transfer: float  # with at least one transfer under way
+    sent_bytes: float  # by one device
+    link_utilisation: float  # of the links in use: mean share of the total time that they are busy
+    peak_bytes: int  # of HBM
+    estimate: str  # where the times of compute instructions come from
+    loops_of_unknown_length: tuple[str, ...]  # and of no assumed one: one trip each
+    runs: tuple[float, ...] = ()  # of a measured one: how long each run took in the trace
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of transfer time that nothing waits for; 1 without transfers."""
+        return 1.0 if not self.transfer else max(0.0, 1 - self.exposed / self.transfer)
+
+    @property
+    def transfers(self) -> tuple[Event, ...]:
+        """The transfers, in the order of their starts."""
+        return tuple(event for event in self.events if event.kind == "transfer")
+
+
+@readable
+@naming("timeline")
+def timeline(
+    program: CompiledProgram, chip: Chip | None = None, *, assumed: Assumed | None = None
+) -> Timeline:
+    """Plays a compiled program's schedule on a model of its chip.
+
+    The order of instructions, starts and dones is the compiler's. A compute instruction takes the
+    compiler's cycles over the clock (TPU), or a roofline (GPU, whose compiler gives no times
+    without a device, and TPU instructions without cycles). A TPU kernel takes the FLOPs and bytes
+    of its own estimate, a grouped matmul those of the tiles that two groups share twice. A transfer
+    takes one latency a hop and its bytes over the bandwidth of the links on its way; transfers that
+    share a link take turns. A done waits. Transfers take nothing of the memory's bandwidth, and
+    those of a SparseCore nothing of what computes: how they contend is not published.
+
+    Args:
+      program: from `compile_for`.
+      chip: figures to use in place of the published ones: `program.target.chip.measured()`, or
+        what `dataclasses.replace` makes of that chip.
+      assumed: what depends on data: the rows that ragged all-to-alls send and grouped matmuls
+        multiply (default: as many as their operands have), the trips of loops.
+
+    Returns:
+      A `Timeline`. It is a schedule under a model, not a measurement.
+
+    Raises:
+      ValueError: a chip that jaxpar has no figures of, and none given.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, target, timeline
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> gather = jax.shard_map(lambda x: lax.all_gather(x, "tp", tiled=True), in_specs=P("tp"),
+      ...     out_specs=P(None), check_vma=False)
+      >>> played = timeline(compile_for(gather, target("v5e:2x2"), x))
+      >>> played.sent_bytes == 1024 * 1024 * 2 * 3 / 4, [event.row for event in played.transfers]
+      (True, ['tp all-gather'])
+    """
+    chip = figures_of(program.target, chip)
+    player = Player(Links(program.target.mesh, chip), assumed or Assumed())
+    player.run(program.module.entry)
+    events = player.finish()
+    transfers = [e for e in events if e.kind == "transfer"]
+    total = max([player.now, *(e.end for e in transfers)])
+    used = player.busy[player.busy > 0]
+    return Timeline(
+        events=events,
+        total=total,
+        compute=sum((e.seconds for e in events if e.kind == "compute"), 0.0),
+        exposed=sum((e.seconds for e in events if e.kind == "wait" and e.row == "compute"), 0.0),
+        transfer=covered(transfers),
+        sent_bytes=sum((e.bytes for e in transfers), 0.0),
+        link_utilisation=float(used.mean() / total) if used.size and total else 0.0,
+        peak_bytes=program.memory.peak,
+        estimate="the compiler's cycles" if chip.clock else "roofline",
+        loops_of_unknown_length=tuple(player.unknown),
+    )
+
+
+def covered(events: Iterable[Event]) -> float:
+    """Seconds in which at least one of the events is under way."""
+    total, reached = 0.0, 0.0
+    for start, end in sorted((e.start, e.end) for e in events):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

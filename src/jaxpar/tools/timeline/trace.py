@@ -1,0 +1,198 @@
+"""Reading a profiler's trace of a program into a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.profiler import ProfileData
+
+from jaxpar.arguments.calls import naming, readable, type_error, value_error
+from jaxpar.compiler.compat import reading_profiles
+from jaxpar.mesh.chips import NO_FIGURES
+from jaxpar.tools.program.operations import Control, Free, Operation
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.measured import Measured
+from jaxpar.tools.timeline.planes import Device, Ran, apart, known_devices
+from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, covered
+
+Run = tuple[float, float, list[Ran]]  # start and end in nanoseconds, and what ran
+
+
+@readable
+@naming("read_trace")
+def read_trace(
+    folder: str | Path,
+    program: Any = None,
+    *,
+    device: str | None = None,
+    run: int | None = None,
+) -> Timeline:
+    """Reads what `jax.profiler` recorded of a program into a timeline: one run on one device.
+
+    With the program each instruction is known by its name: what it is, which mesh axes a transfer
+    goes over, and how many bytes it sends. Without it the trace's own words have to do, and rows
+    name collectives but no axes. On TPU what collectives take of the core, with their starts and
+    dones, is waiting. On GPU and CPU what they take is waiting where nothing computes.
+
+    Args:
+      folder: what `jax.profiler.trace` was given, or a file of it. Of several recordings in it the
+        newest one is read.
+      program: from `compile_for`, compiled as what ran was: by the same jax, with the same
+        arguments and options.
+      device: such as `"TPU:0"`, of several hosts `"host TPU:0"`; by default the first one.
+      run: which run of the program, from 0; by default that of median length.
+
+    Returns:
+      A `Timeline` in seconds from the start of the run, whose `runs` are the seconds of each run
+      that was recorded. Its `estimate` is `"measured"`.
+
+    Raises:
+      ValueError: no trace in the folder; a device or a run that it has not; a trace in which no
+        instruction of the program ran.
+
+    Example:
+      >>> from jaxpar.schedule import compile_for, read_trace, target
+      >>> gather = jax.shard_map(lambda x: lax.all_gather(x, "tp", tiled=True), in_specs=P("tp"),
+      ...     out_specs=P(None), check_vma=False)
+      >>> here = target("here")
+      >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
+      >>> with jax.set_mesh(here.mesh), jax.profiler.trace(folder):
+      ...     y = jax.block_until_ready(jax.jit(gather)(jax.device_put(jnp.ones(1024), P("tp"))))
+      >>> measured = read_trace(folder, compile_for(gather, here, x))
+      >>> measured.estimate, [event.row for event in measured.transfers]
+      ('measured', ['tp all-gather'])
+    """
+    if program is not None and not isinstance(program, CompiledProgram):
+        raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
+    files = _newest(Path(folder))
+    with reading_profiles():
+        hosts = {file.name.removesuffix(".xplane.pb"): _data(file) for file in files}
+        found = known_devices(hosts)
+    if not found:
+        raise value_error(
+            f"{folder}: the trace names no instructions that a device ran; trace the call of the "
+            "program with jax.block_until_ready of what it returns, and on GPU with "
+            "XLA_FLAGS=--xla_gpu_enable_command_buffer="
+        )
+    name = device or next(iter(found))
+    if name not in found:
+        raise value_error(f"device={device!r} is not in the trace; choose from {', '.join(found)}")
+    known = _operations(program)
+    runs = _runs(found[name], _ran_of(program, found[name], known), _once(program))
+    lengths = [(end - start) * 1e-9 for start, end, _ in runs]
+    if run is not None and not 0 <= run < len(runs):
+        raise value_error(f"run must be one of the {len(runs)} in the trace, from 0, got {run}")
+    by_length = sorted(range(len(runs)), key=lengths.__getitem__)
+    number = by_length[(len(runs) - 1) // 2] if run is None else run
+    start, _, ran = runs[number]
+    return _timeline(program, known, ran, start, lengths[number], tuple(lengths))
+
+
+def _newest(folder: Path) -> list[Path]:
+    """The files of the newest recording, one a host."""
+    if folder.is_file():
+        return [folder]
+    files = sorted(folder.rglob("*.xplane.pb"))
+    if not files:
+        raise value_error(
+            f"no *.xplane.pb under {folder}; pass the folder that jax.profiler.trace was given, "
+            "after it has ended"
+        )
+    newest = max(file.parent.name for file in files)  # is called after the time
+    return [file for file in files if file.parent.name == newest]
+
+
+def _data(file: Path) -> Any:
+    try:
+        return ProfileData.from_serialized_xspace(file.read_bytes())
+    except Exception as reason:  # of what jaxlib raises where a file is something else
+        said = str(reason).partition("\n")[0]
+        raise value_error(
+            f"{file} is no trace ({said}); name what jax.profiler.trace wrote"
+        ) from None
+
+
+def _operations(program: CompiledProgram | None) -> dict[str, Operation]:
+    schedules = [] if program is None else program.module.schedules
+    return {one.name: one for schedule in schedules for one in schedule.operations}
+
+
+def _once(program: CompiledProgram | None) -> set[str]:
+    """Instructions that run once in each run of a program."""
+    if program is None:
+        return set()
+    entry = program.module.entry.operations
+    return {one.name for one in entry if not isinstance(one, (Control, Free))}
+
+
+def _ran_of(
+    program: CompiledProgram | None, device: Device, known: Mapping[str, Operation]
+) -> list[Ran]:
+    """What ran of the program: the one of several of that name which has most of its time.
+
+    Without a program: of the one that took most of the time.
+    """
+    programs = device.programs()
+    if program is None:
+        return max(programs.values(), key=_length)
+    name = program.text.partition("\n")[0].removeprefix("HloModule ").partition(",")[0].strip()
+    fitting = [ran for ran in programs.values() if ran[0].module in (name, "")]
+    fitting = [ran for ran in fitting if any(one.name in known for one in ran)]
+    if not fitting:
+        raise value_error(
+            f"no instruction of {name} is in the trace, which has "
+            f"{', '.join(filter(None, programs)) or 'no names of programs'}; compile what ran, by "
+            "the same jax, with the same arguments and options"
+        )
+    return max(fitting, key=lambda ran: _length(one for one in ran if one.name in known))
+
+
+def _length(ran: Iterable[Ran]) -> float:
+    return sum(one.end - one.start for one in ran)
+
+
+def _runs(device: Device, ran: list[Ran], once: set[str]) -> list[Run]:
+    """The runs of a program in their order."""
+    by_run: dict[object, list[Ran]] = {}
+    for one in ran:
+        by_run.setdefault(one.run, []).append(one)
+    if device.runs:  # the trace says how long each one took
+        return [
+            (device.runs[number].start, device.runs[number].end, some)
+            for number, some in by_run.items()
+            if isinstance(number, int)
+        ]
+    parts = apart(ran, once) if None in by_run else list(by_run.values())
+    return [(some[0].start, max(one.end for one in some), some) for some in parts]
+
+
+def _timeline(
+    program: CompiledProgram | None,
+    known: Mapping[str, Operation],
+    ran: Sequence[Ran],
+    start: float,
+    total: float,
+    runs: tuple[float, ...],
+) -> Timeline:
+    links = None
+    if program is not None:
+        links = Links(program.target.mesh, program.target.chip or NO_FIGURES)
+    measured = Measured(ran, start, known, links)
+    events = measured.events()
+    transfers = [event for event in events if event.kind == "transfer"]
+    waits = [event for event in events if event.kind == "wait" and event.row == "compute"]
+    return Timeline(
+        events=events,
+        total=total,
+        compute=covered(event for event in events if event.kind == "compute"),
+        exposed=sum((event.seconds for event in waits), 0.0),
+        transfer=covered(transfers),
+        sent_bytes=sum((event.bytes for event in transfers), 0.0),
+        link_utilisation=measured.utilisation(total),
+        peak_bytes=0 if program is None else program.memory.peak,
+        estimate="measured",
+        loops_of_unknown_length=(),
+        runs=runs,
+    )
