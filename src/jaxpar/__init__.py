@@ -1,28 +1,46 @@
 """Collective matmuls, ring collectives, layers and experts for `jax.shard_map` by hand."""
 
-from jaxpar import layers as layers
-from jaxpar import layout as layout
-from jaxpar import moe as moe
-from jaxpar import schedule as schedule
-from jaxpar import testing as testing
-from jaxpar.arguments.types import AxisLike as AxisLike
-from jaxpar.arguments.types import Mode as Mode
-from jaxpar.axis.axis import Axis
-from jaxpar.axis.quantized import Quantized, quantize
-from jaxpar.axis.wire import LowBit
-from jaxpar.collectives import (
-    ragged_all_to_all,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-    ring_shift,
-)
-from jaxpar.compiler.jit import jit
-from jaxpar.compiler.options import compiled_with, compiler_options
-from jaxpar.compiler.tuning import Tuning, tuned
-from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
-from jaxpar.mesh import disjoint_rings, make_mesh, ring_hops, ring_order
-from jaxpar.tools.processes import Description, agree, describe, guard, initialize
+from typing import TYPE_CHECKING
+
+from jaxpar.arguments.lazy import names_on_demand
+
+if TYPE_CHECKING:
+    from jaxpar import collectives as collectives
+    from jaxpar import layers as layers
+    from jaxpar import layout as layout
+    from jaxpar import matmul as matmul
+    from jaxpar import mesh as mesh
+    from jaxpar import moe as moe
+    from jaxpar import schedule as schedule
+    from jaxpar import testing as testing
+    from jaxpar.arguments.types import AxisLike as AxisLike
+    from jaxpar.arguments.types import Mode as Mode
+    from jaxpar.axis.axis import Axis
+    from jaxpar.axis.quantized import Quantized, quantize
+    from jaxpar.axis.wire import LowBit
+    from jaxpar.collectives import (
+        ragged_all_to_all,
+        ring_all_gather,
+        ring_all_reduce,
+        ring_reduce_scatter,
+        ring_shift,
+    )
+    from jaxpar.compiler.jit import jit
+    from jaxpar.compiler.options import compiled_with, compiler_options
+    from jaxpar.compiler.tuning import Tuning, tuned
+    from jaxpar.matmul import (
+        all_gather_matmul,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+        ring_einsum,
+    )
+    from jaxpar.mesh import disjoint_rings, make_mesh, ring_hops, ring_order
+    from jaxpar.tools.processes.agree import agree
+    from jaxpar.tools.processes.describe import Description, describe
+    from jaxpar.tools.processes.guard import guard
+    from jaxpar.tools.processes.start import initialize
+else:
+    __getattr__, __dir__ = names_on_demand(__name__, __file__)
 
 __all__ = [
     "Axis",

@@ -1,78 +1,8 @@
-"""`jaxpar`, or `python -m jaxpar`: dispatches the subcommands."""
+"""`python -m jaxpar`."""
 
-import argparse
-import platform
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
 
-import jax
-
-import jaxpar
-from jaxpar.tools.cli import (
-    bench_command,
-    doctor_command,
-    explain_command,
-    layout_command,
-    predict_command,
-    tune_command,
-)
-
-_COMMANDS = (
-    bench_command,
-    doctor_command,
-    explain_command,
-    layout_command,
-    predict_command,
-    tune_command,
-)  # each adds its own parser, whose `run(args)` returns the exit status
-
-
-DESCRIPTION = """\
-Overlapped matmuls timed, predicted, tuned; slow steps explained; layouts of models; what is
-installed and works.
-"""
-EPILOG = """\
-options that mean the same everywhere: --mesh dp=2,tp=-1, --targets or --target v5p:4x4x4,
---json FILE (all that was found), --plot FILE (a picture); files are written whole or not at all
-exit status: 0 done; 1 something failed, or a result is wrong; 2 wrong usage, told in one line;
-130 interrupted. Results go to standard output, errors and progress to standard error.
-"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a bad argument on one line, without the whole usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; without one, prints what there is."""
-    parser = _Parser(
-        prog="jaxpar",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in _COMMANDS:
-        module.add_parser(commands)
-    args, unknown = parser.parse_known_args(argv)
-    if args.command is None and not unknown:
-        parser.print_help()
-        return 0
-    if unknown:  # argparse would report these as the whole program's, not the subcommand's
-        parser.prog = " ".join(filter(None, (parser.prog, args.command)))
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return args.run(args)
-
-
-def _version() -> str:
-    python = platform.python_version()
-    return f"jaxpar {jaxpar.__version__} (jax {jax.__version__}, Python {python})"
-
+from jaxpar.tools.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ import pytest
 from programs import environment
 
 import jaxpar
-from jaxpar.__main__ import main
+from jaxpar.tools.cli.main import main
 
 SMALL = ("bench", "--shapes", "16x16x16", "--repeats", "2", "--ops", "gather-lhs-rows")
 

@@ -6,9 +6,9 @@ import jax
 import pytest
 from programs import free_port, run_together
 
-from jaxpar.__main__ import main
 from jaxpar.arguments import extras
 from jaxpar.tools.cli import doctor_command
+from jaxpar.tools.cli.main import main
 
 
 def test_it_says_what_is_there_and_that_collectives_are_right(capsys, tmp_path):

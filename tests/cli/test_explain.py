@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from jaxpar.__main__ import main
-from jaxpar.tools.cli import explain_command
+from jaxpar.tools.cli import explain_command as command
 from jaxpar.tools.cli.explain_page import page_of
 from jaxpar.tools.cli.explain_worker import serve
+from jaxpar.tools.cli.main import main
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -202,9 +202,7 @@ def test_wrong_usage_is_one_line(arguments, words, model, capsys):
 
 
 def test_a_worker_that_dies_is_told(model, capsys, monkeypatch):
-    monkeypatch.setattr(
-        explain_command, "converse", lambda *args: "ended with SIGABRT: out of luck"
-    )
+    monkeypatch.setattr(command, "converse", lambda *args: "ended with SIGABRT: out of luck")
     assert main(["explain", "slow:make", "--target", "v5e:2x2"]) == 1
     _, said = capsys.readouterr()
     assert "v5e:2x2: the compiler's process ended with SIGABRT: out of luck" in said
@@ -213,17 +211,12 @@ def test_a_worker_that_dies_is_told(model, capsys, monkeypatch):
 def test_the_worker_says_what_it_tries(model):
     from dataclasses import asdict
 
-    from jaxpar.__main__ import _Parser
+    from jaxpar.tools.cli.main import _Parser
 
     parser = _Parser()
-    explain_command.add_parser(parser.add_subparsers())
+    command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
-    task = {
-        "request": asdict(explain_command._request(args)),
-        "tries": 1,
-        "worst": 3,
-        "cache": False,
-    }
+    task = {"request": asdict(command._request(args)), "tries": 1, "worst": 3, "cache": False}
     task["measured"] = None
     kinds = [next(iter(record)) for record in serve(json.loads(json.dumps(task)))]
     assert kinds == ["facts", "begin", "trying", "prediction", "explained"]

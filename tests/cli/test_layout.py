@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxpar.__main__ import main
+from jaxpar.tools.cli.main import main
 
 MODEL = """
 import jax, jax.numpy as jnp

@@ -9,10 +9,10 @@ import jax
 import pytest
 
 import jaxpar
-from jaxpar.__main__ import main
 from jaxpar.arguments.extras import install_command, requirements
 from jaxpar.compiler.files import write_text, written
 from jaxpar.tools.cli.console import progress, status_of
+from jaxpar.tools.cli.main import main
 
 COMMANDS = ("bench", "doctor", "layout", "predict", "tune")
 

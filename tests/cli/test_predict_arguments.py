@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from jaxpar import make_mesh
-from jaxpar.__main__ import main
 from jaxpar.mesh.chips import chip_of
 from jaxpar.schedule import Target
 from jaxpar.tools.cli import predict_command, predict_worker
 from jaxpar.tools.cli.console import UsageError
+from jaxpar.tools.cli.main import main
 from jaxpar.tools.cli.predict_results import Report
 
 

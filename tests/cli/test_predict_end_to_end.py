@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from jaxpar.__main__ import main
 from jaxpar.tools.cli import predict_command
+from jaxpar.tools.cli.main import main
 from jaxpar.tools.cli.predict_results import Report
 from jaxpar.tools.cli.predict_worker import serve
 

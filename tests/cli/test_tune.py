@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.__main__ import main
 from jaxpar.choose import choice
 from jaxpar.choose.choice import way_of
 from jaxpar.compiler.tuning import AUTO, Asked, Tuning
 from jaxpar.schedule import target
 from jaxpar.tools.cli import tune_command, tune_worker
+from jaxpar.tools.cli.main import main
 from jaxpar.tools.cli.tune_search import Candidate, Tried, search
 from jaxpar.tools.cli.tune_worker import Timed, serve
 

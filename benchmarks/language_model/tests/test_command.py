@@ -10,8 +10,8 @@ import pytest
 
 import language_model.__main__ as command
 from jaxpar import LowBit
-from jaxpar.__main__ import main as explain_or_predict
 from jaxpar.tools.cli.console import UsageError, require_extra
+from jaxpar.tools.cli.main import main as explain_or_predict
 from language_model import curves, loads
 from language_model.arguments import parse
 from language_model.config import Model, Training

@@ -11,21 +11,28 @@
 #   heads, size      heads of queries, and the features of a head
 #   of_value         the features of a head's values, if they are others
 
-from jaxpar.layers._activation import GatedActivation
-from jaxpar.layers._attention import HeadLayout, head_layout, parallel_attention
-from jaxpar.layers._compressed import reduce_compressed_gradients
-from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
-from jaxpar.layers._fsdp_scan import fsdp_scan
-from jaxpar.layers._gradients import mean_loss, value_and_grad
-from jaxpar.layers._norm import layer_norm, rms_norm
-from jaxpar.layers._reduction import global_norm, reduce_gradients
-from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
-from jaxpar.layers._ring_attention import ring_attention, zigzag_order
-from jaxpar.layers._tensor import column_parallel_linear, gated_mlp, row_parallel_linear
-from jaxpar.layers._vocabulary import (
-    vocabulary_parallel_cross_entropy,
-    vocabulary_parallel_embedding,
-)
+from typing import TYPE_CHECKING
+
+from jaxpar.arguments.lazy import names_on_demand
+
+if TYPE_CHECKING:
+    from jaxpar.layers._activation import GatedActivation
+    from jaxpar.layers._attention import HeadLayout, head_layout, parallel_attention
+    from jaxpar.layers._compressed import reduce_compressed_gradients
+    from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
+    from jaxpar.layers._fsdp_scan import fsdp_scan
+    from jaxpar.layers._gradients import mean_loss, value_and_grad
+    from jaxpar.layers._norm import layer_norm, rms_norm
+    from jaxpar.layers._reduction import global_norm, reduce_gradients
+    from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
+    from jaxpar.layers._ring_attention import ring_attention, zigzag_order
+    from jaxpar.layers._tensor import column_parallel_linear, gated_mlp, row_parallel_linear
+    from jaxpar.layers._vocabulary import (
+        vocabulary_parallel_cross_entropy,
+        vocabulary_parallel_embedding,
+    )
+else:
+    __getattr__, __dir__ = names_on_demand(__name__, __file__)
 
 __all__ = [
     "GatedActivation",

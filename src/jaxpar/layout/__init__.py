@@ -1,20 +1,27 @@
 """Layouts of whole models: rules by path, and everything that follows from them on a mesh."""
 
-from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._layout import Layout
-from jaxpar.layout._map import LayoutMap
-from jaxpar.layout._problem import LayoutError, Problem
-from jaxpar.layout._rule import REPLICATED
-from jaxpar.layout._split import Padded, Replicate, Split
-from jaxpar.layout._strategies import (
-    data_parallel,
-    expert_parallel,
-    fully_sharded,
-    tensor_parallel,
-)
-from jaxpar.layout._table import Table
-from jaxpar.tools.layouts.infer import infer_layout
-from jaxpar.tools.layouts.layout_costs import Cost, Exchange, Explanation
+from typing import TYPE_CHECKING
+
+from jaxpar.arguments.lazy import names_on_demand
+
+if TYPE_CHECKING:
+    from jaxpar.layout._array_layout import ArrayLayout
+    from jaxpar.layout._layout import Layout
+    from jaxpar.layout._map import LayoutMap
+    from jaxpar.layout._problem import LayoutError, Problem
+    from jaxpar.layout._rule import REPLICATED
+    from jaxpar.layout._split import Padded, Replicate, Split
+    from jaxpar.layout._strategies import (
+        data_parallel,
+        expert_parallel,
+        fully_sharded,
+        tensor_parallel,
+    )
+    from jaxpar.layout._table import Table
+    from jaxpar.tools.layouts.infer import infer_layout
+    from jaxpar.tools.layouts.layout_costs import Cost, Exchange, Explanation
+else:
+    __getattr__, __dir__ = names_on_demand(__name__, __file__)
 
 __all__ = [
     "REPLICATED",

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     """What `Layout.like` says."""
-    from jaxpar.layout._layout import Layout
-
     leaves, treedef = arrays_of(tree, "tree")
     found: dict[str, ArrayLayout] = {}
     ruled: list[Shaped] = []  # by `rules`, which take precedence over parameters
@@ -64,7 +62,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
         raise LayoutError(called(), problems)
     arrays = [None if leaf is None else found[leaf[0]] for leaf in leaves]
     given = jax.tree.leaves(tree)
-    return Layout(layout.rules, layout.mesh, arrays, treedef, given, frozenset(owns))
+    return type(layout)(layout.rules, layout.mesh, arrays, treedef, given, frozenset(owns))
 
 
 def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | Problem:

@@ -1,6 +1,22 @@
 """Overlapped matmuls: their collectives travel while they compute, forward and backward."""
 
-from jaxpar.matmul._matmuls import all_gather_matmul as all_gather_matmul
-from jaxpar.matmul._matmuls import matmul_all_reduce as matmul_all_reduce
-from jaxpar.matmul._matmuls import matmul_reduce_scatter as matmul_reduce_scatter
-from jaxpar.matmul._matmuls import ring_einsum as ring_einsum
+from typing import TYPE_CHECKING
+
+from jaxpar.arguments.lazy import names_on_demand
+
+if TYPE_CHECKING:
+    from jaxpar.matmul._matmuls import (
+        all_gather_matmul,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+        ring_einsum,
+    )
+else:
+    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+
+__all__ = [
+    "all_gather_matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "ring_einsum",
+]

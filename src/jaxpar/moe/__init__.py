@@ -13,15 +13,27 @@
 #   n                the devices of the ring
 #   *row, ...        the shape of one row, one number or more; any shape
 
-from jaxpar.moe._capacity import expert_capacity, limit_capacity
-from jaxpar.moe._dispatcher import RaggedDispatcher
-from jaxpar.moe._experts import apply_experts
-from jaxpar.moe._grouped import grouped_matmul
-from jaxpar.moe._layer import moe_layer, routed_moe_layer
-from jaxpar.moe._mlp import Experts, as_experts
-from jaxpar.moe._routing import Routing, route, update_router_bias
-from jaxpar.moe._sharding import pad_experts
-from jaxpar.moe._statistics import Statistics, load_balance_loss, router_z_loss, routing_statistics
+from typing import TYPE_CHECKING
+
+from jaxpar.arguments.lazy import names_on_demand
+
+if TYPE_CHECKING:
+    from jaxpar.moe._capacity import expert_capacity, limit_capacity
+    from jaxpar.moe._dispatcher import RaggedDispatcher
+    from jaxpar.moe._experts import apply_experts
+    from jaxpar.moe._grouped import grouped_matmul
+    from jaxpar.moe._layer import moe_layer, routed_moe_layer
+    from jaxpar.moe._mlp import Experts, as_experts
+    from jaxpar.moe._routing import Routing, route, update_router_bias
+    from jaxpar.moe._sharding import pad_experts
+    from jaxpar.moe._statistics import (
+        Statistics,
+        load_balance_loss,
+        router_z_loss,
+        routing_statistics,
+    )
+else:
+    __getattr__, __dir__ = names_on_demand(__name__, __file__)
 
 __all__ = [
     "Experts",

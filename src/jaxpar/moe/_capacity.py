@@ -160,9 +160,8 @@ def _largest(keys: UInt[Array, "tokens experts"], most: int) -> Bool[Array, "tok
         return found
 
     zeros = zeros_alike(keys.shape[1:], keys.dtype, keys)
-    smallest = control_flow.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)[
-        None, :
-    ]
+    smallest = control_flow.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)
+    smallest = smallest[None, :]
     above, equal = keys > smallest, (keys == smallest) & (keys > 0)
     # What the largest numbers leave goes to equal ones, the earlier tokens' first.
     room = most - jnp.sum(above, axis=0, dtype="int32")

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxpar.arguments.calls import readable
-from jaxpar.arguments.types import MeshAxes, Number
-from jaxpar.arguments.units import size_text as size
 from jaxpar.schedule import Exposed, Finding, Target, compile_for, explain, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.explain.explained import place_of, title_of
 from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.program.memory import held_at_peak
+from jaxpar.tools.toolkit import MeshAxes, Number, readable
+from jaxpar.tools.toolkit import size_text as size
 
 _WORST = 3  # findings that a text has
 _RESHARDS = ("all-gather", "all-to-all", "collective-permute")

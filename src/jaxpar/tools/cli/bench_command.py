@@ -13,8 +13,6 @@ import jax
 from jax.sharding import Mesh
 
 import jaxpar
-from jaxpar.axis.axis import MODES as ALL_MODES
-from jaxpar.compiler.files import write_text, written
 from jaxpar.tools.cli.bench_times import PHASES, Refusal, Row, make_problem, measure, quartiles
 from jaxpar.tools.cli.console import (
     Column,
@@ -43,6 +41,8 @@ from jaxpar.tools.cli.shared_options import (
     require_reportable,
 )
 from jaxpar.tools.cli.workers import start_jax
+from jaxpar.tools.toolkit import MODES as ALL_MODES
+from jaxpar.tools.toolkit import write_text, written
 
 CPU_NOTE = (
     "CPU devices share the cores of their host: these ratios show the overhead of a mode, "

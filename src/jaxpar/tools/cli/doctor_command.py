@@ -18,8 +18,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.arguments.extras import install_command, installed, lacking
-from jaxpar.compiler.files import write_text
 from jaxpar.tools.cli.console import UsageError, print_error, status_of
 from jaxpar.tools.cli.shared_options import (
     add_command,
@@ -28,7 +26,9 @@ from jaxpar.tools.cli.shared_options import (
     require_folders,
 )
 from jaxpar.tools.cli.workers import compilers, first_line, start_jax
-from jaxpar.tools.processes import Description, agree, describe
+from jaxpar.tools.processes.agree import agree
+from jaxpar.tools.processes.describe import Description, describe
+from jaxpar.tools.toolkit import install_command, installed, lacking, write_text
 
 DESCRIPTION = """\
 Says what is installed, which devices there are and what extras are missing, runs a few collectives

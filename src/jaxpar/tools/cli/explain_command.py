@@ -9,7 +9,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from jaxpar.compiler.files import write_text
 from jaxpar.tools.cli.console import UsageError, print_error, progress, status_of
 from jaxpar.tools.cli.explain_page import page_of
 from jaxpar.tools.cli.predict_command import FIGURES, parse_requests
@@ -25,6 +24,7 @@ from jaxpar.tools.cli.shared_options import (
 from jaxpar.tools.cli.workers import COMPILING, converse
 from jaxpar.tools.explain.explained import COMPARED, compared, text_of
 from jaxpar.tools.timeline.target import HERE
+from jaxpar.tools.toolkit import write_text
 
 DESCRIPTION = """\
 Says why a step takes as long as it does, for TPUs and GPUs that need not be there: each wait for a

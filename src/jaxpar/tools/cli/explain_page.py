@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from jaxpar.arguments.units import size_text as size
-from jaxpar.arguments.units import us
 from jaxpar.tools.explain.causes import CAUSES
 from jaxpar.tools.explain.explained import gain, heading, place, title, verdict
 from jaxpar.tools.timeline.beside import alone, side, totals
+from jaxpar.tools.toolkit import size_text as size
+from jaxpar.tools.toolkit import us
 
 _DATA = "/* data */"
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from jaxpar.compiler.files import write_text
 from jaxpar.layout import Layout, LayoutError
 from jaxpar.mesh import make_mesh
 from jaxpar.tools.cli.console import UsageError, print_error, status_of
 from jaxpar.tools.cli.predict_programs import find_function
 from jaxpar.tools.cli.shared_options import add_command, mesh_error, require_folders
+from jaxpar.tools.toolkit import write_text
 
 DESCRIPTION = """\
 Shows how a model lies on a mesh: each array's shape, spec, block and bytes on a device, the most

@@ -10,8 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpar.arguments.extras import install_command
-from jaxpar.axis.axis import MODES
 from jaxpar.tools.cli.console import UsageError, open_console, print_error, progress, status_of
 from jaxpar.tools.cli.ops import DEFAULT_OPS
 from jaxpar.tools.cli.predict_programs import parse_operand
@@ -31,6 +29,7 @@ from jaxpar.tools.cli.shared_options import (
     require_reportable,
 )
 from jaxpar.tools.cli.workers import compilers, converse, kill_all
+from jaxpar.tools.toolkit import MODES, install_command
 
 DEFAULT_MODES = ("naive", "unidirectional", "bidirectional", "auto")
 FIGURES = ("book", "measured")

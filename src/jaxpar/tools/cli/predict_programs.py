@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.axis.wire import gathered_by
-from jaxpar.compiler.jit import jitted_like, jitted_with
-from jaxpar.compiler.options import compiler_options
+from jaxpar import compiler_options
 from jaxpar.schedule import CompiledProgram, Floor, Target, Timeline, matmul_floor, program_floor
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.ops import (
@@ -30,6 +28,7 @@ from jaxpar.tools.cli.ops import (
 )
 from jaxpar.tools.cli.predict_results import Request
 from jaxpar.tools.cli.shared_options import parse_ops, parse_shapes
+from jaxpar.tools.toolkit import gathered_by, jitted_like, jitted_with
 
 
 @dataclass(frozen=True)

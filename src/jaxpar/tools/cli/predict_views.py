@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.compiler.files import write_text, written
 from jaxpar.schedule import Event, Timeline
 from jaxpar.tools.cli.console import Column, print_rows, require_extra
 from jaxpar.tools.cli.predict_results import (
@@ -23,6 +22,7 @@ from jaxpar.tools.cli.predict_results import (
     header,
     notes,
 )
+from jaxpar.tools.toolkit import write_text, written
 
 _COLUMNS = [
     Column("", 16, left=True),

@@ -7,9 +7,6 @@ from traceback import extract_tb
 from typing import Any
 
 import jaxpar
-from jaxpar.compiler.jit import jitted_with
-from jaxpar.compiler.tuning import versions
-from jaxpar.mesh.meshes import why_not_closed
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.console import UsageError
@@ -18,6 +15,7 @@ from jaxpar.tools.cli.predict_programs import Program, programs, requested_optio
 from jaxpar.tools.cli.predict_results import Facts, Failure, Prediction, Request, request_from
 from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
+from jaxpar.tools.toolkit import jitted_with, versions, why_not_closed
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 

@@ -8,8 +8,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from jaxpar.choose.sites import NAMED
-from jaxpar.compiler.tuning import AUTO, Tuning
+from jaxpar import Tuning
 from jaxpar.tools.cli.console import (
     Column,
     UsageError,
@@ -31,6 +30,7 @@ from jaxpar.tools.cli.shared_options import (
 from jaxpar.tools.cli.tune_search import SAME, Tried
 from jaxpar.tools.cli.tune_worker import HERE
 from jaxpar.tools.cli.workers import COMPILING, converse
+from jaxpar.tools.toolkit import AUTO, NAMED
 
 DESCRIPTION = """\
 Tries the ways at each call site of a program where mode="auto" would choose by a model, forward and

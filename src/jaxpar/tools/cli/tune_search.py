@@ -6,9 +6,8 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, Protocol
 
-from jaxpar.axis.axis import MODES
-from jaxpar.compiler.tuning import AUTO, Asked, Choices
 from jaxpar.tools.cli.workers import one_line
+from jaxpar.tools.toolkit import AUTO, MODES, Asked, Choices
 
 SAME = "the same program"  # so begins the note of what need not be timed
 

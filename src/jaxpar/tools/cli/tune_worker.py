@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpar
-from jaxpar.compiler.jit import jitted_with
-from jaxpar.compiler.options import compiled_with
-from jaxpar.compiler.tuning import Choices, Trial, trying, versions
+from jaxpar import compiled_with
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.tools.cli.bench_times import quartiles, time_interleaved
 from jaxpar.tools.cli.console import UsageError
@@ -22,6 +20,7 @@ from jaxpar.tools.cli.shared_options import mesh_error
 from jaxpar.tools.cli.tune_search import Candidate, Record, Tried, search
 from jaxpar.tools.cli.workers import answer, start_jax
 from jaxpar.tools.timeline.target import HERE
+from jaxpar.tools.toolkit import Choices, Trial, jitted_with, trying, versions
 
 # Less than this share of the time replaces nothing: of what is predicted, and of what is timed.
 LEAST_PREDICTED = 0.001

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import jax
 
 from jaxpar.tools.cli.console import UsageError
-from jaxpar.tools.processes import initialize
+from jaxpar.tools.processes.start import initialize
 from jaxpar.tools.timeline.target import find_plugin
 
 CPU_DEVICES = 8  # over all processes of a run

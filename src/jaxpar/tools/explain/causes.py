@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from jaxpar.arguments.units import size_text as size
-from jaxpar.arguments.units import us
-from jaxpar.compiler.options import COMPILERS
 from jaxpar.mesh import ring_hops
-from jaxpar.mesh.torus import on_torus, slice_of
 from jaxpar.tools.explain.edits import Edit, Edits
 from jaxpar.tools.explain.exposed import THE_END, Exposed, Exposures
 from jaxpar.tools.explain.overheads import Overhead
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.values import Value
+from jaxpar.tools.toolkit import COMPILERS, on_torus, slice_of, us
+from jaxpar.tools.toolkit import size_text as size
 
 Cause = Literal[
     "resharding",

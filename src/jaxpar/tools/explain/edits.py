@@ -13,12 +13,8 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.arguments.types import Mode
-from jaxpar.compiler.jit import enclosing, jitted_with
-from jaxpar.compiler.options import compiled_with
-from jaxpar.compiler.options import compiler_options as options_of
-from jaxpar.compiler.tuning import Trial as Ways
-from jaxpar.compiler.tuning import trying
+from jaxpar import compiled_with
+from jaxpar import compiler_options as options_of
 from jaxpar.mesh import make_mesh, ring_hops
 from jaxpar.tools.explain.forms import overlapped
 from jaxpar.tools.explain.narrow_sums import narrowed
@@ -38,6 +34,8 @@ from jaxpar.tools.explain.repeats import hoisted, kept
 from jaxpar.tools.explain.rewrite import Change, Handler, bound, rewritten
 from jaxpar.tools.program.sources import Line, line_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
+from jaxpar.tools.toolkit import Mode, enclosing, jitted_with, trying
+from jaxpar.tools.toolkit import Trial as Ways
 
 MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")
 

@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.tools.explain.causes import CAUSES, Cause, Rules
 from jaxpar.tools.explain.edits import Edits
 from jaxpar.tools.explain.explained import WORTH, record_of, text_of
@@ -21,6 +20,7 @@ from jaxpar.tools.timeline.beside import Beside, beside
 from jaxpar.tools.timeline.floor import Floor, device_flops, program_floor
 from jaxpar.tools.timeline.player import Assumed
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
+from jaxpar.tools.toolkit import naming, readable, type_error, value_error
 
 LEAST = 0.005  # of the step: what is exposed for less is not worth a line
 FASTER = 0.995  # of the step's time: an edit that gains less gains nothing

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jaxpar.arguments.calls import readable
-from jaxpar.mesh.chips import NO_FIGURES
 from jaxpar.tools.program.operations import Collective, Control, Operation, Schedule
 from jaxpar.tools.program.origins import Origins
 from jaxpar.tools.program.sources import (
@@ -22,6 +20,7 @@ from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline
+from jaxpar.tools.toolkit import NO_FIGURES, readable
 
 THE_END = "the end of the step"
 

@@ -9,10 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.arguments.types import Mode
-from jaxpar.compiler.jaxprs import LAX_NAMES, type_of
 from jaxpar.tools.explain.rewrite import Handler
 from jaxpar.tools.program.sources import Line, line_of
+from jaxpar.tools.toolkit import LAX_NAMES, Mode, type_of
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jaxpar.axis.varying import varying_axes
-from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, type_of
 from jaxpar.tools.explain.rewrite import Change, Handler, bound, evaluated
+from jaxpar.tools.toolkit import COLLECTIVES, LAX_NAMES, type_of, varying_axes
 
 
 def hoisted(jaxpr: core.Jaxpr) -> dict[int, Handler]:

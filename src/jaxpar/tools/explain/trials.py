@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.arguments.calls import readable
 from jaxpar.tools.explain.edits import Edit
 from jaxpar.tools.explain.exposed import Exposed, Exposures
 from jaxpar.tools.timeline.player import Assumed
 from jaxpar.tools.timeline.timeline import CompiledProgram, timeline
+from jaxpar.tools.toolkit import readable
 
 
 @readable

@@ -13,20 +13,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxpar.arguments.calls import of_user, type_error, value_error
-from jaxpar.compiler.jit import jitted_like
-from jaxpar.compiler.options import compiled_with
-from jaxpar.compiler.options import compiler_options as options_of
-from jaxpar.layout._fit import Shaped
-from jaxpar.layout._like import array_like, parameter_of
-from jaxpar.layout._paths import arrays_of
+from jaxpar import compiled_with
+from jaxpar import compiler_options as options_of
+from jaxpar.layout import Layout
 from jaxpar.schedule import CompiledProgram, Target, Timeline, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.layouts.comparison import others
@@ -34,9 +30,16 @@ from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.exchanges import Candidate, candidates, shapes_of
 from jaxpar.tools.layouts.layout_costs import Cost, Exchange, Explanation
 from jaxpar.tools.layouts.owners import Causes
-
-if TYPE_CHECKING:
-    from jaxpar.layout._layout import Layout
+from jaxpar.tools.toolkit import (
+    Shaped,
+    array_like,
+    arrays_of,
+    jitted_like,
+    of_user,
+    parameter_of,
+    type_error,
+    value_error,
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,6 @@ class _Asked:
 
     def of_state(self, array: Shaped) -> ArrayLayout | None:
         """The sharding of an array that is like one of a state with a rule of its own."""
-        from jaxpar.layout._layout import Layout
-
         for arg in self.args:
             if isinstance(arg, Layout) and parameter_of(arg, array.path) in arg.ruled:
                 return array_like(arg.on(self.target.mesh), array)
@@ -205,8 +206,6 @@ def _tried(asked: _Asked, first: _Played, tries: int) -> tuple[Exchange, ...]:
 
 def _laid(arg: Any, layout: Layout, number: int) -> Any:
     """The shapes of one argument, with shardings on the mesh of a layout."""
-    from jaxpar.layout._layout import Layout
-
     if isinstance(arg, Layout):
         alike = {
             path: array_like(layout, Shaped(path, array.shape, array.dtype))

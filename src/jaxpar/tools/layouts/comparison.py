@@ -10,14 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.arguments.types import AnyMesh
-from jaxpar.arguments.units import size_text
-from jaxpar.layout._layout import Layout
-from jaxpar.layout._map import LayoutMap
-from jaxpar.layout._paths import filling
-from jaxpar.layout._problem import LayoutError
-from jaxpar.layout._strategies import data_parallel, fully_sharded
+from jaxpar.layout import Layout, LayoutError, LayoutMap, data_parallel, fully_sharded
 from jaxpar.schedule import Target
+from jaxpar.tools.toolkit import AnyMesh, filling, size_text
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.layout._paths import arrays_of, filling, is_array
 from jaxpar.tools.layouts.classes import Made, Tokens
 from jaxpar.tools.layouts.followed import Flow
+from jaxpar.tools.toolkit import arrays_of, filling, is_array
 
 Classes = tuple[int, ...]  # one for each dimension of an array
 

@@ -6,18 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpar.axis.padding import Blocks
-from jaxpar.layout._array_layout import ArrayLayout, axes_by_dim
-from jaxpar.layout._mesh import size_of
+from jaxpar.layout import ArrayLayout, Layout
 from jaxpar.tools.layouts.dimensions import Dimensions
-
-if TYPE_CHECKING:
-    from jaxpar.layout._layout import Layout
+from jaxpar.tools.toolkit import Blocks, axes_by_dim, size_of
 
 Axes = frozenset[str]
 Cause = Literal["features of what is looked up", "at odds"] | None
@@ -237,8 +233,6 @@ def _text(axes: Axes) -> str:
 
 def shapes_of(args: Sequence[Any], given: Sequence[Any]) -> list[Data]:
     """The leaves of arguments, which were `args` and lie as `given`."""
-    from jaxpar.layout._layout import Layout
-
     return [
         Data(x, isinstance(arg, Layout))
         for arg, laid in zip(args, given, strict=True)

@@ -10,17 +10,23 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from jaxpar.arguments.calls import of_user, public, value_error
-from jaxpar.arguments.types import AnyMesh
-from jaxpar.layout._fit import Shaped
-from jaxpar.layout._map import LayoutMap
-from jaxpar.layout._mesh import check_mesh
-from jaxpar.layout._paths import without_numbers
-from jaxpar.layout._rule import Entry, axes_of
-from jaxpar.layout._strategies import Dims, data_parallel, extended
+from jaxpar.layout import LayoutMap, data_parallel
 from jaxpar.tools.layouts.comparison import Compared, compare, others
 from jaxpar.tools.layouts.layout_costs import FASTER
 from jaxpar.tools.layouts.seen import Seen
+from jaxpar.tools.toolkit import (
+    AnyMesh,
+    Dims,
+    Entry,
+    Shaped,
+    axes_of,
+    check_mesh,
+    extended,
+    of_user,
+    public,
+    value_error,
+    without_numbers,
+)
 
 Role = Literal["data", "fully sharded", "tensor", "expert"]
 ROLES = ("data", "fully sharded", "tensor", "expert")

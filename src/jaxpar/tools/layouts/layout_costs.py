@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
-from jaxpar.arguments.calls import readable
-from jaxpar.arguments.units import size_text
-from jaxpar.layout._array_layout import axes_by_dim
 from jaxpar.schedule import CompiledProgram, Target, Timeline
 from jaxpar.tools.layouts.exchanges import Cause
 from jaxpar.tools.layouts.owners import What
+from jaxpar.tools.toolkit import axes_by_dim, readable, size_text
 
 if TYPE_CHECKING:
-    from jaxpar.layout._layout import Layout
+    from jaxpar.layout import Layout
 
 SHOWN = 30  # rows of a table that is printed
 FASTER = 0.99  # of the step's time: less is no reason to change anything

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from jaxpar.arguments.types import AnyMesh
-from jaxpar.arguments.units import size_text
-from jaxpar.layout._fit import Shaped
-from jaxpar.layout._map import LayoutMap
-from jaxpar.layout._mesh import size_of
-from jaxpar.layout._paths import without_numbers
-from jaxpar.layout._rule import Entry, axes_of
-from jaxpar.layout._strategies import Dims
+from jaxpar.layout import LayoutMap
 from jaxpar.tools.layouts.classes import Cut
 from jaxpar.tools.layouts.dimensions import Dimensions
+from jaxpar.tools.toolkit import (
+    AnyMesh,
+    Dims,
+    Entry,
+    Shaped,
+    axes_of,
+    size_of,
+    size_text,
+    without_numbers,
+)
 
 
 @dataclass(frozen=True)

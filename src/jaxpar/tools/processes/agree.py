@@ -9,12 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxpar.arguments.calls import public
-from jaxpar.arguments.checks import check_number
-from jaxpar.arguments.types import Number
 from jaxpar.tools.processes.describe import versions
 from jaxpar.tools.processes.meeting import compare
 from jaxpar.tools.processes.text import lines_of
+from jaxpar.tools.toolkit import Number, check_number, public
 
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Options of jax that may differ by host: folders, devices and addresses.

@@ -11,12 +11,19 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxpar.arguments.calls import naming, readable, type_error, value_error
-from jaxpar.arguments.checks import check_number, check_whole
-from jaxpar.arguments.types import Integer, Number
 from jaxpar.tools.processes.call import Call
 from jaxpar.tools.processes.guarded_programs import Program, program_of, traced
 from jaxpar.tools.processes.watch import watch
+from jaxpar.tools.toolkit import (
+    Integer,
+    Number,
+    check_number,
+    check_whole,
+    naming,
+    readable,
+    type_error,
+    value_error,
+)
 
 
 @readable

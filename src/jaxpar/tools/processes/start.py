@@ -7,11 +7,17 @@ from typing import Any
 
 import jax
 
-from jaxpar.arguments.calls import called, public, value_error
-from jaxpar.arguments.checks import check_number, check_whole
-from jaxpar.arguments.types import Integer, Number
 from jaxpar.tools.processes.describe import Description, describe
 from jaxpar.tools.processes.meeting import call_roll
+from jaxpar.tools.toolkit import (
+    Integer,
+    Number,
+    called,
+    check_number,
+    check_whole,
+    public,
+    value_error,
+)
 
 # What says that a launcher or a cloud knows the other processes, as jax.distributed reads it.
 _LAUNCHERS = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpar.arguments.calls import readable
 from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.program.costs import collective_in
 from jaxpar.tools.program.hlo import Computation, Instruction
 from jaxpar.tools.program.sources import Line, own_line, phase_of, primitive_of
+from jaxpar.tools.toolkit import readable
 
 # Other names of what operands hold.
 _SAME = {

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from jax.extend import core
 
-import jaxpar
 from jaxpar.tools.program.hlo import Instruction, integers
 
 _TABLE = re.compile(r"^(\w+)$")
@@ -59,7 +58,7 @@ class Line:
         return not Path(self.file).is_relative_to(_JAXPAR) and not _is_installed(self.file)
 
 
-_JAXPAR = Path(jaxpar.__file__).parent
+_JAXPAR = Path(__file__).parents[2]
 
 
 @cache

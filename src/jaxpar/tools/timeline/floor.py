@@ -14,15 +14,19 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.arguments.calls import naming, readable, value_error
-from jaxpar.arguments.types import AxisLike
-from jaxpar.axis.axis import axis_names
-from jaxpar.compiler.compat import manual_axes
-from jaxpar.compiler.jaxprs import subjaxprs
-from jaxpar.mesh.chips import Chip
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import Target, figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, compile_for, timeline
+from jaxpar.tools.toolkit import (
+    AxisLike,
+    Chip,
+    axis_names,
+    manual_axes,
+    naming,
+    readable,
+    subjaxprs,
+    value_error,
+)
 
 Results = Sequence[core.Var | core.Literal]
 

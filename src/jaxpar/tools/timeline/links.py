@@ -10,9 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from jaxpar.mesh.chips import Chip
-from jaxpar.mesh.torus import closed_dims
 from jaxpar.tools.program.costs import Message
+from jaxpar.tools.toolkit import Chip, closed_dims
 
 Pairs = tuple[tuple[int, int], ...]
 Groups = Sequence[Sequence[int]]

@@ -19,11 +19,8 @@ import jax
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh
 
-from jaxpar.arguments.calls import readable, value_error
-from jaxpar.arguments.extras import install_command
-from jaxpar.arguments.types import MeshAxes
 from jaxpar.mesh import make_mesh
-from jaxpar.mesh.chips import Chip, chip_of
+from jaxpar.tools.toolkit import Chip, MeshAxes, chip_of, install_command, readable, value_error
 
 HERE = "here"  # in place of a chip and its layout: the devices at hand
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")

@@ -11,17 +11,15 @@ from typing import Any
 
 import jax
 
-from jaxpar.arguments.calls import naming, readable
-from jaxpar.compiler.jit import jitted_with
-from jaxpar.compiler.options import compiled_with
-from jaxpar.compiler.options import compiler_options as options_of
-from jaxpar.mesh.chips import Chip
+from jaxpar import compiled_with
+from jaxpar import compiler_options as options_of
 from jaxpar.tools.program.cache import keep, kept, key_of
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.player import Assumed, Player
 from jaxpar.tools.timeline.target import Target, figures_of
+from jaxpar.tools.toolkit import Chip, jitted_with, naming, readable
 
 
 @readable

@@ -8,14 +8,19 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-from jaxpar.arguments.calls import naming, readable, type_error, value_error
-from jaxpar.compiler.compat import reading_profiles
-from jaxpar.mesh.chips import NO_FIGURES
 from jaxpar.tools.program.operations import Control, Free, Operation
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.measured import Measured
 from jaxpar.tools.timeline.planes import Device, Ran, apart, known_devices
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, covered
+from jaxpar.tools.toolkit import (
+    NO_FIGURES,
+    naming,
+    readable,
+    reading_profiles,
+    type_error,
+    value_error,
+)
 
 Run = tuple[float, float, list[Ran]]  # start and end in nanoseconds, and what ran
 

@@ -1,0 +1,55 @@
+"""Compiles for chips that are not there, and shows which communication their programs expose."""
+
+from typing import TYPE_CHECKING
+
+from jaxpar.arguments.lazy import names_on_demand
+
+if TYPE_CHECKING:
+    from jaxpar.mesh.chips import Chip
+    from jaxpar.tools.explain.explain import Explanation, Finding, explain
+    from jaxpar.tools.explain.exposed import Exposed
+    from jaxpar.tools.explain.overheads import Overhead
+    from jaxpar.tools.explain.trials import Tried
+    from jaxpar.tools.program.memory import Held
+    from jaxpar.tools.program.sources import Line
+    from jaxpar.tools.timeline.beside import Beside
+    from jaxpar.tools.timeline.event import Event
+    from jaxpar.tools.timeline.floor import Floor, matmul_floor, program_floor
+    from jaxpar.tools.timeline.player import Assumed
+    from jaxpar.tools.timeline.target import Target, target
+    from jaxpar.tools.timeline.timeline import (
+        CompiledProgram,
+        Memory,
+        Timeline,
+        compile_for,
+        timeline,
+    )
+    from jaxpar.tools.timeline.trace import read_trace
+else:
+    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+
+__all__ = [
+    "Assumed",
+    "Beside",
+    "Chip",
+    "CompiledProgram",
+    "Event",
+    "Explanation",
+    "Exposed",
+    "Finding",
+    "Floor",
+    "Held",
+    "Line",
+    "Memory",
+    "Overhead",
+    "Target",
+    "Timeline",
+    "Tried",
+    "compile_for",
+    "explain",
+    "matmul_floor",
+    "program_floor",
+    "read_trace",
+    "target",
+    "timeline",
+]
