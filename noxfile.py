@@ -120,82 +120,37 @@ def _text(path: str) -> str:
     return Path(path).read_text()
 
 
-@nox.session
-def bench(session: nox.Session) -> None:
-    """Times matmuls against their naive forms, and compiles rings of 4 to 64 devices."""
-    session.install("-e", ".[bench]")
-    session.run("python", "-m", "jaxpar", "bench", *session.posargs)
-    session.run("python", "benchmarks/compile_time")
+# What renews the tables of benchmarks/: minutes on two cores, extras, command.
+PREDICT = "jaxpar predict --targets v5p:4x4x8 --mesh dp=-1,tp=8 --ops gather-lhs-rows"
+FIGURES = {
+    "timeline": (1, "bench,tpu", f"{PREDICT} --modes naive,auto --plot docs/timeline.png"),
+    "compile_time": (4, "bench", "python benchmarks/compile_time"),
+    "matmuls": (8, "bench", "jaxpar bench"),
+    "low_bit": (8, "train", "python benchmarks/low_bit"),
+    "step_time": (10, "train", "python benchmarks/step_time"),
+    "overlap": (12, "bench,tpu,gpu", "python benchmarks/overlap"),
+    "network": (15, "bench", "python benchmarks/network"),  # as root, on Linux
+    "moe": (25, "bench,tpu,gpu", "python benchmarks/moe"),
+    "training_step": (30, "bench,tpu,gpu", "python benchmarks/training_step"),
+    "sweep": (60, "bench,tpu", "python benchmarks/sweep --ways"),
+}
 
 
-@nox.session
-def language_model_sweep(session: nox.Session) -> None:
-    """Compares the language model with one device's on every mesh over 8 devices: minutes."""
-    session.install("-e", ".[test]")
-    session.run(*PYTEST, "benchmarks/language_model/tests/sweep.py", *session.posargs)
-
-
-@nox.session
-def network(session: nox.Session) -> None:
-    """Measures the overlap on a slow network: four CPU processes, by the wall clock (Linux)."""
-    session.install("-e", ".[bench]")
-    session.run("python", "benchmarks/network", *session.posargs)
-
-
-@nox.session(python=NEWEST_PYTHON)  # those that the newest jax needs
-def overlap(session: nox.Session) -> None:
-    """Compares time over floor with naive, XLA and the guide's rings, by the TPU compiler."""
-    session.install("-e", ".[bench,tpu,gpu]")
-    session.run("python", "benchmarks/overlap", *session.posargs)
-
-
-@nox.session(python=NEWEST_PYTHON)
-def sweep(session: nox.Session) -> None:
-    """Compares auto with its peers at hundreds of points, by the TPU compiler."""
-    session.install("-e", ".[bench,tpu]")
-    session.run("python", "benchmarks/sweep", *(session.posargs or ["--ways"]))
-
-
-@nox.session(python=NEWEST_PYTHON)
-def training_step(session: nox.Session) -> None:
-    """Compares a training step with FSDP and TP with naive and plain forms, for TPU and GPU."""
-    session.install("-e", ".[bench,tpu,gpu]")
-    session.run("python", "benchmarks/training_step", *session.posargs)
-
-
-@nox.session
-def step_time(session: nox.Session) -> None:
-    """Times the language model's step on CPU devices against naive collectives."""
-    session.install("-e", ".[train]")
-    session.run("python", "benchmarks/step_time", *session.posargs, env={"JAX_PLATFORMS": "cpu"})
-
-
-@nox.session
-def low_bit(session: nox.Session) -> None:
-    """Measures what gathers in 8 bits are off by, of drawn numbers and of a trained model's."""
-    session.install("-e", ".[train]")
-    session.run("python", "benchmarks/low_bit", *session.posargs)
-
-
-@nox.session(python=NEWEST_PYTHON)
-def moe(session: nox.Session) -> None:
-    """Compares experts with other ways of dispatch, compiled for TPU and GPU, and with matmuls."""
-    session.install("-e", ".[bench,tpu,gpu]")
-    session.run("python", "benchmarks/moe", *session.posargs)
-
-
-# Minutes on two cores, the longest last.
-FIGURES = {"notebooks": 4, "low_bit": 8, "step_time": 10, "bench": 12, "network": 15, "overlap": 12}
-FIGURES |= {"moe": 25, "training_step": 30, "sweep": 60}
-
-
-@nox.session(python=NEWEST_PYTHON)
+@nox.session(python=NEWEST_PYTHON)  # which the newest jax needs
 def figures(session: nox.Session) -> None:
-    """Renews every table and picture, one session after the other: almost three hours."""
+    """Renews the tables of a subject, `nox -s figures -- NAME [arguments]`, or all of them."""
+    name, *arguments = session.posargs or ("all",)
+    if name != "all" and name not in FIGURES:
+        session.error(f"{name} is no subject; give all, or one of {', '.join(FIGURES)}")
+    for subject in FIGURES if name == "all" else [name]:
+        minutes, extras, command = FIGURES[subject]
+        session.log(f"{subject}: about {minutes} minutes")
+        session.install("-e", f".[{extras}]")
+        session.run(*command.split(), *arguments)
+
+
+@nox.session(python=NEWEST_PYTHON)
+def same_programs(session: nox.Session) -> None:
+    """Names the points of the sweep whose programs are not those of `-- COMMIT` (HEAD)."""
     session.install("-e", ".[bench,tpu]")
-    command = "jaxpar predict --targets v5p:4x4x8 --mesh dp=-1,tp=8 --ops gather-lhs-rows"
-    command += " --modes naive,auto --plot docs/timeline.png"
-    session.run(*command.split())
-    session.log(f"next: {FIGURES}, in minutes; {sum(FIGURES.values())} in all")
-    for name in FIGURES:
-        session.notify(name)
+    session.run("python", "benchmarks/sweep/hashes.py", *session.posargs)

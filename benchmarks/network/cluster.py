@@ -101,8 +101,9 @@ def _unshare(setup: str) -> list[str]:
                 return command
         why = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
     raise RefusalError(
-        f"no slow network could be made ({why}); run `sudo nox -s network`, or "
-        "`nox -s network -- --rate none` for the same without a limit, which has little to hide"
+        f"no slow network could be made ({why}); run `sudo nox -s figures -- network`, or "
+        "`nox -s figures -- network --rate none` for the same without a limit, which has little to "
+        "hide"
     )
 
 

@@ -54,7 +54,7 @@ def test_says_in_one_line_what_it_lacks(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("network: no slow network could be made (it needs Linux with unshare")
-    assert "run `sudo nox -s network`" in line
+    assert "run `sudo nox -s figures -- network`" in line
 
 
 @pytest.mark.parametrize(

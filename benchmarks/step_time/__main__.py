@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     require_positive(parser, args, "rounds")
     meshes = args.meshes.split(";") if args.meshes else MESHES
+    jax.config.update("jax_platforms", "cpu")
     with start_jax():
         shown = table({mesh: measure(mesh, args.rounds) for mesh in meshes})
     shown.print()

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.lazy import names_on_demand
+from jaxpar.arguments.for_checkers import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar import collectives as collectives
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from jaxpar import moe as moe
     from jaxpar import schedule as schedule
     from jaxpar import testing as testing
-    from jaxpar.arguments.types import AxisLike as AxisLike
     from jaxpar.arguments.types import Mode as Mode
     from jaxpar.axis.axis import Axis
+    from jaxpar.axis.axis import AxisLike as AxisLike
     from jaxpar.axis.quantized import Quantized, quantize
     from jaxpar.axis.wire import LowBit
     from jaxpar.collectives import (

@@ -1,6 +1,6 @@
 """Every mesh over 8 devices: gradients of several models, and fifty steps. Minutes of work.
 
-    nox -s language_model_sweep
+    nox -s tests -- benchmarks/language_model/tests/sweep.py
 
 A normal test run does not collect it.
 """

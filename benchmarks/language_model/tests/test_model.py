@@ -1,4 +1,4 @@
-"""Loss and gradients on some meshes of 8 devices; `nox -s language_model_sweep` does all."""
+"""Loss and gradients on some meshes of 8 devices; `sweep.py` beside it does all."""
 
 import jax
 import numpy as np

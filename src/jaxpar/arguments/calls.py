@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 
 from jaxpar.arguments.eager import as_one_program
-from jaxpar.arguments.types import SHOWN
+from jaxpar.arguments.for_checkers import SHOWN
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,24 @@ from jaxtyping import Int
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.arguments.dtypes import as_dtype, is_wide_float
-from jaxpar.arguments.types import AxisLike, Flag, Mode, Names, WireLike
+from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.types import Flag, Mode
 from jaxpar.axis.traced_links import traced_links
 from jaxpar.axis.varying import vary_alike
-from jaxpar.axis.wire import LowBit, as_wire, gathered_by, rounded_by, summed_as
+from jaxpar.axis.wire import LowBit, WireLike, as_wire, gathered_by, rounded_by, summed_as
 from jaxpar.mesh.cycles import AcrossCube, Walk, disjoint_walks
 
 CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS = ("unidirectional", "bidirectional", "disjoint-rings")
 MODES = ("naive", "stationary", *CHUNKED, *IN_TURNS, "auto")
+
+
+if TYPE_CHECKING:
+    AxisLike: TypeAlias = "str | tuple[str, ...] | list[str] | Axis"
+    # Given, any of these; kept, a tuple.
+    Names = Annotated[Any, "str | tuple[str, ...] | list[str]"]
+else:
+    globals().update(open_types(__file__))
 
 
 @readable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,18 @@ from jax.typing import DTypeLike
 from jaxpar.arguments.calls import naming, public, readable, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim
 from jaxpar.arguments.dtypes import addition_dtype, as_dtype
+from jaxpar.arguments.for_checkers import open_types
 from jaxpar.arguments.types import Integer, Leaf
 from jaxpar.axis.wire import LowBit, gathered_by
 
 # Rows of fewer numbers are those of weights of experts, or of scales: a few bytes, and exact.
 SHORT = 32
+
+
+if TYPE_CHECKING:
+    MaybeQuantized: TypeAlias = "Array | Quantized"
+else:
+    globals().update(open_types(__file__))
 
 
 @readable

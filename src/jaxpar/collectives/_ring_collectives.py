@@ -13,11 +13,11 @@ from jax import Array, lax
 from jaxpar.arguments.calls import public, type_error
 from jaxpar.arguments.checks import ADDENDS, check_dim, check_divides
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
-from jaxpar.arguments.types import AxisLike, Integer, Mode, Tree, WireLike
-from jaxpar.axis.axis import Ring, bind
+from jaxpar.arguments.types import Integer, Mode, Tree
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.quantized import scales_among
 from jaxpar.axis.varying import vary_alike
-from jaxpar.axis.wire import check_wire, summed_as
+from jaxpar.axis.wire import WireLike, check_wire, summed_as
 from jaxpar.choose.choice import Problem, choose_way
 from jaxpar.ring.blocks import all_reduce, gather_along, scatter_along
 from jaxpar.ring.ways import Way

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
-from jaxpar.arguments.types import TuningLike
 from jaxpar.compiler.options import (
     Options,
     enclosing_options,
@@ -21,7 +20,7 @@ from jaxpar.compiler.options import (
     options_of,
     telling,
 )
-from jaxpar.compiler.tuning import Tuning, is_trying, load
+from jaxpar.compiler.tuning import Tuning, TuningLike, is_trying, load
 from jaxpar.compiler.tuning import tuned as tuned_by
 
 

@@ -10,12 +10,13 @@ from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
-from jaxpar.arguments.types import Mode, TuningLike
+from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.types import Mode
 from jaxpar.compiler.files import write_text
 from jaxpar.compiler.options import traced_options
 
@@ -23,6 +24,12 @@ AUTO = "auto"
 
 # What is decided at a call site: for each part of it, such as its forward pass, a way.
 Choices = Mapping[str, Mapping[str, str]]
+
+
+if TYPE_CHECKING:
+    TuningLike: TypeAlias = "str | Path | Tuning"
+else:
+    globals().update(open_types(__file__))
 
 
 @readable

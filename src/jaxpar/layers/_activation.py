@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxpar.arguments.calls import naming, of_user, readable, type_error, value_error
-from jaxpar.arguments.types import Activation
+from jaxpar.arguments.for_checkers import open_types
+
+if TYPE_CHECKING:
+    Activation: TypeAlias = "Callable[[Array], Array] | GatedActivation"
+else:
+    globals().update(open_types(__file__))
 
 
 @readable

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.trees import as_arrays
-from jaxpar.arguments.types import AxisLike, Tree
-from jaxpar.axis.axis import Ring, bind
+from jaxpar.arguments.types import Tree
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.quantized import check_chance, codes_of
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.axis.wire import LowBit, gathered_by

@@ -17,9 +17,9 @@ from jaxpar.arguments.checks import as_array, check_dim, check_own
 from jaxpar.arguments.dtypes import loses_parts
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
-from jaxpar.arguments.types import AxisLike, Integer, MaybeQuantized, Tree, TreeDim
-from jaxpar.axis.axis import Ring, bind
-from jaxpar.axis.quantized import as_operand, scales_among
+from jaxpar.arguments.types import Integer, Tree, TreeDim
+from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.quantized import MaybeQuantized, as_operand, scales_among
 from jaxpar.axis.varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import Problem, choose_stages

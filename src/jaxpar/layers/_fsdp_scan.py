@@ -17,8 +17,8 @@ from jaxpar.arguments.calls import of_user, public, type_error, value_error
 from jaxpar.arguments.checks import check_uncast
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
-from jaxpar.arguments.types import AxisLike, Tree, TreeDim
-from jaxpar.axis.axis import bind
+from jaxpar.arguments.types import Tree, TreeDim
+from jaxpar.axis.axis import AxisLike, bind
 from jaxpar.axis.quantized import scales_among
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler.compat import optimization_barrier

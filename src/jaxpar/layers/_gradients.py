@@ -16,8 +16,8 @@ from jaxpar.arguments.calls import of_user, public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_own, check_uncast, check_whole
 from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
-from jaxpar.arguments.types import AxisLike, Integer
-from jaxpar.axis.axis import Ring, bind, bind_any
+from jaxpar.arguments.types import Integer
+from jaxpar.axis.axis import AxisLike, Ring, bind, bind_any
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.jaxprs import named_axes
 from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves

@@ -15,8 +15,8 @@ from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_number
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.shapes import with_rank
-from jaxpar.arguments.types import AxisLike, Number
-from jaxpar.axis.axis import Ring, bind
+from jaxpar.arguments.types import Number
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_wide, varying_axes
 
 _MOMENTS = "jaxpar_moments"

@@ -12,8 +12,8 @@ from jaxtyping import Num
 
 from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim, check_own, check_sequence_dim
-from jaxpar.arguments.types import AxisLike, Integer
-from jaxpar.axis.axis import Ring, bind
+from jaxpar.arguments.types import Integer
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
 from jaxpar.choose.choice import Problem, choose_row_chunks
 from jaxpar.choose.flow import Flow

@@ -23,8 +23,8 @@ from jaxpar.arguments.checks import (
 )
 from jaxpar.arguments.dtypes import sum_dtype
 from jaxpar.arguments.shapes import with_rank
-from jaxpar.arguments.types import AxisLike, Flag, Integer, Number, SequenceOrder, Values
-from jaxpar.axis.axis import Ring, bind
+from jaxpar.arguments.types import Flag, Integer, Number, SequenceOrder, Values
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import Problem, choose_way

@@ -17,8 +17,9 @@ from jaxtyping import Num
 
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array
-from jaxpar.arguments.types import Activation, AxisLike, Integer, Weights
-from jaxpar.layers._activation import activate
+from jaxpar.arguments.types import Integer, Weights
+from jaxpar.axis.axis import AxisLike
+from jaxpar.layers._activation import Activation, activate
 from jaxpar.layers._projections import Projection, as_biases, as_weights, bind_projection, fsdp_pair
 
 

@@ -25,8 +25,8 @@ from jaxpar.arguments.checks import (
     check_whole,
 )
 from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
-from jaxpar.arguments.types import AxisLike, Integer, Number
-from jaxpar.axis.axis import bind
+from jaxpar.arguments.types import Integer, Number
+from jaxpar.axis.axis import AxisLike, bind
 from jaxpar.axis.padded_tables import check_no_padding, check_no_padding_between
 from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.axis.wire import check_wire

@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxpar.arguments.calls import called, of_user, public, readable, type_error, value_error
 from jaxpar.arguments.checks import check_whole
-from jaxpar.arguments.types import AnyMesh, AxisLike, Flag, Integer, PathLike
+from jaxpar.arguments.types import AnyMesh, Flag, Integer, PathLike
+from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.padded_tables import PaddedTable, PaddedTables
 from jaxpar.axis.padding import Blocks
 from jaxpar.layout._array_layout import ArrayLayout

@@ -7,8 +7,8 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxpar.arguments.calls import type_error, value_error
-from jaxpar.arguments.types import AnyMesh, AxisLike
-from jaxpar.axis.axis import axis_names
+from jaxpar.arguments.types import AnyMesh
+from jaxpar.axis.axis import AxisLike, axis_names
 
 
 def check_mesh(mesh: Any) -> None:

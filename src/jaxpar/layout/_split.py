@@ -13,8 +13,8 @@ from jaxtyping import Bool, Int
 
 from jaxpar.arguments.calls import naming, public, readable, type_error, value_error
 from jaxpar.arguments.checks import check_dim, check_whole
-from jaxpar.arguments.types import AxisLike, Integer, Leaf
-from jaxpar.axis.axis import axis_names, bind
+from jaxpar.arguments.types import Integer, Leaf
+from jaxpar.axis.axis import AxisLike, axis_names, bind
 from jaxpar.axis.padding import AnyArray, Blocks
 
 

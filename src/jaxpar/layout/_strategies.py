@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import called, public
 from jaxpar.arguments.checks import check_whole
-from jaxpar.arguments.types import AnyMesh, AxisLike, Integer
+from jaxpar.arguments.types import AnyMesh, Integer
+from jaxpar.axis.axis import AxisLike
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of

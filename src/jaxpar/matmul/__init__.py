@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.lazy import names_on_demand
+from jaxpar.arguments.for_checkers import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.matmul._matmuls import (

@@ -20,9 +20,9 @@ from jaxtyping import Num
 from jaxpar.arguments.calls import value_error
 from jaxpar.arguments.checks import ADDENDS, as_array, check_divides, check_own, check_precision
 from jaxpar.arguments.dtypes import as_dtype, check_holds, result_dtype, sum_dtype
-from jaxpar.arguments.types import MaybeQuantized, Operand
+from jaxpar.arguments.types import Operand
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.quantized import Quantized, straight_through, values_of
+from jaxpar.axis.quantized import MaybeQuantized, Quantized, straight_through, values_of
 from jaxpar.axis.varying import checks_varying, vary_alike, vary_over
 from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import Problem, choose_ways, may_keep

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxpar.arguments.calls import type_error, value_error
-from jaxpar.arguments.types import MaybeQuantized
 from jaxpar.axis.axis import Ring
+from jaxpar.axis.quantized import MaybeQuantized
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Int, Shaped
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.types import AxisLike, MeshAxes
-from jaxpar.axis.axis import axis_names, ring_positions, walks_over
+from jaxpar.arguments.types import MeshAxes
+from jaxpar.axis.axis import AxisLike, axis_names, ring_positions, walks_over
 from jaxpar.axis.traced_links import AxisLinks, note_links
 from jaxpar.mesh.cycles import Cycle, Walk, walks_of_places
 from jaxpar.mesh.torus import closed_dims, on_torus, slice_grid, slice_of

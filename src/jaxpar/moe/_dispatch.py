@@ -12,13 +12,12 @@ from jax.lax import PrecisionLike
 from jaxtyping import Float, Int, Int32
 
 from jaxpar.arguments.dtypes import sum_dtype
-from jaxpar.arguments.types import Activation
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.varying import vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.choose.choice import Problem, choose_way
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
-from jaxpar.layers._activation import activate
+from jaxpar.layers._activation import Activation, activate
 from jaxpar.moe._capacity import Bounds
 from jaxpar.moe._dispatcher import RaggedDispatcher
 from jaxpar.moe._local import InSlots, LocalExperts, Pairs, Tokens

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Int, Int32, Shaped
 from jaxpar.arguments.calls import public, readable, type_error, value_error
 from jaxpar.arguments.checks import as_array, as_integers, as_signed, check_whole
 from jaxpar.arguments.trees import as_arrays
-from jaxpar.arguments.types import AxisLike, Integer, Leaf, Tree
-from jaxpar.axis.axis import Ring, bind
+from jaxpar.arguments.types import Integer, Leaf, Tree
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike, vary_over
 from jaxpar.collectives._ragged import Slices
 from jaxpar.moe._copies import Copies, copies_by_key

@@ -21,9 +21,9 @@ from jaxtyping import Int, Int32, Num
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, as_integers
 from jaxpar.arguments.dtypes import loses_parts, result_dtype
-from jaxpar.arguments.types import Activation, Implementation, Values
+from jaxpar.arguments.types import Implementation, Values
 from jaxpar.axis.varying import vary_alike, zeros_alike
-from jaxpar.layers._activation import activate
+from jaxpar.layers._activation import Activation, activate
 from jaxpar.moe._blocks import Block, Totals, fold_groups
 from jaxpar.moe._grouped import (
     bind_kernels,

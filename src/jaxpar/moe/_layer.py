@@ -17,8 +17,6 @@ from jaxpar.arguments.calls import public, type_error
 from jaxpar.arguments.checks import as_array
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
 from jaxpar.arguments.types import (
-    Activation,
-    AxisLike,
     Dispatch,
     Implementation,
     Integer,
@@ -27,9 +25,11 @@ from jaxpar.arguments.types import (
     Scoring,
     Values,
 )
+from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import Problem, applies_experts_in_stages, choose_dispatch
+from jaxpar.layers._activation import Activation
 from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity
 from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared
 from jaxpar.moe._local import LocalExperts

@@ -19,8 +19,8 @@ from jaxtyping import Float, Int32, Num, Shaped
 from jaxpar.arguments.calls import public, readable, type_error
 from jaxpar.arguments.checks import as_array
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
-from jaxpar.arguments.types import Activation
-from jaxpar.layers._activation import activate
+from jaxpar.arguments.for_checkers import open_types
+from jaxpar.layers._activation import Activation, activate
 from jaxpar.moe._blocks import Block, block_dot
 from jaxpar.moe._grouped import (
     GroupedProduct,
@@ -59,11 +59,10 @@ class Experts(NamedTuple):
     down_bias: Array | None = None
 
 
-# Open at run time: `as_experts` has an error that names the keys.
 if TYPE_CHECKING:
     ExpertsLike = Experts | Mapping[str, Any]
 else:
-    ExpertsLike = Any
+    globals().update(open_types(__file__))
 
 
 @public

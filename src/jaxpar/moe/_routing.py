@@ -14,6 +14,7 @@ from jaxtyping import Integer as Integers
 from jaxpar.arguments.calls import public, readable, type_error, value_error
 from jaxpar.arguments.checks import as_array, as_integers, check_number, check_whole
 from jaxpar.arguments.dtypes import sum_dtype
+from jaxpar.arguments.for_checkers import open_types
 from jaxpar.arguments.types import Integer, Number, Scoring, Values
 
 SCORINGS = ("softmax", "selected_softmax", "sigmoid")
@@ -48,11 +49,10 @@ class Routing(NamedTuple):
     mask: Array | None = None
 
 
-# Open at run time: `moe_layer` has an error that names what makes one.
 if TYPE_CHECKING:
     RoutingLike = Routing
 else:
-    RoutingLike = Any
+    globals().update(open_types(__file__))
 
 
 def as_routing(given: Any) -> Routing:

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_number, check_own, check_whole
 from jaxpar.arguments.trees import check_own_leaves
-from jaxpar.arguments.types import AxisLike, Integer, Values
-from jaxpar.axis.axis import Ring, bind
+from jaxpar.arguments.types import Integer, Values
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.padding import Blocks
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.choose.sites import DISPATCHES

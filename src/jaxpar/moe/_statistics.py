@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int32, Num
 
 from jaxpar.arguments.calls import public, readable, value_error
 from jaxpar.arguments.checks import as_array, check_own
-from jaxpar.arguments.types import AxisLike, Integer, Values
-from jaxpar.axis.axis import bind_any
+from jaxpar.arguments.types import Integer, Values
+from jaxpar.axis.axis import AxisLike, bind_any
 from jaxpar.axis.varying import vary_alike
 from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_experts
 

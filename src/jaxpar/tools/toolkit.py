@@ -14,7 +14,6 @@ from jaxpar.arguments.extras import install_command as install_command
 from jaxpar.arguments.extras import installed as installed
 from jaxpar.arguments.extras import lacking as lacking
 from jaxpar.arguments.types import AnyMesh as AnyMesh
-from jaxpar.arguments.types import AxisLike as AxisLike
 from jaxpar.arguments.types import Integer as Integer
 from jaxpar.arguments.types import MeshAxes as MeshAxes
 from jaxpar.arguments.types import Mode as Mode
@@ -22,6 +21,7 @@ from jaxpar.arguments.types import Number as Number
 from jaxpar.arguments.units import size_text as size_text
 from jaxpar.arguments.units import us as us
 from jaxpar.axis.axis import MODES as MODES
+from jaxpar.axis.axis import AxisLike as AxisLike
 from jaxpar.axis.axis import axis_names as axis_names
 from jaxpar.axis.padding import Blocks as Blocks
 from jaxpar.axis.varying import varying_axes as varying_axes

@@ -1,0 +1,84 @@
+"""Names on demand and open types: what stands under `TYPE_CHECKING`, at run time.
+
+Type checkers read these lines. So do the two functions here, from the source: nothing is written
+twice.
+"""
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# Of aliases that are open at run time, what `help` shows in their place.
+SHOWN: dict[str, str] = {}
+
+
+def _lines(file: str) -> list[ast.stmt]:
+    body = ast.parse(Path(file).read_text()).body
+    blocks = [node.body for node in body if isinstance(node, ast.If)]
+    return [line for block in blocks for line in block]
+
+
+def names_on_demand(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns `__getattr__` and `__dir__` of a module that imports for type checkers alone.
+
+    A name is imported when it is asked for, so that `import jaxpar` loads none of its parts.
+    """
+    homes = {
+        to.asname or to.name: (line.module, to.name)
+        for line in _lines(file)
+        if isinstance(line, ast.ImportFrom) and line.module is not None
+        for to in line.names
+    }
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home, own = homes[name]
+        if home == package:  # a part of the package, not a name in one
+            return import_module(f"{package}.{own}")
+        found = getattr(import_module(home), own)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    def listed() -> list[str]:
+        own = {name for name in vars(sys.modules[package]) if name.startswith("__")}
+        return sorted(own | set(homes))
+
+    return get, listed
+
+
+def open_types(file: str) -> dict[str, Any]:
+    """Returns `Any` for each alias that a module has for type checkers alone.
+
+    jaxpar checks these arguments itself. A run-time type checker in front of it would replace an
+    error that names the axis and the remedy by one that does not.
+    """
+    found: dict[str, str] = {}
+    for line in _lines(file):
+        match line:
+            case (
+                ast.Assign(targets=[ast.Name(name)], value=ast.expr() as value)
+                | ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value)
+            ):
+                found[name] = _text(value)
+            case _:
+                pass
+    SHOWN.update({name: text for name, text in found.items() if text != "Any"})
+    return dict.fromkeys(found, Any)
+
+
+def _text(value: ast.expr) -> str:
+    match value:
+        case ast.Constant(str(x)):
+            return x
+        case ast.Call(args=[_, *bounds]):  # a TypeVar
+            return " | ".join(map(ast.unparse, bounds)) or "Any"
+        case ast.Subscript(value=ast.Name("Annotated"), slice=ast.Tuple(elts=[_, ast.Constant(x)])):
+            return str(x)
+        case _:
+            return ast.unparse(value)
