@@ -441,7 +441,7 @@ for chunks in (1, 2):
 #
 # It passes; with `chunks=1` it fails, and names the transfers that are waited for. How many rows
 # travel depends on data, so it counts the most that shapes allow. For your own guess, and for a
-# picture, `jaxpar.schedule.timeline(compile_for(...), assumed=Assumed(sent_rows=...))` and
+# picture, `jaxpar.schedule.timeline(compile_for(...), assumed=Assumptions(sent_rows=...))` and
 # `jaxpar predict module:function --plot timeline.png`.
 #
 # ## In short

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar.moe import Experts, routed_moe_layer
 from jaxpar.moe._blocks import GPU_LENGTHS
-from jaxpar.schedule import Assumed, compile_for, timeline
+from jaxpar.schedule import Assumptions, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.ops import with_gradients
 from jaxpar.tools.cli.workers import answer, one_line
@@ -138,11 +138,11 @@ def build(case: Case, form: str, which: str, platform: str) -> Any:
     return forward if which == "forward" else with_gradients(layer)
 
 
-def assumed(case: Case, form: str) -> Assumed:
+def assumed(case: Case, form: str) -> Assumptions:
     """What a device with experts has to do in the average routing."""
     chunks = OWN.get(form, {}).get("chunks", 1)
     pairs = case.tokens * case.model.top_k * case.load / chunks
-    return Assumed(
+    return Assumptions(
         sent_rows=case.tokens * case.targets * case.load / chunks,
         grouped_rows=pairs,
         trips=_trips(case, pairs),
@@ -190,7 +190,7 @@ def record(case: Case, form: str, which: str) -> dict[str, Any]:
             file.write(program.text)
     average = assumed(case, form)
     played = timeline(program, assumed=average)
-    padded = timeline(program, assumed=Assumed(trips=average.trips))
+    padded = timeline(program, assumed=Assumptions(trips=average.trips))
     if os.environ.get("MOE_EVENTS"):
         for event in played.events:
             if event.seconds > 2e-3 * played.total:

@@ -7,15 +7,15 @@ from jaxpar.arguments.for_checkers import names_on_demand
 if TYPE_CHECKING:
     from jaxpar.mesh.chips import Chip
     from jaxpar.tools.explain.explain import Explanation, Finding, explain
-    from jaxpar.tools.explain.exposed import Exposed
+    from jaxpar.tools.explain.exposed import ExposedCollective
     from jaxpar.tools.explain.overheads import Overhead
-    from jaxpar.tools.explain.trials import Tried
-    from jaxpar.tools.program.memory import Held
+    from jaxpar.tools.explain.trials import TriedEdit
+    from jaxpar.tools.program.memory import LiveArray
     from jaxpar.tools.program.sources import Line
-    from jaxpar.tools.timeline.beside import Beside
+    from jaxpar.tools.timeline.beside import MeasuredInstruction
     from jaxpar.tools.timeline.event import Event
     from jaxpar.tools.timeline.floor import Floor, matmul_floor, program_floor
-    from jaxpar.tools.timeline.player import Assumed
+    from jaxpar.tools.timeline.player import Assumptions
     from jaxpar.tools.timeline.target import Target, target
     from jaxpar.tools.timeline.timeline import (
         CompiledProgram,
@@ -29,22 +29,22 @@ else:
     __getattr__, __dir__ = names_on_demand(__name__, __file__)
 
 __all__ = [
-    "Assumed",
-    "Beside",
+    "Assumptions",
     "Chip",
     "CompiledProgram",
     "Event",
     "Explanation",
-    "Exposed",
+    "ExposedCollective",
     "Finding",
     "Floor",
-    "Held",
     "Line",
+    "LiveArray",
+    "MeasuredInstruction",
     "Memory",
     "Overhead",
     "Target",
     "Timeline",
-    "Tried",
+    "TriedEdit",
     "compile_for",
     "explain",
     "matmul_floor",

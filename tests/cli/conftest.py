@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpar.schedule import Event, Floor, Memory, Timeline
-from jaxpar.tools.cli.predict_results import Facts, Prediction, Report, Request
+from jaxpar.tools.cli.predict_results import Facts, Prediction, Request, TargetResults
 
 MS = 1e-3
 
@@ -98,7 +98,7 @@ def report():
         compiler_options={"xla_a": True},
         versions={"jax": "0.12", "libtpu": "0.0.50"},
     )
-    return Report(
+    return TargetResults(
         "v5e:2x2",
         facts,
         [

@@ -12,7 +12,7 @@ from jaxpar.schedule import Target
 from jaxpar.tools.cli import predict_command, predict_worker
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.main import main
-from jaxpar.tools.cli.predict_results import Report
+from jaxpar.tools.cli.predict_results import TargetResults
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def requests(monkeypatch):
 
     def run_all(requests, jobs, tick):
         served.extend(requests)
-        return [Report(request.target) for request in requests]
+        return [TargetResults(request.target) for request in requests]
 
     monkeypatch.setattr(predict_command, "run_all", run_all)
     return served

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.tools.cli import predict_command
 from jaxpar.tools.cli.main import main
-from jaxpar.tools.cli.predict_results import Report
+from jaxpar.tools.cli.predict_results import TargetResults
 from jaxpar.tools.cli.predict_worker import serve
 
 SMALL = ("predict", "--ops", "gather-lhs-rows", "--shapes", "1024x1024x4096")
@@ -64,7 +64,7 @@ def run_all_here(requests, jobs, tick):
     """Serves in this process, where the compiler is started already."""
     reports = []
     for request in requests:
-        reports.append(Report(request.target))
+        reports.append(TargetResults(request.target))
         for record in serve(request):
             reports[-1].take(record, tick)
     return reports

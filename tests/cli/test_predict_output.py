@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxpar.tools.cli.predict_results import (
     Failure,
-    Report,
+    TargetResults,
     facts_from,
     prediction_from,
     request_from,
@@ -192,7 +192,7 @@ def test_picture_of_a_long_loop(report, request_made, tmp_path):
 def test_picture(report, request_made, suffix, targets, tmp_path):
     path = tmp_path / f"a.{suffix}"
     reports = [report, as_gpu(report)][:targets]
-    nothing = Report("v5e:9x9", failures=[Failure("", "unknown")])
+    nothing = TargetResults("v5e:9x9", failures=[Failure("", "unknown")])
     requests = [request_made] * (targets + 1)
     write_picture(str(path), [*reports, nothing], requests)
     data = path.read_bytes()

@@ -16,7 +16,7 @@ from jaxpar.compiler.tuning import AUTO, Asked, Tuning
 from jaxpar.schedule import target
 from jaxpar.tools.cli import tune_command, tune_worker
 from jaxpar.tools.cli.main import main
-from jaxpar.tools.cli.tune_search import Candidate, Tried, search
+from jaxpar.tools.cli.tune_search import Candidate, TriedWay, search
 from jaxpar.tools.cli.tune_worker import Timed, serve
 
 MODEL = """
@@ -134,7 +134,7 @@ MODES = ("naive", "bidirectional", "unidirectional")
 
 def run(clock, known=(), most=99, modes=MODES):
     records = list(search(clock, {t.key: t for t in known}, most, modes))
-    tried = [Tried(**record["tried"]) for record in records if "tried" in record]
+    tried = [TriedWay(**record["tried"]) for record in records if "tried" in record]
     [found] = [record["found"] for record in records if "found" in record]
     return found, tried
 
@@ -165,7 +165,7 @@ def test_a_failure_is_told_and_the_rest_goes_on():
     seconds = {"aaa": 5.0, "uaa": 4.0}
     found, tried = run(Fake(seconds, lambda _: decisions("x"), broken=("naa",)))
     assert found["sites"] == {"x": {"p": "unidirectional"}}
-    assert tried[1] == Tried("x", "p", "naive", None, "failed: RuntimeError: it does not")
+    assert tried[1] == TriedWay("x", "p", "naive", None, "failed: RuntimeError: it does not")
 
 
 def test_no_program_is_compiled_twice():
@@ -201,8 +201,8 @@ def test_limits():
 def test_a_search_goes_on_where_another_one_died():
     seconds = {"aaa": 5.0, "naa": 4.0, "baa": 3.0, "uaa": 2.0}
     known = [
-        Tried("x", "p", "naive", 4.0, "", True, "naa"),
-        Tried("x", "p", "bidirectional", None, "failed: the process died"),
+        TriedWay("x", "p", "naive", 4.0, "", True, "naa"),
+        TriedWay("x", "p", "bidirectional", None, "failed: the process died"),
     ]
     clock = Fake(seconds, lambda _: decisions("x"))
     found, tried = run(clock, known)

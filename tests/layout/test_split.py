@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar.axis.padding import Blocks
+from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout import LayoutMap, Padded, Replicate, Split
 
 
@@ -208,7 +208,7 @@ def test_as_rules_padding_reaches_no_loss_gradient_or_norm(size):
 def test_blocks_pad_and_unpad(size, parts, multiple, extra, evenly):
     unit = parts * multiple
     block = (-(-size // unit) + extra) * multiple
-    blocks = Blocks.evenly(size, parts) if evenly else Blocks.at_the_end(size, parts, block)
+    blocks = PaddedDim.evenly(size, parts) if evenly else PaddedDim.at_the_end(size, parts, block)
     assert sum(blocks.sizes) == size
     assert len(blocks.sizes) == parts
     assert all(n <= blocks.block for n in blocks.sizes)

@@ -20,10 +20,10 @@ from programs import environment, free_port
 
 import jaxpar
 from jaxpar.tools.processes.board import Board
-from jaxpar.tools.processes.call import Call
+from jaxpar.tools.processes.call import GuardedCall
 from jaxpar.tools.processes.guarded_programs import first_difference, program_of
 from jaxpar.tools.processes.report import report
-from jaxpar.tools.processes.state import State
+from jaxpar.tools.processes.state import ProcessState
 from jaxpar.tools.processes.watch import Watch, _line_of, watch
 
 WORKER = Path(__file__).with_name("guard_worker.py")
@@ -361,7 +361,7 @@ def test_programs_that_differ_are_refused_again():
     program = program_of("step", jax.jit(lambda x: x + 1).trace(1.0), (1.0,), {})
     for number in (1, 2):
         with pytest.raises(ValueError, match="processes differ"):
-            Call(number, "step", 60.0, None, alone, is_jitted=True).run(program)
+            GuardedCall(number, "step", 60.0, None, alone, is_jitted=True).run(program)
     alone._bell.close()
     alone._ear.close()
 
@@ -373,8 +373,8 @@ def test_of_processes_that_nothing_is_known_of_nothing_is_said(capfd):
     )
     x = np.ones(1, np.float32)
     program = program_of("step", jax.jit(total).trace(x), (x,), {})
-    call = Call(1, "step", 60.0, 7, watch(), is_jitted=True, program=program)
-    state = {**asdict(State(rank=1)), "ago": 0.0, "gone": None}
+    call = GuardedCall(1, "step", 60.0, 7, watch(), is_jitted=True, program=program)
+    state = {**asdict(ProcessState(rank=1)), "ago": 0.0, "gone": None}
     report(1, 4, {"kind": "alone", "what": "process 0 is gone"}, [state], call)
     said = capfd.readouterr().err
     assert "waits for process 0 in call 1 of 'step': the first collective that needs it" in said
@@ -384,7 +384,7 @@ def test_of_processes_that_nothing_is_known_of_nothing_is_said(capfd):
 def test_the_error_of_a_lost_connection_says_who_is_gone():
     alone = Watch()
     alone.count, alone.trouble = 2, {"kind": "out [1]", "what": "process 1 is gone"}
-    call = Call(1, "step", 60.0, None, alone, is_jitted=True, doing="running")
+    call = GuardedCall(1, "step", 60.0, None, alone, is_jitted=True, doing="running")
     alone.active.append(call)
     raised = ValueError("UNKNOWN: connection closed by peer")
     alone.leave(call, raised)
@@ -452,7 +452,7 @@ def test_refused(arguments, error, text):
 def hear(board, **state):
     """What a process hears that says this of itself."""
     given = {"entered": 1, "known": 1, "name": "step", "runs": ((1, "step", "a"),), **state}
-    return board.hear({"state": asdict(State(**given))})
+    return board.hear({"state": asdict(ProcessState(**given))})
 
 
 def test_programs_agree_as_far_as_all_have_come():

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import Mesh
 from record import FOLDER, SIZE, TRIPS
 
-from jaxpar.schedule import Assumed, Chip, target
-from jaxpar.tools.program.costs import Matmul, Message, Work
+from jaxpar.schedule import Assumptions, Chip, target
+from jaxpar.tools.program.costs import Demand, Matmul, Message
 from jaxpar.tools.program.hlo import parse
 from jaxpar.tools.program.operations import (
     Collective,
@@ -97,11 +97,11 @@ def test_flops_and_bytes():
         "  %tanh = s8[2,5] tanh(%x), backend_config={\"estimated_cycles\":\"70\"}\n"
         "  %two = f32[4,4] dot(%w, %w), lhs_contracting_dims={1,2}, rhs_contracting_dims={1,2}\n"
     )  # fmt: skip
-    assert found["dot"].work == Work(None, (Matmul(20.0, 1.0),), 17, is_matmul=True)
-    assert found["sum"].work == Work(None, (), 30)
-    assert found["tanh"].work == Work(70, (), 20)
+    assert found["dot"].work == Demand(None, (Matmul(20.0, 1.0),), 17, is_matmul=True)
+    assert found["sum"].work == Demand(None, (), 30)
+    assert found["tanh"].work == Demand(70, (), 20)
     assert found["two"].work.matmuls == (Matmul(2.0 * 4 * 4 * 6 * 2, 4.0),)
-    assert found["x"].work == Work()
+    assert found["x"].work == Demand()
 
 
 def test_what_a_collective_sends_and_among_whom():
@@ -160,11 +160,11 @@ def test_a_module_prints_a_line_an_operation():
 
 
 def operation(kind, name, *operands, moved=0, **more):
-    return kind(name, f"jit(f)/{name}", operands, Work(moved=moved), **more)
+    return kind(name, f"jit(f)/{name}", operands, Demand(moved=moved), **more)
 
 
 def run(*operations):
-    player = Player(Links(LINE, CHIP), Assumed())
+    player = Player(Links(LINE, CHIP), Assumptions())
     player.run(Schedule("main", operations))
     return player.finish(), player.now
 

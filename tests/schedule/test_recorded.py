@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from record import FOLDER, PROGRAMS, SIZE, TRIPS
 
-from jaxpar.schedule import Assumed, CompiledProgram, Memory, Timeline, target, timeline
+from jaxpar.schedule import Assumptions, CompiledProgram, Memory, Timeline, target, timeline
 from jaxpar.tools.program.hlo import parse
 from jaxpar.tools.program.operations import Loop
 
@@ -148,7 +148,7 @@ def test_ragged_all_to_all_beside_matmuls(version, name):
     # Twice the rows of one device, and the three tiles that two groups can share.
     assert grouped.seconds == pytest.approx(2 * (2 * rows + 3 * 128) * size**2 / flops)
     assert 1.0 < matmul.seconds / (2 * rows * size**2 / flops) < 1.5
-    half = timeline(program, assumed=Assumed(sent_rows=rows / 2, grouped_rows=rows))
+    half = timeline(program, assumed=Assumptions(sent_rows=rows / 2, grouped_rows=rows))
     (exchange,) = half.transfers
     assert exchange.bytes == rows * size * 3 / 4
     (_, grouped) = (e for e in half.events if e.is_matmul)

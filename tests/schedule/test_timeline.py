@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from jax.sharding import Mesh
 
-from jaxpar.schedule import Assumed, Chip, CompiledProgram, Memory, Target, target, timeline
+from jaxpar.schedule import Assumptions, Chip, CompiledProgram, Memory, Target, target, timeline
 
 # One cycle a second, one byte a second over a link, and ten bytes a second in memory.
 TORUS = Chip(
@@ -157,15 +157,15 @@ def test_the_length_of_a_loop_can_be_assumed():
     loop = LOOP.format(steps=work("w", 4), last="block", limit=3)
     loop = loop.replace(limit, "%limit = s32[] get-tuple-element(%other), index=1")
     run = RUN_LOOP.rstrip() + ', metadata={op_name="jit(f)/blocks/while"}\n'
-    named = play(run, loop, assumed=Assumed(trips={"rows": 2, "blocks": 5}))
+    named = play(run, loop, assumed=Assumptions(trips={"rows": 2, "blocks": 5}))
     assert (named.total, named.loops_of_unknown_length) == (20, ())
-    other = play(run, loop, assumed=Assumed(trips={"rows": 2}))
+    other = play(run, loop, assumed=Assumptions(trips={"rows": 2}))
     assert (other.total, other.loops_of_unknown_length) == (4, ("loop",))
 
 
 def test_a_loop_of_known_length_needs_no_assumption():
     loop = LOOP.format(steps=work("w", 4), last="block", limit=3)
-    assert play(RUN_LOOP, loop, assumed=Assumed(trips={"": 7})).total == 12
+    assert play(RUN_LOOP, loop, assumed=Assumptions(trips={"": 7})).total == 12
 
 
 @pytest.mark.parametrize("start_first", [False, True])
@@ -289,9 +289,9 @@ def test_a_ragged_all_to_all_sends_its_operand():
     (transfer,) = play(ragged).transfers
     assert (transfer.row, transfer.bytes) == ("tp ragged-all-to-all", 20 * 3 / 4)
     assert (transfer.seconds, transfer.synchronous) == (4 * 20 / 4, True)
-    (fewer,) = play(ragged, assumed=Assumed(sent_rows=4)).transfers
+    (fewer,) = play(ragged, assumed=Assumptions(sent_rows=4)).transfers
     assert (fewer.bytes, fewer.seconds) == (8 * 3 / 4, 8)
-    (more,) = play(ragged, assumed=Assumed(sent_rows=40)).transfers
+    (more,) = play(ragged, assumed=Assumptions(sent_rows=40)).transfers
     assert more.bytes == transfer.bytes
 
 
@@ -372,8 +372,8 @@ def test_a_grouped_matmul_multiplies_shared_tiles_twice():
         '"4,5,1"}, backend_config={"cost_estimate":{"flops":"80","bytes_accessed":"8"}}\n'
     )
     assert play(grouped).total == 2 * 80 / 2
-    assert play(grouped, assumed=Assumed(grouped_rows=4)).total == (4 + 8) / 8 * 80 / 2
-    assert play(grouped, assumed=Assumed(grouped_rows=100)).total == 2 * 80 / 2
+    assert play(grouped, assumed=Assumptions(grouped_rows=4)).total == (4 + 8) / 8 * 80 / 2
+    assert play(grouped, assumed=Assumptions(grouped_rows=100)).total == 2 * 80 / 2
 
 
 def test_copies_between_memories_are_no_transfers():

@@ -24,7 +24,7 @@ from jaxpar.schedule import (
     target,
     timeline,
 )
-from jaxpar.tools.program.costs import Message, Work
+from jaxpar.tools.program.costs import Demand, Message
 from jaxpar.tools.program.operations import Collective, Control, Done, Free
 from jaxpar.tools.timeline.measured import Measured
 from jaxpar.tools.timeline.planes import Ran
@@ -339,9 +339,9 @@ def test_a_tpu_says_when_an_asynchronous_transfer_arrived(tmp_path):
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_fused_collective_goes_on_with_one_that_is_under_way(begun):
     message = Message("all-gather", 8.0)
-    start = Collective("s", "", (), Work(), message, "fusion", True, False, False)
-    fused = Collective("f", "", (start,), Work(moved=1), message, "fusion", False, True, True)
-    done = Done("d", "", (start,), Work(), "fusion")
+    start = Collective("s", "", (), Demand(), message, "fusion", True, False, False)
+    fused = Collective("f", "", (start,), Demand(moved=1), message, "fusion", False, True, True)
+    done = Done("d", "", (start,), Demand(), "fusion")
     ran = [Ran("f", 10.0, 30.0, "core", "jit_f"), Ran("d", 30.0, 50.0, "core", "jit_f")]
     ran = [Ran("s", 0.0, 10.0, "core", "jit_f"), *ran] if begun else ran
     events = Measured(ran, 0.0, {one.name: one for one in (start, fused, done)}, None).events()

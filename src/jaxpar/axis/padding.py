@@ -13,7 +13,7 @@ AnyArray = Array | np.ndarray
 
 
 @dataclass(frozen=True)
-class Blocks:
+class PaddedDim:
     """How a dimension lies on devices: in blocks of one size, whose last entries may be padding.
 
     The first `full` blocks have no padding. Of what is left each further block has `rest` entries,
@@ -27,13 +27,13 @@ class Blocks:
     rest: int
 
     @classmethod
-    def at_the_end(cls, size: int, parts: int, block: int) -> Blocks:
+    def at_the_end(cls, size: int, parts: int, block: int) -> PaddedDim:
         """All padding is behind the last entry."""
         full = size // block if block else parts
         return cls(size, block, parts, full, size - full * block)
 
     @classmethod
-    def evenly(cls, size: int, parts: int) -> Blocks:
+    def evenly(cls, size: int, parts: int) -> PaddedDim:
         """The remainder goes to the first blocks, one entry each."""
         rest, more = divmod(size, parts)
         return cls(size, rest + bool(more), parts, more or parts, rest)

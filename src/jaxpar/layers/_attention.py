@@ -18,7 +18,7 @@ from jaxpar.arguments.checks import as_array, check_dim, check_whole
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike
-from jaxpar.axis.padding import Blocks
+from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_wide, varying_axes
 from jaxpar.layers._projections import (
     Projection,
@@ -196,9 +196,9 @@ class HeadLayout:
         whole: Any = self._blocks(size).unpad(w, dim)
         return whole
 
-    def _blocks(self, size: int) -> Blocks:
+    def _blocks(self, size: int) -> PaddedDim:
         """How heads of so many columns lie on the devices."""
-        return Blocks.at_the_end(self.heads * size, self.shards, self.local_heads * size)
+        return PaddedDim.at_the_end(self.heads * size, self.shards, self.local_heads * size)
 
     def _head_size(self, w: Array, dim: int, heads: int) -> int:
         if w.shape[dim] % heads:

@@ -26,7 +26,7 @@ OfPairs = Float[Array, "*batch groups repeats queries keys"]
 Segments = Int32[Array, "*batch 1 positions 1"]
 
 
-class State(NamedTuple):
+class SoftmaxState(NamedTuple):
     """What queries got from the keys that they have seen."""
 
     # The mean of values; of a tile alone, as `attend` returns it, their sum by exp(score - top). A
@@ -150,7 +150,7 @@ def attend(
     q: Queries,
     keys: Keys,
     segments: Segments | None = None,
-) -> State:
+) -> SoftmaxState:
     """Returns what a tile's queries get from its keys alone, `out` a sum."""
     q, segments = cut(q, tile.queries), _cut_segments(segments, tile.queries)
     keys = _cut_keys(keys, tile.keys)
@@ -160,17 +160,17 @@ def attend(
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=jnp.finfo(logits.dtype).min / 2))
     weights = jnp.exp(logits - _column(top))
     out = scores.product("...grqk,...gke->...grqe", weights.astype(keys.v.dtype), keys.v)
-    return State(out, top, jnp.sum(weights, axis=-1))
+    return SoftmaxState(out, top, jnp.sum(weights, axis=-1))
 
 
-def mean_of(sums: State) -> State:
+def mean_of(sums: SoftmaxState) -> SoftmaxState:
     """Returns the same, `out` a mean."""
     return sums._replace(out=sums.out * _column(inverse_of(sums.total)))
 
 
-def merge(state: State, queries: tuple[Any, int], part: State) -> State:
+def merge(state: SoftmaxState, queries: tuple[Any, int], part: SoftmaxState) -> SoftmaxState:
     """Adds to the state of all queries what some of them got, as a sum, from keys not yet seen."""
-    before = State(
+    before = SoftmaxState(
         cut(state.out, queries),
         cut(state.top, queries, -1),
         cut(state.total, queries, -1),
@@ -181,21 +181,21 @@ def merge(state: State, queries: tuple[Any, int], part: State) -> State:
     total = old + part.total * new
     inverse = inverse_of(total)
     out = (before.out * _column(old) + part.out * _column(new)) * _column(inverse)
-    return State(
+    return SoftmaxState(
         put(state.out, out, queries),
         put(state.top, top, queries, -1),
         put(state.total, total, queries, -1),
     )
 
 
-def join_sinks(state: State, sinks: Float[Array, "groups repeats"]) -> State:
+def join_sinks(state: SoftmaxState, sinks: Float[Array, "groups repeats"]) -> SoftmaxState:
     """Adds to the softmax of all queries one score a head, without a value."""
     wide = _of_heads(sinks, state.top)
     # As in `attend`, the shift needs no derivative.
     top = lax.stop_gradient(lax.max(state.top, wide))
     old = state.total * jnp.exp(state.top - top)
     total = old + jnp.exp(wide - top)
-    return State(state.out * _column(old * inverse_of(total)), top, total)
+    return SoftmaxState(state.out * _column(old * inverse_of(total)), top, total)
 
 
 def gradient_of_sinks(

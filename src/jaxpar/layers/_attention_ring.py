@@ -20,7 +20,7 @@ from jaxpar.layers._attention_block import (
     OfValues,
     Queries,
     Results,
-    State,
+    SoftmaxState,
     Sums,
     Tile,
     add_gradients,
@@ -52,10 +52,10 @@ def attention(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None
     return _forward(method, q, keys, sinks).out
 
 
-def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> State:
+def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> SoftmaxState:
     length, segments = q.shape[-2], keys.segments
 
-    def consume(state: State | None, arrivals: Arrivals) -> State:
+    def consume(state: SoftmaxState | None, arrivals: Arrivals) -> SoftmaxState:
         if state is None:
             [(keys, _, _)] = arrivals
             return own(keys)
@@ -65,12 +65,12 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
             )
         return state
 
-    def like() -> State:
+    def like() -> SoftmaxState:
         dtype = sum_dtype(q.dtype)
         of_queries = q[..., 0].astype(dtype)
-        return State(_zeros(q, dtype, keys.v.shape[-1]), of_queries, of_queries)
+        return SoftmaxState(_zeros(q, dtype, keys.v.shape[-1]), of_queries, of_queries)
 
-    def own(keys: Keys) -> State:
+    def own(keys: Keys) -> SoftmaxState:
         each, rest = method.own_tiles(length)
         # Apart until the end: to write into the state of all is a pass over it.
         parts = [mean_of(attend(method.scores, t, q, keys, segments)) for t in each]
@@ -79,18 +79,18 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
             start, size = tile.queries
             span = start - each[number].queries[0], size
 
-            def compute(state: State, tile: Tile = tile, span: Any = span) -> State:
+            def compute(state: SoftmaxState, tile: Tile = tile, span: Any = span) -> SoftmaxState:
                 return merge(state, span, attend(method.scores, tile, q, keys, segments))
 
             parts[number] = _if_seen(tile, compute, parts[number])
         outs, tops, totals = zip(*parts, strict=True)
         along = q.ndim - 2  # positions, the last dimension of all but the results
-        return State(*(lax.concatenate(x, along) for x in (outs, tops, totals)))
+        return SoftmaxState(*(lax.concatenate(x, along) for x in (outs, tops, totals)))
 
-    def add(state: State, keys: Keys, source: Int[Array, ""], lane: int) -> State:
+    def add(state: SoftmaxState, keys: Keys, source: Int[Array, ""], lane: int) -> SoftmaxState:
         for tile in method.tiles(length, keys.k.shape[-2], source, lane):
 
-            def compute(state: State, tile: Tile = tile) -> State:
+            def compute(state: SoftmaxState, tile: Tile = tile) -> SoftmaxState:
                 # One tile after the other: their scores are most of the memory.
                 state, k = lax.optimization_barrier((state, keys.k))
                 part = attend(method.scores, tile, q, keys._replace(k=k), segments)
@@ -99,7 +99,7 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
             state = _if_seen(tile, compute, state)
         return state
 
-    def finish(state: State) -> State:
+    def finish(state: SoftmaxState) -> SoftmaxState:
         if sinks is not None:
             state = join_sinks(state, sinks)
         return state._replace(out=state.out.astype(q.dtype))
@@ -117,7 +117,7 @@ def _fwd(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> 
 
 
 def _bwd(
-    method: RingAttention, residuals: tuple[Queries, Keys, Sinks | None, State], ct: Results
+    method: RingAttention, residuals: tuple[Queries, Keys, Sinks | None, SoftmaxState], ct: Results
 ) -> tuple[Queries, Keys, Sinks | None]:
     q, keys, sinks, state = residuals
     dtype = sum_dtype(q.dtype)

@@ -63,7 +63,7 @@ def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
 @dataclass(frozen=True)
-class Kept:
+class KeptResiduals:
     """The residuals that a policy keeps of a layer: those of its pullback that are no inputs.
 
     Attributes:
@@ -111,7 +111,9 @@ class Layer:
         scattered: Any = scatter_gradients(self.shards, of_all)
         return [x for x in scattered if x is not None]
 
-    def keep(self, consts: Arrays, weights: Arrays, state: Arrays) -> tuple[Arrays, Arrays | Kept]:
+    def keep(
+        self, consts: Arrays, weights: Arrays, state: Arrays
+    ) -> tuple[Arrays, Arrays | KeptResiduals]:
         """Returns the next state, and what is kept beside the layer's inputs."""
         if self.policy is None:
             return self(consts, weights, state), []
@@ -130,16 +132,21 @@ class Layer:
         places = tuple(None if isinstance(v, Literal) else inputs.get(v) for v in residuals)
         results = jaxpr_as_fun(closed)(*consts, *weights, *state)
         arrays = [x for x, place in zip(results[len(out) :], places, strict=True) if place is None]
-        return results[: len(out)], Kept(arrays, trees[-1], places)
+        return results[: len(out)], KeptResiduals(arrays, trees[-1], places)
 
     def pull(
-        self, consts: Arrays, weights: Arrays, state: Arrays, kept: Arrays | Kept, cts: Arrays
+        self,
+        consts: Arrays,
+        weights: Arrays,
+        state: Arrays,
+        kept: Arrays | KeptResiduals,
+        cts: Arrays,
     ) -> Any:
         """Returns the gradients of the floats among consts, weights and state."""
         # Computing one layer again before the other is done would take the memory of both. The
         # weights stay outside: a barrier waits for all of its operands, and some are used first.
         state, kept, cts = optimization_barrier((state, kept, cts))
-        if isinstance(kept, Kept):
+        if isinstance(kept, KeptResiduals):
             return kept.pullback([*consts, *weights, *state])(cts)
         return self._differentiate(consts, weights, state)[1](cts)
 

@@ -155,7 +155,7 @@ class Projection:
             return _einsum.all_reduce(call, x, w)
         return _einsum.scatter(call, labels.out[dim], x, w)
 
-    def _call(self, labels: Labels) -> _einsum.Call:
+    def _call(self, labels: Labels) -> _einsum.EinsumOptions:
         call = _einsum.make_call(labels, self.ring, *self.options)
         return replace(call, recomputed=self.fsdp is not None, in_layer=True)
 

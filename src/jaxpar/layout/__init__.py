@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jaxpar.layout._array_layout import ArrayLayout
     from jaxpar.layout._layout import Layout
     from jaxpar.layout._map import LayoutMap
-    from jaxpar.layout._problem import LayoutError, Problem
+    from jaxpar.layout._problem import LayoutError, LayoutProblem
     from jaxpar.layout._rule import REPLICATED
     from jaxpar.layout._split import Padded, Replicate, Split
     from jaxpar.layout._strategies import (
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from jaxpar.layout._table import Table
     from jaxpar.tools.layouts.infer import infer_layout
-    from jaxpar.tools.layouts.layout_costs import Cost, Exchange, Explanation
+    from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
 else:
     __getattr__, __dir__ = names_on_demand(__name__, __file__)
 
@@ -27,16 +27,16 @@ __all__ = [
     "REPLICATED",
     "ArrayLayout",
     "Cost",
-    "Exchange",
-    "Explanation",
     "Layout",
+    "LayoutCosts",
     "LayoutError",
     "LayoutMap",
+    "LayoutProblem",
     "Padded",
-    "Problem",
     "Replicate",
     "Split",
     "Table",
+    "TriedRule",
     "data_parallel",
     "expert_parallel",
     "fully_sharded",

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.axis.padding import AnyArray, Blocks
+from jaxpar.axis.padding import AnyArray, PaddedDim
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
-Change = Callable[[Blocks, AnyArray, int], AnyArray]  # of one dimension
+Change = Callable[[PaddedDim, AnyArray, int], AnyArray]  # of one dimension
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ArrayLayout:
     dtype: Any
     rule: str | None
     spec: PartitionSpec
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[PaddedDim, ...]
     mesh: Mesh | AbstractMesh
 
     @cached_property
@@ -136,11 +136,11 @@ class ArrayLayout:
 
     def pad(self, array: AnyArray) -> AnyArray:
         """Adds the zeros that the mesh needs; to keys those whose words are zeros."""
-        return self._changed(Blocks.pad, array, self.spec)
+        return self._changed(PaddedDim.pad, array, self.spec)
 
     def unpad(self, array: AnyArray) -> AnyArray:
         """Takes them away."""
-        return self._changed(Blocks.unpad, array, self.logical_spec)
+        return self._changed(PaddedDim.unpad, array, self.logical_spec)
 
     def _changed(self, change: Change, array: AnyArray, spec: PartitionSpec) -> AnyArray:
         if self.padded_shape == self.shape:
@@ -174,7 +174,7 @@ class ArrayLayout:
           dtype: of the array. None: the layout's.
         """
         one = words_of(self.dtype if dtype is None else dtype)
-        whole = tuple(Blocks.evenly(size, 1) for size in one.shape)
+        whole = tuple(PaddedDim.evenly(size, 1) for size in one.shape)
         shape, blocks = (*self.shape, *one.shape), (*self.blocks, *whole)
         return replace(self, shape=shape, dtype=one.dtype, blocks=blocks)
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxpar.arguments.calls import called, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._paths import arrays_of, described
-from jaxpar.layout._problem import LayoutError, Problem, shape_text
+from jaxpar.layout._problem import LayoutError, LayoutProblem, shape_text
 from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
 if TYPE_CHECKING:
@@ -143,14 +143,14 @@ def _each(
     arrays, _ = arrays_of(params)
     given = {found[0]: found[1] for found in arrays if found is not None}
     problems = [
-        Problem(path, None, f"{path!r} is missing", "give all arrays of the layout")
+        LayoutProblem(path, None, f"{path!r} is missing", "give all arrays of the layout")
         for path in layout
         if path not in given
     ]
     for path, x in given.items():
         array = layout.get(path)
         found = (
-            Problem(path, None, f"{path!r} is not in the layout", "make one of these arrays")
+            LayoutProblem(path, None, f"{path!r} is not in the layout", "make one of these arrays")
             if array is None
             else _unlike(array, x, shape_of(array), dtypes)
         )
@@ -167,17 +167,21 @@ def _each(
     return jax.tree.unflatten(tree, mapped)
 
 
-def _unlike(array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool) -> Problem | None:
+def _unlike(
+    array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool
+) -> LayoutProblem | None:
     """How an array differs from that of the layout; None if it does not."""
     path, shape, dtype = described(array.path, x)
     have = f"{path!r} is {shape_text(dtype, shape)}"
     if shape != wanted:
         what = "with" if wanted == array.padded_shape != array.shape else "without"
         text = f"{have}, but has shape {wanted} here, {what} padding"
-        return Problem(path, array.rule, text, "give such an array, or make the layout of this one")
+        return LayoutProblem(
+            path, array.rule, text, "give such an array, or make the layout of this one"
+        )
     if dtypes and dtype != array.dtype and not _takes(array, x):
         text = f"{have}, and {shape_text(array.dtype, wanted)} in the layout"
-        return Problem(path, array.rule, text, "cast it, or make the layout of such arrays")
+        return LayoutProblem(path, array.rule, text, "cast it, or make the layout of such arrays")
     return None
 
 

@@ -15,7 +15,7 @@ from jaxpar.arguments.calls import called, naming, type_error, value_error
 from jaxpar.layout._fit import Placed, Shaped
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._paths import arrays_of
-from jaxpar.layout._problem import LayoutError, Problem
+from jaxpar.layout._problem import LayoutError, LayoutProblem
 from jaxpar.layout._rule import Rule
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def place_batch(layout: Layout, batch: Any) -> Any:
     """What `Layout.place_batch` says."""
     found, tree = arrays_of(batch, "batch")
-    problems: list[Problem] = []
+    problems: list[LayoutProblem] = []
     placed: list[Any] = []
     for leaf in found:
         if leaf is None:
@@ -104,7 +104,7 @@ def _filled(layout: Layout, batch: Any, have: int, rows: int) -> tuple[Any, Arra
     return place_batch(layout, jax.tree.map(fill, batch)), place_batch(layout, weights)
 
 
-def _place(layout: Layout, path: str, x: np.ndarray, problems: list[Problem]) -> Any:
+def _place(layout: Layout, path: str, x: np.ndarray, problems: list[LayoutProblem]) -> Any:
     rule = _rule(layout)
     spec = PartitionSpec(*tuple(rule.layout)[: x.ndim])
     sharding = NamedSharding(layout.mesh, spec)

@@ -23,7 +23,7 @@ from jaxpar.arguments.extras import require
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import of_words, pad, unpad, zeros_of
 from jaxpar.layout._paths import arrays_of, path_text
-from jaxpar.layout._problem import LayoutError, Problem, shape_text
+from jaxpar.layout._problem import LayoutError, LayoutProblem, shape_text
 from jaxpar.layout._rule import REPLICATED, Nearest
 from jaxpar.layout._words import is_key, to_words
 
@@ -102,7 +102,7 @@ def _check_saved(layout: Layout, params: Any) -> None:
         raise LayoutError(called(), problems)
 
 
-def _unsaved(array: ArrayLayout, x: Any) -> Problem | None:
+def _unsaved(array: ArrayLayout, x: Any) -> LayoutProblem | None:
     """Why an array cannot be stored; None if it can."""
     if isinstance(x, Tracer):
         text, remedy = "is traced", "call it outside of jax.jit, with the arrays of its results"
@@ -119,7 +119,7 @@ def _unsaved(array: ArrayLayout, x: Any) -> Problem | None:
         text, remedy = "has a name that is no Unicode text", "rename it"
     else:
         return None
-    return Problem(array.path, array.rule, f"{array.path!r} {text}", remedy)
+    return LayoutProblem(array.path, array.rule, f"{array.path!r} {text}", remedy)
 
 
 def _is_unicode(text: str) -> bool:
@@ -186,7 +186,7 @@ def _metadata(checkpointer: Any, where: Any) -> Any:
 def _check(layout: Layout, there: Mapping[str, str], where: str) -> None:
     """Raises unless the arrays there are those of the layout."""
     what = f"checkpoint {where}"
-    problems: list[Problem] = []
+    problems: list[LayoutProblem] = []
     near = Nearest(there)
     for path, array in layout.items():
         here = shape_text(array.dtype, array.shape)
@@ -200,9 +200,11 @@ def _check(layout: Layout, there: Mapping[str, str], where: str) -> None:
                 remedy = f"set jax_enable_x64, {remedy}"
         else:
             continue
-        problems.append(Problem(path, array.rule, text, remedy))
+        problems.append(LayoutProblem(path, array.rule, text, remedy))
     problems += [
-        Problem(path, None, f"{path!r} of {what} is not in the layout", "make a layout with it")
+        LayoutProblem(
+            path, None, f"{path!r} of {what} is not in the layout", "make a layout with it"
+        )
         for path in there
         if path not in layout
     ]

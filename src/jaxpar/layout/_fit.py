@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec
 from jaxpar.arguments.calls import naming
 from jaxpar.arguments.types import AnyMesh
 from jaxpar.arguments.units import size_text
-from jaxpar.axis.padding import Blocks
+from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout, itemsize
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._named_sizes import NamedSizes
 from jaxpar.layout._paths import key_of
-from jaxpar.layout._problem import Problem, shape_text
+from jaxpar.layout._problem import LayoutProblem, shape_text
 from jaxpar.layout._rule import Axes, Entry, Nearest, Rule, axes_of, nearest, shown
 from jaxpar.layout._split import Padded, Replicate, Split
 
@@ -42,20 +42,20 @@ class Shaped:
     def bytes(self) -> int:
         return prod(self.shape) * itemsize(self.dtype)
 
-    def problem(self, text: str, remedy: str) -> Problem:
+    def problem(self, text: str, remedy: str) -> LayoutProblem:
         """What is wrong with it, whatever the rules are."""
-        return Problem(self.path, None, text, remedy)
+        return LayoutProblem(self.path, None, text, remedy)
 
 
 def replicated(array: Shaped, mesh: AnyMesh) -> ArrayLayout:
     """Whole on every device, because no rule says anything else."""
-    whole = tuple(Blocks.at_the_end(size, 1, size) for size in array.shape)
+    whole = tuple(PaddedDim.at_the_end(size, 1, size) for size in array.shape)
     return ArrayLayout(array.path, array.shape, array.dtype, None, PartitionSpec(), whole, mesh)
 
 
 def fit(
     rules: LayoutMap, arrays: Sequence[Shaped], mesh: AnyMesh, *, strict: bool
-) -> tuple[list[ArrayLayout], list[Problem]]:
+) -> tuple[list[ArrayLayout], list[LayoutProblem]]:
     """Returns a layout for each array, and the problems; of arrays with problems, replicated.
 
     Args:
@@ -65,7 +65,7 @@ def fit(
       strict: whether what nothing says is a problem, too.
     """
     found: list[ArrayLayout] = []
-    problems: list[Problem] = []
+    problems: list[LayoutProblem] = []
     placed: list[Placed] = []
     used: set[str] = set()
     known: dict[tuple[str, tuple[int, ...]], ArrayLayout] = {}  # layers share rules and shapes
@@ -94,14 +94,14 @@ def fit(
     return found, problems
 
 
-def _of_several(array: Shaped, keys: Sequence[str]) -> Problem:
+def _of_several(array: Shaped, keys: Sequence[str]) -> LayoutProblem:
     return array.problem(
         f"{array} is matched by {len(keys)} rules: {', '.join(map(repr, keys))}",
         "have one of them match less, or give the path itself as a key, which goes first",
     )
 
 
-def _of_none(array: Shaped, hint: str) -> Problem:
+def _of_none(array: Shaped, hint: str) -> LayoutProblem:
     return array.problem(
         f"{array} is matched by no rule{hint}",
         f"add one, {key_of(array.path)!r}: REPLICATED where each device is to hold all "
@@ -118,7 +118,7 @@ class Placed:
     rule: Rule
     mesh: AnyMesh
 
-    def lay(self, problems: list[Problem]) -> ArrayLayout | None:
+    def lay(self, problems: list[LayoutProblem]) -> ArrayLayout | None:
         """Returns its layout, or adds what is wrong."""
         wrong = self._refusal()
         if wrong:
@@ -127,20 +127,20 @@ class Placed:
         entries = self._entries()
         padding = (*entries, *[()] * (len(self.array.shape) - len(entries)))
         blocks = [self._blocks(dim, entry) for dim, entry in enumerate(padding)]
-        wrongs = [block for block in blocks if isinstance(block, Problem)]
+        wrongs = [block for block in blocks if isinstance(block, LayoutProblem)]
         problems += wrongs
         if wrongs:
             return None
         spec = PartitionSpec(*(shown(axes_of(entry)) for entry in entries))
-        array, fine = self.array, tuple(b for b in blocks if isinstance(b, Blocks))
+        array, fine = self.array, tuple(b for b in blocks if isinstance(b, PaddedDim))
         return ArrayLayout(array.path, array.shape, array.dtype, self.key, spec, fine, self.mesh)
 
-    def problem(self, text: str, remedy: str) -> Problem:
-        return Problem(
+    def problem(self, text: str, remedy: str) -> LayoutProblem:
+        return LayoutProblem(
             self.array.path, self.key, f"{self.array}: rule {self.key!r}: {text}", remedy
         )
 
-    def _refusal(self) -> Problem | None:
+    def _refusal(self) -> LayoutProblem | None:
         """What is wrong with the rule whatever the sizes are."""
         rule, rank, given = self.rule, len(self.array.shape), self.rule.given
         match rule.action:
@@ -187,11 +187,11 @@ class Placed:
             return self.rule.entries
         return (*[()] * (split.dim % len(self.array.shape)), split.axes)
 
-    def _blocks(self, dim: int, entry: Entry) -> Blocks | Problem:
+    def _blocks(self, dim: int, entry: Entry) -> PaddedDim | LayoutProblem:
         size, names = self.array.shape[dim], axes_of(entry)
         count = size_of(self.mesh, names)
         if isinstance(self.rule.action, Split):
-            return Blocks.evenly(size, count)
+            return PaddedDim.evenly(size, count)
         if isinstance(entry, Padded):
             try:
                 with naming(""):
@@ -201,9 +201,9 @@ class Placed:
                 return self.problem(f"dimension {dim}: {text}", "give such a size, or none")
         if size % count:
             return self._undivided(dim, names)
-        return Blocks.at_the_end(size, count, size // count)
+        return PaddedDim.at_the_end(size, count, size // count)
 
-    def _undivided(self, dim: int, names: Axes) -> Problem:
+    def _undivided(self, dim: int, names: Axes) -> LayoutProblem:
         """The three ways out, each with what a device then holds."""
         shape, size, count = self.array.shape, self.array.shape[dim], size_of(self.mesh, names)
         axes = [axes_of(entry) for entry in self.rule.entries]
@@ -236,7 +236,7 @@ class Placed:
         )
 
 
-def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
+def _exchanged(placed: Sequence[Placed]) -> list[LayoutProblem]:
     """Arrays whose sizes agree with those of others if the names change places, and only then."""
     named = [
         (one, one.rule.names)
@@ -244,7 +244,7 @@ def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
         if one.rule.names is not None and len(one.rule.names) == len(one.array.shape)
     ]
     sizes = NamedSizes(Counter((one.key, names, one.array.shape) for one, names in named))
-    problems: list[Problem] = []
+    problems: list[LayoutProblem] = []
     for one, names in named:
         shape = one.array.shape
         if (found := sizes.mended(one.key, names, shape)) is not None:
@@ -259,9 +259,9 @@ def _exchanged(placed: Sequence[Placed]) -> list[Problem]:
     return problems
 
 
-def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[Problem]:
+def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[LayoutProblem]:
     """Problems of rules that match no array, not even one with a rule of its own."""
-    problems: list[Problem] = []
+    problems: list[LayoutProblem] = []
     near = Nearest(paths, "the nearest path is {}")
     own = used.intersection(paths)
     for key in rules:
@@ -269,7 +269,7 @@ def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list
             continue
         why = near.hint(key)
         problems.append(
-            Problem(
+            LayoutProblem(
                 None,
                 key,
                 f"rule {key!r} matches no array{why}",
@@ -280,15 +280,15 @@ def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list
 
 
 def _unused_axes(
-    rules: LayoutMap, mesh: AnyMesh, found: Sequence[ArrayLayout], problems: Sequence[Problem]
-) -> list[Problem]:
+    rules: LayoutMap, mesh: AnyMesh, found: Sequence[ArrayLayout], problems: Sequence[LayoutProblem]
+) -> list[LayoutProblem]:
     used = {name for array in found for names in array.axes for name in names}
     others = [rules.rule(problem.rule) for problem in problems if problem.rule is not None]
     others += [rules.batch] if rules.batch else []
     others += list(rules.results.rules()) if rules.results else []
     used |= {name for rule in others for name in rule.mesh_axes}
     return [
-        Problem(
+        LayoutProblem(
             None,
             None,
             f"mesh axis {name!r} shards nothing: its {size} devices would do the same work",
@@ -299,13 +299,13 @@ def _unused_axes(
     ]
 
 
-def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[Problem]:
+def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[LayoutProblem]:
     """Of the rules of data and results, which no parameter has."""
     others = {} if rules.batch is None else {"batch": rules.batch}
     if rules.results is not None:
         others |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}
     return [
-        Problem(
+        LayoutProblem(
             None,
             None,
             f"{where}: the mesh has no axis {name!r}, but {_text(mesh)}",

@@ -19,7 +19,7 @@ from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.types import AnyMesh, Flag, Integer, PathLike
 from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.padded_tables import PaddedTable, PaddedTables
-from jaxpar.axis.padding import Blocks
+from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import gather, pad, place, unpad, zeros_of
 from jaxpar.layout._batch import batch_part, batches, place_batch
@@ -34,7 +34,7 @@ from jaxpar.layout._tensors import read_safetensors
 
 if TYPE_CHECKING:
     from jaxpar.layout._map import LayoutMap
-    from jaxpar.tools.layouts.layout_costs import Explanation
+    from jaxpar.tools.layouts.layout_costs import LayoutCosts
 
 
 @readable
@@ -559,7 +559,7 @@ class Layout(Mapping[str, ArrayLayout]):
         compiler_options: dict[str, Any] | None = None,
         tries: Integer = 6,
         from_layout: Flag = False,
-    ) -> Explanation:
+    ) -> LayoutCosts:
         """Returns what a step costs on a described chip weight by weight, and what costs less.
 
         The step is compiled for the target with the layout, and played on a model of the chip. Each
@@ -654,7 +654,7 @@ def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
     for dim, blocks in enumerate(array.blocks):
         widths = frozenset[int]().union(*sizes[:dim], *sizes[dim + 1 :])
         if blocks.size != blocks.padded and widths:
-            at_the_end = blocks == Blocks.at_the_end(blocks.size, blocks.parts, blocks.block)
+            at_the_end = blocks == PaddedDim.at_the_end(blocks.size, blocks.parts, blocks.block)
             yield PaddedTable(
                 array.path, blocks.size, blocks.padded, widths, array.axes[dim], at_the_end
             )

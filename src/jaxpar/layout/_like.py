@@ -11,11 +11,11 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import called
-from jaxpar.axis.padding import Blocks
+from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._fit import Shaped, fit, replicated, unused_rules
 from jaxpar.layout._paths import arrays_of, described, key_of
-from jaxpar.layout._problem import LayoutError, Problem
+from jaxpar.layout._problem import LayoutError, LayoutProblem
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
@@ -28,7 +28,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     found: dict[str, ArrayLayout] = {}
     ruled: list[Shaped] = []  # by `rules`, which take precedence over parameters
     owns: dict[str, ArrayLayout] = {}
-    problems: list[Problem] = []
+    problems: list[LayoutProblem] = []
     for leaf in leaves:
         if leaf is None:
             continue
@@ -54,7 +54,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
         problems += unused_rules(rules, used, [leaf[0] for leaf in leaves if leaf is not None])
         for array in laid:
             padded = _padded_like(owns.get(array.path), array)
-            if isinstance(padded, Problem):
+            if isinstance(padded, LayoutProblem):
                 problems.append(padded)
             else:
                 found[array.path] = padded
@@ -65,7 +65,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     return type(layout)(layout.rules, layout.mesh, arrays, treedef, given, frozenset(owns))
 
 
-def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | Problem:
+def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | LayoutProblem:
     """An array that a rule shards, with the padding of its parameter.
 
     The rule was fitted to the padded shape. A checkpoint must not have the padding.
@@ -73,7 +73,7 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | P
     if own is None:
         return array
     if array.padded_shape != own.padded_shape:
-        return Problem(
+        return LayoutProblem(
             array.path,
             array.rule,
             f"{array.path!r}: rule {array.rule!r} pads it to {array.padded_shape}, but its "
@@ -88,10 +88,10 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | P
             continue
         if array.axes[dim] == own.axes[dim]:
             blocks[dim] = its
-        elif its == Blocks.at_the_end(its.size, its.parts, its.block):
-            blocks[dim] = Blocks.at_the_end(its.size, mine.parts, mine.block)
+        elif its == PaddedDim.at_the_end(its.size, its.parts, its.block):
+            blocks[dim] = PaddedDim.at_the_end(its.size, mine.parts, mine.block)
         else:
-            return Problem(
+            return LayoutProblem(
                 array.path,
                 array.rule,
                 f"{array.path!r}: rule {array.rule!r} shards dimension {dim} unlike its "
@@ -148,7 +148,7 @@ def _shared(candidates: Sequence[ArrayLayout]) -> ArrayLayout | None:
     spec, blocks = list(first.spec), list(first.blocks)
     for dim, own in enumerate(first.blocks):
         if any((one.spec[dim], one.blocks[dim]) != (spec[dim], own) for one in others):
-            spec[dim], blocks[dim] = None, Blocks.at_the_end(own.size, 1, own.padded)
+            spec[dim], blocks[dim] = None, PaddedDim.at_the_end(own.size, 1, own.padded)
     return replace(first, spec=PartitionSpec(*spec), blocks=tuple(blocks))
 
 
@@ -156,7 +156,7 @@ def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
-def _problem(layout: Layout, array: Shaped) -> Problem:
+def _problem(layout: Layout, array: Shaped) -> LayoutProblem:
     parameter = _parameter(layout, array.path)
     why = (
         f"{array} is like no parameter: its path ends in none"

@@ -13,7 +13,7 @@ _NUMBERS = re.compile(r"\d+(?=/|'|:)|(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
-class Problem:
+class LayoutProblem:
     """One array, rule or mesh axis that does not fit.
 
     Attributes:
@@ -23,7 +23,7 @@ class Problem:
       remedy: the edit.
 
     Example:
-      >>> print(Problem("w", "w", "'w' float32[6]: 'tp' (4) does not divide it", "pad it"))
+      >>> print(LayoutProblem("w", "w", "'w' float32[6]: 'tp' (4) does not divide it", "pad it"))
       'w' float32[6]: 'tp' (4) does not divide it; pad it
     """
 
@@ -40,7 +40,8 @@ class LayoutError(ValueError):
     """A layout that was refused; `problems` has everything that is wrong with it.
 
     Attributes:
-      problems: a tuple of `Problem`: of arrays in the order of the pytree, of rules, of the mesh.
+      problems: a tuple of `LayoutProblem`: of arrays in the order of the pytree, of rules, of mesh
+        axes.
 
     Example:
       >>> try:
@@ -50,9 +51,11 @@ class LayoutError(ValueError):
       add one, 'w': REPLICATED where each device is to hold all 32 B
     """
 
-    def __init__(self, where: str, problems: Sequence[Problem]) -> None:
+    def __init__(self, where: str, problems: Sequence[LayoutProblem]) -> None:
         self.problems = tuple(problems)
-        alike: dict[str, list[Problem]] = {}  # layers that have the same problem are shown once
+        alike: dict[
+            str, list[LayoutProblem]
+        ] = {}  # layers that have the same problem are shown once
         for problem in problems:
             alike.setdefault(_NUMBERS.sub("#", str(problem)), []).append(problem)
         lines = [

@@ -11,7 +11,7 @@ from jaxpar.layout._fit import Shaped
 from jaxpar.layout._names import Named, Names
 from jaxpar.layout._paths import Alike, pattern_of
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._problem import Problem
+from jaxpar.layout._problem import LayoutProblem
 
 ROLES = {
     "attention": "columns",
@@ -57,11 +57,11 @@ class Weight:
         """A pattern that means it, and the same array of other layers."""
         return self.alike.pattern(self.array.path) or ".*"  # of a pytree that is one array
 
-    def problem(self, text: str, remedy: str) -> Problem:
+    def problem(self, text: str, remedy: str) -> LayoutProblem:
         return self.array.problem(f"{self.array} {text}", remedy)
 
 
-class Weights:
+class WeightGroups:
     """All weights of a pytree, by what they stand beside."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Weights:
         self.tables = [weight for weight in self.of.values() if _is_table(weight)]
         self._table_shapes = {_sorted(table.shape) for table in self.tables}
 
-    def role(self, weight: Weight) -> str | Problem | None:
+    def role(self, weight: Weight) -> str | LayoutProblem | None:
         """Columns, rows, vocabulary, heads or whole; None, or a problem, if it is not known."""
         if weight.given:
             return weight.given
@@ -208,7 +208,7 @@ class Weights:
         return any(w.named.kind in ("attention", "mlp", "fused") for w in beside)
 
 
-def unlike(weight: Weight, beside: Iterable[Weight]) -> Problem | None:
+def unlike(weight: Weight, beside: Iterable[Weight]) -> LayoutProblem | None:
     """Why an array named like rows is refused: it has the shape of columns beside it."""
     for other in beside:
         if (
@@ -226,7 +226,7 @@ def unlike(weight: Weight, beside: Iterable[Weight]) -> Problem | None:
     return None
 
 
-def _of_fused(weight: Weight) -> Problem:
+def _of_fused(weight: Weight) -> LayoutProblem:
     path = weight.pattern
     return weight.problem(
         "may hold several projections one after the other, which a block of columns would mix",

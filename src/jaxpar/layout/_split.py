@@ -15,7 +15,7 @@ from jaxpar.arguments.calls import naming, public, readable, type_error, value_e
 from jaxpar.arguments.checks import check_dim, check_whole
 from jaxpar.arguments.types import Integer, Leaf
 from jaxpar.axis.axis import AxisLike, axis_names, bind
-from jaxpar.axis.padding import AnyArray, Blocks
+from jaxpar.axis.padding import AnyArray, PaddedDim
 
 
 @readable
@@ -63,7 +63,7 @@ class Split:
         """The mesh axes; none where a number was given."""
         return () if isinstance(self.count, int) else axis_names(self.count)
 
-    def blocks(self, shape: Sequence[int], count: int | None = None) -> tuple[int, Blocks]:
+    def blocks(self, shape: Sequence[int], count: int | None = None) -> tuple[int, PaddedDim]:
         """Returns the dimension of an array of this shape, from the front, and its blocks."""
         if count is None:
             if not isinstance(self.count, int):
@@ -74,7 +74,7 @@ class Split:
                 )
             count = self.count
         dim = check_dim("dim", self.dim, tuple(shape))
-        return dim, Blocks.evenly(shape[dim], count)
+        return dim, PaddedDim.evenly(shape[dim], count)
 
     @public
     def __call__(self, array: Leaf) -> list[AnyArray]:
@@ -112,7 +112,7 @@ class Split:
                 f"{', '.join(f'{shard.dtype}{list(shard.shape)}' for shard in found)}"
             )
         sizes = tuple(shape[dim] for shape in shapes)
-        wanted = Blocks.evenly(sum(sizes), count).sizes
+        wanted = PaddedDim.evenly(sum(sizes), count).sizes
         if sizes != wanted:
             raise value_error(
                 f"shards have {sizes} entries along dimension {dim}, but {sum(sizes)} entries in "
@@ -146,7 +146,7 @@ class Split:
         _, blocks, index = self._here((size,) * (1 + abs(self.dim)))
         return jnp.arange(blocks.block) < jnp.asarray(blocks.sizes, jnp.int32)[index]
 
-    def _here(self, shape: Sequence[int]) -> tuple[int, Blocks, Array]:
+    def _here(self, shape: Sequence[int]) -> tuple[int, PaddedDim, Array]:
         if isinstance(self.count, int):
             raise value_error(
                 f"Split({self.count}, {self.dim}) has no mesh axis, which alone has a device's own "
@@ -244,7 +244,7 @@ class Padded:
             if self.size is not None:
                 object.__setattr__(self, "size", check_whole("size", self.size, 1))
 
-    def blocks(self, size: int, count: int) -> Blocks:
+    def blocks(self, size: int, count: int) -> PaddedDim:
         """How a dimension of `size` lies on `count` devices."""
         if self.size is not None and (self.size < size or self.size % (count * self.multiple)):
             with naming("Padded"):
@@ -254,7 +254,7 @@ class Padded:
                 )
         unit = count * self.multiple
         padded = self.size or -(-size // unit) * unit
-        return Blocks.at_the_end(size, count, padded // count)
+        return PaddedDim.at_the_end(size, count, padded // count)
 
 
 def _as_array(array: Any) -> AnyArray:

@@ -21,8 +21,8 @@ from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
 from jaxpar.layout._paths import Alike, arrays_of, key_of, pattern_of
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._problem import LayoutError, Problem
-from jaxpar.layout._roles import Weights
+from jaxpar.layout._problem import LayoutError, LayoutProblem
+from jaxpar.layout._roles import WeightGroups
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown
 from jaxpar.layout._split import Padded
 from jaxpar.layout._tensor_dims import TensorDims
@@ -104,9 +104,9 @@ def fully_sharded(
     names, least = axes_in(mesh, axis), check_whole("min_size", min_size, 0)
     arrays = shaped(params)
     layers = Pattern("stacked", stacked, [array.path for array in arrays]).check()
-    tables = {table.array.path for table in Weights(arrays, {}, layers).tables}
+    tables = {table.array.path for table in WeightGroups(arrays, {}, layers).tables}
 
-    def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
+    def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | LayoutProblem:
         count = size_of(mesh, names)
         first = int(array.path in layers)
         done = {name for entry in taken for name in axes_of(entry)}
@@ -232,7 +232,7 @@ def tensor_parallel(
         head_size=None if head_size is None else check_whole("head_size", head_size, 1),
     )
 
-    def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
+    def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | LayoutProblem:
         several = [role for role, pattern in given.items() if array.path in pattern]
         if len(several) > 1:
             return array.problem(
@@ -240,7 +240,7 @@ def tensor_parallel(
                 "let only one of them match it",
             )
         dim = found.of(array.path)
-        if isinstance(dim, Problem):
+        if isinstance(dim, LayoutProblem):
             return dim
         return {} if dim is None else {dim: names}
 
@@ -292,7 +292,7 @@ def expert_parallel(
         if array.path in pattern:
             of_layer[_layer_of(array.path)].append(array)
 
-    def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | Problem:
+    def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | LayoutProblem:
         first = int(array.path in layers)
         if array.path not in pattern or len(array.shape) <= first:
             return {}
@@ -310,7 +310,7 @@ def _layer_of(path: str) -> str:
     return before[0] if before else path
 
 
-def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> Problem | None:
+def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> LayoutProblem | None:
     """Why dimension `first` cannot count experts."""
     path, layer = array.path, _layer_of(array.path)
     if one := re.match(r"[./](expert_?)?\d+(?=[./]|$)", path[len(layer) :]):
@@ -347,17 +347,17 @@ def extended(
     params: Any,
     mesh: AnyMesh,
     within: LayoutMap | None,
-    dims: Callable[[Shaped, Sequence[Entry]], Dims | Problem],
+    dims: Callable[[Shaped, Sequence[Entry]], Dims | LayoutProblem],
     batch: Axes = (),
 ) -> LayoutMap:
     """A rule for each array, or for all layers of one: what `within` says, and what `dims` adds."""
-    problems: list[Problem] = []
+    problems: list[LayoutProblem] = []
     specs: dict[str, tuple[Any, ...]] = {}
     groups: dict[str, Alike] = defaultdict(Alike)
     for array in shaped(params):
         taken = _taken(within, array, problems)
         added = dims(array, taken)
-        if isinstance(added, Problem):
+        if isinstance(added, LayoutProblem):
             problems.append(added)
             continue
         entries = [_with(entry, added.get(dim, ())) for dim, entry in enumerate(taken)]
@@ -387,7 +387,7 @@ def _with(entry: Entry, axes: Axes) -> Entry:
     return replace(entry, axes=both) if isinstance(entry, Padded) else both
 
 
-def _taken(within: LayoutMap | None, array: Shaped, problems: list[Problem]) -> list[Entry]:
+def _taken(within: LayoutMap | None, array: Shaped, problems: list[LayoutProblem]) -> list[Entry]:
     """What another strategy's map says of each dimension."""
     whole: list[Entry] = [()] * len(array.shape)
     if within is None:
@@ -404,7 +404,7 @@ def _taken(within: LayoutMap | None, array: Shaped, problems: list[Problem]) -> 
     rule = within.rule(keys[0])
     if rule.action is not None:
         problems.append(
-            Problem(
+            LayoutProblem(
                 array.path,
                 keys[0],
                 f"{array}: rule {keys[0]!r} of `within` is {rule.given!r}, to which no axis "

@@ -15,8 +15,8 @@ from jaxpar.layout._fit import Shaped
 from jaxpar.layout._names import OF_HEADS, PAIR
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._problem import Problem
-from jaxpar.layout._roles import Weight, Weights, unlike
+from jaxpar.layout._problem import LayoutProblem
+from jaxpar.layout._roles import Weight, WeightGroups, unlike
 from jaxpar.layout._rule import Axes, shown
 
 
@@ -33,7 +33,7 @@ class TensorDims:
         count: int,
         head_size: int | None,
     ) -> None:
-        self._weights = weights = Weights(arrays, given, layers)
+        self._weights = weights = WeightGroups(arrays, given, layers)
         self._axes, self._count, self._head_size = axes, count, head_size
         self._widths = weights.widths()
         # The output dimension by place and leaf, from biases and from widths.
@@ -58,7 +58,7 @@ class TensorDims:
                 if out is not None:
                     (self._by_key if named.is_key else self._by_width)[leaf].add(out)
 
-    def of(self, path: str) -> int | Problem | None:
+    def of(self, path: str) -> int | LayoutProblem | None:
         """The sharded dimension; None for a whole array; or a problem if it is not known."""
         weight = self._weights.of[path]
         found = self._dim(weight)
@@ -67,9 +67,9 @@ class TensorDims:
         # A single entry is replicated: the one key of all heads.
         return weight.first + found if weight.shape[found] != 1 else None
 
-    def _dim(self, weight: Weight) -> int | Problem | None:
+    def _dim(self, weight: Weight) -> int | LayoutProblem | None:
         rank, named, role = len(weight.shape), weight.named, self._weights.role(weight)
-        if isinstance(role, Problem):
+        if isinstance(role, LayoutProblem):
             return None if named.adapter == "a" else role
         if rank < 1 or role == "whole":
             return None
@@ -91,7 +91,7 @@ class TensorDims:
             return self._of_heads(weight, role)
         return self._few_heads(weight) or self._of_matrix(weight, role)
 
-    def _of_matrix(self, weight: Weight, role: str) -> int | Problem:
+    def _of_matrix(self, weight: Weight, role: str) -> int | LayoutProblem:
         """The output dimension of columns, the input dimension of rows."""
         if role == "rows" and weight.given is None:
             wrong = unlike(weight, self._weights.in_parent[weight.named.parent])
@@ -144,7 +144,7 @@ class TensorDims:
         wide = _only(d for d, size in enumerate(weight.shape[-2:]) if size in self._widths)
         return wide if wide is None or role == "rows" else 1 - wide
 
-    def _of_heads(self, weight: Weight, role: str) -> int | Problem:
+    def _of_heads(self, weight: Weight, role: str) -> int | LayoutProblem:
         """The heads of [in, heads, size] or [heads, size, out]."""
         rank, named = len(weight.shape), weight.named
         if weight.given:
@@ -177,7 +177,7 @@ class TensorDims:
             return False
         return any(not count % shape[1] for count in both if shape[1]) or not heads["out"]
 
-    def _of_adapter(self, weight: Weight, role: str) -> int | Problem | None:
+    def _of_adapter(self, weight: Weight, role: str) -> int | LayoutProblem | None:
         """The dimension of b for columns, of a for rows and tables; the other one is whole."""
         named, shape = weight.named, weight.shape
         columns = role == "columns" or (role == "heads" and named.name != "attn_vec_einsum")
@@ -203,7 +203,7 @@ class TensorDims:
             f"dimension: rules | {{{key!r}: ...}}"
         )
 
-    def _few_heads(self, weight: Weight) -> Problem | None:
+    def _few_heads(self, weight: Weight) -> LayoutProblem | None:
         """The problem of heads that the devices do not divide, if their number is known."""
         named = weight.named
         if weight.given or named.kind not in ("attention", "fused") or named.name == "sinks":

@@ -16,7 +16,7 @@ from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import on_host
 from jaxpar.layout._paths import described
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._problem import LayoutError, Problem, shape_text
+from jaxpar.layout._problem import LayoutError, LayoutProblem, shape_text
 from jaxpar.layout._rule import Nearest, nearest
 from jaxpar.layout._safetensors import Tensor, tensors_of
 
@@ -40,7 +40,7 @@ def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, un
     problems = [found for stack in stacks for found in stack.problems(tensors, f"{files}", near)]
     read = {name for stack in stacks for name in stack.names}
     problems += [
-        Problem(
+        LayoutProblem(
             None,
             None,
             f"{name!r} {tensor.text} of {files} is read into no array",
@@ -65,25 +65,27 @@ class _Stack:
 
     def problems(
         self, tensors: Mapping[str, Tensor], where: str, near: Nearest
-    ) -> Iterator[Problem]:
+    ) -> Iterator[LayoutProblem]:
         """How the tensors differ from the array."""
         array, count = self.array, len(self.lead)
         path, each = array.path, shape_text(array.dtype, array.shape[count:])
         if self.lead != array.shape[:count]:
             have = shape_text(array.dtype, (*self.lead, *array.shape[count:]))
             text = f"{path!r} is {have} in {where}, and {shape_text(array.dtype, array.shape)} here"
-            yield Problem(path, array.rule, text, "name as many tensors as the array has layers")
+            yield LayoutProblem(
+                path, array.rule, text, "name as many tensors as the array has layers"
+            )
             return
         every = f", each of {' x '.join(map(str, self.lead))}" if self.lead else ""
         for name in self.names:
             tensor = tensors.get(name)
             if tensor is None:
                 text = f"no tensor {name!r}, for {path!r}, in {where}{near.hint(name)}"
-                yield Problem(path, array.rule, text, "give its name in `names`")
+                yield LayoutProblem(path, array.rule, text, "give its name in `names`")
             elif self._read_as(tensor) != each:
                 have = f"{self._read_as(tensor)}{' transposed' if self.order else ''}"
                 text = f"{path!r} is {have} in {where} ({name!r}), and {each} here{every}"
-                yield Problem(path, array.rule, text, _remedy(tensor))
+                yield LayoutProblem(path, array.rule, text, _remedy(tensor))
 
     def _read_as(self, tensor: Tensor) -> str:
         """The dtype and shape of a tensor as the layout reads it."""

@@ -47,7 +47,7 @@ from jaxpar.ring.blocks import gather_replicated
 
 
 @dataclass(frozen=True)
-class Call:
+class EinsumOptions:
     """What was asked for, apart from the operands."""
 
     labels: Labels
@@ -114,14 +114,16 @@ def make_call(
     ring: Ring,
     preferred_element_type: Any,
     precision: Any,
-) -> Call:
+) -> EinsumOptions:
     """Checks what can be checked without the operands."""
     preferred = as_dtype("preferred_element_type", preferred_element_type)
     check_precision(precision)
-    return Call(labels, ring, Arithmetic(preferred, precision))
+    return EinsumOptions(labels, ring, Arithmetic(preferred, precision))
 
 
-def gathered_operand(call: Call, label: str, lhs: MaybeQuantized, rhs: MaybeQuantized) -> Operand:
+def gathered_operand(
+    call: EinsumOptions, label: str, lhs: MaybeQuantized, rhs: MaybeQuantized
+) -> Operand:
     """Returns the operand sharded along `label`: the only one that has it, or the smaller one."""
     labels = call.labels
     if len(label) != 1 or label not in labels.lhs + labels.rhs:
@@ -139,7 +141,7 @@ def gathered_operand(call: Call, label: str, lhs: MaybeQuantized, rhs: MaybeQuan
 
 
 def gather(
-    call: Call,
+    call: EinsumOptions,
     operand: Operand,
     label: str,
     lhs: Any,
@@ -207,7 +209,7 @@ def _as_gathered(ring: Ring, operand: Operand, lhs: Any, rhs: tuple[Any, ...]) -
     return lhs, tuple(w if isinstance(w, Quantized) else seen(w) for w in rhs)
 
 
-def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
+def scatter(call: EinsumOptions, label: str, lhs: Array, rhs: Array) -> Out:
     """Multiplies, sums over the ring, and keeps this device's block along `label`."""
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
@@ -231,7 +233,7 @@ def scatter(call: Call, label: str, lhs: Array, rhs: Array) -> Out:
     return scatter_einsum(method, (product,), ((lhs, rhs),))
 
 
-def all_reduce(call: Call, lhs: Array, rhs: Array) -> Out:
+def all_reduce(call: EinsumOptions, lhs: Array, rhs: Array) -> Out:
     """Multiplies, and sums over the ring."""
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)

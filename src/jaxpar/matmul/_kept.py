@@ -21,7 +21,7 @@ from jaxpar.ring.ways import Arrivals
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Kept:
+class GatheredBlocks:
     """What a gather brought: the whole, or blocks as they came, if not the own; and all scales."""
 
     blocks: list[Leaf]

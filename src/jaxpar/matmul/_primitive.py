@@ -25,7 +25,7 @@ from jaxpar.axis.quantized import Quantized, exact_of, straight_through
 from jaxpar.choose.flow import FlowKind
 from jaxpar.compiler.derivatives import as_residuals, with_derivative
 from jaxpar.matmul._arrivals import cut_operand, multiply_part, take_partners, use_arrivals
-from jaxpar.matmul._kept import Kept, steps_of
+from jaxpar.matmul._kept import GatheredBlocks, steps_of
 from jaxpar.matmul._product import (
     Left,
     Out,
@@ -307,7 +307,7 @@ def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any
     blocks: list[Array] = []
     results, scales = _gather_blocks(method, products, method.sent(left), rights, blocks)
     # The own block, which is used first, is kept anyway.
-    return results, Kept(blocks[1:] if method.way.keeps_own_first else blocks, scales)
+    return results, GatheredBlocks(blocks[1:] if method.way.keeps_own_first else blocks, scales)
 
 
 def _keep_fwd(method: RingEinsum, products: Any, left: Any, rights: Any) -> Any:
@@ -325,7 +325,7 @@ def _by_kept(
     left: Any,
     rights: Any,
     cts: Any,
-    kept: Kept,
+    kept: GatheredBlocks,
 ) -> Any:
     """Returns the same of what was kept: the gradients of the right operands send nothing.
 
@@ -346,7 +346,7 @@ def _by_kept(
 
 
 def _by_kept_fwd(
-    method: RingEinsum, products: Any, left: Any, rights: Any, cts: Any, kept: Kept
+    method: RingEinsum, products: Any, left: Any, rights: Any, cts: Any, kept: GatheredBlocks
 ) -> Any:
     return _gradients_by_kept(method, products, left, rights, cts, kept), as_residuals(
         (left, rights, cts)

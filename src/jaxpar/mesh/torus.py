@@ -144,7 +144,7 @@ def torus_order(
     dims.append(_Dim(cores, 1, 0, 0))
     places = places.reshape([dim.left for dim in dims])
 
-    tiles = _Search(shape, cores).best(tuple(dims))
+    tiles = _TileSearch(shape, cores).best(tuple(dims))
     index = np.zeros((*shape, len(dims)), int)
     for axis, sides in tiles.items():
         along = [1] * len(shape)
@@ -154,7 +154,7 @@ def torus_order(
     return places[tuple(np.moveaxis(index, -1, 0))]
 
 
-class _Search:
+class _TileSearch:
     """Branch and bound over the tiles of the axes, innermost axis first."""
 
     def __init__(self, shape: Sequence[int], cores: int):

@@ -17,7 +17,7 @@ from jaxpar.arguments.checks import as_array, check_number, check_own, check_who
 from jaxpar.arguments.trees import check_own_leaves
 from jaxpar.arguments.types import Integer, Values
 from jaxpar.axis.axis import AxisLike, Ring, bind
-from jaxpar.axis.padding import Blocks
+from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.choose.sites import DISPATCHES
 from jaxpar.compiler.tuning import AUTO
@@ -310,7 +310,7 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
     check_shapes(experts)
     shards = check_whole("shards", shards, 1)
     count = len(experts.up)
-    blocks = Blocks.at_the_end(count, shards, -(-count // shards))
+    blocks = PaddedDim.at_the_end(count, shards, -(-count // shards))
     if blocks.padded == count:
         return given
     padded: Experts = jax.tree.map(lambda w: blocks.pad(w, 0), experts)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxpar.schedule import Exposed, Finding, Target, compile_for, explain, timeline
+from jaxpar.schedule import ExposedCollective, Finding, Target, compile_for, explain, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.explain.explained import place_of, title_of
 from jaxpar.tools.explain.exposed import Exposures
@@ -270,7 +270,7 @@ def _sent(
     return Exposures(program, timeline(program))
 
 
-def _key(e: Exposed) -> str:
+def _key(e: ExposedCollective) -> str:
     return f"{e.phase} {e.collective} over {','.join(e.axes)}"
 
 

@@ -23,7 +23,7 @@ from jaxpar.arguments.units import us as us
 from jaxpar.axis.axis import MODES as MODES
 from jaxpar.axis.axis import AxisLike as AxisLike
 from jaxpar.axis.axis import axis_names as axis_names
-from jaxpar.axis.padding import Blocks as Blocks
+from jaxpar.axis.padding import PaddedDim as PaddedDim
 from jaxpar.axis.varying import varying_axes as varying_axes
 from jaxpar.axis.wire import gathered_by as gathered_by
 from jaxpar.choose.sites import NAMED as NAMED

@@ -12,7 +12,7 @@ from typing import Any
 from jaxpar.tools.cli.console import UsageError, print_error, progress, status_of
 from jaxpar.tools.cli.explain_page import page_of
 from jaxpar.tools.cli.predict_command import FIGURES, parse_requests
-from jaxpar.tools.cli.predict_results import Failure, Report, Request, Tick
+from jaxpar.tools.cli.predict_results import Failure, Request, TargetResults, Tick
 from jaxpar.tools.cli.predict_views import write_picture, write_trace
 from jaxpar.tools.cli.shared_options import (
     add_command,
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot:
         require_reportable(args, ("json", "html", "trace", "plot"))
     require_folders(args, ("json", "html", "trace"))
-    report, record = Report(request.target), dict[str, Any]()
+    report, record = TargetResults(request.target), dict[str, Any]()
     with progress("compiling", None) as tick:
         _explain(request, args, report, record, tick)
     for failure in report.failures:
@@ -163,7 +163,7 @@ def _before(path: str | None) -> dict[str, Any] | None:
 def _explain(
     request: Request,
     args: argparse.Namespace,
-    report: Report,
+    report: TargetResults,
     record: dict[str, Any],
     tick: Tick,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar.schedule import CompiledProgram, Target, Timeline, compile_for, explain, read_trace
 from jaxpar.tools.cli.console import UsageError
-from jaxpar.tools.cli.predict_programs import Program, programs, requested_options
+from jaxpar.tools.cli.predict_programs import PlannedProgram, programs, requested_options
 from jaxpar.tools.cli.predict_results import Failure, Prediction, Request, request_from
 from jaxpar.tools.cli.predict_worker import Record, facts_of, target_of, where
 from jaxpar.tools.cli.workers import answer
@@ -47,7 +47,7 @@ def serve(task: dict[str, Any]) -> Iterator[Record]:
 
 
 def _explained(
-    program: Program,
+    program: PlannedProgram,
     request: Request,
     task: dict[str, Any],
     target: Target,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxpar.tools.cli.console import UsageError, open_console, print_error, progress, status_of
 from jaxpar.tools.cli.ops import DEFAULT_OPS
 from jaxpar.tools.cli.predict_programs import parse_operand
-from jaxpar.tools.cli.predict_results import Failure, Report, Request, Tick, write_json
+from jaxpar.tools.cli.predict_results import Failure, Request, TargetResults, Tick, write_json
 from jaxpar.tools.cli.predict_views import print_notes, print_report, write_picture, write_trace
 from jaxpar.tools.cli.shared_options import (
     add_command,
@@ -132,7 +132,7 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if served or not all(failure.usage for _, failure in failures) else 2
 
 
-def _write(args: argparse.Namespace, reports: list[Report], requests: list[Request]) -> None:
+def _write(args: argparse.Namespace, reports: list[TargetResults], requests: list[Request]) -> None:
     if args.json:
         write_json(args.json, reports, requests)
     if args.trace:
@@ -146,7 +146,7 @@ def _programs(request: Request) -> int:
     return 1 if request.function else one_shape * len(request.shapes)
 
 
-def run_all(requests: Sequence[Request], jobs: int, tick: Tick) -> list[Report]:
+def run_all(requests: Sequence[Request], jobs: int, tick: Tick) -> list[TargetResults]:
     """Serves each request in a process of its own, `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -157,8 +157,8 @@ def run_all(requests: Sequence[Request], jobs: int, tick: Tick) -> list[Report]:
             raise
 
 
-def _run_one(request: Request, tick: Tick) -> Report:
-    report = Report(request.target)
+def _run_one(request: Request, tick: Tick) -> TargetResults:
+    report = TargetResults(request.target)
     take = partial(report.take, tick=tick)
     if died := converse("jaxpar.tools.cli.predict_worker", asdict(request), take):
         report.failures.append(Failure(report.begun, f"the compiler's process {died}"))

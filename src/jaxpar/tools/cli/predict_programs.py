@@ -32,7 +32,7 @@ from jaxpar.tools.toolkit import gathered_by, jitted_like, jitted_with
 
 
 @dataclass(frozen=True)
-class Program:
+class PlannedProgram:
     """One program to compile, and how to find its floor once it is."""
 
     case: str
@@ -42,7 +42,7 @@ class Program:
     floor: Callable[[CompiledProgram, Timeline], Floor]
 
 
-def programs(request: Request, target: Target, ring: Ring) -> list[Program]:
+def programs(request: Request, target: Target, ring: Ring) -> list[PlannedProgram]:
     """Returns the programs of a request.
 
     Raises:
@@ -101,7 +101,9 @@ def _width(op: Op, request: Request) -> float:
     return (1 + dtype.itemsize) / 2 if request.grad else dtype.itemsize if sums_first else 1
 
 
-def _of_op(request: Request, target: Target, ring: Ring, op: Op, shape: Shape) -> Iterator[Program]:
+def _of_op(
+    request: Request, target: Target, ring: Ring, op: Op, shape: Shape
+) -> Iterator[PlannedProgram]:
     rows, depth, cols = shape
     sizes = ((rows, depth), (depth, cols), (rows, cols))
     args = [
@@ -118,7 +120,7 @@ def _of_op(request: Request, target: Target, ring: Ring, op: Op, shape: Shape) -
 
     for mode in request.modes:
         function = op.bind(target.mesh, ring, mode, **options)
-        yield Program(
+        yield PlannedProgram(
             case=f"{op.name} {shape_text(shape)}",
             mode=mode,
             function=with_gradients(function) if request.grad else function,
@@ -127,7 +129,7 @@ def _of_op(request: Request, target: Target, ring: Ring, op: Op, shape: Shape) -
         )
 
 
-def _of_function(request: Request, target: Target) -> Program:
+def _of_function(request: Request, target: Target) -> PlannedProgram:
     text = request.function or ""
     function = find_function(text)
     if request.args:
@@ -141,7 +143,7 @@ def _of_function(request: Request, target: Target) -> Program:
             floats = jitted.eval_shape(*args)
         function = jitted_like(function, _with_gradients_of_floats(function))
         args = (*args, floats)
-    return Program(text, "", function, args, program_floor)
+    return PlannedProgram(text, "", function, args, program_floor)
 
 
 def find_function(text: str) -> Callable[..., Any]:

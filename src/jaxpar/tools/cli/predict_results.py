@@ -111,7 +111,7 @@ class Failure:
 
 
 @dataclass
-class Report:
+class TargetResults:
     """All that came of one target."""
 
     target: str
@@ -146,7 +146,7 @@ class Report:
                 tick(f"{self.target} {self.failures[-1].label}")
 
 
-def header(report: Report, request: Request) -> str:
+def header(report: TargetResults, request: Request) -> str:
     """The line above a target's results: for what they were compiled."""
     parts = [report.target]
     if facts := report.facts:
@@ -158,7 +158,7 @@ def header(report: Report, request: Request) -> str:
     return " | ".join(parts)
 
 
-def compiled_by(report: Report) -> str:
+def compiled_by(report: TargetResults) -> str:
     """The compiler that a target's results come from."""
     facts = report.facts
     found = {} if facts is None else facts.versions
@@ -173,7 +173,7 @@ def phase(request: Request) -> str:
     return "forward+backward" if request.grad else "forward"
 
 
-def notes(report: Report) -> list[str]:
+def notes(report: TargetResults) -> list[str]:
     """What a reader must know to judge a target's results."""
     found: list[str] = []
     facts = report.facts
@@ -211,7 +211,7 @@ def _notes_of_links(facts: Facts, predictions: Sequence[Prediction]) -> list[str
     return found
 
 
-def write_json(path: str, reports: Sequence[Report], requests: Sequence[Request]) -> None:
+def write_json(path: str, reports: Sequence[TargetResults], requests: Sequence[Request]) -> None:
     """Writes one object, with an entry a target."""
     record = {
         "jaxpar": jaxpar.__version__,
@@ -222,7 +222,7 @@ def write_json(path: str, reports: Sequence[Report], requests: Sequence[Request]
     write_text(path, json.dumps(record, indent=1) + "\n")
 
 
-def _entry(report: Report, request: Request) -> dict[str, Any]:
+def _entry(report: TargetResults, request: Request) -> dict[str, Any]:
     return {
         "target": report.target,
         "request": asdict(request),

@@ -16,8 +16,8 @@ from jaxpar.tools.cli.predict_results import (
     NOTE,
     Facts,
     Prediction,
-    Report,
     Request,
+    TargetResults,
     compiled_by,
     header,
     notes,
@@ -37,7 +37,7 @@ _COLUMNS = [
 _PADDING = (0, 1, 0, 0)
 
 
-def print_report(report: Report, request: Request, console: Any) -> None:
+def print_report(report: TargetResults, request: Request, console: Any) -> None:
     """Prints a section a case. Colour marks what is near its floor and what is not."""
     escape = require_extra("rich.markup").escape
     console.print(f"[bold]{escape(header(report, request))}[/]", highlight=False)
@@ -58,7 +58,7 @@ def print_report(report: Report, request: Request, console: Any) -> None:
     console.print()
 
 
-def print_notes(reports: list[Report], console: Any) -> None:
+def print_notes(reports: list[TargetResults], console: Any) -> None:
     """Prints what holds for all of the output."""
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
     lines.append(
@@ -90,12 +90,12 @@ def _cells(row: Prediction, facts: Facts | None, about: str) -> list[str]:
     ]
 
 
-def write_trace(path: str, reports: Sequence[Report]) -> None:
+def write_trace(path: str, reports: Sequence[TargetResults]) -> None:
     """Writes one process a program, one thread a row."""
     write_text(path, json.dumps(trace(reports)) + "\n")
 
 
-def trace(reports: Sequence[Report]) -> dict[str, Any]:
+def trace(reports: Sequence[TargetResults]) -> dict[str, Any]:
     """The trace: times are microseconds of the model."""
     chosen = [
         (report.target, prediction)
@@ -111,7 +111,7 @@ def trace(reports: Sequence[Report]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"note": _note(reports)}}
 
 
-def _note(reports: Sequence[Report]) -> str:
+def _note(reports: Sequence[TargetResults]) -> str:
     """Where the times come from."""
     return MEASURED_NOTE if any(report.measured for report in reports) else NOTE
 
@@ -209,10 +209,10 @@ _TRANSFERS: Looks = {
     _SYNCHRONOUS: lambda event: event.synchronous,
 }
 
-Group = tuple[Report, Request, list[Prediction]]  # the modes of one case
+Group = tuple[TargetResults, Request, list[Prediction]]  # the modes of one case
 
 
-def write_picture(path: str, reports: Sequence[Report], requests: Sequence[Request]) -> None:
+def write_picture(path: str, reports: Sequence[TargetResults], requests: Sequence[Request]) -> None:
     """Draws a block a target and case, and in it a panel a mode over one time axis."""
     lines = _layout(reports, requests)
     columns = len(lines[0])
@@ -236,7 +236,9 @@ def write_picture(path: str, reports: Sequence[Report], requests: Sequence[Reque
         figure.savefig(half)
 
 
-def _layout(reports: Sequence[Report], requests: Sequence[Request]) -> list[list[Group | None]]:
+def _layout(
+    reports: Sequence[TargetResults], requests: Sequence[Request]
+) -> list[list[Group | None]]:
     """Lines of blocks: a column a target, or two columns of one target's cases."""
     columns: list[list[Group | None]] = [
         [

@@ -11,7 +11,7 @@ from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.ops import Ring
-from jaxpar.tools.cli.predict_programs import Program, programs, requested_options
+from jaxpar.tools.cli.predict_programs import PlannedProgram, programs, requested_options
 from jaxpar.tools.cli.predict_results import Facts, Failure, Prediction, Request, request_from
 from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
@@ -52,7 +52,7 @@ def _failure(label: str, reason: str, usage: bool = False) -> Record:
 
 
 def _predict(
-    program: Program, request: Request, target: Target, texts: dict[tuple[str, str], str]
+    program: PlannedProgram, request: Request, target: Target, texts: dict[tuple[str, str], str]
 ) -> Prediction:
     options = requested_options(request, target)
     compiled = compile_for(program.function, target, *program.args, compiler_options=options)
@@ -96,7 +96,7 @@ def target_of(request: Request, needs_figures: bool = True) -> Target:
         raise UsageError(f"--figures measured: {reason}") from None
 
 
-def facts_of(request: Request, target: Target, ring: Ring, chosen: list[Program]) -> Facts:
+def facts_of(request: Request, target: Target, ring: Ring, chosen: list[PlannedProgram]) -> Facts:
     first = target.mesh.devices.flat[0]
     # Besides those requested, a function of `jaxpar.jit` keeps its own.
     _, options = jitted_with(chosen[0].function, requested_options(request, target))

@@ -27,7 +27,7 @@ from jaxpar.tools.cli.shared_options import (
     parse_names,
     require_folders,
 )
-from jaxpar.tools.cli.tune_search import SAME, Tried
+from jaxpar.tools.cli.tune_search import SAME, TriedWay
 from jaxpar.tools.cli.tune_worker import HERE
 from jaxpar.tools.cli.workers import COMPILING, converse
 from jaxpar.tools.toolkit import AUTO, NAMED
@@ -101,11 +101,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass
-class Report:
+class SearchProgress:
     """What a search, of which processes may have died, has found so far."""
 
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    tried: list[Tried] = field(default_factory=list[Tried])
+    tried: list[TriedWay] = field(default_factory=list[TriedWay])
     found: Mapping[str, Any] | None = None
     failure: Mapping[str, Any] | None = None
     begun: str = ""
@@ -119,7 +119,7 @@ class Report:
             case "begin":
                 self.begun = said
             case "tried":
-                self._add(Tried(**said))
+                self._add(TriedWay(**said))
                 tick(f"{self.tried[-1].part} {self.tried[-1].way}")
             case "found":
                 self.found = said
@@ -132,13 +132,13 @@ class Report:
         part, _, way = rest.partition(" | ")
         again = self.begun in {tried.key for tried in self.tried}
         if way and not again:
-            self._add(Tried(site, part, way, None, f"failed: the process {died}"))
+            self._add(TriedWay(site, part, way, None, f"failed: the process {died}"))
         else:
             what = f"the process of {self.begun}" if self.begun else "the process"
             self.failure = {"reason": f"{what} {died}", "usage": False}
         return self.failure is None
 
-    def _add(self, tried: Tried) -> None:
+    def _add(self, tried: TriedWay) -> None:
         if tried.key not in {known.key for known in self.tried}:
             self.tried.append(tried)
 
@@ -166,9 +166,9 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def tune(request: Request, limits: Mapping[str, Any], tick: Any) -> Report:
+def tune(request: Request, limits: Mapping[str, Any], tick: Any) -> SearchProgress:
     """Searches in a process of its own; where it dies, another one goes on behind what it tried."""
-    report = Report()
+    report = SearchProgress()
     environment = {} if request.target == HERE else COMPILING
     task = {"request": asdict(request), **limits}
     goes_on = True
@@ -180,7 +180,7 @@ def tune(request: Request, limits: Mapping[str, Any], tick: Any) -> Report:
     return report
 
 
-def _tuning(report: Report, args: argparse.Namespace) -> Tuning:
+def _tuning(report: SearchProgress, args: argparse.Namespace) -> Tuning:
     found = report.found or {}
     before, after = found["before"], found["after"]
     return Tuning(
@@ -205,7 +205,7 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds * 1e3:.5g}")
 
 
-def _by_site(tried: list[Tried]) -> list[Tried]:
+def _by_site(tried: list[TriedWay]) -> list[TriedWay]:
     """Those of one site, and of one part of it, side by side, else in the order of the search."""
     sites = list(dict.fromkeys(t.site for t in tried))
     parts = list(dict.fromkeys(t.part for t in tried))
@@ -227,7 +227,7 @@ def _command(args: argparse.Namespace) -> str:
     return shlex.join([*words, "-o", args.output])
 
 
-def print_report(report: Report, tuning: Tuning, function: str) -> None:
+def print_report(report: SearchProgress, tuning: Tuning, function: str) -> None:
     """Prints a section a site, and what all came to."""
     console = open_console()
     escape = require_extra("rich.markup").escape
@@ -261,7 +261,7 @@ def print_report(report: Report, tuning: Tuning, function: str) -> None:
     console.print(f'{tuning.name} is for jaxpar.jit(..., tuned="{tuning.name}")', highlight=False)
 
 
-def _cells(tried: Tried, chosen: str | None, auto: float) -> list[str]:
+def _cells(tried: TriedWay, chosen: str | None, auto: float) -> list[str]:
     says = "chosen" if tried.way == chosen else tried.note
     if says == "chosen" and tried.part == "row chunks" and tried.way not in (AUTO, "1"):
         says = "chosen: the matmuls of each chunk are naive"

@@ -53,7 +53,7 @@ class Clock(Protocol):
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedWay:
     """What came of one way of one decision.
 
     Attributes:
@@ -77,7 +77,7 @@ class Tried:
 
 
 def search(
-    clock: Clock, known: Mapping[str, Tried], most: int, modes: Collection[str]
+    clock: Clock, known: Mapping[str, TriedWay], most: int, modes: Collection[str]
 ) -> Iterator[Record]:
     """Tries every way of every decision, the largest first; the best so far is kept.
 
@@ -94,9 +94,9 @@ def search(
     first = clock.lower({})
     first.seconds = clock.time(first)
     yield {"begin": ""}
-    so_far = _Search(clock, known, most, first, {first.digest: AUTO})
+    so_far = _WaySearch(clock, known, most, first, {first.digest: AUTO})
     for decision in so_far.decisions():
-        here = partial(Tried, decision.site, decision.part)
+        here = partial(TriedWay, decision.site, decision.part)
         yield {"tried": asdict(here(AUTO, so_far.best.seconds))}
         for way in decision.ways:
             if way in MODES and way not in modes:
@@ -122,7 +122,7 @@ def search(
 
 
 @dataclass
-class _Search:
+class _WaySearch:
     """A search under way.
 
     Attributes:
@@ -132,7 +132,7 @@ class _Search:
     """
 
     clock: Clock
-    known: Mapping[str, Tried]
+    known: Mapping[str, TriedWay]
     most: int
     best: Candidate
     same: dict[str, str]
@@ -147,7 +147,7 @@ class _Search:
             done.add((decision.site, decision.part))
             yield decision
 
-    def attempt(self, way: Tried) -> Tried | None:
+    def attempt(self, way: TriedWay) -> TriedWay | None:
         """Tries a way, and keeps it if it is better; None: there were too many programs before."""
         tried, candidate = self.known.get(way.key), None
         try:
@@ -165,7 +165,7 @@ class _Search:
             self.best = candidate
         return tried
 
-    def _time(self, way: Tried, candidate: Candidate) -> Tried | None:
+    def _time(self, way: TriedWay, candidate: Candidate) -> TriedWay | None:
         digest = candidate.digest
         if digest in self.same:
             return replace(way, note=f"{SAME} as with {self.same[digest]}")
@@ -176,7 +176,7 @@ class _Search:
         return replace(way, seconds=candidate.seconds, wins=wins, digest=digest)
 
 
-def _with(choices: Choices, tried: Tried) -> Choices:
+def _with(choices: Choices, tried: TriedWay) -> Choices:
     parts = {**choices.get(tried.site, {}), tried.part: tried.way}
     return {**choices, tried.site: parts}
 

@@ -17,7 +17,7 @@ from jaxpar.tools.cli.predict_programs import programs, requested_options
 from jaxpar.tools.cli.predict_results import Request, request_from
 from jaxpar.tools.cli.predict_worker import COMPILER_PACKAGES, target_of, where
 from jaxpar.tools.cli.shared_options import mesh_error
-from jaxpar.tools.cli.tune_search import Candidate, Record, Tried, search
+from jaxpar.tools.cli.tune_search import Candidate, Record, TriedWay, search
 from jaxpar.tools.cli.workers import answer, start_jax
 from jaxpar.tools.timeline.target import HERE
 from jaxpar.tools.toolkit import Choices, Trial, jitted_with, trying, versions
@@ -185,7 +185,7 @@ def serve(task: Mapping[str, Any]) -> Iterator[Record]:
             clock = Timed(jitted, program.args, target.mesh, options, task["repeats"])
         else:
             clock = Predicted(jitted, program.args, target.mesh, options, target)
-        known = {tried.key: tried for tried in (Tried(**entry) for entry in task["known"])}
+        known = {tried.key: tried for tried in (TriedWay(**entry) for entry in task["known"])}
         yield from search(clock, known, task["most"], task["modes"])
     except UsageError as reason:
         yield {"failure": {"reason": str(reason), "usage": True}}

@@ -14,7 +14,7 @@ from typing import Literal
 
 from jaxpar.mesh import ring_hops
 from jaxpar.tools.explain.edits import Edit, Edits
-from jaxpar.tools.explain.exposed import THE_END, Exposed, Exposures
+from jaxpar.tools.explain.exposed import THE_END, ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.values import Value
@@ -80,12 +80,12 @@ class Rules:
     def __init__(self, exposures: Exposures, edits: Edits) -> None:
         self.exposures, self.edits, self.values = exposures, edits, exposures.values
 
-    def of(self, exposed: Exposed | Overhead) -> Iterator[Verdict]:
+    def of(self, exposed: ExposedCollective | Overhead) -> Iterator[Verdict]:
         """What the rules say, in their order; the last one always applies."""
         if isinstance(exposed, Overhead):
             yield self._copies(exposed)
             return
-        rules: tuple[Callable[[Exposed], Verdict | None], ...] = (
+        rules: tuple[Callable[[ExposedCollective], Verdict | None], ...] = (
             self._resharding,
             self._sent_twice,
             self._wide_dtype,
@@ -103,7 +103,7 @@ class Rules:
 
     # -- what is sent in vain -----------------------------------------------------------------
 
-    def _sent_twice(self, e: Exposed) -> Verdict | None:
+    def _sent_twice(self, e: ExposedCollective) -> Verdict | None:
         collective = self.values.collective(e.name)
         if collective is None or not collective.operands:
             return None
@@ -163,7 +163,7 @@ class Rules:
             value = next(iter(self.values.sources(value)))
         return value == wanted
 
-    def _alike(self, e: Exposed, collective: Instruction) -> str | None:
+    def _alike(self, e: ExposedCollective, collective: Instruction) -> str | None:
         """Another collective that sends the same array to the same devices, before this one."""
         own = self._origin_of(collective)
         for name, events in self.exposures.transfers.items():
@@ -192,7 +192,7 @@ class Rules:
             value = sources[0]
         return value
 
-    def _kept(self, e: Exposed) -> int:
+    def _kept(self, e: ExposedCollective) -> int:
         """Bytes of all that a collective results in over a step."""
         arrays = self.exposures.instruction(e.name).arrays
         return max((array.bytes for array in arrays), default=0) * e.runs
@@ -200,7 +200,7 @@ class Rules:
     def _has_room(self, count: int) -> bool:
         return self.exposures.program.memory.peak + count < self.exposures.chip.capacity
 
-    def _resharding(self, e: Exposed) -> Verdict | None:
+    def _resharding(self, e: ExposedCollective) -> Verdict | None:
         if not e.inserted or e.latency >= _HALF * e.transfer:  # of a few numbers
             return None
         arguments = self.exposures.arguments(e.name)
@@ -219,7 +219,7 @@ class Rules:
             is_sure=False,
         )
 
-    def _wide_dtype(self, e: Exposed) -> Verdict | None:
+    def _wide_dtype(self, e: ExposedCollective) -> Verdict | None:
         collective = self.values.collective(e.name)
         if collective is None or e.collective not in ("all-reduce", "reduce-scatter"):
             return None
@@ -261,7 +261,7 @@ class Rules:
 
     # -- where it travels ---------------------------------------------------------------------
 
-    def _links_apart(self, e: Exposed) -> Verdict | None:
+    def _links_apart(self, e: ExposedCollective) -> Verdict | None:
         mesh = self.exposures.target.mesh
         axes = [axis for axis in e.axes if axis in mesh.axis_names]
         devices = mesh.devices.flat
@@ -280,7 +280,7 @@ class Rules:
             is_sure=False,
         )
 
-    def _links_busy(self, e: Exposed) -> Verdict | None:
+    def _links_busy(self, e: ExposedCollective) -> Verdict | None:
         if e.queued < _HALF * e.seconds:
             return None
         return Verdict(
@@ -292,7 +292,7 @@ class Rules:
             self.edits.modes(),
         )
 
-    def _latency(self, e: Exposed) -> Verdict | None:
+    def _latency(self, e: ExposedCollective) -> Verdict | None:
         if e.latency < _HALF * e.transfer:
             return None
         return Verdict(
@@ -305,7 +305,7 @@ class Rules:
 
     # -- what could run beside it -------------------------------------------------------------
 
-    def _synchronous(self, e: Exposed) -> Verdict | None:
+    def _synchronous(self, e: ExposedCollective) -> Verdict | None:
         if not e.synchronous:
             return None
         kind = self.exposures.target.mesh.devices.flat[0].device_kind
@@ -329,7 +329,7 @@ class Rules:
             chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line)),
         )
 
-    def _ends_of_a_pipeline(self, e: Exposed) -> Verdict | None:
+    def _ends_of_a_pipeline(self, e: ExposedCollective) -> Verdict | None:
         """Most runs are hidden, and those that are not begin or end a series of them."""
         runs = self.exposures.runs(e)
         hidden = [waited < 0.1 * event.seconds for event, waited in runs]
@@ -350,7 +350,7 @@ class Rules:
             self.edits.modes(),
         )
 
-    def _ordered_elsewhere(self, e: Exposed) -> Verdict | None:
+    def _ordered_elsewhere(self, e: ExposedCollective) -> Verdict | None:
         if e.independent < _HALF * e.seconds:
             return None
         where = "in the backward pass" if e.phase == "recomputation" else "elsewhere in the step"
@@ -363,7 +363,7 @@ class Rules:
             chain(self.edits.compiler_options(), self.edits.barriers(), self.edits.unrolled()),
         )
 
-    def _nothing_to_hide_behind(self, e: Exposed) -> Verdict:
+    def _nothing_to_hide_behind(self, e: ExposedCollective) -> Verdict:
         needs = f"{e.after} needs it at once"
         if e.after == THE_END:
             needs = "the step ends with it"

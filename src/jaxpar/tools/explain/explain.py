@@ -12,13 +12,13 @@ from typing import Any
 from jaxpar.tools.explain.causes import CAUSES, Cause, Rules
 from jaxpar.tools.explain.edits import Edits
 from jaxpar.tools.explain.explained import WORTH, record_of, text_of
-from jaxpar.tools.explain.exposed import Exposed, Exposures
+from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead, overheads
-from jaxpar.tools.explain.trials import Trials, Tried
-from jaxpar.tools.program.memory import Held, held_at_peak
-from jaxpar.tools.timeline.beside import Beside, beside
+from jaxpar.tools.explain.trials import Trials, TriedEdit
+from jaxpar.tools.program.memory import LiveArray, held_at_peak
+from jaxpar.tools.timeline.beside import MeasuredInstruction, beside
 from jaxpar.tools.timeline.floor import Floor, device_flops, program_floor
-from jaxpar.tools.timeline.player import Assumed
+from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
 from jaxpar.tools.toolkit import naming, readable, type_error, value_error
 
@@ -50,11 +50,11 @@ class Finding:
       'the compiler makes it synchronous: nothing runs beside it'
     """
 
-    of: Exposed | Overhead
+    of: ExposedCollective | Overhead
     cause: Cause
     why: str
     edit: str
-    tried: tuple[Tried, ...]
+    tried: tuple[TriedEdit, ...]
     gain: float
     left: int
 
@@ -97,11 +97,11 @@ class Explanation:
     floor: Floor
     findings: tuple[Finding, ...]
     overheads: tuple[Overhead, ...]
-    held: tuple[Held, ...]
+    held: tuple[LiveArray, ...]
     utilisation: float
     refused: dict[str, str] = field(repr=False)
     predicted: Timeline | None = field(default=None, repr=False)
-    beside: tuple[Beside, ...] = field(default=(), repr=False)
+    beside: tuple[MeasuredInstruction, ...] = field(default=(), repr=False)
 
     def record(self) -> dict[str, Any]:
         """Everything in plain numbers and text, as `json` writes it."""
@@ -127,7 +127,7 @@ def explain(
     tries: int = 8,
     worst: int = 10,
     measured: Timeline | None = None,
-    assumed: Assumed | None = None,
+    assumed: Assumptions | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Explanation:
     """Says why a step takes as long as it does, line by line, and which edits make it faster.
@@ -241,23 +241,23 @@ class Before:
         self.total, self._exposures = exposures.played.total, exposures
 
     @cached_property
-    def exposed(self) -> Mapping[str, Exposed]:
+    def exposed(self) -> Mapping[str, ExposedCollective]:
         """What it exposes, by the names of the instructions."""
         return {name: one for one in self._exposures.all() for name in one.names}
 
 
 def _finding(
-    of: Exposed | Overhead, rules: Rules, trials: Trials, played: Timeline, before: Before
+    of: ExposedCollective | Overhead, rules: Rules, trials: Trials, played: Timeline, before: Before
 ) -> Finding:
     """The first verdict that holds; one that is not sure needs an edit that makes it so."""
-    left, slower = 0, list[Tried]()
+    left, slower = 0, list[TriedEdit]()
     is_worth = of.seconds >= WORTH * played.total
     for verdict in rules.of(of):
         tried, skipped = trials.all(verdict.edits) if is_worth else ((), 0)
         left += skipped
         slower += [one for one in tried if one.seconds > FASTER * before.total]
         faster = [one for one in tried if one not in slower]
-        if not verdict.is_sure and isinstance(of, Exposed):
+        if not verdict.is_sure and isinstance(of, ExposedCollective):
             faster = [one for one in faster if one.removes(before.exposed.get(of.name, of))]
         if verdict.is_sure or faster:
             gain = before.total - faster[0].seconds if faster else 0.0

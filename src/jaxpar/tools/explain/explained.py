@@ -16,9 +16,9 @@ from jaxpar.tools.toolkit import us
 
 if TYPE_CHECKING:
     from jaxpar.tools.explain.explain import Explanation, Finding
-    from jaxpar.tools.explain.exposed import Exposed
+    from jaxpar.tools.explain.exposed import ExposedCollective
     from jaxpar.tools.explain.overheads import Overhead
-    from jaxpar.tools.timeline.beside import Beside
+    from jaxpar.tools.timeline.beside import MeasuredInstruction
     from jaxpar.tools.timeline.timeline import Timeline
 
 Record = Mapping[str, Any]
@@ -85,7 +85,7 @@ def _of_timeline(played: Timeline) -> dict[str, Any]:
     return {"seconds": played.total, **{name: getattr(played, name) for name in numbers}}
 
 
-def _of_beside(one: Beside) -> dict[str, Any]:
+def _of_beside(one: MeasuredInstruction) -> dict[str, Any]:
     return {**asdict(one), "line": _of_line(one.line), "ratio": one.ratio}
 
 
@@ -185,12 +185,12 @@ def paragraph(record: Record, finding: Record, number: int) -> list[str]:
     return lines
 
 
-def title_of(of: Exposed | Overhead) -> str:
+def title_of(of: ExposedCollective | Overhead) -> str:
     """What costs the time, in a line."""
     return title(asdict(of))
 
 
-def place_of(of: Exposed | Overhead) -> str:
+def place_of(of: ExposedCollective | Overhead) -> str:
     """The line, the scopes and the phase."""
     return place(asdict(of))
 

@@ -27,7 +27,7 @@ THE_END = "the end of the step"
 
 @readable
 @dataclass(frozen=True)
-class Exposed:
+class ExposedCollective:
     """What is exposed of the collectives of one line: all runs in a step, on one device.
 
     Attributes:
@@ -121,11 +121,11 @@ class Exposures(Origins):
             if event.kind == "wait":
                 self.waits[event.name].append(place)
 
-    def found(self) -> list[Exposed]:
+    def found(self) -> list[ExposedCollective]:
         """What is exposed, the longest first: what one line sends over one axis is one entry."""
         return [e for e in self.all() if e.seconds]
 
-    def all(self) -> list[Exposed]:
+    def all(self) -> list[ExposedCollective]:
         """All that is sent, what is hidden, too; the most exposed first."""
         groups: dict[Any, list[str]] = defaultdict(list)
         for name, events in self.transfers.items():
@@ -143,7 +143,7 @@ class Exposures(Origins):
                 found[self._source(name)] += events
         return {key: sorted(events, key=lambda e: e.start) for key, events in found.items()}
 
-    def runs(self, exposed: Exposed) -> list[tuple[Event, float]]:
+    def runs(self, exposed: ExposedCollective) -> list[tuple[Event, float]]:
         """All runs of the collectives of one source, hidden ones too, each with its wait."""
         waits: dict[str, list[Event]] = defaultdict(list)
         for event in self.order:
@@ -171,7 +171,7 @@ class Exposures(Origins):
     def _over(self, name: str) -> str:
         return self.transfers[name][0].row.removesuffix(self._kind(name)).strip()
 
-    def _exposed(self, names: list[str]) -> Exposed:
+    def _exposed(self, names: list[str]) -> ExposedCollective:
         waited = {one: sum((self.order[n].seconds for n in self.waits[one]), 0.0) for one in names}
         waiting = [one for one in names if waited[one]]
         name = max(names, key=waited.__getitem__)
@@ -181,7 +181,7 @@ class Exposures(Origins):
         inserted = self.is_inserted(name)
         covered = self._computed_beside(events)
         independent = max((self._independent(self.homes[x][1]) for x in waiting), default=0.0)
-        return Exposed(
+        return ExposedCollective(
             name=name,
             names=tuple(names),
             collective=self._kind(name),

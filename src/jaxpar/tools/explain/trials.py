@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.tools.explain.edits import Edit
-from jaxpar.tools.explain.exposed import Exposed, Exposures
-from jaxpar.tools.timeline.player import Assumed
+from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
+from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, timeline
 from jaxpar.tools.toolkit import readable
 
 
 @readable
 @dataclass(frozen=True)
-class Tried:
+class TriedEdit:
     """What an edit brings: the whole step, compiled with it and played.
 
     Attributes:
@@ -38,12 +38,12 @@ class Tried:
     seconds: float
     peak: int
     program: CompiledProgram
-    exposed: tuple[Exposed, ...]
+    exposed: tuple[ExposedCollective, ...]
 
-    def removes(self, exposed: Exposed) -> bool:
+    def removes(self, exposed: ExposedCollective) -> bool:
         """Whether most of what was exposed in one place is no more."""
 
-        def source(one: Exposed) -> tuple[Any, ...]:
+        def source(one: ExposedCollective) -> tuple[Any, ...]:
             return one.line, one.phase, one.axes, one.moved.partition(";")[0]
 
         left = (one.seconds for one in self.exposed if source(one) == source(exposed))
@@ -54,21 +54,21 @@ class Trials:
     """Tries edits, each once, and no more of them than `most`; None: the program allows none."""
 
     def __init__(
-        self, assumed: Assumed | None, most: int | None, progress: Callable[[str], None] | None
+        self, assumed: Assumptions | None, most: int | None, progress: Callable[[str], None] | None
     ) -> None:
         self.assumed, self.most, self.progress = assumed, most, progress
         self.left = most or 0
-        self.done: dict[str, Tried | None] = {}
+        self.done: dict[str, TriedEdit | None] = {}
         self.refused: dict[str, str] = {}  # why an edit could not be tried
 
-    def all(self, edits: Iterable[Edit]) -> tuple[tuple[Tried, ...], int]:
+    def all(self, edits: Iterable[Edit]) -> tuple[tuple[TriedEdit, ...], int]:
         """What some edits bring, the fastest first; and how many there were no tries left for.
 
         They take a half of the tries that are left at most: other findings have edits, too.
         """
         if self.most is None:
             return (), 0
-        found: list[Tried] = []
+        found: list[TriedEdit] = []
         skipped, least = 0, self.left // 2
         # Edits of two arguments that change together are the same.
         for edit in {edit.text: edit for edit in edits}.values():
@@ -78,7 +78,7 @@ class Trials:
                 found.append(tried)
         return tuple(sorted(found, key=lambda tried: tried.seconds)), skipped
 
-    def _try(self, edit: Edit) -> Tried | None:
+    def _try(self, edit: Edit) -> TriedEdit | None:
         if edit.text not in self.done:
             self.left -= 1
             self.done[edit.text] = None
@@ -94,5 +94,5 @@ class Trials:
                 played = timeline(compiled, assumed=self.assumed)
                 exposed = tuple(Exposures(compiled, played).found())
                 peak = compiled.memory.peak
-                self.done[edit.text] = Tried(edit.text, played.total, peak, compiled, exposed)
+                self.done[edit.text] = TriedEdit(edit.text, played.total, peak, compiled, exposed)
         return self.done[edit.text]

@@ -27,8 +27,8 @@ from jaxpar.schedule import CompiledProgram, Target, Timeline, compile_for, time
 from jaxpar.schedule import target as describe
 from jaxpar.tools.layouts.comparison import others
 from jaxpar.tools.layouts.dimensions import Dimensions
-from jaxpar.tools.layouts.exchanges import Candidate, candidates, shapes_of
-from jaxpar.tools.layouts.layout_costs import Cost, Exchange, Explanation
+from jaxpar.tools.layouts.exchanges import RuleCandidate, candidates, shapes_of
+from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
 from jaxpar.tools.layouts.owners import Causes
 from jaxpar.tools.toolkit import (
     Shaped,
@@ -102,7 +102,7 @@ class _Asked:
 
     def candidates(
         self, layout: Layout, costs: Callable[[], Sequence[Cost]]
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[RuleCandidate]:
         """Changes of rules that are worth compiling; costs are computed only when needed."""
         step = self.made(layout)
         given = self.given(layout)
@@ -144,7 +144,7 @@ def explain(
     options: dict[str, Any] | None,
     tries: int,
     from_layout: bool,
-) -> Explanation:
+) -> LayoutCosts:
     """What `Layout.explain` says."""
     of_user(step, "step")
     if isinstance(target, str):
@@ -167,7 +167,7 @@ def explain(
     program, played, costs = asked.play(layout)
     exchanges = _tried(asked, _Played(layout, played.total, costs), tries)
     plain = dict(asked.plain(layout)) if tries and not from_layout else {}
-    return Explanation(layout, target, program, played, costs, exchanges, plain)
+    return LayoutCosts(layout, target, program, played, costs, exchanges, plain)
 
 
 class _Played(NamedTuple):
@@ -176,9 +176,9 @@ class _Played(NamedTuple):
     costs: tuple[Cost, ...]
 
 
-def _tried(asked: _Asked, first: _Played, tries: int) -> tuple[Exchange, ...]:
+def _tried(asked: _Asked, first: _Played, tries: int) -> tuple[TriedRule, ...]:
     """Tries changes of rules one after the other, and keeps those that make the step faster."""
-    kept, exchanges = [first], list[Exchange]()
+    kept, exchanges = [first], list[TriedRule]()
     found = asked.candidates(first.layout, lambda: kept[-1].costs) if tries else ()
     for candidate in islice(found, tries):
         now = kept[-1]
@@ -187,7 +187,7 @@ def _tried(asked: _Asked, first: _Played, tries: int) -> tuple[Exchange, ...]:
             continue
         paths = [path for path, array in first.layout.items() if array.rule == candidate.rule]
         _, replayed, costs = asked.play(other)
-        exchange = Exchange(
+        exchange = TriedRule(
             candidate.rule,
             now.layout[paths[0]].spec,
             other[paths[0]].spec,

@@ -42,7 +42,7 @@ class Sum:
 
 
 @dataclass
-class Matmul:
+class Contraction:
     """One of dot_general or a convolution."""
 
     flops: float
@@ -71,7 +71,7 @@ class Classes:
     parent: list[int] = field(default_factory=list)
     sizes: list[set[int]] = field(default_factory=list)
     sums: list[Sum] = field(default_factory=list)
-    matmuls: list[Matmul] = field(default_factory=list)
+    matmuls: list[Contraction] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
     looked_up: set[str] = field(default_factory=set)  # weights whose rows data choose
     carried: list[Tokens] = field(default_factory=list)  # from trip to trip of loops

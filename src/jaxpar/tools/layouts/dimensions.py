@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.tools.layouts.classes import Made, Tokens
-from jaxpar.tools.layouts.followed import Flow
+from jaxpar.tools.layouts.followed import DimFollower
 from jaxpar.tools.toolkit import arrays_of, filling, is_array
 
 Classes = tuple[int, ...]  # one for each dimension of an array
@@ -31,7 +31,7 @@ class Dimensions:
         given = [_shape_of(leaf) for leaf in jax.tree.leaves(params) if is_array(leaf)]
         shapes = jax.tree.map(_shape_of, data)
         jaxpr = jax.make_jaxpr(lambda arrays, data: function(filled(arrays), data))(given, shapes)
-        self.flow = flow = Flow()
+        self.flow = flow = DimFollower()
         paths = [found[0] for found in arrays_of(params)[0] if found is not None]
         weights: list[Tokens] = [
             Made.of(flow.fresh(x.shape), frozenset([path]))

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.layout import ArrayLayout, Layout
 from jaxpar.tools.layouts.dimensions import Dimensions
-from jaxpar.tools.toolkit import Blocks, axes_by_dim, size_of
+from jaxpar.tools.toolkit import PaddedDim, axes_by_dim, size_of
 
 Axes = frozenset[str]
 Cause = Literal["features of what is looked up", "at odds"] | None
 
 
-class Candidate(NamedTuple):
+class RuleCandidate(NamedTuple):
     """A rule with other dimensions sharded, and what the rule disagrees with, if anything."""
 
     rule: str
@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
         for dim, axes in enumerate(self.axes):
             if axes != array.axes[dim]:
                 size, parts = array.shape[dim], size_of(array.mesh, axes)
-                blocks[dim] = Blocks.at_the_end(size, parts, size // parts)
+                blocks[dim] = PaddedDim.at_the_end(size, parts, size // parts)
         spec = PartitionSpec(*(some[0] if len(some) == 1 else some or None for some in self.axes))
         return replace(array, spec=spec, blocks=tuple(blocks))
 
@@ -63,7 +63,7 @@ def candidates(
     seen: Dimensions,
     data: Sequence[Data],
     exposed: Callable[[], Mapping[str, float]],
-) -> Iterator[Candidate]:
+) -> Iterator[RuleCandidate]:
     """Changes that may cost less: of rules at odds with others, then of those that cost most.
 
     Args:
@@ -98,13 +98,13 @@ def candidates(
                 yield candidate
 
 
-def _exchanges(layout: Layout, rule: str) -> Iterator[tuple[tuple[int, int], Candidate]]:
+def _exchanges(layout: Layout, rule: str) -> Iterator[tuple[tuple[int, int], RuleCandidate]]:
     """All that can be exchanged in a rule, the last dimensions first."""
     array = layout[_path(layout, rule)]
     for first, second in reversed(list(combinations(range(len(array.shape)), 2))):
         axes = list(array.axes)
         axes[first], axes[second] = axes[second], axes[first]
-        candidate = Candidate(rule, tuple(axes))
+        candidate = RuleCandidate(rule, tuple(axes))
         if array.axes[first] != array.axes[second] and candidate.of(layout) is not None:
             yield (first, second), candidate
 
@@ -160,7 +160,7 @@ class _Members:
                 total += min(over, len(own) - over)
         return total
 
-    def by_rows(self, layout: Layout, rule: str) -> Candidate | None:
+    def by_rows(self, layout: Layout, rule: str) -> RuleCandidate | None:
         """A lookup table with the batch's axes moved from its features to its rows.
 
         A lookup's result has the table's features and the batch's rows. An axis can shard only one
@@ -185,12 +185,12 @@ class _Members:
             "the batch's rows are: activations move back and forth"
         )
         for changed in (by_rows, without):
-            candidate = Candidate(rule, tuple(changed), "features of what is looked up", text)
+            candidate = RuleCandidate(rule, tuple(changed), "features of what is looked up", text)
             if candidate.of(layout) is not None:
                 return candidate
         return None
 
-    def best(self, layout: Layout, done: set[str]) -> tuple[Candidate, Layout] | None:
+    def best(self, layout: Layout, done: set[str]) -> tuple[RuleCandidate, Layout] | None:
         """The exchange after which the fewest dimensions are at odds, if that is fewer than now."""
         least, found = self.conflicts(layout), None
         for rule in _rules(layout) if least else ():
@@ -204,7 +204,7 @@ class _Members:
         text = self._disagrees(layout, candidate, dims)
         return candidate._replace(cause="at odds", disagrees=text), other
 
-    def _disagrees(self, layout: Layout, candidate: Candidate, dims: tuple[int, int]) -> str:
+    def _disagrees(self, layout: Layout, candidate: RuleCandidate, dims: tuple[int, int]) -> str:
         """Which of the two dimensions lies otherwise than one of its class."""
         path, members = _path(layout, candidate.rule), self.of(layout)
         for dim in dims:

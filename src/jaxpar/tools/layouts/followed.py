@@ -24,7 +24,7 @@ _LOOPS = ("scan", "while", "cond")
 _ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev")
 
 
-class Flow(Steps):
+class DimFollower(Steps):
     """Follows dimensions through equations, loops and calls."""
 
     def follow(

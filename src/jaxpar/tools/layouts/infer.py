@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.layout import LayoutMap, data_parallel
 from jaxpar.tools.layouts.comparison import Compared, compare, others
 from jaxpar.tools.layouts.layout_costs import FASTER
-from jaxpar.tools.layouts.seen import Seen
+from jaxpar.tools.layouts.seen import TracedDims
 from jaxpar.tools.toolkit import (
     AnyMesh,
     Dims,
@@ -97,7 +97,7 @@ def infer_layout(
     """
     check_mesh(mesh)
     by_role = _roles(mesh, roles)
-    seen = Seen(of_user(function, "function"), params, batch)
+    seen = TracedDims(of_user(function, "function"), params, batch)
     rules: LayoutMap | None = None
     reasons: dict[str, list[str]] = defaultdict(list)  # by path
     for role in ("expert", "tensor"):
@@ -147,7 +147,7 @@ def infer_layout(
 
 
 def _constrained(
-    rules: LayoutMap, seen: Seen, names: set[Any], tell: Callable[[str], object]
+    rules: LayoutMap, seen: TracedDims, names: set[Any], tell: Callable[[str], object]
 ) -> LayoutMap:
     """The map with a rule for activations, if weights and batch lie over one of these axes."""
     over = names & set(rules.batch.mesh_axes if rules.batch else ())
@@ -176,7 +176,7 @@ def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], objec
     return best.rules
 
 
-def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: Seen) -> list[str]:
+def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: TracedDims) -> list[str]:
     """Every rule with its reason, and what is unsure."""
     lines: list[str] = []
     for key in rules:

@@ -54,7 +54,7 @@ class Cost:
 
 @readable
 @dataclass(frozen=True)
-class Exchange:
+class TriedRule:
     """A rule that shards other dimensions, compiled and played like the layout itself.
 
     Attributes:
@@ -73,7 +73,7 @@ class Exchange:
       moved_exchanged: the same with the exchange.
 
     Example:
-      >>> print(Exchange("up", P("tp"), P(None, "tp"), None, "", 2e-4, 1e-4, 0.0, 0.0))
+      >>> print(TriedRule("up", P("tp"), P(None, "tp"), None, "", 2e-4, 1e-4, 0.0, 0.0))
       'up': tp -> -, tp: the step takes 100 us for 200
     """
 
@@ -108,7 +108,7 @@ class Exchange:
 
 @readable
 @dataclass(frozen=True)
-class Explanation:
+class LayoutCosts:
     """What a step of a layout costs on a described chip; made by `Layout.explain`.
 
     Attributes:
@@ -135,11 +135,11 @@ class Explanation:
     program: CompiledProgram
     timeline: Timeline
     costs: tuple[Cost, ...]
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[TriedRule, ...]
     plain: dict[str, float]
 
     @property
-    def flagged(self) -> tuple[Exchange, ...]:
+    def flagged(self) -> tuple[TriedRule, ...]:
         """The exchanges that are faster, or of rules that disagree with others."""
         return tuple(e for e in self.exchanges if e.is_faster or e.disagrees)
 

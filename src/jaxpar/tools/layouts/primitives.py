@@ -9,9 +9,9 @@ from typing import Any
 from jaxpar.tools.layouts.classes import (
     LOOKED_UP,
     Classes,
+    Contraction,
     Cut,
     Made,
-    Matmul,
     OneHot,
     Sum,
     Tokens,
@@ -52,7 +52,7 @@ class Steps(Classes):
                 self.looked_up |= weights_of(other)
         self.sums.append(Sum(tuple(contracted), size, what))
         result = (*batch, *free)
-        self.matmuls.append(Matmul(self.times * flops, (*result, *contracted), result, size))
+        self.matmuls.append(Contraction(self.times * flops, (*result, *contracted), result, size))
         if bool(weights_of(left)) != bool(weights_of(right)):
             self.experts += tuple(batch)
         return [result]
@@ -91,7 +91,7 @@ class Steps(Classes):
             results, flops = (*experts, *results), flops / max(1, out[0])
         self.sums.append(Sum(tuple(contracted), size, "a matmul"))
         tokens = (*experts, *batch, *free, *contracted)
-        self.matmuls.append(Matmul(self.times * flops, tokens, (*experts, *results), size))
+        self.matmuls.append(Contraction(self.times * flops, tokens, (*experts, *results), size))
         return [results]
 
     def _conv_general_dilated(
@@ -111,7 +111,7 @@ class Steps(Classes):
         tokens = list(self.fresh(out))
         rows, features = args[0][left[0]], args[1][right[0]]
         tokens[result[0]], tokens[result[1]] = rows, features
-        self.matmuls.append(Matmul(flops, (rows, *inputs, features), (rows, features), size))
+        self.matmuls.append(Contraction(flops, (rows, *inputs, features), (rows, features), size))
         return [tuple(tokens)]
 
     def _transpose(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:

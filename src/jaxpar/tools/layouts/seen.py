@@ -24,7 +24,7 @@ from jaxpar.tools.toolkit import (
 
 
 @dataclass(frozen=True)
-class Weights:
+class Multiplied:
     """What is multiplied along one class, and what its sums would cost."""
 
     flops: float
@@ -33,7 +33,7 @@ class Weights:
     members: tuple[tuple[str, int], ...]  # paths and dimensions
 
 
-class Seen:
+class TracedDims:
     """What one trace of the function shows about the dimensions of its parameters."""
 
     def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
@@ -51,7 +51,7 @@ class Seen:
         pairs |= {pair for own in self.classes.values() for pair in combinations(own, 2)}
         self.apart = pairs | {(b, a) for a, b in pairs}
 
-    def _weights(self) -> dict[int, Weights]:
+    def _weights(self) -> dict[int, Multiplied]:
         flow = self.flow
         flops: dict[int, float] = defaultdict(float)
         sums: dict[int, float] = defaultdict(float)
@@ -69,7 +69,8 @@ class Seen:
             for dim, one in enumerate(own):
                 members[one].append((path, dim))
         return {
-            one: Weights(flops[one], sums[one], made[one], tuple(of)) for one, of in members.items()
+            one: Multiplied(flops[one], sums[one], made[one], tuple(of))
+            for one, of in members.items()
         }
 
     def choose(self, count: int, role: str, before: LayoutMap | None) -> dict[int, str]:
@@ -216,7 +217,7 @@ class Seen:
         )
         return 2 * summed <= used
 
-    def _why(self, known: Weights) -> str:
+    def _why(self, known: Multiplied) -> str:
         others = sorted({without_numbers(path) for path, _ in known.members})
         shown = ", ".join(others[:4]) + (", ..." if len(others) > 4 else "")
         cost = f"{size_text(known.sums)} of sums" if known.sums else "no sums"

@@ -18,7 +18,7 @@ from typing import Any
 from jaxpar.tools.processes.guarded_programs import first_difference
 from jaxpar.tools.processes.meeting import processes_text
 from jaxpar.tools.processes.messages import read, write
-from jaxpar.tools.processes.state import BEAT, MAKING, SILENT, Seen, State
+from jaxpar.tools.processes.state import BEAT, MAKING, SILENT, KnownProcess, ProcessState
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Board:
     """What all processes have said; of process 0, whose threads share it."""
 
     count: int
-    seen: dict[int, Seen] = field(default_factory=dict[int, Seen])
+    seen: dict[int, KnownProcess] = field(default_factory=dict[int, KnownProcess])
     agreed: int = 0  # up to which call the programs of all are equal
     unequal: tuple[int, int, int] | None = None  # a call, and two processes that differ in it
     verdict: str = ""  # how they differ
@@ -39,8 +39,8 @@ class Board:
     def hear(self, said: Mapping[str, Any]) -> dict[str, Any]:
         """Takes down what a process says, and answers it."""
         with self.lock:
-            state = State.of(said["state"])
-            self.seen[state.rank] = Seen(state, monotonic())
+            state = ProcessState.of(said["state"])
+            self.seen[state.rank] = KnownProcess(state, monotonic())
             if "details" in said:
                 self.details[state.rank, said["details"]["digest"]] = said["details"]
             self._compare()
@@ -179,7 +179,7 @@ class Board:
         )
         return {"kind": f"late {call}", "key": f"late {call} {times}", "what": what}
 
-    def _needs(self, rank: int, ended: State) -> bool:
+    def _needs(self, rank: int, ended: ProcessState) -> bool:
         """Whether a process is in a call to which one that has ended did not come, or not whole."""
         return self.seen[rank].state.done >= ended.done
 
@@ -214,7 +214,7 @@ class Board:
         return all(spoken) or now - since > 2 * BEAT
 
 
-def _how_it_went(seen: Seen, now: float) -> str:
+def _how_it_went(seen: KnownProcess, now: float) -> str:
     after = f", after {seen.state.raised}" if seen.state.raised else ""
     if seen.state.ended:
         return f"process {seen.state.rank} has ended{after}"

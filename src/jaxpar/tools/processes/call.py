@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpar.tools.processes.guarded_programs import Program
+from jaxpar.tools.processes.guarded_programs import TracedProgram
 from jaxpar.tools.processes.state import MAKING
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Call:
+class GuardedCall:
     """A guarded call of this process."""
 
     number: int
@@ -30,7 +30,7 @@ class Call:
     entered: float = field(default_factory=monotonic)
     doing: str = "python"
     since: float = field(default_factory=monotonic)
-    program: Program | None = None
+    program: TracedProgram | None = None
     compiled: list[str] = field(default_factory=list[str])
     result: Any = None  # the smallest of its results that are arrays
 
@@ -43,7 +43,7 @@ class Call:
         """Takes down what it does now."""
         self.doing, self.since = what, monotonic()
 
-    def run(self, program: Program) -> None:
+    def run(self, program: TracedProgram) -> None:
         """Takes down what it runs; a program that is new waits for the others' to be equal."""
         self.program = self.watch.programs.setdefault(program.digest, program)
         self.watch.know(self, program.digest)

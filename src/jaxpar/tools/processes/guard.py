@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxpar.tools.processes.call import Call
-from jaxpar.tools.processes.guarded_programs import Program, program_of, traced
+from jaxpar.tools.processes.call import GuardedCall
+from jaxpar.tools.processes.guarded_programs import TracedProgram, program_of, traced
 from jaxpar.tools.processes.watch import watch
 from jaxpar.tools.toolkit import (
     Integer,
@@ -86,7 +86,7 @@ class Guard:
 
     def __init__(self, name: str, limit: float, exit_code: int | None) -> None:
         self._name, self._limit, self._code = name, limit, exit_code
-        self._calls: list[Call] = []
+        self._calls: list[GuardedCall] = []
         if jax.distributed.is_initialized():
             watch().start()  # others can then be told where this process is before its first call
 
@@ -121,10 +121,10 @@ class Guarded:
         self._function, self._limit, self._code = function, limit, exit_code
         self._name = name or getattr(function, "__name__", type(function).__name__)
         self._is_jitted = hasattr(function, "trace") and hasattr(function, "lower")
-        self._programs: dict[Any, Program] = {}  # by the kinds of arguments
-        self._traced: dict[Any, Program] = {}  # by what jit has traced
+        self._programs: dict[Any, TracedProgram] = {}  # by the kinds of arguments
+        self._traced: dict[Any, TracedProgram] = {}  # by what jit has traced
         self._has_static = False
-        self._last: tuple[Any, Program] | None = None
+        self._last: tuple[Any, TracedProgram] | None = None
         if jax.distributed.is_initialized():
             watch().start()
 
@@ -156,8 +156,8 @@ class Guarded:
         return out
 
     def _program(
-        self, call: Call, tree: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Program:
+        self, call: GuardedCall, tree: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: Any
+    ) -> TracedProgram:
         """The program for arguments of this kind, traced if it is new."""
         key = tree, _kinds(leaves, self._has_static)
         if self._last is not None and self._last[0] == key:

@@ -38,7 +38,7 @@ class Sent:
 
 
 @dataclass(eq=False)
-class Program:
+class TracedProgram:
     """A jitted function as it was traced for some arguments."""
 
     name: str
@@ -98,10 +98,10 @@ def traced(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.st
 
 def program_of(
     name: str, found: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Program:
+) -> TracedProgram:
     """Lowers what was traced, as calling it would: that is not done again then."""
     lowered = found.lower()
-    return Program(
+    return TracedProgram(
         name=name,
         arguments=tuple(_arguments(args, kwargs)),
         has_static=len(jax.tree.leaves(lowered.args_info)) < len(jax.tree.leaves((args, kwargs))),

@@ -12,15 +12,15 @@ from jaxpar.tools.processes.meeting import processes_text
 from jaxpar.tools.processes.state import SILENT, absent
 
 if TYPE_CHECKING:
-    from jaxpar.tools.processes.call import Call
-    from jaxpar.tools.processes.guarded_programs import Program
+    from jaxpar.tools.processes.call import GuardedCall
+    from jaxpar.tools.processes.guarded_programs import TracedProgram
 
 _SECONDS = "<seconds>"
 States = Sequence[Mapping[str, Any]]
 
 
 def report(
-    rank: int, count: int, trouble: Mapping[str, Any], states: States, call: Call | None
+    rank: int, count: int, trouble: Mapping[str, Any], states: States, call: GuardedCall | None
 ) -> None:
     """Prints who is where; then, where it is known, the collective that is waited in.
 
@@ -47,7 +47,9 @@ def _say(rank: int, lines: Sequence[str]) -> None:
     sys.stderr.flush()
 
 
-def _say_where(rank: int, call: Call, program: Program, missing: Sequence[int]) -> None:
+def _say_where(
+    rank: int, call: GuardedCall, program: TracedProgram, missing: Sequence[int]
+) -> None:
     what = f"call {call.number} of {call.name!r}"
     if missing and (found := program.first_for(missing)):
         number, sent = found

@@ -12,7 +12,7 @@ MAKING = ("tracing", "compiling")  # what a process does before it runs a progra
 
 
 @dataclass(frozen=True)
-class State:
+class ProcessState:
     """Where one process is, as it says itself.
 
     Attributes:
@@ -56,7 +56,7 @@ class State:
     ended: bool = False
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> State:
+    def of(cls, said: Mapping[str, Any]) -> ProcessState:
         """From what JSON makes of one."""
         runs = tuple((call, name, digest) for call, name, digest in said["runs"])
         fields: dict[str, Any] = {**said, "runs": runs, "compiled": tuple(said["compiled"])}
@@ -71,10 +71,10 @@ class State:
 
 
 @dataclass
-class Seen:
+class KnownProcess:
     """A process as the board knows it."""
 
-    state: State
+    state: ProcessState
     at: float  # when it said so
     gone: float | None = None  # when its connection was lost
 

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from jaxpar.tools.processes.board import Board
-from jaxpar.tools.processes.call import Call
-from jaxpar.tools.processes.guarded_programs import Program
+from jaxpar.tools.processes.call import GuardedCall
+from jaxpar.tools.processes.guarded_programs import TracedProgram
 from jaxpar.tools.processes.meeting import (
     arrange,
     board_address,
@@ -30,7 +30,7 @@ from jaxpar.tools.processes.meeting import (
 )
 from jaxpar.tools.processes.messages import read, write
 from jaxpar.tools.processes.report import report
-from jaxpar.tools.processes.state import BEAT, State
+from jaxpar.tools.processes.state import BEAT, ProcessState
 from jaxpar.tools.program.sources import Line, own_line
 from jaxpar.tools.toolkit import naming, value_error
 
@@ -52,13 +52,13 @@ class Watch:
         self.rank = 0
         self.count = 1
         self.entered = self.known = self.agreed = 0
-        self.active: list[Call] = []  # within each other, the innermost last
-        self.pending: deque[Call] = deque()  # left, and their results not computed yet
-        self.last: Call | None = None
+        self.active: list[GuardedCall] = []  # within each other, the innermost last
+        self.pending: deque[GuardedCall] = deque()  # left, and their results not computed yet
+        self.last: GuardedCall | None = None
         self.progress = monotonic()
         self.raised = ""
         self.runs: list[tuple[int, str, str]] = []
-        self.programs: dict[str, Program] = {}
+        self.programs: dict[str, TracedProgram] = {}
         self.trouble: Mapping[str, Any] = {}
         self._printed: set[str] = set()
         self._started = self._ended = False
@@ -73,11 +73,11 @@ class Watch:
 
     def enter(
         self, name: str, limit: float, exit_code: int | None, is_jitted: bool = False
-    ) -> Call:
+    ) -> GuardedCall:
         """Begins a call."""
         self.start()
         self.entered += 1
-        call = Call(self.entered, name, limit, exit_code, self, is_jitted)
+        call = GuardedCall(self.entered, name, limit, exit_code, self, is_jitted)
         if not self.active and not self.pending:
             self.progress = call.entered
         self.active.append(call)
@@ -86,7 +86,7 @@ class Watch:
             self.know(call, "")
         return call
 
-    def know(self, call: Call, digest: str) -> None:
+    def know(self, call: GuardedCall, digest: str) -> None:
         """Takes down what a call runs."""
         if not self.runs or self.runs[-1][1:] != (call.name, digest):
             self.runs.append((call.number, call.name, digest))
@@ -106,7 +106,7 @@ class Watch:
                         "ever, or return garbage"
                     )
 
-    def leave(self, call: Call, raised: BaseException | None) -> None:
+    def leave(self, call: GuardedCall, raised: BaseException | None) -> None:
         """Ends a call; what it has computed may not be there yet."""
         self.active.remove(call)
         if raised is not None:
@@ -122,7 +122,7 @@ class Watch:
         if raised is None:
             self.raised = ""
 
-    def _ask_why(self, raised: BaseException, call: Call) -> None:
+    def _ask_why(self, raised: BaseException, call: GuardedCall) -> None:
         """Notes at an error what is wrong with others; that one is gone is seen a moment later."""
         # Of a program that runs, jaxlib raises a ValueError where the connection to one is lost.
         is_lost = isinstance(raised, ValueError) and call.is_jitted and call.doing == "running"
@@ -214,7 +214,7 @@ class Watch:
                 self.pending.popleft()
                 self.progress = monotonic()
 
-    def state(self) -> State:
+    def state(self) -> ProcessState:
         """Where this process is."""
         now = monotonic()
         call = self.active[-1] if self.active else None
@@ -223,7 +223,7 @@ class Watch:
         unfinished = min((c.number for c in (first, *self.active[:1]) if c), default=None)
         doing = call.doing if call else "running" if first else "nothing"
         since = call.since if call else first.since if first else self.progress
-        return State(
+        return ProcessState(
             rank=self.rank,
             entered=self.entered,
             known=self.known,

@@ -37,7 +37,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Work:
+class Demand:
     """What an instruction asks of the compute units and of the memory; by default nothing."""
 
     cycles: int | None = None  # as the TPU compiler estimates them
@@ -58,13 +58,13 @@ class Message:
     ways: int = 2  # of a torus: links of a device that are in use at a time
 
 
-def work_of(i: Instruction) -> Work:
+def work_of(i: Instruction) -> Demand:
     """What an instruction computes: its matrix products, and the bytes of operands and result.
 
     A kernel computes what its own estimate says.
     """
     if is_free(i) or i.opcode in ("while", "conditional", "call"):
-        return Work()  # what these run is of schedules of their own
+        return Demand()  # what these run is of schedules of their own
     everything = (i, *i.inside)
     matmuls = [matmul for x in everything if (matmul := _matmul(x)) is not None]
     is_matmul = any(_is_matmul(x) for x in everything)
@@ -75,7 +75,7 @@ def work_of(i: Instruction) -> Work:
         if written := _written_in_place(i):
             # The buffer is not copied: only what is written into it moves, in and out.
             moved += 2 * written.bytes - 2 * i.bytes
-    return Work(i.cycles, tuple(matmuls), max(moved, 0), is_matmul)
+    return Demand(i.cycles, tuple(matmuls), max(moved, 0), is_matmul)
 
 
 def is_free(i: Instruction) -> bool:

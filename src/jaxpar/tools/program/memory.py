@@ -20,7 +20,7 @@ _SAME = {
 
 @readable
 @dataclass(frozen=True)
-class Held:
+class LiveArray:
     """An array that is held where a program needs the most memory.
 
     Attributes:
@@ -31,7 +31,7 @@ class Held:
       phase: `"argument"`, `"forward"`, `"backward"` or `"recomputation"`.
 
     Example:
-      >>> Held(64, "f32[16]", "params['w']", None, "argument").bytes
+      >>> LiveArray(64, "f32[16]", "params['w']", None, "argument").bytes
       64
     """
 
@@ -42,7 +42,7 @@ class Held:
     phase: str
 
 
-def held_at_peak(exposures: Exposures) -> tuple[Held, ...]:
+def held_at_peak(exposures: Exposures) -> tuple[LiveArray, ...]:
     """The arrays that are held at the peak, the largest first.
 
     They are read off the order of the instructions. The compiler's own plan may put two arrays in
@@ -55,14 +55,14 @@ def held_at_peak(exposures: Exposures) -> tuple[Held, ...]:
     return tuple(sorted(found, key=lambda held: held.bytes, reverse=True))
 
 
-def _held(exposures: Exposures, i: Instruction) -> Held:
+def _held(exposures: Exposures, i: Instruction) -> LiveArray:
     text = str(max(i.arrays, key=lambda one: one.bytes))
     if i.opcode == "parameter":
         name = i.op_name.replace("\\'", "'") or f"argument {i.operand_text}"
-        return Held(_size(i), text, name, None, "argument")
+        return LiveArray(_size(i), text, name, None, "argument")
     op_name, lines = exposures.origin(i)
     what = primitive_of(op_name) or i.name
-    return Held(_size(i), text, what, own_line(lines), phase_of(op_name))
+    return LiveArray(_size(i), text, what, own_line(lines), phase_of(op_name))
 
 
 def _size(i: Instruction) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxpar.tools.program.costs import Message, Work, collective_in, is_free, message_of, work_of
+from jaxpar.tools.program.costs import Demand, Message, collective_in, is_free, message_of, work_of
 from jaxpar.tools.program.hlo import Computation, Hlo, Instruction, parse
 
 MOST_TRIPS = 1_000_000
@@ -166,7 +166,7 @@ class Operation:
     name: str  # of the HLO instruction
     op: str  # the operation of the traced program it comes from
     operands: tuple["Operation", ...] = field(repr=False)
-    work: Work  # of starts and dones, too; of what runs others, nothing of its own
+    work: Demand  # of starts and dones, too; of what runs others, nothing of its own
 
     def __str__(self) -> str:
         return f"{type(self).__name__:<11} {self.name}"

@@ -19,7 +19,7 @@ Cells = tuple[str, str, str, str]  # predicted, measured, ratio, and of what
 
 @readable
 @dataclass(frozen=True)
-class Beside:
+class MeasuredInstruction:
     """One instruction as it was predicted and as it was measured, in all its runs in a step.
 
     Attributes:
@@ -30,7 +30,7 @@ class Beside:
       measured: seconds in the trace; None: it has no such event there.
 
     Example:
-      >>> Beside("fusion.1", "compute", None, predicted=2e-6, measured=3e-6).ratio
+      >>> MeasuredInstruction("fusion.1", "compute", None, predicted=2e-6, measured=3e-6).ratio
       1.5
     """
 
@@ -50,16 +50,16 @@ class Beside:
 
 def beside(
     exposures: Exposures, predicted: Timeline | None, measured: Timeline
-) -> tuple[Beside, ...]:
+) -> tuple[MeasuredInstruction, ...]:
     """All instructions of a prediction and of a measurement, the longest first."""
     expected = _seconds(() if predicted is None else predicted.events)
     found = _seconds(measured.events)
     both = [
-        Beside(name, kind, _line(exposures, name), expected.get((name, kind)), seconds)
+        MeasuredInstruction(name, kind, _line(exposures, name), expected.get((name, kind)), seconds)
         for (name, kind), seconds in found.items()
     ]
     both += [
-        Beside(name, kind, _line(exposures, name), seconds, None)
+        MeasuredInstruction(name, kind, _line(exposures, name), seconds, None)
         for (name, kind), seconds in expected.items()
         if (name, kind) not in found
     ]

@@ -11,7 +11,7 @@ from math import isfinite
 
 import numpy as np
 
-from jaxpar.tools.program.costs import Message, Work
+from jaxpar.tools.program.costs import Demand, Message
 from jaxpar.tools.program.operations import (
     Call,
     Collective,
@@ -171,7 +171,7 @@ def _by_name(one: Ran) -> Operation:
     """What an instruction is of which only the trace speaks."""
     said = [word.lower().replace("_", "-") for word in (one.kind, one.name) if word]
     is_matmul = any(word in text for text in said for word in _MATMULS)
-    known = (one.name, one.op, (), Work(is_matmul=is_matmul))
+    known = (one.name, one.op, (), Demand(is_matmul=is_matmul))
     if any(text.partition(".")[0] in _CONTROL for text in said):
         return Call(*known, ())
     kinds = (kind for kind, names in _NAMES.items() if any(text.startswith(names) for text in said))

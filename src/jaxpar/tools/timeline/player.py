@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxpar.tools.program.costs import Matmul, Work
+from jaxpar.tools.program.costs import Demand, Matmul
 from jaxpar.tools.program.operations import (
     Call,
     Collective,
@@ -26,7 +26,7 @@ Rows = int | float | None
 
 
 @dataclass(frozen=True)
-class Assumed:
+class Assumptions:
     """What a timeline takes for granted where a program's shapes do not say it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Assumed:
         that fits. A loop that none fits runs once, and `Timeline.loops_of_unknown_length` names it.
 
     Example:
-      >>> Assumed(trips={"decode": 128}).trips_of("jit(f)/decode/while")
+      >>> Assumptions(trips={"decode": 128}).trips_of("jit(f)/decode/while")
       128
     """
 
@@ -60,7 +60,7 @@ def _share(rows: int, most: Rows) -> float:
 class Player:
     """The state of one device while its program is played."""
 
-    def __init__(self, links: Links, assumed: Assumed) -> None:
+    def __init__(self, links: Links, assumed: Assumptions) -> None:
         self.links, self.chip, self.assumed = links, links.chip, assumed
         self.now = 0.0  # of the compute units
         self.free = np.zeros(links.count)  # when each link has nothing left to send
@@ -141,7 +141,7 @@ class Player:
             for beside in self.under_way.open:
                 beside.covers.append(operation.name)
 
-    def _seconds(self, work: Work) -> float:
+    def _seconds(self, work: Demand) -> float:
         """The compiler's cycles over the clock, where it gives them; otherwise a roofline.
 
         That is the longer of FLOPs at peak and bytes read and written at the memory's speed.

@@ -17,7 +17,7 @@ from jaxpar.tools.program.cache import keep, kept, key_of
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.player import Assumed, Player
+from jaxpar.tools.timeline.player import Assumptions, Player
 from jaxpar.tools.timeline.target import Target, figures_of
 from jaxpar.tools.toolkit import Chip, jitted_with, naming, readable
 
@@ -186,7 +186,7 @@ class Timeline:
 @readable
 @naming("timeline")
 def timeline(
-    program: CompiledProgram, chip: Chip | None = None, *, assumed: Assumed | None = None
+    program: CompiledProgram, chip: Chip | None = None, *, assumed: Assumptions | None = None
 ) -> Timeline:
     """Plays a compiled program's schedule on a model of its chip.
 
@@ -221,7 +221,7 @@ def timeline(
       (True, ['tp all-gather'])
     """
     chip = figures_of(program.target, chip)
-    player = Player(Links(program.target.mesh, chip), assumed or Assumed())
+    player = Player(Links(program.target.mesh, chip), assumed or Assumptions())
     player.run(program.module.entry)
     events = player.finish()
     transfers = [e for e in events if e.kind == "transfer"]
