@@ -121,7 +121,7 @@ def _text(path: str) -> str:
 
 
 # What renews the tables of benchmarks/: minutes on two cores, extras, command.
-PREDICT = "jaxpar predict --targets v5p:4x4x8 --mesh dp=-1,tp=8 --ops gather-lhs-rows"
+PREDICT = "jaxpar predict --target v5p:4x4x8 --mesh dp=-1,tp=8 --ops gather-lhs-rows"
 FIGURES = {
     "timeline": (1, "bench,tpu", f"{PREDICT} --modes naive,auto --plot docs/timeline.png"),
     "compile_time": (4, "bench", "python benchmarks/compile_time"),

@@ -135,7 +135,7 @@ with jax.set_mesh(explicit):
 np.testing.assert_allclose(y, x @ w)
 
 # %% [markdown]
-# The contracted dimension is cut over `tp`, so that each device has an addend. Its sum could be
+# The contracted dimension is cut over `tp`, so that each device has a partial sum. Its sum could be
 # kept by all (an all-reduce) or scattered (a reduce-scatter); `out_sharding` says which.
 #
 # ## 4. Inside `jax.shard_map`
@@ -149,9 +149,9 @@ np.testing.assert_allclose(y, x @ w)
 def local_matmul(x, w):  # x: f32[m/2, k/4], w: f32[k/4, n]
     print("x:      ", jax.typeof(x))
     print("w:      ", jax.typeof(w))
-    addend = x @ w  # f32[m/2, n]
-    print("addend: ", jax.typeof(addend))
-    total = lax.psum(addend, "tp")  # f32[m/2, n]
+    partial_sum = x @ w  # f32[m/2, n]
+    print("partial sum: ", jax.typeof(partial_sum))
+    total = lax.psum(partial_sum, "tp")  # f32[m/2, n]
     print("total:  ", jax.typeof(total))
     return total
 
@@ -219,7 +219,7 @@ assert gradient == x.sum()
 #
 # `axis_names` makes some axes manual, and leaves the others as they were. Here `tp` is ours, and
 # rows are cut over `dp` by whoever owns that axis: local shapes have all eight rows. The function
-# is a matmul and a `psum_scatter` of its addends over columns in one, of which
+# is a matmul and a `psum_scatter` of its partial sums over columns in one, of which
 # [notebook 4](04_overlapped_matmuls.ipynb) has more.
 
 

@@ -129,8 +129,8 @@ np.testing.assert_array_equal(run(shift, one)[:, 0], [3, 0, 1, 2])
 # | collective | a device has | a device gets | sends |
 # |---|---|---|---|
 # | all-gather | B/n | B | B (n-1)/n |
-# | reduce-scatter | B, an addend | B/n | B (n-1)/n |
-# | all-reduce | B, an addend | B | 2 B (n-1)/n |
+# | reduce-scatter | B, a partial sum | B/n | B (n-1)/n |
+# | all-reduce | B, a partial sum | B | 2 B (n-1)/n |
 # | all-to-all | B/n | B/n | B/n (n-1)/n |
 # | permute | B/n | B/n | B/n |
 #

@@ -106,7 +106,7 @@ def gather(x):  # x: f32[m/8, k]
 
 
 # %%
-def scatter(x):  # x: f32[m, k], an addend
+def scatter(x):  # x: f32[m, k], a partial sum
     i, rows = lax.axis_index("x"), x.shape[0] // 8
 
     def block(owner):  # f32[m/8, k]
@@ -137,7 +137,7 @@ compare(scatter, lambda x: lax.psum_scatter(x, "x", tiled=True))
 
 # %% [markdown]
 # The same bytes as `lax`. What is won is that there are seven places to put work in between.
-# jaxpar has these as `ring_all_gather`, `ring_reduce_scatter` and `ring_all_reduce`: one way or
+# jaxpar has these as `all_gather`, `reduce_scatter` and `all_reduce`: one way or
 # both ways, over any axes, with derivatives that keep nothing.
 #
 # ## 3. Several axes, and why their order matters

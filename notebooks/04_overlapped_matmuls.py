@@ -392,14 +392,14 @@ assert memory["both ways"] < memory["naive"] / 2
 # %% [markdown]
 # ## 4. The mirror image: multiply, then reduce-scatter
 #
-# The second half of the MLP contracts over the sharded dimension. Every device has an addend of the
-# *whole* result and should keep the sum of *its* rows. `psum_scatter` after the matmul waits again,
-# this time for the last product before the first byte.
+# The second half of the MLP contracts over the sharded dimension. Every device has a partial sum of
+# the *whole* result and should keep the sum of *its* rows. `psum_scatter` after the matmul waits
+# again, this time for the last product before the first byte.
 
 
 # %%
 def naive_scatter(y, v):  # y: f32[m, n/8], v: f32[n/8, k]
-    z = y @ v  # z: f32[m, k], an addend
+    z = y @ v  # z: f32[m, k], a partial sum
     return lax.psum_scatter(z, "tp", tiled=True)  # f32[m/8, k], a sum
 
 
@@ -533,7 +533,7 @@ def forward(x, w):
 def backward(residuals, dy):  # dy: f32[m, n/8]
     x, w = residuals
     dx = jaxpar.matmul_reduce_scatter(dy, w.T, "tp", mode="unidirectional")  # f32[m/8, k]
-    dw = jaxpar.ring_einsum("mk,mn->kn", x, dy, "tp", gather="m", mode="unidirectional")
+    dw = jaxpar.collective_einsum("mk,mn->kn", x, dy, "tp", gather="m", mode="unidirectional")
     return dx, dw  # dw: f32[k, n/8]
 
 
@@ -619,7 +619,7 @@ assert lines["bidirectional"].exposed < lines["unidirectional"].exposed < lines[
 assert lines["bidirectional"].total < 0.8 * lines["naive"].total
 
 # %% [markdown]
-# From the terminal, with a table and all events: `jaxpar predict --targets v5p:2x2x2 --ops
+# From the terminal, with a table and all events: `jaxpar predict --target v5p:2x2x2 --ops
 # gather-lhs-rows --plot timeline.png`. How to read such pictures is the subject of
 # [schedules](14_schedules.ipynb).
 #

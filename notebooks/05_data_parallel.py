@@ -42,7 +42,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.layers import global_norm, mean_loss, rms_norm, value_and_grad
+from jaxpar.layers import global_norm, mean_loss, mean_value_and_grad, rms_norm
 from jaxpar.testing import count_collectives, tolerance
 
 # %% [markdown]
@@ -128,12 +128,12 @@ print(f"mean of means {loss_of_means:.4f}, mean {expected[0]:.4f}")
 assert abs(loss_of_means - expected[0]) > 0.01
 
 # %% [markdown]
-# So a local loss returns the *sum* and the *count*. `jaxpar.layers.value_and_grad` adds both up
-# over the axes that it is told, divides, and sums gradients over devices once. `mean_loss` is the
-# first half of it.
+# So a local loss returns the *sum* and the *count*. `jaxpar.layers.mean_value_and_grad` adds both
+# up over the axes that it is told, divides, and sums gradients over devices once. `mean_loss` is
+# the first half of it.
 
 # %%
-step = jaxpar.jit(jax.shard_map(value_and_grad(sum_and_count, "dp"), **SPECS))
+step = jaxpar.jit(jax.shard_map(mean_value_and_grad(sum_and_count, "dp"), **SPECS))
 assert largest_error(step(params, batch)) < TOLERANCE
 print(f"loss {step(params, batch)[0]:.4f}")
 
@@ -147,7 +147,7 @@ print(f"loss {step(params, batch)[0]:.4f}")
 
 # %%
 def variant(**options):
-    return jaxpar.jit(jax.shard_map(value_and_grad(sum_and_count, "dp", **options), **SPECS))
+    return jaxpar.jit(jax.shard_map(mean_value_and_grad(sum_and_count, "dp", **options), **SPECS))
 
 
 for options in ({}, {"microbatches": 2}, {"bucket_bytes": 2**20}):
@@ -220,7 +220,7 @@ assert all(np.all(gradient == 36) for gradient in found.values())
 # So:
 #
 # - outside: `jax.grad` is right, whatever `check_vma` is
-# - inside: `jaxpar.layers.value_and_grad` is right, whatever `check_vma` is, and reduces once
+# - inside: `jaxpar.layers.mean_value_and_grad` is right, whatever `check_vma` is, and reduces once
 # - inside with `jax.grad`: only with `check_vma=True`, the default
 #
 # ## 5. Training
@@ -262,7 +262,7 @@ def outside_step(params, batch):
 
 curves = {
     "one device": train(jax.jit(jax.value_and_grad(mean_error)), params),
-    "value_and_grad inside": train(step, params),
+    "mean_value_and_grad inside": train(step, params),
     "jax.grad outside": train(jaxpar.jit(outside_step), params),
 }
 figure, panel = plt.subplots(figsize=(5, 2.6))
@@ -281,8 +281,8 @@ assert losses[-1] < 0.8 * losses[0]
 # %% [markdown]
 # ## In short
 #
-# - Return the sum and the count; `value_and_grad` divides, and reduces once.
+# - Return the sum and the count; `mean_value_and_grad` divides, and reduces once.
 # - Microbatches cost no communication.
-# - Differentiate outside, or inside with `value_and_grad`.
+# - Differentiate outside, or inside with `mean_value_and_grad`.
 #
 # Next: [FSDP](06_fsdp.ipynb), where weights are sharded as well.

@@ -52,8 +52,8 @@ from jaxpar.layers import (
     reduce_region,
     rms_norm,
     row_parallel_linear,
-    vocabulary_parallel_cross_entropy,
-    vocabulary_parallel_embedding,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
 )
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.testing import count_collectives, tolerance
@@ -81,7 +81,7 @@ x = jnp.asarray(rng.standard_normal((BATCH, SEQUENCE, WIDTH)), jnp.float32)
 #
 # A weight cut by columns takes the whole input and makes a share of the output. Everything
 # elementwise, such as an activation, works on that share. The next weight, cut by rows, takes the
-# share and makes an addend of the whole:
+# share and makes a partial sum of the whole:
 #
 # $$\mathrm{gelu}(x\,U)\,D = \sum_i \mathrm{gelu}(x\,U_{:,i})\,D_{i,:}$$
 
@@ -93,8 +93,8 @@ def plain_mlp(w, x):
 
 def replicated_mlp(w, x):  # x: f32[b, s, d], the same on all devices; up: f32[d, f/8]
     x = copy_region(x, "tp")
-    addend = jax.nn.gelu(x @ w["up"]) @ w["down"]  # f32[b, s, d]
-    return reduce_region(addend, "tp")
+    partial_sum = jax.nn.gelu(x @ w["up"]) @ w["down"]  # f32[b, s, d]
+    return reduce_region(partial_sum, "tp")
 
 
 MLP = {"up": P(None, "tp"), "down": P("tp")}
@@ -237,8 +237,8 @@ labels = jnp.roll(tokens, -1, axis=1)
 
 
 def local_loss(table, tokens, labels):  # table: f32[v/8, d]; tokens: i32[b, s]; labels: [b, s/8]
-    x = vocabulary_parallel_embedding(tokens, table, "tp", sequence_dim=1)  # f32[b, s/8, d]
-    losses = vocabulary_parallel_cross_entropy(x, table.T, labels, "tp", sequence_dim=1)
+    x = vocab_parallel_embedding(tokens, table, "tp", sequence_dim=1)  # f32[b, s/8, d]
+    losses = vocab_parallel_cross_entropy(x, table.T, labels, "tp", sequence_dim=1)
     return mean_loss(jnp.sum(losses), losses.size, "tp")
 
 
@@ -274,8 +274,8 @@ positions = jax.ShapeDtypeStruct((1, ROWS, D), jnp.bfloat16, sharding=P(None, "t
 
 def by_lax(w, x):
     x = lax.all_gather(x, "tp", axis=1, tiled=True)
-    addend = jax.nn.gelu(x @ w["up"]) @ w["down"]
-    return lax.psum_scatter(addend, "tp", scatter_dimension=1, tiled=True)
+    partial_sum = jax.nn.gelu(x @ w["up"]) @ w["down"]
+    return lax.psum_scatter(partial_sum, "tp", scatter_dimension=1, tiled=True)
 
 
 def both_ways(w, x):

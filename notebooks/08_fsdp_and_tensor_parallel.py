@@ -50,9 +50,9 @@ import jaxpar
 from jaxpar.layers import (
     fsdp_scan,
     gated_mlp,
+    mean_value_and_grad,
     parallel_attention,
     rms_norm,
-    value_and_grad,
 )
 from jaxpar.testing import count_collectives, tolerance
 
@@ -152,7 +152,7 @@ def sum_and_count(params, x, target):  # x, target: f32[b/2, s/4, d]
 
 step = jaxpar.jit(
     jax.shard_map(
-        value_and_grad(sum_and_count, ("fsdp", "tp")),
+        mean_value_and_grad(sum_and_count, ("fsdp", "tp")),
         mesh=mesh,
         in_specs=(SPECS, DATA, DATA),
         out_specs=(P(), SPECS),
@@ -294,7 +294,7 @@ assert trained["up"].addressable_shards[0].data.shape == (LAYERS, FEATURES // 2,
 # ## In short
 #
 # - Specs with both axes, the tensor-parallel block inside `fsdp_scan`, both axes to
-#   `value_and_grad`: that is all.
+#   `mean_value_and_grad`: that is all.
 # - Weights travel over `fsdp`, activations over `tp`; count both before choosing sizes.
 # - Put `tp` last in the mesh: it has the most traffic, and gets the links.
 #

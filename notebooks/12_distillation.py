@@ -49,7 +49,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.layers import gated_mlp, value_and_grad
+from jaxpar.layers import gated_mlp, mean_value_and_grad
 
 # %% [markdown]
 # ## 1. Two meshes
@@ -127,7 +127,7 @@ def study(mesh):
 
     specs = specs_of(STUDENT)
     gradients = jax.shard_map(
-        value_and_grad(local, "dp"),
+        mean_value_and_grad(local, "dp"),
         mesh=mesh,
         in_specs=(specs, P("dp"), P("dp")),
         out_specs=(P(), specs),

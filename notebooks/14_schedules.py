@@ -124,7 +124,7 @@ plt.show()
 # %% [markdown]
 # The same picture of any function, with a trace for Perfetto, from the terminal:
 #
-#     jaxpar predict model:layer --targets v5e:2x4 --plot timeline.png --trace trace.json
+#     jaxpar predict model:layer --target v5e:2x4 --plot timeline.png --trace trace.json
 #
 # ## 4. What is exposed, and why
 #

@@ -178,7 +178,7 @@ said = run("""
         return reduce(x, "dp")
 
     loss = jax.jit(jax.shard_map(loss, mesh=mesh, in_specs=P("dp"), out_specs=P()))
-    step = jaxpar.guard(loss, limit_s=60)
+    step = jaxpar.guard(loss, timeout_s=60)
     try:
         step(jnp.arange(8.0))
     except ValueError as error:

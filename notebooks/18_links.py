@@ -17,7 +17,7 @@
 # # 18. Every link of a torus
 #
 # A chip on a plane of a torus has four links. A ring uses two of them, whoever programs it. Two
-# rings that share no link use all four: `mode="disjoint-rings"`. This notebook draws them, checks
+# rings that share no link use all four: `mode="multi-ring"`. This notebook draws them, checks
 # them, and compiles them:
 #
 # 1. what one ring leaves idle
@@ -77,7 +77,7 @@ def links_of_walk(walk):
 
 def rings_of(*sizes):
     mesh = AbstractMesh(sizes, ("x", "y", "z")[: len(sizes)])
-    return jaxpar.disjoint_rings(mesh, mesh.axis_names)
+    return jaxpar.edge_disjoint_rings(mesh, mesh.axis_names)
 
 
 one, other = rings_of(4, 4)
@@ -94,8 +94,8 @@ assert all(sum(device in link for link in idle) == 2 for device in range(16))  #
 #
 # ## 2. Two rings that share no link
 #
-# What the first ring leaves is a second one: `jaxpar.disjoint_rings` returns both. Such cycles are
-# called *edge-disjoint*.
+# What the first ring leaves is a second one: `jaxpar.edge_disjoint_rings` returns both. Such cycles
+# are called *edge-disjoint*.
 
 # %%
 taken = links_of_walk(one) + links_of_walk(other)
@@ -268,10 +268,10 @@ def gathered(mode):
     return jax.jit(jax.shard_map(local, mesh=plane, **specs))
 
 
-results = {mode: np.asarray(gathered(mode)(x, w)) for mode in ("naive", "disjoint-rings")}
-np.testing.assert_allclose(results["disjoint-rings"], results["naive"], rtol=1e-5, atol=1e-5)
+results = {mode: np.asarray(gathered(mode)(x, w)) for mode in ("naive", "multi-ring")}
+np.testing.assert_allclose(results["multi-ring"], results["naive"], rtol=1e-5, atol=1e-5)
 np.testing.assert_allclose(results["naive"], x @ w, rtol=1e-4, atol=1e-4)
-sends = str(jax.make_jaxpr(gathered("disjoint-rings"))(x, w)).count("ppermute")
+sends = str(jax.make_jaxpr(gathered("multi-ring"))(x, w)).count("ppermute")
 print(f"equal; {sends} transfers in the program")
 assert sends == sum(len(turn.blocks) for turn in program) == 4 * 8
 
@@ -284,7 +284,7 @@ assert sends == sum(len(turn.blocks) for turn in program) == 4 * 8
 # %%
 chips = target("v5p:4x4x4", "dp=4,x=4,y=4")
 assert all((jaxpar.ring_hops(chips.mesh, name) == 1).all() for name in AXES)
-for ring in jaxpar.disjoint_rings(chips.mesh, AXES):
+for ring in jaxpar.edge_disjoint_rings(chips.mesh, AXES):
     along = Mesh(chips.mesh.devices.reshape(4, 16)[:, ring], ("dp", "ring"))
     hops = jaxpar.ring_hops(along, "ring")
     print(*hops[0])
@@ -297,7 +297,7 @@ for ring in jaxpar.disjoint_rings(chips.mesh, AXES):
 
 # %% tags=["varies"]
 M, K, N = 16384, 8192, 8192
-MODES = {"naive": "naive", "one ring": "bidirectional", "two rings": "disjoint-rings"}
+MODES = {"naive": "naive", "one ring": "bidirectional", "two rings": "multi-ring"}
 ROWS = P(("dp", *AXES))
 
 
@@ -403,8 +403,8 @@ for slice_of, axes in {"v5p:4x4x4": "dp=4,x=4,y=4", "v6e:4x4": "x=4,y=4"}.items(
 #
 # - A ring uses two links of a chip. Two edge-disjoint rings use the four of a plane, three the six
 #   of a cube.
-# - `Axis(("x", "y"), mode="disjoint-rings")`, or `"auto"` on a mesh of `make_mesh`.
-# - `jaxpar.disjoint_rings(mesh, axes)` says which rings, `ring_hops` whether they have links.
-# - `jaxpar predict --mesh dp=4,x=4,y=4 --axis x,y --modes bidirectional,disjoint-rings` compares
+# - `Axis(("x", "y"), mode="multi-ring")`, or `"auto"` on a mesh of `make_mesh`.
+# - `jaxpar.edge_disjoint_rings(mesh, axes)` says which rings, `ring_hops` whether they have links.
+# - `jaxpar predict --mesh dp=4,x=4,y=4 --axis x,y --modes bidirectional,multi-ring` compares
 #   them, with their floors.
 # - Figures, and what is not known: [below the floor](../docs/links.md).

@@ -8,13 +8,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import (
     Axis,
+    all_gather,
     all_gather_matmul,
     make_mesh,
     matmul_reduce_scatter,
-    ring_all_gather,
+    reduce_scatter,
     ring_hops,
     ring_order,
-    ring_reduce_scatter,
     ring_shift,
 )
 from jaxpar.axis.axis import Ring, bind
@@ -123,7 +123,7 @@ def test_an_unknown_mode(mode):
     with pytest.raises(ValueError, match="mode") as caught:
         Axis("tp", mode=mode)
     choices = "naive, stationary, chunked-2, chunked-4, chunked-8"
-    choices += ", unidirectional, bidirectional, disjoint-rings, auto"
+    choices += ", unidirectional, bidirectional, multi-ring, auto"
     assert str(caught.value) == f"Axis: mode must be one of {choices}, got {mode!r}"
 
 
@@ -182,9 +182,7 @@ def test_of_a_matmul(form, names):
 def test_of_a_ring_collective(form, names):
     x = normal(8, 3)
     specs = {"in_specs": P(names), "out_specs": P(names)}
-    assert_same(
-        lambda x, axis: ring_all_gather(x, axis, tiled=True), names, form(names), x, **specs
-    )
+    assert_same(lambda x, axis: all_gather(x, axis, tiled=True), names, form(names), x, **specs)
     found = assert_same(ring_shift, names, form(names), x, **specs)
     np.testing.assert_array_equal(found, np.roll(x, 1, axis=0))
 
@@ -219,7 +217,7 @@ def counts(function, *shapes):
 
 CALLS = {
     "matmul": lambda x, axis, **mode: all_gather_matmul(x, x[:2].T, axis, **mode),
-    "collective": lambda x, axis, **mode: ring_all_gather(x, axis, tiled=True, **mode),
+    "collective": lambda x, axis, **mode: all_gather(x, axis, tiled=True, **mode),
 }
 
 
@@ -246,7 +244,7 @@ def test_a_layer_takes_the_mode_of_its_axis():
 
 WIRES = {
     "matmul": lambda x, axis, **wire: matmul_reduce_scatter(x, x.T, axis, **wire),
-    "collective": lambda x, axis, **wire: ring_reduce_scatter(x @ x.T, axis, tiled=True, **wire),
+    "collective": lambda x, axis, **wire: reduce_scatter(x @ x.T, axis, tiled=True, **wire),
 }
 
 
@@ -330,7 +328,7 @@ def test_vmap_over_devices():
 FUNCTIONS = {
     "all_gather_matmul": lambda x, axis: all_gather_matmul(x, x.T, axis),
     "matmul_reduce_scatter": lambda x, axis: matmul_reduce_scatter(x, x.T, axis),
-    "ring_all_gather": lambda x, axis: ring_all_gather(x, axis),
+    "all_gather": lambda x, axis: all_gather(x, axis),
     "column_parallel_linear": lambda x, axis: column_parallel_linear(x, x.T, axis),
 }
 
@@ -366,12 +364,12 @@ def test_a_wire_that_carries_no_floats_is_the_call_s(axis):
     """An Axis does not know what will travel."""
     wire = {} if isinstance(axis, Axis) and axis.wire_dtype else {"wire_dtype": "int32"}
     mapped = jax.shard_map(
-        lambda x: ring_reduce_scatter(x, axis, tiled=True, **wire),
+        lambda x: reduce_scatter(x, axis, tiled=True, **wire),
         mesh=make_mesh("tp=8"),
         in_specs=P(),
         out_specs=P("tp"),
     )
-    wrong = r"^ring_reduce_scatter: wire_dtype=int32 cannot carry sums"
+    wrong = r"^reduce_scatter: wire_dtype=int32 cannot carry sums"
     with pytest.raises(TypeError, match=wrong):
         jax.eval_shape(mapped, jnp.ones((8, 4)))
 
@@ -379,11 +377,11 @@ def test_a_wire_that_carries_no_floats_is_the_call_s(axis):
 @pytest.mark.parametrize("wire", ["int4", "int32", "bool"])
 def test_a_gather_whose_gradient_no_wire_carries(wire):
     gather = jax.shard_map(
-        lambda x: ring_all_gather(x, "tp", wire_dtype=wire),
+        lambda x: all_gather(x, "tp", wire_dtype=wire),
         mesh=make_mesh("tp=8"),
         in_specs=P("tp"),
         out_specs=P(None, "tp"),
     )
-    with pytest.raises(TypeError, match=f"^ring_all_gather: wire_dtype={wire} cannot carry sums"):
+    with pytest.raises(TypeError, match=f"^all_gather: wire_dtype={wire} cannot carry sums"):
         jax.eval_shape(gather, jnp.ones((8, 4)))
     assert jax.eval_shape(gather, jnp.ones((8, 4), "int8")).dtype == "int8"  # it has none

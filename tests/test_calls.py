@@ -9,13 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import (
     Axis,
+    all_gather,
     all_gather_matmul,
+    all_reduce,
     make_mesh,
     matmul_all_reduce,
     matmul_reduce_scatter,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
+    reduce_scatter,
     ring_shift,
 )
 from jaxpar.arguments.calls import called, naming, of_user, public, type_error, value_error
@@ -25,8 +25,8 @@ from jaxpar.layers import (
     fsdp_scan,
     gated_mlp,
     head_layout,
+    mean_value_and_grad,
     ring_attention,
-    value_and_grad,
 )
 from jaxpar.moe import moe_layer, route, routed_moe_layer
 
@@ -140,10 +140,10 @@ def test_an_axis_that_is_not_there_is_named_by_its_argument(argument):
 
 def test_a_loss_of_the_user_names_its_own_call():
     def loss(params, batch):
-        return ring_all_reduce(params * batch, "no").sum(), jnp.float32(batch.size)
+        return all_reduce(params * batch, "no").sum(), jnp.float32(batch.size)
 
-    found = message(trace, lambda x: value_and_grad(loss, "dp")(x, x), (8, 4))
-    assert found.startswith("ring_all_reduce: axis 'no' is not bound")
+    found = message(trace, lambda x: mean_value_and_grad(loss, "dp")(x, x), (8, 4))
+    assert found.startswith("all_reduce: axis 'no' is not bound")
 
 
 # -- scopes in profiles -------------------------------------------------------------------------
@@ -204,9 +204,9 @@ def test_a_matmul_and_its_derivative_show_axis_and_way(mode):
     [
         ("matmul_reduce_scatter", lambda x, axis: matmul_reduce_scatter(x, x.T, axis), ROWS),
         ("matmul_all_reduce", lambda x, axis: matmul_all_reduce(x, x.T, axis), COLUMNS),
-        ("ring_all_gather", lambda x, axis: ring_all_gather(x, axis, tiled=True), ROWS),
-        ("ring_reduce_scatter", lambda x, axis: ring_reduce_scatter(x, axis, tiled=True), ROWS),
-        ("ring_all_reduce", ring_all_reduce, COLUMNS),
+        ("all_gather", lambda x, axis: all_gather(x, axis, tiled=True), ROWS),
+        ("reduce_scatter", lambda x, axis: reduce_scatter(x, axis, tiled=True), ROWS),
+        ("all_reduce", all_reduce, COLUMNS),
         ("ring_attention", lambda x, axis: ring_attention(*[x[None, :, None]] * 3, axis)[0], ROWS),
         ("column_parallel_linear", lambda x, axis: column_parallel_linear(x, x.T, axis), ROWS),
     ],
@@ -253,10 +253,10 @@ def test_no_axis_no_brackets():
 
 
 def test_a_gradient_shows_its_axes():
-    step = value_and_grad(lambda w, x: (jnp.sum(w * x), x.size), "tp", specs=P())
+    step = mean_value_and_grad(lambda w, x: (jnp.sum(w * x), x.size), "tp", specs=P())
     found = sent(step, (), (8,), in_specs=(P(), P("tp")), out_specs=P())
     assert found
-    assert all(name.startswith("value_and_grad[tp]/") for name in found)
+    assert all(name.startswith("mean_value_and_grad[tp]/") for name in found)
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "all_gather"])

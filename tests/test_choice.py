@@ -36,9 +36,9 @@ from jaxpar.compiler.options import compiled_with, options_of
 from jaxpar.layers import fsdp_linear
 from jaxpar.matmul import (
     all_gather_matmul,
+    collective_einsum,
     matmul_all_reduce,
     matmul_reduce_scatter,
-    ring_einsum,
 )
 from jaxpar.matmul._product import Product
 from jaxpar.matmul._work import flow_of
@@ -116,7 +116,7 @@ def test_disjoint_rings_are_taken_where_axes_are_closed_rings_of_links_and_trans
     mesh = described("TPU v5", shape={"x": 4, "y": 4})
     bound, covered = 1e9, 1e13
     plane = traced(lambda: way({"x": 1, "y": 1}, bound), mesh)
-    assert plane.mode == "disjoint-rings"
+    assert plane.mode == "multi-ring"
     assert [ring.walk.size for ring in plane.rings] == [16, 16]
     # Attention does more than its FLOPs tell.
     alone = traced(lambda: way({"x": 1, "y": 1}, bound, "attention"), mesh)
@@ -125,7 +125,7 @@ def test_disjoint_rings_are_taken_where_axes_are_closed_rings_of_links_and_trans
     assert traced(lambda: way({"x": 1}, bound), mesh).mode == "naive"
     assert traced(lambda: way({}, bound), mesh).mode == "naive"
     # Where matmuls cover the transfers, more and smaller pieces only cost.
-    assert traced(lambda: way({"x": 1, "y": 1}, covered), mesh).mode != "disjoint-rings"
+    assert traced(lambda: way({"x": 1, "y": 1}, covered), mesh).mode != "multi-ring"
 
 
 def test_disjoint_rings_of_axes_that_have_none():
@@ -133,18 +133,16 @@ def test_disjoint_rings_of_axes_that_have_none():
         axes = Ring(("x", "y"), mode, None, None, size=8)
         return choose_way(Problem("matmul", axes, (), (gather(*TINY),), told=NONE))
 
-    with pytest.raises(
-        ValueError, match=r"mode='disjoint-rings' over axes of sizes \{'x': 4, 'y': 2"
-    ):
-        traced(lambda: both("disjoint-rings"), described("TPU v5", shape={"x": 4, "y": 2}))
+    with pytest.raises(ValueError, match=r"mode='multi-ring' over axes of sizes \{'x': 4, 'y': 2"):
+        traced(lambda: both("multi-ring"), described("TPU v5", shape={"x": 4, "y": 2}))
     names = tuple("abcde")
 
     def five():
-        return Ring(names, "disjoint-rings", None, None, size=32).disjoint()
+        return Ring(names, "multi-ring", None, None, size=32).disjoint()
 
     with pytest.raises(ValueError, match="over 5 axes of 2: a cube has at most 4; leave some out"):
         traced(five, described("TPU v5", shape=dict.fromkeys(names, 2)))
-    one = traced(lambda: both("disjoint-rings"), described("TPU v5", shape={"x": 8, "y": 1}))
+    one = traced(lambda: both("multi-ring"), described("TPU v5", shape={"x": 8, "y": 1}))
     assert len(one.rings) == 1  # one axis is one ring
 
 
@@ -473,7 +471,7 @@ CALLS = {
         (P(None, "x"), P("x"), P()),
     ),
     "einsum": (
-        lambda x, w, mode: ring_einsum("mk,kn->nm", x, w, "x", gather="m", mode=mode),
+        lambda x, w, mode: collective_einsum("mk,kn->nm", x, w, "x", gather="m", mode=mode),
         (P("x"), P(None, "x"), P("x")),
     ),
 }

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from jaxpar import disjoint_rings, make_mesh, ring_hops, ring_order
+from jaxpar import edge_disjoint_rings, make_mesh, ring_hops, ring_order
 from jaxpar.axis.traced_links import AxisLinks, note_links, traced_links
 from jaxpar.mesh.cycles import (
     AcrossCube,
@@ -116,15 +116,15 @@ def test_two_devices_have_one_link():
         disjoint_cycles((4, 2))
 
 
-# -- disjoint_rings ---------------------------------------------------------------------------
+# -- edge_disjoint_rings ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axes", [("x", "y"), ["y", "x"]])
 def test_rings_of_a_mesh_are_of_one_link_each(axes):
     plane = target("v5p:4x4x8", "dp=4,x=4,y=8").mesh
-    rings = disjoint_rings(plane, axes)
+    rings = edge_disjoint_rings(plane, axes)
     assert rings.shape == (2, 32)
-    np.testing.assert_array_equal(rings, disjoint_rings(plane.abstract_mesh, axes))
+    np.testing.assert_array_equal(rings, edge_disjoint_rings(plane.abstract_mesh, axes))
     taken = []
     for ring in rings:
         along = Mesh(plane.devices.reshape(4, 32)[:, ring], ("dp", "ring"))
@@ -137,21 +137,21 @@ def test_rings_count_positions_in_mesh_order():
     plane = target("v5p:4x4x8", "dp=4,x=4,y=8").mesh
     walks = [cycle.devices for cycle in disjoint_cycles((8, 4))]
     order = ring_order(plane, ("y", "x"))
-    np.testing.assert_array_equal(disjoint_rings(plane, ("y", "x")), order[walks])
+    np.testing.assert_array_equal(edge_disjoint_rings(plane, ("y", "x")), order[walks])
 
 
 def test_one_axis_is_the_ring_itself():
     for axes in ("tp", ("tp",), ("one", "tp")):
-        rings = disjoint_rings(make_mesh("one=1,tp=8"), axes)
+        rings = edge_disjoint_rings(make_mesh("one=1,tp=8"), axes)
         np.testing.assert_array_equal(rings, [range(8)])
 
 
 def test_axes_that_have_no_disjoint_rings():
     mesh = make_mesh("x=2,y=4")
-    with pytest.raises(ValueError, match=r"disjoint_rings: .* sizes \{'x': 2, 'y': 4\}: each must"):
-        disjoint_rings(mesh, ("x", "y"))
-    with pytest.raises(ValueError, match="disjoint_rings: axis 'z' is not an axis of the mesh"):
-        disjoint_rings(mesh, ("x", "z"))
+    with pytest.raises(ValueError, match=r"edge_disjoint_rings: .* sizes \{'x': 2, 'y': 4\}: each"):
+        edge_disjoint_rings(mesh, ("x", "y"))
+    with pytest.raises(ValueError, match="edge_disjoint_rings: axis 'z' is not an axis of"):
+        edge_disjoint_rings(mesh, ("x", "z"))
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_meshes_that_look_alike_and_lie_otherwise_have_the_links_of_both():
 
 def test_a_cube_has_other_walks_than_rings():
     mesh = make_mesh("x=2,y=2,z=2")
-    with pytest.raises(ValueError, match=r"^disjoint_rings: axes of sizes .* are a cube, whose"):
-        disjoint_rings(mesh, ("x", "y", "z"))
+    with pytest.raises(ValueError, match=r"^edge_disjoint_rings: axes of sizes .* are a cube"):
+        edge_disjoint_rings(mesh, ("x", "y", "z"))
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 5), (3, 4, 5)])

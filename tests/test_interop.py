@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar.layers import value_and_grad
+from jaxpar.layers import mean_value_and_grad
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FEATURES, HIDDEN, OUTPUTS = 8, 16, 6
@@ -30,7 +30,7 @@ def load(name):
 
 class Flax:
     example = load("flax_nnx")
-    differentiate = staticmethod(nnx.value_and_grad)
+    differentiate = staticmethod(nnx.mean_value_and_grad)
     jit = staticmethod(nnx.jit)
 
     def make(self):
@@ -150,7 +150,7 @@ def test_every_way_to_differentiate(library, where, check_vma):
 
     def inside(params, x, y):
         return jax.shard_map(
-            value_and_grad(summed, ("dp", "fsdp", "tp"), specs=specs, microbatches=2),
+            mean_value_and_grad(summed, ("dp", "fsdp", "tp"), specs=specs, microbatches=2),
             mesh=layout.mesh,
             in_specs=(specs, batch, batch),
             out_specs=(P(), specs),

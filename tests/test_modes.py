@@ -222,7 +222,7 @@ NO_ARRAYS = {
         "compiled_with",
         "compiler_options",
     ),
-    *("describe", "disjoint_rings", "guard", "initialize", "jit", "make_mesh", "ring_hops"),
+    *("describe", "edge_disjoint_rings", "guard", "initialize", "jit", "make_mesh", "ring_hops"),
     *("ring_order", "tuned", "expert_capacity"),
 }
 # By other names: what `quantize`, `head_layout`, `route`, `routing_statistics` return.

@@ -14,12 +14,12 @@ from jaxpar import (
     Axis,
     LowBit,
     Quantized,
+    all_gather,
     all_gather_matmul,
     make_mesh,
     matmul_reduce_scatter,
     quantize,
-    ring_all_gather,
-    ring_reduce_scatter,
+    reduce_scatter,
 )
 from jaxpar.layers import copy_region, fsdp_gather, fsdp_linear, reduce_region
 from jaxpar.moe import moe_layer, route
@@ -93,7 +93,7 @@ def over_devices(local, in_specs, out_specs, check_vma=True):
 def test_gathered_rows(dtype, mode, check_vma):
     def local(x, w):
         axis = Axis("tp", mode=mode, wire_dtype=dtype)
-        wholes = ring_all_gather(x, axis, tiled=True), fsdp_gather(x, axis)
+        wholes = all_gather(x, axis, tiled=True), fsdp_gather(x, axis)
         return all_gather_matmul(x, w, axis), jnp.stack(wholes)[None]
 
     specs = (P("tp"), P(None, "tp")), (P(None, "tp"), P("tp"))
@@ -155,7 +155,7 @@ def test_sums_that_travel_in_16_bits(wire, check_vma):
     x[:, 0], x[2, 1], x[3, 2], x[:, 3] = 4e4, NAN, INF, (1, 2, 3, 4)
     axis = Axis("tp", mode="bidirectional", wire_dtype=wire)
     scatter = over_devices(
-        lambda x: (reduce_region(x[0], axis), ring_reduce_scatter(x[0], axis, tiled=True)),
+        lambda x: (reduce_region(x[0], axis), reduce_scatter(x[0], axis, tiled=True)),
         *(P("tp"), (P(), P("tp")), check_vma),
     )
     for found in scatter(x):

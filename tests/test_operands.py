@@ -41,11 +41,11 @@ def of(function, *arguments, **options):
 
 
 def loss(axis, x, w, labels, **options):
-    return layers.vocabulary_parallel_cross_entropy(x, w, jnp.int32(labels), axis, **options)
+    return layers.vocab_parallel_cross_entropy(x, w, jnp.int32(labels), axis, **options)
 
 
 def embedding(axis, tokens, table):
-    return layers.vocabulary_parallel_embedding(jnp.int32(tokens), table, axis)
+    return layers.vocab_parallel_embedding(jnp.int32(tokens), table, axis)
 
 
 def gathered_tree(axis, w, whole):
@@ -70,11 +70,11 @@ QKV = [(2, 4, 2, 3)] * 3
 HEADS = lambda n: [(2, 6), *[(6, 16 // n)] * 3, (16 // n, 6)]  # noqa: E731
 WHOLE_HEADS = lambda n: [(2, 6), (6, 16 // n), *[(6, 2)] * 2, (16 // n, 6)]  # noqa: E731
 CASES = {
-    "ring_all_gather": Case(of(J.ring_all_gather, dim=1), lambda n: [(4, 3)], {"x": (0,)}),
-    "ring_reduce_scatter": Case(
-        of(J.ring_reduce_scatter, dim=-1, tiled=True), lambda n: [(3, n)], {"x": (0,)}
+    "all_gather": Case(of(J.all_gather, dim=1), lambda n: [(4, 3)], {"x": (0,)}),
+    "reduce_scatter": Case(
+        of(J.reduce_scatter, dim=-1, tiled=True), lambda n: [(3, n)], {"x": (0,)}
     ),
-    "ring_all_reduce": Case(of(J.ring_all_reduce), lambda n: [(3,)], {"x": (0,)}),
+    "all_reduce": Case(of(J.all_reduce), lambda n: [(3,)], {"x": (0,)}),
     "all_gather_matmul": Case(of(J.all_gather_matmul), lambda n: [(4, 6), (6, 3)], {"lhs": (0,)}),
     "all_gather_matmul over k": Case(
         of(J.all_gather_matmul, dim=-1), lambda n: [(4, 6), (6 * n, 3)], {"lhs": (0,)}
@@ -88,13 +88,13 @@ CASES = {
     "matmul_all_reduce": Case(
         of(J.matmul_all_reduce), lambda n: [(4, 6), (6, 3)], {"lhs and rhs": (0, 1)}
     ),
-    "ring_einsum": Case(
-        lambda axis, a, b: J.ring_einsum("bsd,dh->bhs", a, b, axis, gather="s"),
+    "collective_einsum": Case(
+        lambda axis, a, b: J.collective_einsum("bsd,dh->bhs", a, b, axis, gather="s"),
         lambda n: [(2, 4, 6), (6, 3)],
         {"lhs": (0,)},
     ),
-    "ring_einsum of a sum": Case(
-        lambda axis, a, b: J.ring_einsum("bsd,dh->bhs", a, b, axis, scatter="b"),
+    "collective_einsum of a sum": Case(
+        lambda axis, a, b: J.collective_einsum("bsd,dh->bhs", a, b, axis, scatter="b"),
         lambda n: [(n, 4, 6), (6, 3)],
         {"lhs and rhs": (0, 1)},
     ),
@@ -143,17 +143,17 @@ CASES = {
     "ring_attention of all keys": Case(
         of(L.ring_attention, causal=False), lambda n: QKV, {"k": (1,), "v": (2,)}
     ),
-    "vocabulary_parallel_embedding": Case(
+    "vocab_parallel_embedding": Case(
         lambda axis, table: embedding(axis, jnp.zeros(4), table),
         lambda n: [(6, 3)],
         {"table": (0,)},
     ),
-    "vocabulary_parallel_cross_entropy": Case(
+    "vocab_parallel_cross_entropy": Case(
         lambda axis, x, w, bias: loss(axis, x, w, jnp.zeros(4), bias=bias),
         lambda n: [(4, 6), (6, 3), (3,)],
         {"w": (1,), "bias": (2,)},
     ),
-    "vocabulary_parallel_cross_entropy of a sequence": Case(
+    "vocab_parallel_cross_entropy of a sequence": Case(
         lambda *args: loss(*args, sequence_dim=0),
         lambda n: [(4, 6), (6, 3), (4,)],
         {"x": (0,), "w": (1,), "labels": (2,)},
@@ -187,7 +187,7 @@ def at_once(call, copied, axis):
 
 def as_parameters(call, copied, axis):
     """In a loss: each device differentiates a copy of its own, which types say varies."""
-    layers.value_and_grad(lambda copied: (call(copied) or jnp.sum(copied[0]), 1), axis)(copied)
+    layers.mean_value_and_grad(lambda copied: (call(copied) or jnp.sum(copied[0]), 1), axis)(copied)
 
 
 def as_stacks(call, copied, axis):
@@ -245,11 +245,11 @@ def test_an_operand_that_all_devices_share(name, axis, over, missing):
     "name",
     [
         *("all_gather_matmul of rhs", "gated_mlp", "parallel_attention of one kv head"),
-        *("fsdp_linear with a bias", "fsdp_gather", "vocabulary_parallel_cross_entropy"),
+        *("fsdp_linear with a bias", "fsdp_gather", "vocab_parallel_cross_entropy"),
     ],
 )
 def test_an_operand_that_a_transform_copies_for_each_device(name, within):
-    caller = {as_parameters: "value_and_grad", as_stacks: "fsdp_scan"}[within]
+    caller = {as_parameters: "mean_value_and_grad", as_stacks: "fsdp_scan"}[within]
     case = CASES[name]
     for argument, places in case.due.items():
         with pytest.raises(ValueError, match=re.escape(f": {argument} of local shape")) as caught:
@@ -292,9 +292,7 @@ def test_scales_that_all_devices_share(check_vma):
 
 def test_a_whole_weight_that_the_vocabulary_gives_away():
     def losses(x, w):
-        return layers.vocabulary_parallel_cross_entropy(
-            x, w, jnp.zeros(3, "int32"), "x", vocabulary=7
-        )
+        return layers.vocab_parallel_cross_entropy(x, w, jnp.zeros(3, "int32"), "x", vocabulary=7)
 
     mapped = jax.shard_map(
         losses,

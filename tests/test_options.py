@@ -243,7 +243,7 @@ def test_chunks_that_are_named_warn_where_nothing_says_how_they_are_compiled(mod
 def test_rings_that_are_named_ask_for_no_options():
     v5p = target("v5p:4x4x4", "dp=4,x=4,y=4")
 
-    axis = jaxpar.Axis(("x", "y"), "disjoint-rings")
+    axis = jaxpar.Axis(("x", "y"), "multi-ring")
 
     def loss(x):
         out = jaxpar.all_gather_matmul(x, jnp.ones((2048, 8), x.dtype), axis)

@@ -74,7 +74,7 @@ def test_help_shows_readable_signatures(named):
 
 def test_help_shows_what_may_be_given():
     mode = "mode: Literal['naive', 'stationary', 'chunked-2', 'chunked-4', 'chunked-8', "
-    mode += "'unidirectional', 'bidirectional', 'disjoint-rings', 'auto']"
+    mode += "'unidirectional', 'bidirectional', 'multi-ring', 'auto']"
     gather = str(inspect.signature(jaxpar.all_gather_matmul))
     assert "axis: str | tuple[str, ...] | list[str] | Axis," in gather
     assert f"{mode} | None = None" in gather

@@ -11,27 +11,27 @@ from jaxpar import (
     Axis,
     LowBit,
     all_gather_matmul,
+    all_reduce,
     make_mesh,
     matmul_all_reduce,
     matmul_reduce_scatter,
-    ring_all_reduce,
-    ring_reduce_scatter,
+    reduce_scatter,
 )
 from jaxpar.layers import (
     fsdp_linear,
     reduce_compressed_gradients,
     reduce_gradients,
     reduce_region,
-    vocabulary_parallel_embedding,
+    vocab_parallel_embedding,
 )
 
 SUMS = {
-    "ring_all_reduce": lambda x: ring_all_reduce(x, "y"),
-    "ring_reduce_scatter": lambda x: ring_reduce_scatter(x, "y", tiled=True),
+    "all_reduce": lambda x: all_reduce(x, "y"),
+    "reduce_scatter": lambda x: reduce_scatter(x, "y", tiled=True),
     "reduce_region": lambda x: reduce_region(x, "y"),
     "reduce_gradients": lambda x: reduce_gradients(x, "y"),
     "reduce_compressed_gradients": lambda x: reduce_compressed_gradients(x, "y"),
-    "vocabulary_parallel_embedding": lambda x: vocabulary_parallel_embedding(jnp.arange(3), x, "y"),
+    "vocab_parallel_embedding": lambda x: vocab_parallel_embedding(jnp.arange(3), x, "y"),
     "all_gather_matmul": lambda x: all_gather_matmul(x, x, "y"),
     "matmul_reduce_scatter": lambda x: matmul_reduce_scatter(x, x, "y"),
     "matmul_all_reduce": lambda x: matmul_all_reduce(x, x, "y"),
@@ -59,8 +59,8 @@ def test_integers_travel_as_they_are_over_a_wire_of_8_bits(wire):
     axis = Axis("y", wire_dtype=wire)
 
     def local(x):
-        whole = ring_all_reduce(x, axis), reduce_region(x, axis), reduce_gradients(x, axis)
-        return [ring_reduce_scatter(x, axis), *(lax.slice_in_dim(y, 0, 1)[0] for y in whole)]
+        whole = all_reduce(x, axis), reduce_region(x, axis), reduce_gradients(x, axis)
+        return [reduce_scatter(x, axis), *(lax.slice_in_dim(y, 0, 1)[0] for y in whole)]
 
     mapped = jax.shard_map(
         local, mesh=make_mesh("x=2,y=4"), in_specs=P(), out_specs=P(), check_vma=False
@@ -70,11 +70,9 @@ def test_integers_travel_as_they_are_over_a_wire_of_8_bits(wire):
 
 
 def test_a_wire_for_integers_that_is_too_narrow():
-    message = (
-        "ring_all_reduce: wire_dtype=int16 cannot carry sums of int32, which would wrap around"
-    )
+    message = "all_reduce: wire_dtype=int16 cannot carry sums of int32, which would wrap around"
     mapped = jax.shard_map(
-        lambda x: ring_all_reduce(x, "y", wire_dtype="int16"),
+        lambda x: all_reduce(x, "y", wire_dtype="int16"),
         mesh=make_mesh("x=2,y=4"),
         in_specs=P(),
         out_specs=P(),

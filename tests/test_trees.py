@@ -25,16 +25,16 @@ def scanned(t):
 
 
 def stepped(t):
-    return layers.value_and_grad(lambda p, x: (jnp.sum(x), 1), "x", specs=P())(t, jnp.ones(8))
+    return layers.mean_value_and_grad(lambda p, x: (jnp.sum(x), 1), "x", specs=P())(t, jnp.ones(8))
 
 
 def batched(t):
-    grad = layers.value_and_grad(lambda p, b: (jnp.sum(p), 1), "x", specs=P(), microbatches=2)
+    grad = layers.mean_value_and_grad(lambda p, b: (jnp.sum(p), 1), "x", specs=P(), microbatches=2)
     return grad(jnp.ones(8), t)
 
 
 def with_aux(t):
-    grad = layers.value_and_grad(lambda p: ((jnp.sum(p), 1), t), "x", specs=P(), has_aux=True)
+    grad = layers.mean_value_and_grad(lambda p: ((jnp.sum(p), 1), t), "x", specs=P(), has_aux=True)
     return grad(jnp.ones(8))
 
 
@@ -50,18 +50,18 @@ def combined(t):
 
 FUNCTIONS = {
     "ring_shift": ("x", lambda t: jaxpar.ring_shift(t, "x")),
-    "ring_all_gather": ("x", lambda t: jaxpar.ring_all_gather(t, "x")),
-    "ring_reduce_scatter": ("x", lambda t: jaxpar.ring_reduce_scatter(t, "x", tiled=True)),
-    "ring_all_reduce": ("x", lambda t: jaxpar.ring_all_reduce(t, "x")),
+    "all_gather": ("x", lambda t: jaxpar.all_gather(t, "x")),
+    "reduce_scatter": ("x", lambda t: jaxpar.reduce_scatter(t, "x", tiled=True)),
+    "all_reduce": ("x", lambda t: jaxpar.all_reduce(t, "x")),
     "copy_region": ("x", lambda t: layers.copy_region(t, "x")),
     "reduce_region": ("x", lambda t: layers.reduce_region(t, "x")),
     "gather_region": ("x", lambda t: layers.gather_region(t, "x")),
     "scatter_region": ("x", lambda t: layers.scatter_region(t, "x")),
     "fsdp_gather": ("tree", lambda t: layers.fsdp_gather(t, "x")),
     "fsdp_scan": ("stacked_params", scanned),
-    "value_and_grad": ("params", stepped),
-    "value_and_grad of a batch": ("batch[0]", batched),
-    "value_and_grad with aux": ("aux", with_aux),
+    "mean_value_and_grad": ("params", stepped),
+    "mean_value_and_grad of a batch": ("batch[0]", batched),
+    "mean_value_and_grad with aux": ("aux", with_aux),
     "reduce_gradients": ("grads", lambda t: layers.reduce_gradients(t, "x")),
     "reduce_compressed_gradients": ("grads", lambda t: layers.reduce_compressed_gradients(t, "x")),
     "global_norm": ("tree", lambda t: layers.global_norm(t, specs=P())),
@@ -104,8 +104,8 @@ def test_what_is_no_array_is_named(name):
 
 
 SUMS = {
-    "ring_reduce_scatter": "sum",
-    "ring_all_reduce": "sum",
+    "reduce_scatter": "sum",
+    "all_reduce": "sum",
     "reduce_region": "sum",
     "reduce_gradients": "sum",
     "reduce_compressed_gradients": "sum",
@@ -132,7 +132,7 @@ def ring_attention(q, k, v, sinks):
 
 
 def loss(x, w, labels, bias):
-    return layers.vocabulary_parallel_cross_entropy(x, w, labels, "x", bias=bias)
+    return layers.vocab_parallel_cross_entropy(x, w, labels, "x", bias=bias)
 
 
 def layer_of_experts(tokens, up, down):
@@ -149,8 +149,8 @@ OPERANDS = {
     "all_gather_matmul": (partial(J.all_gather_matmul, **X), [SQUARE] * 2, "lhs,rhs"),
     "matmul_reduce_scatter": (partial(J.matmul_reduce_scatter, **X), [SQUARE] * 2, "lhs,rhs"),
     "matmul_all_reduce": (partial(J.matmul_all_reduce, **X), [SQUARE] * 2, "lhs,rhs"),
-    "ring_einsum": (
-        lambda lhs, rhs: J.ring_einsum("ab,bc->ac", lhs, rhs, "x", gather="a"),
+    "collective_einsum": (
+        lambda lhs, rhs: J.collective_einsum("ab,bc->ac", lhs, rhs, "x", gather="a"),
         [SQUARE] * 2,
         "lhs,rhs",
     ),
@@ -174,12 +174,12 @@ OPERANDS = {
     "ring_attention": (ring_attention, [HEADS] * 3 + [ROW], "q,k,v,sinks"),
     "rms_norm": (L.rms_norm, [SQUARE, ROW], "x,scale"),
     "layer_norm": (L.layer_norm, [SQUARE, ROW, ROW], "x,scale,bias"),
-    "vocabulary_parallel_embedding": (
-        partial(L.vocabulary_parallel_embedding, **X),
+    "vocab_parallel_embedding": (
+        partial(L.vocab_parallel_embedding, **X),
         [COUNTS, SQUARE],
         "tokens,table",
     ),
-    "vocabulary_parallel_cross_entropy": (
+    "vocab_parallel_cross_entropy": (
         loss,
         [SQUARE, SQUARE, COUNTS, ROW],
         "x,w,labels,bias",

@@ -254,12 +254,12 @@ def asked(local, *specs, mesh="fsdp=2,tp=4", args):
     return list(trial.asked)
 
 
-def ring_all_gather(x):
-    return jaxpar.ring_all_gather(x, "tp")
+def all_gather(x):
+    return jaxpar.all_gather(x, "tp")
 
 
-def ring_all_reduce(x):
-    return jaxpar.ring_all_reduce(x, "tp")
+def all_reduce(x):
+    return jaxpar.all_reduce(x, "tp")
 
 
 WRONG = {
@@ -306,11 +306,11 @@ def test_sites_have_names_that_tell_them_apart():
     heads = jnp.ones((1, 16, 2, 4))
     t, columns = P("tp"), P(None, "tp")
     found = {
-        "all-gather of float32; 8x32": asked(ring_all_gather, t, args=[x]),
-        "all-reduce of float32; 8x32": asked(ring_all_reduce, t, args=[x]),
-        "all-reduce of bfloat16; 8x32": asked(ring_all_reduce, t, args=[half]),
+        "all-gather of float32; 8x32": asked(all_gather, t, args=[x]),
+        "all-reduce of float32; 8x32": asked(all_reduce, t, args=[x]),
+        "all-reduce of bfloat16; 8x32": asked(all_reduce, t, args=[half]),
         "all-reduce of float32, sums in float32; 8x32": asked(
-            lambda x: jaxpar.ring_all_reduce(x, "tp", wire_dtype="float32"), t, args=[x]
+            lambda x: jaxpar.all_reduce(x, "tp", wire_dtype="float32"), t, args=[x]
         ),
         "causal float32; 3 of 1x4x2x4": asked(
             lambda q: layers.ring_attention(q, q, q, "tp"), columns, args=[heads]
@@ -322,7 +322,7 @@ def test_sites_have_names_that_tell_them_apart():
             lambda x, w: jaxpar.matmul_all_reduce(x, w, "tp"), t, P(), args=[x, x]
         ),
         "float32; 8x32": asked(
-            lambda x, w, ids: layers.vocabulary_parallel_cross_entropy(
+            lambda x, w, ids: layers.vocab_parallel_cross_entropy(
                 x, w, ids, "tp", sequence_dim=0
             ).sum(),
             *(t, columns, t),

@@ -17,8 +17,8 @@ from jaxpar.layers import (
     parallel_attention,
     ring_attention,
     rms_norm,
-    vocabulary_parallel_cross_entropy,
-    vocabulary_parallel_embedding,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
 )
 from jaxpar.layout import Layout
 from jaxpar.moe import Statistics
@@ -38,7 +38,7 @@ def loss_sum(
     training: Training | None = None,
     wire_dtype: LowBit | None = None,
 ) -> LossSum:
-    """Returns the function of a device's blocks that `layers.value_and_grad` differentiates.
+    """Returns the function of a device's blocks that `layers.mean_value_and_grad` differentiates.
 
     Args:
       model: the sizes.
@@ -66,7 +66,7 @@ def loss_sum(
         if model.experts:  # a choice between experts does not bear rounding
             params["layers"]["router"] = routers
         embedding = gather(params, "embedding")  # [V/tp, d]
-        x = vocabulary_parallel_embedding(tokens, embedding, tp, sequence_dim=-2)
+        x = vocab_parallel_embedding(tokens, embedding, tp, sequence_dim=-2)
         # x: [b, s/(cp*tp), d], and so it stays from layer to layer
 
         scan = scan_naively if mode == "naive" else fsdp_scan
@@ -75,7 +75,7 @@ def loss_sum(
         x, found = scan(layer, params["layers"], state, fsdp, dim=dims_of_layers)
         x = rms_norm(x, params["final_norm"])
         logits = embedding.T if model.tied else gather(params, "logits")  # [d, V/tp]
-        losses = vocabulary_parallel_cross_entropy(
+        losses = vocab_parallel_cross_entropy(
             x,
             logits,
             jnp.maximum(labels, IGNORE),

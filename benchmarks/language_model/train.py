@@ -99,7 +99,7 @@ class Trainer:
         Statistics of experts, or None, are `[microbatches, layers, ...]`.
         """
         return jax.shard_map(
-            layers.value_and_grad(
+            layers.mean_value_and_grad(
                 self._loss_sum(self.training),
                 AXES,
                 microbatches=self.microbatches,

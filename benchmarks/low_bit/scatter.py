@@ -1,6 +1,6 @@
 """A scattered matmul whose sums travel in bfloat16 and in 8 bits, for `jaxpar predict`.
 
-jaxpar predict low_bit.scatter:ring_in_8_bits --targets v6e:16x16 --mesh dp=16,tp=16
+jaxpar predict low_bit.scatter:ring_in_8_bits --target v6e:16x16 --mesh dp=16,tp=16
 """
 
 from functools import partial
@@ -34,5 +34,5 @@ def make_step(mesh, mode, wire_dtype=None):
 
 ring = partial(make_step, mode="bidirectional")
 ring_in_8_bits = partial(make_step, mode="bidirectional", wire_dtype=IN_8_BITS)
-rings = partial(make_step, mode="disjoint-rings")
-rings_in_8_bits = partial(make_step, mode="disjoint-rings", wire_dtype=IN_8_BITS)
+rings = partial(make_step, mode="multi-ring")
+rings_in_8_bits = partial(make_step, mode="multi-ring", wire_dtype=IN_8_BITS)

@@ -1,6 +1,6 @@
 """Gradients of tensor-parallel layers over two axes, for `jaxpar predict`.
 
-jaxpar predict overlap.layers:auto --targets v5p:4x4x4 --mesh dp=4,x=4,y=4
+jaxpar predict overlap.layers:auto --target v5p:4x4x4 --mesh dp=4,x=4,y=4
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ def make_step(mesh, mode, rows=MANY):
 
 auto = partial(make_step, mode="auto")
 naive = partial(make_step, mode="naive")
-disjoint_rings = partial(make_step, mode="disjoint-rings")
+disjoint_rings = partial(make_step, mode="multi-ring")
 auto_with_few_rows = partial(make_step, mode="auto", rows=FEW)
 naive_with_few_rows = partial(make_step, mode="naive", rows=FEW)
-disjoint_rings_with_few_rows = partial(make_step, mode="disjoint-rings", rows=FEW)
+disjoint_rings_with_few_rows = partial(make_step, mode="multi-ring", rows=FEW)

@@ -1,6 +1,6 @@
 """Matmuls over a torus in both forms of disjoint rings, for `jaxpar predict`.
 
-jaxpar predict overlap.phases:scatter_by_rings --targets v5p:8x8x4 --mesh dp=4,x=8,y=8
+jaxpar predict overlap.phases:scatter_by_rings --target v5p:8x8x4 --mesh dp=4,x=8,y=8
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ def make_matmul(mesh, op, along, rows=16384):
             lambda problem, way, flows: replace(way, blocks_along=sides, sums_along=sides),
         )
         with form:
-            return op(x, w, axes, mode="disjoint-rings")
+            return op(x, w, axes, mode="multi-ring")
 
     specs = (P(axes), P(None, axes)) if op is all_gather_matmul else (P(None, axes), P(axes))
     out = specs[1]

@@ -1,6 +1,6 @@
 """Gradients of layers whose weights are gathered over two axes, for `jaxpar predict`.
 
-jaxpar predict overlap.weights:disjoint_rings --targets v5p:4x4x4 --mesh dp=4,x=4,y=4
+jaxpar predict overlap.weights:disjoint_rings --target v5p:4x4x4 --mesh dp=4,x=4,y=4
 """
 
 from functools import partial
@@ -47,6 +47,6 @@ def make_step(mesh, mode, rows=MANY):
 
 
 naive = partial(make_step, mode="naive")
-disjoint_rings = partial(make_step, mode="disjoint-rings")
+disjoint_rings = partial(make_step, mode="multi-ring")
 naive_with_few_rows = partial(make_step, mode="naive", rows=FEW)
-disjoint_rings_with_few_rows = partial(make_step, mode="disjoint-rings", rows=FEW)
+disjoint_rings_with_few_rows = partial(make_step, mode="multi-ring", rows=FEW)

@@ -28,7 +28,7 @@ def hashes() -> dict[str, str]:
     from sweep.points import points
     from sweep.worker import OPS, RING, with_gradients
 
-    modes = ("chunked-4", "unidirectional", "bidirectional", "stationary", "disjoint-rings")
+    modes = ("chunked-4", "unidirectional", "bidirectional", "stationary", "multi-ring")
     found = {}
     for number, point in enumerate(points()):
         place = target(point.slice, point.mesh)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from jaxpar.axis.quantized import Quantized, quantize
     from jaxpar.axis.wire import LowBit
     from jaxpar.collectives import (
+        all_gather,
+        all_reduce,
         ragged_all_to_all,
-        ring_all_gather,
-        ring_all_reduce,
-        ring_reduce_scatter,
+        reduce_scatter,
         ring_shift,
     )
     from jaxpar.compiler.jit import jit
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from jaxpar.compiler.tuning import Tuning, tuned
     from jaxpar.matmul import (
         all_gather_matmul,
+        collective_einsum,
         matmul_all_reduce,
         matmul_reduce_scatter,
-        ring_einsum,
     )
-    from jaxpar.mesh import disjoint_rings, make_mesh, ring_hops, ring_order
+    from jaxpar.mesh import edge_disjoint_rings, make_mesh, ring_hops, ring_order
     from jaxpar.tools.processes.agree import agree
     from jaxpar.tools.processes.describe import Description, describe
     from jaxpar.tools.processes.guard import guard
@@ -49,11 +49,14 @@ __all__ = [
     "Quantized",
     "Tuning",
     "agree",
+    "all_gather",
     "all_gather_matmul",
+    "all_reduce",
+    "collective_einsum",
     "compiled_with",
     "compiler_options",
     "describe",
-    "disjoint_rings",
+    "edge_disjoint_rings",
     "guard",
     "initialize",
     "jit",
@@ -62,12 +65,9 @@ __all__ = [
     "matmul_reduce_scatter",
     "quantize",
     "ragged_all_to_all",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "ring_einsum",
+    "reduce_scatter",
     "ring_hops",
     "ring_order",
-    "ring_reduce_scatter",
     "ring_shift",
     "tuned",
 ]

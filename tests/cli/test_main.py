@@ -59,7 +59,7 @@ runpy.run_module("jaxpar", run_name="__main__", alter_sys=True)
 
 
 def test_ctrl_c_ends_the_compilers_too_and_leaves_no_file(tmp_path):
-    command = ["predict", "--targets", "v5e:4x4", "--ops", "all", "--json", str(tmp_path / "a")]
+    command = ["predict", "--target", "v5e:4x4", "--ops", "all", "--json", str(tmp_path / "a")]
     with subprocess.Popen(
         [sys.executable, "-c", INTERRUPTIBLE, *command], stderr=subprocess.PIPE, text=True
     ) as process:

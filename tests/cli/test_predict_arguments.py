@@ -65,7 +65,7 @@ def requests(monkeypatch):
 )
 def test_bad_arguments_are_one_line_and_status_2(args, text, requests, capsys):
     try:
-        status = main(["predict", "--targets", "v5e:2x2", *args.split()])
+        status = main(["predict", "--target", "v5e:2x2", *args.split()])
     except SystemExit as left:  # what argparse itself refuses
         status = left.code
     error = capsys.readouterr().err
@@ -77,7 +77,7 @@ def test_bad_arguments_are_one_line_and_status_2(args, text, requests, capsys):
 
 
 def test_one_request_a_target_holds_all_that_was_asked(requests):
-    args = "--targets v5p:8x8x8,h100:8 --mesh dp=-1,tp=8 --axis tp --ops all-reduce --grad"
+    args = "--target v5p:8x8x8,h100:8 --mesh dp=-1,tp=8 --axis tp --ops all-reduce --grad"
     more = "--shapes 64x64x64,8x8x8 --modes naive,chunked-4 --dtype float32 --wire-dtype bfloat16"
     options = ["--compiler-options", "xla_a=true", "xla_b=3", "xla_c=0.5", "xla_d=text"]
     assert main(["predict", *args.split(), *more.split(), *options]) == 0
@@ -131,7 +131,7 @@ def test_missing_extra_names_the_install_command(package, monkeypatch, tmp_path,
     for module in [*sys.modules, package]:
         if module.split(".")[0] == package:
             monkeypatch.setitem(sys.modules, module, None)
-    assert main(["predict", "--targets", "v5e:2x2", "--plot", str(tmp_path / "a.png")]) == 2
+    assert main(["predict", "--target", "v5e:2x2", "--plot", str(tmp_path / "a.png")]) == 2
     assert capsys.readouterr().err == (
         f"jaxpar predict: error: {package} is not installed; "
         "pip install 'matplotlib>=3.9' 'rich>=13'\n"

@@ -73,7 +73,7 @@ def run_all_here(requests, jobs, tick):
 def test_operations_to_all_outputs(tmp_path, capsys):
     data, trace, plot = (tmp_path / name for name in ("a.json", "trace.json", "a.png"))
     files = ["--json", str(data), "--trace", str(trace), "--plot", str(plot)]
-    assert main([*SMALL, "--targets", "v5e:2x2", *files]) == 0
+    assert main([*SMALL, "--target", "v5e:2x2", *files]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert max(map(len, out.splitlines())) <= 100
@@ -98,7 +98,7 @@ def test_operations_to_all_outputs(tmp_path, capsys):
 
 def test_gradients_move_more_and_compute_more(tmp_path):
     data = tmp_path / "a.json"
-    options = ["--grad", "--modes", "naive", "--targets", "v5e:2x2", "--json", str(data)]
+    options = ["--grad", "--modes", "naive", "--target", "v5e:2x2", "--json", str(data)]
     assert main([*SMALL, *options]) == 0
     [entry] = json.loads(data.read_text())["targets"]
     [row] = entry["predictions"]
@@ -108,7 +108,7 @@ def test_gradients_move_more_and_compute_more(tmp_path):
 
 def test_a_function_with_its_arguments(model, capsys):
     args = ["--args", "bf16[512,256]@tp,-", "bf16[256,512]@-,tp"]
-    assert main(["predict", "model:layer", *args, "--targets", "v5e:2x2"]) == 0
+    assert main(["predict", "model:layer", *args, "--target", "v5e:2x2"]) == 0
     out = capsys.readouterr().out
     assert "model:layer\n" in out
     assert "as written" in out
@@ -116,14 +116,14 @@ def test_a_function_with_its_arguments(model, capsys):
 
 def test_a_function_of_jit_keeps_its_options_with_gradients_too(model, monkeypatch, capsys):
     monkeypatch.setattr(predict_command, "run_all", run_all_here)
-    args = ["--args", "bf16[512,256]@tp,-", "bf16[256,512]@-,tp", "--targets", "v5e:2x2"]
+    args = ["--args", "bf16[512,256]@tp,-", "bf16[256,512]@-,tp", "--target", "v5e:2x2"]
     for more in ([], ["--grad"]):
         assert main(["predict", "model:of_jit", *args, *more]) == 0
         assert "xla_tpu_enable_async_collective_fusion=false" in capsys.readouterr().out
 
 
 def test_a_process_that_dies_takes_only_its_target_with_it(model, capsys):
-    assert main(["predict", "model:make", "--targets", "v5e:2x4,v5e:2x2"]) == 1
+    assert main(["predict", "model:make", "--target", "v5e:2x4,v5e:2x2"]) == 1
     out, err = capsys.readouterr()
     assert "v5e:2x2 | 4 x TPU v5 lite" in out
     assert "v5e:2x4 |" not in out
@@ -135,8 +135,8 @@ def test_a_process_that_dies_takes_only_its_target_with_it(model, capsys):
 @pytest.mark.parametrize(
     ("args", "status", "text"),
     [
-        ("--targets v5e:9x9", 2, "v5e:9x9: libtpu does not know the slice"),
-        ("--targets v5e", 2, "v5e: 'v5e' is not of the form chip:layout, as in 'v5p:8x8x8'"),
+        ("--target v5e:9x9", 2, "v5e:9x9: libtpu does not know the slice"),
+        ("--target v5e", 2, "v5e: 'v5e' is not of the form chip:layout, as in 'v5p:8x8x8'"),
         ("--mesh dp=3,tp=-1", 2, "v5e:2x2: --mesh dp=3,tp=-1: dp=3 x tp=-1: the other axes take 3"),
         ("--axis dp", 2, "v5e:2x2: --axis dp must name distinct axes of the mesh, which has tp"),
         ("--shapes 6x8x8", 2, "v5e:2x2: gather-lhs-rows shards M = 6 of 6x8x8 over the ring tp"),
@@ -154,7 +154,7 @@ def test_what_only_a_target_can_refuse(args, status, text, model, monkeypatch, c
     monkeypatch.setattr(predict_command, "run_all", run_all_here)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "model", raising=False)
-    assert main(["predict", "--targets", "v5e:2x2", *args.split()]) == status
+    assert main(["predict", "--target", "v5e:2x2", *args.split()]) == status
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("jaxpar predict: error: ")

@@ -82,8 +82,8 @@ def test_table_warns_of_links_that_rings_share(report, request_made):
         return " ".join(printed(changed, request_made).split())
 
     plane = replace(report.facts, ring=("x", "y"), links_apart=2, disjoint=True)
-    assert "so that transfers share links; those of disjoint-rings do not" in words(plane)
-    disjoint = [replace(p, same_as="disjoint-rings") for p in report.predictions]
+    assert "so that transfers share links; those of multi-ring do not" in words(plane)
+    disjoint = [replace(p, same_as="multi-ring") for p in report.predictions]
     assert "links apart" not in words(plane, disjoint)
     open_ = replace(plane, disjoint=False, not_closed=("the ends of y are 3 links apart",))
     assert "share none: the ends of y are 3 links apart; auto does not take" in words(open_)

@@ -362,7 +362,7 @@ def test_a_process_that_dies_loses_nothing(monkeypatch, capsys):
         ("model:plain --modes fast", 2, "--modes 'fast' is not among naive, stationary, chunked-2"),
         ("model:plain --modes auto", 2, "--modes 'auto' is not among naive, stationary, chunked-2"),
         ("model:plain --repeats 0", 2, "--repeats 0 is not positive"),
-        ("model:plain --most 0", 2, "--most 0 is not positive"),
+        ("model:plain --tries 0", 2, "--tries 0 is not positive"),
         ("model:plain -o nowhere/a.json", 2, "--output nowhere/a.json: its directory does not"),
         ("model:plain --compiler-options a", 2, "--compiler-options 'a' is not of the form key="),
     ],

@@ -30,7 +30,7 @@ from jaxpar.matmul import _arrivals  # noqa: E402
 from jaxpar.matmul._arrivals import joining_is_cheaper  # noqa: E402
 from jaxpar.ring.order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 
-MODE = "disjoint-rings"
+MODE = "multi-ring"
 IS_SMALL = N < 16  # round more devices, what depends on no torus's shape is not checked again
 NAMES = ("x", "y", "z", "u")[: len(SIZES)]
 AXES = NAMES[::-1]  # another order than the mesh's
@@ -196,9 +196,9 @@ def collectives():
 
     def ours(x):
         return (
-            jaxpar.ring_all_gather(x[0], AXES, mode=MODE, tiled=True),
-            jaxpar.ring_reduce_scatter(x, AXES, mode=MODE, tiled=True),
-            jaxpar.ring_all_reduce(x, AXES, mode=MODE),
+            jaxpar.all_gather(x[0], AXES, mode=MODE, tiled=True),
+            jaxpar.reduce_scatter(x, AXES, mode=MODE, tiled=True),
+            jaxpar.all_reduce(x, AXES, mode=MODE),
         )
 
     def laxs(x):

@@ -147,7 +147,7 @@ def einsums(mode):
     compare(
         "a batch",
         mode,
-        lambda x, w, **how: jaxpar.ring_einsum("bmk,bkn->nbm", x, w, AXES, gather="b", **how),
+        lambda x, w, **how: jaxpar.collective_einsum("bmk,bkn->nbm", x, w, AXES, gather="b", **how),
         (ROWS, P(None, None, AXES)),
         ROWS,
         (x, w),
@@ -167,7 +167,7 @@ def collectives(mode):
     compare(
         "blocks behind each other",
         mode,
-        lambda x, **how: jaxpar.ring_all_gather(x, AXES, tiled=True, **how)[None],
+        lambda x, **how: jaxpar.all_gather(x, AXES, tiled=True, **how)[None],
         (ROWS,),
         ROWS,
         (x,),
@@ -178,7 +178,7 @@ def collectives(mode):
     compare(
         "blocks on each other",
         mode,
-        lambda x, **how: jaxpar.ring_all_gather(x[:, 0], AXES, dim=1, **how)[None],
+        lambda x, **how: jaxpar.all_gather(x[:, 0], AXES, dim=1, **how)[None],
         (COLUMNS,),
         ROWS,
         (x,),
@@ -188,7 +188,7 @@ def collectives(mode):
     compare(
         "sums of arrays",
         mode,
-        lambda x, **how: jaxpar.ring_reduce_scatter(x[0], AXES, tiled=True, **how),
+        lambda x, **how: jaxpar.reduce_scatter(x[0], AXES, tiled=True, **how),
         (ROWS,),
         ROWS,
         (x,),

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar import (
     all_gather_matmul,
     make_mesh,
     matmul_all_reduce,
     matmul_reduce_scatter,
-    ring_all_reduce,
 )
 from jaxpar.ring.order import ClusterOrder, CpuOrder, Order, traced_order
 from jaxpar.testing import assert_matches_reference, count_collectives
@@ -107,7 +107,7 @@ def test_loops_give_the_same(op, mode, cluster, monkeypatch):
 
 @both_rings
 def test_ring_collectives_too(mode, cluster):
-    run = on_a_mesh(lambda x: ring_all_reduce(x, "x", mode=mode), 6, P("x"), P())
+    run = on_a_mesh(lambda x: jaxpar.all_reduce(x, "x", mode=mode), 6, P("x"), P())
     x = np.arange(36, dtype=np.float32)
     np.testing.assert_array_equal(jax.jit(run)(x), x.reshape(6, 6).sum(0))
 

@@ -88,7 +88,7 @@ def test_all_links(mesh, axes, most):
         return compile_for(step, plane, *args)
 
     links = 4 if n == 16 else 3
-    named, chosen = map(compiled, ("disjoint-rings", "auto"))
+    named, chosen = map(compiled, ("multi-ring", "auto"))
     found = timeline(named)
     assert len({event.row for event in found.transfers}) == links
     assert not any(event.synchronous for event in found.transfers)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter, ring_shift
+from jaxpar import all_gather, all_reduce, make_mesh, reduce_scatter, ring_shift
 
-ALL = (ring_shift, ring_all_gather, ring_reduce_scatter, ring_all_reduce)
+ALL = (ring_shift, all_gather, reduce_scatter, all_reduce)
 ALL_MODES = (
     *("naive", "stationary", "chunked-2", "chunked-4", "chunked-8"),
-    *("unidirectional", "bidirectional", "disjoint-rings", "auto"),
+    *("unidirectional", "bidirectional", "multi-ring", "auto"),
 )
 MODES = ("naive", "chunked-2", "unidirectional", "bidirectional", "auto")
 every_function = pytest.mark.parametrize("function", ALL)
@@ -111,8 +111,8 @@ def test_an_unknown_mode(function):
     ],
 )
 def test_gathering_along_a_dimension_that_is_not_there(mode, shape, dim, tiled, message):
-    with pytest.raises(ValueError, match=f"ring_all_gather: {message}"):
-        trace(lambda x: ring_all_gather(x, "y", dim=dim, tiled=tiled, mode=mode), *shape)
+    with pytest.raises(ValueError, match=f"all_gather: {message}"):
+        trace(lambda x: all_gather(x, "y", dim=dim, tiled=tiled, mode=mode), *shape)
 
 
 @every_mode
@@ -148,5 +148,5 @@ def test_gathering_along_a_dimension_that_is_not_there(mode, shape, dim, tiled, 
     ],
 )
 def test_scattering_what_cannot_be_cut(mode, shape, axes, options, message):
-    with pytest.raises(ValueError, match=f"ring_reduce_scatter: {message}"):
-        trace(lambda x: ring_reduce_scatter(x, axes, mode=mode, **options), *shape)
+    with pytest.raises(ValueError, match=f"reduce_scatter: {message}"):
+        trace(lambda x: reduce_scatter(x, axes, mode=mode, **options), *shape)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar import all_gather, all_reduce, make_mesh, reduce_scatter
 from jaxpar.axis.varying import vary_over
 from jaxpar.testing import (
     assert_matches_reference,
@@ -82,7 +82,7 @@ def test_all_gather(ring, data):
     shape = data.draw(st.tuples(*[st.integers(1, 5)] * rank))
     mode, dtype = data.draw(st.sampled_from(MODES)), data.draw(dtypes(["float", "int"]))
     assert_matches_reference(
-        every_device(lambda x: ring_all_gather(x, axes, dim=axis, tiled=tiled, mode=mode)),
+        every_device(lambda x: all_gather(x, axes, dim=axis, tiled=tiled, mode=mode)),
         lambda x: gather(x, axis, tiled),
         normal((n, mesh.size // n, *shape), dtype),
         mesh=mesh,
@@ -100,7 +100,7 @@ def test_reduce_scatter(ring, data):
     shape = data.draw(even_shapes(n, rank=rank, dim=dim, max_size=5 * n if tiled else n))
     mode, dtype = data.draw(st.sampled_from(MODES)), data.draw(dtypes(["float", "int"]))
     assert_matches_reference(
-        every_device(lambda x: ring_reduce_scatter(x, axes, dim=dim, tiled=tiled, mode=mode)),
+        every_device(lambda x: reduce_scatter(x, axes, dim=dim, tiled=tiled, mode=mode)),
         lambda x: scatter(x, dim, tiled),
         normal((n, mesh.size // n, *shape), dtype),
         mesh=mesh,
@@ -120,7 +120,7 @@ def test_all_reduce(ring, data):
     shape = data.draw(st.one_of(*shapes))
     mode, dtype = data.draw(st.sampled_from(MODES)), data.draw(dtypes(["float", "int"]))
     assert_matches_reference(
-        every_device(lambda x: ring_all_reduce(x, axes, mode=mode)),
+        every_device(lambda x: all_reduce(x, axes, mode=mode)),
         reduce,
         normal((n, mesh.size // n, *shape), dtype),
         mesh=mesh,
@@ -136,9 +136,9 @@ def test_equal_inputs(mode):
     def all_three(x):
         x = vary_over(["x"], x)
         return (
-            ring_all_gather(x, "x", tiled=True, mode=mode),
-            ring_reduce_scatter(x, "x", tiled=True, mode=mode),
-            ring_all_reduce(x, "x", mode=mode),
+            all_gather(x, "x", tiled=True, mode=mode),
+            reduce_scatter(x, "x", tiled=True, mode=mode),
+            all_reduce(x, "x", mode=mode),
         )
 
     assert_matches_reference(
@@ -155,9 +155,9 @@ def test_equal_inputs(mode):
 def test_under_vmap_and_scan(mode):
     def all_three(x):
         return (
-            ring_all_gather(x, "x", mode=mode),
-            ring_reduce_scatter(x, "x", dim=1, tiled=True, mode=mode),
-            ring_all_reduce(x, "x", mode=mode),
+            all_gather(x, "x", mode=mode),
+            reduce_scatter(x, "x", dim=1, tiled=True, mode=mode),
+            all_reduce(x, "x", mode=mode),
         )
 
     def batched(x):  # two rows of (3, 4)
@@ -196,9 +196,9 @@ def test_second_derivatives_in_reverse(mode, check_vma):
             return pull(jax.tree.map(lambda y: y * 0 + 1, out))[0]
 
         return (
-            gradient(lambda x: ring_all_gather(x, "x", mode=mode)),
-            gradient(lambda x: ring_reduce_scatter(x, "x", dim=1, mode=mode)),
-            gradient(lambda x: ring_all_reduce(x, "x", mode=mode)),
+            gradient(lambda x: all_gather(x, "x", mode=mode)),
+            gradient(lambda x: reduce_scatter(x, "x", dim=1, mode=mode)),
+            gradient(lambda x: all_reduce(x, "x", mode=mode)),
         )
 
     def reference(x):

@@ -25,10 +25,10 @@ HERE = Path(__file__).parent
     [
         ((4,), "int8", "naive,chunked-2,unidirectional,bidirectional", True),
         ((8,), "float8_e5m2", "chunked-2,bidirectional", False),
-        ((3, 3), "int8", "naive,disjoint-rings", False),
-        ((2, 2), "float8_e4m3fn", "disjoint-rings", True),
+        ((3, 3), "int8", "naive,multi-ring", False),
+        ((2, 2), "float8_e4m3fn", "multi-ring", True),
         ((2, 2, 2), "int8", "unidirectional", False),
-        ((8, 8), "int8", "disjoint-rings", True),  # in loops
+        ((8, 8), "int8", "multi-ring", True),  # in loops
     ],
 )
 def test_values_and_gradients(sizes, dtype, modes, check_vma):
@@ -70,7 +70,7 @@ def test_a_matmul_that_waits_for_its_blocks_takes_less(slice_of, columns, mode, 
 def test_two_rings_of_8_bits_against_a_collective_of_16():
     slice_of = "v5p:4x4x4", "dp=4,x=4,y=4"
     wide = played(*slice_of, ("x", "y"), 8192, "naive")
-    narrow = played(*slice_of, ("x", "y"), 8192, "disjoint-rings", "int8")
+    narrow = played(*slice_of, ("x", "y"), 8192, "multi-ring", "int8")
     assert narrow.total <= 0.40 * wide.total
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import Axis, make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar import Axis, all_gather, all_reduce, make_mesh, reduce_scatter
 from jaxpar.testing import assert_matches_reference
 
 N = 8
@@ -20,10 +20,10 @@ def sums(mode, x, check_vma=True, wire_dtype=jnp.float32):
 
     def run(x):
         x = x[0]
-        pull = jax.vjp(lambda block: ring_all_gather(block, axis, tiled=True), x[: x.size // N])[1]
+        pull = jax.vjp(lambda block: all_gather(block, axis, tiled=True), x[: x.size // N])[1]
         return (
-            ring_reduce_scatter(x, axis, tiled=True),
-            ring_all_reduce(x, axis)[None],
+            reduce_scatter(x, axis, tiled=True),
+            all_reduce(x, axis)[None],
             *pull(x),
         )
 
@@ -46,8 +46,8 @@ def rounding(found, x):
 def test_sums_are_rounded_once_with_a_wide_wire(mode, dtype):
     x = np.random.default_rng(0).uniform(0.5, 1.5, (N, 256)).astype(jnp.dtype(dtype))
     carried = x[0]
-    for addend in x[1:]:
-        carried = carried + addend
+    for partial_sum in x[1:]:
+        carried = carried + partial_sum
     assert rounding(carried, x) > 0.7  # what a ring that carries its sums in `dtype` does
     for found in sums(mode, x):
         assert found.dtype == x.dtype
@@ -77,8 +77,8 @@ def test_narrow_wire_with_gradients(mode):
     x = np.random.default_rng(0).standard_normal((N, 16)).astype(np.float32)
 
     def both(x):
-        scattered = ring_reduce_scatter(x[0], "x", tiled=True, mode=mode, wire_dtype="bfloat16")
-        return scattered, ring_all_reduce(x, "x", mode=mode, wire_dtype="bfloat16")
+        scattered = reduce_scatter(x[0], "x", tiled=True, mode=mode, wire_dtype="bfloat16")
+        return scattered, all_reduce(x, "x", mode=mode, wire_dtype="bfloat16")
 
     assert_matches_reference(
         both,

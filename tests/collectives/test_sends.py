@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar import all_gather, all_reduce, make_mesh, reduce_scatter
 from jaxpar.testing import count_collectives
 
 MODES = ("unidirectional", "bidirectional")
@@ -43,7 +43,7 @@ def sums_sent(n):
 @both_rings
 @ring_of_any_size
 def test_gather_sends_blocks_and_its_backward_sums(n, mode):
-    counts = counted(lambda x: ring_all_gather(x, "x", mode=mode), n, (5, 3))
+    counts = counted(lambda x: all_gather(x, "x", mode=mode), n, (5, 3))
     assert (counts.forward, counts.backward) == (blocks_sent(n, mode), sums_sent(n))
     assert counts.forward_bytes == counts.backward_bytes == 4 * BLOCK * (n - 1)
     assert counts.residual_bytes == 0
@@ -52,7 +52,7 @@ def test_gather_sends_blocks_and_its_backward_sums(n, mode):
 @both_rings
 @ring_of_any_size
 def test_scatter_sends_sums_and_its_backward_blocks(n, mode):
-    counts = counted(lambda x: ring_reduce_scatter(x, "x", mode=mode), n, (n, 5, 3))
+    counts = counted(lambda x: reduce_scatter(x, "x", mode=mode), n, (n, 5, 3))
     assert (counts.forward, counts.backward) == (sums_sent(n), blocks_sent(n, mode))
     assert counts.forward_bytes == counts.backward_bytes == 4 * BLOCK * (n - 1)
     assert counts.residual_bytes == 0
@@ -62,7 +62,7 @@ def test_scatter_sends_sums_and_its_backward_blocks(n, mode):
 @ring_of_any_size
 def test_all_reduce_typed_replicated_sends_nothing_backward(n, mode):
     counts = counted(
-        lambda x: ring_all_reduce(x, "x", mode=mode), n, (n, 5, 3), out_specs=P(), check_vma=True
+        lambda x: all_reduce(x, "x", mode=mode), n, (n, 5, 3), out_specs=P(), check_vma=True
     )
     assert counts.forward == sums_sent(n) | {"all_gather": 1}
     assert counts.forward_bytes == 2 * 4 * BLOCK * (n - 1)
@@ -73,7 +73,7 @@ def test_all_reduce_typed_replicated_sends_nothing_backward(n, mode):
 @both_rings
 @ring_of_any_size
 def test_all_reduce_without_types_is_rings_both_ways(n, mode):
-    counts = counted(lambda x: ring_all_reduce(x, "x", mode=mode), n, (n, 5, 3), check_vma=False)
+    counts = counted(lambda x: all_reduce(x, "x", mode=mode), n, (n, 5, 3), check_vma=False)
     both = Counter(sums_sent(n)) + Counter(blocks_sent(n, mode))
     assert counts.forward == counts.backward == both
     assert counts.forward_bytes == counts.backward_bytes == 2 * 4 * BLOCK * (n - 1)
@@ -82,7 +82,7 @@ def test_all_reduce_without_types_is_rings_both_ways(n, mode):
 
 @pytest.mark.parametrize(("shape", "padded"), [((), 8), ((7,), 8), ((5, 3), 16), ((3, 8), 24)])
 def test_all_reduce_sends_no_more_than_padding(shape, padded):
-    counts = counted(lambda x: ring_all_reduce(x, "x", mode="bidirectional"), 8, shape)
+    counts = counted(lambda x: all_reduce(x, "x", mode="bidirectional"), 8, shape)
     assert counts.forward_bytes == 2 * 4 * padded // 8 * 7
 
 
@@ -90,9 +90,9 @@ def test_all_reduce_sends_no_more_than_padding(shape, padded):
 def test_naive_is_laxs_own(check_vma):
     def all_three(x):
         return (
-            ring_all_gather(x, "x", mode="naive"),
-            ring_reduce_scatter(x, "x", mode="naive"),
-            ring_all_reduce(x, "x", mode="naive"),
+            all_gather(x, "x", mode="naive"),
+            reduce_scatter(x, "x", mode="naive"),
+            all_reduce(x, "x", mode="naive"),
         )
 
     counts = counted(all_three, 4, (4, 3), check_vma=check_vma)
@@ -101,13 +101,13 @@ def test_naive_is_laxs_own(check_vma):
 
 def test_auto_goes_one_way_where_there_is_no_torus():
     def both(mode):
-        return counted(lambda x: ring_all_gather(x, "x", mode=mode), 6, (2,)).forward
+        return counted(lambda x: all_gather(x, "x", mode=mode), 6, (2,)).forward
 
     assert both("auto") == both("unidirectional") != both("bidirectional")
 
 
 def test_every_leaf_is_sent():
-    counts = counted(lambda x: ring_all_gather({"a": x, "b": [x[0], x]}, "x"), 5, (2,))
+    counts = counted(lambda x: all_gather({"a": x, "b": [x[0], x]}, "x"), 5, (2,))
     assert counts.forward == counts.backward == {"ppermute": 3 * 4}
 
 
@@ -115,9 +115,7 @@ def test_every_leaf_is_sent():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_of_narrow_floats_travel_narrow_unless_asked(dtype, mode):
     def sent(**wire):
-        return counted(
-            lambda x: ring_reduce_scatter(x, "x", mode=mode, **wire), 8, (8, 5, 3), dtype
-        )
+        return counted(lambda x: reduce_scatter(x, "x", mode=mode, **wire), 8, (8, 5, 3), dtype)
 
     wide, narrow = sent(wire_dtype="float32"), sent()
     assert wide.forward_bytes == 4 * BLOCK * 7
@@ -129,7 +127,7 @@ def test_sums_of_narrow_floats_travel_narrow_unless_asked(dtype, mode):
 def test_wire_dtype_of_an_all_reduce(mode):
     def sent(check_vma, **wire):
         return counted(
-            lambda x: ring_all_reduce(x, "x", mode=mode, **wire), 8, (8, 5, 3), check_vma=check_vma
+            lambda x: all_reduce(x, "x", mode=mode, **wire), 8, (8, 5, 3), check_vma=check_vma
         )
 
     for check_vma in (True, False):
@@ -141,8 +139,8 @@ def test_wire_dtype_of_an_all_reduce(mode):
 
 @both_rings
 def test_integers_travel_as_they_are(mode):
-    scatter = counted(lambda x: ring_reduce_scatter(x, "x", mode=mode), 8, (8, 5, 3), "int8")
-    gather = counted(lambda x: ring_all_gather(x, "x", mode=mode), 8, (5, 3), "int8")
+    scatter = counted(lambda x: reduce_scatter(x, "x", mode=mode), 8, (8, 5, 3), "int8")
+    gather = counted(lambda x: all_gather(x, "x", mode=mode), 8, (5, 3), "int8")
     assert scatter.forward_bytes == BLOCK * 7
     assert gather.forward_bytes == BLOCK * 7
 
@@ -150,7 +148,7 @@ def test_integers_travel_as_they_are(mode):
 def test_halves_are_of_equal_size_where_a_dimension_is_even():
     jaxpr = jax.make_jaxpr(
         jax.shard_map(
-            lambda x: ring_all_gather(x, "x", tiled=True, mode="bidirectional"),
+            lambda x: all_gather(x, "x", tiled=True, mode="bidirectional"),
             mesh=make_mesh("x=8"),
             in_specs=P("x"),
             out_specs=P("x"),

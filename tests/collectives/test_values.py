@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar import all_gather, all_reduce, make_mesh, reduce_scatter
 
 RINGS = ("unidirectional", "bidirectional")
 MODES = ("naive", "chunked-2", "auto", *RINGS)
@@ -31,9 +31,9 @@ def all_three(axes, mode):
 
     def ours(x):
         return (
-            ring_all_gather(x["gather"], axes, tiled=True, mode=mode),
-            ring_reduce_scatter(x["scatter"], axes, tiled=True, mode=mode),
-            ring_all_reduce(x["reduce"], axes, mode=mode),
+            all_gather(x["gather"], axes, tiled=True, mode=mode),
+            reduce_scatter(x["scatter"], axes, tiled=True, mode=mode),
+            all_reduce(x["reduce"], axes, mode=mode),
         )
 
     def laxs(x):
@@ -138,7 +138,7 @@ def test_every_form_of_all_gather(n, mode):
     def laxs(x, axes, dim=0, **form):
         return lax.all_gather(x, axes, axis=dim, **form)
 
-    functions = every(ring_all_gather, mode=mode), every(laxs)
+    functions = every(all_gather, mode=mode), every(laxs)
     assert_same(functions, x, mesh=line(n))
 
 
@@ -146,7 +146,7 @@ def test_every_form_of_all_gather(n, mode):
 @pytest.mark.parametrize("negative", [False, True])
 def test_every_form_of_reduce_scatter(n, mode, negative):
     def ours(x, dim=0, **form):
-        return ring_reduce_scatter(x, "x", dim=dim - x.ndim * negative, **form, mode=mode)
+        return reduce_scatter(x, "x", dim=dim - x.ndim * negative, **form, mode=mode)
 
     def laxs(x, dim=0, **form):  # which takes no negative dimension
         return lax.psum_scatter(x, "x", scatter_dimension=dim, **form)
@@ -166,7 +166,7 @@ def test_every_form_of_reduce_scatter(n, mode, negative):
 def test_all_reduce_of_every_shape(n, mode):
     shapes = [(), (1,), (5,), (4, 2), (5, 3), (1, 7, 1), (2, 3, 4)]
     x = [integers((n, *shape), seed=seed) for seed, shape in enumerate(shapes)]
-    functions = lambda x: ring_all_reduce(x, "x", mode=mode), lambda x: lax.psum(x, "x")
+    functions = lambda x: all_reduce(x, "x", mode=mode), lambda x: lax.psum(x, "x")
     assert_same(functions, x, mesh=line(n))
 
 
@@ -213,7 +213,7 @@ def test_several_rings_and_a_mesh_that_is_manual_in_part(manual):
 @pytest.mark.parametrize("mode", MODES)
 def test_all_reduce_is_typed_as_replicated(mode):
     run = jax.shard_map(
-        lambda x: ring_all_reduce({"x": x, "y": x[0, 0]}, ("y", "x"), mode=mode),
+        lambda x: all_reduce({"x": x, "y": x[0, 0]}, ("y", "x"), mode=mode),
         mesh=make_mesh("x=2,y=4"),
         in_specs=P(("x", "y")),
         out_specs=P(),
@@ -228,7 +228,7 @@ def test_all_reduce_is_typed_as_replicated(mode):
 @pytest.mark.parametrize("mode", RINGS)
 def test_gathered_blocks_are_not_typed_as_replicated(mode):
     run = jax.shard_map(
-        lambda x: ring_all_gather(x, "x", mode=mode), mesh=line(4), in_specs=P("x"), out_specs=P()
+        lambda x: all_gather(x, "x", mode=mode), mesh=line(4), in_specs=P("x"), out_specs=P()
     )
     with pytest.raises(ValueError, match="out_specs"):
         jax.eval_shape(run, integers((4, 3)))
@@ -238,8 +238,8 @@ def test_gathered_blocks_are_not_typed_as_replicated(mode):
 def test_empty_arrays(mode):
     def forms(x):
         return (
-            ring_all_gather(x, "x", mode=mode),
-            ring_reduce_scatter(x.T, "x", tiled=True, mode=mode),
+            all_gather(x, "x", mode=mode),
+            reduce_scatter(x.T, "x", tiled=True, mode=mode),
         )
 
     run = jax.shard_map(forms, mesh=line(4), in_specs=P("x"), out_specs=P("x"))
@@ -249,5 +249,5 @@ def test_empty_arrays(mode):
 
 @pytest.mark.parametrize("mode", RINGS)
 def test_all_reduce_of_an_empty_array(mode):
-    functions = lambda x: ring_all_reduce(x, "x", mode=mode), lambda x: lax.psum(x, "x")
+    functions = lambda x: all_reduce(x, "x", mode=mode), lambda x: lax.psum(x, "x")
     assert_same(functions, np.ones((4, 0, 3), np.float32), mesh=line(4))

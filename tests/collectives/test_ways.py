@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from jaxpar import all_gather, all_reduce, make_mesh, reduce_scatter
 from jaxpar.axis.axis import bind
 from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.order import ClusterOrder, CpuOrder, Order, TpuOrder
@@ -117,7 +117,7 @@ def test_a_gather_says_which_positions_it_brings(n, mode, loops):
 @every_case
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_a_scatter_adds_what_every_device_made_for_an_owner(n, length, mode, loops):
-    """Column `c` of device `i`'s addend is `100 i + c`: what it is and for whom is in its value."""
+    """Column `c` of device `i`'s partial sum is `100 i + c`: the value says whose it is."""
 
     def run(x):
         columns = jnp.arange(n * length, dtype=jnp.int32) + 100 * x[0]
@@ -186,9 +186,9 @@ def test_sums_follow_a_block_home(n, mode, monkeypatch, loops):
 def all_three(mode):
     def run(x):
         return (
-            ring_all_gather(x, "x", tiled=True, mode=mode),
-            ring_reduce_scatter(x, "x", dim=1, tiled=True, mode=mode),
-            ring_all_reduce(x, "x", mode=mode),
+            all_gather(x, "x", tiled=True, mode=mode),
+            reduce_scatter(x, "x", dim=1, tiled=True, mode=mode),
+            all_reduce(x, "x", mode=mode),
         )
 
     return run

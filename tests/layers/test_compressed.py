@@ -89,7 +89,7 @@ def test_sums_and_errors_are_the_exact_sums(wire, names, by_chance, check_vma):
         assert np.abs(found + lost - total).max() < 1e-6 * np.abs(total).max()
         if name in ("tiny", "small_half"):
             continue
-        # One step rounds each addend and the sum; five lose no more than one.
+        # One step rounds each partial sum and the sum; five lose no more than one.
         rough = np.abs(sums[0][name] - exact[0][name]).max()
         assert 1e-3 < rough < 2.0
         assert np.abs(found - total).max() < 1.5 * rough
@@ -222,14 +222,14 @@ def test_errors(kind, message, options):
 
 def test_a_leaf_that_jax_has_summed_is_left_as_it_is():
     """As by `reduce_gradients`, over the axes over which it is typed as replicated."""
-    whole, addend = gradients(0)["large"], gradients(1)["large"]
+    whole, part = gradients(0)["large"], gradients(1)["large"]
     mapped = jax.shard_map(
-        lambda whole, addend: reduce_compressed_gradients((whole, addend), ("dp", "tp"))[0],
+        lambda whole, part: reduce_compressed_gradients((whole, part), ("dp", "tp"))[0],
         mesh=make_mesh("dp=4,tp=2"),
         in_specs=(P(), P("dp")),
         out_specs=P(),
     )
-    found, total = jax.jit(mapped)(whole, addend)
+    found, total = jax.jit(mapped)(whole, part)
     np.testing.assert_array_equal(found, whole)
-    exact = addend.reshape(4, -1, 128).sum(0, dtype="float64")
+    exact = part.reshape(4, -1, 128).sum(0, dtype="float64")
     np.testing.assert_allclose(total, exact, rtol=0, atol=np.abs(exact).max() / 50)

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import Axis, make_mesh
 from jaxpar.compiler.jaxprs import subjaxprs
 from jaxpar.layers import (
+    mean_value_and_grad,
     scatter_region,
-    value_and_grad,
-    vocabulary_parallel_cross_entropy,
-    vocabulary_parallel_embedding,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
 )
 from jaxpar.layout import LayoutMap, Padded, Split
 from jaxpar.testing import assert_matches_reference, count_collectives
@@ -76,7 +76,7 @@ def test_losses_and_gradients(mesh, axis, options, check_vma):
     x = np.where((labels == -1)[..., None], np.float32(np.nan), normal(2, 8, 3))
     spec = {None: P("dp"), 0: P(("dp", "tp"))}.get(dim, P("dp", names))
     assert_matches_reference(
-        lambda *args: vocabulary_parallel_cross_entropy(*args, axis, **options),
+        lambda *args: vocab_parallel_cross_entropy(*args, axis, **options),
         reference(**options),
         *(x, normal(3, 16), labels),
         mesh=mesh_of(mesh),
@@ -106,7 +106,7 @@ def test_bias_and_bound(mesh, axis, options, check_vma, softcap):
     given = normal(2, 8, 3), normal(3, 16), labels_below(options["vocabulary"], 2, 8), bias
 
     def losses(x, w, labels, bias=None):
-        return vocabulary_parallel_cross_entropy(
+        return vocab_parallel_cross_entropy(
             *(x, w, labels, axis), bias=bias, softcap=softcap, **options
         )
 
@@ -127,7 +127,7 @@ def test_bias_and_bound(mesh, axis, options, check_vma, softcap):
 def test_gradient_of_a_narrow_bias_is_summed_in_float32(check_vma):
     """600 tokens on each of two devices add a half each, where bfloat16 itself stays at 128."""
     losses = jax.shard_map(
-        lambda b, x, w, y: vocabulary_parallel_cross_entropy(x, w, y, "tp", bias=b, chunk=100),
+        lambda b, x, w, y: vocab_parallel_cross_entropy(x, w, y, "tp", bias=b, chunk=100),
         mesh=mesh_of("dp=2,tp=2"),
         in_specs=(P("tp"), P("dp"), P(None, "tp"), P("dp")),
         out_specs=P("dp"),
@@ -164,7 +164,7 @@ def test_logits_of_16_bit_operands_are_float32(sequence_dim):
 
     def test(**options):
         assert_matches_reference(
-            lambda *args: vocabulary_parallel_cross_entropy(
+            lambda *args: vocab_parallel_cross_entropy(
                 *args, Axis("tp", wire_dtype="bfloat16"), sequence_dim=sequence_dim
             ),
             reference(),
@@ -181,7 +181,7 @@ def test_logits_of_16_bit_operands_are_float32(sequence_dim):
 
 def losses_on(mesh, spec=REPLICATED, check_vma=True, **options):
     return jax.shard_map(
-        lambda *args: vocabulary_parallel_cross_entropy(*args, "tp", **options),
+        lambda *args: vocab_parallel_cross_entropy(*args, "tp", **options),
         mesh=mesh_of(mesh),
         in_specs=(spec, P(None, "tp"), spec),
         out_specs=spec,
@@ -222,7 +222,7 @@ def test_columns_that_do_not_count(check_vma, softcap):
 
     def run(w, bias, vocabulary):
         losses = jax.shard_map(
-            lambda *args: vocabulary_parallel_cross_entropy(
+            lambda *args: vocab_parallel_cross_entropy(
                 *args[:2], labels, "tp", bias=args[2], softcap=softcap, vocabulary=vocabulary
             ),
             mesh=mesh_of("tp=2"),
@@ -264,10 +264,10 @@ def test_tied_weights_inside_under_checkpoint_and_scan(sequence_dim, dtype, chec
     def local(table, tokens, labels):
         def step(total, batch):
             tokens, labels = batch
-            x = vocabulary_parallel_embedding(tokens, table, "tp", sequence_dim=sequence_dim)
+            x = vocab_parallel_embedding(tokens, table, "tp", sequence_dim=sequence_dim)
             if sequence_dim is not None:
                 labels = scatter_region(labels, "tp", dim=1)
-            losses = vocabulary_parallel_cross_entropy(
+            losses = vocab_parallel_cross_entropy(
                 *(jnp.sin(x), table.T, labels, "tp"),
                 vocabulary=13,
                 sequence_dim=sequence_dim,
@@ -281,7 +281,7 @@ def test_tied_weights_inside_under_checkpoint_and_scan(sequence_dim, dtype, chec
         return total, jnp.sum(counts)
 
     step = jax.shard_map(
-        value_and_grad(local, axes, specs=P("tp")),
+        mean_value_and_grad(local, axes, specs=P("tp")),
         mesh=make_mesh("dp=2,tp=4"),
         in_specs=(P("tp"), P(None, "dp"), P(None, "dp")),
         out_specs=(P(), P("tp")),
@@ -371,7 +371,7 @@ def error(kind, x=(6, 3), w=(3, 4), labels=(6,), spec=REPLICATED, axis="tp", **o
     labels = labels if hasattr(labels, "dtype") else jnp.zeros(labels, "int32")
 
     def body(labels):
-        vocabulary_parallel_cross_entropy(x, w, labels, axis, **options)
+        vocab_parallel_cross_entropy(x, w, labels, axis, **options)
         return 0
 
     mapped = jax.shard_map(body, mesh=make_mesh("dp=2,tp=4"), in_specs=spec, out_specs=P())
@@ -379,7 +379,7 @@ def error(kind, x=(6, 3), w=(3, 4), labels=(6,), spec=REPLICATED, axis="tp", **o
         jax.eval_shape(mapped, labels)
     assert type(caught.value) is kind
     name, _, text = str(caught.value).partition(": ")
-    assert name == "vocabulary_parallel_cross_entropy"
+    assert name == "vocab_parallel_cross_entropy"
     return text
 
 
@@ -456,7 +456,7 @@ def losses_of(layout, x, labels, check_vma=True, **options):
 
     def local(params, x, labels):
         return {
-            path: vocabulary_parallel_cross_entropy(
+            path: vocab_parallel_cross_entropy(
                 x, w.T if path == "table" else w, labels, ("tp", "dp"), **options
             )
             for path, w in params.items()
@@ -487,7 +487,7 @@ def test_a_table_that_a_layout_pads_needs_its_vocabulary(path, check_vma):
     layout = rules.layout({path: TABLES[path]}, mesh_of("dp=2,tp=4"))
     with pytest.raises(
         ValueError,
-        match=f"vocabulary_parallel_cross_entropy: '{path}' has 13 rows, which a layout pads to 16 "
+        match=f"vocab_parallel_cross_entropy: '{path}' has 13 rows, which a layout pads to 16 "
         r"over \('tp', 'dp'\), as many as here: each row of padding would count as a token; "
         "give vocabulary=13, or vocabulary=16 if this is another table",
     ):
@@ -503,13 +503,13 @@ def test_a_table_with_padding_in_each_shard_is_refused():
     )
     why = "would belong to other tokens; pad it at its end by Padded"
     for options in ({}, {"vocabulary": 13}):
-        with pytest.raises(ValueError, match=f"vocabulary_parallel_cross_entropy: 'table' .*{why}"):
+        with pytest.raises(ValueError, match=f"vocab_parallel_cross_entropy: 'table' .*{why}"):
             losses_of(layout, normal(5, 9), labels_below(13, 5), **options)
 
     def rows(tokens, table):
-        return vocabulary_parallel_embedding(tokens, table, ("tp", "dp"))
+        return vocab_parallel_embedding(tokens, table, ("tp", "dp"))
 
-    with pytest.raises(ValueError, match=f"vocabulary_parallel_embedding: 'table' has 13 .*{why}"):
+    with pytest.raises(ValueError, match=f"vocab_parallel_embedding: 'table' has 13 .*{why}"):
         jax.shard_map(rows, mesh=layout.mesh, in_specs=(P(), layout.specs["table"]), out_specs=P())(
             jnp.arange(13), layout.place({"table": normal(13, 9)})["table"]
         )

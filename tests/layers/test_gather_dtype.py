@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import (
     Axis,
     LowBit,
+    all_gather,
     all_gather_matmul,
+    collective_einsum,
     make_mesh,
     matmul_reduce_scatter,
-    ring_all_gather,
-    ring_einsum,
 )
 from jaxpar.layers import (
     column_parallel_linear,
@@ -58,7 +58,7 @@ def matmul(x, w, axis, dim):
 
 
 def einsum(x, w, axis, dim):
-    return ring_einsum("bk,km->bm", x, w, axis, gather="km"[dim])
+    return collective_einsum("bk,km->bm", x, w, axis, gather="km"[dim])
 
 
 def linear(x, w, axis, dim):
@@ -333,10 +333,10 @@ def test_where_nothing_is_gathered():
     text = r"axis has gather_dtype=bfloat16, which is for weights that are gathered"
     mesh = make_mesh("f=8")
     for function in (
-        lambda x: ring_all_gather(x, axis),
+        lambda x: all_gather(x, axis),
         lambda x: matmul_reduce_scatter(x, x.T, axis),
         lambda x: column_parallel_linear(x, x.T, axis),
-        lambda x: ring_einsum("ab,cb->ac", x, x, axis, scatter="a"),
+        lambda x: collective_einsum("ab,cb->ac", x, x, axis, scatter="a"),
     ):
         mapped = jax.shard_map(function, mesh=mesh, in_specs=P("f"), out_specs=P("f"))
         with pytest.raises(ValueError, match=text):

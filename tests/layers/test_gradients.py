@@ -15,9 +15,9 @@ from jaxpar.layers import (
     gather_region,
     global_norm,
     mean_loss,
+    mean_value_and_grad,
     reduce_gradients,
     reduce_region,
-    value_and_grad,
 )
 from jaxpar.testing import count_collectives
 
@@ -91,7 +91,7 @@ def rows_sharded(params, x, more):
 
 def step_of(loss, axes, mesh, check_vma, rows=("dp", "fsdp"), **options):
     specs = None if check_vma else SPECS
-    step = value_and_grad(loss, axes, specs=specs, **options)
+    step = mean_value_and_grad(loss, axes, specs=specs, **options)
     return jax.shard_map(
         step,
         mesh=make_mesh(mesh, devices=jax.devices()[: 6 if "3" in mesh else 8]),
@@ -144,7 +144,7 @@ def test_three_devices_of_tp(check_vma):
 
 @check
 def test_specs_may_be_a_prefix_and_parameters_a_single_array(check_vma):
-    step = value_and_grad(
+    step = mean_value_and_grad(
         lambda w, x: (reduce_region(jnp.sum(jnp.sin(x @ w)), "tp"), len(x)), "dp", specs=P("tp")
     )
     mapped = jax.shard_map(
@@ -175,7 +175,7 @@ def test_aux_is_stacked_and_changes_nothing_else(microbatches, check_vma):
     mesh, x, w = make_mesh("dp=4,tp=2"), normal(16, D), normal(D)
 
     def mapped(loss, out, **more):
-        step = value_and_grad(loss, "dp", **options, **more)
+        step = mean_value_and_grad(loss, "dp", **options, **more)
         return jax.jit(
             jax.shard_map(
                 step,
@@ -206,7 +206,7 @@ def dense(params, x):
 def sent(check_vma, **options):
     specs = None if check_vma else P()
     step = jax.shard_map(
-        value_and_grad(dense, "dp", specs=specs, **options),
+        mean_value_and_grad(dense, "dp", specs=specs, **options),
         mesh=make_mesh("dp=8"),
         in_specs=(P(), P("dp")),
         out_specs=P(),
@@ -256,7 +256,9 @@ def test_microbatches_of_16_bit_parameters_are_added_wide(check_vma):
     """256 + 1 is 256 in bfloat16: gradients of the rows would all be lost after the first."""
     x = np.ones(64, "float32")
     x[0] = 256
-    step = value_and_grad(lambda w, x: (jnp.sum(w * x), len(x)), "dp", specs=P(), microbatches=8)
+    step = mean_value_and_grad(
+        lambda w, x: (jnp.sum(w * x), len(x)), "dp", specs=P(), microbatches=8
+    )
     mapped = jax.shard_map(
         step, mesh=make_mesh("dp=8"), in_specs=(P(), P("dp")), out_specs=P(), check_vma=check_vma
     )
@@ -356,8 +358,8 @@ def test_gradients_travel_in_the_dtype_of_the_wire(wire, bytes_sent):
         return reduce_gradients(tree, Axis(("tp", "dp"), wire_dtype=wire), bucket_bytes=1000)
 
     def of_loss(w, x):
-        step = value_and_grad(lambda w, x: (jnp.sum(w * x), 8), Axis(("tp", "dp"), wire_dtype=wire),
-                              specs=P())  # fmt: skip
+        axis = Axis(("tp", "dp"), wire_dtype=wire)
+        step = mean_value_and_grad(lambda w, x: (jnp.sum(w * x), 8), axis, specs=P())
         return step(w, x)[1]
 
     mesh, spec = make_mesh("dp=4,tp=2"), P(("dp", "tp"))
@@ -391,7 +393,7 @@ def test_what_does_not_travel_is_not_rounded():
 
 
 def test_gradients_of_many_tokens_do_not_overflow_on_a_narrow_wire():
-    step = value_and_grad(lambda w, x: (jnp.sum(w * x), x.size), "dp", specs=P())
+    step = mean_value_and_grad(lambda w, x: (jnp.sum(w * x), x.size), "dp", specs=P())
     mapped = jax.shard_map(step, mesh=make_mesh("dp=8"), in_specs=(P(), P("dp")), out_specs=P())
     _, gradient = jax.jit(mapped)(jnp.ones((), "float16"), jnp.full(8 * 8, 2000.0, "float16"))
     assert float(gradient) == 2000.0
@@ -418,7 +420,7 @@ def error(step, *args, check_vma=True, kind=ValueError):
         jax.eval_shape(mapped, *(args or (normal(8, 3), normal(24, 3))))
     assert type(caught.value) is kind
     name, _, text = str(caught.value).partition(": ")
-    assert name in ("value_and_grad", "global_norm", "reduce_gradients", "mean_loss")
+    assert name in ("mean_value_and_grad", "global_norm", "reduce_gradients", "mean_loss")
     return text
 
 
@@ -431,12 +433,12 @@ def test_no_specs_under_check_vma_false():
         "under check_vma=False types do not say over which axes a leaf is sharded; pass specs=, "
         "the in_specs of the tree"
     )
-    assert error(value_and_grad(good, "dp"), check_vma=False) == remedy
+    assert error(mean_value_and_grad(good, "dp"), check_vma=False) == remedy
     assert error(lambda w, x: global_norm(w), check_vma=False) == remedy
 
 
 def test_specs_that_differ_from_the_types():
-    step = value_and_grad(lambda p, x: good(p["w"], x), "dp", specs={"w": P("dp")})
+    step = mean_value_and_grad(lambda p, x: good(p["w"], x), "dp", specs={"w": P("dp")})
     assert error(lambda w, x: step({"w": w}, x)) == (
         "leaf ['w'] varies over ['tp'], but its spec shards it over ['dp']; give the in_specs of "
         "the tree, or leave out specs=, which check_vma=True does not need; name axes in "
@@ -445,25 +447,25 @@ def test_specs_that_differ_from_the_types():
 
 
 def test_specs_that_are_none():
-    assert error(value_and_grad(good, "dp", specs=P("cp")), check_vma=False) == (
+    assert error(mean_value_and_grad(good, "dp", specs=P("cp")), check_vma=False) == (
         "specs name ['cp'], but the axes bound here are ['dp', 'tp']; give the specs that "
         "shard_map got"
     )
-    assert error(value_and_grad(good, "dp", specs="tp"), kind=TypeError) == (
+    assert error(mean_value_and_grad(good, "dp", specs="tp"), kind=TypeError) == (
         "specs must hold PartitionSpecs, got 'tp'"
     )
-    text = error(value_and_grad(good, "dp", specs={"w": P()}))
+    text = error(mean_value_and_grad(good, "dp", specs={"w": P()}))
     assert text.startswith("specs are no pytree prefix of what they describe: ")
 
 
 def test_a_loss_that_varies_over_another_axis():
-    assert error(value_and_grad(lambda w, x: (jnp.sum(w) * jnp.sum(x), 1), "dp")) == (
+    assert error(mean_value_and_grad(lambda w, x: (jnp.sum(w) * jnp.sum(x), 1), "dp")) == (
         "loss_sum varies over ['tp'], which axis ('dp',) lacks; add them if devices have "
         "different shares of the loss there; name them in groups= if devices along them have "
         "models of their own; otherwise sum or gather before it with reduce_region or "
         "gather_region, whose results are replicated"
     )
-    text = error(value_and_grad(lambda w, x: (jnp.sum(x), jnp.sum(w)), "dp"))
+    text = error(mean_value_and_grad(lambda w, x: (jnp.sum(x), jnp.sum(w)), "dp"))
     assert text.startswith("weight varies over ['tp'], which axis ('dp',) lacks")
 
 
@@ -473,23 +475,23 @@ def test_results_of_the_wrong_kind():
         (lambda w, x: good(w, x)[0], "no tuple"),
         (lambda w, x: (), "a tuple of 0"),
     ):
-        assert error(value_and_grad(result, "dp"), kind=TypeError) == (
+        assert error(mean_value_and_grad(result, "dp"), kind=TypeError) == (
             f"loss_fn must return (loss_sum, weight), got {found}{remedy}"
         )
-    assert error(value_and_grad(lambda w, x: 0.0, "dp", has_aux=True), kind=TypeError) == (
+    assert error(mean_value_and_grad(lambda w, x: 0.0, "dp", has_aux=True), kind=TypeError) == (
         "with has_aux loss_fn must return ((loss_sum, weight), aux), got no tuple"
     )
-    forgotten = value_and_grad(lambda w, x: good(w, x), "dp", has_aux=True)
+    forgotten = mean_value_and_grad(lambda w, x: good(w, x), "dp", has_aux=True)
     assert error(forgotten, kind=TypeError) == (
         "with has_aux loss_fn must return ((loss_sum, weight), aux), got a tuple of 2 (no tuple, "
         "no tuple)"
     )
-    unasked = value_and_grad(lambda w, x: (good(w, x), x), "dp")
+    unasked = mean_value_and_grad(lambda w, x: (good(w, x), x), "dp")
     assert error(unasked, kind=TypeError) == (
         "loss_fn returned ((loss_sum, weight), aux); pass has_aux=True, or return (loss_sum, "
         "weight) alone"
     )
-    assert error(value_and_grad(lambda w, x: (x, 1), "dp")) == (
+    assert error(mean_value_and_grad(lambda w, x: (x, 1), "dp")) == (
         "loss_sum must be a scalar, got local shape (6, 3); sum it with jnp.sum"
     )
     assert error(lambda w, x: mean_loss(1.0, x, "dp")) == (
@@ -501,11 +503,11 @@ def test_results_of_the_wrong_kind():
 
 
 def test_microbatches_that_do_not_divide():
-    assert error(value_and_grad(good, "dp", microbatches=4)) == (
+    assert error(mean_value_and_grad(good, "dp", microbatches=4)) == (
         "batch[0] has local shape (6, 3), whose dimension 0 microbatches=4 does not divide: "
         "6 = 1 x 4 + 2; choose a divisor of 6, or pad it to 8"
     )
-    step = value_and_grad(lambda w, x: good(w, x["rows"]), "dp", microbatches=2)
+    step = mean_value_and_grad(lambda w, x: good(w, x["rows"]), "dp", microbatches=2)
     assert error(lambda w, x: step(w, {"rows": jnp.float32(1)})) == (
         "batch[0]['rows'] is a scalar, which microbatches=2 cannot cut; broadcast it over the "
         "batch, or let loss_fn close over it"
@@ -513,7 +515,7 @@ def test_microbatches_that_do_not_divide():
 
 
 def test_parameters_without_gradients():
-    step = value_and_grad(lambda p, x: good(p["w"], x), "dp")
+    step = mean_value_and_grad(lambda p, x: good(p["w"], x), "dp")
     assert error(lambda w, x: step({"w": w, "step": jnp.int32(3)}, x), kind=TypeError) == (
         "params['step'] is int32[], which has no gradient; pass it to loss_fn apart from params"
     )
@@ -538,8 +540,8 @@ def test_parameters_without_gradients():
 )
 def test_options(options, kind, text):
     with pytest.raises(kind) as caught:
-        value_and_grad(good, "dp", **options)
-    assert str(caught.value) == f"value_and_grad: {text}"
+        mean_value_and_grad(good, "dp", **options)
+    assert str(caught.value) == f"mean_value_and_grad: {text}"
 
 
 def test_gathered_results_may_be_returned_as_replicated():
@@ -549,7 +551,7 @@ def test_gathered_results_may_be_returned_as_replicated():
         return jnp.sum(jnp.sin(x @ gather_region(w, "tp", dim=0).T)), len(x)
 
     step = jax.shard_map(
-        value_and_grad(loss, "dp"),
+        mean_value_and_grad(loss, "dp"),
         mesh=make_mesh("dp=4,tp=2"),
         in_specs=(P("tp"), P("dp")),
         out_specs=(P(), P("tp")),
@@ -564,7 +566,7 @@ def test_a_loss_that_every_device_has_whole(check_vma):
     """Nothing divides it: no axis is summed over."""
     w, x = normal(3), normal(4, 3)
     step = jax.shard_map(
-        value_and_grad(lambda w, x: (jnp.sum(jnp.sin(x @ w)), len(x)), (), specs=P()),
+        mean_value_and_grad(lambda w, x: (jnp.sum(jnp.sin(x @ w)), len(x)), (), specs=P()),
         mesh=make_mesh("dp=4,tp=2"),
         in_specs=P(),
         out_specs=P(),
@@ -598,7 +600,8 @@ def test_weights_that_are_integers_do_not_wrap_around(check_vma):
 
     def both(x):
         loss = jnp.sum(x), jnp.int32(2**30)
-        of_weight = value_and_grad(lambda w, x: (jnp.sum(w * x), jnp.int32(2**30)), "dp", specs=P())
+        weighed = lambda w, x: (jnp.sum(w * x), jnp.int32(2**30))  # noqa: E731
+        of_weight = mean_value_and_grad(weighed, "dp", specs=P())
         return mean_loss(*loss, "dp"), of_weight(jnp.float32(3), x)
 
     run = jax.shard_map(
@@ -647,7 +650,7 @@ def test_operators_of_one_s_own_under_check_vma_false(ends, shares):
     p, x = {"scale": normal(D), "in": normal(D, H), "out": normal(H, D)}, normal(ROWS, D)
     specs = {"scale": P(), "in": P(None, "tp"), "out": P("tp")}
     step = jax.shard_map(
-        value_and_grad(loss, "dp", specs=specs),
+        mean_value_and_grad(loss, "dp", specs=specs),
         mesh=make_mesh("dp=2,tp=4"),
         in_specs=(specs, P("dp")),
         out_specs=(P(), specs),

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar.layers import copy_region, global_norm, reduce_region, value_and_grad
+from jaxpar.layers import copy_region, global_norm, mean_value_and_grad, reduce_region
 
 GROUPS, ROWS, D, H = 2, 4, 3, 4
 SPECS = {"into": P(None, "tp"), "out": P("tp"), "scale": P()}
@@ -53,7 +53,7 @@ def expected(x):
 
 def stepped(axis, said, microbatches=1):
     """Loss, gradients and their norm, of the group of the device that runs it."""
-    grad = value_and_grad(loss_fn, axis, specs=SPECS, groups=said, microbatches=microbatches)
+    grad = mean_value_and_grad(loss_fn, axis, specs=SPECS, groups=said, microbatches=microbatches)
 
     def step(p, x):
         loss, grads = grad(p, x)
@@ -120,8 +120,8 @@ def test_each_group_has_gradients_and_a_norm_of_its_own(run, axis, said, microba
 
 
 def test_groups_that_are_not_said_are_refused_where_types_show_them():
-    refused = "value_and_grad: loss_sum varies over ['group'], which axis ('dp',) lacks;"
-    step = value_and_grad(loss_fn, "dp")
+    refused = "mean_value_and_grad: loss_sum varies over ['group'], which axis ('dp',) lacks;"
+    step = mean_value_and_grad(loss_fn, "dp")
     with pytest.raises(ValueError, match=re.escape(refused)) as caught:
         nested(lambda p, x: (*step(p, x), 0.0), P("dp"), True)
     assert "name them in groups= if devices along them have models of their own" in str(
@@ -133,7 +133,7 @@ def test_an_axis_that_loss_fn_does_not_name_needs_no_sum():
     """What all devices along it compute is the same, and whole."""
     w, x = normal(D), normal(ROWS, D)
     step = jax.shard_map(
-        value_and_grad(lambda w, x: (jnp.sum(jnp.sin(x @ w)), len(x)), "dp", specs=P()),
+        mean_value_and_grad(lambda w, x: (jnp.sum(jnp.sin(x @ w)), len(x)), "dp", specs=P()),
         mesh=make_mesh("dp=2,idle=2", devices=jax.devices()[:4]),
         in_specs=(P(), P("dp")),
         out_specs=P(),
@@ -148,15 +148,15 @@ def test_an_axis_that_loss_fn_does_not_name_needs_no_sum():
 
 def refusal(check_vma=True, axis="dp", groups="group", loss=loss_fn):
     mapped = jax.shard_map(
-        value_and_grad(loss, axis, specs=P(), groups=groups),
+        mean_value_and_grad(loss, axis, specs=P(), groups=groups),
         mesh=make_mesh("dp=2,group=2,tp=2"),
         in_specs=(P(), P("dp")),
         out_specs=P(),
         check_vma=check_vma,
     )
-    with pytest.raises(ValueError, match=r"^value_and_grad: ") as caught:
+    with pytest.raises(ValueError, match=r"^mean_value_and_grad: ") as caught:
         jax.eval_shape(mapped, {"w": normal(D)}, normal(ROWS, D))
-    return str(caught.value).removeprefix("value_and_grad: ")
+    return str(caught.value).removeprefix("mean_value_and_grad: ")
 
 
 def test_groups_that_cannot_be():

@@ -12,11 +12,11 @@ from jaxpar import (
     Axis,
     LowBit,
     Quantized,
+    all_gather,
+    all_reduce,
     make_mesh,
     quantize,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
+    reduce_scatter,
 )
 from jaxpar.layers import (
     column_parallel_linear,
@@ -150,7 +150,7 @@ def test_quantized_leaves_stay_so(mode, wire):
             np.testing.assert_array_equal(x, np.stack([y] * 8))
 
     same(lambda tree: fsdp_gather(tree, axis))
-    same(lambda tree: ring_all_gather(tree, axis, tiled=True))
+    same(lambda tree: all_gather(tree, axis, tiled=True))
 
 
 def test_a_scan_over_quantized_layers():
@@ -209,11 +209,11 @@ def test_columns_and_rows(mode):
     ("function", "name", "argument"),
     [
         (
-            lambda q: ring_reduce_scatter({"g": q}, "tp", tiled=True),
-            "ring_reduce_scatter",
+            lambda q: reduce_scatter({"g": q}, "tp", tiled=True),
+            "reduce_scatter",
             r"x\['g'\]",
         ),
-        (lambda q: ring_all_reduce([q], "tp"), "ring_all_reduce", r"x\[0\]"),
+        (lambda q: all_reduce([q], "tp"), "all_reduce", r"x\[0\]"),
         (lambda q: global_norm({"w": q}, specs=P("tp")), "global_norm", r"tree\['w'\]"),
     ],
 )
@@ -237,7 +237,7 @@ def test_no_quantized_array(function, name, argument):
 def test_an_all_reduce_is_as_without(check_vma):
     def summing(wire):
         def local(x):
-            y = ring_all_reduce(x, "tp", mode="bidirectional", wire_dtype=wire)
+            y = all_reduce(x, "tp", mode="bidirectional", wire_dtype=wire)
             return lax.pcast(y, "tp", to="varying") if check_vma else y
 
         return jax.shard_map(

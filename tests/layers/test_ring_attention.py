@@ -385,12 +385,12 @@ def test_zigzag_order_of_one_device_is_the_order_itself():
 @pytest.mark.parametrize(
     ("length", "size", "error", "text"),
     [
-        (20, 4, ValueError, "length=20 must be a multiple of 2 x size = 8, two chunks a device: 20 "
-         "= 2 x 8 + 4; pad it to 24, or use the contiguous order"),
-        (8, 0, ValueError, "size=0 must be at least 1"),
+        (20, 4, ValueError, "length=20 must be a multiple of 2 x shards = 8, two chunks a device: "
+         "20 = 2 x 8 + 4; pad it to 24, or use the contiguous order"),
+        (8, 0, ValueError, "shards=0 must be at least 1"),
         (-8, 2, ValueError, "length=-8 must be at least 0"),
         (8.0, 2, TypeError, "length must be an integer, got 8.0 of type float"),
-        (8, True, TypeError, "size must be an integer, got True of type bool"),
+        (8, True, TypeError, "shards must be an integer, got True of type bool"),
     ],
 )  # fmt: skip
 def test_zigzag_order_says_what_is_wrong(length, size, error, text):

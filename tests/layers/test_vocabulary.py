@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar.layers import vocabulary_parallel_embedding
+from jaxpar.layers import vocab_parallel_embedding
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 check = pytest.mark.parametrize("check_vma", [True, False])
@@ -42,7 +42,7 @@ def test_embedding(mesh, names, sequence_dim, dtype, check_vma):
     table = jnp.asarray(normal(12, 5), dtype)
     out_specs = {None: P("dp"), 0: P(("dp", "tp"))}.get(sequence_dim, P("dp", names))
     assert_matches_reference(
-        lambda t, w: vocabulary_parallel_embedding(t, w, names, sequence_dim=sequence_dim),
+        lambda t, w: vocab_parallel_embedding(t, w, names, sequence_dim=sequence_dim),
         reference,
         *(tokens, table),
         mesh=mesh_of(mesh),
@@ -57,7 +57,7 @@ def test_embedding(mesh, names, sequence_dim, dtype, check_vma):
 def test_rows_of_16_bits_are_added_up_wide(check_vma):
     """600 ones are 600, where bfloat16 itself stays at 256."""
     embed = jax.shard_map(
-        lambda t, w: vocabulary_parallel_embedding(t, w, "tp"),
+        lambda t, w: vocab_parallel_embedding(t, w, "tp"),
         mesh=make_mesh("tp=8"),
         in_specs=(P(), P("tp")),
         out_specs=P(),
@@ -73,7 +73,7 @@ def test_rows_of_16_bits_are_added_up_wide(check_vma):
 def test_what_is_sent():
     def sent(out_specs, **options):
         embed = jax.shard_map(
-            lambda t, w: vocabulary_parallel_embedding(t, w, "tp", **options),
+            lambda t, w: vocab_parallel_embedding(t, w, "tp", **options),
             mesh=make_mesh("tp=8"),
             in_specs=(P(), P("tp")),
             out_specs=out_specs,
@@ -92,14 +92,14 @@ def test_what_is_sent():
 
 def error(kind, tokens, table, spec=None, **options):
     def body(tokens):
-        vocabulary_parallel_embedding(tokens, table, "tp", **options)
+        vocab_parallel_embedding(tokens, table, "tp", **options)
         return 0
 
     mapped = jax.shard_map(body, mesh=make_mesh("dp=2,tp=4"), in_specs=spec or P(), out_specs=P())
     with pytest.raises(kind) as caught:
         jax.eval_shape(mapped, tokens)
     name, _, text = str(caught.value).partition(": ")
-    assert name == "vocabulary_parallel_embedding"
+    assert name == "vocab_parallel_embedding"
     return text
 
 

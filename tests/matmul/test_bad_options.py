@@ -1,5 +1,7 @@
 """Options of the wrong kind are refused by name, and empty arrays are not."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import (
     all_gather_matmul,
+    all_reduce,
+    collective_einsum,
     make_mesh,
     matmul_all_reduce,
     matmul_reduce_scatter,
-    ring_all_reduce,
-    ring_einsum,
-    ring_reduce_scatter,
+    reduce_scatter,
 )
 
 MODES = ("naive", "unidirectional", "bidirectional")
@@ -52,7 +54,7 @@ def test_options(function, mode, options, message):
         run()
 
 
-@pytest.mark.parametrize("function", [ring_reduce_scatter, ring_all_reduce])
+@pytest.mark.parametrize("function", [reduce_scatter, all_reduce])
 @pytest.mark.parametrize("mode", MODES)
 def test_wire_of_plain_collectives(function, mode):
     with pytest.raises(TypeError, match=f"{function.__name__}: wire_dtype=int32 cannot carry sums"):
@@ -64,7 +66,7 @@ def test_wire_of_plain_collectives(function, mode):
 def test_weights_in_a_list():
     for function in (
         lambda x, w: all_gather_matmul(x, [w, w], "tp"),
-        lambda x, w: ring_einsum("mk,kn->mn", x, [w, w], "tp", gather="m"),
+        lambda x, w: collective_einsum("mk,kn->mn", x, [w, w], "tp", gather="m"),
     ):
         with pytest.raises(TypeError, match="rhs is a list; pass one array, or a tuple of weights"):
             trace(function, (8, 4), (4, 8))
@@ -72,8 +74,9 @@ def test_weights_in_a_list():
 
 @pytest.mark.parametrize("argument", ["gather", "scatter"])
 def test_labels_that_are_no_text(argument):
-    with pytest.raises(TypeError, match=f"ring_einsum: {argument} must be a string of labels, got"):
-        trace(lambda x, w: ring_einsum("mk,kn->mn", x, w, "tp", **{argument: 1}), (8, 4), (4, 8))
+    call = partial(collective_einsum, "mk,kn->mn", axis="tp", **{argument: 1})
+    with pytest.raises(TypeError, match=f"_einsum: {argument} must be a string of labels"):
+        trace(call, (8, 4), (4, 8))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -85,7 +88,7 @@ def test_empty_results(mode, check_vma):
     def forms(x, w):
         rows = all_gather_matmul(x, w, "tp", mode=mode)
         block = matmul_reduce_scatter(x, w, "tp", mode=mode)
-        return rows.sum() + block.sum() + ring_all_reduce(x, "tp", mode=mode).sum(), (
+        return rows.sum() + block.sum() + all_reduce(x, "tp", mode=mode).sum(), (
             matmul_all_reduce(x, w, "tp", mode=mode)
         )
 

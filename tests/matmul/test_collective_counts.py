@@ -9,7 +9,12 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis
-from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.matmul import (
+    all_gather_matmul,
+    collective_einsum,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from jaxpar.mesh import make_mesh
 from jaxpar.ring import run
 from jaxpar.testing import count_collectives
@@ -61,7 +66,7 @@ GATHERS = {
         ((M, K), (K, N)),
     ),
     "batch": (
-        lambda x, w, mode: ring_einsum(BATCH, x, w, "x", gather="b", mode=mode),
+        lambda x, w, mode: collective_einsum(BATCH, x, w, "x", gather="b", mode=mode),
         (P("x"), P(None, None, "x"), P(None, None, "x")),
         ((8, M, K), (8, K, N)),
     ),
@@ -78,7 +83,7 @@ SCATTERS = {
         ((M, K), (K, N)),
     ),
     "batch": (
-        lambda x, w, mode: ring_einsum(BATCH, x, w, "x", scatter="b", mode=mode),
+        lambda x, w, mode: collective_einsum(BATCH, x, w, "x", scatter="b", mode=mode),
         (P(None, None, "x"), P(None, "x"), P("x")),
         ((8, M, K), (8, K, N)),
     ),

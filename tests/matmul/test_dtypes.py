@@ -84,18 +84,18 @@ def test_a_16_bit_wire_rounds_once_a_hop(fn, where, asked, mode):
     assert np.all(error < tolerance(jnp.bfloat16, 256) * terms)
 
 
-# What a way's error may be, of that of addends that are rounded once each: rings round once a hop.
+# A way's error, at most, over that of partial sums rounded once each: rings round once a hop.
 ERRORS = {"naive": 1.0, "chunked-4": 1.0, "bidirectional": 1.3, "unidirectional": 1.6}
 
 
 @pytest.mark.parametrize("mode", ERRORS)
 def test_the_error_of_both_wires_beside_addends_that_are_rounded(mode):
-    """NumPy rounds the addends: a compiler may keep what a program rounds (XLA's on CPU does)."""
+    """NumPy rounds partial sums: a compiler may keep what a program rounds (XLA's on CPU does)."""
     x, w = normal((64, 512), "bfloat16"), normal((512, 64), "bfloat16")
     left, right = np.asarray(x, "float64"), np.asarray(w, "float64")
-    addends = [a @ b for a, b in zip(np.split(left, 8, 1), np.split(right, 8), strict=True)]
-    exact, bfloat16 = sum(addends), jnp.bfloat16.dtype
-    sent = [addend.astype(bfloat16).astype("float64") for addend in addends]
+    partial_sums = [a @ b for a, b in zip(np.split(left, 8, 1), np.split(right, 8), strict=True)]
+    exact, bfloat16 = sum(partial_sums), jnp.bfloat16.dtype
+    sent = [partial_sum.astype(bfloat16).astype("float64") for partial_sum in partial_sums]
 
     def error(found):
         return np.sqrt(np.mean((np.asarray(found, "float64") - exact) ** 2))

@@ -7,7 +7,12 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.matmul import (
+    all_gather_matmul,
+    collective_einsum,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 
 FUNCTIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 named = pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
@@ -25,7 +30,7 @@ def error(kind, fn, *args, **options):
     with pytest.raises(kind) as caught:
         jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P(("d", "t"))))
     name, _, text = str(caught.value).partition(": ")
-    assert name == ("ring_einsum" if fn not in FUNCTIONS else fn.__name__)
+    assert name == ("collective_einsum" if fn not in FUNCTIONS else fn.__name__)
     assert type(caught.value) is kind
     return text
 
@@ -35,7 +40,7 @@ def f32(*shape):
 
 
 def einsum(subscripts, **options):
-    return lambda x, w: ring_einsum(subscripts, x, w, "t", **options)
+    return lambda x, w: collective_einsum(subscripts, x, w, "t", **options)
 
 
 # -- every named form ---------------------------------------------------------------------------
@@ -53,7 +58,7 @@ def test_lhs_without_dimensions(fn):
 def test_rank_of_rhs(fn, shape):
     assert error(ValueError, fn, f32(4, 2), f32(*shape), "t") == (
         f"rhs must be [k, n], got local shape {shape} with {len(shape)} dimensions; reshape it, "
-        "or use ring_einsum"
+        "or use collective_einsum"
     )
 
 
@@ -78,7 +83,7 @@ def test_dtypes_that_differ(fn):
 def test_unknown_mode(fn):
     assert error(ValueError, fn, f32(4, 2), f32(2, 8), "t", mode="ring") == (
         "mode must be one of naive, stationary, chunked-2, chunked-4, chunked-8, "
-        "unidirectional, bidirectional, disjoint-rings, auto, got 'ring'"
+        "unidirectional, bidirectional, multi-ring, auto, got 'ring'"
     )
 
 
@@ -108,7 +113,7 @@ def test_axis_of_another_type(fn):
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("fn", [*FUNCTIONS, einsum("mk,kn->mn", gather="m")])
 def test_outside_shard_map(fn, wrap):
-    name, args = (fn.__name__, ("t",)) if fn in FUNCTIONS else ("ring_einsum", ())
+    name, args = (fn.__name__, ("t",)) if fn in FUNCTIONS else ("collective_einsum", ())
     with pytest.raises(ValueError, match="is not bound") as caught:
         wrap(lambda x, w: fn(x, w, *args))(f32(4, 2), f32(2, 8))
     assert str(caught.value) == (
@@ -201,7 +206,7 @@ def test_scatter_along_a_dimension_that_is_not_there(dim):
     )
 
 
-# -- ring_einsum --------------------------------------------------------------------------------
+# -- collective_einsum ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

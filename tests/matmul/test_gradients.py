@@ -8,7 +8,12 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.matmul import (
+    all_gather_matmul,
+    collective_einsum,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 
 check = pytest.mark.parametrize("check_vma", [True, False])
 rings = pytest.mark.parametrize(
@@ -38,7 +43,7 @@ FORMS = {
         (P(None, "x"), P("x"), P("x")),
     ),
     "scatter columns": (
-        lambda x, w, mode: ring_einsum("mk,kn->nm", x, w, "x", scatter="n", mode=mode).T,
+        lambda x, w, mode: collective_einsum("mk,kn->nm", x, w, "x", scatter="n", mode=mode).T,
         (P(None, "x"), P("x"), P(None, "x")),
     ),
     "all-reduce": (

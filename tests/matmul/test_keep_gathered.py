@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, compiled_with, compiler_options
 from jaxpar.layers import fsdp_linear
-from jaxpar.matmul import all_gather_matmul, ring_einsum
+from jaxpar.matmul import all_gather_matmul, collective_einsum
 from jaxpar.mesh import make_mesh
 from jaxpar.ring import run
 from jaxpar.schedule import target
@@ -21,7 +21,7 @@ check = pytest.mark.parametrize("check_vma", [True, False])
 WAYS = {
     "one way": ({"x": 3}, "unidirectional", None),
     "both ways, halves": ({"x": 4}, "bidirectional", None),
-    "a cube": ({"x": 2, "y": 2, "z": 2}, "disjoint-rings", None),
+    "a cube": ({"x": 2, "y": 2, "z": 2}, "multi-ring", None),
     "a ring, then at once": ({"x": 4}, "bidirectional", "naive"),
     "a ring, then chunks": ({"x": 4}, "unidirectional", "chunked-2"),
     "at once, then a ring": ({"x": 4}, "naive", "bidirectional"),
@@ -125,7 +125,7 @@ def test_eight_bits_that_were_kept_are_those_that_would_be_gathered(axes, mode, 
 @check
 def test_labels_of_a_batch_stay_apart(check_vma):
     def call(x, w, axis):
-        return ring_einsum("bmk,bkn->nbm", x, w, axis, gather="m")
+        return collective_einsum("bmk,bkn->nbm", x, w, axis, gather="m")
 
     mesh = make_mesh("x=4", devices=jax.devices()[:4])
     x, w = normal(3, 16, 8), normal(3, 8, 5)

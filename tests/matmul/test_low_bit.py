@@ -14,11 +14,11 @@ from jaxpar import (
     LowBit,
     Quantized,
     all_gather_matmul,
+    collective_einsum,
     make_mesh,
     matmul_all_reduce,
     matmul_reduce_scatter,
     quantize,
-    ring_einsum,
 )
 from jaxpar.choose import choice
 from jaxpar.ring.order import CpuOrder, TpuOrder
@@ -363,6 +363,7 @@ def test_it_has_no_derivative():
     assert not np.any(of_x.scales)
 
 
+MKN = "mk,kn->mn"
 W = normal(48, 16)
 CODES = Quantized(np.ones((16, 48), "int8"), np.ones((16, 1), "float32"))
 ROWS = Quantized(P("tp"), P("tp"))
@@ -412,8 +413,8 @@ def test_what_is_no_quantized_array(x, error, text):
         (lambda q: all_gather_matmul(W[:, :2], q, "tp"), "all_gather_matmul", "rhs"),
         (lambda q: all_gather_matmul(W, (W.T, q), "tp"), "all_gather_matmul", "rhs"),
         (lambda q: all_gather_matmul(q, W, "tp", gather="rhs"), "all_gather_matmul", "lhs"),
-        (lambda q: ring_einsum("mk,kn->mn", q, W, "tp", scatter="m"), "ring_einsum", "lhs"),
-        (lambda q: ring_einsum("mk,kn->mn", q, W, "tp", gather="n"), "ring_einsum", "lhs"),
+        (lambda q: collective_einsum(MKN, q, W, "tp", scatter="m"), "collective_einsum", "lhs"),
+        (lambda q: collective_einsum(MKN, q, W, "tp", gather="n"), "collective_einsum", "lhs"),
     ],
 )
 def test_where_nothing_is_gathered(function, name, argument):
@@ -516,7 +517,7 @@ def test_sums_in_8_bits_on_request(mode, order, monkeypatch):
         assert off < 0.016
 
 
-@pytest.mark.parametrize("mode", ["naive", "bidirectional", "disjoint-rings"])
+@pytest.mark.parametrize("mode", ["naive", "bidirectional", "multi-ring"])
 def test_nothing_is_rounded_on_a_device_alone(mode):
     wire, mesh = LowBit("int8", sums="int8"), make_mesh("tp=1", devices=jax.devices()[:1])
     x, w = normal(4, 48), normal(48, 40)

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar import (
+    all_gather,
     all_gather_matmul,
+    collective_einsum,
     make_mesh,
     matmul_all_reduce,
     matmul_reduce_scatter,
-    ring_all_gather,
-    ring_all_reduce,
-    ring_einsum,
-    ring_reduce_scatter,
+    reduce_scatter,
 )
 from jaxpar.ring.order import CpuOrder, TpuOrder
 from jaxpar.testing import assert_matches_reference, count_collectives
@@ -89,7 +89,7 @@ def gather_contracted_for_two(n, length, **how):
 
 def gather_batch(n, length, **how):
     return (
-        lambda x, w: ring_einsum("bmk,bkn->bmn", x, w, "x", gather="b", **how),
+        lambda x, w: collective_einsum("bmk,bkn->bmn", x, w, "x", gather="b", **how),
         np.matmul,
         ((length * n, 2, 3), (length * n, 3, n)),
         ((ROWS, P(None, None, "x")), P(None, None, "x")),
@@ -116,7 +116,7 @@ def scatter_columns(n, length, **how):
 
 def scatter_batch(n, length, **how):
     return (
-        lambda x, w: ring_einsum("bmk,bkn->bmn", x, w, "x", scatter="b", **how),
+        lambda x, w: collective_einsum("bmk,bkn->bmn", x, w, "x", scatter="b", **how),
         np.matmul,
         ((length * n, 2, n), (length * n, n, 3)),
         ((P(None, None, "x"), COLS), ROWS),
@@ -143,7 +143,7 @@ def all_reduce_that_is_padded(n, length, **how):
 
 def ring_scatter(n, length, **how):
     return (
-        lambda x: ring_reduce_scatter(x[0], "x", tiled=True, **how),
+        lambda x: reduce_scatter(x[0], "x", tiled=True, **how),
         lambda x: x.sum(0),
         ((n, length * n, 2),),
         ((ROWS,), ROWS),
@@ -152,7 +152,7 @@ def ring_scatter(n, length, **how):
 
 def ring_reduce(n, length, **how):
     return (
-        lambda x: ring_all_reduce(x, "x", **how),
+        lambda x: jaxpar.all_reduce(x, "x", **how),
         lambda x: x.reshape(n, -1).sum(0),
         ((n * (n * length + 1),),),
         ((ROWS,), NONE),
@@ -162,7 +162,7 @@ def ring_reduce(n, length, **how):
 def ring_gather(n, length, **how):
     mode = {"mode": how["mode"]}  # it adds nothing that could travel in another dtype
     return (
-        lambda x: ring_all_gather(x, "x", tiled=True, **mode),
+        lambda x: all_gather(x, "x", tiled=True, **mode),
         lambda x: np.concatenate([x] * n),
         ((length * n, 2),),
         ((ROWS,), ROWS),

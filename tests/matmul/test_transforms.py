@@ -9,7 +9,12 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis
-from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.matmul import (
+    all_gather_matmul,
+    collective_einsum,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from jaxpar.testing import assert_matches_reference
 
 both = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
@@ -175,7 +180,7 @@ def test_vmap_of_all_reduce_and_einsum(mode, check_vma):
     def calls(x, w):
         return (
             matmul_all_reduce(x, w, "x", mode=mode),
-            ring_einsum("mk,nk->nm", x, w.T, "x", scatter="m", mode=mode),
+            collective_einsum("mk,nk->nm", x, w.T, "x", scatter="m", mode=mode),
         )
 
     assert_matches_reference(

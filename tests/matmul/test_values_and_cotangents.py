@@ -12,7 +12,12 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis
-from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, ring_einsum
+from jaxpar.matmul import (
+    all_gather_matmul,
+    collective_einsum,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from jaxpar.ring import run
 from jaxpar.testing import assert_matches_reference, axis_orders, dtypes, meshes
 
@@ -248,7 +253,7 @@ def test_ring_einsum_gathers(data, ring, mode, dtype, check_vma, labels, blocks)
     }
     subscripts = f"{lhs},{rhs}->{out}"
     assert_matches_reference(
-        lambda x, w: ring_einsum(subscripts, x, w, ring.over, gather=label, mode=mode),
+        lambda x, w: collective_einsum(subscripts, x, w, ring.over, gather=label, mode=mode),
         lambda x, w: np.einsum(subscripts, x, w),
         normal([sizes[name] for name in lhs], dtype),
         normal([sizes[name] for name in rhs], dtype),
@@ -271,7 +276,7 @@ def test_ring_einsum_scatters(data, ring, mode, dtype, check_vma, labels, blocks
     }
     subscripts = f"{lhs},{rhs}->{out}"
     assert_matches_reference(
-        lambda x, w: ring_einsum(subscripts, x, w, ring.over, scatter=label, mode=mode),
+        lambda x, w: collective_einsum(subscripts, x, w, ring.over, scatter=label, mode=mode),
         lambda x, w: np.einsum(subscripts, x, w),
         normal([sizes[name] for name in lhs], dtype),
         normal([sizes[name] for name in rhs], dtype),
@@ -343,7 +348,7 @@ def test_a_ring_counts_in_the_order_of_the_tuple(axes, mode):
 def test_heads_of_several_weights_share_one_gather(mode):
     """Queries, and half as many keys: one gather of the sequence; heads are local."""
     assert_matches_reference(
-        lambda x, ws: ring_einsum(HEADS, x, ws, "x", gather="s", mode=mode),
+        lambda x, ws: collective_einsum(HEADS, x, ws, "x", gather="s", mode=mode),
         lambda x, ws: tuple(np.einsum(HEADS, x, w) for w in ws),
         normal((2, 8, 3)),
         (normal((3, 8, 2)), normal((3, 4, 2))),
@@ -361,7 +366,9 @@ def test_the_smaller_of_two_operands_is_the_gathered_one(label):
     x, w = normal((3, 2, 3)), normal((3, 3, 3))
     for operand, free in (("lhs", "n"), ("rhs", "m")):
         assert_matches_reference(
-            lambda x, w: ring_einsum(subscripts, x, w, "x", gather=label, mode="bidirectional"),
+            lambda x, w: collective_einsum(
+                subscripts, x, w, "x", gather=label, mode="bidirectional"
+            ),
             lambda x, w: np.einsum(subscripts, x, w),
             x if operand == "lhs" else normal((3, 3, 3)),
             w,
@@ -388,7 +395,7 @@ def test_long_rings_run_a_loop(mode, n, monkeypatch):
         y, z = all_gather_matmul(x, (w, v.T), "x", mode=mode)
         return (
             matmul_reduce_scatter(y, v, "x", mode=mode),
-            ring_einsum("mk,nk->nm", z, v.T, "x", scatter="m", mode=mode).T,
+            collective_einsum("mk,nk->nm", z, v.T, "x", scatter="m", mode=mode).T,
             all_gather_matmul(x, v.T, "x", gather="rhs", dim=1, mode=mode),
         )
 

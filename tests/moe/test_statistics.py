@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar.layers import value_and_grad
+from jaxpar.layers import mean_value_and_grad
 from jaxpar.moe import (
     Routing,
     Statistics,
@@ -114,7 +114,7 @@ def losses_of(routing, names):
 
 @pytest.mark.parametrize(("names", "check_vma"), [(("dp", "ep"), True), (("ep", "dp"), False)])
 def test_gradients_inside(names, check_vma):
-    """`value_and_grad` gives those of one device, of a replicated router, under either setting."""
+    """`mean_value_and_grad` gives one device's, of a replicated router, under either setting."""
     x, w = jnp.asarray(normal(24, 4)), jnp.asarray(normal(4, 6))
 
     def loss(w, x):
@@ -127,7 +127,7 @@ def test_gradients_inside(names, check_vma):
         return jnp.sum(routing.weights**2) / len(x) + losses_of(routing, ())
 
     step = jax.shard_map(
-        value_and_grad(loss, names, specs=P()),
+        mean_value_and_grad(loss, names, specs=P()),
         mesh=mesh_of("dp=2,tp=2,ep=2"),
         in_specs=(P(), P(names)),
         out_specs=P(),

@@ -77,7 +77,7 @@ def main():
 
     def guard(what):
         code = None if CASE in ("equal", "slow") else 7
-        return jaxpar.guard(what, limit_s=LIMIT, exit_code=code)
+        return jaxpar.guard(what, timeout_s=LIMIT, exit_code=code)
 
     plain = partitioned if CASE == "partitioned" else make(lax.psum)
     step = guard(plain)

@@ -331,7 +331,7 @@ def test_compilation_is_not_counted(capfd):
         said.append(capfd.readouterr().err)  # here: what comes after it may take long, too
         return x + 1
 
-    jaxpar.guard(jax.jit(traced), limit_s=0.5)(jnp.ones(3))
+    jaxpar.guard(jax.jit(traced), timeout_s=0.5)(jnp.ones(3))
     assert said
     assert "jaxpar.guard" not in said[0]
 
@@ -346,7 +346,7 @@ def test_a_step_of_flax():
     @jaxpar.guard
     @nnx.jit
     def step(model, optimizer, x):
-        loss, gradient = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        loss, gradient = nnx.mean_value_and_grad(lambda model: (model(x) ** 2).mean())(model)
         optimizer.update(model, gradient)
         return loss
 
@@ -398,7 +398,7 @@ class Model:
     def step(self, x):
         return x + 1
 
-    @jaxpar.guard("of its own name", limit_s=5)
+    @jaxpar.guard("of its own name", timeout_s=5)
     def other(self, x):
         raise ValueError("as before")
 
@@ -411,7 +411,7 @@ def test_methods_and_errors():
 
 def test_a_step_that_takes_too_long_is_told(capfd):
     said, end = "", time.monotonic() + 60
-    with jaxpar.guard("sleeping", limit_s=0.2):
+    with jaxpar.guard("sleeping", timeout_s=0.2):
         while "Python is at" not in said and time.monotonic() < end:
             time.sleep(0.1)
             said += capfd.readouterr().err
@@ -434,16 +434,16 @@ def test_a_thread_between_two_lines_is_at_its_function(monkeypatch):
     ("arguments", "error", "text"),
     [
         ((3,), TypeError, "what must be a function or the name of a step, got 3"),
-        (("step", 0), ValueError, "limit_s=0 must be more than 0"),
-        (("step", -1), ValueError, "limit_s=-1 must be"),
+        (("step", 0), ValueError, "timeout_s=0 must be more than 0"),
+        (("step", -1), ValueError, "timeout_s=-1 must be"),
         (("step", 1, 256), ValueError, "exit_code=256 must be at least 0 and at most 255"),
-        (("step", "x"), TypeError, "limit_s must be"),
+        (("step", "x"), TypeError, "timeout_s must be"),
     ],
 )
 def test_refused(arguments, error, text):
     what, *more = arguments
     with pytest.raises(error, match=f"^guard: {re.escape(text)}"):
-        jaxpar.guard(what, **dict(zip(("limit_s", "exit_code"), more, strict=False)))
+        jaxpar.guard(what, **dict(zip(("timeout_s", "exit_code"), more, strict=False)))
 
 
 # -- the board ------------------------------------------------------------------------------------
@@ -476,7 +476,7 @@ def test_a_program_that_differs_later_is_found():
 
 def test_silence_is_no_fault_of_those_that_wait():
     board = Board(2)
-    hear(board, rank=1, waiting_s=9.0, limit_s=1.0, doing="running")
+    hear(board, rank=1, waiting_s=9.0, timeout_s=1.0, doing="running")
     board.seen[1].at -= 60  # it was heard of a minute ago
     assert "trouble" not in hear(board, rank=0, entered=0, known=0, runs=())
 
@@ -486,12 +486,12 @@ def test_one_that_has_finished_a_call_is_not_in_it():
     later = {"rank": 1, "entered": 2, "known": 2, "done": 1, "number": 2, "first": 2}
     hear(board, **later)
     late = {"number": 1, "first": 1, "first_name": "step", "doing": "running"}
-    hear(board, rank=0, waiting_s=9.0, limit_s=1.0, **late)
+    hear(board, rank=0, waiting_s=9.0, timeout_s=1.0, **late)
     board.seen[1].at += 1  # it has spoken since
-    answer = hear(board, rank=0, waiting_s=9.0, limit_s=1.0, **late)
+    answer = hear(board, rank=0, waiting_s=9.0, timeout_s=1.0, **late)
     assert answer["trouble"]["what"].endswith(": process 1 has finished it")
     hear(board, **later, raised="KeyError in call 1 of 'step'")
-    answer = hear(board, rank=0, waiting_s=9.0, limit_s=1.0, **late)
+    answer = hear(board, rank=0, waiting_s=9.0, timeout_s=1.0, **late)
     assert "process 1 has left it after KeyError in call 1 of" in answer["trouble"]["what"]
 
 

@@ -67,7 +67,7 @@ SEEDED = {
         "make_mesh('dp=4,tp=8')",
         True,
     ),
-    "naive_tensor_parallelism": ("v5p:2x2x2", "tp=8", "synchronous", "ring_einsum", True),
+    "naive_tensor_parallelism": ("v5p:2x2x2", "tp=8", "synchronous", "collective_einsum", True),
     "small_sums": ("v5p:2x2x2", "tp=8", "latency", "several small arrays as one", False),
     "barrier_before_work": ("v5p:2x2x2", "tp=8", "ordered elsewhere", "optimization_barrier", True),
     "two_on_the_same_links": ("v5p:2x2x1", "tp=4", "links busy", "the other way around", False),
@@ -237,7 +237,7 @@ def test_an_asynchronous_gather_with_nothing_to_hide_behind():
     assert not finding.of.inserted
     assert "dot_general" in finding.of.after
     assert finding.of.bytes == 16384 * 8192 * 2 * 7 / 8
-    assert "ring_einsum" in finding.edit
+    assert "collective_einsum" in finding.edit
     assert finding.gain > 0
 
 
@@ -365,7 +365,7 @@ def test_wrong_calls():
     with pytest.raises(TypeError, match="explain: program must be what compile_for returns"):
         explain("step")
     program = gather_matmul(4096)
-    with pytest.raises(ValueError, match="explain: tries=-1 and worst=10 must not be negative"):
+    with pytest.raises(ValueError, match="explain: tries=-1 and rows=10 must not be negative"):
         explain(program, tries=-1)
 
 

@@ -42,7 +42,7 @@ def _value_and_grad(w: Any, x: Any) -> Any:
     def loss(w: Any, x: Any) -> Any:
         return jnp.sum(jnp.square(x @ w)), x.shape[0]
 
-    return layers.value_and_grad(loss, "x", microbatches=2, specs=WHOLE)(w, x)
+    return layers.mean_value_and_grad(loss, "x", microbatches=2, specs=WHOLE)(w, x)
 
 
 def _exchange(x: Any, axis: Any) -> Any:
@@ -91,16 +91,16 @@ CASES: dict[str, Case] = {
         lambda x: (jaxpar.quantize(x), jaxpar.quantize(x).dequantized()), ROWS, ROWS, (X,)
     ),
     "ragged_all_to_all": Case(lambda x: _exchange(x, "x"), ROWS, ROWS, (_draw(16, 3),)),
-    "ring_all_gather": Case(_both(jaxpar.ring_all_gather), ROWS, ROWS, (X,)),
-    "ring_all_reduce": Case(_both(jaxpar.ring_all_reduce), ROWS, WHOLE, (X,)),
-    "ring_einsum": Case(
-        lambda x, w: jaxpar.ring_einsum("bsd,dh->bhs", x, w, RING, gather="s"),
+    "all_gather": Case(_both(jaxpar.all_gather), ROWS, ROWS, (X,)),
+    "all_reduce": Case(_both(jaxpar.all_reduce), ROWS, WHOLE, (X,)),
+    "collective_einsum": Case(
+        lambda x, w: jaxpar.collective_einsum("bsd,dh->bhs", x, w, RING, gather="s"),
         (COLUMNS, COLUMNS),
         COLUMNS,
         (_draw(2, 8, 8), W),
     ),
-    "ring_reduce_scatter": Case(
-        lambda x: [jaxpar.ring_reduce_scatter(x, a, tiled=True) for a in ("x", RING)],
+    "reduce_scatter": Case(
+        lambda x: [jaxpar.reduce_scatter(x, a, tiled=True) for a in ("x", RING)],
         *(COLUMNS, ROWS, (X,)),
     ),
     "ring_shift": Case(lambda x: jaxpar.ring_shift(x, "x"), ROWS, ROWS, (X,)),
@@ -159,15 +159,15 @@ CASES: dict[str, Case] = {
         *((COLUMNS, ROWS, WHOLE), ROWS, (X, W, BIAS)),
     ),
     "scatter_region": Case(lambda x: layers.scatter_region(x, "x", dim=0), WHOLE, ROWS, (X,)),
-    "value_and_grad": Case(_value_and_grad, (WHOLE, ROWS), (WHOLE, WHOLE), (W, X), False),
-    "vocabulary_parallel_cross_entropy": Case(
-        lambda x, w, y: layers.vocabulary_parallel_cross_entropy(
+    "mean_value_and_grad": Case(_value_and_grad, (WHOLE, ROWS), (WHOLE, WHOLE), (W, X), False),
+    "vocab_parallel_cross_entropy": Case(
+        lambda x, w, y: layers.vocab_parallel_cross_entropy(
             x, w, y, "x", vocabulary=14, chunk=2, label_smoothing=0.1, z_loss=0.1
         ),
         *((WHOLE, COLUMNS, WHOLE), WHOLE, (X, W, LABELS)),
     ),
-    "vocabulary_parallel_embedding": Case(
-        lambda tokens, table: layers.vocabulary_parallel_embedding(tokens, table, "x"),
+    "vocab_parallel_embedding": Case(
+        lambda tokens, table: layers.vocab_parallel_embedding(tokens, table, "x"),
         *((WHOLE, ROWS), WHOLE, (TOKENS, X)),
     ),
     "zigzag_order": Case(lambda x: x[layers.zigzag_order(8, 2)], COLUMNS, COLUMNS, (X,)),

@@ -15,11 +15,11 @@ many = settings(max_examples=2000)  # for find, which stops early
 
 @quick
 @given(st.integers(1, 8), st.integers(1, 3), st.data())
-def test_even_shapes(ring_size, rank, data):
+def test_even_shapes(shards, rank, data):
     dim = data.draw(st.integers(-rank, rank - 1))
-    shape = data.draw(even_shapes(ring_size, rank=rank, dim=dim, max_size=12))
+    shape = data.draw(even_shapes(shards, rank=rank, dim=dim, max_size=12))
     assert len(shape) == rank
-    assert shape[dim] % ring_size == 0
+    assert shape[dim] % shards == 0
     assert all(1 <= size <= 12 for size in shape)
 
 
@@ -29,11 +29,11 @@ def test_even_shapes_of_a_ring_larger_than_max_size():
 
 @quick
 @given(st.integers(2, 8), st.integers(1, 3), st.data())
-def test_uneven_shapes(ring_size, rank, data):
+def test_uneven_shapes(shards, rank, data):
     dim = data.draw(st.integers(-rank, rank - 1))
-    shape = data.draw(uneven_shapes(ring_size, rank=rank, dim=dim, max_size=12))
+    shape = data.draw(uneven_shapes(shards, rank=rank, dim=dim, max_size=12))
     assert len(shape) == rank
-    assert shape[dim] % ring_size
+    assert shape[dim] % shards
     assert all(1 <= size <= 12 for size in shape)
 
 
@@ -44,14 +44,14 @@ def test_uneven_shapes_on_both_sides_of_the_ring_size():
 
 @pytest.mark.parametrize("strategy", [even_shapes, uneven_shapes])
 def test_shape_errors(strategy):
-    with pytest.raises(ValueError, match=f"{strategy.__name__}: ring_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match=f"{strategy.__name__}: shards=0 must be at least 1"):
         strategy(0)
     with pytest.raises(ValueError, match="dim=2 is not a dimension of a shape of rank 2"):
         strategy(2, dim=2)
 
 
 def test_uneven_shapes_of_a_ring_of_one():
-    with pytest.raises(ValueError, match="ring_size=1 divides every size"):
+    with pytest.raises(ValueError, match="shards=1 divides every size"):
         uneven_shapes(1)
 
 

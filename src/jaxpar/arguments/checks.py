@@ -15,9 +15,9 @@ from jaxpar.arguments.calls import called, type_error, value_error
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.varying import checks_varying, varying_axes
 
-# The remedies for shards, and for addends, that are replicated.
+# The remedies for shards, and for partial sums, that are replicated.
 SHARDED = "shard it in in_specs, or cut it with scatter_region"
-ADDENDS = "shard in in_specs what it is made of, or leave out a sum that was made already"
+PARTIAL_SUMS = "shard in in_specs what it is made of, or leave out a sum that was made already"
 _SAY_SO, _PCAST = ", say so", " by jax.lax.pcast("
 # All axes along which a call in this process asked for operands that vary.
 _asked: set[str] = set()

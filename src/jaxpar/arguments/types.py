@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         "chunked-8",
         "unidirectional",
         "bidirectional",
-        "disjoint-rings",
+        "multi-ring",
         "auto",
     ]
     Operand = Literal["lhs", "rhs"]

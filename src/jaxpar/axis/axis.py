@@ -24,7 +24,7 @@ from jaxpar.axis.wire import LowBit, WireLike, as_wire, gathered_by, rounded_by,
 from jaxpar.mesh.cycles import AcrossCube, Walk, disjoint_walks
 
 CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
-IN_TURNS = ("unidirectional", "bidirectional", "disjoint-rings")
+IN_TURNS = ("unidirectional", "bidirectional", "multi-ring")
 MODES = ("naive", "stationary", *CHUNKED, *IN_TURNS, "auto")
 
 
@@ -50,7 +50,7 @@ class Axis:
       mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"stationary"`
         (the same, but of a matmul the other operand and the result travel in the place of the
         gathered one), `"chunked-2"`, `"chunked-4"` or `"chunked-8"` (one for each of so many
-        chunks), `"unidirectional"` or `"bidirectional"` (around a ring), `"disjoint-rings"` (both
+        chunks), `"unidirectional"` or `"bidirectional"` (around a ring), `"multi-ring"` (both
         ways round as many rings as there are axes, which share no link on a torus; of one axis as
         many as its torus has, if `make_mesh` found one; blocks and sums of matmuls along one axis
         after the other, where axes are of one length and that is predicted to be faster), or
@@ -338,13 +338,13 @@ def walks_over(sizes: dict[str, int]) -> tuple[Walk, ...]:
     """Returns the walks through all devices of axes of these sizes that share no link."""
     if min(sizes.values()) == 2 < max(sizes.values()):
         raise value_error(
-            f"mode='disjoint-rings' over axes of sizes {sizes}: each must be 3 or more, as two "
+            f"mode='multi-ring' over axes of sizes {sizes}: each must be 3 or more, as two "
             "devices have one link, or each be 2, a cube; leave out the axes of 2, or take "
             "mode='bidirectional'"
         )
     if len(sizes) > 4 and set(sizes.values()) == {2}:
         raise value_error(
-            f"mode='disjoint-rings' over {len(sizes)} axes of 2: a cube has at most 4; leave some "
+            f"mode='multi-ring' over {len(sizes)} axes of 2: a cube has at most 4; leave some "
             "out, or take mode='bidirectional'"
         )
     return disjoint_walks(tuple(sizes.values()))

@@ -163,15 +163,15 @@ def way_of(problem: Problem, mode: Mode, flows: tuple[Flow, ...] = ()) -> Way:
         return Stationary(problem.ring)
     if mode in CHUNKED:
         return InChunks(problem.ring, CHUNKED[mode])
-    if problem.near is not None and mode != "disjoint-rings":
+    if problem.near is not None and mode != "multi-ring":
         directions, reach = problem.near
         return InTurns(problem.ring, directions, traced_order(), reach=reach)
-    rings = problem.ring.disjoint() if mode == "disjoint-rings" else None
+    rings = problem.ring.disjoint() if mode == "multi-ring" else None
     one_way = mode == "unidirectional" or (rings and rings[0].crosses_a_cube)
     directions = (1,) if one_way else (1, -1)
     covered = _opposite_is_covered(problem, flows)
     way = InTurns(problem.ring, directions, traced_order(), covered, rings)
-    return way if mode != "disjoint-rings" else with_phases(problem, way, flows)
+    return way if mode != "multi-ring" else with_phases(problem, way, flows)
 
 
 def with_phases(problem: Problem, way: InTurns, flows: tuple[Flow, ...]) -> InTurns:
@@ -211,7 +211,7 @@ def choose_stages(problem: Problem) -> tuple[Way, ...]:
     rings = problem.ring.stages()
     if not rings:
         return ()
-    if problem.ring.mode == "disjoint-rings":
+    if problem.ring.mode == "multi-ring":
         return (_ways(problem)[0],)
     longest = max(rings, key=lambda ring: ring.size)
     if isinstance(_ways(replace(problem, ring=longest))[0], Naive):
@@ -245,7 +245,7 @@ def by_time(problem: Problem) -> Ways:
     modes += turned[0 if chip.torus else 1 :] if rings else []
     # One ring hides behind attention, whose matmuls are far from peak; shares of blocks only cost.
     if rings and problem.spans_a_torus and problem.kind != "attention":
-        modes.append("disjoint-rings")
+        modes.append("multi-ring")
 
     def ways(flows: tuple[Flow, ...], named: Mode = "auto") -> list[Way]:
         if named != "auto":
@@ -272,11 +272,11 @@ def by_time(problem: Problem) -> Ways:
             problem.beside,
             kept=kept,
             devices=problem.devices,
-            messages=problem.messages[way.mode == "disjoint-rings"],
+            messages=problem.messages[way.mode == "multi-ring"],
         )
         # Of rings that take the same but for rounding, the one that sends half over a link; and of
         # those that nearly do, the one ring, whose pieces are larger.
-        alike = {"unidirectional": 1 + 1e-9, "disjoint-rings": 1.05}.get(way.mode, 1.0)
+        alike = {"unidirectional": 1 + 1e-9, "multi-ring": 1.05}.get(way.mode, 1.0)
         margin = fitted_to(chip.kind).chunked_margin if way.chunks > 1 else MARGIN
         return time if way == naive else time / margin * alike
 
@@ -341,7 +341,7 @@ def by_links(problem: Problem) -> Ways:
     """
     chip = problem.chip
     both = chip is not None and chip.torus
-    ring: Mode = "disjoint-rings" if problem.spans_a_torus else "bidirectional"
+    ring: Mode = "multi-ring" if problem.spans_a_torus else "bidirectional"
     way = way_of(problem, ring if both else "unidirectional")
     return way, way
 

@@ -68,7 +68,7 @@ def settled(problem: Problem) -> Problem:
 
 def _modes_of(ring: Ring) -> tuple[str, ...]:
     """All modes that a ring can have."""
-    return tuple(mode for mode in NAMED if mode != "disjoint-rings" or ring.has_disjoint)
+    return tuple(mode for mode in NAMED if mode != "multi-ring" or ring.has_disjoint)
 
 
 def settled_chunks(problem: Problem) -> int | None:

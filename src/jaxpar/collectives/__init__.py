@@ -7,18 +7,18 @@ from jaxpar.arguments.for_checkers import names_on_demand
 if TYPE_CHECKING:
     from jaxpar.collectives._ragged import ragged_all_to_all
     from jaxpar.collectives._ring_collectives import (
-        ring_all_gather,
-        ring_all_reduce,
-        ring_reduce_scatter,
+        all_gather,
+        all_reduce,
+        reduce_scatter,
         ring_shift,
     )
 else:
     __getattr__, __dir__ = names_on_demand(__name__, __file__)
 
 __all__ = [
+    "all_gather",
+    "all_reduce",
     "ragged_all_to_all",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "ring_reduce_scatter",
+    "reduce_scatter",
     "ring_shift",
 ]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar.arguments.calls import public, type_error
-from jaxpar.arguments.checks import ADDENDS, check_dim, check_divides
+from jaxpar.arguments.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Mode, Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
@@ -19,7 +19,7 @@ from jaxpar.axis.quantized import scales_among
 from jaxpar.axis.varying import vary_alike
 from jaxpar.axis.wire import WireLike, check_wire, summed_as
 from jaxpar.choose.choice import Problem, choose_way
-from jaxpar.ring.blocks import all_reduce, gather_along, scatter_along
+from jaxpar.ring import blocks
 from jaxpar.ring.ways import Way
 
 
@@ -63,7 +63,7 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
 
 
 @public
-def ring_all_gather(
+def all_gather(
     x: Tree,
     axis: AxisLike,
     *,
@@ -80,7 +80,7 @@ def ring_all_gather(
       dim: the dimension along which blocks are laid, in logical order.
       tiled: concatenate along `dim` if True, stack along a new dimension there if False.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
-        `"disjoint-rings"` (one for each of several axes, which share no link on a torus),
+        `"multi-ring"` (one for each of several axes, which share no link on a torus),
         `"naive"` (`lax.all_gather`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
         `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the links, both
         ways on a torus, one way behind a switch or on CPU.
@@ -97,11 +97,11 @@ def ring_all_gather(
         mode or axis name, a call outside shard_map.
 
     Cost: a device sends (n-1)/n of the result, in n-1 steps one way, or half of that over each link
-    in n/2 steps both ways. The derivative is `ring_reduce_scatter`, its sums in float32.
+    in n/2 steps both ways. The derivative is `reduce_scatter`, its sums in float32.
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> gather = jaxpar.jit(jax.shard_map(lambda x: ring_all_gather(x, "tp", tiled=True),
+      >>> gather = jaxpar.jit(jax.shard_map(lambda x: all_gather(x, "tp", tiled=True),
       ...     mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
       >>> gather(jnp.arange(16.0)).shape
       (128,)
@@ -122,14 +122,14 @@ def ring_all_gather(
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
         over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
         way = _way("all-gather", over, x)
-        return gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
+        return blocks.gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 
     leaves, treedef = jax.tree.flatten(x)
     return treedef.unflatten(map(gather, leaves, scales_among(x)))
 
 
 @public
-def ring_reduce_scatter(
+def reduce_scatter(
     x: Tree,
     axis: AxisLike,
     *,
@@ -141,12 +141,12 @@ def ring_reduce_scatter(
     """Reduce-scatters every array of a pytree by passing partial sums around a ring.
 
     Args:
-      x: pytree of local arrays; each is this device's addend of the whole.
+      x: pytree of local arrays; each is this device's partial sum of the whole.
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       dim: the dimension that is cut into one block a device, in logical order.
       tiled: keep that dimension, divided by n, if True; its size is n and it goes if False.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
-        `"disjoint-rings"` (one for each of several axes, which share no link on a torus),
+        `"multi-ring"` (one for each of several axes, which share no link on a torus),
         `"naive"` (`lax.psum_scatter`; `"stationary"` is the same here), `"chunked-2"`,
         `"chunked-4"`, `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the
         links, both ways on a torus, one way behind a switch or on CPU.
@@ -166,16 +166,16 @@ def ring_reduce_scatter(
     Cost: a device sends (n-1)/n of `x` in the wire's dtype, in n-1 steps one way, or half of that
     over each link in n/2 steps both ways. On an even ring that is no torus, towards lower logical
     indices goes half a block more than that, and half a block less the other way. The derivative
-    is `ring_all_gather`.
+    is `all_gather`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
-      >>> scatter = jaxpar.jit(jax.shard_map(lambda x: ring_reduce_scatter(x, "tp", tiled=True),
+      >>> scatter = jaxpar.jit(jax.shard_map(lambda x: reduce_scatter(x, "tp", tiled=True),
       ...     mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
       >>> scatter(jnp.arange(64.0))[:3]  # each device adds 8 numbers, and keeps the sum of one
       Array([224., 232., 240.], dtype=float32)
 
-    Source: as `ring_all_gather`, run backwards.
+    Source: as `all_gather`, run backwards.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     x = as_arrays("x", x, "sum")
@@ -183,28 +183,28 @@ def ring_reduce_scatter(
         along = check_dim("dim", dim, leaf.shape)
         check_divides("x", leaf.shape, along, ring, exactly=not tiled)
         check_wire(ring.wire_dtype, leaf.dtype)
-    check_own_leaves("x", x, ring, "an addend", ADDENDS)
+    check_own_leaves("x", x, ring, "a partial sum", PARTIAL_SUMS)
     (x,) = vary_alike(ring.names, x)
 
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)
-        out = scatter_along(_way("reduce-scatter", ring, x), x, along)
+        out = blocks.scatter_along(_way("reduce-scatter", ring, x), x, along)
         return out if tiled else lax.squeeze(out, [along])
 
     return jax.tree.map(scatter, x)
 
 
 @public
-def ring_all_reduce(
+def all_reduce(
     x: Tree, axis: AxisLike, *, mode: Mode | None = None, wire_dtype: WireLike = None
 ) -> Tree:
     """Sums every array of a pytree over a ring: a reduce-scatter, then an all-gather.
 
     Args:
-      x: pytree of local arrays of any shape; each is this device's addend.
+      x: pytree of local arrays of any shape; each is this device's partial sum.
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
       mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
-        `"disjoint-rings"` (one for each of several axes, which share no link on a torus),
+        `"multi-ring"` (one for each of several axes, which share no link on a torus),
         `"naive"` (`lax.psum`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
         `"chunked-8"` (a scatter and a gather of each), or `"auto"`: the ring that suits the links,
         both ways on a torus, one way behind a switch or on CPU.
@@ -227,21 +227,21 @@ def ring_all_reduce(
 
     Example:
       >>> mesh = make_mesh("dp=8")
-      >>> total = jaxpar.jit(jax.shard_map(lambda x: ring_all_reduce(x, "dp"),
+      >>> total = jaxpar.jit(jax.shard_map(lambda x: all_reduce(x, "dp"),
       ...     mesh=mesh, in_specs=P("dp"), out_specs=P()))
       >>> total(jnp.arange(8.0))
       Array([28.], dtype=float32)
 
-    Source: as `ring_all_gather`.
+    Source: as `all_gather`.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     x = as_arrays("x", x, "sum")
     for leaf in jax.tree.leaves(x):
         check_wire(ring.wire_dtype, leaf.dtype)
-    check_own_leaves("x", x, ring, "an addend", ADDENDS)
+    check_own_leaves("x", x, ring, "a partial sum", PARTIAL_SUMS)
     (x,) = vary_alike(ring.names, x)
 
-    return jax.tree.map(lambda x: all_reduce(_way("all-reduce", ring, x), x), x)
+    return jax.tree.map(lambda x: blocks.all_reduce(_way("all-reduce", ring, x), x), x)
 
 
 def _way(collective: str, ring: Ring, x: Array) -> Way:

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from jaxpar.layers._compressed import reduce_compressed_gradients
     from jaxpar.layers._fsdp import fsdp_gather, fsdp_linear
     from jaxpar.layers._fsdp_scan import fsdp_scan
-    from jaxpar.layers._gradients import mean_loss, value_and_grad
+    from jaxpar.layers._gradients import mean_loss, mean_value_and_grad
     from jaxpar.layers._norm import layer_norm, rms_norm
     from jaxpar.layers._reduction import global_norm, reduce_gradients
     from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
     from jaxpar.layers._ring_attention import ring_attention, zigzag_order
     from jaxpar.layers._tensor import column_parallel_linear, gated_mlp, row_parallel_linear
     from jaxpar.layers._vocabulary import (
-        vocabulary_parallel_cross_entropy,
-        vocabulary_parallel_embedding,
+        vocab_parallel_cross_entropy,
+        vocab_parallel_embedding,
     )
 else:
     __getattr__, __dir__ = names_on_demand(__name__, __file__)
@@ -48,6 +48,7 @@ __all__ = [
     "head_layout",
     "layer_norm",
     "mean_loss",
+    "mean_value_and_grad",
     "parallel_attention",
     "reduce_compressed_gradients",
     "reduce_gradients",
@@ -56,8 +57,7 @@ __all__ = [
     "rms_norm",
     "row_parallel_linear",
     "scatter_region",
-    "value_and_grad",
-    "vocabulary_parallel_cross_entropy",
-    "vocabulary_parallel_embedding",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
     "zigzag_order",
 ]

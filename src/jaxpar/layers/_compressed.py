@@ -42,7 +42,7 @@ def reduce_compressed_gradients(
     a switch.
 
     Args:
-      grads: pytree of local arrays; each is this device's addend.
+      grads: pytree of local arrays; each is this device's partial sum.
       axis: mesh axes, or an `Axis`, whose `wire_dtype` says how floats travel. None: `"int8"`, with
         a scale for each 256 numbers.
       error: what the step before has returned, of this device; None: nothing, in the first step.
@@ -177,17 +177,17 @@ def _sum_rounded(
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     """The sum of a leaf over a ring, in 8 bits, and what this device lost."""
     n, dtype = ring.size, leaf.dtype
-    addend = vary_over(ring.names, leaf.astype(before.dtype) + before)
-    columns = how.columns or addend.shape[-1]
+    own = vary_over(ring.names, leaf.astype(before.dtype) + before)
+    columns = how.columns or own.shape[-1]
     # [n, rows, columns]: a block for each device; the padding is zeros, which lose nothing.
-    blocks = jnp.pad(addend.reshape(-1), (0, -leaf.size % (n * columns))).reshape(n, -1, columns)
+    blocks = jnp.pad(own.reshape(-1), (0, -leaf.size % (n * columns))).reshape(n, -1, columns)
     first, second = (None, None) if key is None else jax.random.split(key)
     codes = codes_of(how, blocks, 2, first)
-    # [n, rows, columns]: of this device's block the addend of each.
-    addends = jax.tree.map(
+    # [n, rows, columns]: of this device's block the partial sum of each.
+    partial_sums = jax.tree.map(
         lambda x: lax.all_to_all(x, ring.names, 0, 0, tiled=True), codes
     ).dequantized()
-    total = jnp.sum(addends, axis=0)
+    total = jnp.sum(partial_sums, axis=0)
     rounded = codes_of(how, total, 1, second)
     whole = jax.tree.map(lambda x: _gathered(ring, x), rounded).dequantized(dtype)
     # The device that rounds a block keeps what it lost: to 8 bits, and to the leaf's dtype. The

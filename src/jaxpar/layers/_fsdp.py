@@ -121,7 +121,7 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
       axis: mesh axes, over which they are sharded: a name, a tuple or list of them in any order, or
         an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather`),
         `"unidirectional"` or `"bidirectional"` (rings, over one mesh axis of several after the
-        other), `"disjoint-rings"` (over all of them at once), or `"auto"`: rings on a TPU whose
+        other), `"multi-ring"` (over all of them at once), or `"auto"`: rings on a TPU whose
         compiler waits for an all-gather, which it does without the options of
         `jaxpar.compiler_options`, as long as they are short enough to be unrolled; naive elsewhere.
         Its `wire_dtype` is that in which sums of gradients travel; None: their own. An 8-bit one is

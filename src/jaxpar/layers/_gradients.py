@@ -66,7 +66,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
 
 
 @public
-def value_and_grad(
+def mean_value_and_grad(
     loss_fn: Callable[..., Any],
     axis: AxisLike,
     *,
@@ -129,7 +129,8 @@ def value_and_grad(
       >>> def loss(w, x):
       ...     y = reduce_region(x @ w, "tp")  # columns of x and rows of w are sharded over tp
       ...     return jnp.sum(y**2), len(y)
-      >>> step = jaxpar.jit(jax.shard_map(value_and_grad(loss, "dp", microbatches=2), mesh=mesh,
+      >>> local = mean_value_and_grad(loss, "dp", microbatches=2)
+      >>> step = jaxpar.jit(jax.shard_map(local, mesh=mesh,
       ...     in_specs=(P("tp"), P("dp", "tp")), out_specs=(P(), P("tp"))))
       >>> mean, grads = step(jnp.ones(4), jnp.ones((8, 4)))
       >>> float(mean), grads
@@ -175,7 +176,7 @@ def value_and_grad(
         mean = _quotient(_total(loss, ring), total)
         return ((mean, aux) if has_aux else mean), grads
 
-    value_and_gradient.__qualname__ = "value_and_grad"  # its errors have this name
+    value_and_gradient.__qualname__ = "mean_value_and_grad"  # its errors have this name
     return public(value_and_gradient, over=axis)
 
 

@@ -27,11 +27,11 @@ def reduce_gradients(
 ) -> Tree:
     """Sums gradients over devices, each on its own or joined into buckets.
 
-    For training loops of one's own: `value_and_grad` does it already.
+    For training loops of one's own: `mean_value_and_grad` does it already.
 
     Args:
-      grads: pytree of local arrays; each is this device's addend, the gradient of its own share of
-        the loss.
+      grads: pytree of local arrays; each is this device's partial sum, the gradient of its own
+        share of the loss.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel: here always by `lax.psum`, in its `wire_dtype`; None: each leaf's own dtype.
       specs: pytree prefix of `PartitionSpec`s, as `in_specs`: a leaf is not summed over the axes
@@ -80,11 +80,11 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
 
     Args:
       tree: pytree of local arrays, each replicated over the mesh axes that it is not sharded
-        over, such as the gradients of `value_and_grad`.
+        over, such as the gradients of `mean_value_and_grad`.
       specs: pytree prefix of `PartitionSpec`s, as `in_specs`. Needed under `check_vma=False`; under
         `check_vma=True` types say over which axes a leaf is sharded, and specs are checked.
-      groups: mesh axes between groups of devices, as in `value_and_grad`; each group has its own
-        norm.
+      groups: mesh axes between groups of devices, as in `mean_value_and_grad`; each group has its
+        own norm.
 
     Returns:
       The square root of the sum of the squares of all global entries, the same on every device (of

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jaxtyping import Shaped
 
 from jaxpar.arguments.calls import public
-from jaxpar.arguments.checks import ADDENDS, check_dim, check_divides
+from jaxpar.arguments.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
@@ -71,7 +71,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     """Sums the parts that the devices of an axis have computed.
 
     Args:
-      x: pytree of local arrays of any shape; each is this device's addend.
+      x: pytree of local arrays of any shape; each is this device's partial sum.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel: here always by `lax.psum`, in its `wire_dtype`; None: each leaf's own dtype.
 
@@ -100,7 +100,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     x = as_arrays("x", x, "sum")
     for leaf in jax.tree.leaves(x):
         check_wire(ring.wire_dtype, leaf.dtype)
-    check_own_leaves("x", x, ring, "an addend", ADDENDS)
+    check_own_leaves("x", x, ring, "a partial sum", PARTIAL_SUMS)
 
     def reduce(x: Array) -> Array:
         wide = x.astype(ring.wire(x.dtype))

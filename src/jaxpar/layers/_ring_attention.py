@@ -62,7 +62,7 @@ def ring_attention(
       axis: mesh axes, over which the sequence is sharded: a name, a tuple or list of them in any
         order, or an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather` of
         k and v, then attention block by block), `"unidirectional"`, `"bidirectional"`,
-        `"disjoint-rings"`, or `"auto"`: what a model of the forward predicts to be fastest, as in
+        `"multi-ring"`, or `"auto"`: what a model of the forward predicts to be fastest, as in
         `all_gather_matmul`. Its `wire_dtype` is that in which sums of the gradients of k and v
         travel; None: that of k and v.
       segments: local integers `[..., s/n]`, laid out like the positions: packed documents. A query
@@ -186,22 +186,22 @@ def ring_attention(
 
 
 @public
-def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
+def zigzag_order(length: Integer, shards: Integer) -> Int[np.ndarray, " length"]:
     """Returns which position of a sequence is held at each place, in zigzag order.
 
     Args:
       length: of the whole sequence.
-      size: n, the number of devices over which it is sharded.
+      shards: n, the number of devices over which it is sharded.
 
     Returns:
-      Positions in the order of the places, device by device: `x[zigzag_order(length, size)]` is
+      Positions in the order of the places, device by device: `x[zigzag_order(length, shards)]` is
       what to shard contiguously, and `np.argsort` of it undoes that. Of 2n chunks device `i` gets
       chunks `i` and `2n-1-i`.
 
     Raises:
-      TypeError: a length or size that is no integer.
-      ValueError: a size below 1, a negative length, or one that is no multiple of 2n (on one device
-        any will do).
+      TypeError: a length or number of shards that is no integer.
+      ValueError: fewer shards than 1, a negative length, or one that is no multiple of 2n (on one
+        device any will do).
 
     Cost: none on devices; call it while tracing, or where data are loaded.
 
@@ -211,18 +211,18 @@ def zigzag_order(length: Integer, size: Integer) -> Int[np.ndarray, " length"]:
 
     Source: as `ring_attention`.
     """
-    length, size = check_whole("length", length, 0), check_whole("size", size, 1)
-    chunks = 2 * size
-    if size == 1:
+    length, shards = check_whole("length", length, 0), check_whole("shards", shards, 1)
+    chunks = 2 * shards
+    if shards == 1:
         return np.arange(length)
     if length % chunks:
         raise value_error(
-            f"length={length} must be a multiple of 2 x size = {chunks}, two chunks a "
+            f"length={length} must be a multiple of 2 x shards = {chunks}, two chunks a "
             f"device: {length} = {length // chunks} x {chunks} + {length % chunks}; pad it to "
             f"{length + -length % chunks}, or use the contiguous order"
         )
     early = np.arange(length).reshape(chunks, -1)
-    return np.stack([early[:size], early[: size - 1 : -1]], axis=1).reshape(-1)
+    return np.stack([early[:shards], early[: shards - 1 : -1]], axis=1).reshape(-1)
 
 
 def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | None]:

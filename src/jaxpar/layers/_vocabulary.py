@@ -37,7 +37,7 @@ from jaxpar.layers._regions import reduce_region
 
 
 @public
-def vocabulary_parallel_embedding(
+def vocab_parallel_embedding(
     tokens: Array, table: Array, axis: AxisLike, *, sequence_dim: Integer | None = None
 ) -> Array:
     """Looks tokens up in a table whose rows, one for each token, are sharded.
@@ -64,13 +64,13 @@ def vocabulary_parallel_embedding(
         of a table of this size, as `Split` does; an unknown axis name; a call outside shard_map.
 
     Cost: an all-reduce of the result, or a reduce-scatter of it, which sends half as much, in the
-    dtype of the table: each sum has one addend that is not zero, and is exact. The derivative
+    dtype of the table: each sum has one partial sum that is not zero, and is exact. The derivative
     all-gathers the cotangent if it was scattered, and adds its rows up in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("tp=8")
       >>> embed = jaxpar.jit(jax.shard_map(
-      ...     lambda tokens, table: vocabulary_parallel_embedding(tokens, table, "tp"),
+      ...     lambda tokens, table: vocab_parallel_embedding(tokens, table, "tp"),
       ...     mesh=mesh, in_specs=(P(), P("tp")), out_specs=P()))
       >>> embed(jnp.array([2, 15, -1]), jnp.arange(16.0)[:, None]).ravel()
       Array([ 2., 15.,  0.], dtype=float32)
@@ -144,7 +144,7 @@ def _sum_of_one_fwd(
 def _sum_of_one_bwd(
     names: tuple[str, ...], _: None, ct: Num[Array, "*tokens d"]
 ) -> tuple[Num[Array, "*tokens d"]]:
-    # Without types the cotangents of all devices count, and this sum is one of many addends.
+    # Without types the cotangents of all devices count, and this sum is one of many partial sums.
     return (vary_over(names, ct) if checks_varying(names) else reduce_region(ct, names),)
 
 
@@ -152,7 +152,7 @@ _sum_of_one.defvjp(_sum_of_one_fwd, _sum_of_one_bwd)
 
 
 @public
-def vocabulary_parallel_cross_entropy(
+def vocab_parallel_cross_entropy(
     x: Array,
     w: Array,
     labels: Array,
@@ -174,12 +174,12 @@ def vocabulary_parallel_cross_entropy(
       x: local `[..., s, d]`, replicated over `axis`; with a `sequence_dim` `[..., s/n, d]`,
         sharded over it.
       w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for weights tied to
-        those of `vocabulary_parallel_embedding`. Under `check_vma=False` types do not show that w
+        those of `vocab_parallel_embedding`. Under `check_vma=False` types do not show that w
         is replicated by mistake. Then losses are too large by log(n), unless `vocabulary` is given,
         which refuses such a w.
       labels: local integers of the shape of `x` without its last dimension, sharded like it.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: x, and its gradient. Its mode is as in `ring_all_gather`, but `"auto"` is
+        data travel: x, and its gradient. Its mode is as in `all_gather`, but `"auto"` is
         `"naive"`, as nothing is computed meanwhile. Its `wire_dtype` is that in which partial sums
         of the gradient of `x` travel; None: that of `x`.
       bias: local floats `[v/n]`, sharded as the columns of `w` are, or None.
@@ -217,13 +217,13 @@ def vocabulary_parallel_cross_entropy(
     Example:
       >>> mesh = make_mesh("tp=8")
       >>> losses = jaxpar.jit(jax.shard_map(
-      ...     lambda x, w, y: vocabulary_parallel_cross_entropy(x, w, y, "tp", vocabulary=10),
+      ...     lambda x, w, y: vocab_parallel_cross_entropy(x, w, y, "tp", vocabulary=10),
       ...     mesh=mesh, in_specs=(P(), P(None, "tp"), P()), out_specs=P()))
       >>> found = losses(jnp.ones((3, 4)), jnp.ones((4, 16)), jnp.array([0, 9, -1]))
       >>> np.asarray(found).round(3)
       array([2.303, 2.303, 0.   ], dtype=float32)
 
-    Source: logits by shards are those of Shoeybi et al., as in `vocabulary_parallel_embedding`; by
+    Source: logits by shards are those of Shoeybi et al., as in `vocab_parallel_embedding`; by
     chunks, of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024). The
     bound is that of Gemma 2's final logits (2024).
     """

@@ -214,7 +214,7 @@ class Padded:
 
     Stands where a mesh axis stands, in the value of a rule or in `axes`. Zeros stay zeros in
     training: where they reach no result, their gradients are zero, and so are moments and decay.
-    A softmax over a padded dimension must leave them out: `vocabulary_parallel_cross_entropy` asks
+    A softmax over a padded dimension must leave them out: `vocab_parallel_cross_entropy` asks
     for its `vocabulary` where a table has been padded.
 
     Args:

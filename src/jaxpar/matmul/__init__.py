@@ -7,16 +7,16 @@ from jaxpar.arguments.for_checkers import names_on_demand
 if TYPE_CHECKING:
     from jaxpar.matmul._matmuls import (
         all_gather_matmul,
+        collective_einsum,
         matmul_all_reduce,
         matmul_reduce_scatter,
-        ring_einsum,
     )
 else:
     __getattr__, __dir__ = names_on_demand(__name__, __file__)
 
 __all__ = [
     "all_gather_matmul",
+    "collective_einsum",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
-    "ring_einsum",
 ]

@@ -18,7 +18,13 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar.arguments.calls import value_error
-from jaxpar.arguments.checks import ADDENDS, as_array, check_divides, check_own, check_precision
+from jaxpar.arguments.checks import (
+    PARTIAL_SUMS,
+    as_array,
+    check_divides,
+    check_own,
+    check_precision,
+)
 from jaxpar.arguments.dtypes import as_dtype, check_holds, result_dtype, sum_dtype
 from jaxpar.arguments.types import Operand
 from jaxpar.axis.axis import Ring
@@ -216,7 +222,7 @@ def scatter(call: EinsumOptions, label: str, lhs: Array, rhs: Array) -> Out:
     dim, shape = labels.out.index(label), tuple(sizes[name] for name in labels.out)
     check_divides("the result", shape, dim, ring)
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
-    check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", ADDENDS)
+    check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", PARTIAL_SUMS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     width = lhs.dtype.itemsize
@@ -238,7 +244,7 @@ def all_reduce(call: EinsumOptions, lhs: Array, rhs: Array) -> Out:
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
     dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
-    check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", ADDENDS)
+    check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", PARTIAL_SUMS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     label, width = labels.out[0], lhs.dtype.itemsize
@@ -251,7 +257,7 @@ def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: R
     """Sums the product over all devices and gives every device the whole."""
     wire = method.way.ring.wire(product.dtype)
 
-    def addend() -> Out:
+    def partial_sum() -> Out:
         return multiply(method.arithmetic, product, left, right, wire)
 
     def in_blocks() -> Out:
@@ -260,7 +266,7 @@ def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: R
         return (_replicated_sum if checked else _sum)(method, product, left, right)
 
     empty = not all(_shape(product, left, right))
-    return method.way.reduce(addend, None if empty else in_blocks).astype(product.dtype)
+    return method.way.reduce(partial_sum, None if empty else in_blocks).astype(product.dtype)
 
 
 def _shape(product: Product, left: Left, right: Right) -> list[int]:

@@ -57,7 +57,7 @@ def matmul_labels(lhs: MaybeQuantized, *weights: MaybeQuantized) -> Labels:
         if rhs.ndim != 2:
             raise value_error(
                 f"rhs must be [k, n], got local shape {rhs.shape} with {rhs.ndim} "
-                "dimensions; reshape it, or use ring_einsum"
+                "dimensions; reshape it, or use collective_einsum"
             )
     rows = "abcdefghijlmopqrstuvwxyz"[: lhs.ndim - 1]
     return Labels(rows + "k", "kn", rows + "n")

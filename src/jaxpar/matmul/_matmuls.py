@@ -46,7 +46,7 @@ def all_gather_matmul(
         of rhs, or the contracting dimension of either.
       mode: of both passes; None: those of `axis`, `"auto"` for a name. `"naive"`
         (`lax.all_gather`, then one matmul), `"stationary"` (the operand stays, the other one and
-        the result travel), `"unidirectional"` and `"bidirectional"` (a ring), `"disjoint-rings"`
+        the result travel), `"unidirectional"` and `"bidirectional"` (a ring), `"multi-ring"`
         (one for each of several axes, all at once: on a torus they share no link), `"chunked-2"`,
         `"chunked-4"` and `"chunked-8"` (a collective for each chunk), or `"auto"`: what a cost
         model of the static shapes, the ring's size, the chip and its compiler options predicts to
@@ -224,7 +224,7 @@ def matmul_all_reduce(
 
 
 @public
-def ring_einsum(
+def collective_einsum(
     subscripts: Subscripts,
     lhs: MaybeQuantized,
     rhs: Weights,
@@ -278,7 +278,7 @@ def ring_einsum(
     Example:
       >>> mesh = make_mesh("tp=8")
       >>> def heads(x, w):  # gathers the sequence s; heads h are local
-      ...     return ring_einsum("bsd,dhe->bhse", x, w, "tp", gather="s")
+      ...     return collective_einsum("bsd,dhe->bhse", x, w, "tp", gather="s")
       >>> f = jaxpar.jit(jax.shard_map(heads, mesh=mesh,
       ...     in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P(None, "tp")))
       >>> f(jnp.ones((2, 16, 4)), jnp.ones((4, 8, 3))).shape

@@ -39,7 +39,7 @@ def send_partner(ring: Ring, x: Num[Array, "*right"], dim: int | None) -> Num[Ar
 def return_result(ring: Ring, y: Num[Array, "*apart"], dim: int | None) -> Num[Array, "*out"]:
     """Sends every device what was computed for it; devices are dimension `dim` of y, or the first.
 
-    Blocks make a whole along `dim`; without one, they are addends.
+    Blocks make a whole along `dim`; without one, they are partial sums.
     """
     if dim is None:
         return psum_scatter(y, ring.names)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from jaxpar.arguments.for_checkers import names_on_demand
 
 if TYPE_CHECKING:
-    from jaxpar.mesh.meshes import disjoint_rings, make_mesh, ring_hops, ring_order
+    from jaxpar.mesh.meshes import edge_disjoint_rings, make_mesh, ring_hops, ring_order
 else:
     __getattr__, __dir__ = names_on_demand(__name__, __file__)
 
-__all__ = ["disjoint_rings", "make_mesh", "ring_hops", "ring_order"]
+__all__ = ["edge_disjoint_rings", "make_mesh", "ring_hops", "ring_order"]

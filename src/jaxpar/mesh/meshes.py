@@ -183,8 +183,8 @@ def ring_order(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, " s
 
 
 @public
-def disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
-    """Returns the device orders of the rings that `mode="disjoint-rings"` goes round.
+def edge_disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
+    """Returns the device orders of the rings that `mode="multi-ring"` goes round.
 
     There are as many as axes of more than one device. Each goes through all devices; if each axis
     is a closed ring of links (`ring_hops` of 1), each step is over one link, and together the rings
@@ -205,7 +205,7 @@ def disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray,
 
     Example:
       >>> from jaxpar.schedule import target
-      >>> rings = disjoint_rings(target("v5p:4x4x4", "dp=4,x=4,y=4").mesh, ("x", "y"))
+      >>> rings = edge_disjoint_rings(target("v5p:4x4x4", "dp=4,x=4,y=4").mesh, ("x", "y"))
       >>> rings.shape, rings[0, :6].tolist(), rings[1, :6].tolist()
       ((2, 16), [0, 1, 2, 3, 7, 4], [0, 4, 8, 12, 13, 1])
 
@@ -232,7 +232,7 @@ def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
 
     A ring is fast when every entry is 1: each transfer then has a link to itself. The ring over
     several axes is in logical order, and jumps where its last axis begins anew. Its hops say
-    nothing of `disjoint_rings`: their steps are over one link where each axis by itself has 3
+    nothing of `edge_disjoint_rings`: their steps are over one link where each axis by itself has 3
     devices or more and hops of at most 1.
 
     Args:

@@ -68,7 +68,7 @@ def routing_statistics(
     Returns:
       `Statistics`, replicated over `axis`; all 0 where no token counts. The entropy and the
       losses are differentiable, with respect to scores and logits. To train with a loss inside
-      `layers.value_and_grad`, add it to `loss_sum`, times the device's own `weight`.
+      `layers.mean_value_and_grad`, add it to `loss_sum`, times the device's own `weight`.
 
     Raises:
       TypeError: a mask that is not bool, an axis name that is no text.

@@ -209,10 +209,10 @@ def all_reduce(way: Way, x: Array) -> Array:
         whole = scatter_and_gather(_one(way, 0), flat)
         return whole[: x.size].reshape(x.shape)
 
-    def addend() -> Array:
+    def partial_sum() -> Array:
         return x.astype(way.ring.wire(x.dtype))
 
-    return way.reduce(addend, in_blocks if x.size else None).astype(x.dtype)
+    return way.reduce(partial_sum, in_blocks if x.size else None).astype(x.dtype)
 
 
 def scatter_and_gather(blocks: Blocks, x: Array) -> Array:
@@ -248,7 +248,7 @@ def _sum_fwd(blocks: Blocks, x: Array) -> tuple[Array, None]:
 
 
 def _sum_bwd(blocks: Blocks, _: None, ct: Array) -> tuple[Array]:
-    # The cotangent is replicated: each device has the gradient of its own addend already.
+    # The cotangent is replicated: each device has the gradient of its own partial sum already.
     return (vary_over(blocks.stages[0].ring.names, ct),)
 
 

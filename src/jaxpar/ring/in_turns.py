@@ -64,7 +64,7 @@ class InTurns(Way):
     def mode(self) -> str:
         """One way round, both ways, or both ways round several rings."""
         if self.rings is not None:
-            return "disjoint-rings"
+            return "multi-ring"
         return "unidirectional" if len(self.directions) == 1 else "bidirectional"
 
     @in_scope

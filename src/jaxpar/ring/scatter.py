@@ -49,7 +49,7 @@ class Scatter:
         take: Callable[[Any], Any],
         produce: Callable[[Any], Array],
     ) -> Array:
-        """Returns the sum of all devices' addends for the device of an index, int32[].
+        """Returns the sum of all devices' partial sums for the device of an index, int32[].
 
         Those of a phase that is not the first are the sums that the one before has left.
         """

@@ -155,7 +155,7 @@ class Way:
         """Sums for each device what all devices produce for it.
 
         Args:
-          produce: what `take` gave, to this device's addends for its positions.
+          produce: what `take` gave, to this device's partial sums for its positions.
           take: positions along `dim`, a `Span`, a `Comb` or a `Slab`, to what `produce` needs for
             them.
           dim: the dimension of what is produced that is dealt out to the devices.
@@ -163,7 +163,7 @@ class Way:
           dtype: of the result.
 
         Returns:
-          The sum of all devices' addends for this device's positions.
+          The sum of all devices' partial sums for this device's positions.
         """
         return self.scatter_beside((), produce, take, dim=dim, length=length, dtype=dtype)[0]
 
@@ -184,12 +184,12 @@ class Way:
         """
         raise NotImplementedError
 
-    def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
-        """Returns the sum of all devices' addends, everywhere.
+    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
+        """Returns the sum of all devices' partial sums, everywhere.
 
         `in_blocks` makes the same by a scatter and a gather; None where there is nothing to cut.
         """
-        return self._psum(addend()) if in_blocks is None else in_blocks()
+        return self._psum(produce()) if in_blocks is None else in_blocks()
 
     def circulate(
         self,
@@ -328,8 +328,8 @@ class Naive(Way):
         return jnp.sum(replace(wide, dtype=wide.scales.dtype).dequantized(), axis=0)
 
     @in_scope
-    def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
-        return self._psum(addend())
+    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
+        return self._psum(produce())
 
     @in_scope
     def circulate(
@@ -424,8 +424,8 @@ class InChunks(Naive):
         return [(start, size, Comb(start, size, self.ring.size)) for start, size in cuts]
 
     @in_scope
-    def reduce(self, addend: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
-        return Way.reduce(self, addend, in_blocks)
+    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
+        return Way.reduce(self, produce, in_blocks)
 
 
 def _cut(x: Array, start: int, size: int, dim: int) -> Array:

@@ -207,29 +207,29 @@ _KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _position(name: str, ring_size: int, rank: int, dim: int) -> int:
-    if ring_size < 1:
-        raise ValueError(f"{name}: ring_size={ring_size} must be at least 1")
+def _position(name: str, shards: int, rank: int, dim: int) -> int:
+    if shards < 1:
+        raise ValueError(f"{name}: shards={shards} must be at least 1")
     if not -rank <= dim < rank:
         raise ValueError(f"{name}: dim={dim} is not a dimension of a shape of rank {rank}")
     return dim % rank
 
 
 @readable
-def even_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
-    """Strategy for shapes whose dimension `dim` is a positive multiple of `ring_size`.
+def even_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
+    """Strategy for shapes whose dimension `dim` is a positive multiple of `shards`.
 
     Args:
-        ring_size: the number of devices that the dimension is split over.
+        shards: the number of devices that the dimension is split over.
         rank: the number of dimensions.
         dim: the dimension that the ring divides; negative counts from the end.
-        max_size: largest size of a dimension; `dim` has `ring_size` where that is larger.
+        max_size: largest size of a dimension; `dim` has `shards` where that is larger.
 
     Returns:
         A Hypothesis strategy for tuples of `rank` positive ints.
 
     Raises:
-        ValueError: `ring_size` is not positive, or `dim` is out of range.
+        ValueError: `shards` is not positive, or `dim` is out of range.
         ImportError: Hypothesis is not installed.
 
     Example:
@@ -240,29 +240,27 @@ def even_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int = 
         >>> test_shape()
     """
     st = strategies("even_shapes")
-    dim = _position("even_shapes", ring_size, rank, dim)
+    dim = _position("even_shapes", shards, rank, dim)
     sides = [st.integers(1, max_size)] * rank
-    sides[dim] = st.integers(1, max(1, max_size // ring_size)).map(
-        lambda blocks: blocks * ring_size
-    )
+    sides[dim] = st.integers(1, max(1, max_size // shards)).map(lambda blocks: blocks * shards)
     return st.tuples(*sides)
 
 
 @readable
-def uneven_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
-    """Strategy for shapes whose dimension `dim` is no multiple of `ring_size`.
+def uneven_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
+    """Strategy for shapes whose dimension `dim` is no multiple of `shards`.
 
     Args:
-        ring_size: the number of devices that the dimension cannot be split over; at least 2.
+        shards: the number of devices that the dimension cannot be split over; at least 2.
         rank: the number of dimensions.
         dim: the dimension that the ring does not divide; negative counts from the end.
         max_size: largest size of a dimension.
 
     Returns:
-        A Hypothesis strategy for tuples of `rank` positive ints; sizes below `ring_size` too.
+        A Hypothesis strategy for tuples of `rank` positive ints; sizes below `shards` too.
 
     Raises:
-        ValueError: `ring_size` is 1, which divides everything, or `dim` is out of range.
+        ValueError: `shards` is 1, which divides everything, or `dim` is out of range.
         ImportError: Hypothesis is not installed.
 
     Example:
@@ -273,11 +271,11 @@ def uneven_shapes(ring_size: int, *, rank: int = 2, dim: int = 0, max_size: int 
         >>> test_shape()
     """
     st = strategies("uneven_shapes")
-    dim = _position("uneven_shapes", ring_size, rank, dim)
-    if ring_size == 1:
-        raise ValueError("uneven_shapes: ring_size=1 divides every size; draw it from 2 up")
+    dim = _position("uneven_shapes", shards, rank, dim)
+    if shards == 1:
+        raise ValueError("uneven_shapes: shards=1 divides every size; draw it from 2 up")
     sides = [st.integers(1, max_size)] * rank
-    sides[dim] = st.sampled_from([n for n in range(1, max_size + 1) if n % ring_size])
+    sides[dim] = st.sampled_from([n for n in range(1, max_size + 1) if n % shards])
     return st.tuples(*sides)
 
 

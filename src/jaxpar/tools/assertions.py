@@ -77,7 +77,7 @@ def assert_overlapped(
     if share <= exposed_at_most:
         return
     about = "" if target.platform == "tpu" else "about "  # a roofline
-    found = explain(program, tries=0, worst=_WORST).findings
+    found = explain(program, tries=0, rows=_WORST).findings
     lines = [
         f"{name}: for {_text(target)} {about}{share:.1%} of {_time(played.total)} is exposed "
         f"communication, more than exposed_at_most={exposed_at_most:.1%}. This is the compiler's "

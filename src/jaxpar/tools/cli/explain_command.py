@@ -57,9 +57,6 @@ def add_parser(commands: Any) -> None:
     add("--grad", action="store_true", help="forward and backward, with all gradients")
     add(
         "--target",
-        "--targets",
-        dest="targets",
-        metavar="TARGET",
         help="chip and slice, such as v5p:4x4x4 or h100:8, or 'here' for the devices at hand "
         "(default: v5e:2x4; h100:8 where only the GPU compiler is installed)",
     )
@@ -75,7 +72,7 @@ def add_parser(commands: Any) -> None:
         help=f"of the links: {' or '.join(FIGURES)}, as for predict (default: %(default)s)",
     )
     add("--tries", type=int, default=8, help="edits that are compiled (default: %(default)s)")
-    add("--worst", type=int, default=10, help="findings that are shown (default: %(default)s)")
+    add("--rows", type=int, default=10, help="findings that are shown (default: %(default)s)")
     add("--no-cache", action="store_true", help="compile what has been compiled before, too")
     add(
         "--measured",
@@ -113,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
         print_error("jaxpar explain", f"{request.target}: {failure.reason}")
     if not record:
         return 2 if any(failure.usage for failure in report.failures) else 1
-    print(text_of(record, args.worst, shutil.get_terminal_size((100, 24)).columns))
+    print(text_of(record, args.rows, shutil.get_terminal_size((100, 24)).columns))
     if before is not None:
         print(f"\nagainst {args.against}:\n{compared(before, record)}")
     if args.json:
@@ -129,14 +126,14 @@ def _run(args: argparse.Namespace) -> int:
 
 def _request(args: argparse.Namespace) -> Request:
     """What to compile: as for `predict`, for one target."""
-    for option, least in (("tries", 0), ("worst", 1)):
+    for option, least in (("tries", 0), ("rows", 1)):
         if getattr(args, option) < least:
             raise UsageError(f"--{option} {getattr(args, option)} must be at least {least}")
     of_operations = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
     asked = argparse.Namespace(**vars(args), jobs=1, **dict.fromkeys(of_operations))
     requests = parse_requests(asked)
     if len(requests) > 1:
-        raise UsageError(f"--target {args.targets} names several; explain takes one at a time")
+        raise UsageError(f"--target {args.target} names several; explain takes one at a time")
     return replace(requests[0], modes=())
 
 
@@ -181,7 +178,7 @@ def _explain(
     task = {
         "request": asdict(request),
         "tries": args.tries,
-        "worst": args.worst,
+        "rows": args.rows,
         "cache": not args.no_cache,
         "measured": args.measured,
     }

@@ -56,11 +56,11 @@ reading the table:
 examples:
   jaxpar predict
   jaxpar predict --ops gather-lhs-rows --plot timeline.png --trace trace.json
-  jaxpar predict --targets v5p:8x8x8,h100:8 --ops scatter-rows --grad
-  jaxpar predict --targets v5p:8x8x8 --mesh dp=64,tp=8 --shapes 4096x8192x28672
+  jaxpar predict --target v5p:8x8x8,h100:8 --ops scatter-rows --grad
+  jaxpar predict --target v5p:8x8x8 --mesh dp=64,tp=8 --shapes 4096x8192x28672
   jaxpar predict model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
   jaxpar predict model:make_step     # called with the mesh, returns (function, args)
-  jaxpar predict --targets v5p:4x4x4 --compiler-options none   # the compiler's defaults
+  jaxpar predict --target v5p:4x4x4 --compiler-options none   # the compiler's defaults
 A trace opens in https://ui.perfetto.dev or chrome://tracing. The picture shows bars too short to be
 told apart, as of a long loop, as stacked shares of time.
 """
@@ -83,7 +83,7 @@ def add_parser(commands: Any) -> None:
     )
     add("--grad", action="store_true", help="forward and backward, with all gradients")
     add(
-        "--targets",
+        "--target",
         help="chips and slices, such as v5p:8x8x8,h100:8 (default: v5e:2x4; h100:8 where only the "
         "GPU compiler is installed)",
     )
@@ -201,7 +201,7 @@ def parse_requests(args: argparse.Namespace) -> list[Request]:
             compiler_options=options,
             figures=figures,
         )
-        for target in _parse_targets(args.targets)
+        for target in _parse_targets(args.target)
     ]
 
 

@@ -196,17 +196,17 @@ def _notes_of_links(facts: Facts, predictions: Sequence[Prediction]) -> list[str
     """Whether a ring's transfers share links, and why its axes have no rings that do not."""
     found: list[str] = []
     names = ",".join(facts.ring)
-    others = {p.same_as or p.mode for p in predictions} - {"naive", "disjoint-rings"}
+    others = {p.same_as or p.mode for p in predictions} - {"naive", "multi-ring"}
     if facts.links_apart > 1 and (others or not facts.disjoint):
         found.append(
             f"neighbours on the ring {names} are up to {facts.links_apart} links apart on this "
             "mesh, so that transfers share links"
-            + ("; those of disjoint-rings do not" if facts.disjoint else "")
+            + ("; those of multi-ring do not" if facts.disjoint else "")
         )
-    if facts.not_closed and {p.mode for p in predictions} & {"auto", "disjoint-rings"}:
+    if facts.not_closed and {p.mode for p in predictions} & {"auto", "multi-ring"}:
         found.append(
             f"no rings over {names} are of one link each and share none: "
-            f"{', '.join(facts.not_closed)}; auto does not take disjoint-rings"
+            f"{', '.join(facts.not_closed)}; auto does not take multi-ring"
         )
     return found
 

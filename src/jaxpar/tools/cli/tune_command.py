@@ -88,7 +88,7 @@ def add_parser(commands: Any) -> None:
         metavar="MODES",
         help=f"to try besides auto (default: {', '.join(NAMED)})",
     )
-    add("--most", type=int, default=MOST, help="programs to compile (default: %(default)s)")
+    add("--tries", type=int, default=MOST, help="programs to compile (default: %(default)s)")
     add("-o", "--output", default="tuned.json", metavar="FILE", help="(default: %(default)s)")
     # What predict takes besides.
     others = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
@@ -146,16 +146,16 @@ class SearchProgress:
 def _run(args: argparse.Namespace) -> int:
     require_extra("rich.console")
     require_folders(args, ("output",))
-    for option in ("repeats", "most"):
+    for option in ("repeats", "tries"):
         if getattr(args, option) < 1:
             raise UsageError(f"--{option} {getattr(args, option)} is not positive")
     modes = parse_names("--modes", args.tried, NAMED) if args.tried else list(NAMED)
-    args.targets = args.target or HERE
+    args.target = args.target or HERE
     requests = parse_requests(args)
     if len(requests) > 1:
         raise UsageError(f"--target {args.target} names several; tune for one after the other")
     with progress("auto", None) as tick:
-        limits = {"repeats": args.repeats, "most": args.most, "modes": modes}
+        limits = {"repeats": args.repeats, "tries": args.tries, "modes": modes}
         report = tune(requests[0], limits, tick)
     if report.failure:
         print_error("jaxpar tune", report.failure["reason"])
@@ -223,7 +223,7 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--figures", args.figures] if args.figures != "book" else []
     words += ["--modes", args.tried] if args.tried else []
     words += ["--repeats", str(args.repeats)] if args.repeats != REPEATS else []
-    words += ["--most", str(args.most)] if args.most != MOST else []
+    words += ["--tries", str(args.tries)] if args.tries != MOST else []
     return shlex.join([*words, "-o", args.output])
 
 
@@ -257,7 +257,7 @@ def print_report(report: SearchProgress, tuning: Tuning, function: str) -> None:
             highlight=False,
         )
     if found["left"]:
-        console.print(f"{found['left']} ways were not tried: raise --most", highlight=False)
+        console.print(f"{found['left']} ways were not tried: raise --tries", highlight=False)
     console.print(f'{tuning.name} is for jaxpar.jit(..., tuned="{tuning.name}")', highlight=False)
 
 

@@ -186,7 +186,7 @@ def serve(task: Mapping[str, Any]) -> Iterator[Record]:
         else:
             clock = Predicted(jitted, program.args, target.mesh, options, target)
         known = {tried.key: tried for tried in (TriedWay(**entry) for entry in task["known"])}
-        yield from search(clock, known, task["most"], task["modes"])
+        yield from search(clock, known, task["tries"], task["modes"])
     except UsageError as reason:
         yield {"failure": {"reason": str(reason), "usage": True}}
     except Exception as reason:

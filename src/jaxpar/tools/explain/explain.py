@@ -111,9 +111,9 @@ class Explanation:
         """Everything as JSON, which `jaxpar explain --against` reads."""
         return json.dumps(self.record(), indent=1)
 
-    def text(self, worst: int = 10) -> str:
+    def text(self, rows: int = 10) -> str:
         """The step, the worst findings in words, overheads and memory."""
-        return text_of(self.record(), worst)
+        return text_of(self.record(), rows)
 
     def __str__(self) -> str:
         return self.text()
@@ -125,7 +125,7 @@ def explain(
     program: Any,
     *,
     tries: int = 8,
-    worst: int = 10,
+    rows: int = 10,
     measured: Timeline | None = None,
     assumed: Assumptions | None = None,
     progress: Callable[[str], None] | None = None,
@@ -143,7 +143,7 @@ def explain(
     Args:
       program: from `compile_for`. It need not use anything else of jaxpar.
       tries: how many edits may be compiled; 0: none, which leaves out causes that need one.
-      worst: how many findings there may be.
+      rows: how many findings there may be.
       measured: from `read_trace` of this program: then findings, shares and times are those of the
         measurement. What an edit gains stays a prediction: of the step with it and of the step
         without.
@@ -174,8 +174,8 @@ def explain(
     """
     if not isinstance(program, CompiledProgram):
         raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
-    if tries < 0 or worst < 0:
-        raise value_error(f"tries={tries} and worst={worst} must not be negative")
+    if tries < 0 or rows < 0:
+        raise value_error(f"tries={tries} and rows={rows} must not be negative")
     if measured is not None and measured.estimate != "measured":
         raise value_error("measured must be from read_trace, got a timeline that was predicted")
     if measured is not None:
@@ -195,7 +195,7 @@ def explain(
     rules = Rules(exposures, Edits(program))
     costs = overheads(exposures)
     exposed = [e for e in exposures.found() if e.seconds >= LEAST * played.total]
-    found = [_finding(e, rules, trials, played, before) for e in islice(exposed, worst)]
+    found = [_finding(e, rules, trials, played, before) for e in islice(exposed, rows)]
     copies = [o for o in costs if o.in_loop and o.kind == "copies"]
     found += [
         _finding(copy, rules, trials, played, before)
@@ -207,7 +207,7 @@ def explain(
         program=program,
         timeline=played,
         floor=program_floor(program, played, exposures.chip),
-        findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:worst]),
+        findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:rows]),
         overheads=costs,
         held=held_at_peak(exposures),
         utilisation=flops / exposures.chip.flops / played.total if played.total else 0.0,

@@ -96,15 +96,15 @@ def _of_line(line: Line | None) -> dict[str, Any] | None:
 # -- in words -------------------------------------------------------------------------------------
 
 
-def text_of(record: Record, worst: int = 10, width: int = 100) -> str:
+def text_of(record: Record, rows: int = 10, width: int = 100) -> str:
     """The step, its worst findings, its overheads and its memory, in lines of a width."""
     lines = [*heading(record), ""]
-    shown = record["findings"][:worst]
+    shown = record["findings"][:rows]
     for number, finding in enumerate(shown, 1):
         lines += [*paragraph(record, finding, number), ""]
     lines += [*verdict(record), ""]
     if record.get("beside"):
-        lines += ["predicted and measured:", *side_by_side(record, worst), ""]
+        lines += ["predicted and measured:", *side_by_side(record, rows), ""]
     if record["overheads"]:
         lines += ["beyond transfers:", *_overheads(record), ""]
     lines += ["in memory at the peak:", *_held(record)]

@@ -27,7 +27,7 @@ class Form:
     def edit(self) -> str:
         """In words."""
         return (
-            "use jaxpar.ring_einsum (all_gather_matmul, matmul_reduce_scatter) with "
+            "use jaxpar.collective_einsum (all_gather_matmul, matmul_reduce_scatter) with "
             f"mode={self.mode!r} in place of the collective and its matmul"
         )
 
@@ -55,7 +55,7 @@ class Form:
         return found
 
     def _gathered(self, dot: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-        from jaxpar.matmul import ring_einsum
+        from jaxpar.matmul import collective_einsum
 
         letters = _letters(dot)
         (which,) = [n for n, x in enumerate(operands) if isinstance(x, _Sharded)][:1]
@@ -64,7 +64,7 @@ class Form:
         values = [x.x if isinstance(x, _Sharded) else x for x in operands]
         left, right = values
         return [
-            ring_einsum(
+            collective_einsum(
                 _subscripts(letters),
                 left,
                 right,
@@ -77,13 +77,13 @@ class Form:
         ]
 
     def _scattered(self, scatter: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-        from jaxpar.matmul import ring_einsum
+        from jaxpar.matmul import collective_einsum
 
         (factors,) = operands
         letters = _letters(factors.eqn)
         left, right = factors.xs
         return [
-            ring_einsum(
+            collective_einsum(
                 _subscripts(letters),
                 left,
                 right,

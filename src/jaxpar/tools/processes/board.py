@@ -167,15 +167,15 @@ class Board:
         if out:
             what = "; ".join(_how_it_went(self.seen[rank], now) for rank in sorted(out))
             return {"kind": f"out {sorted(out)}", "key": f"out {sorted(out)}", "what": what}
-        late = [rank for rank in waiting if waiting[rank] > self.seen[rank].state.limit_s]
+        late = [rank for rank in waiting if waiting[rank] > self.seen[rank].state.timeout_s]
         if not late:
             return None
         rank = max(late, key=waiting.__getitem__)
         state = self.seen[rank].state
-        call, times = state.first, floor(log2(waiting[rank] / state.limit_s))
+        call, times = state.first, floor(log2(waiting[rank] / state.timeout_s))
         what = (
             f"call {call} of {state.first_name!r} takes {waiting[rank]:.1f} s, more than its limit "
-            f"of {state.limit_s:g} s: {self._why(call, now)}"
+            f"of {state.timeout_s:g} s: {self._why(call, now)}"
         )
         return {"kind": f"late {call}", "key": f"late {call} {times}", "what": what}
 

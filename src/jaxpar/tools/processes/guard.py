@@ -27,7 +27,7 @@ from jaxpar.tools.toolkit import (
 
 
 @readable
-def guard(what: Any = "step", *, limit_s: Number = 60, exit_code: Integer | None = None) -> Any:
+def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | None = None) -> Any:
     """Has every process say who is where, once a step takes longer than a limit.
 
     A collective waits for all processes: one that is missing, ended, slow, still compiling or runs
@@ -44,7 +44,7 @@ def guard(what: Any = "step", *, limit_s: Number = 60, exit_code: Integer | None
     Args:
       what: a jitted function; any other function, of which it is known where its Python is and
         which functions it compiles; or the name of a step, for `with`.
-      limit_s: seconds without progress after which everyone prints, again after twice that, four
+      timeout_s: seconds without progress after which everyone prints, again after twice that, four
         times that, and so on. Longer than your longest step takes; where `what` is jitted, without
         its compilation.
       exit_code: ends the process with this status once it has printed; None: it goes on waiting.
@@ -63,16 +63,16 @@ def guard(what: Any = "step", *, limit_s: Number = 60, exit_code: Integer | None
     compiled, once; the smallest of a step's results is kept until it is computed.
 
     Example:
-      >>> step = guard(jax.jit(lambda x: x + 1), limit_s=30)
+      >>> step = guard(jax.jit(lambda x: x + 1), timeout_s=30)
       >>> float(step(jnp.float32(1)))
       2.0
-      >>> with guard("evaluation", limit_s=30) as guarded:
+      >>> with guard("evaluation", timeout_s=30) as guarded:
       ...     guarded.until(step(jnp.zeros(3)))
     """
     with naming("guard"):
-        limit = check_number("limit_s", limit_s)
+        limit = check_number("timeout_s", timeout_s)
         if limit <= 0:
-            raise value_error(f"limit_s={limit_s} must be more than 0")
+            raise value_error(f"timeout_s={timeout_s} must be more than 0")
         code = None if exit_code is None else check_whole("exit_code", exit_code, 0, 255)
         if isinstance(what, str):
             return Guard(what, limit, code)

@@ -29,7 +29,7 @@ class ProcessState:
       doing_s: for how many seconds.
       waiting_s: seconds since anything of its calls was done; None: there is nothing to wait for,
         or it traces or compiles itself.
-      limit_s: that it may wait.
+      timeout_s: that it may wait.
       where: the line of the user's that its Python is at.
       raised: the error with which its last call ended.
       compiled: the functions that were compiled in its call.
@@ -48,7 +48,7 @@ class ProcessState:
     doing: str = "nothing"
     doing_s: float = 0.0
     waiting_s: float | None = None
-    limit_s: float = 60.0
+    timeout_s: float = 60.0
     where: str = ""
     raised: str = ""
     compiled: tuple[str, ...] = ()

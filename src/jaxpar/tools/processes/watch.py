@@ -237,7 +237,7 @@ class Watch:
             waiting_s=now - max(self.progress, first.since)
             if first and not first.is_made
             else None,
-            limit_s=first.limit if first else 60.0,
+            timeout_s=first.limit if first else 60.0,
             where=str(_line_of(shown.thread if shown else self._main) or ""),
             raised=self.raised,
             ended=self._ended,
