@@ -77,6 +77,54 @@ def test_a_function_of_the_user_names_its_own_calls():
     assert message(outer, lambda: then(inner)) == "outer: no"  # restored behind the user's
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda x: make_mesh((4, 2), ("dp", "tp")),
+            "make_mesh: 2 arguments without a name, of which it takes 1; give devices, axis_types "
+            'by name, as in make_mesh("dp=4,tp=2")',
+        ),
+        (
+            lambda x: make_mesh(axis_shapes=(4, 2), axis_names=("dp", "tp")),
+            "make_mesh: no argument 'axis_shapes'; give names with their sizes as axes, as in",
+        ),
+        (
+            lambda x: all_gather_matmul(x, x, axis_name="tp"),
+            "all_gather_matmul: no argument 'axis_name'; name the mesh axis as axis",
+        ),
+        (
+            lambda x: matmul_reduce_scatter(x, x, "tp", scatter_dimension=1),
+            "matmul_reduce_scatter: no argument 'scatter_dimension'; name the dimension as dim",
+        ),
+        (
+            lambda x: all_gather_matmul(x, x, "tp", tiled=True),
+            "all_gather_matmul: no argument 'tiled'; blocks are always joined along dim",
+        ),
+        (
+            lambda x: all_gather_matmul(x, x, "tp", mod="naive"),
+            "all_gather_matmul: no argument 'mod'; did you mean mode?",
+        ),
+        (
+            lambda x: ring_shift(x, "tp", unheard=1),
+            "ring_shift: no argument 'unheard'; it takes x, axis, offset",
+        ),
+        (
+            lambda x: all_gather(x, "tp", axis=1),
+            "all_gather: axis is given twice; a dimension of an array is given as dim",
+        ),
+        (
+            lambda x: all_gather(x, 1),
+            "all_gather: axis must be a mesh axis name, a tuple or list of them, or an Axis, got "
+            "1; a dimension of an array is given as dim",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit(call, text):
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
+        call(jnp.ones((8, 8)))
+
+
 def test_no_name_is_left_behind():
     assert called() == "jaxpar"
     for function in (inner, lambda: outer(of_user(inner, "f"))):

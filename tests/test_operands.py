@@ -41,11 +41,12 @@ def of(function, *arguments, **options):
 
 
 def loss(axis, x, w, labels, **options):
+    options = {"sequence_dim": None, **options}
     return layers.vocab_parallel_cross_entropy(x, w, jnp.int32(labels), axis, **options)
 
 
 def embedding(axis, tokens, table):
-    return layers.vocab_parallel_embedding(jnp.int32(tokens), table, axis)
+    return layers.vocab_parallel_embedding(jnp.int32(tokens), table, axis, sequence_dim=None)
 
 
 def gathered_tree(axis, w, whole):
@@ -292,7 +293,9 @@ def test_scales_that_all_devices_share(check_vma):
 
 def test_a_whole_weight_that_the_vocabulary_gives_away():
     def losses(x, w):
-        return layers.vocab_parallel_cross_entropy(x, w, jnp.zeros(3, "int32"), "x", vocabulary=7)
+        return layers.vocab_parallel_cross_entropy(
+            x, w, jnp.zeros(3, "int32"), "x", vocabulary=7, sequence_dim=None
+        )
 
     mapped = jax.shard_map(
         losses,

@@ -82,5 +82,21 @@ def test_help_shows_what_may_be_given():
     assert f"{mode} = 'auto'" in str(inspect.signature(jaxpar.Axis))
 
 
+@pytest.mark.parametrize(
+    ("package", "old", "new"),
+    [
+        (jaxpar, "ring_all_gather", "all_gather"),
+        (jaxpar, "ring_einsum", "collective_einsum"),
+        (jaxpar.layers, "value_and_grad", "mean_value_and_grad"),
+        (jaxpar.layers, "vocabulary_parallel_embedding", "vocab_parallel_embedding"),
+    ],
+)
+def test_an_old_name_says_the_new_one(package, old, new):
+    text = f"{package.__name__}.{old} is {package.__name__}.{new} since 0.6"
+    with pytest.warns(DeprecationWarning, match=text):
+        assert getattr(package, old) is getattr(package, new)
+    assert old not in dir(package)
+
+
 def test_is_typed():
     assert (Path(jaxpar.__file__).parent / "py.typed").exists()

@@ -31,7 +31,9 @@ SUMS = {
     "reduce_region": lambda x: reduce_region(x, "y"),
     "reduce_gradients": lambda x: reduce_gradients(x, "y"),
     "reduce_compressed_gradients": lambda x: reduce_compressed_gradients(x, "y"),
-    "vocab_parallel_embedding": lambda x: vocab_parallel_embedding(jnp.arange(3), x, "y"),
+    "vocab_parallel_embedding": lambda x: vocab_parallel_embedding(
+        jnp.arange(3), x, "y", sequence_dim=None
+    ),
     "all_gather_matmul": lambda x: all_gather_matmul(x, x, "y"),
     "matmul_reduce_scatter": lambda x: matmul_reduce_scatter(x, x, "y"),
     "matmul_all_reduce": lambda x: matmul_all_reduce(x, x, "y"),

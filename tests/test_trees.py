@@ -132,7 +132,7 @@ def ring_attention(q, k, v, sinks):
 
 
 def loss(x, w, labels, bias):
-    return layers.vocab_parallel_cross_entropy(x, w, labels, "x", bias=bias)
+    return layers.vocab_parallel_cross_entropy(x, w, labels, "x", bias=bias, sequence_dim=None)
 
 
 def layer_of_experts(tokens, up, down):
@@ -175,7 +175,7 @@ OPERANDS = {
     "rms_norm": (L.rms_norm, [SQUARE, ROW], "x,scale"),
     "layer_norm": (L.layer_norm, [SQUARE, ROW, ROW], "x,scale,bias"),
     "vocab_parallel_embedding": (
-        partial(L.vocab_parallel_embedding, **X),
+        partial(L.vocab_parallel_embedding, sequence_dim=None, **X),
         [COUNTS, SQUARE],
         "tokens,table",
     ),

@@ -40,7 +40,16 @@ if TYPE_CHECKING:
     from jaxpar.tools.processes.guard import guard
     from jaxpar.tools.processes.start import initialize
 else:
-    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+    __getattr__, __dir__ = names_on_demand(
+        __name__,
+        __file__,
+        {
+            "ring_all_gather": "all_gather",
+            "ring_all_reduce": "all_reduce",
+            "ring_einsum": "collective_einsum",
+            "ring_reduce_scatter": "reduce_scatter",
+        },
+    )
 
 __all__ = [
     "Axis",

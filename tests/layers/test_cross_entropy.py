@@ -69,7 +69,8 @@ ALL = {"vocabulary": 13, "label_smoothing": 0.2, "z_loss": 0.05}
 )  # fmt: skip
 def test_losses_and_gradients(mesh, axis, options, check_vma):
     """In two cases a device has padding only. Tokens that are ignored may be anything."""
-    dim, names = options.get("sequence_dim"), axis.names if isinstance(axis, Axis) else axis
+    options = {"sequence_dim": None, **options}
+    dim, names = options["sequence_dim"], axis.names if isinstance(axis, Axis) else axis
     labels = labels_below(
         options.get("vocabulary", 16), 2, 8, ignore=options.get("ignore_label", -1)
     )
@@ -99,7 +100,8 @@ def test_losses_and_gradients(mesh, axis, options, check_vma):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_bias_and_bound(mesh, axis, options, check_vma, softcap):
     """Tokens over dp share a bias, whose padding may be NaN; without one there is a bound."""
-    dim, names = options.get("sequence_dim"), axis.names if isinstance(axis, Axis) else axis
+    options = {"sequence_dim": None, **options}
+    dim, names = options["sequence_dim"], axis.names if isinstance(axis, Axis) else axis
     bias = normal(16)
     bias[options["vocabulary"] :] = np.nan
     spec = P("dp") if dim is None else P("dp", names)
@@ -127,7 +129,9 @@ def test_bias_and_bound(mesh, axis, options, check_vma, softcap):
 def test_gradient_of_a_narrow_bias_is_summed_in_float32(check_vma):
     """600 tokens on each of two devices add a half each, where bfloat16 itself stays at 128."""
     losses = jax.shard_map(
-        lambda b, x, w, y: vocab_parallel_cross_entropy(x, w, y, "tp", bias=b, chunk=100),
+        lambda b, x, w, y: vocab_parallel_cross_entropy(
+            x, w, y, "tp", bias=b, chunk=100, sequence_dim=None
+        ),
         mesh=mesh_of("dp=2,tp=2"),
         in_specs=(P("tp"), P("dp"), P(None, "tp"), P("dp")),
         out_specs=P("dp"),
@@ -179,9 +183,11 @@ def test_logits_of_16_bit_operands_are_float32(sequence_dim):
     test(check_vma=True, max_directions=4)
 
 
-def losses_on(mesh, spec=REPLICATED, check_vma=True, **options):
+def losses_on(mesh, spec=REPLICATED, check_vma=True, sequence_dim=None, **options):
     return jax.shard_map(
-        lambda *args: vocab_parallel_cross_entropy(*args, "tp", **options),
+        lambda *args: vocab_parallel_cross_entropy(
+            *args, "tp", sequence_dim=sequence_dim, **options
+        ),
         mesh=mesh_of(mesh),
         in_specs=(spec, P(None, "tp"), spec),
         out_specs=spec,
@@ -223,7 +229,13 @@ def test_columns_that_do_not_count(check_vma, softcap):
     def run(w, bias, vocabulary):
         losses = jax.shard_map(
             lambda *args: vocab_parallel_cross_entropy(
-                *args[:2], labels, "tp", bias=args[2], softcap=softcap, vocabulary=vocabulary
+                *args[:2],
+                labels,
+                "tp",
+                bias=args[2],
+                softcap=softcap,
+                vocabulary=vocabulary,
+                sequence_dim=None,
             ),
             mesh=mesh_of("tp=2"),
             in_specs=(P(), P(None, "tp"), P("tp")),
@@ -371,7 +383,7 @@ def error(kind, x=(6, 3), w=(3, 4), labels=(6,), spec=REPLICATED, axis="tp", **o
     labels = labels if hasattr(labels, "dtype") else jnp.zeros(labels, "int32")
 
     def body(labels):
-        vocab_parallel_cross_entropy(x, w, labels, axis, **options)
+        vocab_parallel_cross_entropy(x, w, labels, axis, **{"sequence_dim": None, **options})
         return 0
 
     mapped = jax.shard_map(body, mesh=make_mesh("dp=2,tp=4"), in_specs=spec, out_specs=P())
@@ -457,7 +469,9 @@ def losses_of(layout, x, labels, check_vma=True, **options):
     def local(params, x, labels):
         return {
             path: vocab_parallel_cross_entropy(
-                x, w.T if path == "table" else w, labels, ("tp", "dp"), **options
+                *(x, w.T if path == "table" else w, labels, ("tp", "dp")),
+                sequence_dim=None,
+                **options,
             )
             for path, w in params.items()
         }
@@ -507,7 +521,7 @@ def test_a_table_with_padding_in_each_shard_is_refused():
             losses_of(layout, normal(5, 9), labels_below(13, 5), **options)
 
     def rows(tokens, table):
-        return vocab_parallel_embedding(tokens, table, ("tp", "dp"))
+        return vocab_parallel_embedding(tokens, table, ("tp", "dp"), sequence_dim=None)
 
     with pytest.raises(ValueError, match=f"vocab_parallel_embedding: 'table' has 13 .*{why}"):
         jax.shard_map(rows, mesh=layout.mesh, in_specs=(P(), layout.specs["table"]), out_specs=P())(

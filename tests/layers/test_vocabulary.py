@@ -57,7 +57,7 @@ def test_embedding(mesh, names, sequence_dim, dtype, check_vma):
 def test_rows_of_16_bits_are_added_up_wide(check_vma):
     """600 ones are 600, where bfloat16 itself stays at 256."""
     embed = jax.shard_map(
-        lambda t, w: vocab_parallel_embedding(t, w, "tp"),
+        lambda t, w: vocab_parallel_embedding(t, w, "tp", sequence_dim=None),
         mesh=make_mesh("tp=8"),
         in_specs=(P(), P("tp")),
         out_specs=P(),
@@ -80,7 +80,7 @@ def test_what_is_sent():
         )
         return count_collectives(embed, np.zeros(16, "int32"), jnp.ones((16, 4), "bfloat16"))
 
-    whole, blocks = sent(P()), sent(P("tp"), sequence_dim=-2)
+    whole, blocks = sent(P(), sequence_dim=None), sent(P("tp"))
     assert (dict(whole.forward), dict(whole.backward)) == ({"psum": 1}, {})
     assert blocks.forward == {"psum_scatter": 1}
     assert blocks.backward == {"all_gather": 1}
@@ -92,7 +92,7 @@ def test_what_is_sent():
 
 def error(kind, tokens, table, spec=None, **options):
     def body(tokens):
-        vocab_parallel_embedding(tokens, table, "tp", **options)
+        vocab_parallel_embedding(tokens, table, "tp", **{"sequence_dim": None, **options})
         return 0
 
     mapped = jax.shard_map(body, mesh=make_mesh("dp=2,tp=4"), in_specs=spec or P(), out_specs=P())

@@ -162,12 +162,14 @@ CASES: dict[str, Case] = {
     "mean_value_and_grad": Case(_value_and_grad, (WHOLE, ROWS), (WHOLE, WHOLE), (W, X), False),
     "vocab_parallel_cross_entropy": Case(
         lambda x, w, y: layers.vocab_parallel_cross_entropy(
-            x, w, y, "x", vocabulary=14, chunk=2, label_smoothing=0.1, z_loss=0.1
+            x, w, y, "x", vocabulary=14, chunk=2, label_smoothing=0.1, z_loss=0.1, sequence_dim=None
         ),
         *((WHOLE, COLUMNS, WHOLE), WHOLE, (X, W, LABELS)),
     ),
     "vocab_parallel_embedding": Case(
-        lambda tokens, table: layers.vocab_parallel_embedding(tokens, table, "x"),
+        lambda tokens, table: layers.vocab_parallel_embedding(
+            tokens, table, "x", sequence_dim=None
+        ),
         *((WHOLE, ROWS), WHOLE, (TOKENS, X)),
     ),
     "zigzag_order": Case(lambda x: x[layers.zigzag_order(8, 2)], COLUMNS, COLUMNS, (X,)),

@@ -1,11 +1,12 @@
 """Calls of public functions: what `help` shows of them, errors name and profiles show."""
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
@@ -16,6 +17,19 @@ from jaxpar.arguments.for_checkers import SHOWN
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Shown = TypeVar("Shown")
+
+# Names by which other libraries call what is called otherwise here, and what to give.
+ELSEWHERE = {
+    "axis_name": "name the mesh axis as axis",
+    "axis_names": "name the mesh axis as axis",
+    "axis_shapes": "give names with their sizes as axes",
+    "shape": "give names with their sizes as axes",
+    "tiled": "blocks are always joined along dim",
+    **dict.fromkeys(
+        ("all_gather_dimension", "scatter_dimension", "dimension"), "name the dimension as dim"
+    ),
+}
+USAGE = {"make_mesh": ', as in make_mesh("dp=4,tp=2")'}
 
 _called: ContextVar[str | None] = ContextVar("called", default=None)
 
@@ -32,8 +46,8 @@ def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[G
     annotations as the source has them, names for types written out. A function without a parameter
     `axis` may say here which it is `over`.
     """
-    parameters = list(signature(function).parameters)
-    place = parameters.index("axis") if "axis" in parameters else None
+    takes = signature(function).parameters
+    place = list(takes).index("axis") if "axis" in takes else None
 
     @wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -42,9 +56,33 @@ def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[G
             naming(_called.get() or function.__qualname__),
             jax.named_scope(_scope(function, axis)),
         ):
+            _check_fit(function, takes, args, kwargs)
             return as_one_program(function, *args, **kwargs)
 
     return readable(call)
+
+
+def _check_fit(
+    function: Any, takes: Mapping[str, Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises where arguments have names that there are not, or are too many without one."""
+    kinds = {parameter.kind for parameter in takes.values()}
+    usage = USAGE.get(function.__qualname__, "")
+    unknown = next((name for name in kwargs if name not in takes), None)
+    if unknown is not None and Parameter.VAR_KEYWORD not in kinds:
+        near = get_close_matches(unknown, takes, 1)
+        otherwise = f"did you mean {near[0]}?" if near else f"it takes {', '.join(takes)}"
+        raise type_error(f"no argument {unknown!r}; {ELSEWHERE.get(unknown, otherwise)}{usage}")
+    twice = next((name for name in list(takes)[: len(args)] if name in kwargs), None)
+    if twice is not None:
+        dim = "; a dimension of an array is given as dim" if twice == "axis" else ", once by name"
+        raise type_error(f"{twice} is given twice{dim}")
+    named = [name for name, parameter in takes.items() if parameter.kind is Parameter.KEYWORD_ONLY]
+    if len(args) > len(takes) - len(named) and Parameter.VAR_POSITIONAL not in kinds:
+        raise type_error(
+            f"{len(args)} arguments without a name, of which it takes {len(takes) - len(named)}; "
+            f"give {', '.join(named)} by name{usage}"
+        )
 
 
 class _Text(str):

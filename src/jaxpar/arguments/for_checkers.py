@@ -6,10 +6,11 @@ twice.
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 # Of aliases that are open at run time, what `help` shows in their place.
 SHOWN: dict[str, str] = {}
@@ -22,11 +23,12 @@ def _lines(file: str) -> list[ast.stmt]:
 
 
 def names_on_demand(
-    package: str, file: str
+    package: str, file: str, renamed: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` of a module that imports for type checkers alone.
 
-    A name is imported when it is asked for, so that `import jaxpar` loads none of its parts.
+    A name is imported when it is asked for, so that `import jaxpar` loads none of its parts. An
+    old name of what was `renamed` is found with a warning.
     """
     homes = {
         to.asname or to.name: (line.module, to.name)
@@ -36,6 +38,10 @@ def names_on_demand(
     }
 
     def get(name: str) -> Any:
+        if renamed and name in renamed:
+            new = f"{package}.{renamed[name]}"
+            warn(f"{package}.{name} is {new} since 0.6", DeprecationWarning, stacklevel=2)
+            return getattr(sys.modules[package], renamed[name])
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, own = homes[name]

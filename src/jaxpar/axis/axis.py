@@ -306,9 +306,10 @@ def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
         (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list) else names
     )
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        dim = "; a dimension of an array is given as dim" if isinstance(axis, int) else ""
         raise type_error(
             f"{argument} must be a mesh axis name, a tuple or list of them, or an Axis, "
-            f"got {axis!r}"
+            f"got {axis!r}{dim}"
         )
     if len(set(names)) != len(names) or not names or "" in names:
         raise value_error(f"{argument} {axis!r} must name at least one mesh axis, and each once")

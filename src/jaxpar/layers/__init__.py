@@ -32,7 +32,15 @@ if TYPE_CHECKING:
         vocab_parallel_embedding,
     )
 else:
-    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+    __getattr__, __dir__ = names_on_demand(
+        __name__,
+        __file__,
+        {
+            "value_and_grad": "mean_value_and_grad",
+            "vocabulary_parallel_cross_entropy": "vocab_parallel_cross_entropy",
+            "vocabulary_parallel_embedding": "vocab_parallel_embedding",
+        },
+    )
 
 __all__ = [
     "GatedActivation",

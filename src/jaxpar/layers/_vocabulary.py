@@ -38,7 +38,7 @@ from jaxpar.layers._regions import reduce_region
 
 @public
 def vocab_parallel_embedding(
-    tokens: Array, table: Array, axis: AxisLike, *, sequence_dim: Integer | None = None
+    tokens: Array, table: Array, axis: AxisLike, *, sequence_dim: Integer | None = -2
 ) -> Array:
     """Looks tokens up in a table whose rows, one for each token, are sharded.
 
@@ -48,13 +48,12 @@ def vocab_parallel_embedding(
         multiple of n are never read and have zero gradients.
       axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
         data travel: here always by `lax.psum` or `lax.psum_scatter`.
-      sequence_dim: None for a whole result on each device. Otherwise the dimension of the result
-        along which it is scattered, such as -2: each device keeps one block.
+      sequence_dim: the dimension of the result that is scattered, any but the last, or None.
 
     Returns:
-      `[..., s, d]`, typed as replicated over `axis` under `check_vma=True`; or this device's block
-      of it, `[..., s/n, d]`. A token outside `[0, v)`, such as -1 for padding, gives zeros and no
-      gradient.
+      This device's block `[..., s/n, d]`, varying over `axis`; or, with `sequence_dim=None`,
+      `[..., s, d]`, typed as replicated over `axis` under `check_vma=True`. A token outside
+      `[0, v)`, such as -1 for padding, gives zeros and no gradient.
 
     Raises:
       TypeError: tokens that are no integers, a `sequence_dim` that is none; a table of booleans,
@@ -63,17 +62,17 @@ def vocab_parallel_embedding(
         replicated; a sequence that the axis does not divide; a layout that pads between the rows
         of a table of this size, as `Split` does; an unknown axis name; a call outside shard_map.
 
-    Cost: an all-reduce of the result, or a reduce-scatter of it, which sends half as much, in the
-    dtype of the table: each sum has one partial sum that is not zero, and is exact. The derivative
+    Cost: a reduce-scatter of the result, or an all-reduce, which sends twice as much, in the dtype
+    of the table: each sum has one partial sum that is not zero, and is exact. The derivative
     all-gathers the cotangent if it was scattered, and adds its rows up in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("tp=8")
       >>> embed = jaxpar.jit(jax.shard_map(
       ...     lambda tokens, table: vocab_parallel_embedding(tokens, table, "tp"),
-      ...     mesh=mesh, in_specs=(P(), P("tp")), out_specs=P()))
-      >>> embed(jnp.array([2, 15, -1]), jnp.arange(16.0)[:, None]).ravel()
-      Array([ 2., 15.,  0.], dtype=float32)
+      ...     mesh=mesh, in_specs=(P(), P("tp")), out_specs=P("tp")))
+      >>> embed(jnp.array([2, 15, -1, 0, 7, 7, 3, 1]), jnp.arange(16.0)[:, None]).ravel()
+      Array([ 2., 15.,  0.,  0.,  7.,  7.,  3.,  1.], dtype=float32)
 
     Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
     model parallelism" (2019).
@@ -161,7 +160,7 @@ def vocab_parallel_cross_entropy(
     bias: Array | None = None,
     softcap: Number | None = None,
     vocabulary: Integer | None = None,
-    sequence_dim: Integer | None = None,
+    sequence_dim: Integer | None = -2,
     chunk: Integer = 1024,
     label_smoothing: Number = 0.0,
     z_loss: Number = 0.0,
@@ -171,8 +170,8 @@ def vocab_parallel_cross_entropy(
     """Computes each token's cross-entropy from logits `x @ w + bias` that never exist as a whole.
 
     Args:
-      x: local `[..., s, d]`, replicated over `axis`; with a `sequence_dim` `[..., s/n, d]`,
-        sharded over it.
+      x: local `[..., s/n, d]`, sharded over `axis` along `sequence_dim`; or, with
+        `sequence_dim=None`, `[..., s, d]`, replicated over `axis`.
       w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for weights tied to
         those of `vocab_parallel_embedding`. Under `check_vma=False` types do not show that w
         is replicated by mistake. Then losses are too large by log(n), unless `vocabulary` is given,
@@ -187,7 +186,7 @@ def vocab_parallel_cross_entropy(
       vocabulary: the number of tokens, if `w` is padded to a multiple of n. Later columns do not
         count, may hold anything, and have zero gradients. For a table that a layout has padded, it
         is `layout["embedding"].shape[0]`. None: all columns are tokens.
-      sequence_dim: the dimension of `x` along which it is sharded, such as -2; None if it is not.
+      sequence_dim: the dimension of x that is sharded, any but the last, or None.
       chunk: the most tokens whose logits a device holds at a time.
       label_smoothing: the part of the target that is spread evenly over the vocabulary.
       z_loss: what the square of the log of the softmax's denominator is weighted with and added.
@@ -197,30 +196,30 @@ def vocab_parallel_cross_entropy(
     Returns:
       Losses in the shape of `labels`, in float32, or float64 for float64. For logits `l`, label `y`
       and `z = logsumexp(l)`: `z - (1 - label_smoothing) l[y] - label_smoothing mean(l) + z_loss
-      z^2`. Replicated over `axis` without a `sequence_dim`, and varying with it. Any other
+      z^2`. Varying over `axis`; with `sequence_dim=None` typed as replicated. Any other
       label outside `[0, vocabulary)` is an error that shows as NaN, in the loss and in gradients.
 
     Raises:
       TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
         option or wire dtype of the wrong type, a bias that is no float.
       ValueError: shapes that do not fit; an option out of range; labels typed as varying over
-        `axis` without a `sequence_dim`; `w`, a bias, or with a `sequence_dim` x or labels, typed
-        as replicated over it; `w` with columns of the whole `vocabulary`; no `vocabulary` while a
+        `axis` with `sequence_dim=None`; `w`, a bias, or, without that, x or labels, typed as
+        replicated over it; `w` with columns of the whole `vocabulary`; no `vocabulary` while a
         layout that pads a table to this size, or such a padded array, exists; padding between its
         rows, as `Split` does; an unknown axis name; a call outside shard_map.
 
     Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
-    sends three float32 numbers a token, 2 (n-1)/n of them and of the gradient of `x`, which is
-    summed; or, with a `sequence_dim`, (n-1)/n of `x` forward, the same backward, and of its
-    gradient. It keeps its operands, all labels and two numbers for each token.
+    sends three float32 numbers a token, 2 (n-1)/n of them, and (n-1)/n of `x` forward, the same
+    backward, and of its gradient; or, with `sequence_dim=None`, of `x` nothing, and 2 (n-1)/n of
+    its gradient, which is summed. It keeps its operands, all labels and two numbers for each token.
 
     Example:
       >>> mesh = make_mesh("tp=8")
       >>> losses = jaxpar.jit(jax.shard_map(
       ...     lambda x, w, y: vocab_parallel_cross_entropy(x, w, y, "tp", vocabulary=10),
-      ...     mesh=mesh, in_specs=(P(), P(None, "tp"), P()), out_specs=P()))
-      >>> found = losses(jnp.ones((3, 4)), jnp.ones((4, 16)), jnp.array([0, 9, -1]))
-      >>> np.asarray(found).round(3)
+      ...     mesh=mesh, in_specs=(P("tp"), P(None, "tp"), P("tp")), out_specs=P("tp")))
+      >>> found = losses(jnp.ones((8, 4)), jnp.ones((4, 16)), jnp.array([0, 9, -1, 1, 2, 3, 4, 5]))
+      >>> np.asarray(found).round(3)[:3]
       array([2.303, 2.303, 0.   ], dtype=float32)
 
     Source: logits by shards are those of Shoeybi et al., as in `vocab_parallel_embedding`; by

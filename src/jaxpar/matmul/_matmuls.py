@@ -25,7 +25,7 @@ def all_gather_matmul(
     axis: AxisLike,
     *,
     gather: Operand = "lhs",
-    dim: Integer = 0,
+    dim: Integer = -2,
     mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
@@ -42,8 +42,8 @@ def all_gather_matmul(
         as it is, and has no derivative. With a `gather_dtype` of an `Axis`, such as bfloat16 for
         float32 weights, it travels in this dtype, which the other operand must have. Its gradient
         has its own dtype.
-      dim: the dimension of that operand along which it is sharded: rows or batch of lhs, columns
-        of rhs, or the contracting dimension of either.
+      dim: the dimension of that operand along which it is sharded: by default the last but one, the
+        sequence of activations `[b, s, k]`; any other one, the contracting dimension too.
       mode: of both passes; None: those of `axis`, `"auto"` for a name. `"naive"`
         (`lax.all_gather`, then one matmul), `"stationary"` (the operand stays, the other one and
         the result travel), `"unidirectional"` and `"bidirectional"` (a ring), `"multi-ring"`
@@ -112,7 +112,7 @@ def matmul_reduce_scatter(
     rhs: Array,
     axis: AxisLike,
     *,
-    dim: Integer = 0,
+    dim: Integer = -2,
     mode: Mode | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
@@ -124,7 +124,8 @@ def matmul_reduce_scatter(
       lhs: local `[..., k]`, this device's part of the contracting dimension.
       rhs: local `[k, n]`.
       axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
-      dim: the dimension of the result that is scattered, in logical order.
+      dim: the dimension of the result that is scattered, in logical order; the last but one by
+        default.
       mode: None: that of `axis`, `"auto"` for a name. `"naive"` (one matmul, then
         `lax.psum_scatter`), or another one, as in `all_gather_matmul`.
       preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
