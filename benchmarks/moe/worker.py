@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.moe import Experts, routed_moe_layer
-from jaxpar.moe._blocks import GPU_LENGTHS
+from jaxpar.moe._group_blocks import GPU_LENGTHS
 from jaxpar.schedule import Assumptions, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.ops import with_gradients

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
 from jaxpar.moe import grouped_matmul
-from jaxpar.moe._blocks import CPU_LENGTHS, blocks_rows_product
+from jaxpar.moe._group_blocks import CPU_LENGTHS, blocks_rows_product
 from jaxpar.moe._grouped import fitting_sizes
 from jaxpar.testing import assert_matches_reference
 

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
     from jaxpar.layout._map import LayoutMap
     from jaxpar.layout._problem import LayoutError, LayoutProblem
-    from jaxpar.layout._rule import REPLICATED
-    from jaxpar.layout._split import Padded, Replicate, Split
-    from jaxpar.layout._strategies import (
+    from jaxpar.layout._ready_maps import (
         data_parallel,
         expert_parallel,
         fully_sharded,
         tensor_parallel,
     )
+    from jaxpar.layout._rule import REPLICATED
+    from jaxpar.layout._split import Padded, Replicate, Split
     from jaxpar.layout._table import Table
     from jaxpar.tools.layouts.infer import infer_layout
     from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule

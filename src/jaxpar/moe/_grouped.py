@@ -25,7 +25,7 @@ from jaxpar.arguments.dtypes import as_dtype, check_holds, common_dtype, result_
 from jaxpar.arguments.types import Implementation, Values
 from jaxpar.axis.varying import vary_alike
 from jaxpar.compiler import control_flow
-from jaxpar.moe._blocks import (
+from jaxpar.moe._group_blocks import (
     CPU_LENGTHS,
     GPU_LENGTHS,
     block_dot,

@@ -10,9 +10,9 @@ from jaxpar.axis.varying import vary_alike
 from jaxpar.choose.choice import applies_experts_in_slots
 from jaxpar.layers._activation import Activation
 from jaxpar.mesh.chips import traced_for_cpu
-from jaxpar.moe._blocks import CPU_LENGTHS, GPU_LENGTHS
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
 from jaxpar.moe._experts import apply_experts, closes_over_arrays
+from jaxpar.moe._group_blocks import CPU_LENGTHS, GPU_LENGTHS
 from jaxpar.moe._grouped import bind_kernels, fitting_sizes
 from jaxpar.moe._mlp import Experts, Mlp, WholeProducts
 from jaxpar.moe._slots import (

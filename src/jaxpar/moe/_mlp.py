@@ -21,7 +21,7 @@ from jaxpar.arguments.checks import as_array
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
 from jaxpar.arguments.for_checkers import open_types
 from jaxpar.layers._activation import Activation, activate
-from jaxpar.moe._blocks import Block, block_dot
+from jaxpar.moe._group_blocks import Block, block_dot
 from jaxpar.moe._grouped import (
     GroupedProduct,
     Kernels,

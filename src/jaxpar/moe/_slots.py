@@ -21,9 +21,9 @@ from jaxtyping import Bool, Float, Int, Int32, Num
 
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
 from jaxpar.axis.varying import vary_alike
-from jaxpar.moe._blocks import Block, Totals, fold_groups
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread, take_rows
 from jaxpar.moe._experts import of_group
+from jaxpar.moe._group_blocks import Block, Totals, fold_groups
 from jaxpar.moe._grouped import fitting_sizes
 from jaxpar.moe._mlp import BlockProducts, Experts, Mlp, Operands, Projected, WholeProducts
 

@@ -55,10 +55,10 @@ from jaxpar.layout._paths import arrays_of as arrays_of
 from jaxpar.layout._paths import filling as filling
 from jaxpar.layout._paths import is_array as is_array
 from jaxpar.layout._paths import without_numbers as without_numbers
+from jaxpar.layout._ready_maps import Dims as Dims
+from jaxpar.layout._ready_maps import extended as extended
 from jaxpar.layout._rule import Entry as Entry
 from jaxpar.layout._rule import axes_of as axes_of
-from jaxpar.layout._strategies import Dims as Dims
-from jaxpar.layout._strategies import extended as extended
 from jaxpar.mesh.chips import NO_FIGURES as NO_FIGURES
 from jaxpar.mesh.chips import Chip as Chip
 from jaxpar.mesh.chips import chip_of as chip_of
