@@ -81,4 +81,4 @@ __all__ = [
     "tuned",
 ]
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
