@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE"),
     *("docs/*.md", "docs/*.png", "docs/api/*.md", "notebooks/README.md", "notebooks/*.ipynb"),
-    *("benchmarks/README.md", "benchmarks/*/README.md", "benchmarks/*/*.png"),
+    *("benchmarks/*.md", "benchmarks/*/README.md", "benchmarks/*/*.png"),
     *("benchmarks/*.py", "benchmarks/language_model/*.py", "examples/*.py"),
     *("src/jaxpar/layout/README.md", "src/jaxpar/ring/README.md"),
 )
