@@ -54,6 +54,7 @@ def quick_compilation(request):
     jax.config.update("jax_disable_most_optimizations", OPTIMISED.isdisjoint(request.path.parts))
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # a module's programs are gigabytes in the end, and of no use to the next
 
 
 def pytest_collection_finish(session):

@@ -88,14 +88,21 @@ def test_help_shows_what_may_be_given():
         (jaxpar, "ring_all_gather", "all_gather"),
         (jaxpar, "ring_einsum", "collective_einsum"),
         (jaxpar.layers, "value_and_grad", "mean_value_and_grad"),
-        (jaxpar.layers, "vocabulary_parallel_embedding", "vocab_parallel_embedding"),
     ],
 )
 def test_an_old_name_says_the_new_one(package, old, new):
     text = f"{package.__name__}.{old} is {package.__name__}.{new} since 0.6"
-    with pytest.warns(DeprecationWarning, match=text):
+    with pytest.warns(DeprecationWarning, match=f"^{text}$"):
         assert getattr(package, old) is getattr(package, new)
     assert old not in dir(package)
+
+
+def test_an_old_name_has_its_old_defaults():
+    text = "vocab_parallel_embedding since 0.6, with other defaults than {'sequence_dim': None}"
+    with pytest.warns(DeprecationWarning, match=text):
+        embedding = jaxpar.layers.vocabulary_parallel_embedding
+    assert embedding.func is jaxpar.layers.vocab_parallel_embedding
+    assert embedding.keywords == {"sequence_dim": None}
 
 
 def test_is_typed():

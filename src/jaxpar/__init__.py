@@ -44,10 +44,10 @@ else:
         __name__,
         __file__,
         {
-            "ring_all_gather": "all_gather",
-            "ring_all_reduce": "all_reduce",
-            "ring_einsum": "collective_einsum",
-            "ring_reduce_scatter": "reduce_scatter",
+            "ring_all_gather": ("all_gather", {}),
+            "ring_all_reduce": ("all_reduce", {}),
+            "ring_einsum": ("collective_einsum", {}),
+            "ring_reduce_scatter": ("reduce_scatter", {}),
         },
     )
 

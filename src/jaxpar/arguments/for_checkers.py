@@ -7,6 +7,7 @@ twice.
 import ast
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ def _lines(file: str) -> list[ast.stmt]:
 
 
 def names_on_demand(
-    package: str, file: str, renamed: Mapping[str, str] | None = None
+    package: str, file: str, renamed: Mapping[str, tuple[str, dict[str, Any]]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` of a module that imports for type checkers alone.
 
     A name is imported when it is asked for, so that `import jaxpar` loads none of its parts. An
-    old name of what was `renamed` is found with a warning.
+    old name of what was `renamed` is found with a warning, and has its old defaults.
     """
     homes = {
         to.asname or to.name: (line.module, to.name)
@@ -39,9 +40,13 @@ def names_on_demand(
 
     def get(name: str) -> Any:
         if renamed and name in renamed:
-            new = f"{package}.{renamed[name]}"
-            warn(f"{package}.{name} is {new} since 0.6", DeprecationWarning, stacklevel=2)
-            return getattr(sys.modules[package], renamed[name])
+            new, defaults = renamed[name]
+            text = f"{package}.{name} is {package}.{new} since 0.6"
+            if defaults:
+                text += f", with other defaults than {defaults}"
+            warn(text, DeprecationWarning, stacklevel=2)
+            found = getattr(sys.modules[package], new)
+            return partial(found, **defaults) if defaults else found
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, own = homes[name]

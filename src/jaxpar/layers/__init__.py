@@ -36,9 +36,12 @@ else:
         __name__,
         __file__,
         {
-            "value_and_grad": "mean_value_and_grad",
-            "vocabulary_parallel_cross_entropy": "vocab_parallel_cross_entropy",
-            "vocabulary_parallel_embedding": "vocab_parallel_embedding",
+            "value_and_grad": ("mean_value_and_grad", {}),
+            "vocabulary_parallel_cross_entropy": (
+                "vocab_parallel_cross_entropy",
+                {"sequence_dim": None},
+            ),
+            "vocabulary_parallel_embedding": ("vocab_parallel_embedding", {"sequence_dim": None}),
         },
     )
 
