@@ -4,6 +4,7 @@ import gc
 import os
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 # Tests compile thousands of small programs. XLA's fusion emitters, and codegen in parallel, take
@@ -41,6 +42,8 @@ with install_import_hook(ANNOTATED, "signatures.checked"):
         import_module(module)
 
 
+from jaxpar.tools.timeline.target import find_plugin  # noqa: E402 - after the hook
+
 # Whose programs are looked at, or measured.
 OPTIMISED = {
     *("schedule", "cli", "overlap", "sweep", "compile_time", "step_time"),
@@ -55,6 +58,29 @@ def quick_compilation(request):
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()  # a module's programs are gigabytes in the end, and of no use to the next
+
+
+# Some gigabytes that a contributor may do without. `nox -s tests`, and so CI, installs them.
+COMPILERS = {"TPU": find_spec("libtpu"), "CUDA": find_plugin()}
+
+
+def skip_without_compiler(report):
+    """Skips what asked for a compiler that is not installed."""
+    for name, found in COMPILERS.items():
+        if report.failed and not found and f"needs the {name} compiler" in report.longreprtext:
+            report.outcome = "skipped"
+            report.longrepr = (report.nodeid, 0, f"Skipped: no {name} compiler is installed")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return skip_without_compiler((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    return skip_without_compiler((yield))
 
 
 def pytest_collection_finish(session):

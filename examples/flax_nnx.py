@@ -54,7 +54,7 @@ def loss_and_gradients(layout, graph, params, x, y):  # of global arrays
         mesh=layout.mesh, in_specs=(layout.specs, BATCH, BATCH), out_specs=(P(), layout.specs)
     )
     def step(params, x, y):
-        return nnx.mean_value_and_grad(loss_fn)(nnx.merge(graph, params), x, y)
+        return nnx.value_and_grad(loss_fn)(nnx.merge(graph, params), x, y)
 
     return step(params, x, y)
 

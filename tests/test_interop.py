@@ -30,7 +30,7 @@ def load(name):
 
 class Flax:
     example = load("flax_nnx")
-    differentiate = staticmethod(nnx.mean_value_and_grad)
+    differentiate = staticmethod(nnx.value_and_grad)
     jit = staticmethod(nnx.jit)
 
     def make(self):

@@ -16,13 +16,13 @@ from notebooks import layouts
 from jaxpar import make_mesh
 from jaxpar.layout import (
     LayoutMap,
-    _explain,
     data_parallel,
     fully_sharded,
     infer_layout,
     tensor_parallel,
 )
 from jaxpar.schedule import compile_for
+from jaxpar.tools.layouts import by_weight
 from jaxpar.tools.layouts.layout_costs import FASTER
 
 TARGET, MESH = "v5p:2x2x2", make_mesh("fsdp=2,tp=4")
@@ -71,7 +71,7 @@ def explained(tmp_path_factory):
         return known[layout]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_explain, "compile_for", kept)
+        patched.setattr(by_weight, "compile_for", kept)
         yield explanation
 
 

@@ -346,7 +346,7 @@ def test_a_step_of_flax():
     @jaxpar.guard
     @nnx.jit
     def step(model, optimizer, x):
-        loss, gradient = nnx.mean_value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        loss, gradient = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
         optimizer.update(model, gradient)
         return loss
 

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from jaxpar.schedule import Memory, _cache
+from jaxpar.schedule import Memory
+from jaxpar.tools.program import cache
 from jaxpar.tools.program.cache import keep, kept
 
 MEMORY = Memory(arguments=1, outputs=2, temporaries=3, aliased=4, peak=5)
@@ -32,7 +33,7 @@ def keys(folder):
 
 @pytest.fixture
 def room_for_three(monkeypatch):
-    monkeypatch.setattr(_cache, "MOST_BYTES", 20_000)  # each takes between 5000 and 6500
+    monkeypatch.setattr(cache, "MOST_BYTES", 20_000)  # each takes between 5000 and 6500
 
 
 def test_what_was_not_used_for_the_longest_time_goes(tmp_path, room_for_three):
@@ -49,14 +50,14 @@ def test_what_was_not_used_for_the_longest_time_goes(tmp_path, room_for_three):
 
 
 def test_one_that_is_larger_than_all_may_be_stays_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(_cache, "MOST_BYTES", 10)
+    monkeypatch.setattr(cache, "MOST_BYTES", 10)
     keep(tmp_path, "a", text("a"), MEMORY)
     keep(tmp_path, "b", text("b"), MEMORY)
     assert keys(tmp_path) == {"b"}
 
 
 def test_only_its_own_files_are_counted_and_deleted(tmp_path, monkeypatch):
-    monkeypatch.setattr(_cache, "MOST_BYTES", 10)
+    monkeypatch.setattr(cache, "MOST_BYTES", 10)
     other, half, abandoned = (
         tmp_path / name for name in ("other.txt", ".a.json.1.gz", ".b.json.2.gz")
     )
@@ -123,14 +124,15 @@ def test_a_damaged_file_is_as_none(damage, tmp_path):
 WORKER = """
 import os, sys
 from pathlib import Path
-from jaxpar.schedule import Memory, _cache
-_cache.MOST_BYTES, folder, name = 20_000, Path(sys.argv[1]), sys.argv[2]
+from jaxpar.schedule import Memory
+from jaxpar.tools.program import cache
+cache.MOST_BYTES, folder, name = 20_000, Path(sys.argv[1]), sys.argv[2]
 memory, found = Memory(1, 2, 3, 4, 5), 0
 for n in range(60):
-    _cache.keep(folder, f"{name}{n}", os.urandom(5000).hex(), memory)
-    _cache.keep(folder, f"both{n}", "f" * 10_000, memory)
+    cache.keep(folder, f"{name}{n}", os.urandom(5000).hex(), memory)
+    cache.keep(folder, f"both{n}", "f" * 10_000, memory)
     for key in (f"{name}{n}", f"both{n}", f"both{n - 1}"):
-        read = _cache.kept(folder, key)
+        read = cache.kept(folder, key)
         assert read is None or len(read["text"]) == 10_000
         found += read is not None
 assert found
