@@ -20,7 +20,6 @@ from jaxpar.axis.axis import MODES, Ring
 from jaxpar.axis.traced_links import AxisLinks
 from jaxpar.choose.choice import (
     Kind,
-    Problem,
     applies_experts_in_stages,
     choose_row_chunks,
     choose_stages,
@@ -32,6 +31,7 @@ from jaxpar.choose.cost_model import time_of
 from jaxpar.choose.cost_of_work import collective_time
 from jaxpar.choose.fitted import fitted_to
 from jaxpar.choose.flow import Flow
+from jaxpar.choose.problem import Problem
 from jaxpar.compiler.options import compiled_with, options_of
 from jaxpar.layers import fsdp_linear
 from jaxpar.matmul import (

@@ -180,7 +180,7 @@ def test_a_package_shows_its_public_names_alone(package):
         ("jaxpar.ring.ways.Way", 18),
         ("jaxpar.ring.order.Work", 4),
         ("jaxpar.ring.in_turns.InTurns", 8),
-        ("jaxpar.choose.choice.Problem", 14),
+        ("jaxpar.choose.problem.Problem", 14),
         ("jaxpar.choose.flow.Flow", 16),
         ("jaxpar.choose.fitted.Fitted", 11),
     ],

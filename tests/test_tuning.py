@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar import Axis, Tuning, layers, moe
 from jaxpar.axis.axis import Ring
-from jaxpar.choose.choice import Problem, choose_stages
+from jaxpar.choose.choice import choose_stages
+from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import site_of
 from jaxpar.compiler.tuning import AUTO, Trial, trying, versions
 

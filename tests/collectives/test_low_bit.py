@@ -12,7 +12,7 @@ from programs import run_worker
 import jaxpar
 from jaxpar import Axis, LowBit
 from jaxpar.axis.axis import bind
-from jaxpar.choose.choice import Problem
+from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import site_of
 from jaxpar.schedule import compile_for, target, timeline
 

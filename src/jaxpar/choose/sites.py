@@ -18,7 +18,7 @@ from jaxpar.compiler.tuning import AUTO, decide, imposed, is_tuning
 
 if TYPE_CHECKING:
     from jaxpar.axis.axis import Ring
-    from jaxpar.choose.choice import Problem
+    from jaxpar.choose.problem import Problem
 
 NAMED = tuple(mode for mode in MODES if mode != AUTO)
 ROW_CHUNKS = (1, 2, 4)

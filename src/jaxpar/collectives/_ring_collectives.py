@@ -18,7 +18,8 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.quantized import scales_among
 from jaxpar.axis.varying import vary_alike
 from jaxpar.axis.wire import WireLike, check_wire, summed_as
-from jaxpar.choose.choice import Problem, choose_way
+from jaxpar.choose.choice import choose_way
+from jaxpar.choose.problem import Problem
 from jaxpar.ring import blocks
 from jaxpar.ring.ways import Way
 

@@ -15,8 +15,9 @@ from jaxpar.arguments.checks import as_array, check_dim, check_own, check_sequen
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
-from jaxpar.choose.choice import Problem, choose_row_chunks
+from jaxpar.choose.choice import choose_row_chunks
 from jaxpar.choose.flow import Flow
+from jaxpar.choose.problem import Problem
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels

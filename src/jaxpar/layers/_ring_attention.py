@@ -27,8 +27,9 @@ from jaxpar.arguments.types import Flag, Integer, Number, SequenceOrder, Values
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.axis.wire import check_wire
-from jaxpar.choose.choice import Problem, choose_way
+from jaxpar.choose.choice import choose_way
 from jaxpar.choose.flow import Flow
+from jaxpar.choose.problem import Problem
 from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_ring import attention
 from jaxpar.layers._attention_tiles import RingAttention

@@ -14,7 +14,8 @@ from jaxtyping import Float, Int, Int32
 from jaxpar.arguments.dtypes import sum_dtype
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.varying import vary_alike, vary_over, vary_wide, varying_axes
-from jaxpar.choose.choice import Problem, choose_way
+from jaxpar.choose.choice import choose_way
+from jaxpar.choose.problem import Problem
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.layers import column_parallel_linear, gated_mlp, row_parallel_linear
 from jaxpar.layers._activation import Activation, activate

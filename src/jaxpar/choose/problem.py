@@ -1,0 +1,99 @@
+"""What is to be done over a ring, as one device sees it."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import jax
+
+from jaxpar.axis.axis import Ring
+from jaxpar.axis.traced_links import AxisLinks, traced_links
+from jaxpar.choose.flow import Flow
+from jaxpar.compiler.options import traced_asynchronous
+from jaxpar.mesh.chips import Chip, traced_chip
+
+Kind = Literal["matmul", "projection", "attention", "collective", "weights", "loss", "experts"]
+Shape = tuple[int, ...]
+
+
+def _traced_devices() -> int:
+    return jax.sharding.get_abstract_mesh().size
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Work over a ring, as one device sees it: all that a choice may depend on.
+
+    Attributes:
+      kind: what is to be done: a collective beside a matmul, one of a layer, or attention, one by
+        itself, weights that are gathered for a layer, a loss over a vocabulary, tokens sent to
+        experts.
+      ring: the devices.
+      shapes: of the local operands, where they are known; of tokens and their choices for experts.
+      forward: what the forward pass does.
+      backward: what the backward pass does; nothing where one way serves both.
+      needed: of experts, to how many devices a token must go, on average.
+      chip: that the program is traced for; None: not in the table.
+      devices: of the whole mesh.
+      told: the collectives that the compiler runs beside other work; None: those of the program
+        that is traced.
+      what: by which it differs from other work of equal shapes, in words.
+      links: what is known of those of the mesh.
+      keeps: whether the forward pass may keep what it gathers for a backward pass of its own.
+      keeps_by_jax: whether it does where the derivative is left to JAX.
+      near: for work that needs only blocks of near devices: the directions in which they travel,
+        and the number of hops; None: past all devices.
+    """
+
+    kind: Kind
+    ring: Ring
+    shapes: tuple[Shape, ...] = ()
+    forward: tuple[Flow, ...] = ()
+    backward: tuple[Flow, ...] = ()
+    needed: float = 0.0
+    chip: Chip | None = field(default_factory=traced_chip)
+    devices: int = field(default_factory=_traced_devices)
+    told: frozenset[str] | None = None
+    what: str = ""
+    links: AxisLinks = field(default_factory=traced_links)
+    keeps: bool = False
+    keeps_by_jax: bool = True
+    near: tuple[tuple[int, ...], int] | None = None
+
+    @cached_property
+    def messages(self) -> tuple[int, int]:
+        """How many messages share a link around the one ring, and around disjoint rings.
+
+        Several where two devices have the links of one chip; one where nothing is known of axes.
+        """
+        found = [self.links.closed.get(ring.names[0], 1) for ring in self.ring.stages()]
+        return (found[-1], max(found)) if found else (1, 1)  # one ring is along the last axis
+
+    @cached_property
+    def spans_a_torus(self) -> bool:
+        """Whether its axes are closed rings of links that have more of them than one ring.
+
+        Two devices of a chip that are on one axis may have all there is by one ring.
+        """
+        long = [ring.names[0] for ring in self.ring.stages()]
+        one, disjoint = self.messages
+        if len(long) == 1:
+            return bool(self.links.walks.get(long[0]))
+        return (
+            self.ring.has_disjoint
+            and len(long) * one > disjoint
+            and set(long) <= self.links.closed.keys()
+        )
+
+    @cached_property
+    def beside(self) -> frozenset[str]:
+        """The collectives that the compiler runs beside other work."""
+        return traced_asynchronous() if self.told is None else self.told
+
+    @property
+    def innermost(self) -> bool:
+        """Whether devices of the ring are next to each other in the mesh: no axis is within it."""
+        sizes = dict(jax.sharding.get_abstract_mesh().shape)
+        axes = [name for name, size in sizes.items() if size > 1]
+        within = [name for name in self.ring.names if sizes.get(name, 1) > 1]
+        return set(axes[len(axes) - len(within) :]) == set(within)
