@@ -111,12 +111,13 @@ def test_a_function_of_the_user_names_its_own_calls():
         ),
         (
             lambda x: all_gather(x, "tp", axis=1),
-            "all_gather: axis is given twice; a dimension of an array is given as dim",
+            "all_gather: axis is given by its place and by its name; give a dimension of an array "
+            "as dim",
         ),
         (
             lambda x: all_gather(x, 1),
             "all_gather: axis must be a mesh axis name, a tuple or list of them, or an Axis, got "
-            "1; a dimension of an array is given as dim",
+            "1; give a dimension of an array as dim",
         ),
     ],
 )

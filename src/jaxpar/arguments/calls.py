@@ -70,13 +70,13 @@ def _check_fit(
     usage = USAGE.get(function.__qualname__, "")
     unknown = next((name for name in kwargs if name not in takes), None)
     if unknown is not None and Parameter.VAR_KEYWORD not in kinds:
-        near = get_close_matches(unknown, takes, 1)
-        otherwise = f"did you mean {near[0]}?" if near else f"it takes {', '.join(takes)}"
+        near = " or ".join(get_close_matches(unknown, takes, 2))
+        otherwise = f"did you mean {near}?" if near else f"it takes {', '.join(takes)}"
         raise type_error(f"no argument {unknown!r}; {ELSEWHERE.get(unknown, otherwise)}{usage}")
     twice = next((name for name in list(takes)[: len(args)] if name in kwargs), None)
     if twice is not None:
-        dim = "; a dimension of an array is given as dim" if twice == "axis" else ", once by name"
-        raise type_error(f"{twice} is given twice{dim}")
+        once = "give a dimension of an array as dim" if twice == "axis" else "give it once"
+        raise type_error(f"{twice} is given by its place and by its name; {once}")
     named = [name for name, parameter in takes.items() if parameter.kind is Parameter.KEYWORD_ONLY]
     if len(args) > len(takes) - len(named) and Parameter.VAR_POSITIONAL not in kinds:
         raise type_error(

@@ -306,7 +306,7 @@ def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
         (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list) else names
     )
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        dim = "; a dimension of an array is given as dim" if isinstance(axis, int) else ""
+        dim = "; give a dimension of an array as dim" if isinstance(axis, int) else ""
         raise type_error(
             f"{argument} must be a mesh axis name, a tuple or list of them, or an Axis, "
             f"got {axis!r}{dim}"

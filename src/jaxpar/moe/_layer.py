@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int32
 
-from jaxpar.arguments.calls import public, type_error
+from jaxpar.arguments.calls import public
 from jaxpar.arguments.checks import as_array
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
 from jaxpar.arguments.types import (
@@ -305,12 +305,6 @@ def routed_moe_layer(
     tokens, router = as_array("tokens", tokens), as_array("router", router)
     check_router(tokens, router)
     check_policy("capacity_policy", capacity_policy)
-    unknown = sorted(set(options) - set(LayerOptions.__annotations__))
-    if unknown:
-        raise type_error(
-            f"unknown options {unknown}; of moe_layer there are "
-            f"{', '.join(LayerOptions.__annotations__)} (capacity_factor limits the capacity)"
-        )
     rows = tokens.reshape(-1, tokens.shape[-1])
     real = None if mask is None else as_token_mask(mask, tokens)
     if real is not None:  # what they hold may be NaN, which no weight's gradient must see
