@@ -153,7 +153,7 @@ steps = [("as it was", timeline(program))]
 # The whole explanation, of one finding. `tries` says how many edits may be compiled.
 
 # %% tags=["varies"]
-found = explain(program, tries=2, rows=1)
+found = explain(program, tries=2, findings=1)
 print(found)
 (finding,) = found.findings
 assert finding.cause == "wide dtype"
@@ -209,12 +209,12 @@ text, program = mended(
 
 
 # %% tags=["varies"]
-def best(program, tries, rows):
-    findings = explain(program, tries=tries, rows=rows).findings
+def best(program, tries, findings):
+    findings = explain(program, tries=tries, findings=findings).findings
     return max(findings, key=lambda finding: finding.gain)
 
 
-finding = best(program, tries=4, rows=1)
+finding = best(program, tries=4, findings=1)
 show(finding)
 assert finding.cause == "resharding"
 
@@ -235,7 +235,7 @@ text, program = mended(
 # ## 4. A gather in a loop
 
 # %% tags=["varies"]
-finding = best(program, tries=2, rows=1)
+finding = best(program, tries=2, findings=1)
 show(finding)
 assert finding.cause == "sent twice"
 
@@ -259,7 +259,7 @@ text, program = mended(
 # ## 5. Devices in the order of their numbers
 
 # %% tags=["varies"]
-finding = best(program, tries=4, rows=2)
+finding = best(program, tries=4, findings=2)
 show(finding)
 assert finding.cause == "links apart"
 
@@ -284,7 +284,7 @@ text, program = mended(
 # ## 6. A checkpoint that sends again
 
 # %% tags=["varies"]
-finding = best(program, tries=5, rows=2)
+finding = best(program, tries=5, findings=2)
 show(finding)
 assert finding.cause == "sent twice"
 
@@ -311,7 +311,7 @@ text, program = mended(
 # ## 7. A constraint that says too little
 
 # %% tags=["varies"]
-finding = best(program, tries=7, rows=4)
+finding = best(program, tries=7, findings=4)
 show(finding)
 assert finding.cause == "resharding"
 
@@ -353,7 +353,7 @@ assert totals == sorted(totals, reverse=True)
 assert totals[-1] < totals[0] / 2
 
 # %% tags=["varies"]
-found = explain(program, tries=4, rows=3)
+found = explain(program, tries=4, findings=3)
 for finding in found.findings:
     show(finding)
 assert not any(finding.gain for finding in found.findings)

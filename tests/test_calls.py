@@ -27,6 +27,7 @@ from jaxpar.layers import (
     head_layout,
     mean_value_and_grad,
     ring_attention,
+    zigzag_order,
 )
 from jaxpar.moe import moe_layer, route, routed_moe_layer
 
@@ -83,11 +84,15 @@ def test_a_function_of_the_user_names_its_own_calls():
         (
             lambda x: make_mesh((4, 2), ("dp", "tp")),
             "make_mesh: 2 arguments without a name, of which it takes 1; give devices, axis_types "
-            'by name, as in make_mesh("dp=4,tp=2")',
+            'by name (as in make_mesh("dp=4,tp=2"))',
         ),
         (
             lambda x: make_mesh(axis_shapes=(4, 2), axis_names=("dp", "tp")),
-            "make_mesh: no argument 'axis_shapes'; give names with their sizes as axes, as in",
+            "make_mesh: no argument 'axis_shapes'; give names with their sizes as axes (as in",
+        ),
+        (
+            lambda x: make_mesh(axes="tp=8", axis_names=("tp",)),
+            "make_mesh: no argument 'axis_names'; give names with their sizes as axes (as in",
         ),
         (
             lambda x: all_gather_matmul(x, x, axis_name="tp"),
@@ -95,11 +100,12 @@ def test_a_function_of_the_user_names_its_own_calls():
         ),
         (
             lambda x: matmul_reduce_scatter(x, x, "tp", scatter_dimension=1),
-            "matmul_reduce_scatter: no argument 'scatter_dimension'; name the dimension as dim",
+            "matmul_reduce_scatter: no argument 'scatter_dimension'; give a dimension of an array "
+            "as dim",
         ),
         (
             lambda x: all_gather_matmul(x, x, "tp", tiled=True),
-            "all_gather_matmul: no argument 'tiled'; blocks are always joined along dim",
+            "all_gather_matmul: no argument 'tiled'; it takes lhs, rhs, axis, gather, dim, mode, ",
         ),
         (
             lambda x: all_gather_matmul(x, x, "tp", mod="naive"),
@@ -108,6 +114,14 @@ def test_a_function_of_the_user_names_its_own_calls():
         (
             lambda x: ring_shift(x, "tp", unheard=1),
             "ring_shift: no argument 'unheard'; it takes x, axis, offset",
+        ),
+        (
+            lambda x: ring_shift(x, "tp", 1, 2),
+            "ring_shift: 4 arguments without a name, of which it takes 3; leave out what is too",
+        ),
+        (
+            lambda x: zigzag_order(16, size=4),
+            "zigzag_order: no argument 'size'; give the number of devices as shards",
         ),
         (
             lambda x: all_gather(x, "tp", axis=1),
@@ -124,6 +138,21 @@ def test_a_function_of_the_user_names_its_own_calls():
 def test_arguments_that_do_not_fit(call, text):
     with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
         call(jnp.ones((8, 8)))
+
+
+def test_arguments_of_a_function_that_takes_any():
+    """Those that are given on to the user's own function have any name."""
+
+    class Any:
+        @public
+        def call(self, function, *args, option=None, **kwargs):
+            return args, option, kwargs
+
+    assert Any().call(print, 1, 2, option=3, args=4) == ((1, 2), 3, {"args": 4})
+    with pytest.raises(
+        TypeError, match=r"Any.call: function is given by its place and by its name"
+    ):
+        Any().call(print, 1, function=2)
 
 
 def test_no_name_is_left_behind():

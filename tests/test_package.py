@@ -87,7 +87,10 @@ def test_help_shows_what_may_be_given():
     [
         (jaxpar, "ring_all_gather", "all_gather"),
         (jaxpar, "ring_einsum", "collective_einsum"),
+        (jaxpar.collectives, "ring_all_reduce", "all_reduce"),
+        (jaxpar.matmul, "ring_einsum", "collective_einsum"),
         (jaxpar.layers, "value_and_grad", "mean_value_and_grad"),
+        (jaxpar.schedule, "Assumed", "Assumptions"),
     ],
 )
 def test_an_old_name_says_the_new_one(package, old, new):
@@ -98,7 +101,7 @@ def test_an_old_name_says_the_new_one(package, old, new):
 
 
 def test_an_old_name_has_its_old_defaults():
-    text = "vocab_parallel_embedding since 0.6, with other defaults than {'sequence_dim': None}"
+    text = "vocab_parallel_embedding since 0.6; the old name goes on with {'sequence_dim': None}"
     with pytest.warns(DeprecationWarning, match=text):
         embedding = jaxpar.layers.vocabulary_parallel_embedding
     assert embedding.func is jaxpar.layers.vocab_parallel_embedding

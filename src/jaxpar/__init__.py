@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.for_checkers import names_on_demand
+from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar import collectives as collectives
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = names_on_demand(
         __name__,
-        __file__,
         {
             "ring_all_gather": ("all_gather", {}),
             "ring_all_reduce": ("all_reduce", {}),

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.for_checkers import names_on_demand
+from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.mesh.chips import Chip
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from jaxpar.tools.timeline.trace import read_trace
 else:
-    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+    __getattr__, __dir__ = names_on_demand(__name__, {"Assumed": ("Assumptions", {})})
 
 __all__ = [
     "Assumptions",

@@ -171,7 +171,7 @@ def test_a_program_that_fails_is_told_in_one_line(model, capsys):
     ("arguments", "words"),
     [
         (["--tries", "-1"], "--tries -1 must be at least 0"),
-        (["--rows", "0"], "--rows 0 must be at least 1"),
+        (["--findings", "0"], "--findings 0 must be at least 1"),
         (["--target", "v5e:2x2,v5e:2x4"], "--target v5e:2x2,v5e:2x4 names several; explain takes "),
         (["--measured", "none"], "--measured none is not there; name a folder that jax.profiler."),
         (["--measured", "empty"], "--measured empty: no *.xplane.pb under empty; pass"),
@@ -216,7 +216,7 @@ def test_the_worker_says_what_it_tries(model):
     parser = _Parser()
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
-    task = {"request": asdict(command._request(args)), "tries": 1, "rows": 3, "cache": False}
+    task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "cache": False}
     task["measured"] = None
     kinds = [next(iter(record)) for record in serve(json.loads(json.dumps(task)))]
     assert kinds == ["facts", "begin", "trying", "prediction", "explained"]

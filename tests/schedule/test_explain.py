@@ -365,7 +365,7 @@ def test_wrong_calls():
     with pytest.raises(TypeError, match="explain: program must be what compile_for returns"):
         explain("step")
     program = gather_matmul(4096)
-    with pytest.raises(ValueError, match="explain: tries=-1 and rows=10 must not be negative"):
+    with pytest.raises(ValueError, match="explain: tries=-1 and findings=10 must not be negative"):
         explain(program, tries=-1)
 
 

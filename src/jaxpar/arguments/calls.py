@@ -12,25 +12,25 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 
 from jaxpar.arguments.eager import as_one_program
-from jaxpar.arguments.for_checkers import SHOWN
+from jaxpar.arguments.on_demand import SHOWN
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Shown = TypeVar("Shown")
 
-# Names by which other libraries call what is called otherwise here, and what to give.
+# What other libraries, and earlier versions, call an argument, and what it is called here.
 ELSEWHERE = {
-    "axis_name": "name the mesh axis as axis",
-    "axis_names": "name the mesh axis as axis",
-    "axis_shapes": "give names with their sizes as axes",
-    "shape": "give names with their sizes as axes",
-    "tiled": "blocks are always joined along dim",
+    "axis_name": ("axis", "name the mesh axis as axis"),
+    **dict.fromkeys(("axis_names", "axis_shapes"), ("axes", "give names with their sizes as axes")),
     **dict.fromkeys(
-        ("all_gather_dimension", "scatter_dimension", "dimension"), "name the dimension as dim"
+        ("scatter_dimension", "split_axis", "concat_axis", "axis"),
+        ("dim", "give a dimension of an array as dim"),
     ),
+    "size": ("shards", "give the number of devices as shards"),
 }
-USAGE = {"make_mesh": ', as in make_mesh("dp=4,tp=2")'}
+USAGE = {"make_mesh": ' (as in make_mesh("dp=4,tp=2"))'}
 
+_BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _called: ContextVar[str | None] = ContextVar("called", default=None)
 
 
@@ -66,22 +66,27 @@ def _check_fit(
     function: Any, takes: Mapping[str, Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Raises where arguments have names that there are not, or are too many without one."""
-    kinds = {parameter.kind for parameter in takes.values()}
+    kinds = {name: parameter.kind for name, parameter in takes.items()}
     usage = USAGE.get(function.__qualname__, "")
     unknown = next((name for name in kwargs if name not in takes), None)
-    if unknown is not None and Parameter.VAR_KEYWORD not in kinds:
+    if unknown is not None and Parameter.VAR_KEYWORD not in kinds.values():
         near = " or ".join(get_close_matches(unknown, takes, 2))
-        otherwise = f"did you mean {near}?" if near else f"it takes {', '.join(takes)}"
-        raise type_error(f"no argument {unknown!r}; {ELSEWHERE.get(unknown, otherwise)}{usage}")
-    twice = next((name for name in list(takes)[: len(args)] if name in kwargs), None)
+        remedy = f"did you mean {near}?" if near else f"it takes {', '.join(takes)}"
+        target, told = ELSEWHERE.get(unknown, ("", ""))
+        raise type_error(f"no argument {unknown!r}; {told if target in takes else remedy}{usage}")
+    places = [name for name, kind in kinds.items() if kind in _BY_PLACE]
+    twice = next((name for name in places[: len(args)] if name in kwargs), None)
     if twice is not None:
-        once = "give a dimension of an array as dim" if twice == "axis" else "give it once"
+        dim = twice == "axis" and "dim" in takes
+        once = "give a dimension of an array as dim" if dim else "give it once"
         raise type_error(f"{twice} is given by its place and by its name; {once}")
-    named = [name for name, parameter in takes.items() if parameter.kind is Parameter.KEYWORD_ONLY]
-    if len(args) > len(takes) - len(named) and Parameter.VAR_POSITIONAL not in kinds:
+    if len(args) > len(places) and Parameter.VAR_POSITIONAL not in kinds.values():
+        own = "self" in places
+        named = [name for name, kind in kinds.items() if kind is Parameter.KEYWORD_ONLY]
+        remedy = f"give {', '.join(named)} by name" if named else "leave out what is too much"
         raise type_error(
-            f"{len(args)} arguments without a name, of which it takes {len(takes) - len(named)}; "
-            f"give {', '.join(named)} by name{usage}"
+            f"{len(args) - own} arguments without a name, of which it takes {len(places) - own}; "
+            f"{remedy}{usage}"
         )
 
 

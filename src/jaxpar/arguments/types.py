@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
-from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.on_demand import open_types
 
 if TYPE_CHECKING:
     Mode = Literal[
@@ -46,4 +46,4 @@ if TYPE_CHECKING:
     Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
     TreeDim = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
 else:
-    globals().update(open_types(__file__))
+    globals().update(open_types(__name__))

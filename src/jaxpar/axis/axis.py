@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.arguments.dtypes import as_dtype, is_wide_float
-from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Flag, Mode
 from jaxpar.axis.traced_links import traced_links
 from jaxpar.axis.varying import vary_alike
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     # Given, any of these; kept, a tuple.
     Names = Annotated[Any, "str | tuple[str, ...] | list[str]"]
 else:
-    globals().update(open_types(__file__))
+    globals().update(open_types(__name__))
 
 
 @readable

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxpar.arguments.calls import naming, public, readable, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim
 from jaxpar.arguments.dtypes import addition_dtype, as_dtype
-from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Integer, Leaf
 from jaxpar.axis.wire import LowBit, gathered_by
 
@@ -24,7 +24,7 @@ SHORT = 32
 if TYPE_CHECKING:
     MaybeQuantized: TypeAlias = "Array | Quantized"
 else:
-    globals().update(open_types(__file__))
+    globals().update(open_types(__name__))
 
 
 @readable

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.arguments.calls import called, naming, readable, type_error, value_error
 from jaxpar.arguments.dtypes import as_dtype, kind_of_dtype
-from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Flag, Integer
 
 LOW_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -19,7 +19,7 @@ LOW_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
 if TYPE_CHECKING:
     WireLike: TypeAlias = "DTypeLike | LowBit | None"
 else:
-    globals().update(open_types(__file__))
+    globals().update(open_types(__name__))
 
 
 @readable

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.for_checkers import names_on_demand
+from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.collectives._ragged import ragged_all_to_all
@@ -13,7 +13,14 @@ if TYPE_CHECKING:
         ring_shift,
     )
 else:
-    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+    __getattr__, __dir__ = names_on_demand(
+        __name__,
+        {
+            "ring_all_gather": ("all_gather", {}),
+            "ring_all_reduce": ("all_reduce", {}),
+            "ring_reduce_scatter": ("reduce_scatter", {}),
+        },
+    )
 
 __all__ = [
     "all_gather",

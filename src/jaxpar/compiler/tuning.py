@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
-from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Mode
 from jaxpar.compiler.files import write_text
 from jaxpar.compiler.options import traced_options
@@ -29,7 +29,7 @@ Choices = Mapping[str, Mapping[str, str]]
 if TYPE_CHECKING:
     TuningLike: TypeAlias = "str | Path | Tuning"
 else:
-    globals().update(open_types(__file__))
+    globals().update(open_types(__name__))
 
 
 @readable

@@ -13,7 +13,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.for_checkers import names_on_demand
+from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.layers._activation import GatedActivation
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = names_on_demand(
         __name__,
-        __file__,
         {
             "value_and_grad": ("mean_value_and_grad", {}),
             "vocabulary_parallel_cross_entropy": (

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpar.arguments.calls import naming, of_user, readable, type_error, value_error
-from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.on_demand import open_types
 
 if TYPE_CHECKING:
     Activation: TypeAlias = "Callable[[Array], Array] | GatedActivation"
 else:
-    globals().update(open_types(__file__))
+    globals().update(open_types(__name__))
 
 
 @readable

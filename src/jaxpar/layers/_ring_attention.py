@@ -31,7 +31,7 @@ from jaxpar.choose.choice import choose_way
 from jaxpar.choose.flow import Flow
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._attention_block import Keys, Scores
-from jaxpar.layers._attention_ring import attention
+from jaxpar.layers._attention_passes import attention
 from jaxpar.layers._attention_tiles import RingAttention
 from jaxpar.ring.ways import Way
 

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.for_checkers import names_on_demand
+from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.layout._array_layout import ArrayLayout
     from jaxpar.layout._layout import Layout
+    from jaxpar.layout._layout_error import LayoutError, LayoutProblem
     from jaxpar.layout._map import LayoutMap
-    from jaxpar.layout._problem import LayoutError, LayoutProblem
     from jaxpar.layout._ready_maps import (
         data_parallel,
         expert_parallel,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxpar.tools.layouts.infer import infer_layout
     from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
 else:
-    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "REPLICATED",

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpar.arguments.calls import called, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.layout._layout_error import LayoutError, LayoutProblem, shape_text
 from jaxpar.layout._paths import arrays_of, described
-from jaxpar.layout._problem import LayoutError, LayoutProblem, shape_text
 from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
 if TYPE_CHECKING:

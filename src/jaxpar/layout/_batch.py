@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.arguments.calls import called, naming, type_error, value_error
 from jaxpar.layout._fit import Placed, Shaped
+from jaxpar.layout._layout_error import LayoutError, LayoutProblem
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._paths import arrays_of
-from jaxpar.layout._problem import LayoutError, LayoutProblem
 from jaxpar.layout._rule import Rule
 
 if TYPE_CHECKING:

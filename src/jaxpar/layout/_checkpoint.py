@@ -22,8 +22,8 @@ from jaxpar.arguments.calls import called, value_error
 from jaxpar.arguments.extras import require
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import of_words, pad, unpad, zeros_of
+from jaxpar.layout._layout_error import LayoutError, LayoutProblem, shape_text
 from jaxpar.layout._paths import arrays_of, path_text
-from jaxpar.layout._problem import LayoutError, LayoutProblem, shape_text
 from jaxpar.layout._rule import REPLICATED, Nearest
 from jaxpar.layout._words import is_key, to_words
 

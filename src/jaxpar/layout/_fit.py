@@ -15,10 +15,10 @@ from jaxpar.arguments.types import AnyMesh
 from jaxpar.arguments.units import size_text
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout, itemsize
+from jaxpar.layout._layout_error import LayoutProblem, shape_text
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._named_sizes import NamedSizes
 from jaxpar.layout._paths import key_of
-from jaxpar.layout._problem import LayoutProblem, shape_text
 from jaxpar.layout._rule import Axes, Entry, Nearest, Rule, axes_of, nearest, shown
 from jaxpar.layout._split import Padded, Replicate, Split
 

@@ -25,9 +25,9 @@ from jaxpar.layout._arrays import gather, pad, place, unpad, zeros_of
 from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import restore, save
 from jaxpar.layout._fit import Shaped, fit
+from jaxpar.layout._layout_error import LayoutError
 from jaxpar.layout._mesh import axes_in, check_mesh
 from jaxpar.layout._paths import arrays_of, described, part_of
-from jaxpar.layout._problem import LayoutError
 from jaxpar.layout._rule import nearest
 from jaxpar.layout._table import Table
 from jaxpar.layout._tensors import read_safetensors

@@ -14,8 +14,8 @@ from jaxpar.arguments.calls import called
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._fit import Shaped, fit, replicated, unused_rules
+from jaxpar.layout._layout_error import LayoutError, LayoutProblem
 from jaxpar.layout._paths import arrays_of, described, key_of
-from jaxpar.layout._problem import LayoutError, LayoutProblem
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout

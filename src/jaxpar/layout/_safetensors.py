@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.arguments.calls import type_error, value_error
-from jaxpar.layout._problem import shape_text
+from jaxpar.layout._layout_error import shape_text
 
 _DTYPES = {
     "BOOL": "bool_",

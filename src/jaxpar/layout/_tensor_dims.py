@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxpar.layout._fit import Shaped
+from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._names import OF_HEADS, PAIR
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._problem import LayoutProblem
 from jaxpar.layout._roles import Weight, WeightGroups, unlike
 from jaxpar.layout._rule import Axes, shown
 

@@ -14,9 +14,9 @@ from jax import Array
 from jaxpar.arguments.calls import called, of_user, type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import on_host
+from jaxpar.layout._layout_error import LayoutError, LayoutProblem, shape_text
 from jaxpar.layout._paths import described
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._problem import LayoutError, LayoutProblem, shape_text
 from jaxpar.layout._rule import Nearest, nearest
 from jaxpar.layout._safetensors import Tensor, tensors_of
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.for_checkers import names_on_demand
+from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.matmul._matmuls import (
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
 else:
-    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+    __getattr__, __dir__ = names_on_demand(__name__, {"ring_einsum": ("collective_einsum", {})})
 
 __all__ = [
     "all_gather_matmul",

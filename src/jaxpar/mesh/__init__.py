@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.for_checkers import names_on_demand
+from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.mesh.meshes import edge_disjoint_rings, make_mesh, ring_hops, ring_order
 else:
-    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = ["edge_disjoint_rings", "make_mesh", "ring_hops", "ring_order"]

@@ -15,7 +15,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.for_checkers import names_on_demand
+from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.moe._capacity import expert_capacity, limit_capacity
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         routing_statistics,
     )
 else:
-    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "Experts",

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int32, Num, Shaped
 from jaxpar.arguments.calls import public, readable, type_error
 from jaxpar.arguments.checks import as_array
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
-from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.on_demand import open_types
 from jaxpar.layers._activation import Activation, activate
 from jaxpar.moe._group_blocks import Block, block_dot
 from jaxpar.moe._grouped import (
@@ -62,7 +62,7 @@ class Experts(NamedTuple):
 if TYPE_CHECKING:
     ExpertsLike = Experts | Mapping[str, Any]
 else:
-    globals().update(open_types(__file__))
+    globals().update(open_types(__name__))
 
 
 @public

@@ -14,7 +14,7 @@ from jaxtyping import Integer as Integers
 from jaxpar.arguments.calls import public, readable, type_error, value_error
 from jaxpar.arguments.checks import as_array, as_integers, check_number, check_whole
 from jaxpar.arguments.dtypes import sum_dtype
-from jaxpar.arguments.for_checkers import open_types
+from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Integer, Number, Scoring, Values
 
 SCORINGS = ("softmax", "selected_softmax", "sigmoid")
@@ -52,7 +52,7 @@ class Routing(NamedTuple):
 if TYPE_CHECKING:
     RoutingLike = Routing
 else:
-    globals().update(open_types(__file__))
+    globals().update(open_types(__name__))
 
 
 def as_routing(given: Any) -> Routing:

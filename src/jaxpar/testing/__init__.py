@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.for_checkers import names_on_demand
+from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.testing._collectives import CollectiveCounts, count_collectives
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         assert_peak_memory,
     )
 else:
-    __getattr__, __dir__ = names_on_demand(__name__, __file__)
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "CollectiveCounts",

@@ -10,9 +10,9 @@ from jaxpar.schedule import ExposedCollective, Finding, Target, compile_for, exp
 from jaxpar.schedule import target as describe
 from jaxpar.tools.explain.explained import place_of, title_of
 from jaxpar.tools.explain.exposed import Exposures
+from jaxpar.tools.private_names import MeshAxes, Number, readable
+from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.program.memory import held_at_peak
-from jaxpar.tools.toolkit import MeshAxes, Number, readable
-from jaxpar.tools.toolkit import size_text as size
 
 _WORST = 3  # findings that a text has
 _RESHARDS = ("all-gather", "all-to-all", "collective-permute")
@@ -77,7 +77,7 @@ def assert_overlapped(
     if share <= exposed_at_most:
         return
     about = "" if target.platform == "tpu" else "about "  # a roofline
-    found = explain(program, tries=0, rows=_WORST).findings
+    found = explain(program, tries=0, findings=_WORST).findings
     lines = [
         f"{name}: for {_text(target)} {about}{share:.1%} of {_time(played.total)} is exposed "
         f"communication, more than exposed_at_most={exposed_at_most:.1%}. This is the compiler's "

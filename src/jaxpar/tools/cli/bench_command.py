@@ -41,8 +41,8 @@ from jaxpar.tools.cli.shared_options import (
     require_reportable,
 )
 from jaxpar.tools.cli.workers import start_jax
-from jaxpar.tools.toolkit import MODES as ALL_MODES
-from jaxpar.tools.toolkit import write_text, written
+from jaxpar.tools.private_names import MODES as ALL_MODES
+from jaxpar.tools.private_names import write_text, written
 
 CPU_NOTE = (
     "CPU devices share the cores of their host: these ratios show the overhead of a mode, "

@@ -10,7 +10,7 @@ from importlib import import_module
 from threading import Timer
 from typing import Any
 
-from jaxpar.tools.toolkit import distribution, install_command
+from jaxpar.tools.private_names import distribution, install_command
 
 SECONDS_A_LINE = 5.0  # of progress where there is no terminal
 INTERRUPTED = 130  # the exit status of what Ctrl-C ends: 128 and the number of SIGINT

@@ -26,9 +26,9 @@ from jaxpar.tools.cli.shared_options import (
     require_folders,
 )
 from jaxpar.tools.cli.workers import compilers, first_line, start_jax
+from jaxpar.tools.private_names import install_command, installed, lacking, write_text
 from jaxpar.tools.processes.agree import agree
 from jaxpar.tools.processes.describe import Description, describe
-from jaxpar.tools.toolkit import install_command, installed, lacking, write_text
 
 DESCRIPTION = """\
 Says what is installed, which devices there are and what extras are missing, runs a few collectives

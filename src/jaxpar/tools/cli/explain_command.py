@@ -23,8 +23,8 @@ from jaxpar.tools.cli.shared_options import (
 )
 from jaxpar.tools.cli.workers import COMPILING, converse
 from jaxpar.tools.explain.explained import COMPARED, compared, text_of
+from jaxpar.tools.private_names import write_text
 from jaxpar.tools.timeline.target import HERE
-from jaxpar.tools.toolkit import write_text
 
 DESCRIPTION = """\
 Says why a step takes as long as it does, for TPUs and GPUs that need not be there: each wait for a
@@ -72,7 +72,7 @@ def add_parser(commands: Any) -> None:
         help=f"of the links: {' or '.join(FIGURES)}, as for predict (default: %(default)s)",
     )
     add("--tries", type=int, default=8, help="edits that are compiled (default: %(default)s)")
-    add("--rows", type=int, default=10, help="findings that are shown (default: %(default)s)")
+    add("--findings", type=int, default=10, help="findings that are shown (default: %(default)s)")
     add("--no-cache", action="store_true", help="compile what has been compiled before, too")
     add(
         "--measured",
@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
         print_error("jaxpar explain", f"{request.target}: {failure.reason}")
     if not record:
         return 2 if any(failure.usage for failure in report.failures) else 1
-    print(text_of(record, args.rows, shutil.get_terminal_size((100, 24)).columns))
+    print(text_of(record, args.findings, shutil.get_terminal_size((100, 24)).columns))
     if before is not None:
         print(f"\nagainst {args.against}:\n{compared(before, record)}")
     if args.json:
@@ -126,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _request(args: argparse.Namespace) -> Request:
     """What to compile: as for `predict`, for one target."""
-    for option, least in (("tries", 0), ("rows", 1)):
+    for option, least in (("tries", 0), ("findings", 1)):
         if getattr(args, option) < least:
             raise UsageError(f"--{option} {getattr(args, option)} must be at least {least}")
     of_operations = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
@@ -178,7 +178,7 @@ def _explain(
     task = {
         "request": asdict(request),
         "tries": args.tries,
-        "rows": args.rows,
+        "findings": args.findings,
         "cache": not args.no_cache,
         "measured": args.measured,
     }

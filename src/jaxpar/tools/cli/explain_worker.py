@@ -63,7 +63,7 @@ def _explained(
     found = explain(
         compiled,
         tries=task["tries"],
-        rows=task["rows"],
+        findings=task["findings"],
         measured=_measured(task["measured"], compiled),
         progress=lambda edit: said.put({"trying": f"trying: {edit}"}),
     )

@@ -10,7 +10,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.tools.cli.console import UsageError, print_error, status_of
 from jaxpar.tools.cli.predict_programs import find_function
 from jaxpar.tools.cli.shared_options import add_command, mesh_error, require_folders
-from jaxpar.tools.toolkit import write_text
+from jaxpar.tools.private_names import write_text
 
 DESCRIPTION = """\
 Shows how a model lies on a mesh: each array's shape, spec, block and bytes on a device, the most

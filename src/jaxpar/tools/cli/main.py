@@ -32,7 +32,7 @@ Overlapped matmuls timed, predicted, tuned; slow steps explained; layouts of mod
 installed and works.
 """
 EPILOG = """\
-options that mean the same everywhere: --mesh dp=2,tp=-1, --target or --target v5p:4x4x4,
+options that mean the same everywhere: --mesh dp=2,tp=-1, --target v5p:4x4x4,
 --json FILE (all that was found), --plot FILE (a picture); files are written whole or not at all
 exit status: 0 done; 1 something failed, or a result is wrong; 2 wrong usage, told in one line;
 130 interrupted. Results go to standard output, errors and progress to standard error.

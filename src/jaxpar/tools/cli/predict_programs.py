@@ -28,7 +28,7 @@ from jaxpar.tools.cli.ops import (
 )
 from jaxpar.tools.cli.predict_results import Request
 from jaxpar.tools.cli.shared_options import parse_ops, parse_shapes
-from jaxpar.tools.toolkit import gathered_by, jitted_like, jitted_with
+from jaxpar.tools.private_names import gathered_by, jitted_like, jitted_with
 
 
 @dataclass(frozen=True)

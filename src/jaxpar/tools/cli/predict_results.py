@@ -8,7 +8,7 @@ from typing import Any
 
 import jaxpar
 from jaxpar.schedule import Event, Floor, Memory, Timeline
-from jaxpar.tools.toolkit import write_text
+from jaxpar.tools.private_names import write_text
 
 NOTE = (
     "This is the compiler's schedule played on a model of the chip with published figures, "

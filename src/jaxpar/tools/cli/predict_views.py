@@ -22,7 +22,7 @@ from jaxpar.tools.cli.predict_results import (
     header,
     notes,
 )
-from jaxpar.tools.toolkit import write_text, written
+from jaxpar.tools.private_names import write_text, written
 
 _COLUMNS = [
     Column("", 16, left=True),

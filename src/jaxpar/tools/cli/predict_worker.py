@@ -15,7 +15,7 @@ from jaxpar.tools.cli.predict_programs import PlannedProgram, programs, requeste
 from jaxpar.tools.cli.predict_results import Facts, Failure, Prediction, Request, request_from
 from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
-from jaxpar.tools.toolkit import jitted_with, versions, why_not_closed
+from jaxpar.tools.private_names import jitted_with, versions, why_not_closed
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 

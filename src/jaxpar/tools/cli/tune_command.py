@@ -30,7 +30,7 @@ from jaxpar.tools.cli.shared_options import (
 from jaxpar.tools.cli.tune_search import SAME, TriedWay
 from jaxpar.tools.cli.tune_worker import HERE
 from jaxpar.tools.cli.workers import COMPILING, converse
-from jaxpar.tools.toolkit import AUTO, NAMED
+from jaxpar.tools.private_names import AUTO, NAMED
 
 DESCRIPTION = """\
 Tries the ways at each call site of a program where mode="auto" would choose by a model, forward and
@@ -150,8 +150,7 @@ def _run(args: argparse.Namespace) -> int:
         if getattr(args, option) < 1:
             raise UsageError(f"--{option} {getattr(args, option)} is not positive")
     modes = parse_names("--modes", args.tried, NAMED) if args.tried else list(NAMED)
-    args.target = args.target or HERE
-    requests = parse_requests(args)
+    requests = parse_requests(argparse.Namespace(**vars(args) | {"target": args.target or HERE}))
     if len(requests) > 1:
         raise UsageError(f"--target {args.target} names several; tune for one after the other")
     with progress("auto", None) as tick:

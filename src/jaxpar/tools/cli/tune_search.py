@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 from jaxpar.tools.cli.workers import one_line
-from jaxpar.tools.toolkit import AUTO, MODES, Asked, Choices
+from jaxpar.tools.private_names import AUTO, MODES, Asked, Choices
 
 SAME = "the same program"  # so begins the note of what need not be timed
 

@@ -19,8 +19,8 @@ from jaxpar.tools.cli.predict_worker import COMPILER_PACKAGES, target_of, where
 from jaxpar.tools.cli.shared_options import mesh_error
 from jaxpar.tools.cli.tune_search import Candidate, Record, TriedWay, search
 from jaxpar.tools.cli.workers import answer, start_jax
+from jaxpar.tools.private_names import Choices, Trial, jitted_with, trying, versions
 from jaxpar.tools.timeline.target import HERE
-from jaxpar.tools.toolkit import Choices, Trial, jitted_with, trying, versions
 
 # Less than this share of the time replaces nothing: of what is predicted, and of what is timed.
 LEAST_PREDICTED = 0.001

@@ -16,10 +16,10 @@ from jaxpar.mesh import ring_hops
 from jaxpar.tools.explain.edits import Edit, Edits
 from jaxpar.tools.explain.exposed import THE_END, ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead
+from jaxpar.tools.private_names import COMPILERS, on_torus, slice_of, us
+from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.values import Value
-from jaxpar.tools.toolkit import COMPILERS, on_torus, slice_of, us
-from jaxpar.tools.toolkit import size_text as size
 
 Cause = Literal[
     "resharding",

@@ -32,10 +32,10 @@ from jaxpar.tools.explain.program_arguments import (
 )
 from jaxpar.tools.explain.repeats import hoisted, kept
 from jaxpar.tools.explain.rewrite import Change, Handler, bound, rewritten
+from jaxpar.tools.private_names import Mode, enclosing, jitted_with, trying
+from jaxpar.tools.private_names import Trial as Ways
 from jaxpar.tools.program.sources import Line, line_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
-from jaxpar.tools.toolkit import Mode, enclosing, jitted_with, trying
-from jaxpar.tools.toolkit import Trial as Ways
 
 MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")
 

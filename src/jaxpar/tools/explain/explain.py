@@ -15,12 +15,12 @@ from jaxpar.tools.explain.explained import WORTH, record_of, text_of
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead, overheads
 from jaxpar.tools.explain.trials import Trials, TriedEdit
+from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.memory import LiveArray, held_at_peak
 from jaxpar.tools.timeline.beside import MeasuredInstruction, beside
 from jaxpar.tools.timeline.floor import Floor, device_flops, program_floor
 from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
-from jaxpar.tools.toolkit import naming, readable, type_error, value_error
 
 LEAST = 0.005  # of the step: what is exposed for less is not worth a line
 FASTER = 0.995  # of the step's time: an edit that gains less gains nothing
@@ -125,7 +125,7 @@ def explain(
     program: Any,
     *,
     tries: int = 8,
-    rows: int = 10,
+    findings: int = 10,
     measured: Timeline | None = None,
     assumed: Assumptions | None = None,
     progress: Callable[[str], None] | None = None,
@@ -143,7 +143,7 @@ def explain(
     Args:
       program: from `compile_for`. It need not use anything else of jaxpar.
       tries: how many edits may be compiled; 0: none, which leaves out causes that need one.
-      rows: how many findings there may be.
+      findings: how many findings there may be.
       measured: from `read_trace` of this program: then findings, shares and times are those of the
         measurement. What an edit gains stays a prediction: of the step with it and of the step
         without.
@@ -174,8 +174,8 @@ def explain(
     """
     if not isinstance(program, CompiledProgram):
         raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
-    if tries < 0 or rows < 0:
-        raise value_error(f"tries={tries} and rows={rows} must not be negative")
+    if tries < 0 or findings < 0:
+        raise value_error(f"tries={tries} and findings={findings} must not be negative")
     if measured is not None and measured.estimate != "measured":
         raise value_error("measured must be from read_trace, got a timeline that was predicted")
     if measured is not None:
@@ -195,7 +195,7 @@ def explain(
     rules = Rules(exposures, Edits(program))
     costs = overheads(exposures)
     exposed = [e for e in exposures.found() if e.seconds >= LEAST * played.total]
-    found = [_finding(e, rules, trials, played, before) for e in islice(exposed, rows)]
+    found = [_finding(e, rules, trials, played, before) for e in islice(exposed, findings)]
     copies = [o for o in costs if o.in_loop and o.kind == "copies"]
     found += [
         _finding(copy, rules, trials, played, before)
@@ -207,7 +207,7 @@ def explain(
         program=program,
         timeline=played,
         floor=program_floor(program, played, exposures.chip),
-        findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:rows]),
+        findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:findings]),
         overheads=costs,
         held=held_at_peak(exposures),
         utilisation=flops / exposures.chip.flops / played.total if played.total else 0.0,

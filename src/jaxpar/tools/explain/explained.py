@@ -9,10 +9,10 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from jaxpar.tools.private_names import size_text as size
+from jaxpar.tools.private_names import us
 from jaxpar.tools.program.sources import Line
 from jaxpar.tools.timeline.beside import side_by_side
-from jaxpar.tools.toolkit import size_text as size
-from jaxpar.tools.toolkit import us
 
 if TYPE_CHECKING:
     from jaxpar.tools.explain.explain import Explanation, Finding

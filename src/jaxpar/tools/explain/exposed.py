@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jaxpar.tools.private_names import NO_FIGURES, readable
 from jaxpar.tools.program.operations import Collective, Control, Operation, Schedule
 from jaxpar.tools.program.origins import Origins
 from jaxpar.tools.program.sources import (
@@ -20,7 +21,6 @@ from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline
-from jaxpar.tools.toolkit import NO_FIGURES, readable
 
 THE_END = "the end of the step"
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxpar.tools.explain.exposed import Exposures
+from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of
-from jaxpar.tools.toolkit import readable
 
 Overheads = Literal["copies", "slices", "layout changes", "recomputation", "HBM-bound matmuls"]
 

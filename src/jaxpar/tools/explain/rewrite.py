@@ -15,7 +15,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.tools.toolkit import manual_axes, subjaxprs
+from jaxpar.tools.private_names import manual_axes, subjaxprs
 
 # The results of an equation, from its operands: of the program itself, or what the handler of an
 # equation before it gave in the place of its results.

@@ -30,7 +30,7 @@ from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.exchanges import RuleCandidate, candidates, shapes_of
 from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
 from jaxpar.tools.layouts.owners import Causes
-from jaxpar.tools.toolkit import (
+from jaxpar.tools.private_names import (
     Shaped,
     array_like,
     arrays_of,

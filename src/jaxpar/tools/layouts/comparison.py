@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxpar.layout import Layout, LayoutError, LayoutMap, data_parallel, fully_sharded
 from jaxpar.schedule import Target
-from jaxpar.tools.toolkit import AnyMesh, filling, size_text
+from jaxpar.tools.private_names import AnyMesh, filling, size_text
 
 
 @dataclass(frozen=True)

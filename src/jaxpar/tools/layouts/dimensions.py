@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxpar.tools.layouts.classes import Made, Tokens
 from jaxpar.tools.layouts.followed import DimFollower
-from jaxpar.tools.toolkit import arrays_of, filling, is_array
+from jaxpar.tools.private_names import arrays_of, filling, is_array
 
 Classes = tuple[int, ...]  # one for each dimension of an array
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.layout import ArrayLayout, Layout
 from jaxpar.tools.layouts.dimensions import Dimensions
-from jaxpar.tools.toolkit import PaddedDim, axes_by_dim, size_of
+from jaxpar.tools.private_names import PaddedDim, axes_by_dim, size_of
 
 Axes = frozenset[str]
 Cause = Literal["features of what is looked up", "at odds"] | None

@@ -14,7 +14,7 @@ from jaxpar.layout import LayoutMap, data_parallel
 from jaxpar.tools.layouts.comparison import Compared, compare, others
 from jaxpar.tools.layouts.layout_costs import FASTER
 from jaxpar.tools.layouts.seen import TracedDims
-from jaxpar.tools.toolkit import (
+from jaxpar.tools.private_names import (
     AnyMesh,
     Dims,
     Entry,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.schedule import CompiledProgram, Target, Timeline
 from jaxpar.tools.layouts.exchanges import Cause
 from jaxpar.tools.layouts.owners import What
-from jaxpar.tools.toolkit import axes_by_dim, readable, size_text
+from jaxpar.tools.private_names import axes_by_dim, readable, size_text
 
 if TYPE_CHECKING:
     from jaxpar.layout import Layout

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
+from jaxpar.tools.private_names import Number, check_number, public
 from jaxpar.tools.processes.describe import versions
 from jaxpar.tools.processes.meeting import compare
 from jaxpar.tools.processes.text import lines_of
-from jaxpar.tools.toolkit import Number, check_number, public
 
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Options of jax that may differ by host: folders, devices and addresses.

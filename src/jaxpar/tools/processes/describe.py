@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
-from jaxpar.tools.toolkit import public, readable
+from jaxpar.tools.private_names import public, readable
 
 
 @readable

@@ -11,10 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxpar.tools.processes.call import GuardedCall
-from jaxpar.tools.processes.guarded_programs import TracedProgram, program_of, traced
-from jaxpar.tools.processes.watch import watch
-from jaxpar.tools.toolkit import (
+from jaxpar.tools.private_names import (
     Integer,
     Number,
     check_number,
@@ -24,6 +21,9 @@ from jaxpar.tools.toolkit import (
     type_error,
     value_error,
 )
+from jaxpar.tools.processes.call import GuardedCall
+from jaxpar.tools.processes.guarded_programs import TracedProgram, program_of, traced
+from jaxpar.tools.processes.watch import watch
 
 
 @readable

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxpar.tools.private_names import called, value_error
 from jaxpar.tools.processes.messages import read, write
-from jaxpar.tools.toolkit import called, value_error
 
 
 @dataclass

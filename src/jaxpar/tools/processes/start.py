@@ -7,9 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.tools.processes.describe import Description, describe
-from jaxpar.tools.processes.meeting import call_roll
-from jaxpar.tools.toolkit import (
+from jaxpar.tools.private_names import (
     Integer,
     Number,
     called,
@@ -18,6 +16,8 @@ from jaxpar.tools.toolkit import (
     public,
     value_error,
 )
+from jaxpar.tools.processes.describe import Description, describe
+from jaxpar.tools.processes.meeting import call_roll
 
 # What says that a launcher or a cloud knows the other processes, as jax.distributed reads it.
 _LAUNCHERS = (

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.tools.private_names import naming, value_error
 from jaxpar.tools.processes.board import Board
 from jaxpar.tools.processes.call import GuardedCall
 from jaxpar.tools.processes.guarded_programs import TracedProgram
@@ -32,7 +33,6 @@ from jaxpar.tools.processes.messages import read, write
 from jaxpar.tools.processes.report import report
 from jaxpar.tools.processes.state import BEAT, ProcessState
 from jaxpar.tools.program.sources import Line, own_line
-from jaxpar.tools.toolkit import naming, value_error
 
 HASTE = 0.02  # while the process waits for an answer
 _MOST_RUNS = 64  # changes of the program that are told

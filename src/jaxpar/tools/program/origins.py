@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+from jaxpar.tools.private_names import COLLECTIVES, LAX_NAMES, subjaxprs
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.operations import Control, Loop, Schedule
 from jaxpar.tools.program.sources import Line, Sources, line_of, own_line, primitive_of
 from jaxpar.tools.program.values import Value, Values, reached
 from jaxpar.tools.timeline.timeline import CompiledProgram
-from jaxpar.tools.toolkit import COLLECTIVES, LAX_NAMES, subjaxprs
 
 
 class Origins:

@@ -14,10 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.target import Target, figures_of
-from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, compile_for, timeline
-from jaxpar.tools.toolkit import (
+from jaxpar.tools.private_names import (
     AxisLike,
     Chip,
     axis_names,
@@ -27,6 +24,9 @@ from jaxpar.tools.toolkit import (
     subjaxprs,
     value_error,
 )
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.target import Target, figures_of
+from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, compile_for, timeline
 
 Results = Sequence[core.Var | core.Literal]
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
+from jaxpar.tools.private_names import Chip, closed_dims
 from jaxpar.tools.program.costs import Message
-from jaxpar.tools.toolkit import Chip, closed_dims
 
 Pairs = tuple[tuple[int, int], ...]
 Groups = Sequence[Sequence[int]]

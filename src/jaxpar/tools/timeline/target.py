@@ -20,7 +20,14 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.mesh import make_mesh
-from jaxpar.tools.toolkit import Chip, MeshAxes, chip_of, install_command, readable, value_error
+from jaxpar.tools.private_names import (
+    Chip,
+    MeshAxes,
+    chip_of,
+    install_command,
+    readable,
+    value_error,
+)
 
 HERE = "here"  # in place of a chip and its layout: the devices at hand
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")

@@ -13,13 +13,13 @@ import jax
 
 from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
+from jaxpar.tools.private_names import Chip, jitted_with, naming, readable
 from jaxpar.tools.program.cache import keep, kept, key_of
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.player import Assumptions, Player
 from jaxpar.tools.timeline.target import Target, figures_of
-from jaxpar.tools.toolkit import Chip, jitted_with, naming, readable
 
 
 @readable

@@ -8,12 +8,7 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-from jaxpar.tools.program.operations import Control, Free, Operation
-from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.measured import Measured
-from jaxpar.tools.timeline.planes import Device, Ran, apart, known_devices
-from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, covered
-from jaxpar.tools.toolkit import (
+from jaxpar.tools.private_names import (
     NO_FIGURES,
     naming,
     readable,
@@ -21,6 +16,11 @@ from jaxpar.tools.toolkit import (
     type_error,
     value_error,
 )
+from jaxpar.tools.program.operations import Control, Free, Operation
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.measured import Measured
+from jaxpar.tools.timeline.planes import Device, Ran, apart, known_devices
+from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, covered
 
 Run = tuple[float, float, list[Ran]]  # start and end in nanoseconds, and what ran
 

@@ -7,9 +7,8 @@ twice.
 import ast
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, update_wrapper
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from warnings import warn
 
@@ -17,14 +16,15 @@ from warnings import warn
 SHOWN: dict[str, str] = {}
 
 
-def _lines(file: str) -> list[ast.stmt]:
-    body = ast.parse(Path(file).read_text()).body
+def _lines(module: str) -> list[ast.stmt]:
+    spec: Any = sys.modules[module].__spec__
+    body = ast.parse(spec.loader.get_source(module)).body  # of a folder or a zip
     blocks = [node.body for node in body if isinstance(node, ast.If)]
     return [line for block in blocks for line in block]
 
 
 def names_on_demand(
-    package: str, file: str, renamed: Mapping[str, tuple[str, dict[str, Any]]] | None = None
+    package: str, renamed: Mapping[str, tuple[str, dict[str, Any]]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` of a module that imports for type checkers alone.
 
@@ -33,20 +33,22 @@ def names_on_demand(
     """
     homes = {
         to.asname or to.name: (line.module, to.name)
-        for line in _lines(file)
+        for line in _lines(package)
         if isinstance(line, ast.ImportFrom) and line.module is not None
         for to in line.names
     }
+    for name in ("TYPE_CHECKING", "names_on_demand"):  # no names of the package
+        vars(sys.modules[package]).pop(name)
 
     def get(name: str) -> Any:
         if renamed and name in renamed:
             new, defaults = renamed[name]
             text = f"{package}.{name} is {package}.{new} since 0.6"
             if defaults:
-                text += f", with other defaults than {defaults}"
+                text += f"; the old name goes on with {defaults} by default"
             warn(text, DeprecationWarning, stacklevel=2)
             found = getattr(sys.modules[package], new)
-            return partial(found, **defaults) if defaults else found
+            return update_wrapper(partial(found, **defaults), found) if defaults else found
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, own = homes[name]
@@ -63,14 +65,14 @@ def names_on_demand(
     return get, listed
 
 
-def open_types(file: str) -> dict[str, Any]:
+def open_types(module: str) -> dict[str, Any]:
     """Returns `Any` for each alias that a module has for type checkers alone.
 
     jaxpar checks these arguments itself. A run-time type checker in front of it would replace an
     error that names the axis and the remedy by one that does not.
     """
     found: dict[str, str] = {}
-    for line in _lines(file):
+    for line in _lines(module):
         match line:
             case (
                 ast.Assign(targets=[ast.Name(name)], value=ast.expr() as value)
