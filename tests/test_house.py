@@ -8,6 +8,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -18,11 +19,19 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar.compiler.jaxprs import subjaxprs
 
 SOURCE = Path(jaxpar.__file__).parent
 TOOLS = "jaxpar.tools"
 # Where the toolkit asks for a tool, when a user does.
 DOORS = {"jaxpar.layout._layout", "jaxpar.__main__"}
+PUBLIC = {
+    *("jaxpar", "jaxpar.layers", "jaxpar.layout", "jaxpar.mesh", "jaxpar.moe"),
+    *("jaxpar.schedule", "jaxpar.testing", "jaxpar.collectives", "jaxpar.matmul"),
+}
+CIRCLES = [2, 3, 21]  # explain and its text, the guard, and a layout with what it delegates to
+RING = 81.2
+TWICE = set()
 
 
 def module_of(path):
@@ -39,8 +48,19 @@ def imports():
     return {module: _imports(path) for module, path in FILES.items()}
 
 
+def homes(package):
+    """Where the names are that a package imports on demand."""
+    return {
+        name.asname or name.name: node.module
+        for node in ast.walk(ast.parse(FILES[package].read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("jaxpar")
+        for name in node.names
+        if f"{node.module}.{name.name}" not in FILES
+    }
+
+
 def _imports(path):
-    found = {"loaded": set(), "in functions": set(), "types": set()}
+    found = {"loaded": set(), "in functions": set(), "types": set(), "written": set()}
 
     def walk(node, kind):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -54,8 +74,12 @@ def _imports(path):
         if kind == "types" and path.stem in ("__init__", "schedule"):
             return  # names that are found on demand
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            inner = {f"{node.module}.{name.name}" for name in node.names}
-            found[kind] |= {name if name in FILES else node.module for name in inner}
+            # A name of a package is loaded from where the package would find it.
+            known = homes(node.module) if node.module in PUBLIC else {}
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                found[kind].add(inner if inner in FILES else known.get(name.name, node.module))
+                found["written"].add(inner if inner in FILES else node.module)
         if isinstance(node, ast.Import):
             found[kind] |= {name.name for name in node.names}
         for part in ast.iter_child_nodes(node):
@@ -66,7 +90,7 @@ def _imports(path):
 
 
 def closure(module):
-    """All modules that are loaded with one, itself among them, without packages' own files."""
+    """All modules that are loaded with one, itself among them, without the files of packages."""
     found, left = set(), [module]
     while left:
         found.add(one := left.pop())
@@ -78,22 +102,26 @@ def lines_of(modules):
     return sum(len(FILES[module].read_text().splitlines()) for module in modules)
 
 
+def check_ceiling(what, found, most):
+    """A figure that has fallen by a hundredth lowers its ceiling."""
+    assert found <= most, f"{found} {what}, {most} before: take something away first"
+    assert found >= 0.99 * most, f"{found} {what}, {most} before: lower the ceiling to {found}"
+
+
 @pytest.mark.parametrize(
     ("name", "module", "files", "lines"),
     [
-        ("all_gather_matmul", "jaxpar.matmul._matmuls", 50, 8401),
-        ("LayoutMap", "jaxpar.layout._map", 34, 5593),
-        ("gated_mlp", "jaxpar.layers._tensor", 55, 9014),
-        ("moe_layer", "jaxpar.moe._layer", 73, 13678),
-        ("ring_attention", "jaxpar.layers._ring_attention", 42, 7312),
+        ("all_gather_matmul", "jaxpar.matmul._matmuls", 50, 8408),
+        ("LayoutMap", "jaxpar.layout._map", 34, 5600),
+        ("gated_mlp", "jaxpar.layers._tensor", 55, 9021),
+        ("moe_layer", "jaxpar.moe._layer", 73, 13862),
+        ("ring_attention", "jaxpar.layers._ring_attention", 42, 7319),
     ],
 )
 def test_what_a_name_loads(name, module, files, lines):
     found = closure(module)
-    assert len(found) <= files and lines_of(found) <= lines, (  # noqa: PT018
-        f"{name} loads {len(found)} files of {lines_of(found)} lines, at most {files} of {lines}: "
-        "have it import less, or what it imports be smaller"
-    )
+    check_ceiling(f"files that {name} loads", len(found), files)
+    check_ceiling(f"lines that {name} loads", lines_of(found), lines)
 
 
 def circles(kinds):
@@ -121,11 +149,13 @@ def _reached(module, following):
 
 def test_no_circles():
     assert not circles(["loaded"]), "move what both need into a module that imports neither"
+    # But for the door by which a layout is explained.
+    assert all("jaxpar.layout._layout" in circle for circle in circles(["loaded", "in functions"]))
 
 
 def test_circles_of_types():
-    largest = max(map(len, circles(["loaded", "types"])), default=0)
-    assert largest <= 16, "have one side know the other by a protocol, or by what it needs of it"
+    found = sorted(map(len, circles(["loaded", "types"])))
+    assert found == CIRCLES, "have one side know the other by a protocol, or by what it needs of it"
 
 
 def test_the_wall():
@@ -142,16 +172,10 @@ def test_the_wall():
         (module, name)
         for module in FILES
         if module.startswith(TOOLS) and module != f"{TOOLS}.private_names"
-        for name in set().union(*imports()[module].values())
+        for name in imports()[module]["written"]
         if not name.startswith(TOOLS) and name not in PUBLIC
     }
     assert not private, f"import these names in {TOOLS}.private_names, and from there"
-
-
-PUBLIC = {
-    *("jaxpar", "jaxpar.layers", "jaxpar.layout", "jaxpar.mesh", "jaxpar.moe"),
-    *("jaxpar.schedule", "jaxpar.testing", "jaxpar.collectives", "jaxpar.matmul"),
-}
 
 
 def test_what_importing_loads():
@@ -169,8 +193,9 @@ def test_what_importing_loads():
 def test_a_package_shows_its_public_names_alone(package):
     module = import_module(package)
     parts = {name.split(".")[-1] for name in FILES if name.startswith(f"{package}.")}
-    shown = {name for name in dir(module) if not name.startswith("_")}
-    assert shown <= {*module.__all__, *parts, "AxisLike", "Mode"}  # for annotations
+    for shown in (dir(module), vars(module)):
+        names = {name for name in shown if not name.startswith("_")}
+        assert names <= {*module.__all__, *parts, "AxisLike", "Mode"}  # for annotations
     assert all(getattr(module, name) is not None for name in module.__all__)
 
 
@@ -179,7 +204,7 @@ def test_a_package_shows_its_public_names_alone(package):
     [
         ("jaxpar.ring.ways.Way", 18),
         ("jaxpar.ring.order.Work", 4),
-        ("jaxpar.ring.in_turns.InTurns", 8),
+        ("jaxpar.ring.in_turns.InTurns", 7),
         ("jaxpar.choose.problem.Problem", 14),
         ("jaxpar.choose.flow.Flow", 16),
         ("jaxpar.choose.fitted.Fitted", 11),
@@ -192,7 +217,7 @@ def test_facts_of_the_core(of, most):
     fields = set(inspect.get_annotations(kind))
     own = {*fields, *(key for key in vars(kind) if not key.startswith("_"))}
     found = sorted(own if name == "Way" else fields)
-    assert len(found) <= most, f"{of} has {found}: a new fact takes the place of another"
+    check_ceiling(f"facts of {of}, {', '.join(found)}", len(found), most)
 
 
 def functions():
@@ -245,29 +270,19 @@ def test_functions_inside_of_functions():
     assert not nested, "give them what they close over as arguments, or make a class of it"
 
 
-def calls_of(trace):
-    """How many Python functions are called."""
-    count = 0
-
-    def seen(frame, event, argument):
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(seen)
-    try:
-        trace()
-    finally:
-        sys.setprofile(None)
-    return count
+def equations(jaxpr):
+    """How many equations a program has, with those of programs inside."""
+    inside = (sub for eqn in jaxpr.eqns for sub in subjaxprs(eqn.params))
+    return len(jaxpr.eqns) + sum(map(equations, inside))
 
 
 def test_tracing_a_ring():
-    """A ring of 8 with gradients against naive, in Python calls, after both were traced once."""
+    """A ring of 8 with gradients against naive, in equations."""
     mesh = jaxpar.make_mesh("tp=8")
 
-    def traced(mode, rows):
+    def traced(mode):
         def loss(x, w):
-            return jaxpar.all_gather_matmul(x, w, "tp", dim=0, mode=mode).sum()
+            return jaxpar.all_gather_matmul(x, w, "tp", mode=mode).sum()
 
         function = jax.shard_map(
             jax.grad(loss, (0, 1)),
@@ -275,10 +290,23 @@ def test_tracing_a_ring():
             in_specs=(P("tp"), P(None, "tp")),
             out_specs=(P("tp"), P(None, "tp")),
         )
-        x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((rows, 16), (16, 64)))
-        return lambda: jax.jit(function).trace(x, w)
+        return equations(jax.make_jaxpr(function)(jnp.ones((128, 16)), jnp.ones((16, 64))).jaxpr)
 
-    for mode in ("naive", "bidirectional"):
-        traced(mode, 128)()
-    naive, ring = (calls_of(traced(mode, 256)) for mode in ("naive", "bidirectional"))
-    assert ring <= 9.5 * naive, f"{ring} calls, {naive} of naive: trace less in each step"
+    check_ceiling(
+        "equations of a ring for one of naive", traced("bidirectional") / traced("naive"), RING
+    )
+
+
+def test_a_name_means_one_thing():
+    """No two files of one name, and no two classes."""
+    names = [
+        path.stem.strip("_") for path in FILES.values() if path.stem not in ("__init__", "__main__")
+    ]
+    classes = [
+        node.name.strip("_")
+        for path in FILES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    twice = [name for found in (names, classes) for name, n in Counter(found).items() if n > 1]
+    assert set(twice) <= TWICE, "give it a name of its own"

@@ -88,7 +88,7 @@ def test_all_modes_and_sizes_have_one_error(monkeypatch):
         command._require_alike({"naive": (0.01, 0.0), "ring": (0.02, 0.0)}, "int8")
 
 
-def test_a_collective_rounds_addends_in_8_bits_once(monkeypatch):
+def test_a_collective_rounds_partial_sums_in_8_bits_once(monkeypatch):
     monkeypatch.setattr(errors, "MODES", ("naive",))
     table = command.sums_table(drawn(*SMALL)[0], "float32", sizes=(2, 8))
     assert table.titles[1:] == ["naive", "int8, naive", "float8_e4m3fn, naive"]

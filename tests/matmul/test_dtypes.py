@@ -89,7 +89,7 @@ ERRORS = {"naive": 1.0, "chunked-4": 1.0, "bidirectional": 1.3, "unidirectional"
 
 
 @pytest.mark.parametrize("mode", ERRORS)
-def test_the_error_of_both_wires_beside_addends_that_are_rounded(mode):
+def test_the_error_of_both_wires_beside_partial_sums_that_are_rounded(mode):
     """NumPy rounds partial sums: a compiler may keep what a program rounds (XLA's on CPU does)."""
     x, w = normal((64, 512), "bfloat16"), normal((512, 64), "bfloat16")
     left, right = np.asarray(x, "float64"), np.asarray(w, "float64")

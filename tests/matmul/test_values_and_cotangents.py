@@ -236,7 +236,7 @@ def spec_of(labels, sharded, axes):
 
 @few
 @given(st.data(), rings, modes, dtypes(), st.booleans(), einsums(), st.tuples(*[blocks] * 4))
-def test_ring_einsum_gathers(data, ring, mode, dtype, check_vma, labels, blocks):
+def test_collective_einsum_gathers(data, ring, mode, dtype, check_vma, labels, blocks):
     """A label of both operands is gathered in the one that is sharded along it."""
     lhs, rhs, out = labels
     label = data.draw(st.sampled_from(sorted(set(lhs + rhs))))
@@ -266,7 +266,7 @@ def test_ring_einsum_gathers(data, ring, mode, dtype, check_vma, labels, blocks)
 
 @few
 @given(st.data(), rings, modes, dtypes(), st.booleans(), einsums(), st.tuples(*[blocks] * 4))
-def test_ring_einsum_scatters(data, ring, mode, dtype, check_vma, labels, blocks):
+def test_collective_einsum_scatters(data, ring, mode, dtype, check_vma, labels, blocks):
     """The scattered label is one of lhs, of rhs, or of both."""
     lhs, rhs, out = labels
     label = data.draw(st.sampled_from(out))

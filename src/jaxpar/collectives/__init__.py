@@ -1,4 +1,4 @@
-"""Ring collectives on any mesh, one axis or several in any order."""
+"""Collectives by rings on any mesh, over one axis or several in any order."""
 
 from typing import TYPE_CHECKING
 

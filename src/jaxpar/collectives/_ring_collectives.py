@@ -1,4 +1,4 @@
-"""Ring forms of all-gather, reduce-scatter and all-reduce, with the results of `jax.lax`'s own."""
+"""All-gather, reduce-scatter and all-reduce, by rings or by `jax.lax`, with equal results."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def all_gather(
     mode: Mode | None = None,
     wire_dtype: WireLike = None,
 ) -> Tree:
-    """All-gathers every array of a pytree by passing blocks around a ring.
+    """All-gathers every array of a pytree, by a ring or by `jax.lax`.
 
     Args:
       x: pytree of local arrays of any shape and dtype; each device's block.
@@ -139,7 +139,7 @@ def reduce_scatter(
     mode: Mode | None = None,
     wire_dtype: WireLike = None,
 ) -> Tree:
-    """Reduce-scatters every array of a pytree by passing partial sums around a ring.
+    """Reduce-scatters every array of a pytree, by a ring or by `jax.lax`.
 
     Args:
       x: pytree of local arrays; each is this device's partial sum of the whole.
@@ -199,7 +199,7 @@ def reduce_scatter(
 def all_reduce(
     x: Tree, axis: AxisLike, *, mode: Mode | None = None, wire_dtype: WireLike = None
 ) -> Tree:
-    """Sums every array of a pytree over a ring: a reduce-scatter, then an all-gather.
+    """Sums every array of a pytree over devices, by rings or by `jax.lax`.
 
     Args:
       x: pytree of local arrays of any shape; each is this device's partial sum.

@@ -63,7 +63,7 @@ def vocab_parallel_embedding(
         of a table of this size, as `Split` does; an unknown axis name; a call outside shard_map.
 
     Cost: a reduce-scatter of the result, or an all-reduce, which sends twice as much, in the dtype
-    of the table: each sum has one partial sum that is not zero, and is exact. The derivative
+    of the table: each sum has one term that is not zero, and is exact. The derivative
     all-gathers the cotangent if it was scattered, and adds its rows up in float32 or wider.
 
     Example:
@@ -143,7 +143,7 @@ def _sum_of_one_fwd(
 def _sum_of_one_bwd(
     names: tuple[str, ...], _: None, ct: Num[Array, "*tokens d"]
 ) -> tuple[Num[Array, "*tokens d"]]:
-    # Without types the cotangents of all devices count, and this sum is one of many partial sums.
+    # Without types the cotangents of all devices count, and this sum is one term of theirs.
     return (vary_over(names, ct) if checks_varying(names) else reduce_region(ct, names),)
 
 

@@ -585,7 +585,7 @@ class Layout(Mapping[str, ArrayLayout]):
             for steps that have its specs in them.
 
         Returns:
-          An `Explanation`: printed, a table of the most exposed collectives, and what is flagged.
+          `LayoutCosts`: printed, a table of the most exposed collectives, and what is flagged.
 
         Raises:
           TypeError: a step that is no function, a target that is neither.

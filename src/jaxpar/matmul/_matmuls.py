@@ -1,4 +1,4 @@
-"""The public overlapped matmuls: names for a ring einsum."""
+"""The public overlapped matmuls: names for a collective einsum."""
 
 from __future__ import annotations
 

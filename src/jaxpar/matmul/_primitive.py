@@ -120,7 +120,7 @@ def _stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out
     device = unused_label(product.left, product.right)
     right_apart, out_apart = (with_devices(x, label, device) for x in (product.right, product.out))
     apart = Product(product.left, right_apart, out_apart, product.dtype)
-    # Results travel as they are; without the label among theirs, partial sums as sums do.
+    # Results travel in their own dtype, and partial sums, which lack the label, in the wire's.
     wire = product.dtype if dims[1] is not None else ring.wire(product.dtype)
     y = multiply(method.arithmetic, apart, left, send_partner(ring, right, dims[0]), wire)
     return return_result(ring, y, dims[1]).astype(product.dtype)

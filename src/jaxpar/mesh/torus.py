@@ -104,7 +104,7 @@ class _Side(NamedTuple):
     dim: _Dim
 
 
-class _Option(NamedTuple):
+class _TileChoice(NamedTuple):
     """A tile that an axis can take."""
 
     score: tuple[int, int, int]  # whether a step is over more than one link, the longest, the sum
@@ -197,16 +197,16 @@ class _TileSearch:
 
 
 @lru_cache(maxsize=1024)
-def _options(size: int, dims: tuple[_Dim, ...]) -> tuple[_Option, ...]:
+def _options(size: int, dims: tuple[_Dim, ...]) -> tuple[_TileChoice, ...]:
     """Returns every tile of `size` places, the best one first."""
-    options: list[_Option] = []
+    options: list[_TileChoice] = []
     for sizes in _tilings(size, dims):
         sides = tuple(map(_Side, sizes, dims))
         rest = tuple(
             dim._replace(left=dim.left // side, stride=dim.stride * side) for side, dim in sides
         )
         longest, total = _steps(tuple(sorted(side for side in sides if side.size > 1)))
-        options.append(_Option((int(longest > 1), max(longest, 1), total), sides, rest))
+        options.append(_TileChoice((int(longest > 1), max(longest, 1), total), sides, rest))
     return tuple(sorted(options, key=lambda option: option.score))
 
 

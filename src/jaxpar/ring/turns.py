@@ -7,8 +7,8 @@ both ways round:
     Turn(1, legs=[+1, -1], blocks=[+1/0, -1/1])  # two have come; half of each goes one further
     Turn(2, legs=[+1/0, -1/1])               # the halves are the block of the opposite device
 
-Nothing here knows what is computed, nor on which platform: `_in_turns.py` runs a program, and
-`_order.py` says how a platform keeps a turn's transfers beside its work.
+Nothing here knows what is computed, nor on which platform: `in_turns.py` runs a program, and
+`order.py` says how a platform keeps a turn's transfers beside its work.
 """
 
 from collections.abc import Iterator, Sequence

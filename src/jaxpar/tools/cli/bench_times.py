@@ -24,7 +24,7 @@ PHASES = ("forward", "forward+backward")
 
 
 @dataclass(frozen=True)
-class Operands:
+class BenchCase:
     """Operands, a cotangent, and what `out`, `dlhs` and `drhs` must be."""
 
     shape: Shape
@@ -40,7 +40,7 @@ class Operands:
         return shape_text(self.shape)
 
 
-def make_problem(shape: Shape, dtype: str) -> Operands:
+def make_problem(shape: Shape, dtype: str) -> BenchCase:
     """Draws standard normal operands, alike in every process, and multiplies them in float64."""
     rows, depth, cols = shape
     rng = np.random.default_rng(0)
@@ -50,7 +50,7 @@ def make_problem(shape: Shape, dtype: str) -> Operands:
 
     lhs, rhs, cotangent = draw(rows, depth), draw(depth, cols), draw(rows, cols)
     lhs64, rhs64, cotangent64 = (x.astype(np.float64) for x in (lhs, rhs, cotangent))
-    return Operands(
+    return BenchCase(
         shape=shape,
         lhs=lhs,
         rhs=rhs,
@@ -146,7 +146,7 @@ class _Program:
 
 def measure(
     op: Op,
-    problem: Operands,
+    problem: BenchCase,
     phase: str,
     mesh: Mesh,
     ring: Ring,

@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxpar.tools.explain.causes import CAUSES
 from jaxpar.tools.explain.explained import gain, heading, place, title, verdict
+from jaxpar.tools.private_names import size_text as size
+from jaxpar.tools.private_names import us
 from jaxpar.tools.timeline.beside import alone, side, totals
-from jaxpar.tools.toolkit import size_text as size
-from jaxpar.tools.toolkit import us
 
 _DATA = "/* data */"
 

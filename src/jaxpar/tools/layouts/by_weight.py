@@ -1,8 +1,8 @@
 """What a layout costs on a described chip, weight by weight, and which exchange of axes costs less.
 
 The step is compiled with the layout and played on a model of the chip. Each collective is listed
-under its weight (`_causes`). Then the step is compiled with other dimensions sharded
-(`_exchanges`): of lookup tables whose features are sharded over the batch's axes, of rules that
+under its weight (`owners`). Then the step is compiled with other dimensions sharded
+(`exchanges`): of lookup tables whose features are sharded over the batch's axes, of rules that
 disagree with what they are multiplied with, and of rules that cost most. Last come plain maps:
 fully sharded, and whole on every device.
 """
@@ -43,7 +43,7 @@ from jaxpar.tools.private_names import (
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Question:
     """What was asked about: a step, its arguments, and for which devices."""
 
     step: Callable[..., Any]
@@ -163,7 +163,7 @@ def explain(
             f"{dict(layout.mesh.shape)}; make both with the same axes, or give the target's name"
         )
     layout = layout.on(target.mesh)
-    asked = _Asked(step, args, target, options, from_layout)
+    asked = _Question(step, args, target, options, from_layout)
     program, played, costs = asked.play(layout)
     exchanges = _tried(asked, _Played(layout, played.total, costs), tries)
     plain = dict(asked.plain(layout)) if tries and not from_layout else {}
@@ -176,7 +176,7 @@ class _Played(NamedTuple):
     costs: tuple[Cost, ...]
 
 
-def _tried(asked: _Asked, first: _Played, tries: int) -> tuple[TriedRule, ...]:
+def _tried(asked: _Question, first: _Played, tries: int) -> tuple[TriedRule, ...]:
     """Tries changes of rules one after the other, and keeps those that make the step faster."""
     kept, exchanges = [first], list[TriedRule]()
     found = asked.candidates(first.layout, lambda: kept[-1].costs) if tries else ()

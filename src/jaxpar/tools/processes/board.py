@@ -1,7 +1,7 @@
 """The board that guards report to: where every process is, and whether something is wrong.
 
-Process 0 has it. Each process reports a `State` twice a second or so, and hears in the answer up to
-which call the programs of all are equal, and, in trouble, where everyone is.
+Process 0 has it. Each process reports a `ProcessState` twice a second or so, and hears in the
+answer up to which call the programs of all are equal, and, in trouble, where everyone is.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ def lines_of(value: Any) -> list[str]:
     if isinstance(value, str):
         return value.splitlines()
     try:
-        return list(_Walk({}).lines("", value))
+        return list(_Writer({}).lines("", value))
     except RecursionError:  # a list of objects each of which holds the next one, say
         return [_printed(value)]
 
 
-class _Walk:
+class _Writer:
     """One value's text; remembers what it has seen, as objects may hold themselves."""
 
     def __init__(self, seen: dict[int, tuple[str, Any]]) -> None:
@@ -71,7 +71,7 @@ class _Walk:
         elif isinstance(value, set | frozenset):
             yield _line(path, f"{_name(type(value))} of {len(value)}")
             # Each as if it were the first: their order is another in each process.
-            each = (_Walk(dict(self.seen)).lines(f"{path} has", x) for x in value)
+            each = (_Writer(dict(self.seen)).lines(f"{path} has", x) for x in value)
             yield from chain.from_iterable(sorted(map(list, each)))
         elif isinstance(value, tuple) and (names := getattr(value, "_fields", None)) is not None:
             yield _line(path, _name(type(value)))
