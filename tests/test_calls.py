@@ -276,18 +276,21 @@ def test_a_matmul_and_its_derivative_show_axis_and_way(mode):
     assert {n.rpartition("/")[0] for n in backward if re.search(SENT, n)} == {scope}
 
 
-@pytest.mark.parametrize("mode", ["naive", "unidirectional", "bidirectional"])
+FLOWS = [
+    ("matmul_reduce_scatter", lambda x, axis: matmul_reduce_scatter(x, x.T, axis), ROWS),
+    ("matmul_all_reduce", lambda x, axis: matmul_all_reduce(x, x.T, axis), COLUMNS),
+    ("all_gather", lambda x, axis: all_gather(x, axis, tiled=True), ROWS),
+    ("reduce_scatter", lambda x, axis: reduce_scatter(x, axis, tiled=True), ROWS),
+    ("all_reduce", all_reduce, COLUMNS),
+    ("ring_attention", lambda x, axis: ring_attention(*[x[None, :, None]] * 3, axis)[0], ROWS),
+    ("column_parallel_linear", lambda x, axis: column_parallel_linear(x, x.T, axis), ROWS),
+]
+WAYS = ("unidirectional", "bidirectional")
+
+
 @pytest.mark.parametrize(
-    ("name", "call", "specs"),
-    [
-        ("matmul_reduce_scatter", lambda x, axis: matmul_reduce_scatter(x, x.T, axis), ROWS),
-        ("matmul_all_reduce", lambda x, axis: matmul_all_reduce(x, x.T, axis), COLUMNS),
-        ("all_gather", lambda x, axis: all_gather(x, axis, tiled=True), ROWS),
-        ("reduce_scatter", lambda x, axis: reduce_scatter(x, axis, tiled=True), ROWS),
-        ("all_reduce", all_reduce, COLUMNS),
-        ("ring_attention", lambda x, axis: ring_attention(*[x[None, :, None]] * 3, axis)[0], ROWS),
-        ("column_parallel_linear", lambda x, axis: column_parallel_linear(x, x.T, axis), ROWS),
-    ],
+    ("name", "call", "specs", "mode"),
+    [(*flow, mode) for number, flow in enumerate(FLOWS) for mode in ("naive", WAYS[number % 2])],
 )
 def test_every_flow_shows_its_way(name, call, specs, mode):
     axis = Axis("tp", mode=mode)

@@ -44,9 +44,14 @@ def rows_of(found):
     return np.flatnonzero(lost.any(1)).tolist()
 
 
-@every
-@pytest.mark.parametrize("given", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("dim", "columns"), [(1, None), (1, 128), (0, None), (0, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "columns", "given"),
+    [
+        (dtype, *rows, ("float32", "bfloat16")[(at + number) % 2])
+        for at, dtype in enumerate(LIMITS)
+        for number, rows in enumerate([(1, None), (1, 128), (0, None), (0, 16)])
+    ],
+)
 def test_quantized_blocks(dtype, given, dim, columns):
     x = poisoned(dtype=jnp.dtype(given))
     found = jax.jit(lambda x: quantize(x, dtype, dim=dim, columns=columns).dequantized())(x)

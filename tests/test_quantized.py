@@ -19,18 +19,25 @@ def exactly(x):
     return np.asarray(x).astype("float64")
 
 
-@every
-@pytest.mark.parametrize("given", ["float16", "bfloat16", "float32", "float64"])
+GIVEN = ("float16", "float32", "bfloat16", "float64")
+BLOCKS = [
+    ((6, 30), -1, None, (6, 1)),
+    ((6, 30), 0, None, (1, 30)),
+    ((6, 30), 1, 8, (6, 5)),  # the longest part of a row, up to 8, of which it is a multiple
+    ((6, 31), 1, 8, (6, 31)),
+    ((2, 5, 4), 1, 99, (2, 1, 4)),
+    ((7,), 0, 3, (7,)),
+    ((1, 1), 0, 1, (1, 1)),
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "dim", "columns", "scales"),
+    ("dtype", "given", "shape", "dim", "columns", "scales"),
     [
-        ((6, 30), -1, None, (6, 1)),
-        ((6, 30), 0, None, (1, 30)),
-        ((6, 30), 1, 8, (6, 5)),  # the longest part of a row, up to 8, of which it is a multiple
-        ((6, 31), 1, 8, (6, 31)),
-        ((2, 5, 4), 1, 99, (2, 1, 4)),
-        ((7,), 0, 3, (7,)),
-        ((1, 1), 0, 1, (1, 1)),
+        (dtype, given, *blocks)
+        for at, dtype in enumerate(DTYPES)
+        for number, blocks in enumerate(BLOCKS)
+        for given in GIVEN[(at + number) % 2 :: 2]
     ],
 )
 def test_values_and_scales(dtype, given, shape, dim, columns, scales):

@@ -1,5 +1,7 @@
 """What a matmul gathered is kept for its derivative, or not: values, transfers, memory."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +29,6 @@ WAYS = {
     "at once, then a ring": ({"x": 4}, "naive", "bidirectional"),
     "one device": ({"x": 1}, "bidirectional", "naive"),
 }
-ways = pytest.mark.parametrize(("axes", "mode", "backward"), WAYS.values(), ids=WAYS)
-
 # All compute x @ w: the call, and the dimension of x and of w that is sharded, and of the result.
 FORMS = {
     "rows": (lambda x, w, axis: all_gather_matmul(x, w, axis), (0, 1, 1)),
@@ -40,7 +40,6 @@ FORMS = {
         (0, 1, 1),
     ),
 }
-forms = pytest.mark.parametrize(("call", "dims"), FORMS.values(), ids=FORMS)
 M, K, N = 72, 144, 72
 
 
@@ -67,59 +66,89 @@ def sharded(call, dims, axes, mode, backward, *, keep, check_vma, wire=None):
     )
 
 
+def gradients(fn):
+    """A function of x and w: the gradients of sum(sin(fn(x, w)))."""
+    return jax.grad(lambda x, w: jnp.sum(jnp.sin(fn(x, w))), argnums=(0, 1))
+
+
 def twice(fn):
     """The gradients of sum(sin(x @ w)), and those of a function of them."""
 
-    def once(x, w):
-        return jax.grad(lambda x, w: jnp.sum(jnp.sin(fn(x, w))), argnums=(0, 1))(x, w)
-
     def again(x, w):
-        of_x, of_w = once(x, w)
-        return jnp.sum(jnp.cos(of_x)) + jnp.sum(jnp.sin(of_w))
+        of_x, of_w = once = gradients(fn)(x, w)
+        return jnp.sum(jnp.cos(of_x)) + jnp.sum(jnp.sin(of_w)), once
 
-    return jax.jit(lambda x, w: (once(x, w), jax.grad(again, argnums=(0, 1))(x, w)))
+    return jax.jit(jax.grad(again, argnums=(0, 1), has_aux=True))
 
 
-@ways
-@forms
-def test_gradients_of_what_was_kept_and_theirs(call, dims, axes, mode, backward):
-    x, w = normal(M, K), normal(K, N)
-    way = list(WAYS.values()).index((axes, mode, backward))
-    check_vma = (way + sum(dims)) % 2 == 0  # every other way of each form
-    fn = sharded(call, dims, axes, mode, backward, keep=True, check_vma=check_vma)
-    found, expected = twice(fn)(x, w), twice(jnp.matmul)(x, w)
+def close(found, expected):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)))
 
 
-@check
-def test_a_loop_keeps_the_whole_and_a_loop_that_scatters_is_after_it(check_vma, monkeypatch):
-    x, w = normal(M, K), normal(K, N)
-    call, dims = FORMS["rows"]
-    for mode, backward, unrolled in (
-        ("unidirectional", None, 2),
-        ("bidirectional", None, 1),
-        ("naive", "unidirectional", 2),
-    ):
-        monkeypatch.setattr(run, "UNROLLED", unrolled)
-        fn = sharded(call, dims, {"x": 8}, mode, backward, keep=True, check_vma=check_vma)
-        for a, b in zip(
-            jax.tree.leaves(twice(fn)(x, w)), jax.tree.leaves(twice(jnp.matmul)(x, w)), strict=True
-        ):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)))
+@cache
+def plainly_twice():
+    return jax.device_get(twice(jnp.matmul)(normal(M, K), normal(K, N)))
 
 
-@ways
-def test_eight_bits_that_were_kept_are_those_that_would_be_gathered(axes, mode, backward):
+# Each form both ways round, and with a way back of its own; all others with forms in turn.
+PAIRS = [
+    *((form, "both ways, halves") for form in FORMS),
+    *((form, "a ring, then at once") for form in FORMS),
+    ("rows", "one way"),
+    ("k of rhs", "one way"),
+    ("k of lhs", "a cube"),
+    ("columns", "a cube"),
+    ("rows", "a ring, then chunks"),
+    ("k of lhs", "a ring, then chunks"),
+    ("two weights", "at once, then a ring"),
+    ("k of rhs", "at once, then a ring"),
+    ("columns", "one device"),
+    ("two weights", "one device"),
+]
+
+
+@pytest.mark.parametrize(("form", "way"), PAIRS)
+def test_gradients_of_what_was_kept_and_theirs(form, way):
+    check_vma = (list(FORMS).index(form) + list(WAYS).index(way)) % 2 == 0
+    fn = sharded(*FORMS[form], *WAYS[way], keep=True, check_vma=check_vma)
+    close(twice(fn)(normal(M, K), normal(K, N)), plainly_twice())
+
+
+@pytest.mark.parametrize(
+    ("mode", "backward", "unrolled", "check_vma"),
+    [
+        ("unidirectional", None, 2, True),
+        ("bidirectional", None, 1, False),
+        ("naive", "unidirectional", 2, True),
+    ],
+)
+def test_a_loop_keeps_the_whole_and_a_loop_that_scatters_is_after_it(
+    mode, backward, unrolled, check_vma, monkeypatch
+):
+    monkeypatch.setattr(run, "UNROLLED", unrolled)
     x, w = normal(M, K), normal(K, N)
-    call, dims = FORMS["rows"]
-    given = (call, dims, axes, mode, backward)
+
+    def given(check_vma):
+        axes = {"x": 8}
+        return sharded(*FORMS["rows"], axes, mode, backward, keep=True, check_vma=check_vma)
+
+    close(twice(given(check_vma))(x, w), plainly_twice())
+    jax.eval_shape(twice(given(not check_vma)), x, w)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_eight_bits_that_were_kept_are_those_that_would_be_gathered(way):
+    differentiate = twice if way in ("both ways, halves", "a ring, then at once") else gradients
     kept, again = (
-        twice(sharded(*given, keep=keep, check_vma=True, wire="int8"))(x, w)
+        jax.jit(
+            differentiate(
+                sharded(*FORMS["rows"], *WAYS[way], keep=keep, check_vma=True, wire="int8")
+            )
+        )(normal(M, K), normal(K, N))
         for keep in (True, False)
     )
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)))
+    close(kept, again)
 
 
 @check
@@ -142,8 +171,7 @@ def test_labels_of_a_batch_stay_apart(check_vma):
 
     found = loss(lambda x, w: fn(x, w)[:5])(x, w)
     expected = loss(lambda x, w: jnp.einsum("bmk,bkn->nbm", x, w))(x, w)
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b)))
+    close(found, expected)
 
 
 def counts(mode, keep, backward=None, wire=None):

@@ -4,8 +4,8 @@ They send each sum in two pieces that take turns, group the matmuls of a step in
 slice operands inside it, or before it.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
-from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -175,8 +175,31 @@ GATHERS = (
 )
 SCATTERS = (scatter_rows, scatter_columns, scatter_batch, all_reduce, all_reduce_that_is_padded)
 RINGS = (ring_scatter, ring_reduce, ring_gather)
-every_op = pytest.mark.parametrize("op", [*GATHERS, *SCATTERS, *RINGS])
-both_rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
+OPS = (*GATHERS, *SCATTERS, *RINGS)
+ONE_WAY, BOTH_WAYS = MODES = "unidirectional", "bidirectional"
+ORDERS = ({"sliced": False}, {"sliced": True, "within": True}, {"sliced": True})
+
+
+def in_turn(names, rows, first=0):
+    """Parametrizes a test; the rows of each op have the three orders in turn.
+
+    Which order an op has first depends on its place in `OPS`, and on `first`.
+    """
+    seen, ordered = Counter(), []
+    for op, *rest in rows:
+        ordered.append((op, *rest, ORDERS[(OPS.index(op) + first + seen[op]) % len(ORDERS)]))
+        seen[op] += 1
+    ids = ["-".join(str(getattr(x, "__name__", x)) for x in row[:-1]) for row in ordered]
+    return pytest.mark.parametrize(f"op,{names},sliced", ordered, ids=ids, indirect=["sliced"])
+
+
+def crossed(ops, values):
+    """Each op with each value, and one of the two modes: each op and each value has both."""
+    return [
+        (op, value, MODES[(at + number) % 2])
+        for at, op in enumerate(ops)
+        for number, value in enumerate(values)
+    ]
 
 
 def have_order(monkeypatch, *, sliced, whole=False, within=False):
@@ -189,11 +212,9 @@ def have_order(monkeypatch, *, sliced, whole=False, within=False):
 
 @pytest.fixture
 def sliced(request, monkeypatch):
-    """Has programs ordered as for a TPU: in one of three ways, by the name of the test's case."""
-    number = crc32(request.node.name.encode())
-    sliced = number % 2 == 0
-    have_order(monkeypatch, sliced=sliced, within=number % 4 == 0)
-    return sliced
+    """Has programs ordered as for a TPU: in one of three ways."""
+    have_order(monkeypatch, **request.param)
+    return request.param["sliced"]
 
 
 @pytest.fixture
@@ -235,32 +256,40 @@ def mapped(form, n, check_vma=True):
     )
 
 
-@every_op
-@pytest.mark.parametrize(
-    ("n", "mode"),
+SMALLER = ((3, ONE_WAY), (2, BOTH_WAYS), (3, BOTH_WAYS), (1, BOTH_WAYS))
+
+
+@in_turn(
+    "n,mode",
     [
-        (1, "bidirectional"),
-        (2, "bidirectional"),
-        (3, "unidirectional"),
-        (3, "bidirectional"),
-        (4, "bidirectional"),
+        row
+        for at, op in enumerate(OPS)
+        for row in ((op, 4, BOTH_WAYS), (op, *SMALLER[at % len(SMALLER)]))
     ],
 )
 def test_values_and_gradients(op, n, mode, sliced):
     """With a length of 3 the two pieces of a sum differ in size."""
-    check(op, n, 3, mode, check_vma=n % 2 == 0)
+    check(op, n, 3, mode, check_vma=(n == 4) == (OPS.index(op) % 3 > 0))
 
 
-@pytest.mark.parametrize("op", [gather_rows, gather_contracted, scatter_rows, ring_scatter])
-@pytest.mark.parametrize(("n", "mode"), [(4, "unidirectional"), (7, "bidirectional")])
+@in_turn(
+    "n,mode",
+    [
+        (gather_rows, 4, ONE_WAY),
+        (gather_contracted, 7, BOTH_WAYS),
+        (scatter_rows, 4, ONE_WAY),
+        (scatter_rows, 7, BOTH_WAYS),
+        (ring_scatter, 4, ONE_WAY),
+    ],
+)
 def test_loops(op, n, mode, sliced, loops):
     """On 8 devices no two pairs of turns of a scatter both ways round would be alike."""
     check(op, n, 2, mode, check_vma=(n == 7) != sliced)
 
 
-@pytest.mark.parametrize("n", [3, 5, 8])
-def test_there_is_a_loop_with_conditionals(n, sliced, loops):
-    form = gather_contracted(n, 2, mode="unidirectional")  # adds, which is always grouped
+@in_turn("n", [(gather_contracted, n) for n in (3, 5, 8)])
+def test_there_is_a_loop_with_conditionals(op, n, sliced, loops):
+    form = op(n, 2, mode="unidirectional")  # adds, which is always grouped
     text = str(jax.make_jaxpr(mapped(form, n))(*operands(form[2])))
     assert "cond[" in text
     assert ("scan[" in text or "while[" in text) == (n > 3)
@@ -309,30 +338,42 @@ def test_a_loop_keeps_the_order(monkeypatch, loops):
     assert not order.asked
 
 
-@both_rings
-@pytest.mark.parametrize("length", [1, 2, 1001])  # the last one's are whole tiles, and overlap
-@pytest.mark.parametrize("op", [scatter_rows, scatter_columns, all_reduce, ring_scatter])
+@in_turn(
+    "length,mode",  # the pieces of 1001 are whole tiles, and overlap
+    crossed([scatter_rows, scatter_columns, all_reduce, ring_scatter], [1, 2, 1001]),
+)
 def test_pieces_of_any_length(op, length, mode, sliced):
     check(op, 4, length, mode, check_vma=sliced)
 
 
-@both_rings
-@pytest.mark.parametrize("op", [scatter_rows, ring_scatter])
+@pytest.mark.parametrize(("op", "mode"), [(scatter_rows, BOTH_WAYS), (ring_scatter, ONE_WAY)])
 def test_one_piece_of_a_long_block(op, mode, monkeypatch):
     monkeypatch.setattr("jaxpar.choose.choice.traced_order", CpuOrder)
     check(op, 3, 1001, mode, check_vma=True)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("op", [*GATHERS, ring_gather, scatter_rows])
+@in_turn(
+    "n",
+    [
+        *((op, (4, 2)[at % 2]) for at, op in enumerate([*GATHERS, ring_gather, scatter_rows])),
+        (gather_contracted, 4),
+    ],
+    first=2,
+)
 def test_a_whole_opposite_block(op, n, sliced, monkeypatch):
     have_order(monkeypatch, sliced=sliced, whole=True)
     check(op, n, 3, "bidirectional", check_vma=(n == 4) != sliced)
 
 
-@pytest.mark.parametrize("n", [3, 4])
-@pytest.mark.parametrize(
-    "op", [gather_contracted, gather_contracted_of_rhs, gather_contracted_for_two, scatter_rows]
+@in_turn(
+    "n",
+    [
+        (gather_contracted, 3),
+        (gather_contracted, 4),
+        (gather_contracted_of_rhs, 4),
+        (gather_contracted_for_two, 3),
+        (scatter_rows, 4),
+    ],
 )
 def test_joined_arrivals(op, n, sliced, monkeypatch):
     asked = []
@@ -344,16 +385,24 @@ def test_joined_arrivals(op, n, sliced, monkeypatch):
     assert asked
 
 
-@both_rings
-@pytest.mark.parametrize("op", [gather_rows, scatter_rows, all_reduce, ring_scatter])
+@in_turn(
+    "mode",
+    [
+        (gather_rows, BOTH_WAYS),
+        (scatter_rows, ONE_WAY),
+        (all_reduce, ONE_WAY),
+        (ring_scatter, BOTH_WAYS),
+    ],
+)
 def test_a_narrow_wire(op, mode, sliced):
     wire = {"wire_dtype": jnp.bfloat16, "rounding_dtype": jnp.bfloat16}
     check(op, 4, 3, mode, check_vma=sliced, **wire)
 
 
-@both_rings
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("op", [gather_rows, gather_contracted, scatter_rows, all_reduce])
+@in_turn(
+    "dtype,mode",
+    crossed([gather_rows, gather_contracted, scatter_rows, all_reduce], ["bfloat16", "int8"]),
+)
 def test_other_dtypes(op, dtype, mode, sliced):
     """What travels is wider than the operands, and the result of bfloat16 is narrower than that."""
     n = 4
@@ -374,9 +423,18 @@ def test_other_dtypes(op, dtype, mode, sliced):
     )
 
 
-@both_rings
-@pytest.mark.parametrize("batched", ["lhs", "rhs", "both"])
-@pytest.mark.parametrize("op", [gather_rows, gather_contracted_of_rhs, scatter_rows, all_reduce])
+@in_turn(
+    "batched,mode",
+    [
+        *((gather_rows, "lhs", ONE_WAY), (gather_rows, "rhs", BOTH_WAYS)),
+        *(
+            (gather_contracted_of_rhs, "rhs", BOTH_WAYS),
+            (gather_contracted_of_rhs, "both", ONE_WAY),
+        ),
+        *((scatter_rows, "lhs", BOTH_WAYS), (scatter_rows, "both", ONE_WAY)),
+        *((all_reduce, "rhs", ONE_WAY), (all_reduce, "both", BOTH_WAYS)),
+    ],
+)
 def test_vmap(op, batched, mode, sliced):
     n = 4
     function, reference, shapes, (in_specs, out_specs) = op(n, 3, mode=mode)
@@ -400,8 +458,8 @@ def test_vmap(op, batched, mode, sliced):
     )
 
 
-@both_rings
-def test_vmap_over_something_else(mode, sliced):
+@in_turn("mode", [(scatter_rows, mode) for mode in MODES])
+def test_vmap_over_something_else(op, mode, sliced):
     """No operand is batched: gradients are summed over the batch once."""
 
     def calls(x, scale):
@@ -429,13 +487,18 @@ def second(function):
     return jax.jit(jax.grad(along, argnums=(0, 1)))
 
 
-@both_rings
-@pytest.mark.parametrize(
-    "op",
+@in_turn(
+    "mode",  # test_gradients.py has each one the other way round, in the order of CPUs
     [
-        *(gather_rows, gather_contracted, gather_contracted_of_rhs, gather_columns_of_rhs),
-        *(scatter_rows, scatter_columns, all_reduce),
+        (gather_rows, BOTH_WAYS),
+        (gather_contracted, ONE_WAY),
+        (gather_contracted_of_rhs, BOTH_WAYS),
+        (gather_columns_of_rhs, ONE_WAY),
+        (scatter_rows, BOTH_WAYS),
+        (scatter_columns, ONE_WAY),
+        (all_reduce, BOTH_WAYS),
     ],
+    first=1,
 )
 def test_second_derivatives(op, mode, sliced):
     n = 4 if mode == "bidirectional" else 3
@@ -451,12 +514,12 @@ def test_second_derivatives(op, mode, sliced):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize(("rows", "sent"), [(4, 4), (3, 4)])  # pieces are of one size
-def test_what_is_sent(n, rows, sent, sliced):
+@in_turn("n,rows", [(scatter_rows, *row) for row in ((2, 3), (3, 4), (4, 4), (5, 3), (8, 3))])
+def test_what_is_sent(op, n, rows, sliced):
     """As many bytes as ever; sums in two pieces, which share what is left both ways."""
-    for mode in ("unidirectional", "bidirectional"):
-        form = scatter_rows(n, rows, mode=mode)
+    sent = 4  # pieces are of one size
+    for mode in MODES:
+        form = op(n, rows, mode=mode)
         shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in form[2]]
         counts = count_collectives(mapped(form, n), *shapes)
         assert counts.forward == {"ppermute": 2 * (n - 1)}

@@ -24,7 +24,7 @@ from jaxpar.testing import assert_matches_reference, axis_orders, dtypes, meshes
 MODES = ["unidirectional", "bidirectional", "naive", "stationary", "chunked-2", "chunked-8"]
 modes = st.sampled_from(MODES)
 blocks = st.integers(1, 3)  # sizes of a dimension on one device: 1, even and odd
-few = settings(max_examples=6)
+few = settings(max_examples=4)
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,13 @@ def test_matmul_all_reduce_of_sizes_that_need_not_divide(ring, mode, dtype, chec
     )
 
 
-@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional", "naive", "chunked-2"])
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize(
+    ("n", "mode"),
+    [
+        *((3, "naive"), (3, "bidirectional")),
+        *((4, "unidirectional"), (4, "bidirectional"), (4, "chunked-2")),
+    ],
+)
 def test_matmul_all_reduce_to_a_replicated_output(n, mode):
     """Here the ring divides no dimension, the first one, and the second one of the result."""
     assert_matches_reference(
@@ -296,23 +301,23 @@ def line(n):
     return Mesh(np.array(jax.devices()[:n]), ("x",), axis_types=(AxisType.Auto,))
 
 
-def both_ways(call):
-    return tuple(call(mode) for mode in ("unidirectional", "bidirectional"))
-
-
 @pytest.mark.parametrize("n", range(1, 9))
 def test_every_ring_size(n):
     """With one row a device, so that no half of a block has the size of the other."""
+    # One way round, a turn is like any other: one of the two on 5 and more devices.
+    gathers, scatters = (["bidirectional"], ["bidirectional"])
+    for ways in (gathers, scatters) if n < 5 else (gathers,) if n % 2 else (scatters,):
+        ways.append("unidirectional")
 
     def fn(x, w, a, b):
         return (
-            both_ways(lambda mode: all_gather_matmul(x, w, "x", mode=mode)),
-            both_ways(lambda mode: matmul_reduce_scatter(a, b, "x", mode=mode)),
+            tuple(all_gather_matmul(x, w, "x", mode=mode) for mode in gathers),
+            tuple(matmul_reduce_scatter(a, b, "x", mode=mode) for mode in scatters),
         )
 
     assert_matches_reference(
         fn,
-        lambda x, w, a, b: ((x @ w,) * 2, (a @ b,) * 2),
+        lambda x, w, a, b: ((x @ w,) * len(gathers), (a @ b,) * len(scatters)),
         normal((n, 3)),
         normal((3, n)),
         normal((n, n)),
@@ -321,11 +326,19 @@ def test_every_ring_size(n):
         in_specs=(P("x"), P(None, "x"), P(None, "x"), P("x")),
         out_specs=(P(None, "x"), P("x")),
         check_vma=n % 2 == 0,
+        max_directions=8,
     )
 
 
-@pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
-@pytest.mark.parametrize("axes", [("y", "x"), ("z", "x"), ("z", "x", "y")])
+@pytest.mark.parametrize(
+    ("axes", "mode"),
+    [
+        (("y", "x"), "unidirectional"),
+        (("z", "x"), "bidirectional"),
+        (("z", "x", "y"), "unidirectional"),
+        (("z", "x", "y"), "bidirectional"),
+    ],
+)
 def test_a_ring_counts_in_the_order_of_the_tuple(axes, mode):
     grid = np.array(jax.devices())[[5, 0, 3, 6, 1, 7, 4, 2]].reshape(2, 2, 2)
     mesh = Mesh(grid, ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
@@ -402,6 +415,6 @@ def test_long_rings_run_a_loop(mode, n, monkeypatch):
     def reference(x, w, v):
         return x @ w @ v, x @ v.T @ v, x @ v.T
 
-    args = normal((n, 3)), normal((3, n)), normal((n, 3))
+    args = normal((n, 2)), normal((2, n)), normal((n, 2))
     assert "scan[" in str(jax.make_jaxpr(jax.shard_map(fn, **where))(*args))
-    assert_matches_reference(fn, reference, *args, **where, check_vma=n == 4)
+    assert_matches_reference(fn, reference, *args, **where, check_vma=n == 4, max_directions=8)
