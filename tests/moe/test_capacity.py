@@ -107,7 +107,7 @@ def test_float64_weights():
         np.testing.assert_array_equal(kept, reference(near, 4, "probability"))
 
 
-@pytest.mark.parametrize(("policy", "check_vma"), zip(POLICIES, (True, False), strict=True))
+@pytest.mark.parametrize(("policy", "check_vma"), [*zip(POLICIES, (True, False), strict=True)])
 def test_each_device_limits_its_own(policy, check_vma):
     logits = np.random.default_rng(1).standard_normal((4 * 12, 4)).astype("float32")
 
