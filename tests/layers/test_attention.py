@@ -282,17 +282,22 @@ def test_float64_and_heads_of_another_size_for_values():
 # -- what is sent and kept ----------------------------------------------------------------------
 
 
-@check
+GATHERS = {"all_gather": 1, "psum_scatter": 1}, {"all_gather": 1, "psum_scatter": 1}
+PERMUTES = {"ppermute": 3 + 3}, {"ppermute": 3 * 3}
+
+
 @pytest.mark.parametrize(
-    ("mode", "forward", "backward"),
+    ("kv_heads", "mode", "counts", "check_vma"),
     [
-        ("naive", {"all_gather": 1, "psum_scatter": 1}, {"all_gather": 1, "psum_scatter": 1}),
-        ("unidirectional", {"ppermute": 3 + 3}, {"ppermute": 3 * 3}),
+        (1, "naive", GATHERS, True),
+        (1, "unidirectional", PERMUTES, False),
+        (4, "naive", GATHERS, False),
+        (4, "unidirectional", PERMUTES, True),
     ],
 )
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_projections_share_one_gather(kv_heads, mode, forward, backward, check_vma):
+def test_projections_share_one_gather(kv_heads, mode, counts, check_vma):
     """Weights of keys and values that all devices have get a sum of their gradients each."""
+    forward, backward = counts
     layout = head_layout(4, kv_heads, 4)
     in_specs, tokens = specs(layout, -2)
     mapped = jax.shard_map(

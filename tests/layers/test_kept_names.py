@@ -40,7 +40,7 @@ def test_what_is_kept_by_name_is_not_sent_again(layer, name, check_vma):
         block = jax.checkpoint(layer, **checkpoint) if checkpoint else layer
         mapped = jax.shard_map(
             lambda x, w: x + jnp.tanh(block(x, w)),
-            mesh=make_mesh({"x": 4}, devices=jax.devices()[:4]),
+            mesh=make_mesh({"x": 2}, devices=jax.devices()[:2]),
             in_specs=(P(None, "x"), (P(), P(None, "x"), P("x"))),
             out_specs=P(None, "x"),
             check_vma=check_vma,

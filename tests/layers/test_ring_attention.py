@@ -254,7 +254,7 @@ def test_scan_checkpoint_and_vmap(mode, order):
         in_specs=(P("x"), P()),
         out_specs=P("x"),
         check_vma=mode != "naive",
-        max_directions=8,
+        max_directions=4,
     )
 
 
@@ -507,10 +507,10 @@ def packed(q, k, v, segments, *, causal):
 @pytest.mark.parametrize(
     ("mode", "order", "causal", "n", "check_vma"),
     [
-        ("naive", "zigzag", True, 4, True),
+        ("naive", "zigzag", True, 2, True),
         ("unidirectional", "contiguous", True, 3, True),
         ("bidirectional", "zigzag", True, 4, False),
-        ("bidirectional", "contiguous", False, 5, True),
+        ("bidirectional", "contiguous", False, 3, True),
         ("unidirectional", "zigzag", False, 1, True),
     ],
 )
@@ -540,10 +540,9 @@ def test_packed_documents_and_lengths(mode, order, causal, n, check_vma):
         )
         return attend(q[:, places], k[:, places], v[:, places], segments[:, places])[:, back]
 
-    found, pull = jax.vjp(jax.jit(ours), q, k, v)
+    ct = rng.standard_normal(q.shape).astype(np.float32)
+    found, *grads = jax.jit(vjp, static_argnums=0)(ours, ct, q, k, v)
     np.testing.assert_allclose(found, packed(q, k, v, counted, causal=causal), atol=2e-6)
-    ct = rng.standard_normal(found.shape).astype(np.float32)
-    grads = pull(jnp.asarray(ct))
     assert all(np.all(np.isfinite(g)) for g in grads)
     for at, (x, grad) in enumerate(zip((q, k, v), grads, strict=True)):
         direction = rng.standard_normal(x.shape)
@@ -620,8 +619,8 @@ def test_gradients_sum_to_0_where_scores_are_far_from_it(n):
         return jnp.einsum("hqk,khe->qhe", jax.nn.softmax(scores, axis=-1), v)
 
     def gradients(f, dtype):
-        args = [jnp.asarray(x, dtype) for x in (q, k, v)]
-        return jax.vjp(f, *args)[1](jnp.asarray(ct, dtype))
+        args = [jnp.asarray(x, dtype) for x in (ct, q, k, v)]
+        return jax.jit(vjp, static_argnums=0)(f, *args)[1:]
 
     with jax.enable_x64(True):
         wanted = [np.asarray(x) for x in gradients(plain, "float64")]
@@ -631,7 +630,7 @@ def test_gradients_sum_to_0_where_scores_are_far_from_it(n):
         in_specs=P("x"),
         out_specs=P("x"),
     )
-    found, naive = gradients(jax.jit(mapped), "float32"), gradients(plain, "float32")
+    found, naive = gradients(mapped, "float32"), gradients(plain, "float32")
     for got, other, want in zip(found, naive, wanted, strict=True):
         scale = np.max(np.abs(want))
         error, theirs = (np.max(np.abs(x - want)) / scale for x in (got, other))
@@ -644,32 +643,29 @@ def test_a_length_beyond_the_sequence_is_all_of_it():
     np.testing.assert_array_equal(ring_on_one(x, x, x, lengths=most), ring_on_one(x, x, x))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
-def test_lengths_of_a_dtype_that_does_not_hold_the_sequence(dtype):
+def test_lengths_of_a_dtype_that_does_not_hold_the_sequence():
     x = normal(2, 264, 1, 2)
     lengths = np.array([100, 3])
-    found = ring_on_one(x, x, x, lengths=lengths.astype(dtype))
-    np.testing.assert_array_equal(found, ring_on_one(x, x, x, lengths=lengths))
+    wanted = ring_on_one(x, x, x, lengths=lengths)
+    for dtype in ("int8", "uint8", "int16"):
+        found = ring_on_one(x, x, x, lengths=lengths.astype(dtype))
+        np.testing.assert_array_equal(found, wanted, err_msg=dtype)
 
 
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "order"), [(True, "zigzag"), (False, "contiguous")])
 def test_what_does_not_count_may_hold_anything(causal, order):
     places = zigzag_order(16, 4) if order == "zigzag" else np.arange(16)
     given = normal(16, 2, 4), 2 * normal(16, 2, 4), normal(16, 2, 4) + 1, np.ones((16, 2, 4), "f4")
-    attend = jax.jit(
-        jax.shard_map(
-            lambda *args: ring_attention(*args, "x", lengths=9, causal=causal, order=order),
-            mesh=line(4),
-            in_specs=P("x"),
-            out_specs=P("x"),
-        )
+    attend = jax.shard_map(
+        lambda *args: ring_attention(*args, "x", lengths=9, causal=causal, order=order),
+        mesh=line(4),
+        in_specs=P("x"),
+        out_specs=P("x"),
     )
 
     @jax.jit
     def run(q, k, v, ct):
-        out, pull_back = jax.vjp(attend, q, k, v)
-        return out, *pull_back(ct)
+        return vjp(attend, ct, q, k, v)
 
     clean = [x[places] for x in given]
     dirty = [np.where(places[:, None, None] >= 9, np.float32("nan"), x) for x in clean]

@@ -255,7 +255,7 @@ def test_all_that_is_wrong_is_found():
     keys = [rf"layers/\d+/(attention|mlp){k}/(kernel|weight)" for k in range(100, 300)]
     rules = LayoutMap(dict.fromkeys(keys, (None, "tp")))
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    params = {"layers": [{f"attention{k}": {"kernel": w} for k in range(200)} for _ in range(50)]}
+    params = {"layers": [{f"attention{k}": {"kernel": w} for k in range(200)} for _ in range(5)]}
     with pytest.raises(LayoutError) as found:
         rules.layout(params, make_mesh("tp=8"))
-    assert len(found.value.problems) == 5_000 + 100
+    assert len(found.value.problems) == 500 + 100

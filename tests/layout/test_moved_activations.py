@@ -28,7 +28,7 @@ from jaxpar.layout import (
 ROWS, LENGTH, WIDTH, HIDDEN, WORDS, EXPERTS = 56, 13, 64, 160, 96, 8
 HEADS, KV_HEADS, SIZE = 8, 8, 4
 FEATURES = {WIDTH, HIDDEN, WORDS, WIDTH // 2, WIDTH // 4, WIDTH // 8}
-MESHES = ("fsdp=2,tp=4", "fsdp=8", "tp=8", "dp=2,tp=4")
+BOTH_AXES = "fsdp=2,tp=4"
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
 
@@ -155,8 +155,21 @@ def moved(rules, function, params, batch, mesh):
     return warned, whole_batches(program, ROWS, FEATURES) if over.spec else []
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
+# All models over both axes; of one axis alone, which is a part of that, each with some.
+OF_ONE_AXIS = {
+    "fsdp=8": ("tied", "untied, scanned"),
+    "tp=8": ("fused", "positions"),
+    "dp=2,tp=4": ("untied, scanned", "fused"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *((name, BOTH_AXES) for name in MODELS),
+        *((name, mesh) for mesh, names in OF_ONE_AXIS.items() for name in names),
+    ],
+)
 def test_inferred_maps(name, mesh):
     mesh, params = make_mesh(mesh), MODELS[name]
     rules = infer_layout(loss, params, BATCH, mesh)
@@ -173,7 +186,7 @@ def classes(params, batch, constrained=lambda x: x):
 
 
 def test_what_a_map_says_of_activations_keeps_them_in_place():
-    params, mesh = MODELS["tied"] | {"classes": F32((WIDTH, 16))}, make_mesh("fsdp=2,tp=4")
+    params, mesh = MODELS["tied"] | {"classes": F32((WIDTH, 16))}, make_mesh(BOTH_AXES)
     del params["last_norm"]
     rules = infer_layout(classes, params, BATCH, mesh)
     assert rules["embedding"] == P(("tp", "fsdp"))
@@ -205,8 +218,13 @@ def strategies(params, mesh):
     return rules
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["tied", "untied, scanned", "positions"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *((name, BOTH_AXES) for name in ("tied", "untied, scanned", "positions")),
+        *((name, mesh) for mesh, names in OF_ONE_AXIS.items() for name in names if name != "fused"),
+    ],
+)
 def test_maps_of_strategies(name, mesh):
     mesh, params = make_mesh(mesh), MODELS[name]
     assert moved(strategies(params, mesh), loss, params, BATCH, mesh) == ([], [])
@@ -235,7 +253,7 @@ def test_maps_of_the_notebook(mesh):
 
 def test_a_wrong_map_is_seen():
     """The features of a table over the batch's axis: what all tests of this file are about."""
-    params, mesh = MODELS["tied"], make_mesh("fsdp=2,tp=4")
+    params, mesh = MODELS["tied"], make_mesh(BOTH_AXES)
     rules = infer_layout(loss, params, BATCH, mesh)
     for spec in (P("tp", "fsdp"), P(None, "fsdp")):
         wrong = LayoutMap(dict(rules) | {"embedding": spec}, batch=rules.batch.layout)

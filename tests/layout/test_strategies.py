@@ -508,9 +508,7 @@ def on_one_device():
         return start, two_losses(start, jax.jit(ADAM.init)(start), TOKENS)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1)]
-)
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 1, 8), (1, 8, 1)])
 def test_one_model_on_every_mesh(sizes, on_one_device):
     """Data, fully sharded and tensor parallel: two steps of Adam are those of one device."""
     mesh = make_mesh(dict(zip(("dp", "fsdp", "tp"), sizes, strict=True)))

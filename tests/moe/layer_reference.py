@@ -60,6 +60,10 @@ def mlp(x, w, activation):
     return hidden @ w["down"] + w.get("down_bias", 0)
 
 
+def _one_hot(chosen, count):
+    return chosen[..., None] == np.arange(count)
+
+
 def moe(params, chosen, kept, activation=jax.nn.silu, **how):
     """Returns results and statistics of the tokens of all devices, `[devices * t, d]`.
 
@@ -68,14 +72,12 @@ def moe(params, chosen, kept, activation=jax.nn.silu, **how):
     tokens, count = params["tokens"], params["router"].shape[1]
     logits = tokens @ params["router"]
     weights = weights_of(logits, jnp.maximum(chosen, 0), **how)
-    out = 0 * tokens
-    for expert in range(count):
-        share = jnp.sum(weights * (kept & (chosen == expert)), axis=1)
-        w = {key: value[expert] for key, value in params["experts"].items()}
-        out = out + share[:, None] * mlp(tokens, w, activation)
+    shares = jnp.sum(weights[..., None] * kept[..., None] * _one_hot(chosen, count), axis=1)
+    each = jax.vmap(lambda w: mlp(tokens, w, activation))(params["experts"])
+    out = jnp.einsum("te,etd->td", shares, each)
     if "shared" in params:
         out = out + mlp(tokens, params["shared"], activation)
-    loads = jnp.sum(chosen[..., None] == jnp.arange(count), axis=(0, 1))
+    loads = jnp.sum(_one_hot(chosen, count), axis=(0, 1))
     counted = chosen[:, 0] >= 0
     real = counted / jnp.maximum(counted.sum(), 1)
     scores = scores_of(logits, how["scoring"])

@@ -32,7 +32,7 @@ mesh = make_mesh("ep=2,dp=2")  # experts are exchanged between the processes
 
 def layer(params):
     operands = params["tokens"], params["router"], params["experts"]
-    how = {"axis": "ep", "data_axis": "dp", "top_k": 2, "chunks": 2}
+    how = {"axis": "ep", "data_axis": "dp", "top_k": 2}
     return routed_moe_layer(*operands, dispatch="ragged", **how)[0]
 
 

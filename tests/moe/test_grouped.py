@@ -81,9 +81,10 @@ def test_values_and_gradients_for_any_sizes(implementation):
 
 
 @pytest.mark.parametrize(
-    ("axes", "name"), [("ep=8", "ep"), ("dp=2,ep=4", "ep"), ("a=3,b=2", ("b", "a"))]
+    ("axes", "name", "check_vma"),
+    [("dp=2,ep=4", "ep", (True, False)), ("a=3,b=2", ("b", "a"), True)],
 )
-def test_in_shard_map_with_groups_of_each_device(axes, name):
+def test_in_shard_map_with_groups_of_each_device(axes, name, check_vma):
     count = np.prod([int(size) for size in re.findall(r"\d+", axes)])
     mesh = make_mesh(axes, devices=jax.devices()[:count])
     names = (name,) if isinstance(name, str) else name
@@ -108,6 +109,8 @@ def test_in_shard_map_with_groups_of_each_device(axes, name):
         mesh=mesh,
         in_specs=P(name),
         out_specs=P(name),
+        check_vma=check_vma,
+        max_directions=8,
     )
 
 

@@ -86,7 +86,7 @@ def test_matches_reference(options, bias, mask, check_vma):
                   {name: P() if name == "bias" else P("ep") for name in given}),
         out_specs=P("ep"),
         check_vma=check_vma,
-        max_directions=16,
+        max_directions=6,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
@@ -77,21 +76,42 @@ def assert_alike(found, wanted, **tolerances):
     jax.tree.map(partial(np.testing.assert_allclose, **tolerances), found, wanted)
 
 
-@pytest.mark.parametrize("slots", [2, 8, ROWS])
-def test_with_all_beyond_slots_some_or_none(slots):
+def value_and_gradients(function):
+    """Under the loss, in one program."""
+
+    def run(keys, inputs):
+        def total(inputs):
+            out = function(keys, inputs)
+            return jnp.sum(jnp.sin(out)), out
+
+        gradients, out = jax.grad(total, has_aux=True)(inputs)
+        return out, gradients
+
+    return jax.jit(run)
+
+
+def test_with_all_beyond_slots_some_or_none():
     with jax.enable_x64(True):
         keys, inputs = make()
-        own = partial(in_slots, slots, (8, 4))
-        assert_alike(jax.jit(own)(keys, inputs), reference(keys, inputs), atol=1e-10)
-        for order in (loss, second) if slots == 2 else (loss,):  # both ways of rows there
-            found, wanted = (jax.grad(order(f), argnums=1) for f in (own, reference))
-            assert_alike(jax.jit(found)(keys, inputs), jax.jit(wanted)(keys, inputs), atol=1e-6)
+        out, gradients = value_and_gradients(reference)(keys, inputs)
+        for slots in (2, 8, ROWS):
+            found = value_and_gradients(partial(in_slots, slots, (8, 4)))(keys, inputs)
+            assert_alike(found[0], out, atol=1e-10)
+            assert_alike(found[1], gradients, atol=1e-6)
 
 
-@pytest.mark.parametrize(("gate", "bias"), [(False, True), (True, False)])
-def test_without_gate_or_biases(gate, bias):
+def test_second_derivatives():
+    """Of rows in slots and beyond them."""
     with jax.enable_x64(True):
-        keys, inputs = make(gate=gate, bias=bias)
+        keys, inputs = make()
+        own = partial(in_slots, 2, (8,))
+        found, wanted = (jax.jit(jax.grad(second(f), argnums=1)) for f in (own, reference))
+        assert_alike(found(keys, inputs), wanted(keys, inputs), atol=1e-6)
+
+
+def test_without_a_gate():
+    with jax.enable_x64(True):
+        keys, inputs = make(gate=False)
         own = partial(in_slots, 8, (8, 4))
         found, wanted = (jax.grad(loss(f), argnums=1) for f in (own, reference))
         assert_alike(jax.jit(found)(keys, inputs), jax.jit(wanted)(keys, inputs), atol=1e-10)
@@ -115,8 +135,8 @@ def test_no_rows_at_all():
     keys = jnp.full_like(keys, -1)
     inputs = inputs._replace(x=jnp.full_like(inputs.x, jnp.nan))
     own = partial(in_slots, 8, (8, 4))
-    assert not np.any(jax.jit(own)(keys, inputs))
-    grads = jax.jit(jax.grad(loss(own), argnums=1))(keys, inputs)
+    out, grads = value_and_gradients(own)(keys, inputs)
+    assert not np.any(out)
     assert not any(np.any(d) for d in jax.tree.leaves(grads))
 
 
@@ -137,25 +157,24 @@ def test_bfloat16_is_summed_in_float32():
         assert np.abs(np.asarray(a, "float32") - b).max() < 0.02 * np.abs(b).max()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_on_devices_with_loads_of_their_own(check_vma):
+def test_on_devices_with_loads_of_their_own():
     mesh = make_mesh("x=8")
     keys, inputs = make(dtype="float32")
     all_keys = jnp.stack([jnp.where(keys < i, keys, -1) for i in range(8)])
 
-    def local(keys, inputs):
+    def total(inputs):
+        return jnp.sum(jax.vmap(loss(reference), (0, None))(all_keys, inputs))
+
+    wanted = jax.jit(jax.grad(total))(inputs)
+
+    def local(keys, inputs, *, check_vma):
         grads = jax.grad(loss(partial(in_slots, 8, (8, 4))), argnums=1)(keys[0], inputs)
         return jax.lax.psum(grads, "x") if not check_vma else grads
 
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(P("x"), P()), out_specs=P(), check_vma=check_vma
-    )
-
-    def total(inputs):
-        return sum(loss(reference)(keys, inputs) for keys in all_keys)
-
-    wanted = jax.jit(jax.grad(total))(inputs)
-    assert_alike(jax.jit(mapped)(all_keys, inputs), wanted, atol=2e-3, rtol=1e-3)
+    for vma in (True, False):
+        one = partial(local, check_vma=vma)
+        mapped = jax.shard_map(one, mesh=mesh, in_specs=(P("x"), P()), out_specs=P(), check_vma=vma)
+        assert_alike(jax.jit(mapped)(all_keys, inputs), wanted, atol=2e-3, rtol=1e-3)
 
 
 def test_vmap():

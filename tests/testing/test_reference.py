@@ -59,10 +59,11 @@ def linear_args(dtype):
 
 
 @floats
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(mesh=meshes(max_axes=2), seed=st.integers(0, 99))
 def test_gather_and_scatter_over_any_mesh(dtype, mesh, seed):
     axes, n = mesh.axis_names, mesh.size
+    vma = (True, False) if dtype == "float32" else dtype == "float16"
     args = normal((2 * n, 3 * n), dtype, seed), normal((3 * n, n), dtype, seed + 1)
     assert_matches_reference(
         lambda x, w: lax.all_gather(x, axes, tiled=True) @ w,
@@ -71,6 +72,7 @@ def test_gather_and_scatter_over_any_mesh(dtype, mesh, seed):
         mesh=mesh,
         in_specs=(P(axes), P(None, axes)),
         out_specs=P(None, axes),
+        check_vma=vma,
         seed=seed,
     )
     assert_matches_reference(
@@ -80,6 +82,7 @@ def test_gather_and_scatter_over_any_mesh(dtype, mesh, seed):
         mesh=mesh,
         in_specs=(P(None, axes), P(axes)),
         out_specs=P(axes),
+        check_vma=vma,
         seed=seed,
     )
 

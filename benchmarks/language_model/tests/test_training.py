@@ -27,16 +27,10 @@ def arithmetic():
         yield
 
 
-@pytest.mark.parametrize(
-    ("mesh", "sizes", "microbatches"),
-    [
-        ("dp=2,fsdp=2,tp=2", {"layers": 1}, 2),
-        ("cp=2,tp=2", {"heads": 3, "kv_heads": 1, "tied": False, "layers": 1}, 1),
-    ],
-)
-def test_fifty_steps(mesh, sizes, microbatches):
-    chosen = model(**sizes)
-    trainer = Trainer(chosen, TRAINING, build_mesh(mesh), microbatches)
+def test_fifty_steps():
+    """In microbatches; `test_processes.py` does as much over cp=2,tp=2."""
+    chosen, microbatches = model(heads=3, kv_heads=1), 2
+    trainer = Trainer(chosen, TRAINING, build_mesh("dp=2,fsdp=2,tp=2"), microbatches)
     params = draw_weights(chosen)
     batches = [draw_batch(chosen, seed=step) for step in range(50)]
     losses, last = reference_curve(trainer, params, batches)

@@ -57,6 +57,15 @@ def test_experts_travel_in_8_bits():
     assert plain["ep", "int8"] == 0 < low["ep", "int8"]
 
 
+@pytest.fixture(scope="module")
+def exact():
+    """A trainer, what it takes, and its loss and gradients."""
+    sizes = replace(SIZES, hidden=64, layers=1)
+    trainer = Trainer(sizes, TRAINING, build_mesh("tp=2"))
+    given = draw_weights(sizes), draw_batch(sizes, 4, 8)
+    return trainer, given, loss_and_gradients(trainer, *given)
+
+
 @pytest.mark.parametrize(
     ("how", "at_most"),
     [
@@ -66,12 +75,9 @@ def test_experts_travel_in_8_bits():
         (LowBit("float8_e4m3fn"), 0.1),
     ],
 )
-def test_gradients_are_near_the_exact_ones(how, at_most):
-    sizes = replace(SIZES, hidden=64, layers=1)
-    exact = Trainer(sizes, TRAINING, build_mesh("tp=2"))
-    params, batch = draw_weights(sizes), draw_batch(sizes, 4, 8)
-    want, truth = loss_and_gradients(exact, params, batch)
-    got, found = loss_and_gradients(replace(exact, wire_dtype=how), params, batch)
+def test_gradients_are_near_the_exact_ones(how, at_most, exact):
+    trainer, given, (want, truth) = exact
+    got, found = loss_and_gradients(replace(trainer, wire_dtype=how), *given)
     assert abs(got / want - 1) < 0.01
     for a, b in zip(*map(jax.tree.leaves, (found, truth)), strict=True):
         apart = np.linalg.norm(a - b) / np.linalg.norm(b)
