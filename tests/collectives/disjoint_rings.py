@@ -122,13 +122,14 @@ def low_bit(name, dim, left, right, alongs, code=lambda x: x):
 def main():
     rows, columns, whole = P(AXES), P(None, AXES), P(None, AXES, None, None)
     kept = jaxpar.Axis(AXES, MODE, keep_gathered=True)
-    # Sums in two pieces and in one.
+    # Sums in two pieces and in one, which go by one of the two where blocks and sums may.
     orders = (TpuOrder(delays_transfers=True), *([CpuOrder()] if IS_SMALL else []))
+    cases = [*product(orders[:1], TORUS), *product(orders[1:], TORUS[-1:])]
     # No share, shares that differ, halves of shares.
     for length in (1, 5, 8) if N < 12 else (5, 8):
         x, w = normal(N * length, 3), normal(3, N)
         y, v = normal(N * length, 2 * N), normal(2 * N, 3)
-        for order, along in product(orders, TORUS) if length > 1 else [(orders[0], None)]:
+        for order, along in cases if length > 1 else [(orders[0], None)]:
             choice.traced_order = lambda order=order: order
             choice.with_phases = lambda _, way, __, along=along: replace(
                 way, blocks_along=along, sums_along=along
