@@ -176,7 +176,7 @@ def main():
             rows,
             (x, w),
             multiplied(x, w),
-            loops=LOOPS and along is None,
+            loops=LOOPS,  # of sums, backward
         )
     if CHECK_VMA:
         low_bit("rows", 0, rows, columns, alongs)
