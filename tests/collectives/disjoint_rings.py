@@ -32,6 +32,7 @@ from jaxpar.ring.order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 
 MODE = "multi-ring"
 IS_SMALL = N < 16  # round more devices, what depends on no torus's shape is not checked again
+LOOPS = N > 30  # blocks go round rings of so many devices in loops
 NAMES = ("x", "y", "z", "u")[: len(SIZES)]
 AXES = NAMES[::-1]  # another order than the mesh's
 MESH = jaxpar.make_mesh(dict(zip(NAMES, SIZES, strict=True)))
@@ -44,7 +45,7 @@ def normal(*shape):
     return RNG.standard_normal(shape)
 
 
-def compare(name, fn, in_specs, out_specs, args, expected):
+def compare(name, fn, in_specs, out_specs, args, expected, *, loops=False):
     """The result, and its gradients for a cotangent."""
     mapped = jax.shard_map(
         fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=CHECK_VMA
@@ -58,7 +59,9 @@ def compare(name, fn, in_specs, out_specs, args, expected):
         return found, pull(ct)
 
     traced = both.trace(ct, *args)
-    assert "ppermute" in str(traced.jaxpr)
+    text = str(traced.jaxpr)
+    assert "ppermute" in text
+    assert ("scan[" in text or "while[" in text) == loops
     found, pulled = traced.lower().compile()(ct, *args)
     np.testing.assert_allclose(found, out, rtol=0, atol=1e-12 * np.abs(out).max() * N)
     for got, gradient in zip(pulled, gradients, strict=True):
@@ -92,11 +95,12 @@ def attended(q, k, v, left, right):
     )
 
 
-def low_bit(name, dim, left, right, code=lambda x: x):
+def low_bit(name, dim, left, right, alongs, code=lambda x: x):
     """What is gathered in 8 bits is the same values in every mode."""
     x, w = normal(N * 16, N * 16), normal(N * 16, N)
 
-    def found(mode):
+    def found(mode, along=None):
+        choice.with_phases = lambda _, way, __: replace(way, blocks_along=along)
         mapped = jax.shard_map(
             lambda x, w: jaxpar.all_gather_matmul(
                 code(x), w, AXES, dim=dim, mode=mode, wire_dtype="int8"
@@ -109,20 +113,23 @@ def low_bit(name, dim, left, right, code=lambda x: x):
 
     naive, exact = found("naive"), x @ w
     assert 1e-3 < np.abs(naive - exact).max() / np.abs(exact).max() < 2e-2
-    np.testing.assert_allclose(found(MODE), naive, rtol=0, atol=1e-12 * np.abs(exact).max() * N)
+    most = 1e-12 * np.abs(exact).max() * N
+    for along in alongs:
+        np.testing.assert_allclose(found(MODE, along), naive, rtol=0, atol=most)
     print("gather of", name, "in 8 bits", flush=True)
 
 
 def main():
     rows, columns, whole = P(AXES), P(None, AXES), P(None, AXES, None, None)
     kept = jaxpar.Axis(AXES, MODE, keep_gathered=True)
-    # Sums in two pieces and in one.
+    # Sums in two pieces and in one, which go by one of the two where blocks and sums may.
     orders = (TpuOrder(delays_transfers=True), *([CpuOrder()] if IS_SMALL else []))
+    cases = [*product(orders[:1], TORUS), *product(orders[1:], TORUS[-1:])]
     # No share, shares that differ, halves of shares.
-    for length in (1, 5, 8) if N <= 16 else (5, 8):
+    for length in (1, 5, 8) if N < 12 else (5, 8):
         x, w = normal(N * length, 3), normal(3, N)
         y, v = normal(N * length, 2 * N), normal(2 * N, 3)
-        for order, along in product(orders, TORUS) if length > 1 else [(orders[0], None)]:
+        for order, along in cases if length > 1 else [(orders[0], None)]:
             choice.traced_order = lambda order=order: order
             choice.with_phases = lambda _, way, __, along=along: replace(
                 way, blocks_along=along, sums_along=along
@@ -135,8 +142,9 @@ def main():
                     columns,
                     (x, w),
                     multiplied(x, w),
+                    loops=LOOPS and along is None,
                 )
-            if length == 5 and order is orders[-1] and (N <= 16 or along):
+            if length == 5 and order is orders[-1] and (IS_SMALL or along):
                 compare(
                     "gather of rows that are kept",
                     lambda x, w: jaxpar.all_gather_matmul(x, w, kept),
@@ -153,10 +161,13 @@ def main():
                     rows,
                     (y, v),
                     multiplied(y, v),
+                    loops=LOOPS and along is None,
                 )
         choice.traced_order = traced_order
     x, w = normal(4 * N, 2 * N), normal(2 * N, 3)
-    for along in TORUS:
+    # Of rings through 16 or 27 devices unrolled programs are long, and blocks of rows go by them.
+    alongs = TORUS if IS_SMALL or LOOPS else TORUS[-1:]
+    for along in alongs:
         choice.with_phases = lambda _, way, __, along=along: replace(way, blocks_along=along)
         compare(
             "gather of a weight",
@@ -165,20 +176,23 @@ def main():
             rows,
             (x, w),
             multiplied(x, w),
+            loops=LOOPS,  # of sums, backward
         )
-        if CHECK_VMA:
-            low_bit("rows", 0, rows, columns)
-        if CHECK_VMA and (IS_SMALL or along):
-            low_bit("columns", 1, columns, columns)
-            _arrivals.joining_is_cheaper = lambda length: True
-            low_bit("joined columns", 1, columns, columns)
-            low_bit("columns with a scale for each block", 1, columns, columns, jaxpar.quantize)
-            _arrivals.joining_is_cheaper = joining_is_cheaper
+    if CHECK_VMA:
+        low_bit("rows", 0, rows, columns, alongs)
+    if CHECK_VMA and (IS_SMALL or len(TORUS) > 1):
+        low_bit("columns", 1, columns, columns, alongs)
+        _arrivals.joining_is_cheaper = lambda length: True
+        low_bit("joined columns", 1, columns, columns, alongs)
+        coded = jaxpar.quantize
+        low_bit("columns with a scale for each block", 1, columns, columns, alongs, coded)
+        _arrivals.joining_is_cheaper = joining_is_cheaper
     choice.with_phases = with_phases
     q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
     axis, how = jaxpar.Axis(AXES, mode=MODE), {"causal": False, "order": "contiguous"}
     window = 3 * N, 11
-    if len(SIZES) < 4:  # half a minute of compilation there, for what 2x2x2 has
+    # Round sides that differ and in loops, and over cubes of two and three dimensions.
+    if len(set(SIZES)) > 1 or N < 9 or LOOPS:
         compare(
             "attention",
             lambda q, k, v: ring_attention(q, k, v, axis, window=window, **how),
@@ -186,6 +200,7 @@ def main():
             whole,
             (q, k, v),
             attended(q, k, v, *window),
+            loops=N > 8,
         )
     collectives()
 

@@ -1,4 +1,4 @@
-"""What is gathered in 8 bits, over meshes of 4 to 64 devices, and compiled for TPUs."""
+"""What is gathered in 8 bits, over meshes of 3 to 36 devices, and compiled for TPUs."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     ("sizes", "dtype", "modes", "check_vma"),
     [
-        ((4,), "int8", "naive,chunked-2,unidirectional,bidirectional", True),
-        ((8,), "float8_e5m2", "chunked-2,bidirectional", False),
-        ((3, 3), "int8", "naive,multi-ring", False),
+        ((3,), "int8", "naive,chunked-2,unidirectional,bidirectional", True),
+        ((4,), "float8_e5m2", "chunked-2,bidirectional", False),
+        ((3, 3), "int8", "multi-ring", False),
         ((2, 2), "float8_e4m3fn", "multi-ring", True),
-        ((2, 2, 2), "int8", "unidirectional", False),
-        ((8, 8), "int8", "multi-ring", True),  # in loops
+        ((3, 1, 2), "int8", "naive,unidirectional", False),
+        ((6, 6), "int8", "multi-ring", True),  # in loops
     ],
 )
 def test_values_and_gradients(sizes, dtype, modes, check_vma):
@@ -58,7 +58,7 @@ def played(topology, mesh, axes, columns, mode, wire_dtype=None):
     ("slice_of", "columns", "mode", "most"),
     [
         (("v5p:4x4x4", "dp=4,tp=16"), 8192, "naive", 0.65),
-        (("v5p:4x4x4", "dp=4,tp=16"), 8192, "bidirectional", 0.65),
+        (("v5p:4x4x4", "dp=8,tp=8"), 4096, "bidirectional", 0.65),
         (("v6e:16x16", "dp=16,tp=16"), 28672, "naive", 0.71),  # of which the matmul is 0.30
     ],
 )

@@ -77,8 +77,13 @@ def assert_same(functions, x, *, mesh, axes="x", **options):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("mode", RINGS)
-@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize(
+    ("n", "mode"),
+    [
+        *((n, "unidirectional") for n in (1, 2, 3, 6)),
+        *((n, "bidirectional") for n in (2, 3, 4, 5, 7, 8)),
+    ],
+)
 def test_every_size_of_ring_with_gradients(n, mode):
     # Blocks of (5, 3) have halves of 3 and 2 rows, and (7, 1) is padded, or not on a ring of 7.
     x = {
