@@ -170,9 +170,9 @@ def naive_tensor_parallelism(mesh, mend):
         local, mesh=mesh, in_specs=(P("tp"), P(None, "tp"), P("tp")), out_specs=P("tp")
     )
     args = (
-        shape(mesh, (8192, 4096), "tp"),
-        shape(mesh, (4096, 14336), None, "tp"),
-        shape(mesh, (14336, 2048), "tp"),
+        shape(mesh, (4096, 4096), "tp"),
+        shape(mesh, (4096, 8192), None, "tp"),
+        shape(mesh, (8192, 2048), "tp"),
     )
     return step, args
 
@@ -214,10 +214,10 @@ def barrier_before_work(mesh, mend):
     specs = (P("tp"), P(None, "tp"), P("tp"), P())
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(None, "tp"), P("tp")))
     args = (
-        shape(mesh, (4096, 4096), "tp"),
-        shape(mesh, (4096, 2048), None, "tp"),
-        shape(mesh, (32768, 2048), "tp"),
-        shape(mesh, (2048, 2048)),
+        shape(mesh, (8192, 8192), "tp"),
+        shape(mesh, (8192, 4096), None, "tp"),
+        shape(mesh, (65536, 4096), "tp"),
+        shape(mesh, (4096, 4096)),
     )
     return step, args
 
@@ -260,7 +260,7 @@ def coarse_chunks(mesh, mend):
     step = jax.shard_map(
         local, mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")
     )
-    return step, (shape(mesh, (8192, 4096), "tp"), shape(mesh, (4096, 14336), None, "tp"))
+    return step, (shape(mesh, (16384, 8192), "tp"), shape(mesh, (8192, 28672), None, "tp"))
 
 
 def loop_that_copies(mesh, mend):
