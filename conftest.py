@@ -49,12 +49,15 @@ OPTIMISED = {
     *("schedule", "cli", "overlap", "sweep", "compile_time", "step_time"),
     *("test_options.py", "test_order.py"),
 }
+# Among them, of the command that measures: its figures are not held against anything.
+QUICK = {"test_bench.py", "test_bench_times.py"}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation(request):
     """Programs that run for milliseconds are not worth seconds of optimisation."""
-    jax.config.update("jax_disable_most_optimizations", OPTIMISED.isdisjoint(request.path.parts))
+    is_quick = request.path.name in QUICK or OPTIMISED.isdisjoint(request.path.parts)
+    jax.config.update("jax_disable_most_optimizations", is_quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()  # a module's programs are gigabytes in the end, and of no use to the next

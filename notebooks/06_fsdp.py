@@ -228,13 +228,13 @@ assert abs(sent["data parallel"] / (2 * 7 / 8 * WEIGHTS) - 1) < 0.01
 #
 # ## 6. What a TPU's compiler makes of it
 #
-# Whether gathers run beside a layer is for a compiler to say. Eight v5p chips, weights of a size
-# that matters, forward and backward. Both forms gather twice and keep no weights; the difference is
+# Whether gathers run beside a layer is for a compiler to say. Eight v5p chips, rows enough to hide
+# behind, forward and backward. Both forms gather twice and keep no weights; the difference is
 # that `fsdp_scan` does so without a word in the layer.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x2", "fsdp=8")
-D, F, ROWS = 4096, 16384, 8 * 2048
+D, F, ROWS = 1024, 4096, 8 * 2048
 big = {
     "norm": jax.ShapeDtypeStruct((LAYERS, D), jnp.bfloat16, sharding=P()),
     "up": jax.ShapeDtypeStruct((LAYERS, D, F), jnp.bfloat16, sharding=P(None, "fsdp")),

@@ -14,25 +14,26 @@ from jaxpar.tools.processes.meeting import processes_text
 WORKER = Path(__file__).with_name("worker.py")
 
 
-def run(case, count, folder, ranks=None):
+def run(case, count, folder, forks=None, ranks=None):
     """Starts the processes; returns what each printed, their errors, and how they ended."""
     port, started = free_port(), range(count) if ranks is None else ranks
     commands = [
         [str(WORKER), case, str(rank), str(count), str(port), str(folder)] for rank in started
     ]
-    return zip(*run_together(commands, STARTED=str(len(started))), strict=True)
+    return zip(*run_together(commands, forks, STARTED=str(len(started))), strict=True)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_equal_processes(count, tmp_path):
+    """By themselves, not as forks: other hash seeds and addresses must make no difference."""
     said, errors, codes = run("equal", count, tmp_path)
     assert codes == (0,) * count, "\n".join(errors)
     assert said == ("equal\n",) * count
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_processes_that_differ(count, tmp_path):
-    said, errors, codes = run("differ", count, tmp_path)
+def test_processes_that_differ(count, forks, tmp_path):
+    said, errors, codes = run("differ", count, tmp_path, forks)
     assert codes == (0,) * count, "\n".join(errors)
     last = count - 1
     for out in said:  # all say the same
@@ -51,27 +52,27 @@ def test_processes_that_differ(count, tmp_path):
         assert "process 0 has 'jax_default_matmul_precision=None', process" in out
 
 
-def test_a_process_that_does_not_come(tmp_path):
-    _, errors, codes = run("missing", 4, tmp_path, ranks=[0, 2])
+def test_a_process_that_does_not_come(forks, tmp_path):
+    _, errors, codes = run("missing", 4, tmp_path, forks, ranks=[0, 2])
     assert all(codes)
     for out in errors:
         assert "TimeoutError: initialize: after 4 s processes 1, 3 of 4 are missing" in out
 
 
-def test_a_process_that_is_killed_on_the_way(tmp_path):
-    said, errors, codes = run("killed", 2, tmp_path)
+def test_a_process_that_is_killed_on_the_way(forks, tmp_path):
+    said, errors, codes = run("killed", 2, tmp_path, forks)
     assert codes == (3, 9), "\n".join(errors)
     assert "TimeoutError: agree: after 3 s process 1 of 2 is missing" in said[0]
 
 
-def test_a_process_0_that_does_not_answer(tmp_path):
-    said, errors, codes = run("silent", 2, tmp_path)
+def test_a_process_0_that_does_not_answer(forks, tmp_path):
+    said, errors, codes = run("silent", 2, tmp_path, forks)
     assert codes == (0, 3), "\n".join(errors)
     assert "TimeoutError: agree: process 0 did not answer within 1 s; is it alive" in said[1]
 
 
-def test_a_process_0_that_does_not_come(tmp_path):
-    _, [error], [code] = run("missing", 2, tmp_path, ranks=[1])
+def test_a_process_0_that_does_not_come(forks, tmp_path):
+    _, [error], [code] = run("missing", 2, tmp_path, forks, ranks=[1])
     assert code
     assert "TimeoutError: initialize: after 4 s process 0 is missing: nothing answers at" in error
 

@@ -41,11 +41,16 @@ def free_port():
             return port
 
 
-def run_together(commands, **more):
+def run_together(commands, forks=None, **more):
     """Runs commands at the same time; returns what each prints, its errors, and its status."""
     env = environment(**more)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([sys.executable, *one], env=env, **pipes) for one in commands]
+    processes = [
+        forks.start(one, **more)
+        if forks
+        else subprocess.Popen([sys.executable, *one], env=env, **pipes)
+        for one in commands
+    ]
     try:
         with ThreadPoolExecutor() as threads:  # a pipe that nobody reads would hold up all
             said = list(threads.map(lambda process: process.communicate(timeout=600), processes))
