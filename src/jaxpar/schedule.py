@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from jaxpar.tools.explain.trials import TriedEdit
     from jaxpar.tools.program.memory import LiveArray
     from jaxpar.tools.program.sources import Line
-    from jaxpar.tools.timeline.beside import MeasuredInstruction
     from jaxpar.tools.timeline.event import Event
     from jaxpar.tools.timeline.floor import Floor, matmul_floor, program_floor
+    from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction
     from jaxpar.tools.timeline.player import Assumptions
     from jaxpar.tools.timeline.target import Target, target
     from jaxpar.tools.timeline.timeline import (

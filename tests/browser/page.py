@@ -56,7 +56,7 @@ def record():
     program = compile_for(mapped, here, *args)
     found = explain(replace(program, target=replace(here, chip=chip)), tries=2).record()
     assert len(found["findings"]) > 1
-    assert found["held"]
+    assert found["at_peak"]
     where = found["findings"][0]["of"]["line"]
     copies = {"kind": "copies", "seconds": 2e-6, "what": "copy.1, f32[8]", "scopes": ["mlp"]}
     found["overheads"] = [{**copies, "line": where}]
@@ -148,7 +148,7 @@ def test_shows_everything_without_scrolling_sideways(opened, record, width, sche
     shown = page.locator("body").inner_text()
     for text in ("all-gather", "layer", "In memory at the peak", "Beyond transfers", "copy.1"):
         assert text in shown
-    assert page.locator("#held tr").count() == len(record["held"]) + 1
+    assert page.locator("#at_peak tr").count() == len(record["at_peak"]) + 1
     assert page.locator("#overheads tr").count() == len(record["overheads"]) + 1
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     back = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -290,7 +290,7 @@ def test_texts_of_a_program_run_no_script(opened, record):
     hostile["target"] = hostile["findings"][0]["why"] = hostile["findings"][0]["edit"] = HOSTILE
     hostile["findings"][0]["of"]["scopes"] = [HOSTILE]
     hostile["findings"][0]["of"]["line"]["function"] = HOSTILE
-    hostile["held"][0]["what"] = hostile["overheads"][0]["what"] = HOSTILE
+    hostile["at_peak"][0]["what"] = hostile["overheads"][0]["what"] = HOSTILE
     for event in hostile["events"]:
         event["op"] = event["name"] = event["row"] = f"{HOSTILE}<!--<script>"
     page = opened(hostile, NARROW)

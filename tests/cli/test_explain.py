@@ -123,7 +123,7 @@ def test_of_a_measured_run(model, capsys, monkeypatch):
     assert record["estimate"] == "measured"
     assert record["predicted"] is None
     assert len(record["runs"]) == 2
-    assert {one["kind"] for one in record["beside"]} == {"compute", "transfer", "wait"}
+    assert {one["kind"] for one in record["instructions"]} == {"compute", "transfer", "wait"}
     note = json.loads((model / "t.json").read_text())["otherData"]["note"]
     assert note.startswith("Measured by jax.profiler")
     page = (model / "a.html").read_text()

@@ -307,12 +307,12 @@ def test_an_overlapped_matmul_raises_no_alarm():
 def test_memory_is_made_up_of_named_arrays():
     program = gather_matmul(4096)
     found = explain(program, tries=0)
-    names = {held.what for held in found.held}
+    names = {live.what for live in found.at_peak}
     assert {"x", "w"} <= names
-    total = sum(held.bytes for held in found.held)
+    total = sum(live.bytes for live in found.at_peak)
     assert total == pytest.approx(program.memory.peak, rel=0.25)
-    assert [held.bytes for held in found.held] == sorted(
-        (held.bytes for held in found.held), reverse=True
+    assert [live.bytes for live in found.at_peak] == sorted(
+        (live.bytes for live in found.at_peak), reverse=True
     )
 
 
@@ -486,26 +486,26 @@ def test_side_by_side(tmp_path):
     extra = Event("copy.of.another", "", "compute", "compute", 0.0, 3e-6)
     told = explain(program, measured=replace(found, events=(*found.events, extra)), tries=0)
     predicted = timeline(program)
-    assert {(one.name, one.kind) for one in told.beside} == {
+    assert {(one.name, one.kind) for one in told.instructions} == {
         (event.name, event.kind) for event in (*predicted.events, *found.events, extra)
     }
-    for one in told.beside:
+    for one in told.instructions:
         for timed, seconds in ((predicted, one.predicted), (found, one.measured)):
             own = [e for e in timed.events if (e.name, e.kind) == (one.name, one.kind)]
             if one.name != extra.name:
                 assert seconds == (pytest.approx(sum(e.seconds for e in own)) if own else None)
-    (alone,) = [one for one in told.beside if one.name == extra.name]
+    (alone,) = [one for one in told.instructions if one.name == extra.name]
     assert (alone.predicted, alone.measured, alone.ratio, alone.line) == (None, 3e-6, None, None)
     wait = told.findings[0].of
-    (one,) = [one for one in told.beside if (one.name, one.kind) == (wait.name, "wait")]
+    (one,) = [one for one in told.instructions if (one.name, one.kind) == (wait.name, "wait")]
     assert one.ratio == pytest.approx(wait.seconds / one.predicted)
     assert one.line == wait.line
     text = " ".join(told.text().split())
     assert f"wait {wait.name}, {wait.line}" in text
-    alone = [one for one in told.beside if one.predicted is None and one.measured]
+    alone = [one for one in told.instructions if one.predicted is None and one.measured]
     entries = "1 entry" if len(alone) == 1 else f"{len(alone)} entries"
     assert f"only measured: {entries} of {us(sum(one.measured for one in alone))}" in text
-    assert explain(program, tries=0).beside == ()
+    assert explain(program, tries=0).instructions == ()
 
 
 def test_a_measured_step_of_a_chip_without_figures(tmp_path):
@@ -532,7 +532,7 @@ def test_a_measured_step_of_a_chip_without_figures(tmp_path):
     assert "gain: cannot be told: nothing is predicted for this chip" in text
     assert "no figures are published of the chip, so that nothing is predicted" in text
     assert "no schedule of it takes less" not in text
-    assert all(one.predicted is None and one.measured is not None for one in told.beside)
+    assert all(one.predicted is None and one.measured is not None for one in told.instructions)
 
 
 def test_a_prediction_is_no_measurement():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.tools.layouts.owners import Causes
+from jaxpar.tools.layouts.owners import Owners
 from jaxpar.tools.program.hlo import parse
 from jaxpar.tools.program.values import Values, reached
 
@@ -30,7 +30,7 @@ def module(entry, computations="", results="f32[4,4]"):
 
 
 def causes(entry, computations="", results=(None,)):
-    return Causes(module(entry, computations), NAMES, list(results))
+    return Owners(module(entry, computations), NAMES, list(results))
 
 
 def test_a_weight_that_is_gathered_after_it_was_moved():

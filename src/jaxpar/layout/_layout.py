@@ -26,6 +26,7 @@ from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import restore, save
 from jaxpar.layout._fit import Shaped, fit
 from jaxpar.layout._layout_error import LayoutError
+from jaxpar.layout._like import like
 from jaxpar.layout._mesh import axes_in, check_mesh
 from jaxpar.layout._paths import arrays_of, described, part_of
 from jaxpar.layout._rule import nearest
@@ -435,8 +436,6 @@ class Layout(Mapping[str, ArrayLayout]):
         Source: S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
         parameter models" (2020).
         """
-        from jaxpar.layout._like import like
-
         return like(self, tree, rules)
 
     @public
@@ -605,7 +604,7 @@ class Layout(Mapping[str, ArrayLayout]):
           >>> found.flagged[0].rule, found.flagged[0].after == P(None, "tp")
           ('up', True)
         """
-        from jaxpar.tools.layouts.by_weight import explain
+        from jaxpar.tools.layouts.explain_layout import explain
 
         tries = check_whole("tries", tries, 0)
         return explain(self, step, target, args, compiler_options, tries, bool(from_layout))

@@ -12,7 +12,7 @@ from jaxpar.tools.explain.explained import place_of, title_of
 from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.private_names import MeshAxes, Number, readable
 from jaxpar.tools.private_names import size_text as size
-from jaxpar.tools.program.memory import held_at_peak
+from jaxpar.tools.program.memory import live_at_peak
 
 _WORST = 3  # findings that a text has
 _RESHARDS = ("all-gather", "all-to-all", "collective-permute")
@@ -237,7 +237,7 @@ def assert_peak_memory(
     program = compile_for(fn, target, *args, compiler_options=compiler_options)
     peak = program.memory.peak
     if peak > at_most:
-        arrays = held_at_peak(Exposures(program, timeline(program)))[:_SHOWN]
+        arrays = live_at_peak(Exposures(program, timeline(program)))[:_SHOWN]
         lines = [
             f"{name}: for {_text(target)} a device needs {peak:_} bytes ({size(peak)}), more than "
             f"at_most={at_most:_} ({size(at_most)}). The largest arrays at the peak:",

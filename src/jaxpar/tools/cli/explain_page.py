@@ -9,7 +9,7 @@ from jaxpar.tools.explain.causes import CAUSES
 from jaxpar.tools.explain.explained import gain, heading, place, title, verdict
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
-from jaxpar.tools.timeline.beside import alone, side, totals
+from jaxpar.tools.timeline.measured_instructions import alone, side, totals
 
 _DATA = "/* data */"
 
@@ -53,7 +53,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         }
         for one in record["overheads"]
     ]
-    held = [
+    at_peak = [
         {
             "size": size(one["bytes"]),
             "share": one["bytes"] / max(record["peak_bytes"], 1),
@@ -61,7 +61,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
             "what": one["what"],
             "place": place({**one, "scopes": ()}),
         }
-        for one in record["held"]
+        for one in record["at_peak"]
     ]
     events = [
         [
@@ -77,10 +77,10 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         for one in record["events"]
         if one["end"] > one["start"]
     ]
-    beside: dict[str, Any] = {"rows": [], "alone": []}
-    if record.get("beside"):
-        rows = [*totals(record), *map(side, record["beside"])]
-        beside = {"rows": rows, "alone": [line.strip() for line in alone(record)]}
+    instructions: dict[str, Any] = {"rows": [], "alone": []}
+    if record.get("instructions"):
+        rows = [*totals(record), *map(side, record["instructions"])]
+        instructions = {"rows": rows, "alone": [line.strip() for line in alone(record)]}
     return {
         "target": record["target"],
         "heading": heading(record),
@@ -88,7 +88,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         "total": record["seconds"] * 1e6,
         "findings": findings,
         "overheads": overheads,
-        "held": held,
-        "beside": beside,
+        "at_peak": at_peak,
+        "instructions": instructions,
         "events": events,
     }

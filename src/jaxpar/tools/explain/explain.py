@@ -16,9 +16,9 @@ from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead, overheads
 from jaxpar.tools.explain.trials import Trials, TriedEdit
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
-from jaxpar.tools.program.memory import LiveArray, held_at_peak
-from jaxpar.tools.timeline.beside import MeasuredInstruction, beside
+from jaxpar.tools.program.memory import LiveArray, live_at_peak
 from jaxpar.tools.timeline.floor import Floor, device_flops, program_floor
+from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction
 from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
 
@@ -75,12 +75,12 @@ class Explanation:
       floor: what no schedule of it beats.
       findings: what is exposed, with causes and edits, the longest first.
       overheads: what else costs time and computes nothing new, the largest first.
-      held: the arrays in memory where the program needs the most of it, the largest first.
+      at_peak: the arrays in memory where the program needs the most of it, the largest first.
       utilisation: the FLOPs of its matmuls over what the chip could do in its time.
       refused: edits that could not be tried, and why.
       predicted: the schedule under the model where `timeline` was measured; None of a chip that
         jaxpar has no figures of.
-      beside: what was predicted and measured of each instruction, the longest first; empty where
+      instructions: what was predicted and measured of each, the longest first; empty where
         nothing was measured.
 
     Example:
@@ -97,11 +97,11 @@ class Explanation:
     floor: Floor
     findings: tuple[Finding, ...]
     overheads: tuple[Overhead, ...]
-    held: tuple[LiveArray, ...]
+    at_peak: tuple[LiveArray, ...]
     utilisation: float
     refused: dict[str, str] = field(repr=False)
     predicted: Timeline | None = field(default=None, repr=False)
-    beside: tuple[MeasuredInstruction, ...] = field(default=(), repr=False)
+    instructions: tuple[MeasuredInstruction, ...] = field(default=(), repr=False)
 
     def record(self) -> dict[str, Any]:
         """Everything in plain numbers and text, as `json` writes it."""
@@ -209,11 +209,11 @@ def explain(
         floor=program_floor(program, played, exposures.chip),
         findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:findings]),
         overheads=costs,
-        held=held_at_peak(exposures),
+        at_peak=live_at_peak(exposures),
         utilisation=flops / exposures.chip.flops / played.total if played.total else 0.0,
         refused=trials.refused,
         predicted=None if measured is None else predicted,
-        beside=() if measured is None else beside(exposures, predicted, measured),
+        instructions=() if measured is None else instructions_of(exposures, predicted, measured),
     )
 
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
 from jaxpar.tools.program.sources import Line
-from jaxpar.tools.timeline.beside import side_by_side
+from jaxpar.tools.timeline.measured_instructions import side_by_side
 
 if TYPE_CHECKING:
     from jaxpar.tools.explain.explain import Explanation, Finding
     from jaxpar.tools.explain.exposed import ExposedCollective
     from jaxpar.tools.explain.overheads import Overhead
-    from jaxpar.tools.timeline.beside import MeasuredInstruction
+    from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction
     from jaxpar.tools.timeline.timeline import Timeline
 
 Record = Mapping[str, Any]
 
-MOST_HELD = 10
+MOST_LIVE = 10
 FAR = 2.0  # times the floor: a step that takes longer has something to mend
 WORTH = 0.01  # of the step: what is exposed for less is not worth compiling for
 _LEAST = 0.005  # of the step: overheads of less are not shown
@@ -43,7 +43,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "transfer": played.transfer,
         "runs": list(played.runs),
         "predicted": None if found.predicted is None else _of_timeline(found.predicted),
-        "beside": [_of_beside(one) for one in found.beside],
+        "instructions": [_of_instruction(one) for one in found.instructions],
         "sent_bytes": played.sent_bytes,
         "floor": asdict(found.floor),
         "utilisation": found.utilisation,
@@ -56,7 +56,9 @@ def record_of(found: Explanation) -> dict[str, Any]:
             for one in found.overheads
             if one.seconds >= _LEAST * played.total
         ],
-        "held": [{**asdict(one), "line": _of_line(one.line)} for one in found.held[:MOST_HELD]],
+        "at_peak": [
+            {**asdict(one), "line": _of_line(one.line)} for one in found.at_peak[:MOST_LIVE]
+        ],
         "refused": dict(found.refused),
         "events": [asdict(event) for event in played.events],
     }
@@ -85,7 +87,7 @@ def _of_timeline(played: Timeline) -> dict[str, Any]:
     return {"seconds": played.total, **{name: getattr(played, name) for name in numbers}}
 
 
-def _of_beside(one: MeasuredInstruction) -> dict[str, Any]:
+def _of_instruction(one: MeasuredInstruction) -> dict[str, Any]:
     return {**asdict(one), "line": _of_line(one.line), "ratio": one.ratio}
 
 
@@ -103,11 +105,11 @@ def text_of(record: Record, rows: int = 10, width: int = 100) -> str:
     for number, finding in enumerate(shown, 1):
         lines += [*paragraph(record, finding, number), ""]
     lines += [*verdict(record), ""]
-    if record.get("beside"):
+    if record.get("instructions"):
         lines += ["predicted and measured:", *side_by_side(record, rows), ""]
     if record["overheads"]:
         lines += ["beyond transfers:", *_overheads(record), ""]
-    lines += ["in memory at the peak:", *_held(record)]
+    lines += ["in memory at the peak:", *_at_peak(record)]
     return "\n".join(folded for line in lines for folded in _folded(line, width))
 
 
@@ -287,8 +289,8 @@ def _seconds(found: Sequence[Record]) -> float:
     return sum(one["seconds"] for one in found)
 
 
-def _held(record: Record) -> Iterator[str]:
-    for one in record["held"]:
+def _at_peak(record: Record) -> Iterator[str]:
+    for one in record["at_peak"]:
         if one["bytes"] < 0.001 * record["peak_bytes"]:
             continue
         where = f" at {Line(**one['line'])}" if one["line"] else ""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.tools.layouts.classes import Made, Tokens
-from jaxpar.tools.layouts.followed import DimFollower
+from jaxpar.tools.layouts.dim_follower import DimFollower
 from jaxpar.tools.private_names import arrays_of, filling, is_array
 
 Classes = tuple[int, ...]  # one for each dimension of an array

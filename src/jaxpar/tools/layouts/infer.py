@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.layout import LayoutMap, data_parallel
 from jaxpar.tools.layouts.comparison import Compared, compare, others
 from jaxpar.tools.layouts.layout_costs import FASTER
-from jaxpar.tools.layouts.seen import TracedDims
+from jaxpar.tools.layouts.traced_dims import TracedDims
 from jaxpar.tools.private_names import (
     AnyMesh,
     Dims,

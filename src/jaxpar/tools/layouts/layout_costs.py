@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import PartitionSpec
 
 from jaxpar.schedule import CompiledProgram, Target, Timeline
-from jaxpar.tools.layouts.exchanges import Cause
 from jaxpar.tools.layouts.owners import What
+from jaxpar.tools.layouts.rule_candidates import Cause
 from jaxpar.tools.private_names import axes_by_dim, readable, size_text
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ class TriedRule:
         are exchanged, as the rule disagrees with what they are multiplied with. None: two
         dimensions are exchanged, as the rule costs much.
       disagrees: with which dimension of another array the rule disagrees, as text, or empty.
-      seconds: the step's time without the exchange, and with all faster ones before it.
-      exchanged: its time with the exchange.
+      seconds: the step's time without the change, and with all faster ones before it.
+      seconds_after: its time with the change.
       moved: bytes that a device sends of the rule's weights themselves, gathered or moved.
-      moved_exchanged: the same with the exchange.
+      moved_after: the same with the change.
 
     Example:
       >>> print(TriedRule("up", P("tp"), P(None, "tp"), None, "", 2e-4, 1e-4, 0.0, 0.0))
@@ -83,24 +83,24 @@ class TriedRule:
     cause: Cause
     disagrees: str
     seconds: float
-    exchanged: float
+    seconds_after: float
     moved: float
-    moved_exchanged: float
+    moved_after: float
 
     @property
     def is_faster(self) -> bool:
-        """Whether the step is faster with the exchange, by 1% or more."""
-        return self.exchanged < FASTER * self.seconds
+        """Whether the step is faster with the change, by 1% or more."""
+        return self.seconds_after < FASTER * self.seconds
 
     def __str__(self) -> str:
         """In one line."""
         text = (
             f"{self.rule!r}: {_entries(self.before)} -> {_entries(self.after)}: the step takes "
-            f"{_us(self.exchanged)} us for {_us(self.seconds)}"
+            f"{_us(self.seconds_after)} us for {_us(self.seconds)}"
         )
-        if round(self.moved) != round(self.moved_exchanged):
+        if round(self.moved) != round(self.moved_after):
             text += (
-                f", and {size_text(self.moved_exchanged)} of its own weights move "
+                f", and {size_text(self.moved_after)} of its own weights move "
                 f"for {size_text(self.moved)}"
             )
         return text + (f"; {self.disagrees}" if self.disagrees else "")
@@ -117,7 +117,7 @@ class LayoutCosts:
       program: the compiled step.
       timeline: its schedule under the model of the chip.
       costs: what the collectives do, weight by weight, the most exposed first.
-      exchanges: what was compiled with other dimensions of a rule sharded.
+      tried: what was compiled with other dimensions of a rule sharded.
       plain: the seconds of the step by plain maps, `"fully sharded over all axes"` and `"whole on
         every device"`, if they fit the step and the memory.
 
@@ -135,13 +135,13 @@ class LayoutCosts:
     program: CompiledProgram
     timeline: Timeline
     costs: tuple[Cost, ...]
-    exchanges: tuple[TriedRule, ...]
+    tried: tuple[TriedRule, ...]
     plain: dict[str, float]
 
     @property
     def flagged(self) -> tuple[TriedRule, ...]:
         """The exchanges that are faster, or of rules that disagree with others."""
-        return tuple(e for e in self.exchanges if e.is_faster or e.disagrees)
+        return tuple(e for e in self.tried if e.is_faster or e.disagrees)
 
     def of(self, path: str) -> tuple[Cost, ...]:
         """The costs of one weight."""
@@ -152,7 +152,7 @@ class LayoutCosts:
         """Everything but the program, as JSON."""
         edits = [
             {**asdict(e), "before": axes_by_dim(e.before), "after": axes_by_dim(e.after)}
-            for e in self.exchanges
+            for e in self.tried
         ]
         return json.dumps(
             {
@@ -195,7 +195,7 @@ class LayoutCosts:
             ("at odds with what they are multiplied with:", others),
         ):
             lines += [title] * bool(found) + [str(e) for e in found]
-        best = min([step.total, *(e.exchanged for e in self.exchanges)])
+        best = min([step.total, *(e.seconds_after for e in self.tried)])
         lines += [
             f"plainer and faster: {name}, the step takes {_us(seconds)} us"
             for name, seconds in self.plain.items()

@@ -11,7 +11,7 @@ from jaxpar.tools.program.values import Value, Values, reached
 What = Literal["the weight", "its gradient", "its product", "its input"]
 
 
-class Causes:
+class Owners:
     """What the collectives of one program move, told by what it comes from and goes to."""
 
     def __init__(

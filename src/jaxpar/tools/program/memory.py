@@ -42,7 +42,7 @@ class LiveArray:
     phase: str
 
 
-def held_at_peak(exposures: Exposures) -> tuple[LiveArray, ...]:
+def live_at_peak(exposures: Exposures) -> tuple[LiveArray, ...]:
     """The arrays that are held at the peak, the largest first.
 
     They are read off the order of the instructions. The compiler's own plan may put two arrays in

@@ -48,7 +48,7 @@ class MeasuredInstruction:
         return self.measured / self.predicted
 
 
-def beside(
+def instructions_of(
     exposures: Exposures, predicted: Timeline | None, measured: Timeline
 ) -> tuple[MeasuredInstruction, ...]:
     """All instructions of a prediction and of a measurement, the longest first."""
@@ -87,9 +87,9 @@ def side_by_side(record: Record, most: int) -> Iterator[str]:
     """Prediction and measurement: in all, of the longest instructions, and what has no partner."""
     for cells in (("predicted", "measured", "ratio", ""), *totals(record)):
         yield _columns(cells)
-    for one in record["beside"][:most]:
+    for one in record["instructions"][:most]:
         yield _columns(side(one))
-    if (left := len(record["beside"]) - most) > 0:
+    if (left := len(record["instructions"]) - most) > 0:
         yield f"  and {left} more"
     yield from alone(record)
 
@@ -129,7 +129,7 @@ def _time(seconds: float | None) -> str:
 def alone(record: Record) -> Iterator[str]:
     """What was only predicted, and what was only measured."""
     for own, other in (("predicted", "measured"), ("measured", "predicted")):
-        found = [one for one in record["beside"] if one[other] is None and one[own]]
+        found = [one for one in record["instructions"] if one[other] is None and one[own]]
         if found and record["predicted"] is not None:
             seconds = sum(one[own] for one in found)
             longest = ", ".join(f"{one['kind']} {one['name']}" for one in found[:3])

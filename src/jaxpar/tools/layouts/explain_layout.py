@@ -27,9 +27,9 @@ from jaxpar.schedule import CompiledProgram, Target, Timeline, compile_for, time
 from jaxpar.schedule import target as describe
 from jaxpar.tools.layouts.comparison import others
 from jaxpar.tools.layouts.dimensions import Dimensions
-from jaxpar.tools.layouts.exchanges import RuleCandidate, candidates, shapes_of
 from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
-from jaxpar.tools.layouts.owners import Causes
+from jaxpar.tools.layouts.owners import Owners
+from jaxpar.tools.layouts.rule_candidates import RuleCandidate, candidates, shapes_of
 from jaxpar.tools.private_names import (
     Shaped,
     array_like,
@@ -86,7 +86,7 @@ class _Question:
                 tree_flatten_with_path(layout.shapes)[0], layout, strict=True
             )
         }
-        return program, played, _costs(Causes(program.text, names, results), played)
+        return program, played, _costs(Owners(program.text, names, results), played)
 
     def of_state(self, array: Shaped) -> ArrayLayout | None:
         """The sharding of an array that is like one of a state with a rule of its own."""
@@ -237,7 +237,7 @@ def _laid(arg: Any, layout: Layout, number: int) -> Any:
     return jax.tree.map(laid, arg)
 
 
-def _costs(causes: Causes, played: Timeline) -> tuple[Cost, ...]:
+def _costs(causes: Owners, played: Timeline) -> tuple[Cost, ...]:
     """What each kind of collective does for each weight."""
     exposed: dict[str, float] = defaultdict(float)
     for event in played.events:
