@@ -149,7 +149,7 @@ def test_a_page_is_safe_of_what_a_program_says():
         "findings": [],
         "overheads": [],
         "refused": {"an edit": "</script><script>alert(1)"},
-        "held": [
+        "at_peak": [
             {"bytes": 50, "array": "f32[2]", "what": "x", "line": None, "phase": "argument"},
         ],
         "events": [],
