@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shlex
 import sys
 
 import jax
@@ -320,7 +321,7 @@ def test_timed_and_loaded(here, slow_auto, capsys):
     assert found.sites[SITE]["backward"] == AUTO
     assert "--grad has them taken" in " ".join(out.split())
     shown = "--modes naive,bidirectional --repeats 3 -o tuned.json"
-    assert found.command == f"jaxpar tune model:make --mesh tp=8 {shown}"
+    assert found.command == f"jaxpar tune model:mlp {shlex.join(ARGS)} --mesh tp=8 {shown}"
     assert 0 < found.milliseconds["tuned"] <= found.milliseconds["auto"]
     np.testing.assert_allclose(run_model("tuned.json"), run_model(None), rtol=1e-4, atol=1e-4)
 
