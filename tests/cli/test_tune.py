@@ -240,7 +240,7 @@ def test_by_the_clock_noise_does_not_win(runs, won, monkeypatch):
 
 
 def test_predicted_and_loaded(here, slow_auto, capsys):
-    assert importlib.util.find_spec("libtpu"), "pip install -e '.[tpu]'"
+    assert importlib.util.find_spec("libtpu"), "needs the TPU compiler: pip install -e '.[tpu]'"
     words = ["tune", "model:make", "--target", "v5e:2x2", "--modes", "naive,unidirectional"]
     assert main([*words, "--grad", "-o", "v5e.json"]) == 0
     out, err = capsys.readouterr()

@@ -1,13 +1,15 @@
 """Calls of public functions: what `help` shows of them, errors name and profiles show."""
 
 import re
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, ParamSpec, TypeVar, cast
+from types import NoneType, UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
 import jax
 
@@ -101,19 +103,33 @@ def readable(shown: Shown) -> Shown:
     """Has `help` show a function's or a class's annotations, which are strings, as a reader would.
 
     Evaluated they are unions of classes of jax that no user knows, and names that are open here.
+    Aliases of the module are written out.
     """
+    known = vars(sys.modules[shown.__module__])
+
+    def meaning(name: re.Match[str]) -> str:
+        return SHOWN.get(name[0]) or _written(known.get(name[0], 0)) or name[0]
 
     def text(annotation: Any) -> Any:
         annotation = getattr(annotation, "__forward_arg__", annotation)  # of a NamedTuple
         if not isinstance(annotation, str):
             return annotation
-        return _Text(re.sub(r"\w+", lambda name: SHOWN.get(name[0], name[0]), annotation))
+        return _Text(re.sub(r"\w+", meaning, annotation))
 
     found = signature(cast(Any, shown))
     parameters = [p.replace(annotation=text(p.annotation)) for p in found.parameters.values()]
     back = text(found.return_annotation)
     cast(Any, shown).__signature__ = found.replace(parameters=parameters, return_annotation=back)
     return shown
+
+
+def _written(alias: Any) -> str:
+    """An alias for a choice or a dictionary, as one writes it; empty for other values."""
+    parts = get_args(alias) if get_origin(alias) in (Union, UnionType) else (alias,)
+    if not all(part is NoneType or get_origin(part) in (Literal, dict) for part in parts):
+        return ""  # jax's own, which users know by their names
+    texts = ("None" if part is NoneType else str(part).removeprefix("typing.") for part in parts)
+    return " | ".join(texts)
 
 
 def value_error(text: str) -> ValueError:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.arguments.calls import readable
 from jaxpar.axis.padding import AnyArray, PaddedDim
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._words import from_words, is_key, to_words, words_of
@@ -20,6 +21,7 @@ from jaxpar.layout._words import from_words, is_key, to_words, words_of
 Change = Callable[[PaddedDim, AnyArray, int], AnyArray]  # of one dimension
 
 
+@readable
 @dataclass(frozen=True)
 class ArrayLayout:
     """One array of a layout.

@@ -6,12 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxpar.arguments.calls import readable
+
 SHOWN = 40  # of the kinds of problems in the text of an error
 
 # Of layers, in paths and in names of tensors: what tells problems apart that are of one kind.
 _NUMBERS = re.compile(r"\d+(?=/|'|:)|(?<=\.)\d+(?=\.)")
 
 
+@readable
 @dataclass(frozen=True)
 class LayoutProblem:
     """One array, rule or mesh axis that does not fit.
@@ -36,6 +39,7 @@ class LayoutProblem:
         return f"{self.text}; {self.remedy}"
 
 
+@readable
 class LayoutError(ValueError):
     """A layout that was refused; `problems` has everything that is wrong with it.
 

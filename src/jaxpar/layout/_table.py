@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from jaxpar.arguments.calls import readable
 from jaxpar.arguments.units import size_text
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ SHOWN = 30  # rows of a table that is printed
 TITLES = ("path", "shape", "spec", "a device's block", "bytes a device", "copies", "padding")
 
 
+@readable
 class Table:
     """Path, shape, spec, block and bytes of each array, the most that is held twice first.
 
