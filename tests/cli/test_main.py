@@ -63,7 +63,11 @@ def test_ctrl_c_ends_the_compilers_too_and_leaves_no_file(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", INTERRUPTIBLE, *command], stderr=subprocess.PIPE, text=True
     ) as process:
-        assert any(line.endswith(" ...\n") for line in process.stderr)  # it compiles
+        said = ""
+        while not said.endswith(" ...\n"):  # it compiles
+            line = process.stderr.readline()
+            assert line, said
+            said += line
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=600)
     assert process.returncode == 130
