@@ -138,7 +138,7 @@ def test_numbers_of_heads_are_integers():
         (6, 2, 4, None, "naive", True),  # a device's two query heads use one key head, or two
         (6, 3, 2, -2, "naive", True),  # three query heads use two key heads, one of them twice
         (5, 5, 4, None, "naive", False),
-        (1, 1, 8, -2, "naive", True),
+        (1, 1, 4, -2, "naive", True),
         (2, 1, 1, -2, "naive", False),
     ],
 )

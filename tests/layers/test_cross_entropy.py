@@ -92,7 +92,7 @@ def test_losses_and_gradients(mesh, axis, options, check_vma):
 @pytest.mark.parametrize(
     ("mesh", "axis", "options", "check_vma", "cases"),
     [
-        ("dp=2,tp=4", Axis("tp", mode="bidirectional"), {**ALL, "chunk": 5, "sequence_dim": -2},
+        ("dp=2,tp=2", Axis("tp", mode="bidirectional"), {**ALL, "chunk": 5, "sequence_dim": -2},
          True, [(4, None), (3, 1.5)]),
         ("a=2,dp=1,b=4", ("b", "a"), {**ALL, "chunk": 4}, False, [(4, 1.5)]),
         ("dp=2,tp=2", "tp", {"vocabulary": 9, "chunk": 64}, True, [(4, None), (4, 1.5)]),
@@ -295,7 +295,7 @@ def test_tied_weights_inside_under_checkpoint_and_scan(sequence_dim, dtype, chec
 
     step = jax.shard_map(
         mean_value_and_grad(local, axes, specs=P("tp")),
-        mesh=make_mesh("dp=2,tp=4"),
+        mesh=mesh_of("dp=2,tp=2"),
         in_specs=(P("tp"), P(None, "dp"), P(None, "dp")),
         out_specs=(P(), P("tp")),
         check_vma=check_vma,

@@ -18,9 +18,6 @@ from jaxpar.layers import ring_attention, zigzag_order
 from jaxpar.ring import in_turns, run
 from jaxpar.testing import assert_matches_reference, count_collectives, tolerance
 
-RINGS = ("unidirectional", "bidirectional")
-MODES = ("naive", *RINGS)
-
 
 def normal(*shape, dtype="float32"):
     rng = np.random.default_rng([*shape])
@@ -117,11 +114,9 @@ def compare(found, expected):
     ("size", "length", "order", "mode", "check_vma"),
     [
         (1, 3, "zigzag", "unidirectional", True),
-        (1, 1, "contiguous", "naive", False),
         (3, 2, "zigzag", "unidirectional", True),
         (3, 4, "zigzag", "naive", False),
         (2, 4, "contiguous", "bidirectional", True),
-        (3, 3, "contiguous", "unidirectional", False),
         (2, 3, "contiguous", "naive", True),
         (4, 4, "zigzag", "bidirectional", False),
     ],
@@ -133,7 +128,7 @@ def test_causal(size, length, order, mode, check_vma):
 
 @pytest.mark.parametrize(
     ("size", "length", "mode"),
-    [(1, 1, "bidirectional"), (3, 1, "naive"), (2, 3, "unidirectional"), (4, 2, "bidirectional")],
+    [(1, 1, "unidirectional"), (3, 1, "naive"), (4, 2, "bidirectional")],
 )
 def test_not_causal(size, length, mode):
     """The order does not matter, nor an odd length; scale is what is given."""
@@ -143,34 +138,25 @@ def test_not_causal(size, length, mode):
 
 @pytest.mark.parametrize(
     ("sizes", "mode"),
-    [((2, 3), "naive"), ((2, 2), "bidirectional")],
+    [((2, 3), "naive"), ((2, 2), "unidirectional")],
 )
 def test_several_axes_in_any_order(sizes, mode):
     """Over shuffled devices, too."""
     mesh = make(sizes, step=-1)
     axis = Axis(("y", "x"), mode=mode)
-    check(mesh, axis, (1, 4, 2, 2), 1, check_vma=mode == "bidirectional")
+    check(mesh, axis, (1, 2, 2, 2), 1, order="contiguous", check_vma=mode == "unidirectional")
 
 
-@pytest.mark.parametrize("mode", RINGS)
-def test_long_rings_run_loops(mode, monkeypatch):
+def test_long_rings_run_loops(monkeypatch):
     monkeypatch.setattr(run, "UNROLLED", 1)
     monkeypatch.setattr(in_turns, "UNROLLED_CIRCULATING", 1)
-    axis = Axis("x", mode=mode)
-    check(line(7), axis, (1, 4, 2, 2), 1, check_vma=mode == "unidirectional")
+    check(line(7), Axis("x", mode="bidirectional"), (1, 4, 2, 2), 1, check_vma=True)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mode", "wire"),
-    [
-        ("float16", "naive", None),
-        ("bfloat16", "unidirectional", None),
-        ("bfloat16", "bidirectional", "bfloat16"),
-    ],
-)
-def test_16_bits(dtype, mode, wire):
-    axis = Axis("x", mode=mode, wire_dtype=wire)
-    check(line(3), axis, (1, 4, 2, 8), 1, dtype=dtype, check_vma=wire is None)
+@pytest.mark.parametrize(("dtype", "mode"), [("float16", "naive"), ("bfloat16", "unidirectional")])
+def test_16_bits(dtype, mode):
+    """`test_attention_options.py` has sums that travel in them, both ways round."""
+    check(line(3), Axis("x", mode=mode), (1, 4, 2, 8), 1, dtype=dtype, check_vma=True)
 
 
 @pytest.mark.parametrize("mode", ["naive", "unidirectional"])
@@ -182,7 +168,7 @@ def test_scores_and_sums_are_float32(mode):
     def local(q, k, v):
         return ring_attention(q, k, v, Axis("x", mode=mode), causal=False)
 
-    fn = jax.shard_map(local, mesh=line(4), in_specs=P("x"), out_specs=P("x"))
+    fn = jax.shard_map(local, mesh=line(2), in_specs=P("x"), out_specs=P("x"))
     out, *grads = jax.jit(vjp, static_argnums=0)(fn, jnp.ones_like(v), q, k, v)
     np.testing.assert_array_equal(out, v)  # a mean of 32, in bfloat16 not exact
     np.testing.assert_array_equal(grads[2], jnp.ones_like(v))
@@ -219,19 +205,17 @@ def test_operands_that_vary_over_different_axes():
     )
 
 
-@pytest.mark.parametrize(
-    ("mode", "order"),
-    [("naive", "zigzag"), ("unidirectional", "contiguous")],
-)
-def test_scan_checkpoint_and_vmap(mode, order):
+def test_scan_checkpoint_and_vmap():
     """Layers in a scan, rematerialised; one operand of a vmap is not batched."""
-    full = FullAttention(places_of(order, 8, 2))
+    full = FullAttention(np.arange(8))
 
     def fn(x, scales):
         @jax.checkpoint
         def layer(x, scale):
             attend = jax.vmap(
-                lambda q, k, v: ring_attention(q, k, v, Axis("x", mode=mode), order=order),
+                lambda *args: ring_attention(
+                    *args, Axis("x", mode="unidirectional"), order="contiguous"
+                ),
                 in_axes=(1, None, 1),
                 out_axes=1,
             )
@@ -253,35 +237,9 @@ def test_scan_checkpoint_and_vmap(mode, order):
         mesh=line(2),
         in_specs=(P("x"), P()),
         out_specs=P("x"),
-        check_vma=mode != "naive",
+        check_vma=True,
         max_directions=4,
     )
-
-
-def test_second_derivatives():
-    q, k, v = normal(4, 2, 2), normal(4, 1, 2), 2 * normal(4, 1, 2)
-    places = zigzag_order(4, 2)
-    seen = jnp.asarray(places[:, None] >= places)
-    fn = jax.shard_map(
-        lambda *args: ring_attention(*args, Axis("x", mode="unidirectional"), scale=1.0),
-        mesh=line(2),
-        in_specs=P("x"),
-        out_specs=P("x"),
-    )
-
-    def full(q, k, v):
-        scores = jnp.where(seen, jnp.einsum("qhe,ke->hqk", q, k[:, 0]), -jnp.inf)
-        return jnp.einsum("hqk,ke->qhe", jax.nn.softmax(scores), v[:, 0])
-
-    def second(fn):
-        def first(*args):
-            grads = jax.grad(lambda *args: jnp.sum(fn(*args) ** 2), argnums=(0, 1, 2))(*args)
-            return sum(jnp.sum(jnp.sin(g)) for g in grads)
-
-        return jax.jit(jax.grad(first, argnums=(0, 1, 2)))(q, k, v)
-
-    for found, expected in zip(second(fn), second(full), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -328,8 +286,13 @@ def test_naive_gathers_and_scatters_once():
         assert found.residual_bytes == 16 // n * (2 * 4 * 8 * 2 + 2 * 8 * 2 + 2 * 4 * 4)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    ("mode", "order"),
+    [
+        *((mode, "zigzag") for mode in ("naive", "bidirectional")),
+        *((mode, "contiguous") for mode in ("naive", "unidirectional")),
+    ],
+)
 def test_no_array_is_larger_than_one_block_of_scores(mode, order):
     n, length, heads = 4, 64, 2
     q = jax.ShapeDtypeStruct((n * length, heads, 1), jnp.float32)
@@ -507,10 +470,9 @@ def packed(q, k, v, segments, *, causal):
 @pytest.mark.parametrize(
     ("mode", "order", "causal", "n", "check_vma"),
     [
-        ("naive", "zigzag", True, 2, True),
-        ("unidirectional", "contiguous", True, 3, True),
-        ("bidirectional", "zigzag", True, 4, False),
-        ("bidirectional", "contiguous", False, 3, True),
+        ("naive", "contiguous", True, 3, True),
+        ("bidirectional", "zigzag", True, 2, False),
+        ("unidirectional", "contiguous", False, 3, True),
         ("unidirectional", "zigzag", False, 1, True),
     ],
 )
@@ -558,8 +520,8 @@ def test_packed_documents_and_lengths(mode, order, causal, n, check_vma):
 
 
 def test_lengths_alone_are_one_document():
-    q, k = jnp.ones((2, 8, 2, 4)), jnp.ones((2, 8, 2, 4))
-    v = jnp.arange(8.0)[None, :, None, None] * jnp.ones_like(k)
+    q, k = (np.ones((2, 8, 2, 4), "float32") for _ in range(2))
+    v = np.arange(8, dtype="float32")[None, :, None, None] * k
     out = ring_on_one(q, k, v, lengths=[8, 3], causal=False)
     np.testing.assert_allclose(out[0], 3.5, rtol=1e-6)
     np.testing.assert_allclose(out[1, :3], 1.0, rtol=1e-6)
@@ -654,19 +616,16 @@ def test_lengths_of_a_dtype_that_does_not_hold_the_sequence():
 
 @pytest.mark.parametrize(("causal", "order"), [(True, "zigzag"), (False, "contiguous")])
 def test_what_does_not_count_may_hold_anything(causal, order):
-    places = zigzag_order(16, 4) if order == "zigzag" else np.arange(16)
+    places = zigzag_order(16, 2) if order == "zigzag" else np.arange(16)
     given = normal(16, 2, 4), 2 * normal(16, 2, 4), normal(16, 2, 4) + 1, np.ones((16, 2, 4), "f4")
     attend = jax.shard_map(
         lambda *args: ring_attention(*args, "x", lengths=9, causal=causal, order=order),
-        mesh=line(4),
+        mesh=line(2),
         in_specs=P("x"),
         out_specs=P("x"),
     )
 
-    @jax.jit
-    def run(q, k, v, ct):
-        return vjp(attend, ct, q, k, v)
-
+    run = jax.jit(lambda q, k, v, ct: vjp(attend, ct, q, k, v))
     clean = [x[places] for x in given]
     dirty = [np.where(places[:, None, None] >= 9, np.float32("nan"), x) for x in clean]
     for found, wanted in zip(run(*dirty), run(*clean), strict=True):

@@ -60,7 +60,7 @@ def close(found, expected):
         ("tp=1", "tp", "unidirectional", -2, True),
         ("tp=3", "tp", "unidirectional", 0, False),
         ("a=2,b=2", ("b", "a"), "bidirectional", -2, True),
-        ("b=3,a=2", ("b", "a"), "bidirectional", None, False),
+        ("b=3,a=2", ("b", "a"), "naive", None, False),
         ("tp=8", "tp", "auto", None, True),
     ],
 )

@@ -22,7 +22,7 @@ from jaxpar.testing import count_collectives
 check = pytest.mark.parametrize("check_vma", [True, False])
 MODES = ("unidirectional", "bidirectional")
 modes = pytest.mark.parametrize("mode", MODES)
-sizes = pytest.mark.parametrize("n", [2, 4, 8])
+sizes = pytest.mark.parametrize("n", [2, 4])
 M, K, N = 16, 24, 32  # global sizes
 BATCH = "bmk,bkn->bmn"
 
@@ -92,9 +92,9 @@ SCATTERS = {
 
 
 def covering(forms):
-    """Parametrizes: each form on four devices in both modes, on two in one, on eight in the other.
+    """Parametrizes: each form on four devices in both modes, on two in one, under either check_vma.
 
-    Under either check_vma on four, and on fewer or more.
+    `test_other_ring_sizes` has more devices.
     """
     cases = [
         case
@@ -103,7 +103,6 @@ def covering(forms):
             (form, 4, MODES[0], at % 2 == 0),
             (form, 4, MODES[1], at % 2 == 1),
             (form, 2, MODES[at % 2], at % 4 < 2),
-            (form, 8, MODES[1 - at % 2], at % 4 >= 2),
         )
     ]
     return pytest.mark.parametrize(("form", "n", "mode", "check_vma"), cases)
@@ -198,7 +197,7 @@ def test_all_reduce_without_types(n, mode):
     assert found.residual_bytes <= shard_bytes(all_reduce(n), n)
 
 
-@pytest.mark.parametrize("n", [1, 3, 5, 6, 7])
+@pytest.mark.parametrize("n", [3, 5, 6, 8])
 def test_other_ring_sizes(n):
     for at, mode in enumerate(MODES):
         shapes, check_vma = ((n, 2), (2, n)), (n + at) % 3 == 0
@@ -208,29 +207,28 @@ def test_other_ring_sizes(n):
         assert found.forward.keys() | found.backward.keys() <= {"ppermute"}
 
 
-@check
-@modes
+@pytest.mark.parametrize(
+    ("mode", "check_vma"), [("unidirectional", False), ("bidirectional", True)]
+)
 def test_a_loop_sends_as_much(mode, check_vma, monkeypatch):
     unrolled = counts(GATHERS["rows"], 8, mode, check_vma)
     monkeypatch.setattr(run, "UNROLLED", 1)
     assert counts(GATHERS["rows"], 8, mode, check_vma) == unrolled
 
 
-@modes
-def test_nothing_is_sent_on_a_ring_of_one(mode):
+def test_nothing_is_sent_on_a_ring_of_one():
     for at, form in enumerate((*GATHERS.values(), *SCATTERS.values())):
-        check_vma = (at + MODES.index(mode)) % 2 == 0
-        found = counts(form, 1, mode, check_vma)
+        found = counts(form, 1, MODES[at % 2], check_vma=at % 4 < 2)
         assert found.forward == found.backward == {}
 
 
 @pytest.mark.parametrize(
     ("form", "mode", "check_vma"),
     [
-        (form, MODES[(at + check_vma) % 2], check_vma)
+        (form, MODES[at % 2], at % 4 < 2)
         for at, form in enumerate([*GATHERS.values(), *SCATTERS.values()])
-        for check_vma in (True, False)
-    ],
+    ]
+    + [(SCATTERS["rows"], MODES[1], False), (GATHERS["rows"], MODES[1], False)],
 )
 def test_gradients_inside_send_nothing_else(form, mode, check_vma):
     """Forward and backward of a gradient taken in the body."""

@@ -16,7 +16,6 @@ from jaxpar.ring import run
 from jaxpar.testing import assert_matches_reference, tolerance
 
 rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
-MODES = ("unidirectional", "bidirectional", "naive", "chunked-2")
 
 GATHER = {"in_specs": (P("x"), P(None, "x")), "out_specs": P(None, "x")}
 GATHER_K = {"in_specs": (P(None, "x"), P(None, "x")), "out_specs": P(None, "x")}
@@ -60,9 +59,10 @@ CALLS = {
 @pytest.mark.parametrize(
     ("call", "mode", "dtype"),
     [
-        (call, mode, ("bfloat16", "float16")[(row + column) % 2])
-        for row, call in enumerate(CALLS)
-        for column, mode in enumerate(MODES)
+        *(("gather k", "bidirectional", "float16"), ("gather k", "naive", "bfloat16")),
+        *(("scatter", "unidirectional", "float16"), ("scatter", "bidirectional", "bfloat16")),
+        *(("scatter", "naive", "float16"), ("scatter", "chunked-2", "bfloat16")),
+        *(("all-reduce", "unidirectional", "bfloat16"), ("all-reduce", "chunked-2", "float16")),
     ],
 )
 def test_16_bit_sums_are_rounded_once_with_a_wide_wire(call, mode, dtype):
@@ -78,9 +78,7 @@ def test_16_bit_sums_are_rounded_once_with_a_wide_wire(call, mode, dtype):
     [
         ("scatter", {}, "unidirectional"),
         ("scatter", {"wire_dtype": "bfloat16"}, "bidirectional"),
-        ("scatter", {"preferred_element_type": jnp.bfloat16}, "unidirectional"),
         ("all-reduce", {}, "bidirectional"),
-        ("all-reduce", {"wire_dtype": "bfloat16"}, "unidirectional"),
         ("all-reduce", {"preferred_element_type": jnp.bfloat16}, "bidirectional"),
     ],
 )
@@ -136,8 +134,9 @@ def test_16_bit_gradients_are_rounded_once_with_a_wide_wire(mode, dtype):
 @pytest.mark.parametrize(
     ("call", "mode"),
     [
-        *((call, mode) for call in CALLS for mode in ("bidirectional", "naive")),
-        *(("gather k", "chunked-2"), ("scatter", "unidirectional"), ("all-reduce", "chunked-2")),
+        *(("gather k", "bidirectional"), ("gather k", "chunked-2")),
+        *(("scatter", "unidirectional"), ("scatter", "naive")),
+        *(("all-reduce", "bidirectional"), ("all-reduce", "naive")),
     ],
 )
 def test_wide_results_of_narrow_operands(call, mode):
@@ -206,10 +205,8 @@ def test_integers_are_exact(dtype, asked, result, modes):
 @pytest.mark.parametrize(
     ("mode", "n", "unrolled"),
     [
-        ("unidirectional", 3, 16),
         ("bidirectional", 4, 16),
         ("unidirectional", 4, 1),
-        ("bidirectional", 7, 1),
     ],
 )
 def test_float64(mode, n, unrolled, monkeypatch):

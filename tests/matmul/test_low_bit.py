@@ -116,7 +116,6 @@ def penalty(network):
     [
         ("naive", "scan"),
         ("bidirectional", "checkpoint"),  # in a scan, too
-        ("naive", "second derivative"),
         ("bidirectional", "second derivative"),
     ],
 )
@@ -200,12 +199,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("shape", "dim", "columns", "dtype", "coded", "mode"),
-    [
-        (*case, mode)
-        for number, case in enumerate(SHAPES)
-        for at, mode in enumerate(["chunked-2", "bidirectional"])
-        if case[-1] or at == number % 2  # what is in 8 bits in both
-    ],
+    [(*case, ("bidirectional", "chunked-2")[number % 2]) for number, case in enumerate(SHAPES)],
 )
 def test_shapes(shape, dim, columns, dtype, coded, mode):
     row = -1 if dim != len(shape) - 1 else -2
@@ -270,7 +264,7 @@ def test_cotangents_as_they_are(mode):
 
 @pytest.mark.parametrize(
     ("mode", "check_vma"),
-    [("naive", False), ("chunked-2", True), ("bidirectional", True), ("unidirectional", False)],
+    [("naive", False), ("chunked-2", True), ("bidirectional", False)],
 )
 def test_an_all_reduce_is_as_without(mode, check_vma):
     def summing(wire):
@@ -318,9 +312,9 @@ def codes(shape, scales_shape, dtype="float32", values="int8"):
 @pytest.mark.parametrize(
     ("mode", "of"),
     [
-        *(("bidirectional", of) for of in SCALES),
-        *(("chunked-2", of) for of in ("of all", "of a device", "of a block")),
-        *(("stationary", of) for of in ("of a row", "of a column", "of a device's column")),
+        *(("bidirectional", of) for of in SCALES if of != "of a device"),
+        *(("chunked-2", of) for of in ("of a device", "of a block")),
+        *(("stationary", of) for of in ("of a row", "of a device's column")),
     ],
 )
 def test_scales(mode, of):
@@ -337,8 +331,7 @@ def test_scales(mode, of):
     assert mode == "stationary" or floats == {("all_gather", "float32"): 1}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("values", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("dtype", "values"), [("bfloat16", "float8_e4m3fn"), ("float16", "int8")])
 def test_scales_of_16_bits(dtype, values):
     """Times values they are exact in 32."""
     values, scales, there = codes((16, 48), (16, 3), dtype, values)
@@ -350,8 +343,15 @@ def test_scales_of_16_bits(dtype, values):
     assert large.dequantized("float32").tolist() == [[127 * 2.0**10] * 2]
 
 
-@pytest.mark.parametrize("mode", ["naive", "bidirectional"])
-@pytest.mark.parametrize(("dim", "shape"), [(0, (48, 1)), (0, (48, 4)), (1, (1, 16)), (1, (6, 16))])
+@pytest.mark.parametrize(
+    ("dim", "shape", "mode"),
+    [
+        (0, (48, 1), "naive"),
+        (0, (48, 4), "bidirectional"),
+        (1, (1, 16), "bidirectional"),
+        (1, (6, 16), "naive"),
+    ],
+)
 def test_a_quantized_weight_of_a_tuple_of_operands(mode, dim, shape):
     values, scales, there = codes((48, 16), shape)
     x, ct = normal(16, 48), normal(16, 16)
@@ -365,7 +365,7 @@ def test_a_quantized_weight_of_a_tuple_of_operands(mode, dim, shape):
 
 def test_it_is_not_rounded_again():
     """A wire of 8 bits leaves it, and a matmul reads it in the dtype of its partner."""
-    x, w = quantize(jnp.asarray(untied(16, 48)), columns=16), normal(48, 16)
+    x, w = jax.jit(lambda x: quantize(x, columns=16))(untied(16, 48)), normal(48, 16)
     specs = Quantized(P("tp"), P("tp"), dtype="float32"), P(None, "tp")
     programs = [gathering("bidirectional", wire, in_specs=specs) for wire in (None, "int8")]
     plain, coded = (jax.jit(program)(x, w) for program in programs)
@@ -375,7 +375,7 @@ def test_it_is_not_rounded_again():
 
 
 def test_it_has_no_derivative():
-    x, w = quantize(jnp.asarray(normal(16, 48))), normal(48, 16)
+    x, w = jax.jit(quantize)(normal(16, 48)), normal(48, 16)
     specs = Quantized(P("tp"), P("tp"), dtype="float32"), P(None, "tp")
     mapped = gathering("unidirectional", in_specs=specs)
     of_x = jax.jit(jax.grad(lambda x: jnp.sum(mapped(x, w)), allow_int=True))(x)
@@ -486,8 +486,7 @@ def test_over_an_axis():
     close(jax.jit(over(axis, wire_dtype="float32"))(x, w), exactly(x) @ exactly(w))
 
 
-@pytest.mark.parametrize("mode", ["naive", "bidirectional"])
-@pytest.mark.parametrize("columns", [None, 16])
+@pytest.mark.parametrize(("mode", "columns"), [("naive", 16), ("bidirectional", None)])
 def test_rows_that_explicit_axes_shard(mode, columns):
     """Their scales are sharded as they are."""
     mesh = make_mesh("dp=2,tp=4", axis_types=AxisType.Explicit)
@@ -511,11 +510,8 @@ def test_rows_that_explicit_axes_shard(mode, columns):
     [
         ("naive", None),
         ("chunked-2", None),
-        ("chunked-2", TpuOrder(delays_transfers=True)),
-        ("unidirectional", None),
         ("unidirectional", TpuOrder(delays_transfers=True)),
         ("bidirectional", CpuOrder()),
-        ("bidirectional", TpuOrder(delays_transfers=True)),
     ],
 )
 def test_sums_in_8_bits_on_request(mode, order, monkeypatch):
@@ -547,7 +543,7 @@ def test_sums_in_8_bits_on_request(mode, order, monkeypatch):
         assert off < 0.016
 
 
-@pytest.mark.parametrize("mode", ["naive", "bidirectional", "multi-ring"])
+@pytest.mark.parametrize("mode", ["naive", "multi-ring"])
 def test_nothing_is_rounded_on_a_device_alone(mode):
     wire, mesh = LowBit("int8", sums="int8"), make_mesh("tp=1", devices=jax.devices()[:1])
     x, w = normal(4, 48), normal(48, 40)

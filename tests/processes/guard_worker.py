@@ -58,7 +58,7 @@ def main():
     def array(rows):
         return jax.make_array_from_callback((rows, 8), sharding, lambda i: np.ones((rows, 8))[i])
 
-    def make(reduce, name="step"):
+    def make(reduce):
         def local(x):
             if CASE == "tracing" and IS_ODD:
                 load(LONG)
@@ -68,7 +68,6 @@ def main():
         def step(x):
             return jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P())(x)
 
-        step.__name__ = name
         return jax.jit(step)
 
     @jax.jit
@@ -99,15 +98,9 @@ def main():
                 case "raises":
                     fault()
                     raise RuntimeError("no luck")
-                case "branch":
-                    fault()
-                    step = guard(make(lax.pmax, "evaluate"))
                 case "operation":
                     fault()
                     step = guard(make(lax.pmax))
-                case "shape":
-                    fault()
-                    x = array(8 * COUNT)
         if CASE == "lines":
             with guard("training") as guarded:
                 if IS_ODD and number == 3:

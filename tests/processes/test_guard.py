@@ -130,17 +130,6 @@ CASES = {
         r"process {odd}: ended; it was .* 'step'",
         WAITS,
     ),
-    "branch": (
-        rf"{ODD} differ in call 3: process 0 is in 'step', process {{odd}} in 'evaluate'",
-        r"process {odd}: (waiting for others to compare .* of 'evaluate'|ended, after ValueError)",
-        "",
-    ),
-    "shape": (
-        rf"{ODD} run different programs in call 3 of 'step': process 0 has argument 0: "
-        r"float32\[\d+, 8\] sharded by .*, process {odd} argument 0: float32\[\d+, 8\] sharded by ",
-        r"process {odd}: (waiting for others to compare .* of 'step'|ended, after ValueError)",
-        "",
-    ),
     "operation": (
         rf"{ODD} run different programs in call 3 of 'step': collective 2: process 0 has psum "
         r"over dp of float32\[4, 8\] at guard_worker.py:\d+ in local, process {odd} pmax over dp",
@@ -170,8 +159,9 @@ CASES = {
     ),
 }
 SPEECHLESS = ("killed", "frozen")  # the odd process
-# Two wait for the odd one; and one alone, where nobody has come, is left, or is compared with it.
-COUNTED = [(case, 3) for case in CASES] + [(case, 2) for case in ("missing", "killed", "operation")]
+# Two wait for the odd one, of each kind of trouble; or one alone does.
+COUNTED = [(case, 3) for case in ("missing", "killed", "frozen", "operation")]
+COUNTED += [(case, 2) for case in CASES if case not in ("missing", "frozen", "operation")]
 
 
 @pytest.mark.parametrize(("case", "count"), COUNTED)
@@ -199,17 +189,15 @@ def test_it_is_named(case, count, run):
         assert "waits for" not in found.text(odd)  # itself
     if case == "operation":  # or it would compute garbage and end with status 0
         assert "done" not in found.text(odd)
-    if case in ("branch", "shape", "operation"):
         found.wait([odd], "ValueError: guard: processes .*; make them equal")
     for rank in set(ranks) - {odd}:  # the status that was asked for, or that of the error
         assert found.processes[rank].wait(400) != 0, found.all()
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_nothing_is_said_of_equal_processes(count, run):
-    found = run("equal", count)
-    assert [process.wait(400) for process in found.processes] == [0] * count, found.all()
-    assert all("done" in found.text(rank) for rank in range(count))
+def test_nothing_is_said_of_equal_processes(run):
+    found = run("equal", 3)
+    assert [process.wait(400) for process in found.processes] == [0] * 3, found.all()
+    assert all("done" in found.text(rank) for rank in range(3))
     assert "jaxpar.guard" not in found.all()
 
 
@@ -470,6 +458,36 @@ def test_a_program_that_differs_later_is_found():
     assert answer["agreed"] == 6
     assert board.unequal == (7, 0, 1)
     assert answer["want"] == "a"
+
+
+def test_processes_in_different_functions():
+    board = Board(2)
+    for _ in range(2):  # in trouble all speak once more
+        hear(board, rank=0, runs=((1, "step", "a"),))
+        answer = hear(board, rank=1, runs=((1, "evaluate", "b"),))
+    what = "processes 0 and 1 differ in call 1: process 0 is in 'step', process 1 in 'evaluate'"
+    assert (answer["agreed"], answer["trouble"]["what"]) == (0, what)
+
+
+def test_arguments_of_different_shapes():
+    """Each process is asked for what its program is, and both hear the difference."""
+    board, sharding = Board(2), jax.NamedSharding(jaxpar.make_mesh("dp=8"), P("dp"))
+    for rank, rows in enumerate((8, 16)):
+        x = jax.ShapeDtypeStruct((rows, 8), "float32", sharding=sharding)
+        details = program_of("step", jax.jit(jnp.sin).trace(x), (x,), {}).details()
+        state = {"rank": rank, "runs": ((1, "step", details["digest"]),)}
+        hear(board, **state)
+        assert rank == 0 or hear(board, **state)["want"] == details["digest"]
+        given = {"entered": 1, "known": 1, "name": "step", **state}
+        board.hear({"state": asdict(ProcessState(**given)), "details": details})
+    for rank in (0, 1):  # in trouble all speak once more
+        answer = hear(board, rank=rank, runs=board.seen[rank].state.runs)
+    sharded = rf"sharded by {re.escape(str(P('dp')))}"
+    assert re.fullmatch(
+        "processes 0 and 1 run different programs in call 1 of 'step': process 0 has argument 0: "
+        rf"float32\[8, 8\] {sharded}, process 1 argument 0: float32\[16, 8\] {sharded}",
+        answer["trouble"]["what"],
+    )
 
 
 def test_silence_is_no_fault_of_those_that_wait():

@@ -65,7 +65,7 @@ def test_tells_how_evenly_experts_are_used(tmp_path, capsys):
     log, plot, none = (tmp_path / name for name in ("a.json", "a.png", "none.json"))
     steps = ["--steps", "2", "--print-every", "1", "--validation-batches", "0", "--experts", "6"]
     more = ["--capacity-factor", "1", "--log", str(log)]
-    assert main(*steps, "--mesh", "dp=2,ep=4", "--microbatches", "2", *more) == 0
+    assert main(*steps, "--mesh", "dp=2,ep=2", "--microbatches", "2", *more) == 0
     out = capsys.readouterr().out
     assert out.count("  largest load ") == 2
     record = json.loads(log.read_text())
@@ -82,7 +82,7 @@ def test_tells_how_evenly_experts_are_used(tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
     none.write_text(json.dumps({**record, "experts": []}))
     assert main(*steps, "--plot-loads", str(plot), "--compare", str(none)) == 2
-    assert "the run on mesh dp=2,ep=4 has no experts" in capsys.readouterr().err
+    assert "the run on mesh dp=2,ep=2 has no experts" in capsys.readouterr().err
 
 
 def test_draws_one_curve(tmp_path):
@@ -143,12 +143,12 @@ def test_names_the_command_that_installs_what_is_missing(monkeypatch):
 
 
 def test_predicts_a_step():
-    model = Model(257, 256, 2, 4, 2, 64, 512, dtype="bfloat16")
-    how = LowBit("int8", columns=64)
-    found = predict("v5e:2x2", "fsdp=-1,tp=2", model, Training(batch=4), 1, "auto", wire_dtype=how)
+    model = Model(257, 64, 1, 2, 1, 32, 128, dtype="bfloat16")
+    training, how = Training(batch=4, sequence=128), LowBit("int8", columns=64)
+    found = predict("v5e:2x2", "fsdp=-1,tp=2", model, training, 1, "auto", wire_dtype=how)
     assert found["mesh"] == "fsdp=2,tp=2"
     assert 0 < found["exposed"] < found["total"]
-    assert found["peak"] > 257 * 256
+    assert found["peak"] > 257 * 64
     assert not found["loops_of_unknown_length"]
     assert "of it exposed communication" in summary(found)
 
