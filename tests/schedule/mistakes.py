@@ -29,12 +29,12 @@ def heads_on_the_wrong_axis(mesh, mend):
 
     good, bad = (None, "tp", None), (None, None, "tp")
     params = {
-        "q": shape(mesh, (1024, 16, 64), *(good if mend else bad)),
-        "k": shape(mesh, (1024, 16, 64), *(good if mend else bad)),
-        "v": shape(mesh, (1024, 16, 64), *good),
-        "o": shape(mesh, (16, 64, 1024), "tp", None, None),
+        "q": shape(mesh, (512, 8, 64), *(good if mend else bad)),
+        "k": shape(mesh, (512, 8, 64), *(good if mend else bad)),
+        "v": shape(mesh, (512, 8, 64), *good),
+        "o": shape(mesh, (8, 64, 512), "tp", None, None),
     }
-    return attend, (params, shape(mesh, (8, 512, 1024), "dp"))
+    return attend, (params, shape(mesh, (8, 256, 512), "dp"))
 
 
 def constraint_that_gathers(mesh, mend):
@@ -50,10 +50,10 @@ def constraint_that_gathers(mesh, mend):
         return lax.scan(lambda h, w: (layer(h, w), None), x, params)[0]
 
     params = {
-        "up": shape(mesh, (4, 1024, 4096), None, None, "tp"),
-        "down": shape(mesh, (4, 4096, 1024), None, "tp"),
+        "up": shape(mesh, (2, 512, 2048), None, None, "tp"),
+        "down": shape(mesh, (2, 2048, 512), None, "tp"),
     }
-    return step, (params, shape(mesh, (4096, 1024), "dp"))
+    return step, (params, shape(mesh, (2048, 512), "dp"))
 
 
 def gather_in_a_loop(mesh, mend):
@@ -109,7 +109,7 @@ def checkpoint_that_gathers_again(mesh, mend):
     step = jax.shard_map(
         local, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P(None, "tp")
     )
-    return step, (shape(mesh, (2048, 8192), None, "tp"), shape(mesh, (4096, 2048), "tp"))
+    return step, (shape(mesh, (1024, 4096), None, "tp"), shape(mesh, (1024, 1024), "tp"))
 
 
 def float32_gradients(mesh, mend):
@@ -132,7 +132,7 @@ def float32_gradients(mesh, mend):
 
     step = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P())
     params = [shape(mesh, (1024, 1024)) for _ in range(2)]
-    return step, (params, shape(mesh, (8 * 512, 1024), "dp"))
+    return step, (params, shape(mesh, (8 * 128, 1024), "dp"))
 
 
 def mesh_in_the_wrong_order(mesh, mend):
@@ -170,9 +170,9 @@ def naive_tensor_parallelism(mesh, mend):
         local, mesh=mesh, in_specs=(P("tp"), P(None, "tp"), P("tp")), out_specs=P("tp")
     )
     args = (
-        shape(mesh, (4096, 4096), "tp"),
+        shape(mesh, (2048, 4096), "tp"),
         shape(mesh, (4096, 8192), None, "tp"),
-        shape(mesh, (8192, 2048), "tp"),
+        shape(mesh, (8192, 1024), "tp"),
     )
     return step, args
 
@@ -214,9 +214,9 @@ def barrier_before_work(mesh, mend):
     specs = (P("tp"), P(None, "tp"), P("tp"), P())
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(None, "tp"), P("tp")))
     args = (
-        shape(mesh, (8192, 8192), "tp"),
-        shape(mesh, (8192, 4096), None, "tp"),
-        shape(mesh, (65536, 4096), "tp"),
+        shape(mesh, (4096, 8192), "tp"),
+        shape(mesh, (8192, 2048), None, "tp"),
+        shape(mesh, (32768, 4096), "tp"),
         shape(mesh, (4096, 4096)),
     )
     return step, args
@@ -247,7 +247,7 @@ def two_on_the_same_links(mesh, mend):
 
     specs = (P("tp"), P("tp"), P("tp"))
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("tp"))
-    return step, tuple(shape(mesh, (8192, 8192), "tp") for _ in range(3))
+    return step, tuple(shape(mesh, (4096, 4096), "tp") for _ in range(3))
 
 
 def coarse_chunks(mesh, mend):
