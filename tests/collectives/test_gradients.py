@@ -182,7 +182,7 @@ def test_under_vmap_and_scan(mode):
     )
 
 
-@pytest.mark.parametrize(("mode", "check_vma"), zip(RINGS, (True, False), strict=True))
+@pytest.mark.parametrize(("mode", "check_vma"), [*zip(RINGS, (True, False), strict=True)])
 def test_second_derivatives_in_reverse(mode, check_vma):
     """The gradient of a cubic is taken inside shard_map, and its own gradient outside."""
     n = 4
