@@ -126,11 +126,13 @@ def test_a_flat_slice_has_two_axes_of_one_link_only_as_two_by_two_or_as_its_full
 @pytest.mark.parametrize(("kind", "box"), OF_THREE)
 def test_one_link_on_three_axes_wherever_whole_dimensions_make_them_up(kind, box):
     cores, wraps = cores_of(kind), wraps_of(kind, box)
-    for shape in shapes(prod(box) * cores, 3):
-        if 1 not in shape:
-            hops = longest(kind, box, shape)
-            assert (max(hops) <= 1) == whole_dimensions(shape, box, wraps, cores), shape
-            assert (hops[2] <= 1) == (shape[2] % 2 == 0), shape
+    found = [shape for shape in shapes(prod(box) * cores, 3) if 1 not in shape]
+    if kind == V4 and box in LARGE:  # with one device a chip all are looked at
+        found = found[::3]
+    for shape in found:
+        hops = longest(kind, box, shape)
+        assert (max(hops) <= 1) == whole_dimensions(shape, box, wraps, cores), shape
+        assert (hops[2] <= 1) == (shape[2] % 2 == 0), shape
 
 
 def embeds(shape, box, wraps, cores):

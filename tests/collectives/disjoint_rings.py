@@ -6,7 +6,6 @@ than the tests.
 
 import sys
 from dataclasses import replace
-from itertools import product
 from math import prod
 
 import jax
@@ -31,13 +30,15 @@ from jaxpar.matmul._arrivals import joining_is_cheaper  # noqa: E402
 from jaxpar.ring.order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 
 MODE = "multi-ring"
-IS_SMALL = N < 16  # round more devices, what depends on no torus's shape is not checked again
 LOOPS = N > 30  # blocks go round rings of so many devices in loops
 NAMES = ("x", "y", "z", "u")[: len(SIZES)]
 AXES = NAMES[::-1]  # another order than the mesh's
 MESH = jaxpar.make_mesh(dict(zip(NAMES, SIZES, strict=True)))
+ROWS, COLUMNS, WHOLE = P(AXES), P(None, AXES), P(None, AXES, None, None)
+# Sums in two pieces and in one, which go by one of the two where blocks and sums may.
+TPU, CPU = TpuOrder(delays_transfers=True), CpuOrder()
 # The sides of a torus along which blocks and sums can go, one after the other; None: round rings.
-TORUS = (None, SIZES[::-1]) if min(SIZES) > 2 and len(set(SIZES)) == 1 else (None,)
+SIDES = SIZES[::-1]
 RNG = np.random.default_rng(0)
 
 
@@ -95,19 +96,98 @@ def attended(q, k, v, left, right):
     )
 
 
-def low_bit(name, dim, left, right, alongs, code=lambda x: x):
+def going(blocks=None, sums=None, order=CPU):
+    """Has blocks and sums go along these sides, or round rings, and turns have an order."""
+    choice.traced_order = lambda: order
+    choice.with_phases = lambda _, way, __: replace(way, blocks_along=blocks, sums_along=sums)
+
+
+def gather(rows, order, along=None):
+    going(along, along, order)
+    x, w = normal(N * rows, 3), normal(3, N)
+    compare(
+        f"gather of {rows} rows",
+        lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, mode=MODE),
+        (ROWS, COLUMNS),
+        COLUMNS,
+        (x, w),
+        multiplied(x, w),
+        loops=LOOPS and along is None,
+    )
+
+
+def gather_kept(rows, order, along=None):
+    going(along, along, order)
+    kept = jaxpar.Axis(AXES, MODE, keep_gathered=True)
+    x, w = normal(N * rows, 3), normal(3, N)
+    compare(
+        "gather of rows that are kept",
+        lambda x, w: jaxpar.all_gather_matmul(x, w, kept),
+        (ROWS, COLUMNS),
+        COLUMNS,
+        (x, w),
+        multiplied(x, w),
+    )
+
+
+def scatter(rows, order, along=None):
+    going(along, along, order)
+    x, w = normal(N * rows, 2 * N), normal(2 * N, 3)
+    compare(
+        f"scatter of {rows} rows",
+        lambda x, w: jaxpar.matmul_reduce_scatter(x, w, AXES, mode=MODE),
+        (COLUMNS, ROWS),
+        ROWS,
+        (x, w),
+        multiplied(x, w),
+    )
+
+
+def weight(along=None):
+    """Its sums go round rings, backward."""
+    going(along)
+    x, w = normal(4 * N, 2 * N), normal(2 * N, 3)
+    compare(
+        "gather of a weight",
+        lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, gather="rhs", mode=MODE),
+        (ROWS, ROWS),
+        ROWS,
+        (x, w),
+        multiplied(x, w),
+        loops=LOOPS,
+    )
+
+
+def attention():
+    going()
+    q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
+    axis, how = jaxpar.Axis(AXES, mode=MODE), {"causal": False, "order": "contiguous"}
+    window = 3 * N, 11
+    compare(
+        "attention",
+        lambda q, k, v: ring_attention(q, k, v, axis, window=window, **how),
+        (WHOLE,) * 3,
+        WHOLE,
+        (q, k, v),
+        attended(q, k, v, *window),
+        loops=N > 8,
+    )
+
+
+def low_bit(dim, *alongs, joined=False, code=lambda x: x):
     """What is gathered in 8 bits is the same values in every mode."""
     x, w = normal(N * 16, N * 16), normal(N * 16, N)
+    _arrivals.joining_is_cheaper = (lambda length: True) if joined else joining_is_cheaper
 
     def found(mode, along=None):
-        choice.with_phases = lambda _, way, __: replace(way, blocks_along=along)
+        going(along)
         mapped = jax.shard_map(
             lambda x, w: jaxpar.all_gather_matmul(
                 code(x), w, AXES, dim=dim, mode=mode, wire_dtype="int8"
             ),
             mesh=MESH,
-            in_specs=(left, right),
-            out_specs=right,
+            in_specs=(COLUMNS if dim else ROWS, COLUMNS),
+            out_specs=COLUMNS,
         )
         return np.asarray(jax.jit(mapped)(x, w))
 
@@ -116,97 +196,94 @@ def low_bit(name, dim, left, right, alongs, code=lambda x: x):
     most = 1e-12 * np.abs(exact).max() * N
     for along in alongs:
         np.testing.assert_allclose(found(MODE, along), naive, rtol=0, atol=most)
-    print("gather of", name, "in 8 bits", flush=True)
+    _arrivals.joining_is_cheaper = joining_is_cheaper
+    print("gather of", "columns" if dim else "rows", "in 8 bits", flush=True)
 
 
-def main():
-    rows, columns, whole = P(AXES), P(None, AXES), P(None, AXES, None, None)
-    kept = jaxpar.Axis(AXES, MODE, keep_gathered=True)
-    # Sums in two pieces and in one, which go by one of the two where blocks and sums may.
-    orders = (TpuOrder(delays_transfers=True), *([CpuOrder()] if IS_SMALL else []))
-    cases = [*product(orders[:1], TORUS), *product(orders[1:], TORUS[-1:])]
-    # No share, shares that differ, halves of shares.
-    for length in (1, 5, 8) if N < 12 else (5, 8):
-        x, w = normal(N * length, 3), normal(3, N)
-        y, v = normal(N * length, 2 * N), normal(2 * N, 3)
-        for order, along in cases if length > 1 else [(orders[0], None)]:
-            choice.traced_order = lambda order=order: order
-            choice.with_phases = lambda _, way, __, along=along: replace(
-                way, blocks_along=along, sums_along=along
-            )
-            if length < 8 and order is orders[0]:
-                compare(
-                    f"gather of {length} rows",
-                    lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, mode=MODE),
-                    (rows, columns),
-                    columns,
-                    (x, w),
-                    multiplied(x, w),
-                    loops=LOOPS and along is None,
-                )
-            if length == 5 and order is orders[-1] and (IS_SMALL or along):
-                compare(
-                    "gather of rows that are kept",
-                    lambda x, w: jaxpar.all_gather_matmul(x, w, kept),
-                    (rows, columns),
-                    columns,
-                    (x, w),
-                    multiplied(x, w),
-                )
-            if length != 5:
-                compare(
-                    f"scatter of {length} rows",
-                    lambda x, w: jaxpar.matmul_reduce_scatter(x, w, AXES, mode=MODE),
-                    (columns, rows),
-                    rows,
-                    (y, v),
-                    multiplied(y, v),
-                    loops=LOOPS and along is None,
-                )
-        choice.traced_order = traced_order
-    x, w = normal(4 * N, 2 * N), normal(2 * N, 3)
-    # Of rings through 16 or 27 devices unrolled programs are long, and blocks of rows go by them.
-    alongs = TORUS if IS_SMALL or LOOPS else TORUS[-1:]
-    for along in alongs:
-        choice.with_phases = lambda _, way, __, along=along: replace(way, blocks_along=along)
-        compare(
-            "gather of a weight",
-            lambda x, w: jaxpar.all_gather_matmul(x, w, AXES, gather="rhs", mode=MODE),
-            (rows, rows),
-            rows,
-            (x, w),
-            multiplied(x, w),
-            loops=LOOPS,  # of sums, backward
-        )
-    if CHECK_VMA:
-        low_bit("rows", 0, rows, columns, alongs)
-    if CHECK_VMA and (IS_SMALL or len(TORUS) > 1):
-        low_bit("columns", 1, columns, columns, alongs)
-        _arrivals.joining_is_cheaper = lambda length: True
-        low_bit("joined columns", 1, columns, columns, alongs)
-        coded = jaxpar.quantize
-        low_bit("columns with a scale for each block", 1, columns, columns, alongs, coded)
-        _arrivals.joining_is_cheaper = joining_is_cheaper
-    choice.with_phases = with_phases
-    q, k, v = (normal(1, 8 * N, 1, 2) for _ in range(3))
-    axis, how = jaxpar.Axis(AXES, mode=MODE), {"causal": False, "order": "contiguous"}
-    window = 3 * N, 11
-    # Round sides that differ and in loops, and over cubes of two and three dimensions.
-    if len(set(SIZES)) > 1 or N < 9 or LOOPS:
-        compare(
-            "attention",
-            lambda q, k, v: ring_attention(q, k, v, axis, window=window, **how),
-            (whole,) * 3,
-            whole,
-            (q, k, v),
-            attended(q, k, v, *window),
-            loops=N > 8,
-        )
-    collectives()
+def odd_plane():
+    """No share, shares that differ, halves of shares: round rings, and along the dimensions."""
+    gather(1, TPU)
+    gather(5, TPU)
+    gather(5, TPU, SIDES)
+    gather_kept(5, CPU, SIDES)
+    scatter(1, TPU)
+    scatter(8, TPU, SIDES)
+    scatter(8, CPU, SIDES)
+    weight(SIDES)
+    low_bit(0, SIDES)
+    low_bit(1, SIDES)
+    low_bit(1, SIDES, joined=True)
+    low_bit(1, SIDES, joined=True, code=jaxpar.quantize)
+
+
+def rectangle():
+    """Places on rings are looked up; the opposite device's blocks are halves of two shares."""
+    gather_kept(5, TPU)
+    scatter(8, CPU)
+    weight()
+    low_bit(1, None, joined=True, code=jaxpar.quantize)
+    attention()
+
+
+def even_plane():
+    """A slab is two arrays."""
+    gather_kept(5, TPU, SIDES)
+    scatter(8, TPU, SIDES)
+    weight(SIDES)
+
+
+def odd_cube():
+    """Slabs of slabs; rings through 27 devices are those of collectives by themselves."""
+    gather_kept(5, TPU, SIDES)
+    scatter(8, TPU, SIDES)
+    low_bit(0, SIDES)
+    low_bit(1, SIDES, joined=True, code=jaxpar.quantize)
+
+
+def large_plane():
+    """Blocks and sums in loops, and sums in loops where blocks are in phases."""
+    gather(5, TPU)
+    weight(SIDES)
+
+
+def cube_of_two():
+    gather(5, TPU)
+    gather_kept(5, CPU)
+    scatter(8, TPU)
+    weight()
+    attention()
+
+
+def cube_of_three():
+    gather(1, TPU)
+    scatter(1, TPU)
+    gather_kept(5, CPU)
+    scatter(8, TPU)
+    weight()
+    low_bit(1, None, joined=True)
+    attention()
+
+
+def cube_of_four():
+    gather(9, TPU)
+
+
+# What depends on the kind of a torus. Collectives go round its rings besides.
+OF_KIND = {
+    (3, 3): odd_plane,
+    (4, 3): rectangle,
+    (4, 4): even_plane,
+    (3, 3, 3): odd_cube,
+    (6, 6): large_plane,
+    (2, 2): cube_of_two,
+    (2, 2, 2): cube_of_three,
+    (2, 2, 2, 2): cube_of_four,
+}
 
 
 def collectives():
     """Those of arrays by themselves, to the bit of lax's: sums of small integers are exact."""
+    choice.traced_order, choice.with_phases = traced_order, with_phases
     x = RNG.integers(-4, 5, (N, N, 5)).astype(float)
 
     def ours(x):
@@ -233,4 +310,5 @@ def collectives():
 
 
 if __name__ == "__main__":
-    main()
+    OF_KIND[SIZES]()
+    collectives()
