@@ -22,6 +22,7 @@ from jaxpar.ring.run import run as run_turns
 from jaxpar.ring.turns import Turn
 
 LINE = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
+BESIDE = {kind: jaxpar.make_mesh("x=4,left=2", axis_types=kind) for kind in AxisType}
 
 # Flags that are set at once, as they may be: those that change no program, and those that do.
 STRICT = {
@@ -68,6 +69,8 @@ MODES = {
         "jax_remove_size_one_mesh_axis_from_type": True,
     },
 }
+# One mode beside an axis that is left to JAX, where more is apt to fail.
+MESHES = {"strict": LINE, "wide, and without jit": BESIDE[AxisType.Auto]}
 
 
 @contextmanager
@@ -118,19 +121,18 @@ def by_default(name):
     return str(jax.make_jaxpr(with_gradients(name))(CASES[name].arrays))
 
 
-def beside_an_axis(name, kind):
-    """The values of a case, over a mesh with one more axis of that type."""
-    mesh = jaxpar.make_mesh("x=4,left=2", axis_types=kind)
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), CASES[name].specs)
-    with jax.set_mesh(mesh):
-        arrays = jax.device_put(CASES[name].arrays, places)
-        return jax.device_get(jax.jit(with_gradients(name, mesh=mesh))(arrays))
+# Of groups, `lax.ragged_dot` has no product beside explicit axes.
+NEVER_EXPLICIT = {"apply_experts", "grouped_matmul"}
 
 
 @cache
 def values_of(name):
-    """The values of a case with which all others are compared: beside an axis that JAX has."""
-    return beside_an_axis(name, AxisType.Auto)
+    """The values of a case with which all others are compared: beside an explicit axis."""
+    mesh = BESIDE[AxisType.Auto if name in NEVER_EXPLICIT else AxisType.Explicit]
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), CASES[name].specs)
+    with jax.set_mesh(mesh):
+        arrays = jax.device_put(CASES[name].arrays, places)
+        return jax.device_get(jax.jit(with_gradients(name, mesh=mesh))(arrays))
 
 
 def assert_alike(found, wanted):
@@ -144,17 +146,18 @@ def assert_alike(found, wanted):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_flags(name, mode):
-    arrays = CASES[name].arrays
-    text = by_default(name)
+    """An explicit axis beside, and one that is not: values with and without are the same."""
+    arrays, mesh = CASES[name].arrays, MESHES[mode]
+    text, wanted = by_default(name), values_of(name)
     assert not re.search(r"\bnan\b", text)  # a constant, which would stop `jax_debug_nans`
     with flags(MODES[mode]):
-        traced = jax.make_jaxpr(with_gradients(name))(arrays)
+        traced = jax.make_jaxpr(with_gradients(name, mesh=mesh))(arrays)
         if str(traced) == text:  # the same program
             return
         jax.eval_shape(with_gradients(name, check_vma=False), arrays)
         run = jax.extend.core.jaxpr_as_fun(traced)
         with jax.disable_jit(False):
-            assert_alike(jax.jit(run)(*jax.tree.leaves(arrays)), values_of(name))
+            assert_alike(jax.jit(run)(*jax.tree.leaves(arrays)), wanted)
 
 
 def test_the_partitioner_before_shardy():
@@ -206,15 +209,6 @@ def test_an_axis_of_vmap_is_refused(name):
     given = jax.tree.map(lambda x: np.stack([x] * 4), CASES[name].arrays)
     with pytest.raises(ValueError, match="has no devices for data to travel"):
         jax.eval_shape(jax.vmap(CASES[name].call, axis_name="x"), *given)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_axis_that_is_left_to_jax(name):
-    """An explicit one: beside one that is not, each case is computed for all tests above."""
-    wanted = values_of(name)
-    # Of groups, `lax.ragged_dot` has no product beside explicit axes.
-    if name not in ("apply_experts", "grouped_matmul"):
-        assert_alike(beside_an_axis(name, AxisType.Explicit), wanted)
 
 
 NO_ARRAYS = {

@@ -121,7 +121,7 @@ def test_there_and_back(axes, ring, rows, k, capacity, skew, dtype, vma):
         in_specs=spec,
         out_specs=spec,
         check_vma=vma,
-        max_directions=4,
+        max_directions=2,
         grad=rows * capacity > 0,
     )
 
@@ -183,7 +183,7 @@ def test_second_derivatives():
         in_specs=spec,
         out_specs=spec,
         check_vma=(True, False),
-        max_directions=6,
+        max_directions=3,
     )
 
 
@@ -207,7 +207,7 @@ def test_batches():
         in_specs=spec,
         out_specs=spec,
         check_vma=True,
-        max_directions=4,
+        max_directions=2,
     )
 
 

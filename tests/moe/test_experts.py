@@ -79,7 +79,7 @@ def over_devices(devices, **how):
 
 @pytest.mark.parametrize(
     ("gate", "bias", "weights"),
-    [(True, True, True), (False, True, False), (True, False, False)],
+    [(True, True, True), (False, True, False)],
 )
 def test_in_shard_map_with_rows_of_each_device(gate, bias, weights):
     sizes = [[3, 0, 4], [0, 0, 0], [0, 17, 3], [20, 0, 0]]
@@ -96,8 +96,8 @@ def test_in_shard_map_with_rows_of_each_device(gate, bias, weights):
         mesh=make_mesh("dp=2,ep=4"),
         in_specs=P("ep"),
         out_specs=P("ep"),
-        check_vma=(True, False) if gate and bias else True,
-        max_directions=3,
+        check_vma=gate,
+        max_directions=2,
     )
 
 
@@ -120,7 +120,7 @@ def test_an_activation_of_gate_and_up(implementation, check_vma):
         in_specs=P("ep"),
         out_specs=P("ep"),
         check_vma=check_vma,
-        max_directions=3,
+        max_directions=2,
     )
 
 

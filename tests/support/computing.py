@@ -77,6 +77,7 @@ def _head_layout(w: Any) -> Any:
 X, W, BIAS, QKV = _draw(8, 8), _draw(8, 16), _draw(16), _draw(2, 8, 4, 4)
 TOKENS, LABELS = np.arange(8, dtype="int32") % 5, np.array([0, 3, 9, -1, 13, 2, 7, 1], "int32")
 EXPERTS = {"up": _draw(8, 8, 6), "gate": _draw(8, 8, 6) / 3, "down": _draw(8, 6, 8)}
+NO_GATES = {name: EXPERTS[name] for name in ("up", "down")}
 BIASES = {"up_bias": _draw(8, 6), "gate_bias": _draw(8, 6), "down_bias": _draw(8, 8)}
 SIZES = np.array([2, 0, 3, 1], "int32")
 MLP_BIASES = (_draw(16), _draw(16) / 3, _draw(8))
@@ -217,8 +218,9 @@ CASES: dict[str, Case] = {
             dispatch="ragged",
             chunks=2,
             buffer_factor=2.0,
+            implementation="blocks",  # "auto" is what `moe_layer` has, and gates
         ),
-        *((ROWS, WHOLE, ROWS), (ROWS, WHOLE), (X, _draw(8, 8), EXPERTS)),
+        *((ROWS, WHOLE, ROWS), (ROWS, WHOLE), (X, _draw(8, 8), NO_GATES)),
     ),
     "router_z_loss": Case(lambda x: moe.router_z_loss(moe.route(x, 2), "x"), ROWS, WHOLE, (X,)),
     "routing_statistics": Case(
