@@ -424,6 +424,47 @@ def test_kernels_of_a_gpu(version, name, tmp_path):
         assert event.synchronous or list(event.covers) == beside
 
 
+def read_recorded(name, tmp_path):
+    """What one H100 did, by jax 0.11.2: the program, and a run of it."""
+    folder = Path(__file__).parent / "traced/h100"
+    text = gzip.decompress((folder / f"{name}.hlo.txt.gz").read_bytes()).decode()
+    program = CompiledProgram(target("h100:1"), text, Memory(0, 0, 0, 0, 0), 0.0, None)
+    file = tmp_path / f"{name}.xplane.pb"
+    file.write_bytes(gzip.decompress((folder / f"{name}.xplane.pb.gz").read_bytes()))
+    return program, read_trace(file, program)
+
+
+def test_kernels_that_a_command_buffer_launched_have_their_instructions(tmp_path):
+    """Of attention with its gradients: kernels of a library, and one for two instructions."""
+    program, found = read_recorded("attend_graphs", tmp_path)
+    assert found.runs == pytest.approx([4754e-6, 4748e-6, 4741e-6], abs=1e-6)
+    launched = [
+        one.name
+        for one in program.module.entry.operations
+        if not isinstance(one, (Control, Done, Free))
+    ]
+    assert sorted({e.name for e in found.events}, key=launched.index) == launched
+    # The library's matmuls, each with what sets its memory: 1499 us of that run.
+    library = sum(e.seconds for e in found.events if e.name.startswith("custom-call"))
+    assert library == pytest.approx(1499e-6, abs=1e-6)
+
+
+def test_a_loop_s_kernels_are_the_same_in_command_buffers_and_out_of_them(tmp_path):
+    """The compiler's copies to and from a stack have other names there."""
+    times = []
+    for name in ("scanned_plain", "scanned_graphs"):
+        _, found = read_recorded(name, tmp_path)
+        taken = Counter()
+        for event in found.events:
+            taken[event.name] += event.seconds
+        times.append(taken)
+    plain, graphs = times
+    both = {"custom-call.1", "gemm_fusion_dot_general.1", "input_reduce_fusion", "loop_add_fusion"}
+    assert both <= plain.keys() & graphs.keys()
+    for name in plain.keys() & graphs.keys():
+        assert graphs[name] == pytest.approx(plain[name], rel=0.25, abs=1e-6)  # two runs
+
+
 def test_kernels_of_a_gpu_without_a_program(tmp_path):
     program = recorded("0.12.0.1", "gpu-ring-one-way")
     streams = Streams(program, Plane("/device:GPU:0"))

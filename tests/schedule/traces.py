@@ -1,7 +1,7 @@
 """Traces as TPUs and GPUs are documented to record them, written from schedules.
 
-No such device was at hand. The planes, lines and stats are those of the profiler's own schema
-(xplane.proto, and the names in xplane_schema.cc); the times are made up.
+The planes, lines and stats are those of the profiler's own schema (xplane.proto, and the names in
+xplane_schema.cc). The times are made up. What one H100 did is in `traced/h100`.
 """
 
 import json

@@ -40,6 +40,7 @@ class Ran:
     op: str = ""  # the operation of the traced program
     kind: str = ""  # the profiler's category, or the opcode, or the kernel
     noticed: float = 0.0  # when a thread noticed that it was done
+    node: int | None = None  # of a command buffer, whose name it bears
 
     @property
     def module(self) -> str:
@@ -117,7 +118,9 @@ def _of_streams(plane: Any) -> Iterator[Ran]:
             stats = _stats(event)
             if name := stats.get("hlo_op"):
                 op = str(stats.get("tf_op") or stats.get("name") or "")
-                yield _ran(event, name, "stream", _program(stats), op=op, kind=event.name)
+                node = stats.get("cuda_graph_node_id")
+                more = {"op": op, "kind": event.name, "node": node}
+                yield _ran(event, name, "stream", _program(stats), **more)
 
 
 def _of_threads(plane: Any) -> dict[int, list[Ran]]:

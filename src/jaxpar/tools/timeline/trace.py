@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxpar.tools.private_names import (
     value_error,
 )
 from jaxpar.tools.program.operations import Control, Free, Operation
+from jaxpar.tools.timeline.command_buffers import with_instructions
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.measured import Measured
 from jaxpar.tools.timeline.planes import Device, Ran, apart, known_devices
@@ -78,14 +80,15 @@ def read_trace(
     if not found:
         raise value_error(
             f"{folder}: the trace names no instructions that a device ran; trace the call of the "
-            "program with jax.block_until_ready of what it returns, and on GPU with "
-            "XLA_FLAGS=--xla_gpu_enable_command_buffer="
+            "program with jax.block_until_ready of what it returns"
         )
     name = device or next(iter(found))
     if name not in found:
         raise value_error(f"device={device!r} is not in the trace; choose from {', '.join(found)}")
     known = _operations(program)
-    runs = _runs(found[name], _ran_of(program, found[name], known), _once(program))
+    schedules = [] if program is None else program.module.schedules
+    device_ran = replace(found[name], ran=with_instructions(found[name].ran, schedules))
+    runs = _runs(device_ran, _ran_of(program, device_ran, known), _once(program))
     lengths = [(end - start) * 1e-9 for start, end, _ in runs]
     if run is not None and not 0 <= run < len(runs):
         raise value_error(f"run must be one of the {len(runs)} in the trace, from 0, got {run}")
