@@ -23,7 +23,7 @@ MODES = ("unidirectional", "bidirectional", "auto", "naive")
 RINGS = MODES[:2]
 both_rings = pytest.mark.parametrize("mode", RINGS)
 few = settings(
-    max_examples=4,
+    max_examples=6,
     derandomize=True,
     phases=[Phase.generate],  # not shrinking: each try would compile anew
 )
@@ -182,7 +182,8 @@ def test_under_vmap_and_scan(mode):
     )
 
 
-@pytest.mark.parametrize(("mode", "check_vma"), [*zip(RINGS, (True, False), strict=True)])
+@both_rings
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_second_derivatives_in_reverse(mode, check_vma):
     """The gradient of a cubic is taken inside shard_map, and its own gradient outside."""
     n = 4

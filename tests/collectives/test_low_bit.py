@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
         ((4,), "float8_e5m2", "chunked-2,bidirectional", False),
         ((3, 3), "int8", "multi-ring", False),
         ((2, 2), "float8_e4m3fn", "multi-ring", True),
-        ((3, 1, 2), "int8", "unidirectional", False),
+        ((3, 1, 2), "int8", "naive,unidirectional", False),
         ((6, 6), "int8", "multi-ring", True),  # in loops
     ],
 )

@@ -208,11 +208,15 @@ def test_experts_over_an_axis():
     check(params, "dp=2,ep=4", data="dp", top_k=3, devices=8, **how)
 
 
-def test_hidden_features_over_another_axis():
-    """With an activation of gate and up, and chunks of one token and of two."""
+@pytest.mark.parametrize(
+    ("dispatch", "mode", "chunks", "vma"),
+    [("ragged", "auto", 1, True), ("all_gather", "bidirectional", 2, False)],
+)
+def test_hidden_features_over_another_axis(dispatch, mode, chunks, vma):
+    """With an activation of gate and up; two chunks are of one token and of two."""
     params = parameters(24, 6, biased=True, shared=True)
-    how = {"dispatch": "all_gather", "activation": shifted, "chunks": 2, "vma": False}
-    how |= {"ep": Axis("ep", mode="bidirectional"), "tp": "tp"}
+    how = {"dispatch": dispatch, "activation": shifted, "chunks": chunks, "vma": vma}
+    how |= {"ep": Axis("ep", mode=mode), "tp": "tp"}
     check(params, "tp=2,ep=4", top_k=2, devices=8, **how)
 
 
