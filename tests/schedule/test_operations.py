@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from jax.sharding import Mesh
 from record import FOLDER, SIZE, TRIPS
+from texts import rooted
 
 from jaxpar.schedule import Assumptions, Chip, target
 from jaxpar.tools.program.costs import Demand, Matmul, Message
@@ -37,11 +38,45 @@ BLOCK = 2.0 * SIZE * SIZE / 4  # bytes of a quarter of an operand in bfloat16
             "parse: the text has no ENTRY computation; pass compiled.as_text()",
         ),
         ("ENTRY %m (p: s8[]) -> s8[] {\n  ROOT %p = s8[]\n}\n", "parse: no opcode in the"),
+        (
+            "ENTRY %m (p: s8[]) -> s8[] {\n  %p = s8[] parameter(0)\n}\n",
+            r"parse: the computation %m has no ROOT; pass compiled.as_text\(\) as it is",
+        ),
+        (
+            "ENTRY %m (p: s8[]) -> s8[] {\n  ROOT %a = s8[] negate(%p)\n}\n",
+            "parse: %a uses %p, which is not defined; pass compiled.as_text\\(\\) as it is",
+        ),
+        (
+            "ENTRY %m (p: s8[]) -> s8[] {\n  ROOT %p = s8[] parameter(0)\n",
+            "parse: the computation %m does not end; pass",
+        ),
+        (
+            "ENTRY %m (p: s8[]) -> s8[] {\n  ROOT %p = s8[] parameter(0), metadata={\n}\n}}\n",
+            "parse: '}}' in %m is no instruction; pass",
+        ),
+        (
+            "ENTRY %m (p: s8[]) -> s8[] {\n  ROOT %p = s8[] parameter(0), metadata={\n",
+            r"parse: the instruction '  ROOT %p = s8\[\] parameter.* does not end; pass",
+        ),
     ],
 )
 def test_texts_that_are_no_modules(text, said):
     with pytest.raises(ValueError, match=said):
         parse(text)
+
+
+def test_attributes_of_several_lines():
+    """A kernel's metadata, as JAX has it printed; its words may have braces and quotes."""
+    kernel = (
+        '  %k = s8[8] custom-call(%p), custom_call_target="tpu_custom_call", '
+        'frontend_attributes={kernel_metadata={\n"b":"}",\n"x":"{\\n \\"block\\": 128\\n"\n}}, '
+        'metadata={op_name="jit(f)/kernel"}\n'
+    )
+    constant = "  %c = s8[2,2] constant({\n  {1, 2},\n  {3, 4}\n})\n"
+    found = entry("  %p = s8[8] parameter(0)\n" + kernel + constant + "  %a = s8[8] add(%k, %p)\n")
+    assert [*found] == ["p", "k", "c", "a"]
+    assert found["k"].op == "jit(f)/kernel"
+    assert found["a"].operands == (found["k"], found["p"])
 
 
 def recorded(name):
@@ -53,7 +88,7 @@ def entry(instructions, computations=""):
     text = (
         f"HloModule test, is_scheduled=true\n{computations}\nENTRY %main (p: s8[8]) -> s8[8] {{\n"
     )
-    module = read(text + instructions + "}\n")
+    module = read(text + rooted(instructions) + "}\n")
     return {operation.name: operation for operation in module.entry.operations}
 
 
@@ -122,10 +157,10 @@ def test_what_a_collective_sends_and_among_whom():
 @pytest.mark.parametrize(
     ("said", "ways"),
     [
-        ("StrategyRing{colors:1 phases:1 cores:{8}", 2),
-        (r"\nUniDirection1DRingStrategy{colors:2 phases:1", 2),
-        (r"\nUniDirectionNDRingStrategy{colors:6 phases:3", 6),
-        (r"\nStrategyND{colors:2 phases:2", 4),
+        ('"strategy":"StrategyRing{colors:1 phases:1 cores:{8}"', 2),
+        (r'"strategy":"\nUniDirection1DRingStrategy{colors:2 phases:1"', 2),
+        (r'"strategy":"\nUniDirectionNDRingStrategy{colors:6 phases:3"', 6),
+        (r'"strategy":"\nStrategyND{colors:2 phases:2"', 4),
         ('"color_strategies":[{"phase_rings":[{"x":1},{"y":1}]},{"phase_rings":[{"y":1}]}]', 2),
         ("", 2),  # one dimension, both ways
     ],

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from jax.sharding import Mesh
+from texts import rooted
 
 from jaxpar.schedule import Assumptions, Chip, CompiledProgram, Memory, Target, target, timeline
 
@@ -36,7 +37,7 @@ def play(entry, computations="", chip=TORUS, assumed=None):
     """Plays an entry computation on a line of four devices."""
     text = f"HloModule test, is_scheduled=true, num_partitions=4\n{ADD}{DOT}{computations}\n"
     text += "ENTRY %main (p: s8[10]) -> s8[10] {\n  %p = s8[10] parameter(0)\n"
-    text += "  %q = s8[2,5] parameter(1)\n  %r = s8[5,1] parameter(2)\n" + entry + "}\n"
+    text += "  %q = s8[2,5] parameter(1)\n  %r = s8[5,1] parameter(2)\n" + rooted(entry) + "}\n"
     program = CompiledProgram(
         Target("test", LINE, chip), text, Memory(0, 0, 0, 0, peak=7), 0.0, None
     )
@@ -116,6 +117,8 @@ LOOP = """
   %n = s32[] get-tuple-element(%state), index=0
   %block = s8[10] get-tuple-element(%state), index=1
   %one = s32[] constant(1)
+  %q = s8[2,5] constant({{...}})
+  %r = s8[5,1] constant({{...}})
   %next = s32[] add(%n, %one), backend_config={{"estimated_cycles":"0"}}
 {steps}
   ROOT %result = (s32[], s8[10]) tuple(%next, %{last})

@@ -1,6 +1,7 @@
 """Scheduled HLO text, of the TPU and of the GPU compiler, as computations and instructions."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, prod
@@ -8,7 +9,9 @@ from math import ceil, prod
 import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_END = re.compile(r"\}(, execution_thread=.*)?")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$", re.DOTALL)
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _WORD = re.compile(r"[\w.\-,]*")
@@ -22,6 +25,8 @@ _IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _MESH_IOTA = re.compile(r"\[([0-9,]+)\](?:T\(([0-9,]+))?")
 _AXIS = re.compile(r"'([^']*)'(?::\(([0-9]+)\)([0-9]+))?")
+
+_REPORT = "; pass compiled.as_text() as it is, and report a text that the compiler wrote"
 
 
 @dataclass(frozen=True)
@@ -161,22 +166,28 @@ def parse(text: str) -> Hlo:
     """Parses the text of a scheduled module.
 
     Raises:
-      ValueError: text without an entry computation.
+      ValueError: text without an entry computation; a line that is not understood, a computation
+        without a result, an operand that is defined nowhere: with what is lost a step looks
+        shorter than it is.
     """
     computations: dict[str, Computation] = {}
     entry = current = None
-    for line in text.splitlines():
+    for line in _lines(text):
         if current is None:
             if found := _COMPUTATION.match(line):
                 current = Computation(found.group(2))
                 computations[current.name] = current
                 entry = current if found.group(1) else entry
-        elif line.startswith("}"):
+        elif _END.fullmatch(line):
             current = None
         elif found := _INSTRUCTION.match(line):
             current.instructions.append(_instruction(*found.groups()))
+        elif line.strip():
+            raise ValueError(f"parse: {line[:200]!r} in %{current.name} is no instruction{_REPORT}")
     if entry is None:
         raise ValueError("parse: the text has no ENTRY computation; pass compiled.as_text()")
+    if current is not None:
+        raise ValueError(f"parse: the computation %{current.name} does not end{_REPORT}")
     for computation in computations.values():
         _join(computation, computations)
     header = text.partition("\n")[0]
@@ -184,6 +195,22 @@ def parse(text: str) -> Hlo:
     return Hlo(
         computations, entry, "is_scheduled=true" in header, int(partitions[1]) if partitions else 1
     )
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines, each instruction as one: its attributes may go over several."""
+    waiting = ""
+    for line in text.splitlines():
+        if not waiting and not _INSTRUCTION.match(line):
+            yield line
+            continue
+        waiting = f"{waiting}\n{line}" if waiting else line
+        outside = _QUOTED.sub("", waiting)  # a kernel's own words may have any braces
+        if '"' not in outside and outside.count("{") == outside.count("}"):
+            yield waiting
+            waiting = ""
+    if waiting:
+        raise ValueError(f"parse: the instruction {waiting[:200]!r} does not end{_REPORT}")
 
 
 def _instruction(root: str | None, name: str, rest: str) -> Instruction:
@@ -218,12 +245,13 @@ def _closing(text: str, start: int = 0) -> int:
 def _join(computation: Computation, computations: dict[str, Computation]) -> None:
     """Puts instructions and computations in the place of the names that stand for them."""
     by_name = {i.name: i for i in computation.instructions}
+    if sum(i.is_root for i in computation.instructions) != 1:
+        raise ValueError(f"parse: the computation %{computation.name} has no ROOT{_REPORT}")
     for i in computation.instructions:
-        # An operand that the text leaves out keeps its place: the others have their numbers.
-        i.operands = tuple(
-            by_name.get(name) or Instruction(name, "undefined")
-            for name in _NAME.findall(i.operand_text)
-        )
+        names = _NAME.findall(i.operand_text)
+        if lost := [name for name in names if name not in by_name]:
+            raise ValueError(f"parse: %{i.name} uses %{lost[0]}, which is not defined{_REPORT}")
+        i.operands = tuple(by_name[name] for name in names)
         called = _NAME.findall(" ".join(_CALLED.findall(i.attributes)))
         i.called = tuple(computations[name] for name in called if name in computations)
 
