@@ -428,6 +428,22 @@ def test_a_gpus_small_sums_are_fusions_that_are_started():
     assert played.total == transfer.end == 15
 
 
+def test_a_gpu_takes_a_slice_of_a_stack_beside_what_computes():
+    """Of a scan's weights it copies one layer a trip, and does not read them all."""
+    fused = (
+        "%cut (f.p: s8[10,60], f.i: s32[]) -> s8[1,60] {\n  %f.p = s8[10,60] parameter(0)\n"
+        "  %f.i = s32[] parameter(1)\n  %zero = s32[] constant(0)\n"
+        "  ROOT %f.r = s8[1,60] dynamic-slice(%f.p, %f.i, %zero), dynamic_slice_sizes={1,60}\n}\n"
+    )
+    stack = "  %w = s8[10,60] constant({...})\n  %i = s32[] constant(3)\n"
+    begin = "  %s = ((s8[10,60], s32[]), s8[1,60], u32[]) fusion-start(%w, %i), calls=%cut\n"
+    end = "  %d = s8[1,60] fusion-done(%s)\n"
+    played = play(stack + begin + work("v", 1) + end, fused, chip=SWITCH)
+    (copied,) = [event for event in played.events if event.kind == "copy"]
+    assert copied.seconds == 60 / SWITCH.hbm
+    assert copied.covers == ("v",)
+
+
 def test_a_gpus_start_may_be_synchronous():
     begin = start("s").rstrip() + ', backend_config={"is_sync":true}\n'
     played = play(begin + work("w", 1) + done("d", "s"), chip=SWITCH)

@@ -337,7 +337,8 @@ def _operation(
     if inner is not None and not (is_fused and work.is_matmul):
         is_synchronous = i.is_synchronous or not is_start
         return Collective(*known, message_of(i, inner), pair, is_start, is_synchronous, is_fused)
-    if i.opcode in ("copy-start", "slice-start", "async-start"):
+    copies = ("copy-start", "slice-start", "async-start", "fusion-start")
+    if i.opcode in copies and not work.is_matmul:
         # Destination, source and a context; of a slice the source is the larger one.
         size = min((array.bytes for array in i.arrays if array.shape), default=0)
         return Copy(*known, size, pair)
