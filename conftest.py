@@ -43,7 +43,7 @@ with install_import_hook(ANNOTATED, "signatures.checked"):
         import_module(module)
 
 
-from jaxpar.tools.timeline.target import find_plugin  # noqa: E402 - after the hook
+from jaxpar.tools.timeline.cuda_plugin import find_plugin  # noqa: E402 - after the hook
 
 # Whose programs are looked at, or measured.
 OPTIMISED = {

@@ -132,10 +132,14 @@ def test_flops_and_bytes():
         "  %tanh = s8[2,5] tanh(%x), backend_config={\"estimated_cycles\":\"70\"}\n"
         "  %two = f32[4,4] dot(%w, %w), lhs_contracting_dims={1,2}, rhs_contracting_dims={1,2}\n"
     )  # fmt: skip
-    assert found["dot"].work == Demand(None, (Matmul(20.0, 1.0),), 17, is_matmul=True)
+    assert found["dot"].work == Demand(
+        None, (Matmul(20.0, 1.0, (1, 2, 1, 5), "s8xs8->s8"),), 17, is_matmul=True
+    )
     assert found["sum"].work == Demand(None, (), 30)
     assert found["tanh"].work == Demand(70, (), 20)
-    assert found["two"].work.matmuls == (Matmul(2.0 * 4 * 4 * 6 * 2, 4.0),)
+    assert found["two"].work.matmuls == (
+        Matmul(2.0 * 4 * 4 * 6 * 2, 4.0, (1, 4, 4, 12), "f32xf32->f32"),
+    )
     assert found["x"].work == Demand()
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jaxpar
 from jaxpar.mesh.chips import CHIPS, chip_of
 from jaxpar.schedule import Target, compile_for, target, timeline
-from jaxpar.tools.timeline.target import described_gpus, find_plugin
+from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
 
 ROWS = PartitionSpec("tp")
 target("h100:8")  # where the CUDA compiler is missing, nothing here is tried

@@ -17,7 +17,7 @@ import jax
 
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.processes.start import initialize
-from jaxpar.tools.timeline.target import find_plugin
+from jaxpar.tools.timeline.cuda_plugin import find_plugin
 
 CPU_DEVICES = 8  # over all processes of a run
 COMPILING = {

@@ -30,6 +30,8 @@ class Matmul:
 
     flops: float
     width: float  # bytes of a number: wide ones are multiplied more slowly
+    sizes: tuple[int, ...] = ()  # [b, m, n, k]; of a kernel they are not known
+    dtypes: str = ""  # of operands and result, as in bf16xbf16->f32
     # Of a grouped matmul: the rows of its operand, of which data say how many are in use, and what
     # is multiplied once more for a second group, as a share of the rows.
     rows: int = 0
@@ -93,15 +95,19 @@ def _matmul(i: Instruction) -> Matmul | None:
     A convolution, which TPUs make of products, is none: it comes with the compiler's cycles.
     """
     if i.opcode == "dot":
-        contracted = integers(i.after("lhs_contracting_dims={"))
+        named = (i.after("lhs_contracting_dims={"), i.after("lhs_batch_dims={"))
     elif i.target in _GEMMS:
-        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)', i.attributes)
-        contracted = integers(found.group(1)) if found else []
+        known = re.findall(r'"lhs_(?:contracting|batch)_dimensions":\[[^\]]*', i.attributes)
+        named = ("".join(x for x in known if part in x) for part in ("contracting", "batch"))
     else:
         return None
-    lhs = i.operands[0].arrays[0]
-    depth = prod(lhs.shape[dim] for dim in contracted)
-    return Matmul(2.0 * prod(i.arrays[0].shape) * depth, lhs.width)
+    contracted, batch = map(integers, named)
+    lhs, rhs, out = i.operands[0].arrays[0], i.operands[1].arrays[0], i.arrays[0]
+    k, b = (prod(lhs.shape[dim] for dim in dims) for dims in (contracted, batch))
+    m = prod(lhs.shape) // max(b * k, 1)
+    n = prod(out.shape) // max(b * m, 1)
+    dtypes = f"{lhs.dtype}x{rhs.dtype}->{out.dtype}"
+    return Matmul(2.0 * prod(out.shape) * k, lhs.width, (b, m, n, k), dtypes)
 
 
 # -- kernels ----------------------------------------------------------------------------------
@@ -129,7 +135,8 @@ def _kernel(i: Instruction, flops: float) -> Matmul:
     tile = int(i.after('ragged_dot_tiling="').partition(",")[0])
     # Lists of one entry a tile that it may visit: those of the operand, and one a shared tile.
     visits = max((array.shape[0] for array in arrays if len(array.shape) == 1), default=0)
-    return Matmul(flops, width, rows, max(0, visits - -(-rows // tile)) * tile / rows)
+    twice = max(0, visits - -(-rows // tile)) * tile / rows
+    return Matmul(flops, width, rows=rows, twice=twice)
 
 
 # -- memory -----------------------------------------------------------------------------------

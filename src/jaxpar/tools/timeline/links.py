@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 
 from jaxpar.tools.private_names import Chip, closed_dims
 from jaxpar.tools.program.costs import Message
+from jaxpar.tools.timeline.target import measured_of
 
 Pairs = tuple[tuple[int, int], ...]
 Groups = Sequence[Sequence[int]]
@@ -55,6 +56,7 @@ class Links:
         else:
             self.host = np.array([device.process_index for device in devices])
             self.count = 4 * self.devices  # out and in, through the switch and through the network
+        self.tables = measured_of(chip)
         self.permute = lru_cache(maxsize=None)(self._permute)
         self._rings: dict[str, dict[frozenset[frozenset[int]], Pairs]] = {}  # by the axes' names
 
@@ -67,14 +69,24 @@ class Links:
         groups = message.groups or [range(self.devices)]
         size = len(groups[0])
         row = f"{lane_of_groups(self.mesh, groups)} {kind}"
-        if kind in ("all-to-all", "ragged-all-to-all"):
-            sent = payload * (size - 1) / size
-            return Transfer(row, sent, self.all_to_all(groups).of(payload))
         whole = payload * size if kind == "all-gather" else payload
         passes = 2 if kind == "all-reduce" else 1  # as a reduce-scatter and an all-gather
+        sent = passes * whole * (size - 1) / size
+        if (seconds := self._measured(kind, groups, whole)) is not None:
+            ports = np.flatnonzero(self._ports(np.array(groups)))
+            return Transfer(row, sent, Route(ports, np.full(len(ports), seconds), 0))
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            return Transfer(row, sent, self.all_to_all(groups).of(payload))
         ways = message.ways if self.chip.torus else 1
         route = self.ring(groups, passes * (size - 1) / size / ways, passes / min(ways, 2))
-        return Transfer(row, passes * whole * (size - 1) / size, route.of(whole))
+        return Transfer(row, sent, route.of(whole))
+
+    def _measured(self, kind: str, groups: Groups, whole: float) -> float | None:
+        """Seconds that were measured of a collective behind one switch, of so many bytes in all."""
+        behind_one = self.tables and all(len(set(self.host[list(group)])) == 1 for group in groups)
+        if self.tables is None or not behind_one:
+            return None
+        return self.tables.collective(kind, len(groups[0]), whole)
 
     def _lane(self, pairs: Pairs) -> str:
         """Where a permute goes, those of several rings over the same axes told apart.

@@ -20,6 +20,7 @@ from jaxpar.tools.program.operations import (
 )
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links, Transfer
+from jaxpar.tools.timeline.target import measured_of
 from jaxpar.tools.timeline.under_way import UnderWay
 
 Rows = int | float | None
@@ -70,6 +71,7 @@ class Player:
         self.events: list[Event] = []
         self.under_way = UnderWay[Event | None]()  # None: it has arrived
         self.unknown: dict[str, None] = {}  # names of loops, in order
+        self.tables = measured_of(self.chip)
         self._length = cache(self._computing)
         self._transfers: dict[Collective, Transfer] = {}
 
@@ -152,6 +154,10 @@ class Player:
         return max(multiplying, work.moved / self.chip.hbm)
 
     def _multiplying(self, matmul: Matmul) -> float:
+        """As measured, where a GPU's table has such sizes; otherwise FLOPs at peak."""
+        measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
+        if measured is not None:
+            return measured
         flops = matmul.flops
         if matmul.rows:
             flops *= _share(matmul.rows, self.assumed.grouped_rows) + matmul.twice

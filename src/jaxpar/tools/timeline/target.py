@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import mmap
 import os
 import re
 from collections.abc import Generator
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,92 +26,10 @@ from jaxpar.tools.private_names import (
     readable,
     value_error,
 )
+from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
+from jaxpar.tools.timeline.gpu_tables import GpuTables, tables_of
 
 HERE = "here"  # in place of a chip and its layout: the devices at hand
-PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-
-# Of some GPUs: compute capability, multiprocessors, L2 cache, clock in GHz, memory and its speed.
-# Shared memory of one multiprocessor is 164 KiB on the first and 228 on the others.
-_KNOWN = {
-    "NVIDIA A100-SXM4-80GB": ((8, 0), 108, 40 << 20, 1.41, 80 << 30, 2_039_000_000_000),
-    "NVIDIA H100 80GB HBM3": ((9, 0), 132, 50 << 20, 1.98, 80 << 30, 3_352_000_000_000),
-    "NVIDIA H200 141GB HBM3e": ((9, 0), 132, 60 << 20, 1.98, 141 << 30, 4_800_000_000_000),
-    "NVIDIA B200": ((10, 0), 148, 126 << 20, 1.965, 180 << 30, 8_000_000_000_000),
-}
-
-
-def find_plugin() -> str | None:
-    """The CUDA plugin's module, None where none is installed."""
-    return next((name for name in PLUGINS if _find_spec(name) is not None), None)
-
-
-def described_gpus(plugin: str) -> dict[str, str]:
-    """Descriptions of GPUs, by name in lower case with hyphens: GpuTargetConfigProto texts.
-
-    They are those that the plugin carries, or, where it carries none (as with jax 0.10), those of
-    the GPUs above. No tiles are tuned without a device, so that little depends on the rest.
-    """
-    folder = Path(next(iter(_find_spec(plugin).submodule_search_locations)))
-    with (folder / "xla_cuda_plugin.so").open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    texts: dict[str, str] = {}
-    with data:
-        for found in re.finditer(rb'device_description_str: "([^"]+)"', data):
-            start = data.rfind(b"\0", 0, found.start()) + 1
-            text = data[start : data.find(b"\0", found.end())].decode("ascii", "ignore")
-            if "cuda_compute_capability" in text:
-                texts[found.group(1).decode()] = text
-    texts = texts or {name: _text(name, *figures) for name, figures in _KNOWN.items()}
-    return {slug(name): text for name, text in texts.items()}
-
-
-def slug(description: str) -> str:
-    """A GPU's name in lower case, its words joined by hyphens, without the vendor."""
-    words = re.findall(r"[a-z0-9.]+", description.lower())
-    return "-".join(word for word in words if word not in ("nvidia", "tesla"))
-
-
-def _find_spec(module: str) -> Any:
-    try:
-        return importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return None
-
-
-def _text(
-    name: str, capability: tuple[int, int], cores: int, cache: int, clock: float, *memory: int
-) -> str:
-    major, minor = capability
-    size, speed = memory
-    shared = (164 if major == 8 else 228) << 10
-    return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: {48 << 10}
-  shared_memory_per_core: {shared}
-  shared_memory_per_block_optin: {shared - 1024}
-  threads_per_core_limit: 2048
-  core_count: {cores}
-  fpus_per_core: {64 if major == 8 else 128}
-  block_dim_limit_x: {2**31 - 1}
-  block_dim_limit_y: {2**16 - 1}
-  block_dim_limit_z: {2**16 - 1}
-  registers_per_core_limit: {2**16}
-  registers_per_block_limit: {2**16}
-  memory_bandwidth: {speed}
-  device_memory_size: {size}
-  l2_cache_size: {cache}
-  clock_rate_ghz: {clock}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 }}
-runtime_version {{ major: 13 }}
-device_description_str: "{name}"
-"""
-
-
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 # What a short name of a GPU stands for, where the compiler knows several of that name.
@@ -150,6 +66,14 @@ class Target:
     def platform(self) -> str:
         """`"tpu"` or `"gpu"`."""
         return self.mesh.devices.flat[0].platform
+
+
+def measured_of(chip: Chip) -> GpuTables | None:
+    """What was measured of a GPU with its published figures; of one with other figures nothing."""
+    plugin = find_plugin()
+    if chip.torus or plugin is None or chip_of(chip.kind) != chip:
+        return None
+    return tables_of(plugin, chip.kind)
 
 
 def figures_of(target: Target, chip: Chip | None = None) -> Chip:

@@ -1,0 +1,120 @@
+"""Tables of measured times: read from a plugin, between their sizes and beyond them."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from jaxpar.mesh.chips import chip_of
+from jaxpar.schedule import target
+from jaxpar.tools.program.costs import Message
+from jaxpar.tools.timeline import target as targets
+from jaxpar.tools.timeline.gpu_tables import GpuTables, tables_of
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.target import measured_of
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def varint(number):
+    low = [number >> shift & 127 for shift in range(0, max(number.bit_length(), 1), 7)]
+    return bytes([part | 128 for part in low[:-1]] + low[-1:])
+
+
+def field(number, value):
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    value = value.encode() if isinstance(value, str) else value
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def collective(kind, group, elements, rate):
+    shape = field(2, 11) + field(3, varint(elements)) + field(5, field(1, b"\0"))
+    groups = field(1, 8 // group) + field(2, group) + field(3, b"\x08")
+    return field(1, field(1, field(2, kind) + field(3, shape) + field(92, groups)) + field(6, rate))
+
+
+def matmul(b, m, n, k, rate):
+    sizes = f"    entries {{\n      b: {b}\n      m: {m}\n      n: {n}\n      k: {k}\n"
+    return f'{sizes}      flops {{ key: "bf16xbf16->bf16" value: {rate} }}\n    }}\n'
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A plugin whose library has small tables of two GPUs."""
+    grid = [(b, m, n, k) for b in (1, 2) for m in (256, 512) for n in (256, 512) for k in (256,)]
+    known = "".join(matmul(*sizes, 2 * 10**12) for sizes in grid)
+    other = matmul(1, 256, 256, 256, 1)
+    text = "# proto-file: x\n# proto-message: xla.GemmPerfTable\n\n"
+    for key, entries in (("sm_107", other), ("sm_90", known), ("gfx90a", other)):
+        text += f'entries {{\n  key: "{key}"\n  value {{\n{entries}  }}\n}}\n'
+    rows = [("all-gather", 8, 256, 10**9), ("all-gather", 8, 1024, 4 * 10**9)]
+    rows += [("reduce-scatter", 4, 64, 10**9), ("collective-permute", 0, 64, 10**9)]
+    profiles = field(2, b"".join(collective(*row) for row in rows if row[1]))
+    one = field(1, "sm_90") + profiles
+    folder = tmp_path / "some_plugin"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "xla_cuda_plugin.so").write_bytes(
+        b"\x7fELF\0" + text.encode() + b"\0\0" + field(1, one) + b"\0"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tables_of.cache_clear()
+    yield "some_plugin"
+    tables_of.cache_clear()
+    sys.modules.pop("some_plugin", None)
+
+
+def test_tables_of_a_plugin(plugin):
+    tables = tables_of(plugin, H100)
+    assert tables.matmuls.keys() == {"bf16xbf16->bf16"}
+    assert len(tables.matmuls["bf16xbf16->bf16"]) == 8
+    assert tables.collectives == {
+        ("all-gather", 8): {(1024,): 1024e-9, (4096,): 1024e-9},
+        ("reduce-scatter", 4): {(1024,): 1024e-9},
+    }
+    assert tables_of(plugin, "NVIDIA A100-SXM4-80GB") is None
+    assert tables_of("no_such_plugin", H100) is None
+
+
+def test_times_between_sizes_and_beyond_them():
+    grid = {
+        (b, m, n, 256): b * m * n * 1e-9 for b in (1, 2) for m in (256, 512) for n in (256, 512)
+    }
+    tables = GpuTables({"bf16xbf16->bf16": grid}, {("all-gather", 8): {(64,): 1.0, (256,): 2.0}})
+    for sizes in ((1, 256, 256, 256), (1, 300, 400, 256), (2, 512, 512, 256)):
+        for dtypes in ("bf16xbf16->bf16", "bf16xbf16->f32", "f16xf16->f16"):
+            assert tables.matmul(dtypes, sizes) == pytest.approx(np.prod(sizes[:3]) * 1e-9)
+    assert tables.matmul("bf16xbf16->bf16", (4, 1024, 512, 512)) == pytest.approx(
+        2 * 512 * 512 * 1e-9 * 8
+    )
+    assert tables.matmul("bf16xbf16->bf16", (1, 8, 256, 256)) is None
+    assert tables.matmul("f64xf64->f64", (1, 256, 256, 256)) is None
+    assert tables.matmul("", ()) is None
+    assert tables.collective("all-gather", 8, 128) == pytest.approx(2**0.5)
+    assert tables.collective("all-gather", 8, 512) == pytest.approx(4)
+    assert tables.collective("all-gather", 8, 8) is None
+    assert tables.collective("all-gather", 4, 128) is None
+
+
+def test_a_chip_with_figures_of_its_own_has_no_table(plugin, monkeypatch):
+    monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
+    chip = chip_of("NVIDIA H100")
+    assert measured_of(chip) is tables_of(plugin, "NVIDIA H100")
+    assert measured_of(chip.__class__(**{**vars(chip), "link": 1.0})) is None
+    assert measured_of(chip_of("TPU v5")) is None
+    monkeypatch.setattr(targets, "find_plugin", lambda: None)
+    assert measured_of(chip) is None
+
+
+def test_collectives_behind_one_switch_take_what_was_measured(plugin, monkeypatch):
+    monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
+    one, two = target("h100:8", "tp=8"), target("h100:2x8", "dp=2,tp=8")
+    gather = Message("all-gather", 256.0)  # of 2048 in all
+    links = Links(one.mesh, one.chip)
+    sent = links.transfer(gather, 1.0)
+    assert sent.route.seconds.tolist() == [pytest.approx(1024e-9)] * 16
+    assert (sent.sent, sent.route.hops) == (7 * 256, 0)
+    over_both = Links(two.mesh, two.chip).transfer(gather, 1.0)
+    assert over_both.route.hops > 0  # the network is in no table
+    assert links.transfer(Message("all-reduce", 256.0), 1.0).route.hops > 0
