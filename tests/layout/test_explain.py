@@ -222,7 +222,7 @@ def test_a_table_whose_features_lie_over_the_batchs_axis():
     best = min(table.seconds_after, *(e.seconds_after for e in found.tried))
     for name, seconds in found.plain.items():
         assert (f"plainer and faster: {name}, the step takes" in text) == (seconds < 0.99 * best)
-    assert json.loads(found.json())["exchanges"][0]["cause"] == table.cause
+    assert json.loads(found.json())["tried"][0]["cause"] == table.cause
 
 
 def test_a_table_whose_rows_the_axis_does_not_divide_is_whole_over_it():

@@ -25,7 +25,8 @@ from jaxpar.schedule import (
     timeline,
 )
 from jaxpar.tools.program.costs import Demand, Message
-from jaxpar.tools.program.operations import Collective, Control, Done, Free
+from jaxpar.tools.program.operations import Collective, Compute, Control, Done, Free, Schedule
+from jaxpar.tools.timeline.command_buffers import with_instructions
 from jaxpar.tools.timeline.measured import Measured
 from jaxpar.tools.timeline.planes import Ran
 from jaxpar.tools.timeline.timeline import covered
@@ -463,6 +464,49 @@ def test_a_loop_s_kernels_are_the_same_in_command_buffers_and_out_of_them(tmp_pa
     assert both <= plain.keys() & graphs.keys()
     for name in plain.keys() & graphs.keys():
         assert graphs[name] == pytest.approx(plain[name], rel=0.25, abs=1e-6)  # two runs
+
+
+def schedule_of(*names):
+    """A schedule of instructions that each launch something."""
+    return Schedule("main", tuple(Compute(name, "", (), Demand()) for name in names))
+
+
+def launched(*kernels, buffer="command_buffer_1", launch=1, start=0):
+    """What one launch of a command buffer ran."""
+    return [
+        Ran(buffer, start + i, start + i + 1, "stream", "jit_f(1)", kind=kernel, launch=launch)
+        for i, kernel in enumerate(kernels)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "names"),
+    [
+        (["a_1", "b", "gemm", "c"], ["a.1", "b", "custom-call.7", "c"]),
+        # The memory of a matmul, and of a fusion, is set in front of them.
+        (["a_1", "b", "Memset", "gemm", "Memset", "c"], "a.1 b custom-call.7 custom-call.7 c c"),
+        (["a_1", "b", "gemm", "reduce", "c"], "a.1 b custom-call.7 custom-call.7 c"),
+        (["a_1", "a_1", "gemm", "c"], ["a.1", "b", "custom-call.7", "c"]),  # alike: one kernel
+        (["gemm", "c"], ["custom-call.7", "c"]),  # others ran in front of the buffer
+        (["b", "gemm"], ["b", "custom-call.7"]),
+        (["more", "and", "more", "than", "one", "a_1"], ["a.1"] * 6),
+        (["unknown"], ["unknown"]),
+    ],
+)
+def test_the_instruction_of_each_kernel_of_a_launch(kernels, names):
+    found = with_instructions(launched(*kernels), [schedule_of("a.1", "b", "custom-call.7", "c")])
+    assert [one.name for one in found] == (names.split() if isinstance(names, str) else names)
+
+
+def test_each_launch_of_a_command_buffer_stands_for_itself():
+    """One whose beginning the trace has not, one of another program, and one in a loop."""
+    schedules = [schedule_of("a", "custom-call", "b"), schedule_of("x", "dot.2", "y")]
+    ran = launched("gemm", "b", launch=1)
+    ran += launched("x", "gemm", "y", launch=2, start=10)
+    ran += launched("a", "gemm", "b", launch=3, start=20)
+    plain = Ran("copy.3", 30, 31, "stream", "jit_f(1)")
+    found = [one.name for one in with_instructions([plain, *ran], schedules)]
+    assert found == ["custom-call", "b", "x", "dot.2", "y", "a", "custom-call", "b", "copy.3"]
 
 
 def test_kernels_of_a_gpu_without_a_program(tmp_path):

@@ -1,10 +1,10 @@
-"""What a layout costs on a described chip, weight by weight, and which exchange of axes costs less.
+"""What a layout costs on a described chip, weight by weight, and which other rule costs less.
 
 The step is compiled with the layout and played on a model of the chip. Each collective is listed
 under its weight (`owners`). Then the step is compiled with other dimensions sharded
-(`exchanges`): of lookup tables whose features are sharded over the batch's axes, of rules that
-disagree with what they are multiplied with, and of rules that cost most. Last come plain maps:
-fully sharded, and whole on every device.
+(`rule_candidates`). Lookup tables whose features are sharded over the batch's axes come first, then
+rules that disagree with what they are multiplied with, then rules that cost most. Last come plain
+maps: fully sharded, and whole on every device.
 """
 
 from __future__ import annotations
@@ -237,14 +237,14 @@ def _laid(arg: Any, layout: Layout, number: int) -> Any:
     return jax.tree.map(laid, arg)
 
 
-def _costs(causes: Owners, played: Timeline) -> tuple[Cost, ...]:
+def _costs(owners: Owners, played: Timeline) -> tuple[Cost, ...]:
     """What each kind of collective does for each weight."""
     exposed: dict[str, float] = defaultdict(float)
     for event in played.events:
         if event.kind == "wait" and event.row == "compute":
             exposed[event.name] += event.seconds
     runs = Counter(event.name for event in played.transfers)
-    known = {name: causes.of(name) for name in runs}
+    known = {name: owners.of(name) for name in runs}
     totals: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
     for event in played.transfers:
         for path, (what, share) in known[event.name].items():

@@ -140,7 +140,7 @@ class LayoutCosts:
 
     @property
     def flagged(self) -> tuple[TriedRule, ...]:
-        """The exchanges that are faster, or of rules that disagree with others."""
+        """The changes that are faster, or of rules that disagree with others."""
         return tuple(e for e in self.tried if e.is_faster or e.disagrees)
 
     def of(self, path: str) -> tuple[Cost, ...]:
@@ -161,7 +161,7 @@ class LayoutCosts:
                 "seconds": self.timeline.total,
                 "exposed": self.timeline.exposed,
                 "costs": [asdict(cost) for cost in self.costs],
-                "exchanges": edits,
+                "tried": edits,
                 "plain": self.plain,
             },
             indent=1,

@@ -2,34 +2,32 @@
 
 XLA records kernels of a GPU in command buffers, which CUDA launches as one graph. A profile then
 names the buffer (`command_buffer_1`) and the kernel. XLA calls its own kernels after an instruction
-(`fusion.18` is `fusion_18`), and instructions alike share one. Kernels of libraries have names of
-their own. A buffer keeps the order of the schedule: so what stands between two kernels that are
-known is of the instructions between theirs.
+(`fusion.18` is `fusion_18`), and equal instructions share one. Kernels of libraries have names of
+their own. A buffer keeps the order of the schedule. So a kernel between two that are known belongs
+to an instruction between theirs.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from jaxpar.tools.program.operations import Control, Done, Free, Operation, Schedule
 from jaxpar.tools.timeline.planes import Ran
 
 
 def with_instructions(ran: Iterable[Ran], schedules: Sequence[Schedule]) -> list[Ran]:
-    """What ran, where what command buffers launched is called after its instruction."""
-    ran = list(ran)
-    first: dict[str, dict[int, str]] = {}  # of each buffer, kernels by their node, as they started
-    for one in ran:
-        if one.node is not None:
-            first.setdefault(one.name, {}).setdefault(one.node, one.kind)
-    names = {
-        (buffer, node): name
-        for buffer, kernels in first.items()
-        for node, name in zip(kernels, _named(list(kernels.values()), schedules), strict=True)
-    }
-    return [
-        one if one.node is None else replace(one, name=names[one.name, one.node]) for one in ran
-    ]
+    """Returns what ran, by its start, with what buffers launched called after its instruction."""
+    ran = sorted(ran, key=lambda one: one.start)
+    launches: dict[tuple[str, int], list[int]] = {}  # places of what one launch of a buffer ran
+    for place, one in enumerate(ran):
+        if one.launch is not None:
+            launches.setdefault((one.name, one.launch), []).append(place)
+    for places in launches.values():
+        names = _named([ran[place].kind for place in places], schedules)
+        for place, name in zip(places, names, strict=True):
+            ran[place] = replace(ran[place], name=name)
+    return ran
 
 
 def _named(kernels: Sequence[str], schedules: Sequence[Schedule]) -> list[str]:
@@ -50,6 +48,11 @@ def _kernel(operation: Operation) -> str:
     return re.sub(r"[.\-]", "_", operation.name)
 
 
+def _is_memset(kernel: str) -> bool:
+    """Whether it only prepares memory, for the kernel that follows."""
+    return kernel.startswith("Memset")
+
+
 def _places(kernels: Sequence[str], own: Sequence[str]) -> list[int]:
     """The place of each kernel's operation, of operations that call kernels of their `own` so."""
     found: list[int] = []
@@ -61,7 +64,9 @@ def _places(kernels: Sequence[str], own: Sequence[str]) -> list[int]:
             waiting.append(kernel)
             continue
         place = own.index(kernel, last + 1)
-        found += [*_between(waiting, range(last + 1, place), last), place]
+        prepares = len([*takewhile(_is_memset, reversed(waiting))])  # this kernel, not those before
+        before = waiting[: len(waiting) - prepares]
+        found += _between(before, range(last + 1, place), last) + [place] * (prepares + 1)
         waiting = []
     last = found[-1] if found else -1
     return found + _between(waiting, range(last + 1, len(own)), last)
@@ -69,9 +74,9 @@ def _places(kernels: Sequence[str], own: Sequence[str]) -> list[int]:
 
 def _between(kernels: Sequence[str], places: range, last: int) -> list[int]:
     """The places of kernels that are called after no instruction, among those where they may be."""
-    is_own = [not kernel.startswith("Memset") for kernel in kernels]  # which prepares the next one
+    is_own = [not _is_memset(kernel) for kernel in kernels]
     # In front of all that is known are the last ones, elsewhere the first ones.
-    chosen = places[-sum(is_own) :] if last < 0 else places[: sum(is_own)]
+    chosen = places[max(0, len(places) - sum(is_own)) :] if last < 0 else places[: sum(is_own)]
     found: list[int] = []
     number = 0
     for own in is_own:

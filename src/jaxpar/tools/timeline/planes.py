@@ -40,7 +40,7 @@ class Ran:
     op: str = ""  # the operation of the traced program
     kind: str = ""  # the profiler's category, or the opcode, or the kernel
     noticed: float = 0.0  # when a thread noticed that it was done
-    node: int | None = None  # of a command buffer, whose name it bears
+    launch: int | None = None  # of a command buffer, whose name it bears
 
     @property
     def module(self) -> str:
@@ -118,8 +118,8 @@ def _of_streams(plane: Any) -> Iterator[Ran]:
             stats = _stats(event)
             if name := stats.get("hlo_op"):
                 op = str(stats.get("tf_op") or stats.get("name") or "")
-                node = stats.get("cuda_graph_node_id")
-                more = {"op": op, "kind": event.name, "node": node}
+                launch = stats.get("correlation_id") if "cuda_graph_id" in stats else None
+                more = {"op": op, "kind": event.name, "launch": launch}
                 yield _ran(event, name, "stream", _program(stats), **more)
 
 
