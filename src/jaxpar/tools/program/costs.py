@@ -18,6 +18,11 @@ _FREE_CALLS = {
 _GEMMS = {"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm"}
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
 _SLICES = ("dynamic-slice", "gather", "slice")
+_OUT_OF_ORDER = {
+    *("custom-call", "fft", "gather", "rng", "rng-bit-generator", "scatter", "sort"),
+    *("select-and-scatter", "triangular-solve", "cholesky"),
+}
+_VMEM = 1  # as HLO numbers memories
 _COLLECTIVES = {
     *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
     *("ragged-all-to-all", "reduce-scatter"),
@@ -45,7 +50,10 @@ class Demand:
     cycles: int | None = None  # as the TPU compiler estimates them
     matmuls: tuple[Matmul, ...] = ()
     moved: int = 0  # bytes read and written
+    hbm: int = 0  # those of them that are in HBM; others are in VMEM
+    elements: int = 0  # numbers read and written
     is_matmul: bool = False  # also where the FLOPs are known to the compiler alone
+    is_streamed: bool = True  # elements are taken in the order in which they lie
 
 
 @dataclass(frozen=True)
@@ -71,13 +79,10 @@ def work_of(i: Instruction) -> Demand:
     matmuls = [matmul for x in everything if (matmul := _matmul(x)) is not None]
     is_matmul = any(_is_matmul(x) for x in everything)
     if flops := _estimated_flops(i):
-        matmuls, moved = [_kernel(i, flops)], int(i.number("bytes_accessed") or 0)
-    else:
-        moved = i.bytes + _read(i)
-        if written := _written_in_place(i):
-            # The buffer is not copied: only what is written into it moves, in and out.
-            moved += 2 * written.bytes - 2 * i.bytes
-    return Demand(i.cycles, tuple(matmuls), max(moved, 0), is_matmul)
+        moved = int(i.number("bytes_accessed") or 0)
+        return Demand(i.cycles, (_kernel(i, flops),), moved, moved, is_matmul=is_matmul)
+    is_streamed = not any(x.opcode in _OUT_OF_ORDER for x in everything)
+    return Demand(i.cycles, tuple(matmuls), *_moved(i), is_matmul, is_streamed)
 
 
 def is_free(i: Instruction) -> bool:
@@ -142,8 +147,22 @@ def _kernel(i: Instruction, flops: float) -> Matmul:
 # -- memory -----------------------------------------------------------------------------------
 
 
-def _read(i: Instruction) -> int:
-    """Bytes of the operands; of those that are only sliced or gathered from, of what is taken."""
+def _moved(i: Instruction) -> tuple[int, int, int]:
+    """Bytes read and written, those of them in HBM, and how many numbers they are."""
+    written = _written_in_place(i)
+    # Nor is a buffer copied: only what is written into it moves, in and out.
+    result = i.bytes if written is None else 2 * written.bytes - i.bytes
+    moved = hbm = elements = 0.0
+    for x, size in (*zip(i.operands, _read(i), strict=True), (i, result)):
+        share = size / max(x.bytes, 1)
+        moved += size
+        hbm += share * sum(array.bytes for array in x.arrays if array.memory != _VMEM)
+        elements += share * sum(prod(array.shape) for array in x.arrays)
+    return max(0, int(moved)), max(0, int(hbm)), max(0, int(elements))
+
+
+def _read(i: Instruction) -> list[int]:
+    """Bytes of each operand; of one that is only sliced or gathered from, of what is taken."""
     read = [operand.bytes for operand in i.operands]
     if i.opcode in _SLICES:
         read[0] = min(read[0], i.bytes)
@@ -153,7 +172,7 @@ def _read(i: Instruction) -> int:
             taken = _taken(inner, parameter)
             if taken is not None and number < len(read):
                 read[number] = min(read[number], taken)
-    return sum(read)
+    return read
 
 
 def _taken(computation: Computation, value: Instruction) -> int | None:

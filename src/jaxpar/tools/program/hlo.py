@@ -15,7 +15,7 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _WORD = re.compile(r"[\w.\-,]*")
-_ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<=]*)\]")
+_ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<=]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|called_computations|branch_computations|true_computation|"
     r"false_computation)=(\{[^}]*\}|%[\w.\-]+)"
@@ -31,10 +31,11 @@ _REPORT = "; pass compiled.as_text() as it is, and report a text that the compil
 
 @dataclass(frozen=True)
 class Array:
-    """An element type and a shape."""
+    """An element type and a shape, and where the array lies."""
 
     dtype: str  # as HLO writes it: bf16, f32, pred, ...
     shape: tuple[int, ...]
+    memory: int = 0  # as HLO numbers them: 0 is HBM, 1 is VMEM
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -67,7 +68,9 @@ class Instruction:
     def arrays(self) -> tuple[Array, ...]:
         """What the instruction results in, flat where it is a tuple."""
         found = _ARRAY.findall(self.type_text)
-        return tuple(Array(dtype, tuple(integers(shape))) for dtype, shape in found)
+        return tuple(
+            Array(dtype, tuple(integers(shape)), int(memory or 0)) for dtype, shape, memory in found
+        )
 
     @property
     def bytes(self) -> int:

@@ -25,6 +25,10 @@ from jaxpar.tools.timeline.under_way import UnderWay
 
 Rows = int | float | None
 
+# Of HBM's published bytes per second, what is reached; and seconds until a pass over it has begun.
+# Of 30 public measurements of copies, sums and pointwise functions on v6e and tpu7x half were used.
+REACHED, FIRST_BYTE = 0.82, 1.2e-6
+
 
 @dataclass(frozen=True)
 class Assumptions:
@@ -144,14 +148,21 @@ class Player:
                 beside.covers.append(operation.name)
 
     def _seconds(self, work: Demand) -> float:
-        """The compiler's cycles over the clock, where it gives them; otherwise a roofline.
+        """The longer one of what is multiplied and what HBM reads and writes.
 
-        That is the longer of FLOPs at peak and bytes read and written at the memory's speed.
+        Multiplying takes the compiler's cycles, where it gives them; otherwise FLOPs at peak.
         """
-        if work.cycles is not None and self.chip.clock:
-            return work.cycles / self.chip.clock
-        multiplying = sum(map(self._multiplying, work.matmuls), 0.0)
-        return max(multiplying, work.moved / self.chip.hbm)
+        memory = work.hbm / (REACHED * self.chip.hbm)
+        if work.cycles is None or not self.chip.clock:
+            return max(memory, sum(map(self._multiplying, work.matmuls), 0.0))
+        cycles = work.cycles / self.chip.clock
+        if work.is_streamed and not work.is_matmul:
+            # The compiler counts narrow elements as if they had 32 bits, and none is computed as
+            # slowly as it says: a pass takes what its bytes do, VMEM's no longer than HBM's.
+            passing = FIRST_BYTE + work.moved / (REACHED * self.chip.hbm)
+            computing = cycles / 2 * work.moved / max(4 * work.elements, 1)
+            cycles = min(cycles, max(passing, computing))
+        return max(memory, cycles)
 
     def _multiplying(self, matmul: Matmul) -> float:
         """As measured, where a GPU's table has such sizes; otherwise FLOPs at peak."""
