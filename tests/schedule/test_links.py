@@ -17,6 +17,7 @@ from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links, lane_of, lane_of_groups
 
 TORUS = replace(CHIPS[0], link=2.0)
+GATHER = Message("all-gather", 1.0)
 SWITCH = replace(next(chip for chip in CHIPS if not chip.torus), link=4.0, network=1.0)
 
 
@@ -62,6 +63,7 @@ def distances(mesh, wraps):
 GRIDS = [
     ("v5e:4x4", (False, False, False)),
     ("v5p:4x2x2", (True, False, False)),
+    ("v5e:8x16", (False, True, False)),
     ("v5p:4x4x4", (True, True, True)),
 ]
 
@@ -130,8 +132,9 @@ def test_groups_that_lie_between_each_other_on_a_line_share_its_links(name, alon
     links = Links(in_order(name, along=along), TORUS)
     beside = [list(range(size // 2)), list(range(size // 2, size))]
     between = [list(range(0, size, 2)), list(range(1, size, 2))]
-    assert (links.ring(beside, 1.0, 1.0).seconds * TORUS.link == 1).all()
-    shared = links.ring(between, 1.0, 1.0).seconds * TORUS.link
+    share = (size // 2 - 1) / (size // 2)
+    assert np.allclose(links.ring(beside, 1, GATHER).seconds * TORUS.link, share)
+    shared = links.ring(between, 1, GATHER).seconds * TORUS.link / share
     assert shared.max() == 2
     # On an open line nothing goes beyond the outermost members of a group.
     assert sorted(set(shared)) == ([2] if size == 16 else [1, 2])
@@ -154,19 +157,49 @@ def test_two_devices_of_a_chip_share_its_links_and_need_none_between_them():
     assert (route.hops, (route.seconds * TORUS.link).tolist()) == (1, [2])
 
 
-@pytest.mark.parametrize(("groups", "hops"), [([[0, 1, 2, 3]], 2), ([[0, 1], [2, 3]], 1)])
-def test_a_collective_of_xla_uses_both_directions(groups, hops):
+@pytest.mark.parametrize(
+    ("groups", "hops", "ways"), [([[0, 1, 2, 3]], 2, 2), ([[0, 1], [2, 3]], 1, 1)]
+)
+def test_a_collective_of_xla_uses_both_directions_of_what_closes(groups, hops, ways):
     links = Links(in_order("v5p:4x4x4", along=0), TORUS)
-    route = links.ring(groups, share=0.25, passes=0.5)
+    route = links.ring(groups, 1, GATHER)
+    size = len(groups[0])
     assert route.hops == hops
-    assert (route.seconds == 0.25 / TORUS.link).all()
+    assert (route.seconds == (size - 1) / size / ways / TORUS.link).all()
     edges = {frozenset(pair) for g in groups for pair in [*pairwise(g), (g[-1], g[0])]}
     assert len(route.links) == 2 * len(edges)
 
 
 def test_a_collective_over_several_dimensions_goes_along_one_after_the_other():
-    links = Links(target("v5p:4x4x4").mesh, TORUS)
-    assert links.ring([list(range(64))], share=1.0, passes=2.0).hops == 2 * (3 + 3 + 3)
+    found = target("v5p:4x4x4").mesh
+    links, everyone = Links(found, TORUS), [list(range(64))]
+    several = replace(GATHER, ways=6, phases=3)
+    route = links.ring(everyone, 2, several)
+    assert (route.hops, route.in_pieces) == (2 * (2 + 2 + 2), False)
+    one_ring = links.ring(everyone, 2, GATHER)
+    assert (one_ring.hops, one_ring.in_pieces) == (2 * 63, True)
+    assert one_ring.seconds.max() == pytest.approx(3 * route.seconds.max())
+
+
+def test_what_ends_somewhere_has_as_many_ways_as_its_ends_have_links():
+    """A line has one; a plane of two by two has two, which both cores of its chips share."""
+    line = Links(in_order("v6e:4x4", along=0), TORUS).ring([[0, 1, 2, 3]], 1, GATHER)
+    assert line.seconds.max() * TORUS.link == 3 / 4
+    cores = target("tpu7x:2x2x1", "x=2,y=2,core=2").mesh
+    plane = Links(cores, TORUS).ring(
+        [list(range(0, 8, 2)), list(range(1, 8, 2))], 1, replace(GATHER, ways=4, phases=2)
+    )
+    assert plane.seconds.max() * TORUS.link == 2 * 3 / 4 / 2
+
+
+def test_a_hop_of_a_ring_takes_no_less_than_its_latency():
+    chip = replace(TORUS, link=1.0, latency=1.0, start=10.0)
+    links = Links(in_order("v6e:4x4"), chip)
+    route = links.ring([list(range(16))], 1, GATHER)
+    assert links.latency(route.of(0.0)) == 10 + 15
+    assert links.latency(route.of(1.0)) == 10 + 15 - 15 / 16 / 2
+    assert links.latency(route.of(100.0)) == 10  # pieces travel while others wait
+    assert links.latency(links.permute(((0, 0),))) == 0
 
 
 def test_gpus_of_a_host_are_behind_one_switch():

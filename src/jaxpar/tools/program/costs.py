@@ -50,8 +50,8 @@ class Demand:
     cycles: int | None = None  # as the TPU compiler estimates them
     matmuls: tuple[Matmul, ...] = ()
     moved: int = 0  # bytes read and written
-    hbm: int = 0  # those of them that are in HBM; others are in VMEM
-    elements: int = 0  # numbers read and written
+    in_vmem: int = 0  # those of them that HBM has nothing to do with
+    elements: int = 0  # numbers read and written; of none known, of 32 bits each
     is_matmul: bool = False  # also where the FLOPs are known to the compiler alone
     is_streamed: bool = True  # elements are taken in the order in which they lie
 
@@ -66,6 +66,7 @@ class Message:
     pairs: tuple[tuple[int, int], ...] = ()  # of a permute: sources and targets
     groups: Sequence[Sequence[int]] = ()  # of anything else; none: all devices are one group
     ways: int = 2  # of a torus: links of a device that are in use at a time
+    phases: int = 1  # of a torus: dimensions that are gone along one after the other
 
 
 def work_of(i: Instruction) -> Demand:
@@ -80,7 +81,7 @@ def work_of(i: Instruction) -> Demand:
     is_matmul = any(_is_matmul(x) for x in everything)
     if flops := _estimated_flops(i):
         moved = int(i.number("bytes_accessed") or 0)
-        return Demand(i.cycles, (_kernel(i, flops),), moved, moved, is_matmul=is_matmul)
+        return Demand(i.cycles, (_kernel(i, flops),), moved, is_matmul=is_matmul)
     is_streamed = not any(x.opcode in _OUT_OF_ORDER for x in everything)
     return Demand(i.cycles, tuple(matmuls), *_moved(i), is_matmul, is_streamed)
 
@@ -148,17 +149,17 @@ def _kernel(i: Instruction, flops: float) -> Matmul:
 
 
 def _moved(i: Instruction) -> tuple[int, int, int]:
-    """Bytes read and written, those of them in HBM, and how many numbers they are."""
+    """Bytes read and written, those of them in VMEM, and how many numbers they are."""
     written = _written_in_place(i)
     # Nor is a buffer copied: only what is written into it moves, in and out.
     result = i.bytes if written is None else 2 * written.bytes - i.bytes
-    moved = hbm = elements = 0.0
+    moved = in_vmem = elements = 0.0
     for x, size in (*zip(i.operands, _read(i), strict=True), (i, result)):
         share = size / max(x.bytes, 1)
         moved += size
-        hbm += share * sum(array.bytes for array in x.arrays if array.memory != _VMEM)
+        in_vmem += share * sum(array.bytes for array in x.arrays if array.memory == _VMEM)
         elements += share * sum(prod(array.shape) for array in x.arrays)
-    return max(0, int(moved)), max(0, int(hbm)), max(0, int(elements))
+    return max(0, int(moved)), max(0, int(in_vmem)), max(0, int(elements))
 
 
 def _read(i: Instruction) -> list[int]:
@@ -227,22 +228,23 @@ def message_of(i: Instruction, inner: Instruction) -> Message:
         return Message(kind, payload, pairs=inner.pairs)
     if kind == "all-reduce" and i is not inner and i.bytes < payload:
         kind = "reduce-scatter"  # what TPU makes of it: a fusion of all-reduce and slice
-    return Message(kind, payload, groups=inner.groups, ways=_ways(i) or _ways(inner) or 2)
+    ways, phases = max(map(_ways, (i, inner)))
+    return Message(kind, payload, groups=inner.groups, ways=ways or 2, phases=phases)
 
 
-def _ways(i: Instruction) -> int:
-    """How many links of a device the TPU compiler says that a collective uses; 0: it does not.
+def _ways(i: Instruction) -> tuple[int, int]:
+    """How many links of a device the TPU compiler says that it uses, and phases; 0: it does not.
 
     It calls rings that are used at a time colours. Those of a SparseCore go one way each, as do
     those of strategies that say so; all others go both ways.
     """
     if rings := i.attributes.count('"phase_rings":'):
-        return rings
-    found = re.search(r"(\w*Strategy\w*)\{colors:(\d+)", i.attributes)
+        return rings, 2 if '"use_n_dimension_strategy":true' in i.attributes else 1
+    found = re.search(r"(\w*Strategy\w*)\{colors:(\d+) phases:(\d+)", i.attributes)
     if found is None:
-        return 0
-    strategy, colors = found.groups()
-    return int(colors) if "UniDirection" in strategy else 2 * int(colors)
+        return 0, 1
+    strategy, colors, phases = found.groups()
+    return int(colors) * (1 if "UniDirection" in strategy else 2), int(phases)
 
 
 def _payload(i: Instruction) -> float:

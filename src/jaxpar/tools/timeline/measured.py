@@ -133,7 +133,7 @@ class Measured:
         if start.name not in self._transfers:
             self._transfers[start.name] = self.links.transfer(start.message, 1.0)
         transfer = self._transfers[start.name]
-        route, latency = transfer.route, transfer.route.hops * self.links.chip.latency
+        route, latency = transfer.route, self.links.latency(transfer.route)
         self.busy[route.links] += route.seconds
         self.found[-1] = replace(
             self.found[-1],

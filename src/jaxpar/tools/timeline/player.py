@@ -152,16 +152,16 @@ class Player:
 
         Multiplying takes the compiler's cycles, where it gives them; otherwise FLOPs at peak.
         """
-        memory = work.hbm / (REACHED * self.chip.hbm)
+        speed = REACHED * self.chip.hbm
+        memory = (work.moved - work.in_vmem) / speed
         if work.cycles is None or not self.chip.clock:
             return max(memory, sum(map(self._multiplying, work.matmuls), 0.0))
         cycles = work.cycles / self.chip.clock
         if work.is_streamed and not work.is_matmul:
             # The compiler counts narrow elements as if they had 32 bits, and none is computed as
             # slowly as it says: a pass takes what its bytes do, VMEM's no longer than HBM's.
-            passing = FIRST_BYTE + work.moved / (REACHED * self.chip.hbm)
-            computing = cycles / 2 * work.moved / max(4 * work.elements, 1)
-            cycles = min(cycles, max(passing, computing))
+            narrow = work.moved / (4 * work.elements) if work.elements else 1.0
+            cycles = min(cycles, max(FIRST_BYTE + work.moved / speed, cycles / 2 * narrow))
         return max(memory, cycles)
 
     def _multiplying(self, matmul: Matmul) -> float:
@@ -182,7 +182,7 @@ class Player:
             self._transfers[start] = self.links.transfer(start.message, share)
         transfer = self._transfers[start]
         links, seconds = transfer.route.links, transfer.route.seconds
-        latency = transfer.route.hops * self.chip.latency
+        latency = self.links.latency(transfer.route)
         begin = self.now if self.chip.torus else max(self.now, self.stream)
         ends = np.maximum(self.free[links], begin) + seconds  # a link sends one after the other
         first = float((ends - seconds).min()) if ends.size else begin
@@ -205,7 +205,7 @@ class Player:
 
     def _copy(self, start: Copy) -> None:
         begin = max(self.now, self.memory)
-        self.memory = begin + start.bytes / self.chip.hbm
+        self.memory = begin + start.bytes / (REACHED * self.chip.hbm)
         event = Event(start.name, start.op, "copy", "memory", begin, self.memory)
         self.under_way.begin(start, event)
 

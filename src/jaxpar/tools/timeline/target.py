@@ -129,10 +129,11 @@ def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Au
     else:
         devices = _gpu_devices(name, chip, [int(size) for size in sizes])
     first = devices[0]
+    chip = chip_of(first.device_kind, getattr(first, "num_cores", None))
     return Target(
         name=name,
         mesh=make_mesh(mesh, devices=devices, axis_types=axis_types),
-        chip=chip_of(first.device_kind, getattr(first, "num_cores", None)),
+        chip=chip and chip.measured(),
     )
 
 
