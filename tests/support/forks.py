@@ -78,6 +78,10 @@ def _run(folder: str, sources: list[str]) -> None:
     config.InteractiveShell.colors = "nocolor"
     shell = InteractiveShell.instance(config=config)
     shell.display_pub = sys.stdout = Shown()
+    shell.displayhook.write_output_prompt = lambda: None
+    shell.displayhook.write_format_data = lambda data, *_: cells[-1].append(
+        {"output_type": "execute_result", "data": data}
+    )
     for source in sources:
         cells.append([])
         if not shell.run_cell(source, store_history=True).success:
