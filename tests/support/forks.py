@@ -65,9 +65,10 @@ def _run(folder: str, sources: list[str]) -> None:
             cells[-1].append({"output_type": "display_data", "data": data})
 
         def write(self, text: str) -> int:
-            if not cells[-1] or cells[-1][-1]["output_type"] != "stream":
+            if text and (not cells[-1] or cells[-1][-1]["output_type"] != "stream"):
                 cells[-1].append({"output_type": "stream", "name": "stdout", "text": ""})
-            cells[-1][-1]["text"] += text
+            if text:
+                cells[-1][-1]["text"] += text
             return len(text)
 
         def flush(self) -> None:
