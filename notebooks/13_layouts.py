@@ -176,7 +176,7 @@ except LayoutError as error:
 # is multiplied with. The exchange is compiled too, so that its gain is known.
 
 # %% tags=["varies"]
-square = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
 
 
 def forward(params, x):

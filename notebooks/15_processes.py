@@ -26,7 +26,7 @@
 # 4. a step that would hang, or compute garbage
 # 5. where the arrays are
 #
-# A notebook is one process, so this one writes programs to files and starts them twice.
+# A notebook is one process, so this one starts two more, and sends both the same programs.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -36,6 +36,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 # %%
+import json
 import os
 import random
 import socket
@@ -65,39 +66,59 @@ def free_port():
                 return port
 
 
-def run(program, processes=2):
-    """Runs a program in so many processes, and prints what each prints, in order."""
-    start = f"""
-    import os, sys
-    # What the transport between CPU processes writes to standard output goes to standard error.
-    sys.stdout = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    import jax
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", {8 // processes})
-    import jaxpar
-    rank = int(sys.argv[1])
-    found = jaxpar.initialize("127.0.0.1:{free_port()}", {processes}, rank, timeout_s=600)
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "program.py")
-        file.write_text(textwrap.dedent(start) + textwrap.dedent(program))
-        env = {**os.environ, "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(file), str(rank)],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(processes)
-        ]
-        ended = [process.communicate() for process in started]
+START = """
+import json, os, sys
+# What the transport between CPU processes writes to standard output goes to standard error.
+sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+import jaxpar
+port, rank = map(int, sys.argv[1:])
+found = jaxpar.initialize(f"127.0.0.1:{port}", 2, rank, timeout_s=600)
+for program in map(json.loads, sys.stdin):
+    exec(program)
+    print("done")
+"""
+
+
+folder = Path(tempfile.mkdtemp())
+
+
+def start():
+    """Two processes that wait for programs."""
+    (folder / "start.py").write_text(START)
+    env = {**os.environ, "PYTHONPATH": str(Path(jaxpar.__file__).parents[1])}
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, str(folder / "start.py"), port, str(rank)],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(folder / f"stderr_{rank}").open("w"),
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+processes = start()
+
+
+def run(program):
+    """Runs a program in both processes, and prints what each prints, in order."""
+    for process in processes:
+        process.stdin.write(json.dumps(textwrap.dedent(program)) + "\n")
+        process.stdin.flush()
     texts = []
-    for rank, (process, (said, wrong)) in enumerate(zip(started, ended, strict=True)):
-        assert process.returncode == 0, wrong
-        texts.append(said.rstrip("\n"))
+    for rank, process in enumerate(processes):
+        lines = []
+        while (line := process.stdout.readline()) not in ("done\n", ""):
+            lines.append(line)
+        assert line, (folder / f"stderr_{rank}").read_text()  # it ended
+        texts.append("".join(lines).rstrip("\n"))
         print(textwrap.indent(texts[-1], f"process {rank}: "))
     return texts
 
@@ -230,6 +251,10 @@ panel.spines[["top", "right"]].set_visible(False)
 figure.tight_layout()
 plt.show()
 assert all("error:" in text for text in said)
+
+for process in processes:
+    process.stdin.close()
+assert [process.wait() for process in processes] == [0, 0]
 
 # %% [markdown]
 # Checkpoints follow the same rule: `layout.save` and `layout.restore` write and read each process's

@@ -24,9 +24,9 @@
 # 2. float32 on the wire
 # 3. an optimizer's state by another dimension
 # 4. a gather in a loop
-# 5. devices in the order of their numbers
-# 6. a checkpoint that sends again
-# 7. a constraint that says too little
+# 5. a checkpoint that sends again
+# 6. a constraint that says too little
+# 7. devices in the order of their numbers
 # 8. what is left
 #
 # Times are those of a model of the chip; **they are no measurements**
@@ -70,7 +70,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 
-D, F, BLOCKS, ROWS = 512, 8192, 4, 256
+D, F, BLOCKS, ROWS = 512, 4096, 4, 128
 WEIGHTS = {"up": P(None, "tp"), "down": P("tp", None)}
 MOMENTUM = {"up": P(None, "tp"), "down": P(None, "tp")}
 BATCH = P(None, "dp")
@@ -214,7 +214,7 @@ def best(program, tries, findings):
     return max(findings, key=lambda finding: finding.gain)
 
 
-finding = best(program, tries=4, findings=1)
+finding = best(program, tries=4, findings=2)
 show(finding)
 assert finding.cause == "resharding"
 
@@ -256,32 +256,7 @@ text, program = mended(
 )
 
 # %% [markdown]
-# ## 5. Devices in the order of their numbers
-
-# %% tags=["varies"]
-finding = best(program, tries=4, findings=4)
-show(finding)
-assert finding.cause == "links apart"
-
-# %% [markdown]
-# On 4 by 4 chips, numbers that differ by 8 are two links apart, and so are the neighbours along
-# `dp`. Over `dp` travel the embedding and all gradients. `make_mesh` gives its last axis the
-# nearest neighbours: the order of the axes is the order of their traffic. The specs name axes, and
-# stay as they are.
-
-# %%
-text, program = mended(
-    text,
-    finding,
-    "mesh by its links",
-    (
-        'Mesh(np.array(devices).reshape(2, 8), ("dp", "tp"))',
-        'jaxpar.make_mesh("tp=8,dp=2", devices=devices)',
-    ),
-)
-
-# %% [markdown]
-# ## 6. A checkpoint that sends again
+# ## 5. A checkpoint that sends again
 
 # %% tags=["varies"]
 finding = best(program, tries=8, findings=3)
@@ -308,10 +283,10 @@ text, program = mended(
 )
 
 # %% [markdown]
-# ## 7. A constraint that says too little
+# ## 6. A constraint that says too little
 
 # %% tags=["varies"]
-finding = best(program, tries=8, findings=5)
+finding = best(program, tries=8, findings=6)
 show(finding)
 assert finding.cause == "resharding"
 
@@ -326,6 +301,31 @@ text, program = mended(
     finding,
     "no constraint",
     ('lax.with_sharding_constraint(norm(x), P(None, "tp"))', "norm(x)"),
+)
+
+# %% [markdown]
+# ## 7. Devices in the order of their numbers
+
+# %% tags=["varies"]
+finding = best(program, tries=8, findings=6)
+show(finding)
+assert finding.cause == "links apart"
+
+# %% [markdown]
+# On 4 by 4 chips, numbers that differ by 8 are two links apart, and so are the neighbours along
+# `dp`. Over `dp` travel the embedding and all gradients. `make_mesh` gives its last axis the
+# nearest neighbours: the order of the axes is the order of their traffic. The specs name axes, and
+# stay as they are.
+
+# %%
+text, program = mended(
+    text,
+    finding,
+    "mesh by its links",
+    (
+        'Mesh(np.array(devices).reshape(2, 8), ("dp", "tp"))',
+        'jaxpar.make_mesh("tp=8,dp=2", devices=devices)',
+    ),
 )
 
 # %% [markdown]

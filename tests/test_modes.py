@@ -1,8 +1,9 @@
 """Every public function that computes, under modes of JAX that a user may set.
 
-A new function is a line of `computing.CASES`, a new flag a word in `MODES`.
+A new function is a line of `computing.CASES`, a new flag one of `STRICT` or `WIDE`.
 """
 
+import gc
 import re
 from contextlib import contextmanager
 from functools import cache
@@ -40,6 +41,7 @@ STRICT = {
     "jax_compiler_enable_remat_pass": False,
     "jax_disable_bwd_checks": True,
     "jax_disable_vmap_shmap_error": True,
+    "jax_use_direct_linearize": False,  # with types that vary, and the default without
     "jax_disallow_mesh_context_manager": True,
     "jax_high_dynamic_range_gumbel": True,
     "jax_mutable_array_checks": False,
@@ -56,21 +58,15 @@ NEWER = {  # than the oldest jax
     "jax_use_rgv3": False,
 }
 STRICT |= {name: value for name, value in NEWER.items() if hasattr(jax.config, name)}
-MODES = {
-    "strict": STRICT,
-    "wide, and without jit": {
-        "jax_disable_jit": True,
-        "jax_numpy_rank_promotion": "raise",
-        "jax_enable_x64": True,
-        "jax_use_simplified_jaxpr_constants": True,
-        "jax_default_matmul_precision": "highest",
-        "jax_use_direct_linearize": False,
-        "jax_softmax_custom_jvp": True,
-        "jax_remove_size_one_mesh_axis_from_type": True,
-    },
+WIDE = {  # and without jit
+    "jax_disable_jit": True,
+    "jax_numpy_rank_promotion": "raise",
+    "jax_enable_x64": True,
+    "jax_use_simplified_jaxpr_constants": True,
+    "jax_default_matmul_precision": "highest",
+    "jax_softmax_custom_jvp": True,
+    "jax_remove_size_one_mesh_axis_from_type": True,
 }
-# One mode beside an axis that is left to JAX, where more is apt to fail.
-MESHES = {"strict": LINE, "wide, and without jit": BESIDE[AxisType.Auto]}
 
 
 @contextmanager
@@ -115,24 +111,21 @@ def with_gradients(name, **options):
     return values
 
 
-@cache
-def by_default(name):
-    """The jaxpr of a case, as text."""
-    return str(jax.make_jaxpr(with_gradients(name))(CASES[name].arrays))
-
-
 # Of groups, `lax.ragged_dot` has no product beside explicit axes.
 NEVER_EXPLICIT = {"apply_experts", "grouped_matmul"}
 
 
 @cache
 def values_of(name):
-    """The values of a case with which all others are compared: beside an explicit axis."""
+    """The values of a case with which all others are compared: strict, beside an explicit axis."""
     mesh = BESIDE[AxisType.Auto if name in NEVER_EXPLICIT else AxisType.Explicit]
     places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), CASES[name].specs)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), flags(STRICT):
         arrays = jax.device_put(CASES[name].arrays, places)
-        return jax.device_get(jax.jit(with_gradients(name, mesh=mesh))(arrays))
+        step = jax.jit(with_gradients(name, mesh=mesh))
+        # A constant, which would stop `jax_debug_nans`.
+        assert not re.search(r"\bnan\b", str(step.trace(arrays).jaxpr))
+        return jax.device_get(step(arrays))
 
 
 def assert_alike(found, wanted):
@@ -143,18 +136,16 @@ def assert_alike(found, wanted):
             np.testing.assert_allclose(x.astype("float64"), y.astype("float64"), 1e-4, 2e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
-def test_flags(name, mode):
-    """An explicit axis beside, and one that is not: values with and without are the same."""
-    arrays, mesh = CASES[name].arrays, MESHES[mode]
-    text, wanted = by_default(name), values_of(name)
-    assert not re.search(r"\bnan\b", text)  # a constant, which would stop `jax_debug_nans`
-    with flags(MODES[mode]):
-        traced = jax.make_jaxpr(with_gradients(name, mesh=mesh))(arrays)
-        if str(traced) == text:  # the same program
-            return
-        jax.eval_shape(with_gradients(name, check_vma=False), arrays)
+def test_flags(name):
+    """An explicit axis beside, and one that is left to JAX: values are the same.
+
+    Flags that are strict are set for the one, under `check_vma=True`, the others for the other.
+    """
+    arrays, mesh = CASES[name].arrays, BESIDE[AxisType.Auto]
+    wanted = values_of(name)
+    with flags(WIDE):
+        traced = jax.make_jaxpr(with_gradients(name, mesh=mesh, check_vma=False))(arrays)
         run = jax.extend.core.jaxpr_as_fun(traced)
         with jax.disable_jit(False):
             assert_alike(jax.jit(run)(*jax.tree.leaves(arrays)), wanted)
@@ -175,10 +166,22 @@ def test_rounding_by_chance_with_other_random_numbers():
     assert np.all(np.abs(rounded.dequantized() - x) <= rounded.scales)
 
 
+@pytest.fixture(scope="module")
+def few_objects():
+    """That the collector looks at, which is asked to at each leak that could be."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as after the collection of the tests
+
+
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("name", CASES)
 def test_arrays_do_not_leak_while_tracing(name):
-    """Not of gradients: those of `lax.psum` do, in JAX."""
-    with jax.checking_leaks():
+    """Not of gradients: those of `lax.psum` do, in JAX. Wide, with loops that are some."""
+    with flags({"jax_enable_x64": True}), jax.checking_leaks():
         jax.eval_shape(shard_mapped(name), *CASES[name].arrays)
 
 

@@ -205,7 +205,7 @@ def test_a_table_whose_features_lie_over_the_batchs_axis():
         logits = (x @ params["table"].T).astype(jnp.float32)
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
 
-    shapes = {"table": (2048, 512), "up": (512, 1024), "down": (1024, 512)}
+    shapes = {"table": (1024, 256), "up": (256, 512), "down": (512, 256)}
     params = {name: of_shape(*shape) for name, shape in shapes.items()}
     pair = {"up": ("fsdp", "tp"), "down": ("tp", "fsdp")}
     tokens = of_shape(8, 256, dtype=jnp.int32)

@@ -34,7 +34,7 @@ def heads_on_the_wrong_axis(mesh, mend):
         "v": shape(mesh, (512, 8, 64), *good),
         "o": shape(mesh, (8, 64, 512), "tp", None, None),
     }
-    return attend, (params, shape(mesh, (8, 256, 512), "dp"))
+    return attend, (params, shape(mesh, (4, 256, 512), "dp"))
 
 
 def constraint_that_gathers(mesh, mend):
@@ -73,7 +73,7 @@ def gather_in_a_loop(mesh, mend):
     step = jax.shard_map(
         local, mesh=mesh, in_specs=(P(None, "fsdp"), P("fsdp")), out_specs=P("fsdp")
     )
-    return step, (shape(mesh, (8, 8192, 4096), None, "fsdp"), shape(mesh, (4096, 4096), "fsdp"))
+    return step, (shape(mesh, (8, 2048, 1024), None, "fsdp"), shape(mesh, (1024, 1024), "fsdp"))
 
 
 def gather_behind_a_barrier(mesh, mend):
@@ -89,8 +89,8 @@ def gather_behind_a_barrier(mesh, mend):
 
     specs = (P("tp"), P(None, "tp"), P(None, "tp"))
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(None, "tp"),) * 2)
-    w = shape(mesh, (2048, 4096), None, "tp")
-    return step, (shape(mesh, (8192, 2048), "tp"), w, w)
+    w = shape(mesh, (512, 1024), None, "tp")
+    return step, (shape(mesh, (2048, 512), "tp"), w, w)
 
 
 def checkpoint_that_gathers_again(mesh, mend):
@@ -109,7 +109,7 @@ def checkpoint_that_gathers_again(mesh, mend):
     step = jax.shard_map(
         local, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P(None, "tp")
     )
-    return step, (shape(mesh, (1024, 4096), None, "tp"), shape(mesh, (1024, 1024), "tp"))
+    return step, (shape(mesh, (512, 2048), None, "tp"), shape(mesh, (1024, 512), "tp"))
 
 
 def float32_gradients(mesh, mend):
@@ -146,7 +146,7 @@ def mesh_in_the_wrong_order(mesh, mend):
     step = jax.shard_map(
         local, mesh=mesh, in_specs=(P(("dp", "tp")), P(None, "tp")), out_specs=P("dp", "tp")
     )
-    args = (shape(mesh, (16384, 2048), ("dp", "tp")), shape(mesh, (2048, 4096), None, "tp"))
+    args = (shape(mesh, (4096, 512), ("dp", "tp")), shape(mesh, (512, 1024), None, "tp"))
     return step, args
 
 
@@ -171,8 +171,8 @@ def naive_tensor_parallelism(mesh, mend):
     )
     args = (
         shape(mesh, (2048, 4096), "tp"),
-        shape(mesh, (4096, 8192), None, "tp"),
-        shape(mesh, (8192, 1024), "tp"),
+        shape(mesh, (4096, 4096), None, "tp"),
+        shape(mesh, (4096, 1024), "tp"),
     )
     return step, args
 
@@ -214,10 +214,10 @@ def barrier_before_work(mesh, mend):
     specs = (P("tp"), P(None, "tp"), P("tp"), P())
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(None, "tp"), P("tp")))
     args = (
-        shape(mesh, (4096, 8192), "tp"),
-        shape(mesh, (8192, 2048), None, "tp"),
-        shape(mesh, (32768, 4096), "tp"),
-        shape(mesh, (4096, 4096)),
+        shape(mesh, (2048, 4096), "tp"),
+        shape(mesh, (4096, 1024), None, "tp"),
+        shape(mesh, (16384, 2048), "tp"),
+        shape(mesh, (2048, 2048)),
     )
     return step, args
 
@@ -247,7 +247,7 @@ def two_on_the_same_links(mesh, mend):
 
     specs = (P("tp"), P("tp"), P("tp"))
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("tp"))
-    return step, tuple(shape(mesh, (4096, 4096), "tp") for _ in range(3))
+    return step, tuple(shape(mesh, (1024, 1024), "tp") for _ in range(3))
 
 
 def coarse_chunks(mesh, mend):
@@ -260,7 +260,7 @@ def coarse_chunks(mesh, mend):
     step = jax.shard_map(
         local, mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")
     )
-    return step, (shape(mesh, (16384, 8192), "tp"), shape(mesh, (8192, 28672), None, "tp"))
+    return step, (shape(mesh, (8192, 8192), "tp"), shape(mesh, (8192, 28672), None, "tp"))
 
 
 def loop_that_copies(mesh, mend):
@@ -284,4 +284,4 @@ def loop_that_copies(mesh, mend):
     step = jax.shard_map(
         local, mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")
     )
-    return step, (shape(mesh, (4096, 8192), "tp"), shape(mesh, (8192, 65536), None, "tp"))
+    return step, (shape(mesh, (2048, 4096), "tp"), shape(mesh, (4096, 32768), None, "tp"))

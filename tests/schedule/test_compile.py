@@ -69,13 +69,13 @@ def test_what_tracing_raises_is_raised():
 
 
 def test_floor_of_a_matmul():
-    floor = matmul_floor(V5E, "mk,kn->mn", (4096, 4096), (4096, 4096), 9e6)
+    floor = matmul_floor(V5E, "mk,kn->mn", (2048, 2048), (2048, 2048), 9e6)
     chip = V5E.chip
     assert floor.transfer == pytest.approx(9e6 / (2 * chip.link))
-    peak = 2 * 4096**3 / chip.flops
+    peak = 2 * 2048**3 / chip.flops
     assert peak <= floor.compute <= 1.5 * peak
     assert floor.total == max(floor.compute, floor.transfer)
-    both = matmul_floor(V5E, "mk,kn->mn", (4096, 4096), (4096, 4096), 9e6, grad=True)
+    both = matmul_floor(V5E, "mk,kn->mn", (2048, 2048), (2048, 2048), 9e6, grad=True)
     assert both.transfer == 2 * floor.transfer
     assert 3 * peak <= both.compute <= 4.5 * peak
 

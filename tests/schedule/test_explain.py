@@ -59,7 +59,7 @@ SEEDED = {
         *("v5p:2x2x2", "tp=8", "sent twice", "save_only_these_names"),
         True,
     ),
-    "float32_gradients": ("v5p:2x2x2", "dp=8", "wide dtype", "in bfloat16", True),
+    "float32_gradients": ("v5e:2x2", "dp=4", "wide dtype", "in bfloat16", True),
     "mesh_in_the_wrong_order": (
         "v5e:4x8",
         "dp=4,tp=8",
@@ -69,14 +69,14 @@ SEEDED = {
     ),
     "naive_tensor_parallelism": ("v5p:2x2x2", "tp=8", "synchronous", "collective_einsum", True),
     "small_sums": ("v5p:2x2x2", "tp=8", "latency", "several small arrays as one", False),
-    "barrier_before_work": ("v5p:2x2x2", "tp=8", "ordered elsewhere", "optimization_barrier", True),
+    "barrier_before_work": ("v5p:2x2x1", "tp=4", "ordered elsewhere", "optimization_barrier", True),
     "two_on_the_same_links": ("v5p:2x2x1", "tp=4", "links busy", "the other way around", False),
     "coarse_chunks": ("v5p:2x2x2", "tp=8", "ends of a pipeline", "mode='bidirectional'", True),
-    "loop_that_copies": ("v5p:2x2x2", "tp=8", "copies", "", False),
+    "loop_that_copies": ("v5p:2x2x1", "tp=4", "copies", "", False),
 }
 MARK = "# the mistake"
 # A half of the tries is for what waits the longest: one edit. Some need others, of more arguments.
-TRIES = {"heads_on_the_wrong_axis": 8, "naive_tensor_parallelism": 4}
+TRIES = {"heads_on_the_wrong_axis": 6, "naive_tensor_parallelism": 3}
 
 
 def line_of_the_mistake(name):
@@ -148,7 +148,7 @@ def update(params, moments, gradients):
 
 
 def weights(*spec):
-    shapes = {"down": (4096, 2048), "up": (2048, 4096)}
+    shapes = {"down": (2048, 1024), "up": (1024, 2048)}
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=P(*spec))
         for name, shape in shapes.items()
@@ -158,7 +158,7 @@ def weights(*spec):
 def test_moments_that_lie_otherwise_than_their_weights():
     chosen, lies, other = target("v5e:2x2", "tp=4"), (None, "tp"), ("tp", None)
     args = weights(*lies), (weights(*other),), weights(*lies)
-    found = explain(compile_for(lambda w, m, g: update(w, m[0], g), chosen, *args), tries=4)
+    found = explain(compile_for(lambda w, m, g: update(w, m[0], g), chosen, *args), tries=2)
     mended = compile_for(update, chosen, *[weights(*lies)] * 3)
     finding = found.findings[0]
     assert finding.cause == "resharding"
@@ -202,8 +202,8 @@ def test_arguments_that_change_together_are_tried_once():
 
 
 def test_an_edit_of_two_arguments_counts_once():
-    x = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=P("tp"))
-    w = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=P(None, "tp"))
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
     program = compile_for(lambda x, v, w: x @ (v + w), target("v5e:2x2", "tp=4"), x, w, w)
     (finding, *_) = explain(program, tries=6).findings
     both = [one.edit for one in finding.tried if re.match("shard (v, w|w, v) by", one.edit)]
@@ -229,7 +229,7 @@ def gather_matmul(rows, compiler_options=None, chip="tpu7x:2x2x1"):
 
 
 def test_an_asynchronous_gather_with_nothing_to_hide_behind():
-    found = explain(gather_matmul(4096), tries=2)
+    found = explain(gather_matmul(4096), tries=1)
     (finding,) = found.findings
     assert finding.cause == "nothing to hide behind"
     assert finding.of.collective == "all-gather"
@@ -394,7 +394,7 @@ def test_programs_that_use_nothing_of_jaxpar():
         state,
     )
     found = explain(
-        compile_for(lambda state, x: nnx.merge(graph, state)(x), chosen, state, x), tries=6
+        compile_for(lambda state, x: nnx.merge(graph, state)(x), chosen, state, x), tries=2
     )
     finding = found.findings[0]
     assert finding.of.inserted
@@ -442,7 +442,7 @@ def test_arguments_that_are_no_arrays():
     chosen = target("v5e:2x4", "dp=2,tp=4")
     x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=P("dp"))
     w = jax.ShapeDtypeStruct((2048, 4096), jnp.bfloat16, sharding=P("tp"))
-    found = explain(compile_for(lambda x, w, rate: x @ w * rate, chosen, x, w, 0.5), tries=4)
+    found = explain(compile_for(lambda x, w, rate: x @ w * rate, chosen, x, w, 0.5), tries=2)
     assert found.findings[0].cause == "resharding"
     assert "shard w by P(None, 'tp')" in found.findings[0].edit
 
@@ -461,7 +461,7 @@ def test_a_measured_step(tmp_path):
     program = gather_matmul(4096)
     found = measured(program, tmp_path, compute=100_000, done=900_000)
     predicted = timeline(program)
-    told = explain(program, measured=found, tries=2)
+    told = explain(program, measured=found, tries=1)
     assert told.timeline is found
     assert told.predicted == predicted
     finding = told.findings[0]

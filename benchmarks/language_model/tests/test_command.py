@@ -163,6 +163,8 @@ def test_sizes_that_are_not_given():
 
 def test_its_step_is_explained(monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parents[2])
+    # A step of the default sizes takes the compiler longer, and has nothing else to say.
+    monkeypatch.setattr("language_model.arguments.parse", lambda _: parse(SMALL))
     mesh = "dp=1,fsdp=2,tp=2,ep=1,cp=1"
     step = "language_model.predict:make_step"
     options = ["--target", "v5e:2x2", "--mesh", mesh, "--tries", "0", "--no-cache"]
