@@ -12,6 +12,7 @@ from record import FOLDER, PROGRAMS, SIZE, TRIPS
 from jaxpar.schedule import Assumptions, CompiledProgram, Memory, Timeline, target, timeline
 from jaxpar.tools.program.hlo import parse
 from jaxpar.tools.program.operations import Loop
+from jaxpar.tools.timeline.player import REACHED
 
 BLOCK = SIZE * SIZE // 4 * 2  # bytes of a quarter of an operand in bfloat16
 HALF = BLOCK // 2
@@ -152,7 +153,9 @@ def test_ragged_all_to_all_beside_matmuls(version, name):
     (exchange,) = half.transfers
     assert exchange.bytes == rows * size * 3 / 4
     (_, grouped) = (e for e in half.events if e.is_matmul)
-    assert grouped.seconds == pytest.approx(2 * (rows + 3 * 128) * size**2 / flops)
+    (kernel,) = (x.work for x in program.module.entry.operations if x.name == grouped.name)
+    read = kernel.moved / (REACHED * program.target.chip.hbm)  # mostly weights
+    assert grouped.seconds == pytest.approx(max(read, 2 * (rows + 3 * 128) * size**2 / flops))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

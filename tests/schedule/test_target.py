@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -190,7 +189,7 @@ def test_figures_of_half_a_chip():
             )
             assert (half.link, half.clock, half.cores) == (whole.link, whole.clock, 1)
             assert chip_of(whole.kind, 2) == chip_of(whole.kind) == whole
-    assert target("tpu7x:2x2x1").chip == chip_of("TPU7x", 1)
+    assert target("tpu7x:2x2x1").chip == chip_of("TPU7x", 1).measured()
 
 
 def test_figures_by_kind():
@@ -202,10 +201,14 @@ def test_figures_by_kind():
     assert chip_of("cpu") is None
 
 
-def test_measured_figures_take_the_place_of_those_of_the_link():
+def test_figures_of_links_are_the_measured_ones_where_there_are_any():
     v5p = target("v5p:2x2x1").chip
-    measured = v5p.measured()
-    assert (measured.link, measured.latency) == (8.63e10, 4.55e-6)
-    assert replace(measured, link=v5p.link, latency=v5p.latency) == v5p
-    with pytest.raises(ValueError, match=r"measured figures are known of 'TPU v5 lite', only of"):
-        target("v5e:2x2").chip.measured()
+    assert v5p == chip_of("TPU v5").measured()
+    assert (v5p.link, v5p.latency, v5p.start) == (8.63e10, 0.8e-6, 3e-6)
+    assert v5p.book() == chip_of("TPU v5")
+    core = target("tpu7x:2x2x1").chip
+    assert core == core.book().measured()
+    assert core.hbm == core.book().hbm == chip_of("TPU7x").hbm / 2
+    for name in ("v4:2x2x1", "h100:8"):  # nobody has
+        chip = target(name).chip
+        assert chip.measured() == chip.book() == chip

@@ -157,7 +157,9 @@ def _moved(i: Instruction) -> tuple[int, int, int]:
     for x, size in (*zip(i.operands, _read(i), strict=True), (i, result)):
         share = size / max(x.bytes, 1)
         moved += size
-        in_vmem += share * sum(array.bytes for array in x.arrays if array.memory == _VMEM)
+        # Single numbers are in a scalar memory.
+        near = (array for array in x.arrays if array.memory == _VMEM or not array.shape)
+        in_vmem += share * sum(array.bytes for array in near)
         elements += share * sum(prod(array.shape) for array in x.arrays)
     return max(0, int(moved)), max(0, int(in_vmem)), max(0, int(elements))
 
