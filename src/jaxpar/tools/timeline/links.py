@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -17,6 +18,8 @@ from jaxpar.tools.timeline.target import measured_of
 # Of its links, what a sum over several dimensions, one after the other, uses: fitted to half of the
 # public measurements of v6e.
 ADDED = 0.8
+
+RACK = 72  # GPUs that a switch joins beyond their host
 
 Pairs = tuple[tuple[int, int], ...]
 Groups = Sequence[Sequence[int]]
@@ -59,7 +62,7 @@ class Links:
             self.wraps = closed_dims(devices[0].device_kind, self.extent)
             self.count = int(self.extent.prod()) * len(self.extent) * 2  # both ways from each node
         else:
-            self.host = np.array([device.process_index for device in devices])
+            self.host = np.array([_switch_of(device, chip) for device in devices])
             self.count = 4 * self.devices  # out and in, through the switch and through the network
         self.tables = measured_of(chip)
         self.permute = lru_cache(maxsize=None)(self._permute)
@@ -260,6 +263,11 @@ class Links:
                 here[:, dim] = (here[:, dim] + step) % extent
                 apart = apart - step
         return load, int(most.max(initial=0))
+
+
+def _switch_of(gpu: Any, chip: Chip) -> int:
+    """Which switch joins a GPU to others: that of its host, or of its rack."""
+    return gpu.id // chip.switched if chip.switched == RACK else gpu.process_index
 
 
 def lane_of(mesh: Mesh, pairs: Pairs) -> str:

@@ -1,0 +1,1 @@
+"""Predictions held against public measurements, and the error of each class of work."""

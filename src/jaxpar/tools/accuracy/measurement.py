@@ -1,0 +1,141 @@
+"""Public measurements of single operations, and programs that do the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxpar.tools.timeline.target import target
+from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
+
+# What one device computes of operands that it has to itself.
+_POINTWISE: dict[str, Callable[..., Any]] = {
+    "copy": jnp.copy,
+    "scale": lambda x: 1.0001 * x + 1,
+    "add": jnp.add,
+    "exp": jnp.exp,
+    "sum": lambda x: jnp.sum(x, dtype=jnp.float32),
+}
+# What all devices of the axes compute together, each of its own operand.
+_COLLECTIVES: dict[str, Callable[..., Any]] = {
+    "all_gather": lambda x, axes, n: lax.all_gather(x, axes, tiled=True),
+    "psum": lambda x, axes, n: lax.psum(x, axes),
+    "reduce_scatter": lambda x, axes, n: lax.psum_scatter(x, axes, tiled=True),
+    "all_to_all": lambda x, axes, n: lax.all_to_all(x, axes, 0, 0, tiled=True),
+    "ppermute": lambda x, axes, n: lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)]),
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What somebody measured of one operation, and where it is published."""
+
+    name: str
+    kind: str  # matmul, memory, gather, sum, permute, all-to-all, or two of them
+    target: str  # as `jaxpar.schedule.target` takes it
+    mesh: str
+    op: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]  # of one device's operand; of a matmul m, k, n of one device
+    dtype: str
+    seconds: float
+    source: str
+    options: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def chip(self) -> str:
+        """The generation, as in a target's name."""
+        return self.target.partition(":")[0]
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether no constant of the model was fitted to it: half of all, by their names."""
+        return sha256(self.name.encode()).digest()[0] % 2 == 1
+
+    def compile(self, cache: str | Path | None = None) -> CompiledProgram:
+        """Compiles a program that does the same."""
+        described = target(self.target, self.mesh)
+        devices = described.mesh.size
+        n = prod(described.mesh.shape[axis] for axis in self.axes)
+        function, operands, shared = _local(self, n)
+        spec = PartitionSpec() if shared else PartitionSpec(described.mesh.axis_names)
+        mapped = jax.shard_map(
+            function, in_specs=(spec,) * len(operands), out_specs=spec, check_vma=False
+        )
+        args = [
+            jax.ShapeDtypeStruct(
+                shape if shared else (shape[0] * devices, *shape[1:]), self.dtype, sharding=spec
+            )
+            for shape in operands
+        ]
+        return compile_for(mapped, described, *args, compiler_options=self.options, cache=cache)
+
+
+def _local(one: Measurement, n: int) -> tuple[Callable[..., Any], list[tuple[int, ...]], bool]:
+    """What a device computes, of operands of which shapes, and whether all have the same ones."""
+    axes = one.axes
+    if one.op in _POINTWISE:
+        operands = [_matrix(prod(one.shape), 1)] * (2 if one.op == "add" else 1)
+        return _POINTWISE[one.op], operands, True
+    if one.op in _COLLECTIVES:
+        rows = n if one.op in ("all_to_all", "reduce_scatter") else 1
+        shape = one.shape if len(one.shape) > 1 else _matrix(one.shape[0], rows)
+        return lambda x: _COLLECTIVES[one.op](x, axes, n), [shape], False
+    m, k, columns = one.shape
+    match one.op:
+        case "matmul":
+            return jnp.matmul, [(m, k), (k, columns)], True
+        case "all_gather_matmul":
+            gathered = [(m // n, k), (k, columns)]
+            return lambda x, w: _gathered(x, axes) @ w, gathered, False
+        case "gathered_rhs_matmul":
+            gathered = [(m, k), (k // n, columns)]
+            return lambda x, w: x @ _gathered(w, axes), gathered, False
+        case _:
+            scatter = _COLLECTIVES["reduce_scatter"]
+            return lambda x, w: scatter(x @ w, axes, n), [(m, k), (k, columns)], False
+
+
+def _gathered(x: Any, axes: tuple[str, ...]) -> Any:
+    return lax.all_gather(x, axes, tiled=True)
+
+
+def _matrix(size: int, rows: int) -> tuple[int, ...]:
+    """An array of so many numbers, in rows of 1024 where they fit into `rows` equal parts."""
+    if size % (1024 * rows) == 0:
+        return size // 1024, 1024
+    return (rows, max(1, size // rows)) if rows > 1 else (size,)
+
+
+@cache
+def measurements() -> tuple[Measurement, ...]:
+    """Reads all public measurements that a program can be made of."""
+    found = json.loads(files(__package__).joinpath("measurements.json").read_text())
+    return tuple(
+        Measurement(
+            name=one["name"],
+            kind=one["kind"],
+            target=one["target"],
+            mesh=one["mesh"],
+            op=one["op"],
+            axes=tuple(one["axes"]),
+            shape=tuple(one["shape"]),
+            dtype=one["dtype"],
+            seconds=one["microseconds"] * 1e-6,
+            source=found["sources"][one["source"]],
+            options=one.get("options", {}),
+        )
+        for one in found["measurements"]
+    )
