@@ -14,6 +14,7 @@ from jaxpar.tools.cli.console import UsageError, open_console, print_error, prog
 from jaxpar.tools.cli.ops import DEFAULT_OPS
 from jaxpar.tools.cli.predict_programs import parse_operand
 from jaxpar.tools.cli.predict_results import Failure, Request, TargetResults, Tick, write_json
+from jaxpar.tools.cli.predict_validation import run_validation
 from jaxpar.tools.cli.predict_views import print_notes, print_report, write_picture, write_trace
 from jaxpar.tools.cli.shared_options import (
     add_command,
@@ -32,7 +33,7 @@ from jaxpar.tools.cli.workers import compilers, converse, kill_all
 from jaxpar.tools.private_names import MODES, install_command
 
 DEFAULT_MODES = ("naive", "unidirectional", "bidirectional", "auto")
-FIGURES = ("book", "measured")
+FIGURES = ("measured", "book")
 DEFAULT_SHAPE = "8192x8192x28672"
 
 DESCRIPTION = """\
@@ -61,6 +62,7 @@ examples:
   jaxpar predict model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
   jaxpar predict model:make_step     # called with the mesh, returns (function, args)
   jaxpar predict --target v5p:4x4x4 --compiler-options none   # the compiler's defaults
+  jaxpar predict --validate --target v6e,h100  # beside what others measured
 A trace opens in https://ui.perfetto.dev or chrome://tracing. The picture shows bars too short to be
 told apart, as of a long loop, as stacked shares of time.
 """
@@ -91,9 +93,14 @@ def add_parser(commands: Any) -> None:
     add_compiler_options(add)
     add(
         "--figures",
-        default="book",
-        help="of the links: book, as published by the vendor, or measured, where someone has "
-        "published what transfers take (default: %(default)s)",
+        default="measured",
+        help="of the links: measured, where someone has published what transfers take, or book, as "
+        "published by the vendor (default: %(default)s)",
+    )
+    add(
+        "--validate",
+        action="store_true",
+        help="hold predictions against public measurements, of all chips or those of --target",
     )
     add("--jobs", type=int, default=0, help="targets at a time (default: one a core)")
     add("--plot", metavar="FILE.png", help="draw the timelines")
@@ -108,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.validate:
+        return run_validation(args)
     # All that can be refused is refused before the compilers start.
     requests = parse_requests(args)
     require_reportable(args, ("json", "trace", "plot"))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.schedule import Event, Timeline
+from jaxpar.tools.accuracy.band import bands_of
 from jaxpar.tools.cli.console import Column, print_rows, require_extra
 from jaxpar.tools.cli.predict_results import (
     GPU_NOTE,
@@ -61,6 +62,7 @@ def print_report(report: TargetResults, request: Request, console: Any) -> None:
 def print_notes(reports: list[TargetResults], console: Any) -> None:
     """Prints what holds for all of the output."""
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
+    lines += [f"off by, where it was measured: {band}" for band in _bands(reports)]
     lines.append(
         "floor: the matmul in one piece (of a function, its FLOPs at peak), or the bytes alone "
         "over all links of the group. "
@@ -68,6 +70,16 @@ def print_notes(reports: list[TargetResults], console: Any) -> None:
         "that have a matmul to hide behind."
     )
     console.print("\n".join(lines), style="dim", highlight=False)
+
+
+def _bands(reports: list[TargetResults]) -> list[str]:
+    """The errors of the kinds of work that the predictions are made of, each once."""
+    found: dict[str, None] = {}
+    for report in reports:
+        chip = report.facts.chip.get("kind", "") if report.facts else ""
+        for one in report.predictions:
+            found |= dict.fromkeys(map(str, bands_of(one.timeline, chip)))
+    return list(found)
 
 
 def _cells(row: Prediction, facts: Facts | None, about: str) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from jaxpar.tools.accuracy.band import bands_of
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
 from jaxpar.tools.program.sources import Line
@@ -32,6 +33,7 @@ _LEAST = 0.005  # of the step: overheads of less are not shown
 def record_of(found: Explanation) -> dict[str, Any]:
     """The numbers of an explanation, as JSON can hold them."""
     program, played = found.program, found.timeline
+    kind = program.target.chip.kind if program.target.chip else ""
     return {
         "target": program.target.name,
         "mesh": dict(program.target.mesh.shape),
@@ -50,6 +52,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "peak_bytes": played.peak_bytes,
         "capacity": program.target.chip.capacity if program.target.chip else 0,
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
+        "bands": [str(one) for one in bands_of(found.predicted or played, kind)],
         "findings": [_of_finding(finding) for finding in found.findings],
         "overheads": [
             {**asdict(one), "line": _of_line(one.line)}
@@ -141,6 +144,7 @@ def heading(record: Record) -> list[str]:
     else:
         lines.append(f"{held} of memory")
     lines.append(f"({_source(record)})")
+    lines += [f"off by, where it was measured: {band}" for band in record["bands"]]
     if loops := record["loops_of_unknown_length"]:
         lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
     return lines

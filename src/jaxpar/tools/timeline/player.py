@@ -165,14 +165,13 @@ class Player:
         return max(memory, cycles)
 
     def _multiplying(self, matmul: Matmul) -> float:
-        """As measured, where a GPU's table has such sizes; otherwise FLOPs at peak."""
-        measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
-        if measured is not None:
-            return measured
+        """As measured, where a GPU's table has such sizes, and no faster than at peak."""
         flops = matmul.flops
         if matmul.rows:
             flops *= _share(matmul.rows, self.assumed.grouped_rows) + matmul.twice
-        return flops / (self.chip.flops * 2 / max(matmul.width, 1.0))
+        at_peak = flops / (self.chip.flops * 2 / max(matmul.width, 1.0))
+        measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
+        return max(at_peak, measured or 0.0)
 
     # -- transfers and copies -----------------------------------------------------------------
 

@@ -1,0 +1,41 @@
+"""Holds every prediction against a public measurement, and renews the bands that pages print.
+
+    python benchmarks/accuracy
+
+Compiles some 450 small programs for chips that need not be there (20 minutes, then from a cache),
+and writes the table of `README.md` and the bands of `jaxpar.tools.accuracy`. Both compilers are
+needed: `pip install 'jaxpar[tpu,gpu]'`.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+
+from jaxpar.tools.accuracy import band
+from jaxpar.tools.accuracy.validate import TITLES, bands_from, table, validate
+from jaxpar.tools.program.cache import default_folder
+from tables import Table, update
+
+README = Path(__file__).with_name("README.md")
+BANDS = Path(band.__file__).with_name("bands.json")
+SECTION = "classes"
+
+
+def main() -> int:
+    """Writes the table and the bands."""
+    jax.config.update("jax_platforms", "cpu")
+    found, failed = validate((), default_folder(), lambda name: print(name, file=sys.stderr))
+    rows = Table(TITLES, table(found))
+    rows.print()
+    for name, reason in failed.items():
+        print(f"{name}: {reason}", file=sys.stderr)
+    if failed:
+        return 1
+    update(README, SECTION, rows.markdown())
+    BANDS.write_text(band.text_of(bands_from(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""How far predictions of a kind of work on a chip were from what others measured."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+
+from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.timeline import Timeline
+
+LARGE = 20e-6  # seconds that an operation is predicted to take: below it latencies matter
+LEAST = 0.05  # of a step: what takes less of it has no band printed
+
+_PLURALS = {
+    "matmul": "matmuls",
+    "memory": "passes over memory",
+    "gather": "gathers",
+    "sum": "sums",
+    "permute": "permutes",
+    "all-to-all": "all-to-alls",
+}
+_KINDS = {
+    "all-gather": "gather",
+    "all-reduce": "sum",
+    "reduce-scatter": "sum",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+}
+
+
+@dataclass(frozen=True)
+class Band:
+    """The errors of all public measurements of one kind, on one chip, of one size."""
+
+    chip: str  # as in `Chip.kind`
+    kind: str
+    is_large: bool
+    rows: int = 0  # how many there are
+    low: float = 0.0  # the least of predicted / measured - 1
+    high: float = 0.0
+
+    def __str__(self) -> str:
+        what = f"{self.chip}, {'large' if self.is_large else 'small'} {_PLURALS[self.kind]}"
+        if not self.rows:
+            return f"{what}: no row"
+        rows = f"{self.rows} public row{'s' * (self.rows > 1)}"
+        return f"{what}: {self.low:+.0%} to {self.high:+.0%} over {rows}"
+
+
+def bands_of(played: Timeline, chip: str) -> list[Band]:
+    """The bands of what makes up a prediction's total, what takes the most first."""
+    if not chip or played.estimate == "measured":
+        return []
+    seconds: dict[tuple[str, bool], float] = defaultdict(float)
+    for event, taken in _made_of(played.events):
+        seconds[_kind(event), event.seconds >= LARGE] += taken
+    known = {(one.chip, one.kind, one.is_large): one for one in bands()}
+    ranked = sorted(seconds, key=lambda key: -seconds[key])
+    return [
+        known.get((chip, *key), Band(chip, *key))
+        for key in ranked
+        if seconds[key] >= LEAST * played.total
+    ]
+
+
+def _made_of(events: Iterable[Event]) -> Iterable[tuple[Event, float]]:
+    """What computes, and the transfers that are waited for, with the seconds that each takes."""
+    transfers: dict[str, Event] = {}
+    for event in events:
+        if event.kind == "transfer":
+            transfers[event.name] = event
+    for event in events:
+        if event.kind == "compute":
+            yield event, event.seconds
+        elif event.kind == "wait" and event.name in transfers:
+            yield transfers[event.name], event.seconds
+
+
+def _kind(event: Event) -> str:
+    if event.kind == "compute":
+        return "matmul" if event.is_matmul else "memory"
+    return _KINDS.get(event.row.rpartition(" ")[2], "permute")
+
+
+@cache
+def bands() -> tuple[Band, ...]:
+    """The bands as `python benchmarks/accuracy` last found them."""
+    found = json.loads(files(__package__).joinpath("bands.json").read_text())
+    return tuple(Band(**one) for one in found)
+
+
+def text_of(found: Iterable[Band]) -> str:
+    """The bands as JSON, a line each."""
+    lines = ",\n".join(json.dumps(asdict(one)) for one in found)
+    return f"[\n{lines}\n]\n"

@@ -1,0 +1,78 @@
+"""Holds predictions against public measurements, class by class."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from jaxpar.tools.accuracy.band import LARGE, Band
+from jaxpar.tools.accuracy.measurement import Measurement, measurements
+from jaxpar.tools.timeline.timeline import timeline
+
+
+@dataclass(frozen=True)
+class Held:
+    """A measurement and the prediction that is held against it; seconds."""
+
+    measured: Measurement
+    chip: str  # as in `Chip.kind`
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.measured.seconds - 1
+
+
+def validate(
+    chips: Iterable[str], cache: str | Path | None, tick: Callable[[str], None]
+) -> tuple[list[Held], dict[str, str]]:
+    """Compiles and plays what was measured on these chips; and why some of it cannot be."""
+    wanted, found, failed = set(chips), [], {}
+    for one in measurements():
+        if wanted and one.chip not in wanted:
+            continue
+        try:
+            program = one.compile(cache)
+            chip = program.target.chip
+            assert chip is not None, one.target
+            found.append(Held(one, chip.kind, timeline(program).total))
+        except Exception as reason:  # each compiler has errors of its own
+            failed[one.name] = f"{type(reason).__name__}: {reason}".partition("\n")[0]
+        tick(one.name)
+    return found, failed
+
+
+def bands_from(found: Iterable[Held]) -> list[Band]:
+    """The error of each kind of work, on each chip, of each size."""
+    rows = _by_class(found)
+    return [
+        Band(*key, len(held), min(one.error for one in held), max(one.error for one in held))
+        for key, held in sorted(rows.items())
+        if " and " not in key[1]  # of two kinds at once
+    ]
+
+
+def table(found: Iterable[Held]) -> list[list[str]]:
+    """A row for each class: how many, and the errors of those that nothing was fitted to."""
+    shown = []
+    for (chip, kind, is_large), held in sorted(_by_class(found).items()):
+        errors = sorted(abs(one.error) for one in held if one.measured.is_held_out)
+        numbers = [f"{median(errors):.0%}", f"{errors[-1]:.0%}"] if errors else ["-", "-"]
+        low, high = (f"{choose(one.error for one in held):+.0%}" for choose in (min, max))
+        size = "large" if is_large else "small"
+        shown.append([chip, kind, size, str(len(held)), str(len(errors)), *numbers, low, high])
+    return shown
+
+
+TITLES = ["chip", "kind", "size", "rows", "held out", "median", "worst", "from", "to"]
+
+
+def _by_class(found: Iterable[Held]) -> dict[tuple[str, str, bool], list[Held]]:
+    rows: dict[tuple[str, str, bool], list[Held]] = defaultdict(list)
+    for one in found:
+        rows[one.chip, one.measured.kind, one.predicted >= LARGE].append(one)
+    return rows
