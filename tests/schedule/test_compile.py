@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.schedule import Target, compile_for, matmul_floor, program_floor, target, timeline
-from jaxpar.tools.timeline.floor import device_flops
+from jaxpar.tools.program.flops import device_flops
 
 V5E = target("v5e:2x2")
 ROWS = P("tp")

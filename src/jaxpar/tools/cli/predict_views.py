@@ -23,6 +23,7 @@ from jaxpar.tools.cli.predict_results import (
     header,
     notes,
 )
+from jaxpar.tools.explain.explained import at_least
 from jaxpar.tools.private_names import write_text, written
 
 _COLUMNS = [
@@ -63,6 +64,8 @@ def print_notes(reports: list[TargetResults], console: Any) -> None:
     """Prints what holds for all of the output."""
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
     lines += [f"off by, where it was measured: {band}" for band in _bands(reports)]
+    played = [one.timeline for report in reports for one in report.predictions]
+    lines += map(at_least, sorted({k for one in played for k in one.kernels_of_unknown_cost}))
     lines.append(
         "floor: the matmul in one piece (of a function, its FLOPs at peak), or the bytes alone "
         "over all links of the group. "

@@ -16,8 +16,9 @@ from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead, overheads
 from jaxpar.tools.explain.trials import Trials, TriedEdit
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
+from jaxpar.tools.program.flops import device_flops
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
-from jaxpar.tools.timeline.floor import Floor, device_flops, program_floor
+from jaxpar.tools.timeline.floor import Floor, program_floor
 from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction, instructions_of
 from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline

@@ -52,6 +52,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "peak_bytes": played.peak_bytes,
         "capacity": program.target.chip.capacity if program.target.chip else 0,
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
+        "kernels_of_unknown_cost": list(played.kernels_of_unknown_cost),
         "bands": [str(one) for one in bands_of(found.predicted or played, kind)],
         "findings": [_of_finding(finding) for finding in found.findings],
         "overheads": [
@@ -144,10 +145,19 @@ def heading(record: Record) -> list[str]:
     else:
         lines.append(f"{held} of memory")
     lines.append(f"({_source(record)})")
+    lines += map(at_least, record["kernels_of_unknown_cost"])
     lines += [f"off by, where it was measured: {band}" for band in record["bands"]]
     if loops := record["loops_of_unknown_length"]:
         lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
     return lines
+
+
+def at_least(kernel: str) -> str:
+    """That a kernel may take longer than it is said to."""
+    return (
+        f"at least: what the kernel {kernel} multiplies is not known, and every figure that it is "
+        "in is a lower bound; give it cost_estimate=pl.CostEstimate(...)"
+    )
 
 
 def _devices(record: Record) -> str:

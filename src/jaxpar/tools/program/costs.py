@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from jaxpar.tools.program.flops import Kernels, Shapes
 from jaxpar.tools.program.hlo import Array, Computation, Instruction, integers
 
 _FREE = {
@@ -54,6 +55,7 @@ class Demand:
     elements: int = 0  # numbers read and written; of none known, of 32 bits each
     is_matmul: bool = False  # also where the FLOPs are known to the compiler alone
     is_streamed: bool = True  # elements are taken in the order in which they lie
+    is_unknown: bool = False  # of a kernel that nobody says anything of: its bytes at least
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,10 @@ class Message:
     phases: int = 1  # of a torus: dimensions that are gone along one after the other
 
 
-def work_of(i: Instruction) -> Demand:
+def work_of(i: Instruction, kernels: Kernels) -> Demand:
     """What an instruction computes: its matrix products, and the bytes of operands and result.
 
-    A kernel computes what its own estimate says.
+    A kernel computes what its own estimate says, or else what its traced program does.
     """
     if is_free(i) or i.opcode in ("while", "conditional", "call"):
         return Demand()  # what these run is of schedules of their own
@@ -82,8 +84,14 @@ def work_of(i: Instruction) -> Demand:
     if flops := _estimated_flops(i):
         moved = int(i.number("bytes_accessed") or 0)
         return Demand(i.cycles, (_kernel(i, flops),), moved, is_matmul=is_matmul)
+    moved = _moved(i)
+    if i.opcode == "custom-call" and i.target not in _GEMMS and i.cycles is None:
+        shapes = (_shapes(i.operands), _shapes([i]))
+        flops = kernels.get(shapes)
+        products = (_kernel(i, flops),) if flops else ()
+        return Demand(None, products, *moved, is_matmul=bool(flops), is_unknown=flops is None)
     is_streamed = not any(x.opcode in _OUT_OF_ORDER for x in everything)
-    return Demand(i.cycles, tuple(matmuls), *_moved(i), is_matmul, is_streamed)
+    return Demand(i.cycles, tuple(matmuls), *moved, is_matmul, is_streamed)
 
 
 def is_free(i: Instruction) -> bool:
@@ -124,6 +132,10 @@ def _estimated_flops(i: Instruction) -> float:
     if i.opcode != "custom-call" or '"cost_estimate"' not in i.attributes:
         return 0.0
     return float(i.number("flops") or 0)
+
+
+def _shapes(instructions: Sequence[Instruction]) -> Shapes:
+    return tuple(array.shape for i in instructions for array in i.arrays)
 
 
 def _kernel(i: Instruction, flops: float) -> Matmul:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxpar.tools.program.costs import Demand, Message, collective_in, is_free, message_of, work_of
+from jaxpar.tools.program.flops import Kernels
 from jaxpar.tools.program.hlo import Computation, Hlo, Instruction, parse
 
 MOST_TRIPS = 1_000_000
@@ -276,8 +277,12 @@ class Module:
         return "\n".join(map(repr, self.schedules))
 
 
-def read(text: str) -> Module:
+def read(text: str, kernels: Kernels | None = None) -> Module:
     """Reads what the operations of a compiled program are from its text.
+
+    Args:
+      text: of the compiled program.
+      kernels: FLOPs of kernels that say nothing in the text, see `kernel_flops`.
 
     Raises:
       ValueError: text that is not HLO.
@@ -290,7 +295,9 @@ def read(text: str) -> Module:
             operations: dict[Instruction, Operation] = {}
             for i in computation.instructions:
                 operands = [operations[operand] for operand in i.operands if operand in operations]
-                operations[i] = _operation(i, tuple(operands), schedule, hlo.partitions)
+                operations[i] = _operation(
+                    i, tuple(operands), schedule, hlo.partitions, kernels or {}
+                )
             known[computation] = Schedule(computation.name, tuple(operations.values()))
         return known[computation]
 
@@ -303,6 +310,7 @@ def _operation(
     operands: tuple[Operation, ...],
     schedule: Callable[[Computation], Schedule],
     partitions: int,
+    kernels: Kernels,
 ) -> Operation:
     """Decides what an instruction is: here, and nowhere else.
 
@@ -311,8 +319,9 @@ def _operation(
       operands: what its operands are.
       schedule: gives what a computation is that it runs.
       partitions: over how many devices the program runs.
+      kernels: FLOPs of kernels.
     """
-    work = work_of(i)
+    work = work_of(i, kernels)
     known = (i.name, i.op_name, operands, work)
     if i.opcode == "while":
         runs = (schedule(i.called_as("condition")), schedule(i.called_as("body")))

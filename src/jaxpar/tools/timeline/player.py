@@ -75,6 +75,7 @@ class Player:
         self.events: list[Event] = []
         self.under_way = UnderWay[Event | None]()  # None: it has arrived
         self.unknown: dict[str, None] = {}  # names of loops, in order
+        self.unsaid: dict[str, None] = {}  # and of kernels
         self.tables = measured_of(self.chip)
         self._length = cache(self._computing)
         self._transfers: dict[Collective, Transfer] = {}
@@ -141,6 +142,8 @@ class Player:
     def _compute(self, operation: Operation) -> None:
         start, self.now = self.now, self.now + self._seconds(operation.work)
         is_matmul = operation.work.is_matmul
+        if operation.work.is_unknown:
+            self.unsaid[operation.op or operation.name] = None
         event = Event(operation.name, operation.op, "compute", "compute", start, self.now)
         self.events.append(replace(event, is_matmul=is_matmul))
         if is_matmul:

@@ -15,6 +15,7 @@ from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
 from jaxpar.tools.private_names import Chip, jitted_with, naming, readable
 from jaxpar.tools.program.cache import keep, kept, key_of
+from jaxpar.tools.program.flops import kernel_flops
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
@@ -65,7 +66,7 @@ class CompiledProgram:
     @cached_property
     def module(self) -> Module:
         """What the operations of the program are, read from its text."""
-        return read(self.text)
+        return read(self.text, None if self.jaxpr is None else kernel_flops(self.jaxpr))
 
 
 @readable
@@ -170,6 +171,8 @@ class Timeline:
     peak_bytes: int  # of HBM
     estimate: str  # where the times of compute instructions come from
     loops_of_unknown_length: tuple[str, ...]  # and of no assumed one: one trip each
+    # Of these only the bytes are known: every figure is at least so large.
+    kernels_of_unknown_cost: tuple[str, ...] = ()
     runs: tuple[float, ...] = ()  # of a measured one: how long each run took in the trace
 
     @property
@@ -238,6 +241,7 @@ def timeline(
         peak_bytes=program.memory.peak,
         estimate="the compiler's cycles" if chip.clock else "roofline",
         loops_of_unknown_length=tuple(player.unknown),
+        kernels_of_unknown_cost=tuple(player.unsaid),
     )
 
 

@@ -1,0 +1,113 @@
+"""FLOPs of the matmuls of a traced program, those of its kernels among them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from jax.extend import core
+
+from jaxpar.tools.private_names import manual_axes, subjaxprs
+
+Results = Sequence[core.Var | core.Literal]
+Shapes = tuple[tuple[int, ...], ...]
+Kernels = Mapping[tuple[Shapes, Shapes], float]  # FLOPs by the shapes of operands and results
+
+
+def device_flops(jaxpr: core.ClosedJaxpr, devices: int) -> float:
+    """Counts the FLOPs of all matmuls that one of `devices` runs.
+
+    Inside a `shard_map` shapes are those of one device; outside, work is shared by all. A loop
+    whose length is not known while tracing counts once.
+    """
+    return _count(jaxpr.jaxpr, 1.0 / devices, jaxpr.jaxpr.outvars)
+
+
+def _count(jaxpr: core.Jaxpr, share: float, results: Results) -> float:
+    """Counts what `results` need: a compiler drops the rest, as the forward pass of a gradient."""
+    needed: set[core.Var] = {var for var in results if not isinstance(var, core.Literal)}
+    total = 0.0
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and needed.isdisjoint(eqn.outvars):
+            continue
+        name = eqn.primitive.name
+        if name == "dot_general":
+            total += share * _dot(eqn)
+        elif name == "pallas_call":
+            total += share * _of_kernel(eqn)
+        elif name in ("ragged_dot", "ragged_dot_general"):
+            lhs, out = _shapes(eqn)
+            total += share * 2.0 * prod(lhs) * prod(out[-1:])
+        else:
+            inner = [
+                _count(sub, _share(eqn, share), _needed_inside(eqn, sub, needed))
+                for sub in subjaxprs(eqn.params)
+            ]
+            counted = max(inner, default=0.0) if name == "cond" else sum(inner)
+            total += counted * (eqn.params["length"] if name == "scan" else 1)
+        needed |= {var for var in eqn.invars if not isinstance(var, core.Literal)}
+    return total
+
+
+def _needed_inside(eqn: core.JaxprEqn, sub: core.Jaxpr, needed: set[core.Var]) -> Results:
+    # What a loop carries may be needed by its next trip.
+    if eqn.primitive.name in ("scan", "while") or len(sub.outvars) != len(eqn.outvars):
+        return sub.outvars
+    return [inside for inside, out in zip(sub.outvars, eqn.outvars, strict=True) if out in needed]
+
+
+def _share(eqn: core.JaxprEqn, share: float) -> float:
+    if eqn.primitive.name != "shard_map":
+        return share
+    mesh = eqn.params["mesh"]
+    return share * prod(mesh.shape[name] for name in manual_axes(eqn.params))
+
+
+def _dot(eqn: core.JaxprEqn) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    lhs, out = _shapes(eqn)
+    width = max(var.aval.dtype.itemsize for var in eqn.invars)  # type: ignore[attr-defined]
+    # Narrow operands are multiplied faster; wide ones are counted as if they were not slower.
+    return min(1.0, width / 2) * 2.0 * prod(out) * prod(lhs[dim] for dim in contracted)
+
+
+def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the left operand and of the result."""
+    lhs: Any = eqn.invars[0].aval
+    out: Any = eqn.outvars[0].aval
+    return lhs.shape, out.shape
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+def kernel_flops(jaxpr: core.ClosedJaxpr) -> dict[tuple[Shapes, Shapes], float]:
+    """Counts the FLOPs of each Pallas kernel of a program, by the shapes that it has on a device.
+
+    Kernels that have the same shapes and not the same FLOPs are left out.
+    """
+    found: dict[tuple[Shapes, Shapes], set[float]] = {}
+    for eqn in _kernels(jaxpr.jaxpr):
+        shapes = (_all_shapes(eqn.invars), _all_shapes(eqn.outvars))
+        found.setdefault(shapes, set()).add(_of_kernel(eqn))
+    return {shapes: flops.pop() for shapes, flops in found.items() if len(flops) == 1}
+
+
+def _kernels(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+        else:
+            for inner in subjaxprs(eqn.params):
+                yield from _kernels(inner)
+
+
+def _of_kernel(eqn: core.JaxprEqn) -> float:
+    """What one step of its grid multiplies, times the steps; a step of unknown number is one."""
+    steps = prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    # A kernel has no results: what it writes to memory is an effect, and needs what it multiplies.
+    return steps * _count(eqn.params["jaxpr"], 1.0, ())
+
+
+def _all_shapes(atoms: Sequence[core.Var | core.Literal]) -> Shapes:
+    found: list[Any] = [atom.aval for atom in atoms]
+    return tuple(aval.shape for aval in found)
