@@ -40,12 +40,12 @@ DESCRIPTION = """\
 Compiles the overlapped matmuls, or any function, for TPUs and GPUs that need not be there, and
 shows how much of the communication the schedule leaves exposed.
 
-It is the compiler's schedule played on a model of the chip with published figures, not a
-measurement.
+It is the compiler's schedule played on a model of the chip, not a measurement.
 """
 EPILOG = """\
 reading the table:
-  total      milliseconds that the schedule takes; ~ marks GPUs, whose times are rooflines
+  total      milliseconds that the schedule takes; ~ marks rooflines, of GPUs
+             that XLA has no measured table of
   floor      what no schedule beats: the matmul in one piece, or the bytes alone over all links
              between the devices of a ring, the longer one; where a single ring does not have all of
              them, its floor is named, too

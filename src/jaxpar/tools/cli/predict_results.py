@@ -11,15 +11,12 @@ from jaxpar.schedule import Event, Floor, Memory, Timeline
 from jaxpar.tools.private_names import write_text
 
 NOTE = (
-    "This is the compiler's schedule played on a model of the chip with published figures, "
-    "not a measurement. Transfers have their links to themselves and take nothing of the memory's "
-    "bandwidth: how they contend with what computes is not known."
+    "This is the compiler's schedule played on a model of the chip, not a measurement. Transfers "
+    "have their links to themselves and take nothing of the memory's bandwidth: how they contend "
+    "with what computes is not known."
 )
 MEASURED_NOTE = "Measured by jax.profiler: one run of the program on one device."
-GPU_NOTE = (
-    "~ GPU times are rooflines: its compiler gives no times without a device. The order of "
-    "transfers and matmuls is the compiler's own."
-)
+GPU_NOTE = "~ These times are rooflines: XLA has no measured table of the chip."
 
 Tick = Callable[[str], None]  # called with the label of what was compiled
 
@@ -123,7 +120,7 @@ class TargetResults:
     @property
     def approximate(self) -> bool:
         """Whether times are rooflines."""
-        return self.facts is not None and self.facts.platform != "tpu" and not self.measured
+        return any(one.timeline.estimate == "roofline" for one in self.predictions)
 
     @property
     def measured(self) -> bool:

@@ -20,7 +20,7 @@ from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.player import Assumptions, Player
-from jaxpar.tools.timeline.target import Target, figures_of
+from jaxpar.tools.timeline.target import Target, figures_of, measured_of
 
 
 @readable
@@ -193,18 +193,19 @@ def timeline(
 ) -> Timeline:
     """Plays a compiled program's schedule on a model of its chip.
 
-    The order of instructions, starts and dones is the compiler's. A compute instruction takes the
-    compiler's cycles over the clock (TPU), or a roofline (GPU, whose compiler gives no times
-    without a device, and TPU instructions without cycles). A TPU kernel takes the FLOPs and bytes
-    of its own estimate, a grouped matmul those of the tiles that two groups share twice. A transfer
-    takes one latency a hop and its bytes over the bandwidth of the links on its way; transfers that
-    share a link take turns. A done waits. Transfers take nothing of the memory's bandwidth, and
-    those of a SparseCore nothing of what computes: how they contend is not published.
+    The order of instructions, starts and dones is the compiler's. On TPUs a matmul takes the
+    compiler's cycles over the clock, and a pass over memory what its bytes take. On GPUs matmuls
+    and collectives take what XLA measured, where its CUDA plugin has a table, and else a roofline.
+    A kernel takes the FLOPs and bytes of its own estimate, or those of its traced program; a
+    grouped matmul those of the tiles that two groups share twice. A transfer takes its start, one
+    latency a hop and its bytes over the bandwidth of the links on its way; transfers that share a
+    link take turns. A done waits. Transfers take nothing of the memory's bandwidth, and those of a
+    SparseCore nothing of what computes: how they contend is not published.
 
     Args:
       program: from `compile_for`.
-      chip: figures to use in place of the published ones: `program.target.chip.measured()`, or
-        what `dataclasses.replace` makes of that chip.
+      chip: figures to use in place of the target's: `program.target.chip.book()`, of which links
+        are as the vendor publishes them, or what `dataclasses.replace` makes of that chip.
       assumed: what depends on data: the rows that ragged all-to-alls send and grouped matmuls
         multiply (default: as many as their operands have), the trips of loops.
 
@@ -239,10 +240,17 @@ def timeline(
         sent_bytes=sum((e.bytes for e in transfers), 0.0),
         link_utilisation=float(used.mean() / total) if used.size and total else 0.0,
         peak_bytes=program.memory.peak,
-        estimate="the compiler's cycles" if chip.clock else "roofline",
+        estimate=_estimate(chip),
         loops_of_unknown_length=tuple(player.unknown),
         kernels_of_unknown_cost=tuple(player.unsaid),
     )
+
+
+def _estimate(chip: Chip) -> str:
+    """Where times of what computes come from."""
+    if chip.clock:
+        return "the compiler's cycles"
+    return "roofline" if measured_of(chip) is None else "XLA's measured tables"
 
 
 def covered(events: Iterable[Event]) -> float:
