@@ -7,7 +7,7 @@ from traceback import extract_tb
 from typing import Any
 
 import jaxpar
-from jaxpar.schedule import Target, compile_for, timeline
+from jaxpar.schedule import Target, compile_for, program_floor, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.ops import Ring
@@ -16,6 +16,7 @@ from jaxpar.tools.cli.predict_results import Facts, Failure, Prediction, Request
 from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
 from jaxpar.tools.private_names import jitted_with, versions, why_not_closed
+from jaxpar.tools.timeline.limits import require_possible
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
@@ -57,6 +58,7 @@ def _predict(
     options = requested_options(request, target)
     compiled = compile_for(program.function, target, *program.args, compiler_options=options)
     played = timeline(compiled)
+    require_possible(compiled, played, program_floor(compiled, played))
     first = texts.setdefault((program.case, compiled.text), program.mode)
     return Prediction(
         case=program.case,

@@ -19,6 +19,7 @@ from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.flops import device_flops
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
 from jaxpar.tools.timeline.floor import Floor, program_floor
+from jaxpar.tools.timeline.limits import require_possible
 from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction, instructions_of
 from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
@@ -204,10 +205,12 @@ def explain(
         if copy.seconds >= LEAST * played.total
     ]
     flops = device_flops(program.jaxpr, program.target.mesh.size)
+    floor = program_floor(program, played, exposures.chip)
+    require_possible(program, played, floor)
     return Explanation(
         program=program,
         timeline=played,
-        floor=program_floor(program, played, exposures.chip),
+        floor=floor,
         findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:findings]),
         overheads=costs,
         at_peak=live_at_peak(exposures),

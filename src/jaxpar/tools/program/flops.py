@@ -25,13 +25,15 @@ def device_flops(jaxpr: core.ClosedJaxpr, devices: int) -> float:
 def _count(jaxpr: core.Jaxpr, share: float, results: Results) -> float:
     """Counts what `results` need: a compiler drops the rest, as the forward pass of a gradient."""
     needed: set[core.Var] = {var for var in results if not isinstance(var, core.Literal)}
-    total = 0.0
+    total, counted_dots = 0.0, set[tuple[Any, ...]]()
     for eqn in reversed(jaxpr.eqns):
         if not eqn.effects and needed.isdisjoint(eqn.outvars):
             continue
         name = eqn.primitive.name
         if name == "dot_general":
-            total += share * _dot(eqn)
+            same = (*map(id, eqn.invars), str(eqn.params))  # compilers do the same one once
+            total += 0.0 if same in counted_dots else share * _dot(eqn)
+            counted_dots.add(same)
         elif name == "pallas_call":
             total += share * _of_kernel(eqn)
         elif name in ("ragged_dot", "ragged_dot_general"):

@@ -185,6 +185,9 @@ class Player:
         transfer = self._transfers[start]
         links, seconds = transfer.route.links, transfer.route.seconds
         latency = self.links.latency(transfer.route)
+        if self.chip.torus:  # a GPU's switch may add on the way
+            fastest = self.links.there * self.chip.link * float(seconds.max(initial=0.0))
+            assert transfer.sent <= 1.001 * fastest or not seconds.size, start.name
         begin = self.now if self.chip.torus else max(self.now, self.stream)
         ends = np.maximum(self.free[links], begin) + seconds  # a link sends one after the other
         first = float((ends - seconds).min()) if ends.size else begin
