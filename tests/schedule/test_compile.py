@@ -98,10 +98,10 @@ def test_floor_of_a_program_and_figures_of_ones_own():
     chip = V5E.chip
     floor = program_floor(program)
     assert floor.compute == pytest.approx(PRODUCT / 4 / chip.flops)
-    # 2 x 2: a device has a link each way along two axes.
-    assert floor.transfer == pytest.approx(512 * 512 * 2 * 3 / 4 / (4 * chip.link))
-    slow = replace(chip, link=chip.link / 2, latency=0.0)
-    fast = replace(chip, latency=0.0)
+    # 2 x 2: a device has a link to each of two neighbours.
+    assert floor.transfer == pytest.approx(512 * 512 * 2 * 3 / 4 / (2 * chip.link))
+    slow = replace(chip, link=chip.link / 2, latency=0.0, start=0.0)
+    fast = replace(chip, latency=0.0, start=0.0)
     (one,), (two,) = (timeline(program, c).transfers for c in (fast, slow))
     assert two.seconds == pytest.approx(2 * one.seconds)
     assert program_floor(program, timeline(program, slow)) == floor

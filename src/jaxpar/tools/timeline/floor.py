@@ -159,10 +159,7 @@ def program_floor(
     chip = figures_of(target, chip)
     played = timeline(program, chip) if played is None else played
     flops = device_flops(program.jaxpr, target.mesh.size)
-    links = 1
-    if chip.torus:
-        coords = np.array([device.coords for device in target.mesh.devices.flat])
-        links = 2 * max(1, int((np.ptp(coords, axis=0) > 0).sum()))
+    links = max(1, Links(target.mesh, chip).there)
     return Floor(flops / chip.flops, played.sent_bytes / (links * chip.link))
 
 
