@@ -146,6 +146,8 @@ def test_a_page_is_safe_of_what_a_program_says():
         "peak_bytes": 100,
         "capacity": 1000,
         "loops_of_unknown_length": [],
+        "kernels_of_unknown_cost": [],
+        "bands": [],
         "findings": [],
         "overheads": [],
         "refused": {"an edit": "</script><script>alert(1)"},

@@ -93,7 +93,7 @@ def test_operations_to_all_outputs(tmp_path, capsys):
         # A device sends three quarters of the gathered operand, whatever the mode.
         assert row["timeline"]["sent_bytes"] == 1024 * 1024 * 2 * 3 / 4
     assert entry["facts"]["versions"].keys() == {"jax", "libtpu"}
-    assert entry["facts"]["chip"]["link"] == 4.5e10
+    assert entry["facts"]["chip"]["link"] == 4.32e10
 
 
 def test_gradients_move_more_and_compute_more(tmp_path):

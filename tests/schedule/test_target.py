@@ -189,7 +189,7 @@ def test_figures_of_half_a_chip():
             )
             assert (half.link, half.clock, half.cores) == (whole.link, whole.clock, 1)
             assert chip_of(whole.kind, 2) == chip_of(whole.kind) == whole
-    assert target("tpu7x:2x2x1").chip == chip_of("TPU7x", 1).measured()
+    assert target("tpu7x:2x2x1", figures="book").chip == chip_of("TPU7x", 1)
 
 
 def test_figures_by_kind():
@@ -203,12 +203,13 @@ def test_figures_by_kind():
 
 def test_figures_of_links_are_the_measured_ones_where_there_are_any():
     v5p = target("v5p:2x2x1").chip
-    assert v5p == chip_of("TPU v5").measured()
     assert (v5p.link, v5p.latency, v5p.start) == (8.63e10, 0.8e-6, 3e-6)
-    assert v5p.book() == chip_of("TPU v5")
-    core = target("tpu7x:2x2x1").chip
-    assert core == core.book().measured()
-    assert core.hbm == core.book().hbm == chip_of("TPU7x").hbm / 2
+    assert v5p.measured() == v5p
+    assert target("v5p:2x2x1", figures="book").chip == chip_of("TPU v5")
+    core, book = (target("tpu7x:2x2x1", figures=which).chip for which in ("measured", "book"))
+    assert core.hbm == book.hbm == chip_of("TPU7x").hbm / 2
+    assert core.link < book.link
     for name in ("v4:2x2x1", "h100:8"):  # nobody has
-        chip = target(name).chip
-        assert chip.measured() == chip.book() == chip
+        assert target(name).chip == target(name, figures="book").chip
+    with pytest.raises(ValueError, match=r"^target: figures='mine' must be 'measured' or 'book'"):
+        target("v5p:2x2x1", figures="mine")

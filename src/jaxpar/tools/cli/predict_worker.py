@@ -1,7 +1,7 @@
 """The process of one target: reads a request, compiles, and says what it finds as it goes."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -74,7 +74,7 @@ def _predict(
 def target_of(request: Request, needs_figures: bool = True) -> Target:
     """Describes the target of a request; what is measured needs no figures of its chip."""
     try:
-        found = describe(request.target, request.mesh)
+        found = describe(request.target, request.mesh, figures=request.figures)
     except (ImportError, ValueError) as reason:
         text = str(reason)
         if text.startswith("make_mesh: "):
@@ -90,7 +90,7 @@ def target_of(request: Request, needs_figures: bool = True) -> Target:
             f"jaxpar has no published figures of {kind!r}; use a chip that it has, such as v5e:2x4 "
             "or h100:8"
         )
-    return replace(found, chip=found.chip.book()) if request.figures == "book" else found
+    return found
 
 
 def facts_of(request: Request, target: Target, ring: Ring, chosen: list[PlannedProgram]) -> Facts:

@@ -1,12 +1,14 @@
 """What an instruction computes and what it sends, as far as no chip has to be known for that."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from jaxpar.tools.program.flops import Kernels, Shapes
 from jaxpar.tools.program.hlo import Array, Computation, Instruction, integers
+
+Shapes = tuple[tuple[int, ...], ...]
+Kernels = Mapping[tuple[Shapes, Shapes], float]  # FLOPs by the shapes of operands and results
 
 _FREE = {
     *("add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element"),

@@ -1,16 +1,15 @@
 """FLOPs of the matmuls of a traced program, those of its kernels among them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
 from jax.extend import core
 
 from jaxpar.tools.private_names import manual_axes, subjaxprs
+from jaxpar.tools.program.costs import Shapes
 
 Results = Sequence[core.Var | core.Literal]
-Shapes = tuple[tuple[int, ...], ...]
-Kernels = Mapping[tuple[Shapes, Shapes], float]  # FLOPs by the shapes of operands and results
 
 
 def device_flops(jaxpr: core.ClosedJaxpr, devices: int) -> float:

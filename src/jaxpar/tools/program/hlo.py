@@ -26,8 +26,6 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? 
 _MESH_IOTA = re.compile(r"\[([0-9,]+)\](?:T\(([0-9,]+))?")
 _AXIS = re.compile(r"'([^']*)'(?::\(([0-9]+)\)([0-9]+))?")
 
-_REPORT = "; pass compiled.as_text() as it is, and report a text that the compiler wrote"
-
 
 @dataclass(frozen=True)
 class Array:
@@ -186,11 +184,13 @@ def parse(text: str) -> Hlo:
         elif found := _INSTRUCTION.match(line):
             current.instructions.append(_instruction(*found.groups()))
         elif line.strip():
-            raise ValueError(f"parse: {line[:200]!r} in %{current.name} is no instruction{_REPORT}")
+            raise ValueError(f"parse: {line[:200]!r} is no instruction; pass compiled.as_text()")
     if entry is None:
         raise ValueError("parse: the text has no ENTRY computation; pass compiled.as_text()")
     if current is not None:
-        raise ValueError(f"parse: the computation %{current.name} does not end{_REPORT}")
+        raise ValueError(
+            f"parse: the computation %{current.name} does not end; pass compiled.as_text()"
+        )
     for computation in computations.values():
         _join(computation, computations)
     header = text.partition("\n")[0]
@@ -213,7 +213,9 @@ def _lines(text: str) -> Iterator[str]:
             yield waiting
             waiting = ""
     if waiting:
-        raise ValueError(f"parse: the instruction {waiting[:200]!r} does not end{_REPORT}")
+        raise ValueError(
+            f"parse: the instruction {waiting[:200]!r} does not end; pass compiled.as_text()"
+        )
 
 
 def _instruction(root: str | None, name: str, rest: str) -> Instruction:
@@ -249,11 +251,15 @@ def _join(computation: Computation, computations: dict[str, Computation]) -> Non
     """Puts instructions and computations in the place of the names that stand for them."""
     by_name = {i.name: i for i in computation.instructions}
     if sum(i.is_root for i in computation.instructions) != 1:
-        raise ValueError(f"parse: the computation %{computation.name} has no ROOT{_REPORT}")
+        raise ValueError(
+            f"parse: the computation %{computation.name} has no ROOT; pass compiled.as_text()"
+        )
     for i in computation.instructions:
         names = _NAME.findall(i.operand_text)
         if lost := [name for name in names if name not in by_name]:
-            raise ValueError(f"parse: %{i.name} uses %{lost[0]}, which is not defined{_REPORT}")
+            raise ValueError(
+                f"parse: %{i.name} uses %{lost[0]}, which is not defined; pass compiled.as_text()"
+            )
         i.operands = tuple(by_name[name] for name in names)
         called = _NAME.findall(" ".join(_CALLED.findall(i.attributes)))
         i.called = tuple(computations[name] for name in called if name in computations)

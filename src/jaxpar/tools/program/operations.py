@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxpar.tools.program.costs import Demand, Message, collective_in, is_free, message_of, work_of
-from jaxpar.tools.program.flops import Kernels
+from jaxpar.tools.program.costs import (
+    Demand,
+    Kernels,
+    Message,
+    collective_in,
+    is_free,
+    message_of,
+    work_of,
+)
 from jaxpar.tools.program.hlo import Computation, Hlo, Instruction, parse
 
 MOST_TRIPS = 1_000_000

@@ -8,10 +8,10 @@ import os
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental.topologies import get_topology_desc
@@ -34,6 +34,10 @@ TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 # What a short name of a GPU stands for, where the compiler knows several of that name.
 _USUAL = {"a100": "a100-sxm4-80gb", "h100": "h100-80gb-hbm3", "h200": "h200-141gb-hbm3e"}
+# Bytes per second of a link one way, seconds a hop, and until a transfer is under way, as they fit
+# half of the public measurements of `benchmarks/accuracy`.
+LINKS = {"TPU v5 lite": 4.32e10, "TPU v5": 8.63e10, "TPU v6 lite": 8.68e10, "TPU7x": 8.94e10}
+HOP, START = 0.8e-6, 3e-6
 _OFFLINE = {
     "TPU_SKIP_MDS_QUERY": "1",  # no cloud host is asked what it has
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -50,7 +54,7 @@ class Target:
     Attributes:
       name: as given to `target`.
       mesh: a `jax.sharding.Mesh` of the described devices, to be used in shardings and `shard_map`.
-      chip: published figures of one device, None for a chip that jaxpar has none of.
+      chip: figures of one device, None for a chip that jaxpar has none of.
 
     Example:
       >>> from jaxpar.schedule import target
@@ -66,6 +70,11 @@ class Target:
     def platform(self) -> str:
         """`"tpu"` or `"gpu"`."""
         return self.mesh.devices.flat[0].platform
+
+
+def _with_measured_links(chip: Chip) -> Chip:
+    link = LINKS.get(chip.kind)
+    return chip if link is None else replace(chip, link=link, latency=HOP, start=START)
 
 
 def measured_of(chip: Chip) -> GpuTables | None:
@@ -89,7 +98,13 @@ def figures_of(target: Target, chip: Chip | None = None) -> Chip:
 
 
 @readable
-def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Auto) -> Target:
+def target(
+    name: str,
+    mesh: MeshAxes = "tp=-1",
+    *,
+    axis_types: Any = AxisType.Auto,
+    figures: Literal["measured", "book"] = "measured",
+) -> Target:
     """Describes devices that need not be there, and makes a mesh of them.
 
     Args:
@@ -101,6 +116,8 @@ def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Au
         `jax.devices()`; of CPUs nothing is published, so that they have no figures.
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
+      figures: of the links. `"measured"`: as fitted to public measurements, where there are any;
+        `"book"`: as the vendor publishes them, and a microsecond a hop.
 
     Returns:
       A `Target`. Described devices cannot run anything.
@@ -116,6 +133,8 @@ def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Au
 
     Source: `jax.experimental.topologies`.
     """
+    if figures not in ("measured", "book"):
+        raise ValueError(f"target: figures={figures!r} must be 'measured' or 'book'")
     chip, _, layout = name.partition(":")
     sizes = layout.split("x")
     if name == HERE:
@@ -133,7 +152,7 @@ def target(name: str, mesh: MeshAxes = "tp=-1", *, axis_types: Any = AxisType.Au
     return Target(
         name=name,
         mesh=make_mesh(mesh, devices=devices, axis_types=axis_types),
-        chip=chip and chip.measured(),
+        chip=_with_measured_links(chip) if chip and figures == "measured" else chip,
     )
 
 

@@ -204,8 +204,8 @@ def timeline(
 
     Args:
       program: from `compile_for`.
-      chip: figures to use in place of the target's: `program.target.chip.book()`, of which links
-        are as the vendor publishes them, or what `dataclasses.replace` makes of that chip.
+      chip: figures to use in place of the target's, such as what `dataclasses.replace` makes of
+        `program.target.chip`.
       assumed: what depends on data: the rows that ragged all-to-alls send and grouped matmuls
         multiply (default: as many as their operands have), the trips of loops.
 
