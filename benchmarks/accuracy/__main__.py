@@ -12,6 +12,9 @@ from pathlib import Path
 
 import jax
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
+
 from jaxpar.tools.accuracy import band
 from jaxpar.tools.accuracy.validate import TITLES, bands_from, table, validate
 from jaxpar.tools.program.cache import default_folder

@@ -171,8 +171,8 @@ def naive_tensor_parallelism(mesh, mend):
     )
     args = (
         shape(mesh, (2048, 4096), "tp"),
-        shape(mesh, (4096, 4096), None, "tp"),
-        shape(mesh, (4096, 1024), "tp"),
+        shape(mesh, (4096, 16384), None, "tp"),
+        shape(mesh, (16384, 1024), "tp"),
     )
     return step, args
 

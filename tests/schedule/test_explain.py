@@ -224,7 +224,7 @@ def gather_matmul(rows, compiler_options=None, chip="tpu7x:2x2x1"):
     chosen = target(chip, "tp=-1")
     step = jax.shard_map(layer, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
     x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16, sharding=P("tp"))
-    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P(None, "tp"))
+    w = jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16, sharding=P(None, "tp"))
     return compile_for(step, chosen, x, w, compiler_options=compiler_options)
 
 

@@ -44,7 +44,7 @@ BLOCK = 2.0 * SIZE * SIZE / 4  # bytes of a quarter of an operand in bfloat16
         ),
         (
             "ENTRY %m (p: s8[]) -> s8[] {\n  ROOT %a = s8[] negate(%p)\n}\n",
-            "parse: %a uses %p, which is not defined; pass compiled.as_text\\(\\) as it is",
+            "parse: %a uses %p, which is not defined; pass compiled.as_text\\(\\)",
         ),
         (
             "ENTRY %m (p: s8[]) -> s8[] {\n  ROOT %p = s8[] parameter(0)\n",
