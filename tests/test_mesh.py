@@ -216,20 +216,20 @@ def mesh_of(grid, names):
         (V6E, (4, 4), 3),
         (V6E, (16, 8), 1),
         (V4, (4, 4, 4), 1),
-        (V4, (4, 2, 2), 1),  # each dimension on its own
-        (V4, (4, 6, 1), 1),
+        (V4, (4, 2, 2), 3),  # no whole cube
+        (V4, (4, 6, 1), 3),
         (V4, (6, 4, 4), 5),
         (V4, (6, 2), 5),
         (V5P, (2, 2), 1),
         (V5P, (2, 4, 4), 1),
-        (V5P, (4, 2), 1),
-        (V5P, (4, 4, 2), 1),
+        (V5P, (4, 2), 3),
+        (V5P, (4, 4, 2), 3),
         (V5P, (6, 2), 5),
-        (V5P, (8, 2), 1),
+        (V5P, (8, 2), 7),
         (V5P, (8, 4, 4), 1),
-        (V5P, (12, 2, 3), 1),
+        (V5P, (12, 2, 3), 11),
         (V5P, (16, 4, 8), 1),
-        (V7, (4, 2), 1),
+        (V7, (4, 2), 3),
         (V7, (12, 4, 4), 1),
         (V7, (10, 4, 4), 9),
     ],
@@ -276,15 +276,15 @@ def test_hops_of_several_rings_are_in_mesh_order():
     mesh = mesh_of(block, "xyz")
     np.testing.assert_array_equal(ring_hops(mesh, "y"), [[1, 1, 2]] * 8)
     assert ring_hops(mesh, ("z", "x")).shape == (3, 8)
-    np.testing.assert_array_equal(ring_hops(mesh, ("z", "x")), [[1, 2, 1, 2, 1, 2, 1, 2]] * 3)
-    np.testing.assert_array_equal(ring_hops(mesh, ("x", "z")), [[1, 1, 1, 2, 1, 1, 1, 2]] * 3)
+    np.testing.assert_array_equal(ring_hops(mesh, ("z", "x")), [[1, 2, 1, 2, 1, 2, 1, 4]] * 3)
+    np.testing.assert_array_equal(ring_hops(mesh, ("x", "z")), [[1, 1, 1, 4, 1, 1, 1, 4]] * 3)
 
 
 def test_two_cores_of_a_chip_are_no_hop_apart():
     grid = chips(V7, 4, cores=2)
     mesh = mesh_of(grid, "xc")
     np.testing.assert_array_equal(ring_hops(mesh, "c"), [[0, 0]] * 4)
-    np.testing.assert_array_equal(ring_hops(mesh, ("x", "c")), [[0, 1] * 4])
+    np.testing.assert_array_equal(ring_hops(mesh, ("x", "c")), [[0, 1] * 3 + [0, 3]])
 
 
 def test_hops_without_coordinates_are_one():

@@ -27,8 +27,10 @@ def cores_of(kind):
 
 
 def wraps_of(kind, box):
-    """Which dimensions close, each on its own."""
-    return tuple(size == 16 if kind == V5E else size % 4 == 0 for size in box)
+    """Which dimensions close: of v5e each on its own, of others all of whole cubes."""
+    if kind == V5E:
+        return tuple(size == 16 for size in box)
+    return (all(size % 4 == 0 for size in box),) * len(box)
 
 
 @cache
@@ -92,7 +94,14 @@ OF_THREE = [(kind, box) for kind, box in SLICES if kind != V4 or box not in LARG
 # All other meshes of two axes have rings of one link on both axes. With one device a chip there is
 # no such order (see the next test); the longest steps are those of the order that is taken.
 LONGER = {
-    (V5P, (2, 8, 8)): {(4, 32): (2, 1), (32, 4): (2, 1)},
+    # Parts of a cube close nowhere.
+    (V5P, (2, 2, 4)): {(4, 4): (2, 1)},
+    (V5P, (2, 4, 4)): {(4, 8): (2, 1), (8, 4): (2, 1)},
+    (V5P, (2, 2, 8)): {(4, 8): (4, 1), (8, 4): (2, 1)},
+    (V5P, (2, 4, 8)): {(4, 16): (2, 1), (8, 8): (2, 1), (16, 4): (2, 1)},
+    (V5P, (2, 8, 8)): {(4, 32): (4, 1), (8, 16): (2, 1), (16, 8): (2, 1), (32, 4): (2, 1)},
+    (V4, (2, 2, 8)): {(8, 8): (2, 1)},
+    (V4, (2, 8, 8)): {(8, 32): (2, 1), (32, 8): (2, 1)},
     # Sizes of 3 and 6 would need a part of the dimension of 12.
     (V5P, (4, 4, 12)): {(3, 64): (4, 1), (6, 32): (2, 1), (32, 6): (3, 1), (64, 3): (1, 4)},
     # With two devices a chip, that there is no such order is not shown. Rings of three would be of

@@ -38,7 +38,7 @@ def closed_dims(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Bool[np.n
     """Returns which dimensions of a slice have a link from the last chip to the first."""
     if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
         return extent == 16
-    return extent % 4 == 0  # each dimension on its own, whatever the others are
+    return np.full(extent.shape, (extent % 4 == 0).all())  # whole cubes close, parts of one do not
 
 
 def slice_grid(devices: Sequence[Any], shape: Sequence[int]) -> Shaped[np.ndarray, "..."] | None:
