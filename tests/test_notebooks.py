@@ -5,8 +5,8 @@ import re
 
 import jupytext
 import pytest
-from forks import Forks
 from nbformat import NotebookNode
+from notebook_forks import NotebookForks
 from notebooks import ROOT, SCRIPTS, VARIES, code_cells, execute, pictures, stale
 
 NAMES = [script.stem for script in SCRIPTS]
@@ -30,7 +30,7 @@ def test_both_files_hold_the_same_cells(script):
 def forks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # they take longer than they save
-        with Forks() as started:
+        with NotebookForks() as started:
             yield started
 
 

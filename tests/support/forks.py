@@ -1,116 +1,125 @@
-"""Notebooks, each in a fork of one process that has imported what all of them import.
+"""Processes that are forks of one which has imported what all of them need.
 
-A kernel of its own takes seconds to import JAX, matplotlib and itself. What has been imported is
-shared; backends start in the fork, with as many devices as the notebook says.
+They are spared the second of imports. They also share its hash seed and its addresses: programs
+that must not depend on these are started by themselves.
 """
 
 import json
 import os
+import runpy
+import select
+import signal
+import socket
 import subprocess
 import sys
-import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
-
-ROOT = Path(__file__).parents[2]
 
 
 class Forks:
-    """Runs the cells of notebooks, each notebook in a process of its own."""
+    """The process that has imported modules, and waits to be told what to run."""
 
-    def __enter__(self) -> Self:
-        env = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # as kernels have it
-        env["TF_CPP_MIN_LOG_LEVEL"] = "2"  # XLA's remarks have times and places in them
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env=os.environ | env,
-            text=True,
-        )
-        return self
+    def __init__(self, modules, env):
+        self.link, there = socket.socketpair()
+        with there:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(there.fileno()), *modules],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # no terminal: forks buffer what they print
+                pass_fds=[there.fileno()],
+            )
 
-    def __exit__(self, *_: object) -> None:
-        self._server.communicate()
+    def start(self, arguments, **more):
+        """Runs a script with its arguments, and with these in the environment besides."""
+        return Fork(self.link, json.dumps([arguments, more]).encode())
 
-    def run(self, sources: list[str]) -> tuple[list[list[dict[str, Any]]], str]:
-        """The outputs of each cell, and what went to standard error; fails where a cell does."""
-        to, back = self._server.stdin, self._server.stdout
-        assert to is not None
-        assert back is not None
-        with tempfile.TemporaryDirectory() as folder:
-            to.write(json.dumps([folder, sources]) + "\n")
-            to.flush()
-            status = back.readline().strip()
-            wrong = Path(folder, "stderr").read_text()
-            assert status == "0", f"ended with status {status}:\n{wrong}"
-            return json.loads(Path(folder, "outputs").read_text()), wrong
+    def end(self):
+        self.link.close()
+        self.process.wait()
 
 
-def _run(folder: str, sources: list[str]) -> None:
-    from IPython.core.displaypub import DisplayPublisher
-    from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
+class Fork:
+    """As a `subprocess.Popen` whose three streams are pipes, as far as tests need one."""
 
-    file = os.open(Path(folder, "stderr"), os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)  # what is not Python's: nothing is expected there either
-    os.dup2(file, 2)
-    cells: list[list[dict[str, Any]]] = []
+    def __init__(self, link, request):
+        pipes = [os.pipe() for _ in range(4)]
+        (stdin, self_in), (self_out, stdout), (self_err, stderr), (told, tells) = pipes
+        given = [stdin, stdout, stderr, tells]
+        socket.send_fds(link, [request], given)
+        for one in given:
+            os.close(one)
+        self.stdin, self.told = os.fdopen(self_in, "w"), os.fdopen(told, "rb", buffering=0)
+        self.stdout, self.stderr = os.fdopen(self_out), os.fdopen(self_err)
+        self.returncode = None
+        self.pid = int(self._line())
 
-    class Shown(DisplayPublisher):
-        """Takes what cells show, as a notebook stores it."""
+    def _line(self):
+        """A number that the keeper tells: the process's, and later its status."""
+        line = b""
+        while not line.endswith(b"\n"):
+            line += self.told.read(1) or b"-255\n"  # the keeper itself is gone
+        return line
 
-        def publish(self, data: dict[str, Any], metadata: object = None, **_: object) -> None:
-            cells[-1].append({"output_type": "display_data", "data": data})
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            if not select.select([self.told], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            self.returncode = int(self._line())
+            self.told.close()
+        return self.returncode
 
-        def write(self, text: str) -> int:
-            if text and (not cells[-1] or cells[-1][-1]["output_type"] != "stream"):
-                cells[-1].append({"output_type": "stream", "name": "stdout", "text": ""})
-            if text:
-                cells[-1][-1]["text"] += text
-            return len(text)
+    def send_signal(self, number):
+        if self.returncode is None and not select.select([self.told], [], [], 0)[0]:
+            os.kill(self.pid, number)
 
-        def flush(self) -> None:
-            pass
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
 
-    config = Config()
-    config.HistoryManager.enabled = False
-    config.InteractiveShell.colors = "nocolor"
-    shell = InteractiveShell.instance(config=config)
-    shell.display_pub = sys.stdout = Shown()
-    shell.displayhook.write_output_prompt = lambda: None
-    shell.displayhook.write_format_data = lambda data, *_: cells[-1].append(
-        {"output_type": "execute_result", "data": data}
-    )
-    for source in sources:
-        cells.append([])
-        if not shell.run_cell(source, store_history=True).success:
-            print(*(output.get("text") for output in cells[-1]), sep="\n", file=sys.stderr)
-            os._exit(1)
-    Path(folder, "outputs").write_text(json.dumps(cells))
-    sys.stderr.flush()
+    def communicate(self, timeout=None):
+        self.stdin.close()
+        with self.stdout, self.stderr, ThreadPoolExecutor() as threads:
+            texts = threads.map(lambda stream: stream.read(), (self.stdout, self.stderr))
+            self.wait(timeout)
+            return tuple(texts)
 
 
-def _serve() -> None:
-    import IPython.core.interactiveshell
-    import matplotlib.pyplot
-    import optax
-
-    import jaxpar.layers
-    import jaxpar.layout
-    import jaxpar.moe
-    import jaxpar.schedule
-    import jaxpar.testing  # noqa: F401
-
-    del IPython, matplotlib, optax
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            _run(*json.loads(line))
-            os._exit(0)  # no pools, profilers or compilers to wait for
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+def asked(link):
+    """Waits for requests; returns, in a fork of its own for each, what it is to run."""
+    keepers = []
+    while True:
+        request, given, _, _ = socket.recv_fds(link, 1 << 16, 4)
+        if not request:
+            for keeper in keepers:
+                os.waitpid(keeper, 0)  # and so what it used is counted
+            os._exit(0)
+        if not (keeper := os.fork()):
+            break
+        keepers.append(keeper)
+        for one in given:
+            os.close(one)
+    link.close()
+    *streams, tells = given
+    if pid := os.fork():  # in the keeper
+        for one in streams:
+            os.close(one)
+        os.write(tells, b"%d\n" % pid)
+        _, status = os.waitpid(pid, 0)
+        os.write(tells, b"%d\n" % os.waitstatus_to_exitcode(status))
+        os._exit(0)
+    os.close(tells)
+    for number, one in enumerate(streams):
+        os.dup2(one, number)
+        os.close(one)
+    arguments, more = json.loads(request)
+    os.environ.update(more)
+    return arguments
 
 
 if __name__ == "__main__":
-    _serve()
+    for name in sys.argv[2:]:
+        import_module(name)
+    sys.argv = asked(socket.socket(fileno=int(sys.argv[1])))
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
