@@ -279,25 +279,27 @@ assert sends == sum(len(turn.blocks) for turn in program) == 4 * 8
 # %% [markdown]
 # ## 6. The timelines, and their floors
 #
-# Now compiled for a plane of v5p: 16 chips as `x=4,y=4`, where `make_mesh` has laid `x` and `y`
+# Now compiled for planes of v5p: 64 chips as `dp=4,x=4,y=4`, where `make_mesh` has laid `x` and `y`
 # along two dimensions of the torus. `ring_hops` counts links: every step of both rings is one.
 
 # %%
-chips = target("v5p:4x4x1", "x=4,y=4")
+chips = target("v5p:4x4x4", "dp=4,x=4,y=4")
 assert all((jaxpar.ring_hops(chips.mesh, name) == 1).all() for name in AXES)
 for ring in jaxpar.edge_disjoint_rings(chips.mesh, AXES):
-    hops = jaxpar.ring_hops(Mesh(chips.mesh.devices.flatten()[ring], "ring"), "ring")
-    print(*hops)
+    along = Mesh(chips.mesh.devices.reshape(4, 16)[:, ring], ("dp", "ring"))
+    hops = jaxpar.ring_hops(along, "ring")
+    print(*hops[0])
     assert (hops == 1).all()
 
 # %% [markdown]
-# Each chip gathers the rows of `x`, and multiplies them by its columns of a weight. The
+# Each group of 16 gathers the rows of `x`, and multiplies them by its columns of a weight. The
 # floors are the longer one of the matmul in one piece and the bytes alone: over two links, which is
 # all that one ring has, and over four.
 
 # %% tags=["varies"]
 M, K, N = 16384, 8192, 8192
 MODES = {"naive": "naive", "one ring": "bidirectional", "two rings": "multi-ring"}
+ROWS = P(("dp", *AXES))
 kept = tempfile.mkdtemp()  # "auto" is one of the others: nothing is compiled twice
 
 
@@ -305,9 +307,9 @@ def compiled(mode, rows=M):
     def local(x, w):  # x: bf16[m/16, k], w: bf16[k, n/16]
         return jaxpar.all_gather_matmul(x, w, AXES, mode=mode)
 
-    step = jax.shard_map(local, in_specs=(P(AXES), P(None, AXES)), out_specs=P(None, AXES))
+    step = jax.shard_map(local, in_specs=(ROWS, P(None, AXES)), out_specs=P("dp", AXES))
     args = (
-        jax.ShapeDtypeStruct((rows, K), jnp.bfloat16, sharding=P(AXES)),
+        jax.ShapeDtypeStruct((4 * rows, K), jnp.bfloat16, sharding=ROWS),
         jax.ShapeDtypeStruct((K, N), jnp.bfloat16, sharding=P(None, AXES)),
     )
     return compile_for(step, chips, *args, cache=kept)
@@ -377,7 +379,7 @@ for name, links in (("one ring", 2), ("two rings", 4)):
 # %% tags=["varies"]
 print("rows    " + "".join(f"{name:>12}" for name in (*MODES, "auto")))
 totals = {M: {name: line.total for name, line in lines.items()}}
-for rows in (M, 256):
+for rows in (M, 2048, 256):
     row = totals.setdefault(rows, {})
     for name, mode in {**MODES, "auto": "auto"}.items():
         if name not in row:
@@ -392,11 +394,11 @@ assert totals[256]["auto"] == totals[256]["naive"] < totals[256]["two rings"]
 # a closed ring for one axis, a square of neighbours, and none for the other.
 
 # %%
-for slice_of in ("v5p:4x4x1", "v6e:4x4"):
-    mesh = target(slice_of, "x=4,y=4").mesh
+for slice_of, axes in {"v5p:4x4x4": "dp=4,x=4,y=4", "v6e:4x4": "x=4,y=4"}.items():
+    mesh = target(slice_of, axes).mesh
     hops = {name: jaxpar.ring_hops(mesh, name).max() for name in AXES}
     print(f"{slice_of:>9}: a step is over at most {hops['x']} links along x, {hops['y']} along y")
-    assert (max(hops.values()) == 1) == (slice_of == "v5p:4x4x1")
+    assert (max(hops.values()) == 1) == (slice_of == "v5p:4x4x4")
 
 # %% [markdown]
 # ## In short
@@ -405,6 +407,6 @@ for slice_of in ("v5p:4x4x1", "v6e:4x4"):
 #   of a cube.
 # - `Axis(("x", "y"), mode="multi-ring")`, or `"auto"` on a mesh of `make_mesh`.
 # - `jaxpar.edge_disjoint_rings(mesh, axes)` says which rings, `ring_hops` whether they have links.
-# - `jaxpar predict --mesh x=4,y=4 --axis x,y --modes bidirectional,multi-ring` compares
+# - `jaxpar predict --mesh dp=4,x=4,y=4 --axis x,y --modes bidirectional,multi-ring` compares
 #   them, with their floors.
 # - Figures, and what is not known: [below the floor](../docs/links.md).

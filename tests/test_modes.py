@@ -41,7 +41,7 @@ STRICT = {
     "jax_compiler_enable_remat_pass": False,
     "jax_disable_bwd_checks": True,
     "jax_disable_vmap_shmap_error": True,
-    "jax_use_direct_linearize": False,  # with types that vary, and the default without
+    "jax_use_direct_linearize": False,  # `WIDE` has the default
     "jax_disallow_mesh_context_manager": True,
     "jax_high_dynamic_range_gumbel": True,
     "jax_mutable_array_checks": False,
@@ -58,7 +58,7 @@ NEWER = {  # than the oldest jax
     "jax_use_rgv3": False,
 }
 STRICT |= {name: value for name, value in NEWER.items() if hasattr(jax.config, name)}
-WIDE = {  # and without jit
+WIDE = {
     "jax_disable_jit": True,
     "jax_numpy_rank_promotion": "raise",
     "jax_enable_x64": True,
@@ -168,7 +168,7 @@ def test_rounding_by_chance_with_other_random_numbers():
 
 @pytest.fixture(scope="module")
 def few_objects():
-    """That the collector looks at, which is asked to at each leak that could be."""
+    """Leaves the collector little to look at: JAX asks it to at each possible leak."""
     gc.collect()
     gc.freeze()
     yield
@@ -180,7 +180,7 @@ def few_objects():
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("name", CASES)
 def test_arrays_do_not_leak_while_tracing(name):
-    """Not of gradients: those of `lax.psum` do, in JAX. Wide, with loops that are some."""
+    """With 64 bits, too. Gradients are left out: those of `lax.psum` leak in JAX itself."""
     with flags({"jax_enable_x64": True}), jax.checking_leaks():
         jax.eval_shape(shard_mapped(name), *CASES[name].arrays)
 

@@ -1,13 +1,16 @@
 """Every notebook is the same in both of its files, runs, and is stored with what a run shows."""
 
 import copy
+import json
 import re
 
 import jupytext
+import notebook_cells
 import pytest
+from forks import Forks
 from nbformat import NotebookNode
-from notebook_forks import NotebookForks
 from notebooks import ROOT, SCRIPTS, VARIES, code_cells, execute, pictures, stale
+from programs import environment
 
 NAMES = [script.stem for script in SCRIPTS]
 
@@ -28,18 +31,25 @@ def test_both_files_hold_the_same_cells(script):
 
 @pytest.fixture(scope="module")
 def forks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # they take longer than they save
-        with NotebookForks() as started:
-            yield started
+    made = Forks(notebook_cells.MODULES, environment(**notebook_cells.ENVIRONMENT))
+    yield made
+    made.end()
+
+
+def ran(forks, sources):
+    """What each cell shows, run in a fork that prints and warns of nothing besides."""
+    fork = forks.start([notebook_cells.__file__])
+    fork.stdin.write(json.dumps(sources))
+    shown, wrong = fork.communicate()
+    assert (fork.returncode, wrong) == (0, "")
+    return json.loads(shown)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
 def test_runs_and_shows_what_is_stored(script, forks):
     stored = jupytext.read(script.with_suffix(".ipynb"))
     fresh = copy.deepcopy(stored)
-    outputs, wrong = forks.run([cell.source for cell in code_cells(fresh)])
-    assert not wrong
+    outputs = ran(forks, [cell.source for cell in code_cells(fresh)])
     for number, (cell, shown) in enumerate(zip(code_cells(fresh), outputs, strict=True), 1):
         cell.update(outputs=[NotebookNode(output) for output in shown], execution_count=number)
     found = stale(stored, fresh)
