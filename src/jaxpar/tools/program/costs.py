@@ -15,8 +15,8 @@ _FREE = {
     *("opt-barrier", "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple"),
 }
 _FREE_CALLS = {
-    *("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape"),
-    "SPMDShardToFullShape",
+    *("AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart"),
+    *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
 }
 _GEMMS = {"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm"}
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
