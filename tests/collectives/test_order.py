@@ -136,7 +136,7 @@ def test_a_conditional_adds_in_the_epilogue_of_the_matmul(op, share, compiled):
         for order in (V5P, WithoutConditional(V5P.delays_transfers, V5P.cuts_first))
     )
     assert as_one.compute < share * apart.compute
-    assert as_one.total < 0.95 * apart.total
+    assert as_one.total < 0.97 * apart.total
 
 
 def test_a_conditional_has_transfers_start_before_the_turn(compiled):
