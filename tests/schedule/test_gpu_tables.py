@@ -13,7 +13,7 @@ from jaxpar.tools.timeline.gpu_tables import GpuTables, tables_of
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import measured_of
 
-H100 = "NVIDIA H100 80GB HBM3"
+H100, A100 = chip_of("NVIDIA H100 80GB HBM3"), chip_of("NVIDIA A100-SXM4-80GB")
 
 
 def varint(number):
@@ -48,7 +48,8 @@ def plugin(tmp_path, monkeypatch):
     text = "# proto-file: x\n# proto-message: xla.GemmPerfTable\n\n"
     for key, entries in (("sm_107", other), ("sm_90", known), ("gfx90a", other)):
         text += f'entries {{\n  key: "{key}"\n  value {{\n{entries}  }}\n}}\n'
-    rows = [("all-gather", 8, 256, 10**9), ("all-gather", 8, 1024, 4 * 10**9)]
+    # Of these the smaller array is said to take longer.
+    rows = [("all-gather", 8, 256, 5 * 10**8), ("all-gather", 8, 1024, 4 * 10**9)]
     rows += [("reduce-scatter", 4, 64, 10**9), ("collective-permute", 0, 64, 10**9)]
     profiles = field(2, b"".join(collective(*row) for row in rows if row[1]))
     one = field(1, "sm_90") + profiles
@@ -73,8 +74,21 @@ def test_tables_of_a_plugin(plugin):
         ("all-gather", 8): {(1024,): 1024e-9, (4096,): 1024e-9},
         ("reduce-scatter", 4): {(1024,): 1024e-9},
     }
-    assert tables_of(plugin, "NVIDIA A100-SXM4-80GB") is None
     assert tables_of("no_such_plugin", H100) is None
+    assert tables_of(plugin, chip_of("Tesla V100")) is None
+    assert tables_of(plugin, chip_of("NVIDIA B200")) is None  # nothing of its own
+
+
+def test_a_gpu_without_a_table_takes_that_of_another_one(plugin):
+    """By the ratio of their peaks, and of their links where these are of the same kind."""
+    own, found = tables_of(plugin, H100), tables_of(plugin, A100)
+    sizes = (2, 512, 512, 256)
+    slower = found.matmul("bf16xbf16->bf16", sizes) / own.matmul("bf16xbf16->bf16", sizes)
+    assert slower == pytest.approx(H100.flops / A100.flops)
+    assert found.collective("all-gather", 8, 1024) == pytest.approx(1024e-9 * 4.5 / 3)
+    on_a_bus = tables_of(plugin, chip_of("NVIDIA H100 PCIe"))
+    assert on_a_bus.collectives == {}
+    assert on_a_bus.matmul("bf16xbf16->bf16", sizes) > own.matmul("bf16xbf16->bf16", sizes)
 
 
 def test_times_between_sizes_and_beyond_them():
@@ -91,16 +105,32 @@ def test_times_between_sizes_and_beyond_them():
     assert tables.matmul("bf16xbf16->bf16", (1, 8, 256, 256)) is None
     assert tables.matmul("f64xf64->f64", (1, 256, 256, 256)) is None
     assert tables.matmul("", ()) is None
+    eight = tables.matmul("f8e4m3fnxf8e4m3fn->f8e4m3fn", (1, 256, 256, 256))
+    assert eight == pytest.approx(256 * 256 * 1e-9 / 2)  # half of 16 bits
     assert tables.collective("all-gather", 8, 128) == pytest.approx(2**0.5)
     assert tables.collective("all-gather", 8, 512) == pytest.approx(4)
-    assert tables.collective("all-gather", 8, 8) is None
+    assert tables.collective("all-gather", 8, 8) == 1  # as long as the smallest one
     assert tables.collective("all-gather", 4, 128) is None
+
+
+def test_eight_bits_are_no_faster_than_half_of_sixteen():
+    sizes, none = (1, 256, 256, 256), {}
+    tables = GpuTables(
+        {"bf16xbf16->bf16": {sizes: 4.0}, "f8e4m3fnxf8e4m3fn->bf16": {sizes: 1.0}}, none
+    )
+    assert tables.matmul("f8e4m3fnxf8e4m3fn->bf16", sizes) == 2.0
+    tables.matmuls["f8e4m3fnxf8e4m3fn->bf16"][sizes] = 3.0
+    assert tables.matmul("f8e4m3fnxf8e4m3fn->f32", sizes) == pytest.approx(3.0)
+    assert tables.matmul("s8xs8->s32", sizes) == 2.0
 
 
 def test_a_chip_with_figures_of_its_own_has_no_table(plugin, monkeypatch):
     monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
     chip = chip_of("NVIDIA H100")
-    assert measured_of(chip) is tables_of(plugin, "NVIDIA H100")
+    assert measured_of(chip) is tables_of(plugin, chip)
+    over_a_network = target("h100:2x8").chip
+    assert over_a_network.start > 0 == chip.start
+    assert measured_of(over_a_network) is tables_of(plugin, chip_of(over_a_network.kind))
     assert measured_of(chip.__class__(**{**vars(chip), "link": 1.0})) is None
     assert measured_of(chip_of("TPU v5")) is None
     monkeypatch.setattr(targets, "find_plugin", lambda: None)

@@ -44,7 +44,7 @@ def validate(
             played = timeline(program)
             # A program copies what a collective brings, which is no part of what was measured.
             seconds = played.transfer if one.kind in ONE_TRANSFER else played.total
-            found.append(Held(one, chip.kind, seconds))
+            found.append(Held(one, chip.kind, seconds / one.times))
         except Exception as reason:  # each compiler has errors of its own
             failed[one.name] = f"{type(reason).__name__}: {reason}".partition("\n")[0]
         tick(one.name)
