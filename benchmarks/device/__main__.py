@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ if __name__ == "__main__":
 from device.clock import Clock
 from device.parts import PARTS, Check, said
 from device.results import CLASS_TITLES, TITLES, Results, Row, aligned, line, measured_in
+from jaxpar import make_mesh
 from jaxpar.compiler.tuning import versions
-from jaxpar.schedule import target
+from jaxpar.schedule import Target, target
 from jaxpar.tools.timeline.cuda_plugin import find_plugin, slug
 
 MARGIN = 0.06  # of the time, which no part has: it is for the last case of the last part
@@ -83,7 +85,7 @@ def _check(args: argparse.Namespace, start: float) -> Check:
     if args.measured is not None:
         card, known = measured_in(args.measured)
         args.target = f"{slug(card)}:1"
-    where = target("here", "tp=1") if measures else _described(args.target)
+    where = _here() if measures else _described(args.target)
     shares = {part: PARTS[part][0] for part in PARTS if part in args.parts.split(",")}
     now = datetime.now().isoformat(timespec="seconds")
     facts: dict[str, Any] = {
@@ -109,12 +111,17 @@ def _check(args: argparse.Namespace, start: float) -> Check:
     return Check(where, measures, clock, results, _show, known, only)
 
 
-def _described(name: str) -> Any:
+def _described(name: str) -> Target:
     """A described GPU, or where no compiler for one is installed the devices at hand."""
     if find_plugin() is None:
         print("No CUDA compiler is installed: nothing is predicted.")
-        return target("here", "tp=1")
+        return _here()
     return target(name, "tp=1")
+
+
+def _here() -> Target:
+    """The first device at hand."""
+    return replace(target("here"), mesh=make_mesh("tp=1", devices=jax.devices()[:1]))
 
 
 def _driver(query: str, measures: bool) -> str:
