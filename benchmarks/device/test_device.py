@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,6 +82,17 @@ def test_what_was_measured_stands_beside_a_new_prediction(predicted, tmp_path):
     assert "predicted for h100-80gb-hbm3:1" in text
     (row,) = [line for line in text.splitlines() if line.startswith("matmul, no multiple of 8")]
     assert row.split()[-5:] == ["1", "50%", "50%", "-50%", "-50%"]
+
+
+def test_the_table_of_the_page_is_that_of_the_stored_run():
+    page = (FOLDER / "README.md").read_text()
+    (name,) = re.findall(r"\[All rows\]\((.*)\)", page)
+    card, rows = measured_in(FOLDER / name)
+    found = Results({}, None, list(rows.values()))
+    assert card in page
+    assert found.is_right
+    for cells in found.classes():
+        assert f"| {' | '.join(cells)} |" in page
 
 
 # -- on CPU devices, as on a GPU ------------------------------------------------------------------
