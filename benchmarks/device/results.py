@@ -71,7 +71,7 @@ class Results:
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         half = self.file.with_suffix(".half")
-        half.write_text(json.dumps(record, indent=1) + "\n")
+        half.write_text(_text(record))
         os.replace(half, self.file)
 
     def keep(self, files: Mapping[str, bytes]) -> None:
@@ -94,6 +94,16 @@ class Results:
             + [f"{choose(some):+.0%}" for choose in (min, max)]
             for kind, some in errors.items()
         ]
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    """A record as JSON, with a line for each row of a list."""
+    parts: list[str] = []
+    for name, value in record.items():
+        lines = ",\n ".join(map(json.dumps, value)) if isinstance(value, list) else ""
+        text = f"[\n {lines}\n]" if lines else json.dumps(value)
+        parts.append(f"{json.dumps(name)}: {text}")
+    return "{" + ",\n".join(parts) + "}\n"
 
 
 CLASS_TITLES = ["class", "cases", "median", "worst", "from", "to"]

@@ -9,21 +9,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 import jaxpar
-from jaxpar.schedule import Floor, Target, timeline
+from jaxpar.schedule import CompiledProgram, Floor, timeline
 from jaxpar.tools.accuracy.band import bands_of
 from jaxpar.tools.accuracy.measurement import Measurement
 from jaxpar.tools.accuracy.nearest import Wanted, is_sending, nearest
 from jaxpar.tools.cli.bench_reasons import Host, Reason, reasons_of
-from jaxpar.tools.cli.bench_times import Row, quartiles, time_interleaved
+from jaxpar.tools.cli.bench_times import Row, place, quartiles, time_interleaved
 from jaxpar.tools.cli.console import Column, print_rows, require_extra
 from jaxpar.tools.cli.gpu_clocks import Clocks
 from jaxpar.tools.cli.ops import OPS, Ring, ring_size
 from jaxpar.tools.cli.shared_options import parse_shapes
 from jaxpar.tools.cli.workers import one_line
-from jaxpar.tools.private_names import environment_options, us
+from jaxpar.tools.private_names import Chip, environment_options, us
 from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import target_of
@@ -51,9 +52,9 @@ class Figures:
     Attributes:
       bound: seconds that no form of the matmul beats: its FLOPs at peak, or its bytes over all
         links between the devices of a group.
-      predicted: seconds of this form, as it was compiled.
+      predicted: seconds of this form, as it was compiled; None where it cannot be predicted.
       is_least: whether the prediction lacks what depends on data, or a kernel of unknown cost.
-      estimate: where times of matmuls come from.
+      estimate: where times of matmuls come from, or why there is no prediction.
       bands: how far predictions of such work were off.
       rate: of the measured time, in `unit`: of what is multiplied, or of what is sent.
       public: None where there is no row of the chip and kind.
@@ -61,7 +62,7 @@ class Figures:
     """
 
     bound: float
-    predicted: float
+    predicted: float | None
     is_least: bool
     estimate: str
     bands: tuple[str, ...]
@@ -74,7 +75,7 @@ class Figures:
 def seconds_of_nothing(mesh: Mesh, repeats: int = 20) -> float:
     """Measures a call that computes next to nothing on all devices of a mesh."""
     spec = PartitionSpec(mesh.axis_names)
-    x = jax.device_put(jnp.zeros((mesh.size,)), NamedSharding(mesh, spec))
+    x = place(np.zeros((mesh.size,), np.float32), mesh, spec)
     nothing = jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=spec, out_specs=spec)
     (seconds,) = time_interleaved([jax.jit(nothing)], [x], repeats, lambda: None)
     return quartiles(seconds)[1]
@@ -98,45 +99,49 @@ def host_of(mesh: Mesh) -> Host:
 
 def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
     """Returns what a row is held against, or why there is nothing."""
-    target = row.program.target
-    if target.chip is None:
-        return f"no figure of this chip ({target.mesh.devices.flat[0].device_kind})"
-    try:
-        return _figures_of(row, target, ring, dtype, host)
-    except Exception as reason:  # what was measured stands, whatever becomes of a prediction
-        return f"no prediction: {one_line(reason)}"
-
-
-def _figures_of(row: Row, target: Target, ring: Ring, dtype: str, host: Host) -> Figures:
-    chip = target.chip
-    assert chip is not None
-    op, size, grad = OPS[row.op], ring_size(target.mesh, ring), row.phase != "forward"
+    mesh, chip = row.program.target.mesh, row.program.target.chip
+    if chip is None:
+        return f"no figure of this chip ({mesh.devices.flat[0].device_kind})"
+    op, size, grad = OPS[row.op], ring_size(mesh, ring), row.phase != "forward"
     (shape,) = parse_shapes(row.shape)
-    sizes, moved = op.on_one_device(shape, size)
-    moved *= jnp.dtype(dtype).itemsize
-    sent = op.sent(moved, size, grad)
-    flops = (3 if grad else 1) * 2.0 * prod(sizes)
-    links = Links(target.mesh, chip).within(rings_over(target.mesh, ring)) if chip.torus else 1
+    sizes, numbers = op.on_one_device(shape, size)
+    moved = numbers * jnp.dtype(dtype).itemsize
+    sent, flops = op.sent(moved, size, grad), (3 if grad else 1) * 2.0 * prod(sizes)
+    links = Links(mesh, chip).within(rings_over(mesh, ring)) if chip.torus else 1
     floor = Floor(flops / chip.flops, sent / (max(1, links) * chip.link))
 
-    played = timeline(row.program)
-    kinds = ("gather and matmul", "matmul", "gather")
-    kinds = kinds if op.lhs != op.rhs else ("matmul and sum", "matmul", "sum")
-    wanted = Wanted(kinds, sizes, size, op.sent(moved, size, False), dtype)
-    sends = is_sending(wanted, chip)
+    fused, alone = (
+        ("matmul and sum", "sum") if op.lhs == op.rhs else ("gather and matmul", "gather")
+    )
+    wanted = Wanted((fused, "matmul", alone), sizes, size, op.sent(moved, size, False), dtype)
+    sends, found = is_sending(wanted, chip), nearest(wanted, chip)
     measured = quartiles(row.seconds)
-    found = nearest(wanted, chip)
     return Figures(
         bound=floor.total,
-        predicted=played.total,
-        is_least=bool(played.loops_of_unknown_length or played.kernels_of_unknown_cost),
-        estimate=played.estimate,
-        bands=tuple(map(str, bands_of(played, chip.kind))),
+        **_predicted(row.program, chip, floor, ring, measured, host),
         rate=sent / measured[1] / 1e9 if sends else flops / measured[1] / 1e12,
         unit="GB/s" if sends else "TFLOP/s",
         public=None if found is None else _public(found, sends),
-        reasons=reasons_of(row.program, played, floor, ring, measured, host),
     )
+
+
+def _predicted(
+    program: CompiledProgram, chip: Chip, floor: Floor, ring: Ring, measured: Any, host: Host
+) -> dict[str, Any]:
+    """What rests on the prediction: without one, all else stands."""
+    try:
+        played = timeline(program)
+        return {
+            "predicted": played.total,
+            "is_least": bool(played.loops_of_unknown_length or played.kernels_of_unknown_cost),
+            "estimate": played.estimate,
+            "bands": tuple(map(str, bands_of(played, chip.kind))),
+            "reasons": reasons_of(program, played, floor, ring, measured, host),
+        }
+    except Exception as reason:  # whatever a compiler writes that is not known
+        why = f"no prediction: {one_line(reason)}"
+        found = {"predicted": None, "is_least": False, "estimate": why, "bands": ()}
+        return found | {"reasons": (Reason(0.0, why),)}
 
 
 def _public(one: Measurement, sends: bool) -> Public:
@@ -187,13 +192,14 @@ def print_figures(
 def _cells(row: Row, one: Figures) -> list[str]:
     measured = quartiles(row.seconds)[1]
     mark = ">" if one.is_least else "~" if one.estimate == "roofline" else ""
+    predicted = one.predicted
     return [
         f"  {row.mode}",
         f"{measured * 1e3:.3f}",
         f"{one.bound * 1e3:.3f}",
         _times(measured, one),
-        f"{mark}{one.predicted * 1e3:.3f}",
-        "" if one.is_least else f"{one.predicted / measured - 1:+.0%}",
+        "none" if predicted is None else f"{mark}{predicted * 1e3:.3f}",
+        "" if predicted is None or one.is_least else f"{predicted / measured - 1:+.0%}",
         _rate(one.rate, one.unit),
         "no row" if one.public is None else _rate(one.public.rate, one.unit),
     ]
@@ -219,7 +225,7 @@ def _print_reasons(some: Sequence[tuple[Row, Figures]], console: Any) -> None:
         told.append(["impossible", "less than the bound: other figures hold of these devices"])
     elif measured >= SLOW * one.bound > 0:
         told.append([row.mode, f"is the fastest, at {_times(measured, one)} times its bound:"])
-        told += [[us(reason.seconds), reason.text] for reason in one.reasons]
+        told += [[us(x.seconds) if x.seconds else "", x.text] for x in one.reasons]
     print_rows(console, _REASONS, told)
 
 
