@@ -124,6 +124,13 @@ def test_the_nearest_row_is_of_the_same_chip_kind_and_size():
     # What is bound by its bytes is not held against what multiplies.
     found = nearest(wanted(16, 16, 16, sent=2e8), h100)
     assert (found.kind, found.flops, found.kind_of_chip) == ("gather", 0, "NVIDIA H100")
+    # Of what travels its bytes count, in whatever numbers they are.
+    v6e = chip_of("TPU v6 lite")
+    sums = Wanted(("sum",), (64, 64, 64), 8, 5e7, "bfloat16")
+    rows = [one for one in measurements() if (one.kind_of_chip, one.kind) == (v6e.kind, "sum")]
+    best = min(rows, key=lambda o: abs(np.log(o.group / 8)) + abs(np.log(o.sent_bytes / 5e7)))
+    assert nearest(sums, v6e) == best
+    assert best.dtype == "float32"
     found = nearest(wanted(4096, 4096, 4096, group=1, fused="none"), v5e)
     assert (found.kind, found.chip) == ("matmul", "v5e")
     eight = nearest(wanted(4096, 4096, 4096, dtype="float8_e4m3fn", fused="none"), h100)
@@ -174,11 +181,15 @@ def test_an_option_that_is_not_given_is_named():
 def test_where_no_option_frees_a_collective_a_ring_does():
     text, _ = reasons(target("v5e:2x2"), "scatter-rows", (4096, 4096, 4096))
     assert "no option of this compiler frees it, a ring does (--modes bidirectional)" in text
+    text, _ = reasons(target("h100:4"), "scatter-rows", (4096, 4096, 4096))
+    assert (
+        "nothing is computed meanwhile: this form has nothing for it, a ring or chunks do" in text
+    )
 
 
 def test_transfers_too_small_to_be_worth_their_starts():
     text, found = reasons(target("v5e:2x4"), "gather-rhs-k", (256, 512, 512), "bidirectional")
-    assert "small enough that starts and hops take longer than the bytes" in text
+    assert "so small that starts and hops take longer than the bytes" in text
     assert found[0].seconds > 0
 
 

@@ -46,7 +46,8 @@ def is_sending(one: Wanted | Measurement, chip: Chip) -> bool:
 def nearest(wanted: Wanted, chip: Chip) -> Measurement | None:
     """Returns the row of the same kind and chip, and bound by the same, that is nearest in size.
 
-    Among these, numbers of the same width go first. Sizes are as far apart as their logarithms.
+    Of products, those of numbers of the same width go first. Sizes are as far apart as their
+    logarithms: of products m, k and n, of what travels its bytes, and the devices that take part.
     """
     sends = is_sending(wanted, chip)
     rows = [one for one in measurements() if one.kind_of_chip == chip.kind]
@@ -58,14 +59,14 @@ def nearest(wanted: Wanted, chip: Chip) -> Measurement | None:
 
 
 def _distance(wanted: Wanted, one: Measurement) -> tuple[bool, float]:
-    """Whether the width of numbers differs, and how far sizes are apart."""
+    """Whether the width of numbers is another one, where it matters; how far sizes are apart."""
+    if not one.flops:
+        ours, theirs = (wanted.group, wanted.sent_bytes), (one.group, one.sent_bytes)
+        return False, _apart(ours, theirs)
     differs = jnp.dtype(one.dtype).itemsize != jnp.dtype(wanted.dtype).itemsize
     if not one.sent_bytes:
         return differs, _apart(wanted.sizes, one.shape)
-    ours, theirs = (wanted.group, wanted.sent_bytes), (one.group, one.sent_bytes)
-    if one.flops:
-        ours, theirs = (wanted.group, *wanted.sizes), (one.group, *one.shape)
-    return differs, _apart(ours, theirs)
+    return differs, _apart((wanted.group, *wanted.sizes), (one.group, *one.shape))
 
 
 def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:

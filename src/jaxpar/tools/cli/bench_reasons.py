@@ -100,10 +100,11 @@ def _why_waited(program: CompiledProgram, row: str, waits: list[tuple[Event, flo
         return f"{row} is synchronous, nothing is computed meanwhile{_freeing(program, row)}"
     if latency > waited / 2:
         return (
-            f"{row}: {number} of {size}, small enough that starts and hops take longer than the "
-            "bytes; larger shapes or fewer steps (--modes naive, chunked-2) hide more"
+            f"{row}: {number} of {size}, so small that starts and hops take longer than the bytes; "
+            "larger shapes or fewer steps (--modes naive, chunked-2) hide more"
         )
-    return f"{row}: {number} of {size} arrive after what is computed meanwhile is done"
+    arrive = "arrive" if len(transfers) > 1 else "arrives"
+    return f"{row}: {number} of {size} {arrive} after what is computed meanwhile is done"
 
 
 def _freeing(program: CompiledProgram, row: str) -> str:
@@ -113,6 +114,10 @@ def _freeing(program: CompiledProgram, row: str) -> str:
     kinds = (kind, "reduce-scatter") if kind == "all-reduce" else (kind,)
     device = program.target.mesh.devices.flat[0].device_kind
     known = next((COMPILERS[name] for name in COMPILERS if device.startswith(name)), None)
+    if known and kind in known.frees:
+        return (
+            ": this form has nothing for it, a ring or chunks do (--modes bidirectional, chunked-2)"
+        )
     options = [option for option in (known.options if known else ()) if option.frees in kinds]
     given = {name: str(value).lower() for name, value in program.compiler_options.items()}
     missing = [f"{one.name}={one.value}" for one in options if given.get(one.name) != "true"]
