@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from device.results import Row
 from jaxpar.compiler.compat import reading_profiles
-from jaxpar.schedule import CompiledProgram, Memory, Target, timeline
+from jaxpar.schedule import CompiledProgram, Target, timeline
 from jaxpar.tools.timeline.planes import devices_of
+from jaxpar.tools.timeline.timeline import program_of
 
 CALLS, WARMING = 10, 2
 POOL = 1_000_003  # numbers that are drawn; larger arrays repeat them, never in step with a tile
@@ -86,22 +87,10 @@ def compile_case(
     function.__name__ = f"case_{number}"
     sharding = NamedSharding(where.mesh, PartitionSpec())
     args = [jax.ShapeDtypeStruct(*operand, sharding=sharding) for operand in case.operands]
-    start = time.perf_counter()
     with jax.set_mesh(where.mesh):
         traced = jax.jit(function).trace(*args)
         run = traced.lower().compile(compiler_options=dict(options or {}) or None)
-    stats = run.memory_analysis()
-    sizes = [
-        getattr(stats, f"{name}_size_in_bytes") for name in ("argument", "output", "temp", "alias")
-    ]
-    program = CompiledProgram(
-        target=where,
-        text=run.as_text() or "",
-        memory=Memory(*sizes, peak=sum(sizes[:3]) - sizes[3]),
-        seconds=time.perf_counter() - start,
-        jaxpr=traced.jaxpr,
-    )
-    return Compiled(case, program, run)
+    return Compiled(case, program_of(where, traced, run, options or {}), run)
 
 
 def wall(compiled: Compiled) -> float:
