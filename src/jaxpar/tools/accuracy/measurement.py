@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.tools.timeline.target import target
+from jaxpar.tools.timeline.target import TPUS, target
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
 
+_KINDS = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")  # of chips, as `TPUS`
 # What one device computes of operands that it has to itself.
 _POINTWISE: dict[str, Callable[..., Any]] = {
     "copy": jnp.copy,
@@ -59,6 +60,43 @@ class Measurement:
     def chip(self) -> str:
         """The generation, as in a target's name."""
         return self.target.partition(":")[0]
+
+    @property
+    def kind_of_chip(self) -> str:
+        """The chip, as in `Chip.kind`."""
+        known: dict[str, str] = dict(zip(TPUS, _KINDS, strict=True))
+        return known.get(self.chip, f"NVIDIA {self.chip.upper()}")
+
+    @property
+    def group(self) -> int:
+        """How many devices take part together."""
+        sizes = dict(part.split("=") for part in self.mesh.split(","))
+        return prod(int(sizes[axis]) for axis in self.axes)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one device."""
+        return 2.0 * prod(self.shape) if "matmul" in self.op else 0.0
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends."""
+        m, k, n = self.shape if "matmul" in self.op else (prod(self.shape), 1, 1)
+        share = (self.group - 1) / self.group
+        match self.op:
+            case "all_gather_matmul":
+                travels = m * k * share
+            case "gathered_rhs_matmul":
+                travels = k * n * share
+            case "matmul_reduce_scatter":
+                travels = m * n * share
+            case "all_gather":
+                travels = m * (self.group - 1)
+            case "ppermute":
+                travels = m
+            case _:
+                travels = m * share * (2 if self.op == "psum" else 1)
+        return float(travels * jnp.dtype(self.dtype).itemsize)
 
     @property
     def is_held_out(self) -> bool:

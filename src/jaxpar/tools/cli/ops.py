@@ -51,6 +51,24 @@ class Op:
             out_specs=out,
         )
 
+    def on_one_device(self, shape: Shape, size: int) -> tuple[Shape, int]:
+        """M, K and N of what one of so many devices multiplies, and how many numbers travel.
+
+        They are those of the operand that is gathered, or of the result before it is scattered.
+        """
+        rows, depth, cols = shape
+        if self.lhs == self.rhs:  # the contracting dimension: partial sums travel
+            return (rows, depth // size, cols), rows * cols
+        if self.rhs == self.out:
+            return (rows, depth, cols // size), rows * depth
+        return (rows // size, depth, cols), depth * cols
+
+    def sent(self, moved: float, size: int, grad: bool) -> float:
+        """What one device sends at least, of so many bytes that are gathered or scattered."""
+        # An all-reduce is two passes; the cotangent is everywhere, so that the backward has none.
+        passes = 2 if grad or not self.out else 1
+        return passes * moved * (size - 1) / size
+
     def require_fit(self, shape: Shape, mesh: Mesh, ring: Ring) -> None:
         """Raises `UsageError` unless the ring divides every dimension that is sharded over it."""
         size = ring_size(mesh, ring)

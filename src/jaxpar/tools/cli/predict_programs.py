@@ -71,21 +71,16 @@ def requested_options(request: Request, target: Target) -> dict[str, Any]:
 
 def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request) -> Floor:
     """Returns the floor of an operation: its local matmul in one piece, or its bytes alone."""
-    size, (rows, depth, cols) = ring_size(target.mesh, ring), shape
-    if op.lhs == op.rhs:  # the contracting dimension: partial sums travel
-        depth, moved = depth // size, rows * cols
-    elif op.rhs == op.out:
-        cols, moved = cols // size, rows * depth
-    else:
-        rows, moved = rows // size, depth * cols
+    size = ring_size(target.mesh, ring)
+    (rows, depth, cols), moved = op.on_one_device(shape, size)
+    # `matmul_floor` counts both passes itself.
+    sent = op.sent(moved * _width(op, request), size, request.grad) / (2 if request.grad else 1)
     dtype = jnp.dtype(request.dtype)
-    sent = moved * _width(op, request) * (size - 1) / size
-    if not op.out:
-        # An all-reduce is two passes; the cotangent is everywhere, so that the backward has none.
-        sent *= 1 if request.grad else 2
-    shapes = (rows, depth), (depth, cols)
     return matmul_floor(
-        target, "mk,kn->mn", *shapes, sent, axis=ring, dtype=dtype, grad=request.grad
+        *(target, "mk,kn->mn", (rows, depth), (depth, cols), sent),
+        axis=ring,
+        dtype=dtype,
+        grad=request.grad,
     )
 
 

@@ -153,13 +153,17 @@ def target(
         devices = _tpu_devices(name)
     else:
         devices = _gpu_devices(name, chip, [int(size) for size in sizes])
-    first = devices[0]
+    return target_of(make_mesh(mesh, devices=devices, axis_types=axis_types), name, figures)
+
+
+def target_of(
+    mesh: Mesh, name: str = HERE, figures: Literal["measured", "book"] = "measured"
+) -> Target:
+    """Returns the target whose devices a mesh has already."""
+    first = mesh.devices.flat[0]
     chip = chip_of(first.device_kind, getattr(first, "num_cores", None))
-    return Target(
-        name=name,
-        mesh=make_mesh(mesh, devices=devices, axis_types=axis_types),
-        chip=_with_measured_links(chip) if chip and figures == "measured" else chip,
-    )
+    chip = _with_measured_links(chip) if chip and figures == "measured" else chip
+    return Target(name, mesh, chip)
 
 
 def _tpu_devices(name: str) -> list[Any]:

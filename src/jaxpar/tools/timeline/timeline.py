@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -119,7 +119,7 @@ def compile_for(
         if folder is not None and (found := kept(folder, key)) is not None:
             text, memory = found["text"], Memory(**found["memory"])
         else:
-            text, memory = _compiled(lowered, options)
+            text, memory = _text_and_memory(lowered.compile(compiler_options=options or None))
             if folder is not None:
                 keep(folder, key, text, memory)
     return CompiledProgram(
@@ -135,8 +135,15 @@ def compile_for(
     )
 
 
-def _compiled(lowered: Any, options: dict[str, Any]) -> tuple[str, Memory]:
-    compiled = lowered.compile(compiler_options=options or None)
+def program_of(
+    target: Target, traced: Any, compiled: Any, options: Mapping[str, Any]
+) -> CompiledProgram:
+    """Returns what is compiled already, of which `target` has the devices, as a program."""
+    text, memory = _text_and_memory(compiled)
+    return CompiledProgram(target, text, memory, 0.0, traced.jaxpr, compiler_options=dict(options))
+
+
+def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
     stats: Any = compiled.memory_analysis()
     sizes = {
         "arguments": stats.argument_size_in_bytes,
