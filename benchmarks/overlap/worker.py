@@ -18,6 +18,7 @@ from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.ops import OPS, Op, with_gradients
 from jaxpar.tools.cli.workers import answer, one_line
 from overlap import peers
+from workers import KEPT
 
 CASES = Path(__file__).with_name("cases.json")
 FORMS = {
@@ -123,7 +124,9 @@ class Compiler:
             text = f"{options}\n{self._trace(function)}"
             if text in self._known:
                 return self._known[text] | {"variant": variant, "spent": 0.0}
-            program = compile_for(function, self._target, *self._operands, compiler_options=options)
+            program = compile_for(
+                function, self._target, *self._operands, compiler_options=options, cache=KEPT
+            )
             played = timeline(program)
         except Exception as reason:  # each compiler has its own
             spent = time.perf_counter() - start
