@@ -108,7 +108,8 @@ def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
     moved = numbers * jnp.dtype(dtype).itemsize
     sent, flops = op.sent(moved, size, grad), (3 if grad else 1) * 2.0 * prod(sizes)
     links = Links(mesh, chip).within(rings_over(mesh, ring)) if chip.torus else 1
-    floor = Floor(flops / chip.flops, sent / (max(1, links) * chip.link))
+    least = op.least_sent(shape, size, grad) * jnp.dtype(dtype).itemsize
+    floor = Floor(flops / chip.flops, least / (max(1, links) * chip.link))
 
     fused, alone = (
         ("matmul and sum", "sum") if op.lhs == op.rhs else ("gather and matmul", "gather")

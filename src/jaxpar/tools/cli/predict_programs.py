@@ -70,18 +70,20 @@ def requested_options(request: Request, target: Target) -> dict[str, Any]:
 
 
 def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request) -> Floor:
-    """Returns the floor of an operation: its local matmul in one piece, or its bytes alone."""
+    """Returns the floor of an operation: the least over all ways to part it."""
     size = ring_size(target.mesh, ring)
-    (rows, depth, cols), moved = op.on_one_device(shape, size)
     # `matmul_floor` counts both passes itself.
-    sent = op.sent(moved * _width(op, request), size, request.grad) / (2 if request.grad else 1)
-    dtype = jnp.dtype(request.dtype)
-    return matmul_floor(
-        *(target, "mk,kn->mn", (rows, depth), (depth, cols), sent),
-        axis=ring,
-        dtype=dtype,
-        grad=request.grad,
-    )
+    sent = op.least_sent(shape, size, request.grad) / (2 if request.grad else 1)
+    floors = [
+        matmul_floor(
+            *(target, "mk,kn->mn", (rows, depth), (depth, cols), sent * _width(op, request)),
+            axis=ring,
+            dtype=jnp.dtype(request.dtype),
+            grad=request.grad,
+        )
+        for rows, depth, cols in op.pieces(shape, size)
+    ]
+    return min(floors, key=lambda floor: floor.compute)
 
 
 def _width(op: Op, request: Request) -> float:

@@ -32,7 +32,7 @@ Rows = int | float | None
 REACHED, REACHED_BY_GPUS, FIRST_BYTE, KERNEL = 0.82, 0.88, 1.2e-6, 2e-6
 # Times longer than at its peak, what a matmul takes on a TPU that does not wait for HBM, at most,
 # of tiles of so many rows, columns and depth: half of 50 public measurements on v6e were used.
-SLOWEST, TILE = 1.25, 256
+SLOWEST, TILE = 1.2, 256
 # Times longer than in XLA's table, what a GPU takes for rows of no whole 16 bytes: an H100 did.
 UNALIGNED = 2.4
 
