@@ -247,7 +247,7 @@ def two_on_the_same_links(mesh, mend):
 
     specs = (P("tp"), P("tp"), P("tp"))
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("tp"))
-    return step, tuple(shape(mesh, (1024, 1024), "tp") for _ in range(3))
+    return step, tuple(shape(mesh, (2048, 1024), "tp") for _ in range(3))
 
 
 def coarse_chunks(mesh, mend):

@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import Any
 
 from jaxpar.tools.explain.causes import CAUSES
-from jaxpar.tools.explain.explained import gain, heading, place, title, verdict
+from jaxpar.tools.explain.explained import elsewhere, gain, heading, place, title, verdict
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
 from jaxpar.tools.timeline.measured_instructions import alone, side, totals
@@ -27,6 +27,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         {
             "title": title(finding["of"]),
             "place": place(finding["of"]),
+            "elsewhere": elsewhere(finding["of"]),
             "moved": finding["of"].get("moved", ""),
             "between": [finding["of"].get("before", ""), finding["of"].get("after", "")],
             "names": finding["of"].get("names", []),
