@@ -23,28 +23,7 @@ def page_of(record: Mapping[str, Any]) -> str:
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    findings = [
-        {
-            "title": title(finding["of"]),
-            "place": place(finding["of"]),
-            "elsewhere": elsewhere(finding["of"]),
-            "moved": finding["of"].get("moved", ""),
-            "between": [finding["of"].get("before", ""), finding["of"].get("after", "")],
-            "names": finding["of"].get("names", []),
-            "seconds": us(finding["of"]["seconds"]),
-            "share": finding["of"]["seconds"] / record["seconds"],
-            "cause": finding["cause"],
-            "meaning": CAUSES[finding["cause"]],
-            "why": finding["why"],
-            "edit": finding["edit"],
-            "gain": gain(record, finding),
-            "gains": bool(finding["gain"]),
-            "tried": [
-                {"edit": one["edit"], "seconds": us(one["seconds"])} for one in finding["tried"]
-            ],
-        }
-        for finding in record["findings"]
-    ]
+    findings = [_finding(record, finding) for finding in record["findings"]]
     overheads = [
         {
             "kind": one["kind"],
@@ -92,4 +71,25 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         "at_peak": at_peak,
         "instructions": instructions,
         "events": events,
+    }
+
+
+def _finding(record: Mapping[str, Any], finding: Mapping[str, Any]) -> dict[str, Any]:
+    of = finding["of"]
+    return {
+        "title": title(of),
+        "place": place(of),
+        "elsewhere": elsewhere(of),
+        "moved": of.get("moved", ""),
+        "between": [of.get("before", ""), of.get("after", "")],
+        "names": of.get("names", []),
+        "seconds": us(of["seconds"]),
+        "share": of["seconds"] / record["seconds"],
+        "cause": finding["cause"],
+        "meaning": CAUSES[finding["cause"]],
+        "why": finding["why"],
+        "edit": finding["edit"],
+        "gain": gain(record, finding),
+        "gains": bool(finding["gain"]),
+        "tried": [{"edit": one["edit"], "seconds": us(one["seconds"])} for one in finding["tried"]],
     }

@@ -95,9 +95,9 @@ class Rules:
             self._sent_twice,
             self._wide_dtype,
             self._links_apart,
+            self._latency,
             self._links_busy,
             self._start_alone,
-            self._latency,
             self._synchronous,
             self._ends_of_a_pipeline,
             self._ordered_elsewhere,
@@ -368,7 +368,7 @@ class Rules:
     # -- what could run beside it -------------------------------------------------------------
 
     def _start_alone(self, e: ExposedCollective) -> Verdict | None:
-        if e.covered or not self.exposures.is_started(e.name):
+        if e.covered >= 0.1 * e.transfer or not self.exposures.is_started(e.name):
             return None
         if e.synchronous:
             why = "the program starts it itself, and the compiler makes it synchronous"
@@ -379,7 +379,7 @@ class Rules:
             if e.collective == "collective-permute":
                 remedy = "compile with jaxpar.compiler_options(mesh), which make it asynchronous"
         else:
-            why = "the program starts it itself, and nothing is computed before its done"
+            why = "the program starts it itself, and next to nothing is computed before its done"
             remedy = (
                 "put work that does not need it between the start and the done: "
                 "jax.experimental.overlap.program_order keeps the order in which it is written"

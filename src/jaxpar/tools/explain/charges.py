@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from jaxpar.tools.program.operations import Collective, Operation
+from jaxpar.tools.program.operations import Collective
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.timeline import CompiledProgram
 
 _SHORTEST = 1e-9  # seconds: less is rounding
 
@@ -25,8 +26,10 @@ class Charged(Event):
 class Charges:
     """Splits waits at the times at which the links of what is waited for become free."""
 
-    def __init__(self, operations: Mapping[str, Operation], links: Links) -> None:
-        self.operations, self.links = operations, links
+    def __init__(self, program: CompiledProgram, links: Links) -> None:
+        self.links = links
+        schedules = program.module.schedules
+        self.operations = {one.name: one for each in schedules for one in each.operations}
         self._used: dict[str, frozenset[int]] = {}
         self._slowest: dict[str, float] = {}  # seconds on the slowest link, a byte that is sent
 
@@ -34,7 +37,7 @@ class Charges:
         """Yields events, in place of each wait for a transfer those for what held it up.
 
         While earlier transfers still send over its links, a transfer does not move: that time is
-        theirs. What is left of the wait, when it sends itself, is its own.
+        theirs, and so is a start that would be over by now, had the links been free.
         """
         events = list(events)
         if not isfinite(self.links.chip.link):  # nothing is known of the links
@@ -54,27 +57,34 @@ class Charges:
             while begun < len(transfers) and transfers[begun].start < event.end:
                 under_way.append(transfers[begun])
                 begun += 1
-            under_way = [one for one in under_way if self._released(one) > event.start]
+            under_way = [one for one in under_way if one.end > event.start]
             runs = known[event.name]
             latest = bisect_left(runs, event.end, key=lambda run: run.start)
             yield from self._split(event, runs[max(0, latest - 1)], under_way)
 
     def _split(self, wait: Event, own: Event, under_way: list[Event]) -> Iterator[Event]:
         """A wait in parts: of those that hold the links, one after the other, and its own."""
-        at = wait.start
-        until = min(wait.end, self._begins(own))
         ahead = [one for one in under_way if _turn(one) < _turn(own) and self._meet(one, own)]
-        for one in sorted(ahead, key=self._released):
-            end = min(until, self._released(one))
+        until = wait.end - self._own(wait, own) if ahead else wait.start
+        at, last = wait.start, len(ahead) - 1
+        for n, one in enumerate(sorted(ahead, key=self._released)):
+            end = until if n == last else min(until, self._released(one))
             if end - at > _SHORTEST:
                 yield Charged(one.name, one.op, "wait", wait.row, at, end, standing=wait.name)
                 at = end
-        yield wait if at == wait.start else replace(wait, start=at)
+        if wait.end - at > _SHORTEST:
+            yield wait if at == wait.start else replace(wait, start=at)
 
-    def _begins(self, event: Event) -> float:
-        """When a transfer begins to send over the link on which it is the last to be there."""
-        self._look_at(event.name)
-        return event.end - event.latency - event.bytes * self._slowest[event.name]
+    def _own(self, wait: Event, own: Event) -> float:
+        """Seconds of a wait that a transfer costs itself.
+
+        It sends in them, or it would have been waited for just as long with its links free.
+        """
+        self._look_at(own.name)
+        sent = own.end - own.latency
+        begun = sent - own.bytes * self._slowest[own.name]
+        sends = min(wait.end, sent) - max(wait.start, begun)
+        return min(wait.seconds, max(0.0, sends, wait.seconds - own.queued))
 
     def _released(self, event: Event) -> float:
         """When the links of a transfer are free; those of a GPU's stream when it has arrived."""

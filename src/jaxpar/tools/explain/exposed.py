@@ -126,8 +126,7 @@ class Exposures(Origins):
         self.waits: dict[str, list[int]] = defaultdict(list)  # places in `order`
         # A trace may have more than the program.
         events = (event for event in played.events if event.name in self.homes)
-        operations = {name: operation for name, (_, operation) in self.homes.items()}
-        self.events = list(Charges(operations, self.links).of(events))
+        self.events = list(Charges(program, self.links).of(events))
         # What the compute units do, one after the other.
         self.order = [e for e in self.events if e.row == "compute"]
         for event in self.events:

@@ -114,9 +114,10 @@ class Origins:
         return any(_HALVES.search(one) and _is_collective(one) for one in self._primitives(name))
 
     def _primitives(self, name: str) -> list[str]:
-        """The primitives of the traced program that an instruction is made of."""
-        i = self.instruction(name)
-        return [primitive_of(part.op_name) for part in (i, *i.inside) if part.op_name]
+        """The primitives of the traced program that a collective's instruction is made of."""
+        i, collective = self.instruction(name), self.values.collective(name)
+        parts = [i, *i.inside, *([collective] if collective else [])]
+        return [primitive_of(part.op_name) for part in parts if part.op_name]
 
     @cached_property
     def _lines_that_send(self) -> set[Line | None]:
