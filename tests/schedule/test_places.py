@@ -190,6 +190,22 @@ def test_chains_in_text_record_and_page(unrolled):
     assert "dense < blocks.py, mlp" in told
 
 
+def test_sums_that_the_compiler_made_one_are_at_the_largest():
+    def loss(w, x):
+        y = x @ w
+        return jnp.sum(jnp.sin(y))  # its sum and that of the gradient are one
+
+    x = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16, sharding=P("dp"))
+    w = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=P())
+    program = compile_for(jax.value_and_grad(loss), target("v5e:2x2", "dp=4"), w, x)
+    (finding, *_) = explain(program, tries=0).findings
+    assert finding.of.collective == "all-reduce"
+    assert finding.of.line.number == loss.__code__.co_firstlineno + 1
+    assert finding.of.phase == "backward"
+    assert finding.of.moved.startswith("bf16[512,512] of each device, dot_general")
+    assert ", and 1 more" in finding.of.moved
+
+
 def test_packages_that_are_not_there(unrolled):
     with pytest.raises(ValueError, match=r"explain: own='toyfrane' is no package .*, toyframe"):
         explain(unrolled, tries=0, own=["toyfrane"])

@@ -96,8 +96,7 @@ def _own(packages: list[str], compiled: CompiledProgram) -> list[str]:
     try:
         require_known(compiled, packages)
     except ValueError as reason:
-        said = str(reason).removeprefix("own=")
-        raise UsageError(f"--own {said}") from None
+        raise UsageError(f"--own {str(reason).partition('own=')[2]}") from None
     return packages
 
 

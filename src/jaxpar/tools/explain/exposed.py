@@ -193,10 +193,22 @@ class Exposures(Origins):
 
     def _place(self, name: str) -> tuple[Any, ...]:
         """Where in the traced program a collective comes from, and what it does there."""
-        op_name, lines = self.origin(self.instruction(name))
+        op_name, lines = self.origin_of(name)
         axes = tuple(part.split()[0] for part in self._over(name).split(",") if part)
         chain = self.sources.chain(lines)
         return self._kind(name), axes, chain, scopes_of(op_name), phase_of(op_name)
+
+    def origin_of(self, name: str) -> tuple[str, tuple[Line, ...]]:
+        """The operation and the lines that a collective comes from.
+
+        The compiler names several sums that it has made one by any of them, a loss perhaps: of
+        those that the partitioner put in, the largest array says it.
+        """
+        collective = self.values.collective(name)
+        if collective is None or len(collective.operands) == 1 or not self.is_inserted(name):
+            return self.origin(self.instruction(name))
+        largest = max(collective.operands, key=lambda operand: operand.bytes)
+        return self.origin(self.values.value(largest).instruction)
 
     def _shapes(self, name: str) -> tuple[str, ...]:
         """What a collective is given on a device."""
@@ -218,7 +230,7 @@ class Exposures(Origins):
         name = max(names, key=waited.__getitem__)
         events = [event for one in names for event in self.transfers[one]]
         longest = max(self.waits[name], key=lambda n: self.order[n].seconds, default=None)
-        op_name, lines = self.origin(self.instruction(name))
+        op_name, lines = self.origin_of(name)
         inserted = self.is_inserted(name)
         covered = self._computed_beside(events)
         independent = max((self._independent(self.homes[x][1]) for x in waiting), default=0.0)
@@ -257,7 +269,7 @@ class Exposures(Origins):
         """The different places that collectives come from, in their order."""
         found: dict[str, None] = {}
         for name in names:
-            op_name, lines = self.origin(self.instruction(name))
+            op_name, lines = self.origin_of(name)
             chain = chain_text(shown(self.sources.chain(lines)), own_line(lines))
             found[", in ".join(filter(None, (chain, "/".join(scopes_of(op_name)))))] = None
         return tuple(found)
