@@ -42,6 +42,7 @@ examples:
   jaxpar explain model:make_step --target v5p:4x4x4 --mesh fsdp=16,tp=4 --html step.html
   jaxpar explain model:make_step --json before.json
   jaxpar explain model:make_step --against before.json      # after an edit
+  jaxpar explain model:make_step --own maxtext              # a framework's lines, too
   jaxpar explain model:make_step --target v5e:2x4 --measured profile    # of a real run
 Compiled programs are kept in the user's folder for caches: --no-cache compiles anew.
 """
@@ -73,6 +74,14 @@ def add_parser(commands: Any) -> None:
     )
     add("--tries", type=int, default=8, help="edits that are compiled (default: %(default)s)")
     add("--findings", type=int, default=10, help="findings that are shown (default: %(default)s)")
+    add(
+        "--own",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="an installed package whose lines are the program's own, such as maxtext or flax: "
+        "findings name lines of it; can be given again",
+    )
     add("--no-cache", action="store_true", help="compile what has been compiled before, too")
     add(
         "--measured",
@@ -179,6 +188,7 @@ def _explain(
         "request": asdict(request),
         "tries": args.tries,
         "findings": args.findings,
+        "own": args.own,
         "cache": not args.no_cache,
         "measured": args.measured,
     }

@@ -12,6 +12,7 @@ from jaxpar.tools.cli.predict_programs import PlannedProgram, programs, requeste
 from jaxpar.tools.cli.predict_results import Failure, Prediction, Request, request_from
 from jaxpar.tools.cli.predict_worker import Record, facts_of, target_of, where
 from jaxpar.tools.cli.workers import answer
+from jaxpar.tools.explain.explain import require_known
 from jaxpar.tools.program.cache import default_folder
 
 
@@ -64,6 +65,7 @@ def _explained(
         compiled,
         tries=task["tries"],
         findings=task["findings"],
+        own=_own(task["own"], compiled),
         measured=_measured(task["measured"], compiled),
         progress=lambda edit: said.put({"trying": f"trying: {edit}"}),
     )
@@ -88,6 +90,14 @@ def _measured(folder: str | None, compiled: CompiledProgram) -> Timeline | None:
     except ValueError as reason:
         said = str(reason).removeprefix("read_trace: ")
         raise UsageError(f"--measured {folder}: {said}") from None
+
+
+def _own(packages: list[str], compiled: CompiledProgram) -> list[str]:
+    try:
+        require_known(compiled, packages)
+    except ValueError as reason:
+        raise UsageError(f"--own {str(reason).partition('own=')[2]}") from None
+    return packages
 
 
 if __name__ == "__main__":
