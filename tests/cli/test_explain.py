@@ -218,7 +218,8 @@ def test_the_worker_says_what_it_tries(model):
     parser = _Parser()
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
-    task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "cache": False}
-    task["measured"] = None
-    kinds = [next(iter(record)) for record in serve(json.loads(json.dumps(task)))]
+    task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "measured": None}
+    said = []
+    serve(json.loads(json.dumps(task)), said.append)
+    kinds = [next(iter(record)) for record in said]
     assert kinds == ["facts", "begin", "trying", "prediction", "explained"]

@@ -15,6 +15,7 @@ from jaxpar.tools.cli.predict_command import FIGURES, parse_requests
 from jaxpar.tools.cli.predict_results import Failure, Request, TargetResults, Tick
 from jaxpar.tools.cli.predict_views import write_picture, write_trace
 from jaxpar.tools.cli.shared_options import (
+    add_cache,
     add_command,
     add_compiler_options,
     add_function_arguments,
@@ -73,7 +74,7 @@ def add_parser(commands: Any) -> None:
     )
     add("--tries", type=int, default=8, help="edits that are compiled (default: %(default)s)")
     add("--findings", type=int, default=10, help="findings that are shown (default: %(default)s)")
-    add("--no-cache", action="store_true", help="compile what has been compiled before, too")
+    add_cache(add)
     add(
         "--measured",
         metavar="FOLDER",
@@ -179,7 +180,6 @@ def _explain(
         "request": asdict(request),
         "tries": args.tries,
         "findings": args.findings,
-        "cache": not args.no_cache,
         "measured": args.measured,
     }
     environment = {} if request.target == HERE else COMPILING

@@ -150,7 +150,8 @@ def _run(args: argparse.Namespace) -> int:
         if getattr(args, option) < 1:
             raise UsageError(f"--{option} {getattr(args, option)} is not positive")
     modes = parse_names("--modes", args.tried, NAMED) if args.tried else list(NAMED)
-    requests = parse_requests(argparse.Namespace(**vars(args) | {"target": args.target or HERE}))
+    asked = vars(args) | {"target": args.target or HERE, "no_cache": True}
+    requests = parse_requests(argparse.Namespace(**asked))
     if len(requests) > 1:
         raise UsageError(f"--target {args.target} names several; tune for one after the other")
     with progress("auto", None) as tick:
