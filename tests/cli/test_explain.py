@@ -200,7 +200,8 @@ def test_a_program_that_fails_is_told_in_one_line(model, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tries", "-1"], "--tries -1 must be at least 0"),
+        (["--tries=-1"], "--tries -1 must be a number of edits, at least 0, or minutes as in '10m"),
+        (["--tries", "10h"], "--tries 10h must be a number of edits, at least 0, or minutes as in"),
         (["--findings", "0"], "--findings 0 must be at least 1"),
         (["--target", "v5e:2x2,v5e:2x4"], "--target v5e:2x2,v5e:2x4 names several; explain takes "),
         (["--measured", "none"], "--measured none is not there; name a folder that jax.profiler."),
@@ -246,7 +247,8 @@ def test_the_worker_says_what_it_tries(model):
     parser = _Parser()
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
-    task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "cache": False}
-    task["measured"] = None
-    kinds = [next(iter(record)) for record in serve(json.loads(json.dumps(task)))]
+    task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "measured": None}
+    said = []
+    serve(json.loads(json.dumps(task)), said.append)
+    kinds = [next(iter(record)) for record in said]
     assert kinds == ["facts", "begin", "trying", "prediction", "explained"]

@@ -33,6 +33,7 @@ REQUEST = Request(
     bare=False,
     compiler_options={},
     figures="book",
+    cache=False,
 )
 
 

@@ -196,7 +196,7 @@ def test_arguments_of_the_same_names():
 def test_arguments_that_change_together_are_tried_once():
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=P("tp"))
     program = compile_for(lambda v, w: v + w, target("v5e:2x2", "tp=4"), x, x)
-    edits = {edit.text for edit in Edits(program).specs(["w", "v"], ["tp"])}
+    edits = {edit.text for edit in Edits(program).shardings(["w", "v"], ["tp"])}
     assert edits == {
         f"shard {names} by P(None, 'tp') in place of P('tp')" for names in ("v, w", "v", "w")
     }
@@ -408,8 +408,11 @@ def test_wrong_calls():
     with pytest.raises(TypeError, match="explain: program must be what compile_for returns"):
         explain("step")
     program = gather_matmul(4096)
-    with pytest.raises(ValueError, match="explain: tries=-1 and findings=10 must not be negative"):
-        explain(program, tries=-1)
+    for tries in (-1, 1.5, "ten", "10 hours", "-1min", None):
+        with pytest.raises(ValueError, match=f"explain: tries={tries!r} must be a number of edits"):
+            explain(program, tries=tries)
+    with pytest.raises(ValueError, match="explain: findings=-1 must not be negative"):
+        explain(program, findings=-1)
 
 
 def test_programs_that_use_nothing_of_jaxpar():

@@ -29,6 +29,7 @@ from jaxpar.tools.cli.ops import (
 from jaxpar.tools.cli.predict_results import Request
 from jaxpar.tools.cli.shared_options import parse_ops, parse_shapes
 from jaxpar.tools.private_names import gathered_by, jitted_like, jitted_with
+from jaxpar.tools.program.arguments import of_arrays
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ def _of_function(request: Request, target: Target) -> PlannedProgram:
     else:
         function, args = _ask(function, text, target)
     if request.grad:
+        if not hasattr(function, "trace"):
+            function, args = of_arrays(function, args)
         with jax.set_mesh(target.mesh):
             of_floats = jitted_like(function, lambda *args: _floats(function(*args)))
             jitted, _ = jitted_with(of_floats, requested_options(request, target))
@@ -204,7 +207,7 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 # -- abstract arrays as they are written on the command line ---------------------------------------

@@ -259,9 +259,9 @@ class Rules:
             return None
         arguments = self.exposures.arguments(e.name)
         edits = chain(
+            self.edits.mended(arguments, e.axes),
             self.edits.constraints(),
-            self.edits.namesakes(arguments),
-            self.edits.specs(arguments, e.axes),
+            self.edits.shardings(arguments, e.axes),
         )
         return Verdict(
             "resharding",

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import islice
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
-from jaxpar.tools.explain.causes import CAUSES, Cause, Rules
-from jaxpar.tools.explain.edits import Edits
+from jaxpar.tools.explain.causes import CAUSES, Cause, Rules, Verdict
+from jaxpar.tools.explain.edits import Edit, Edits
 from jaxpar.tools.explain.explained import WORTH, record_of, text_of
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead, overheads
-from jaxpar.tools.explain.trials import Trials, TriedEdit
+from jaxpar.tools.explain.trials import Budget, Trials, TriedEdit
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.flops import device_flops
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
@@ -41,8 +41,9 @@ class Finding:
       why: the evidence.
       edit: what to change.
       tried: what edits bring that could be tried by themselves, the fastest first.
-      gain: seconds that the step is faster with the edit, by the model; 0 if none was tried, or
-        gains anything.
+      gain: seconds that the step is faster with the edit, by the model; 0 if it was not tried, or
+        gains nothing.
+      is_tried: whether edits for this cause were tried: else nothing is known of the gain.
       left: how many edits could have been tried, had `tries` been more.
 
     Example:
@@ -60,6 +61,7 @@ class Finding:
     edit: str
     tried: tuple[TriedEdit, ...]
     gain: float
+    is_tried: bool
     left: int
 
     @property
@@ -128,7 +130,7 @@ class Explanation:
 def explain(
     program: Any,
     *,
-    tries: int = 8,
+    tries: int | str = 8,
     findings: int = 10,
     measured: Timeline | None = None,
     assumed: Assumptions | None = None,
@@ -147,7 +149,9 @@ def explain(
 
     Args:
       program: from `compile_for`. It need not use anything else of jaxpar.
-      tries: how many edits may be compiled; 0: none, which leaves out causes that need one.
+      tries: how many edits may be compiled, or for how long, as in `"10min"`: none is begun later.
+        Those that can gain most go first: the seconds of all findings that one may mend. 0: none,
+        which leaves out causes that need one.
       findings: how many findings there may be.
       measured: from `read_trace` of this program: then findings, shares and times are those of the
         measurement. What an edit gains stays a prediction: of the step with it and of the step
@@ -162,11 +166,13 @@ def explain(
       An `Explanation`; `print` shows it. Without findings no transfer is to blame.
 
     Raises:
-      ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number; a
-        `measured` that was not, or is of another function; a package in `own` that is not there.
+      ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number, or
+        `tries` that are neither a number nor minutes; a `measured` that was not, or is of another
+        function; a package in `own` that is not there.
       TypeError: what is no `CompiledProgram`; names in `own` that are no sequence.
 
-    Cost: an edit takes as long as the program took to compile.
+    Cost: an edit takes as long as the program took to compile. With the `cache` of `compile_for`,
+    one that was tried before takes no compiling: the next call with as many minutes tries others.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -182,20 +188,24 @@ def explain(
     """
     if not isinstance(program, CompiledProgram):
         raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
-    if tries < 0 or findings < 0:
-        raise value_error(f"tries={tries} and findings={findings} must not be negative")
+    try:
+        budget = Budget.of(tries)
+    except ValueError as wanted:
+        raise value_error(f"tries={tries!r} must be {wanted}") from None
+    if findings < 0:
+        raise value_error(f"findings={findings} must not be negative")
     if measured is not None and measured.estimate != "measured":
         raise value_error("measured must be from read_trace, got a timeline that was predicted")
     if measured is not None:
         _require_same(program, measured)
     require_known(program, own)
     with counted_as_own(own):
-        return _explained(program, tries, findings, measured, assumed, progress)
+        return _explained(program, budget, findings, measured, assumed, progress)
 
 
 def _explained(
     program: CompiledProgram,
-    tries: int,
+    budget: Budget,
     findings: int,
     measured: Timeline | None,
     assumed: Assumptions | None,
@@ -209,21 +219,19 @@ def _explained(
     exposures = Exposures(program, played)
     # A program that was not made by `compile_for` cannot be compiled again.
     can_try = program.function is not None and predicted is not None
-    trials = Trials(assumed, tries if can_try else None, progress)
     compared = exposures
     if predicted is not None and predicted is not played:
         compared = Exposures(program, predicted)
     before = Before(compared)
-    rules = Rules(exposures, Edits(program))
-    costs = overheads(exposures)
-    exposed = [e for e in exposures.found() if e.seconds >= LEAST * played.total]
-    found = [_finding(e, rules, trials, played, before) for e in islice(exposed, findings)]
+    rules, costs = Rules(exposures, Edits(program)), overheads(exposures)
+    waits = [e for e in exposures.found() if e.seconds >= LEAST * played.total][:findings]
     copies = [o for o in costs if o.in_loop and o.kind == "copies"]
-    found += [
-        _finding(copy, rules, trials, played, before)
-        for copy in copies
-        if copy.seconds >= LEAST * played.total
-    ]
+    copies = [o for o in copies if o.seconds >= LEAST * played.total]
+    worth = WORTH * played.total if can_try else inf
+    ruled = [_ruled(of, rules, of.seconds >= worth) for of in (*waits, *copies)]
+    trials = Trials(assumed, progress)
+    trials.run(((one.of.seconds, one.edits) for one in ruled), budget)
+    found = [_finding(one, trials, before) for one in ruled]
     flops = device_flops(program.jaxpr, program.target.mesh.size)
     floor = program_floor(program, played, exposures.chip)
     require_possible(program, played, floor)
@@ -286,22 +294,55 @@ class Before:
         return {name: one for one in self._exposures.all() for name in one.names}
 
 
-def _finding(
-    of: ExposedCollective | Overhead, rules: Rules, trials: Trials, played: Timeline, before: Before
-) -> Finding:
-    """The first verdict that holds; one that is not sure needs an edit that makes it so."""
-    left, slower = 0, list[TriedEdit]()
-    is_worth = of.seconds >= WORTH * played.total
+class _Ruled(NamedTuple):
+    """What costs time, what rules say of it up to the first that is sure, and their edits."""
+
+    of: ExposedCollective | Overhead
+    verdicts: list[Verdict]
+    edits: list[list[Edit]]
+
+
+def _ruled(of: ExposedCollective | Overhead, rules: Rules, is_worth: bool) -> _Ruled:
+    verdicts: list[Verdict] = []
     for verdict in rules.of(of):
-        tried, skipped = trials.all(verdict.edits) if is_worth else ((), 0)
-        left += skipped
+        verdicts.append(verdict)
+        if verdict.is_sure:
+            break
+    # Edits of two arguments that change together are the same.
+    edits = [
+        list({edit.text: edit for edit in verdict.edits}.values()) if is_worth else []
+        for verdict in verdicts
+    ]
+    return _Ruled(of, verdicts, edits)
+
+
+def _finding(ruled: _Ruled, trials: Trials, before: Before) -> Finding:
+    """The first verdict that holds; one that is not sure needs an edit that makes it so.
+
+    Or one that was not tried, for want of tries, and that mends what is at odds as it stands.
+    """
+    of, left, slower = ruled.of, 0, list[TriedEdit]()
+    for verdict, edits in zip(ruled.verdicts, ruled.edits, strict=True):
+        tried = trials.of(edits)
+        untried = [edit for edit in edits if edit.text not in trials.done]
+        left += len(untried)
         slower += [one for one in tried if one.seconds > FASTER * before.total]
         faster = [one for one in tried if one not in slower]
         if not verdict.is_sure and isinstance(of, ExposedCollective):
             faster = [one for one in faster if one.removes(before.exposed.get(of.name, of))]
-        if verdict.is_sure or faster:
-            gain = before.total - faster[0].seconds if faster else 0.0
-            edit = faster[0].edit if faster else verdict.edit
-            found = (*faster, *slower)
-            return Finding(of, verdict.cause, verdict.why, edit, found, gain, left)
+        mends = [edit for edit in untried if edit.disagrees]
+        known = max(mends, key=lambda edit: trials.gains[edit.text], default=None)
+        if not (verdict.is_sure or faster or known):
+            continue
+        best = next((edit for edit in edits if faster and edit.text == faster[0].edit), known)
+        return Finding(
+            of=of,
+            cause=verdict.cause,
+            why="; ".join(filter(None, (verdict.why, best and best.disagrees))),
+            edit=best.text if best else verdict.edit,
+            tried=(*faster, *slower),
+            gain=before.total - faster[0].seconds if faster else 0.0,
+            is_tried=bool(faster) or (best is None and bool(tried)),
+            left=left,
+        )
     raise AssertionError("the last rule holds without a trial")

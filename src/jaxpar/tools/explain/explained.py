@@ -76,7 +76,7 @@ def _of_finding(finding: Finding) -> dict[str, Any]:
         "cause": finding.cause,
         "why": finding.why,
         "edit": finding.edit,
-        "gain": finding.gain,
+        "gain": finding.gain if finding.is_tried else None,
         "left": finding.left,
         "of": of,
         "tried": [
@@ -252,14 +252,15 @@ def gain(record: Record, finding: Record) -> str:
         before = record["predicted"]
         if before is None:
             return "cannot be told: nothing is predicted for this chip"
-    if not finding["tried"]:
+    if finding["gain"] is None:
         return f"not tried: {_why_not(record, finding)}"
     total = before["seconds"]
     best = min(finding["tried"], key=lambda one: one["seconds"])
     predicted = f" in place of {us(total)}, both predicted" if before is not record else ""
     if not finding["gain"]:
         more = f", the best of {len(finding['tried'])}" if len(finding["tried"]) > 1 else ""
-        return f"none; tried{more}: {best['edit']}: {us(best['seconds'])}{predicted}"
+        text = f"none; tried{more}: {best['edit']}: {us(best['seconds'])}{predicted}"
+        return text + (f"; {_more_tries(finding)}" if finding["left"] else "")
     less = f"{_share(finding['gain'], total)} less"
     return f"the step then takes {us(best['seconds'])}{predicted}, {less}"
 
@@ -268,9 +269,14 @@ def _why_not(record: Record, finding: Record) -> str:
     """Why no edit of a finding was tried."""
     if finding["of"]["seconds"] < WORTH * record["seconds"]:
         return "less than a percent of the step is not worth compiling for"
-    if left := finding["left"]:
-        return f"{left} edit{'s' * (left != 1)} would take more tries"
+    if finding["left"]:
+        return _more_tries(finding)
     return "it cannot be by itself"
+
+
+def _more_tries(finding: Record) -> str:
+    left = finding["left"]
+    return f"{left} edit{'s' * (left != 1)} would take more tries"
 
 
 def verdict(record: Record) -> list[str]:

@@ -62,15 +62,18 @@ class _Question:
         results: list[str | None] = []
 
         def whole(params: Any, *args: Any) -> Any:
-            found = step(params, *args)
+            found = step(_filled(layout, params), *args)
             leaves, tree = arrays_of(found, "the step's result")
             results.clear()
             flat: list[Any] = []
             for leaf, x in zip(leaves, jax.tree.leaves(found), strict=True):
-                shaped = leaf and Shaped(leaf[0], jnp.shape(x), jnp.result_type(x))
-                like = shaped and array_like(layout, shaped)
-                results.append(parameter_of(layout, leaf[0]) if leaf and like else None)
-                like = (shaped and self.of_state(shaped)) or like
+                if leaf is None:  # no array, which a program cannot return
+                    flat.append(None)
+                    continue
+                shaped = Shaped(leaf[0], jnp.shape(x), jnp.result_type(x))
+                like = array_like(layout, shaped)
+                results.append(parameter_of(layout, leaf[0]) if like else None)
+                like = self.of_state(shaped) or like
                 # What is like a weight comes back as it went in: as a training step has it.
                 flat.append(jax.lax.with_sharding_constraint(x, like.sharding) if like else x)
             return jax.tree.unflatten(tree, flat)
@@ -113,7 +116,9 @@ class _Question:
         given = self.given(layout)
         options = options_of(self.target) if self.options is None else self.options
         with jax.set_mesh(self.target.mesh), compiled_with(options):
-            seen = Dimensions(lambda params, args: step(params, *args), layout.shapes, given)
+            seen = Dimensions.of(
+                lambda params, args: step(_filled(layout, params), *args), layout.shapes, given
+            )
 
         def exposed() -> dict[str, float]:
             found: dict[str, float] = defaultdict(float)
@@ -127,9 +132,10 @@ class _Question:
 
     def plain(self, layout: Layout) -> Iterator[tuple[str, float]]:
         """The seconds of plain maps of the same arrays, if the step compiles with them."""
-        for name, rules in others(layout.shapes, layout.mesh, None):
+        params = _filled(layout, layout.shapes)
+        for name, rules in others(params, layout.mesh, None):
             try:
-                program, played, _ = self.play(rules.layout(layout.shapes, layout.mesh))
+                program, played, _ = self.play(rules.layout(params, layout.mesh))
             except ValueError:  # rows of the batch, say, that all devices do not divide
                 continue
             chip = self.target.chip
@@ -207,6 +213,11 @@ def _tried(asked: _Question, first: _Played, tries: int) -> tuple[TriedRule, ...
         if exchange.is_faster:
             kept.append(_Played(other, replayed.total, costs))
     return tuple(exchanges)
+
+
+def _filled(layout: Layout, arrays: Any) -> Any:
+    """Arrays of a layout's paths with its other leaves, such as functions, in their places."""
+    return layout.filled(dict(filter(None, arrays_of(arrays)[0])))
 
 
 def _laid(arg: Any, layout: Layout, number: int) -> Any:
