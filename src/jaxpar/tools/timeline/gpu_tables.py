@@ -20,8 +20,6 @@ from math import exp, inf, log, prod
 from pathlib import Path
 from typing import Any
 
-from jaxpar.tools.private_names import Chip, chip_of
-
 # Whose matmuls and whose collectives a GPU takes, by the beginning of what JAX calls it.
 _TABLES = {
     "NVIDIA A100": ("sm_90", "sm_90"),
@@ -38,7 +36,6 @@ _MEASURED_ON = {
     "sm_100_GB200": "NVIDIA GB200",
     "sm_103": "NVIDIA GB300",
 }
-_MOST = 2.0  # times slower links: beyond that they are of another kind, with other latencies
 _HEAD = b"# proto-message: xla.GemmPerfTable"
 _SHAPE = re.compile(r"entries \{\s+b: (\d+)\s+m: (\d+)\s+n: (\d+)\s+k: (\d+)((?:\s+flops \{.*\})+)")
 _RATE = re.compile(r'key: "([^"]+)" value: (\d+)')
@@ -76,10 +73,16 @@ class GpuTables:
         return _between(table, (max(whole, *min(table, default=(0,))),))
 
     def slower(self, matmuls: float, collectives: float) -> "GpuTables":
-        """The same of a GPU that multiplies, and sends, so many times more slowly."""
+        """The same of a GPU that multiplies, and sends, so many times more slowly.
+
+        Links that are many times slower are of another kind, with other latencies: of them nothing
+        is known.
+        """
         return GpuTables(
             {key: _times(table, matmuls) for key, table in self.matmuls.items()},
-            {key: _times(table, collectives) for key, table in self.collectives.items()},
+            {key: _times(table, collectives) for key, table in self.collectives.items()}
+            if collectives <= 2
+            else {},
         )
 
 
@@ -112,11 +115,20 @@ def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:
     return [(low, 1 - share), (high, share)]
 
 
+def measured_on(kind: str) -> tuple[str, str] | None:
+    """The GPUs on which the matmuls and the collectives were measured that a kind of GPU takes."""
+    keys = _keys(kind)
+    return None if keys is None else (_MEASURED_ON[keys[0]], _MEASURED_ON[keys[1]])
+
+
+def _keys(kind: str) -> tuple[str, str] | None:
+    return next((keys for known, keys in _TABLES.items() if kind.startswith(known)), None)
+
+
 @cache
-def tables_of(plugin: str, chip: Chip) -> GpuTables | None:
-    """The tables that an installed plugin has for a GPU, None where it has none."""
-    keys = next((keys for kind, keys in _TABLES.items() if chip.kind.startswith(kind)), None)
-    spec = importlib.util.find_spec(plugin)
+def tables_of(plugin: str, kind: str) -> GpuTables | None:
+    """The tables that an installed plugin has for a kind of GPU, None where it has none."""
+    keys, spec = _keys(kind), importlib.util.find_spec(plugin)
     if keys is None or spec is None or not spec.submodule_search_locations:
         return None
     folder = Path(next(iter(spec.submodule_search_locations)))
@@ -125,12 +137,6 @@ def tables_of(plugin: str, chip: Chip) -> GpuTables | None:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
         found = GpuTables(_matmuls(data, keys[0]), _collectives(data, keys[1]))
-    multiplying, sending = (chip_of(_MEASURED_ON[key]) for key in keys)
-    assert multiplying is not None
-    assert sending is not None
-    if sending.link > _MOST * chip.link:
-        found = GpuTables(found.matmuls, {})
-    found = found.slower(multiplying.flops / chip.flops, sending.link / chip.link)
     return found if found.matmuls or found.collectives else None
 
 

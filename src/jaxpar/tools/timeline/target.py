@@ -27,7 +27,7 @@ from jaxpar.tools.private_names import (
     value_error,
 )
 from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
-from jaxpar.tools.timeline.gpu_tables import GpuTables, tables_of
+from jaxpar.tools.timeline.gpu_tables import GpuTables, measured_on, tables_of
 
 HERE = "here"  # in place of a chip and its layout: the devices at hand
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -82,13 +82,27 @@ def _with_measured_links(chip: Chip) -> Chip:
 
 
 def measured_of(chip: Chip) -> GpuTables | None:
-    """What was measured of a GPU with its published figures; of one with other figures nothing."""
+    """What was measured of a GPU with its published figures; of one with other figures nothing.
+
+    A GPU without a table takes those of another one, by the ratio of their peaks and their links.
+    """
     plugin = find_plugin()
     known = chip_of(chip.kind)
     if chip.torus or plugin is None or known is None:
         return None
     as_known = replace(chip, network=known.network, start=known.start) == known
-    return tables_of(plugin, known) if as_known else None
+    return _as_fast_as(known, plugin) if as_known else None
+
+
+@cache
+def _as_fast_as(chip: Chip, plugin: str) -> GpuTables | None:
+    names, tables = measured_on(chip.kind), tables_of(plugin, chip.kind)
+    if names is None or tables is None:
+        return None
+    multiplying, sending = map(chip_of, names)
+    assert multiplying is not None
+    assert sending is not None
+    return tables.slower(multiplying.flops / chip.flops, sending.link / chip.link)
 
 
 def figures_of(target: Target, chip: Chip | None = None) -> Chip:
