@@ -248,6 +248,7 @@ def test_the_worker_says_what_it_tries(model):
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
     task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "measured": None}
+    task["own"] = []
     said = []
     serve(json.loads(json.dumps(task)), said.append)
     kinds = [next(iter(record)) for record in said]

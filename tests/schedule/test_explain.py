@@ -250,11 +250,11 @@ def test_a_start_that_overlaps_and_one_with_its_done_at_once():
     specs = (P("tp"), P("tp"), P(), P(None, "tp"))
     step = jax.shard_map(local, in_specs=specs, out_specs=(P(None, "tp"), P("tp")))
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P("tp"))
-    v = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16, sharding=P())
+    v = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P())
     w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P(None, "tp"))
     program = started(compile_for(step, target("tpu7x:2x2x1", "tp=-1"), x, x, v, w))
     (finding, *_) = explain(program, tries=0).findings
-    assert finding.of.covered > 0
+    assert finding.of.covered > 0.1 * finding.of.transfer
     assert finding.cause != "start alone"
 
 

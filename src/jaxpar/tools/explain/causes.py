@@ -133,7 +133,7 @@ class Rules:
                 )
         edits = chain(self.edits.modes(), self.edits.forms(e.line))
         if e.inserted:
-            edits = self.edits.specs(self.exposures.arguments(e.name), e.axes)
+            edits = self.edits.shardings(self.exposures.arguments(e.name), e.axes)
         return Verdict(
             "in disguise",
             f"it is a {disguise.really} in disguise: {does}: twice the bytes of a "
