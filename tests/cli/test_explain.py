@@ -36,6 +36,19 @@ def make_small(mesh):
 
 def is_broken(mesh):
     raise RuntimeError("</script> no luck")
+
+import threading
+settings = threading.local()  # as frameworks keep theirs
+
+def make_with_settings(mesh):
+    step, shapes = make_small(mesh)
+    settings.mode = "training"
+
+    def with_others(state, name, mask):
+        assert (settings.mode, name, mask, state["act"]) == ("training", "step", None, jnp.sin)
+        return step(*state["x"]), name
+
+    return with_others, ({"x": shapes, "act": jnp.sin}, "step", None)
 """
 LINE = 7  # of the product, in MODEL
 RUN = """
@@ -127,6 +140,15 @@ def test_lines_of_a_framework(model, capsys):
     _, said = capsys.readouterr()
     assert "--own 'toyplayers' is no package that is installed" in said
     assert "toylayers" in said
+
+
+def test_a_step_with_leaves_that_are_no_arrays_and_settings_of_its_thread(model, capsys):
+    for asked in (["explain", "--tries", "1"], ["predict", "--grad"], ["predict"]):
+        name, *options = asked
+        found = main([name, "slow:make_with_settings", "--target", "v5e:2x2", *options])
+        printed, said = capsys.readouterr()
+        assert (found, "error" in said) == (0, False), said
+        assert "v5e:2x2" in printed
 
 
 def test_of_a_measured_run(model, capsys, monkeypatch):

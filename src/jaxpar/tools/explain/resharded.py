@@ -89,7 +89,7 @@ class Reshardings:
         yield from map(self._resharded, sorted(found, key=odds.__getitem__))
 
     def _resharded(self, candidate: RuleCandidate) -> Resharded:
-        own = candidate.arrays(self._layout)
+        own = self._with_state(candidate.arrays(self._layout))
         new = PartitionSpec(
             *(names[0] if len(names) == 1 else names or None for names in candidate.axes)
         )
@@ -99,6 +99,21 @@ class Reshardings:
         text = f"shard {self.arguments.listed(specs)} by {spec_text(new)} in place of {before}"
         axes = frozenset[str]().union(*changed)
         return Resharded(specs, text, axes, candidate.disagrees)
+
+    def _with_state(self, own: Sequence[ArrayLayout]) -> list[ArrayLayout]:
+        """Arrays, and those that go with them and lie as they do."""
+        known = {self._members.seen.classes[array.path] for array in own}
+        paths = {array.path for array in own}
+        return [
+            array
+            for path, array in self._layout.items()
+            if path in paths
+            or (
+                path in self._members.following
+                and self._members.seen.classes[path] in known
+                and array.axes == own[0].axes
+            )
+        ]
 
     def _groups(self, of: str) -> list[tuple[str, ...]]:
         """Rules of one spec, or of one shape and spec, that are several."""

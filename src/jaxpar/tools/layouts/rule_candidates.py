@@ -125,7 +125,8 @@ class Members:
     """Which dimensions of rules and data are of one class, and over which axes they lie.
 
     Dimensions of one class agree on an axis if all of them are sharded over it or none. Axes of the
-    batch do not count: weights are gathered over them.
+    batch do not count: weights are gathered over them. Nor do arrays that go with a weight without
+    being multiplied themselves, as an optimizer's state does.
     """
 
     def __init__(self, layout: Layout, seen: Dimensions, data: Sequence[Data]) -> None:
@@ -136,6 +137,12 @@ class Members:
                 sharding = getattr(x, "sharding", None)
                 axes = axes_by_dim(sharding.spec if sharding else (), len(classes))
                 self.of_data += zip(classes, map(frozenset, axes), strict=True)
+        multiplied = {seen.classes[path] for path in seen.flow.multiplied}
+        self.following = {
+            path
+            for path in layout
+            if path not in seen.flow.multiplied and seen.classes[path] in multiplied
+        }
         batch = layout.rules.batch
         self.gathered = (
             frozenset(batch.mesh_axes)
@@ -149,6 +156,8 @@ class Members:
         for number, (one, axes) in enumerate(self.of_data):
             found[one][number] = axes - self.gathered
         for path, array in layout.items():
+            if path in self.following:
+                continue
             for dim, (one, axes) in enumerate(
                 zip(self.seen.classes[path], array.axes, strict=True)
             ):
