@@ -289,7 +289,7 @@ def read(text: str, kernels: Kernels | None = None) -> Module:
 
     Args:
       text: of the compiled program.
-      kernels: FLOPs of kernels that say nothing in the text, see `kernel_flops`.
+      kernels: what Pallas kernels compute, see `kernels_in`.
 
     Raises:
       ValueError: text that is not HLO.
@@ -326,7 +326,7 @@ def _operation(
       operands: what its operands are.
       schedule: gives what a computation is that it runs.
       partitions: over how many devices the program runs.
-      kernels: FLOPs of kernels.
+      kernels: what Pallas kernels compute.
     """
     work = work_of(i, kernels)
     known = (i.name, i.op_name, operands, work)
