@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from math import isqrt, prod
 
 from jaxpar.tools.program.hlo import Array, Computation, Instruction, integers
+from jaxpar.tools.program.kernels import Kernel
 
 Shapes = tuple[tuple[int, ...], ...]
-Kernels = Mapping[tuple[Shapes, Shapes], float]  # FLOPs by the shapes of operands and results
+Kernels = Mapping[tuple[Shapes, Shapes], Kernel]  # by the shapes of operands and results
 
 _FREE = {
     *("add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element"),
@@ -26,6 +27,7 @@ _OUT_OF_ORDER = {
     *("select-and-scatter", "triangular-solve", "cholesky"),
 }
 _VMEM = 1  # as HLO numbers memories
+_NARROWED = 2.0  # bytes of a number whose products a kernel's FLOPs are counted in
 _COLLECTIVES = {
     *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
     *("ragged-all-to-all", "reduce-scatter"),
@@ -59,6 +61,7 @@ class Demand:
     is_matmul: bool = False  # also where the FLOPs are known to the compiler alone
     is_streamed: bool = True  # elements are taken in the order in which they lie
     is_unknown: bool = False  # of a kernel that nobody says anything of: its bytes at least
+    on_vectors: float = 0.0  # numbers that a kernel's vector operations result in
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Message:
 def work_of(i: Instruction, kernels: Kernels) -> Demand:
     """What an instruction computes: its matrix products, and the bytes of operands and result.
 
-    A kernel computes what its own estimate says, or else what its traced program does.
+    A kernel multiplies what its own estimate says, or else what its traced program does.
     """
     if is_free(i) or i.opcode in ("while", "conditional", "call"):
         return Demand()  # what these run is of schedules of their own
@@ -87,15 +90,19 @@ def work_of(i: Instruction, kernels: Kernels) -> Demand:
     matmuls = [matmul for matmul in products if matmul is not None]
     if len(matmuls) < len(products):
         matmuls = []  # what is known of some says nothing of all
+    kernel = kernels.get((_shapes(i.operands), _shapes([i])))
+    on_vectors = kernel.numbers if kernel else 0.0
     if flops := _estimated_flops(i):
         moved = int(i.number("bytes_accessed") or 0)
-        return Demand(i.cycles, (_kernel(i, flops),), moved, is_matmul=is_matmul)
+        products = (_kernel(i, flops),)
+        return Demand(i.cycles, products, moved, is_matmul=is_matmul, on_vectors=on_vectors)
     moved = _moved(i)
     if i.opcode == "custom-call" and i.target not in _GEMMS and i.cycles is None:
-        shapes = (_shapes(i.operands), _shapes([i]))
-        flops = kernels.get(shapes)
-        products = (_kernel(i, flops),) if flops else ()
-        return Demand(None, products, *moved, is_matmul=bool(flops), is_unknown=flops is None)
+        products = (Matmul(kernel.flops, _NARROWED),) if kernel and kernel.flops else ()
+        is_matmul, is_unknown = bool(products), kernel is None
+        return Demand(
+            None, products, *moved, is_matmul, is_unknown=is_unknown, on_vectors=on_vectors
+        )
     is_streamed = not any(x.opcode in _OUT_OF_ORDER for x in everything)
     return Demand(i.cycles, tuple(matmuls), *moved, is_matmul, is_streamed)
 

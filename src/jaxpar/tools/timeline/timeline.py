@@ -66,10 +66,10 @@ class CompiledProgram:
     @cached_property
     def module(self) -> Module:
         """What the operations of the program are, read from its text."""
-        # Who plays a text need not have a traced program: what counts its FLOPs knows more.
-        from jaxpar.tools.program.flops import kernel_flops
+        # Who plays a text need not have a traced program: what counts its kernels knows more.
+        from jaxpar.tools.program.flops import kernels_in
 
-        return read(self.text, None if self.jaxpr is None else kernel_flops(self.jaxpr))
+        return read(self.text, None if self.jaxpr is None else kernels_in(self.jaxpr))
 
 
 @readable
@@ -209,8 +209,9 @@ def timeline(
     The order of instructions, starts and dones is the compiler's. On TPUs a matmul takes the
     compiler's cycles over the clock, and a pass over memory what its bytes take. On GPUs matmuls
     and collectives take what XLA measured, where its CUDA plugin has a table, and else a roofline.
-    A kernel takes the FLOPs and bytes of its own estimate, or those of its traced program; a
-    grouped matmul those of the tiles that two groups share twice. A transfer takes its start, one
+    A kernel takes the FLOPs and bytes of its own estimate, or those of its traced program in the
+    steps of its grid that compute, and on a TPU no less than its vector operations do; a grouped
+    matmul takes those of the tiles that two groups share twice. A transfer takes its start, one
     latency a hop and its bytes over the bandwidth of the links on its way; transfers that share a
     link take turns. A done waits. Transfers take nothing of the memory's bandwidth, and those of a
     SparseCore nothing of what computes: how they contend is not published.
