@@ -79,10 +79,7 @@ def without_numbers(path: str) -> str:
 
 
 class Alike:
-    """Values by path, of paths that differ only in indices, such as those of layers.
-
-    With `in_keys` numbers in keys count, too, such as that of `layer_0`.
-    """
+    """Values by path, of paths that differ only in indices; `in_keys`: or as `layer_0` does."""
 
     def __init__(self, in_keys: bool = False) -> None:
         self._numbers = _NUMBER if in_keys else _INDEX
@@ -104,8 +101,7 @@ class Alike:
 
     def _free_of(self, value: Hashable) -> set[int]:
         """The places of indices that may be any number without a change of the value."""
-        numbers = self._numbers
-        split = [(numbers.split(re.escape(path)), own) for path, own in self._values.items()]
+        split = [(self._numbers.split(re.escape(path)), own) for path, own in self._values.items()]
         free: set[int] = set()
         for place in range(1, len(split[0][0]), 2):
             more = {*free, place}
@@ -161,9 +157,8 @@ def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterato
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf has a shape and a dtype, or is a number."""
-    if isinstance(leaf, type):  # such as np.float32, which has both as descriptors
-        return False
-    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or is_number(leaf)
+    is_shaped = isinstance(getattr(leaf, "shape", None), tuple)  # np.float32 has a descriptor
+    return (is_shaped and hasattr(leaf, "dtype")) or is_number(leaf)
 
 
 def is_number(leaf: Any) -> bool:
