@@ -36,6 +36,7 @@ from jaxpar.layers import (
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.workers import answer, one_line
+from workers import KEPT
 
 LAYERS = 2
 
@@ -199,7 +200,7 @@ def record(case: Case, form: str) -> dict[str, Any]:
     """Compiles a form and plays its schedule."""
     target = describe(case.target, case.mesh)
     step = Step(case, target)
-    program = compile_for(step.build(form), target, *step.arguments())
+    program = compile_for(step.build(form), target, *step.arguments(), cache=KEPT)
     played = timeline(program)
     if path := os.environ.get("TRAINING_STEP_HLO"):
         with open(path, "w") as file:

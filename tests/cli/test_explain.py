@@ -114,6 +114,34 @@ def test_what_it_prints_and_writes(model, capsys):
     assert "better:" not in printed
 
 
+def test_lines_of_a_framework(model, capsys):
+    package = model / "site-packages" / "toylayers"
+    package.mkdir(parents=True)
+    (package / "dense.py").write_text("def dense(x, w):\n    return x @ w\n")
+    installed = "import sys; sys.path.append('site-packages')\nfrom toylayers.dense import dense"
+    (model / "slow.py").write_text(installed + MODEL.replace("x @ w", "dense(x, w)"))
+    command = ["explain", "slow:make", "--target", "v5e:2x2", "--tries", "0"]
+    assert main([*command, "--json", "a.json"]) == 0
+    line = LINE + 1
+    printed, _ = capsys.readouterr()
+    assert f"where: dense.py:2 < slow.py:{line} in step, forward" in printed
+    record = json.loads((model / "a.json").read_text())
+    chain = record["findings"][0]["of"]["chain"]
+    assert [(one["function"].rpartition(".")[2], one["number"]) for one in chain] == [
+        ("dense", 2),
+        ("step", line),
+    ]
+    assert record["findings"][0]["of"]["line"] == chain[1]
+    assert main([*command, "--own", "toylayers", "--own", "flax", "--html", "a.html"]) == 0
+    printed, _ = capsys.readouterr()
+    assert f"where: dense.py:2 in dense < slow.py:{line}, forward" in printed
+    assert "dense.py:2 in dense" in (model / "a.html").read_text()
+    assert main([*command, "--own", "toyplayers"]) == 2
+    _, said = capsys.readouterr()
+    assert "--own 'toyplayers' is no package that is installed" in said
+    assert "toylayers" in said
+
+
 def test_a_step_with_leaves_that_are_no_arrays_and_settings_of_its_thread(model, capsys):
     for asked in (["explain", "--tries", "1"], ["predict", "--grad"], ["predict"]):
         name, *options = asked
@@ -242,6 +270,7 @@ def test_the_worker_says_what_it_tries(model):
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
     task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "measured": None}
+    task["own"] = []
     said = []
     serve(json.loads(json.dumps(task)), said.append)
     kinds = [next(iter(record)) for record in said]

@@ -4,12 +4,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.schedule import compile_for, explain, program_floor, target, timeline
 from jaxpar.tools.explain.explained import at_least
+from jaxpar.tools.program.flops import device_flops, kernels_in
+from jaxpar.tools.timeline.player import ON_VECTORS
 
 TILE, SIZE = 256, 4096
 
@@ -81,3 +85,132 @@ def test_kernels_that_cannot_be_told_apart_are_named():
     assert name.endswith("pallas_call")
     text = str(explain(program))
     assert " ".join(at_least(name).split()[:8]) in " ".join(text.split())
+
+
+# -- steps of a grid that do nothing --------------------------------------------------------------
+
+GRID = (4, 8)
+Q = jax.ShapeDtypeStruct((4 * 128, 256), jnp.bfloat16)
+K = jax.ShapeDtypeStruct((8 * 128, 256), jnp.bfloat16)
+BLOCK = 2 * 128 * 128 * 256
+WHICH = (np.arange(32).reshape(GRID) % 3 == 0).astype(np.int32)  # 11 of 32
+
+
+def scores(q, k):
+    over = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(q[...], k[...], over, preferred_element_type=jnp.float32)
+
+
+def below_diagonal(q, k, out):
+    """Multiplies blocks (i, j) with j <= i alone."""
+
+    @pl.when(pl.program_id(1) <= pl.program_id(0))
+    def multiplied():
+        out[...] = scores(q, k)
+
+
+def as_listed(runs, q, k, out):
+    """Multiplies the blocks that an operand names."""
+
+    @pl.when(runs[pl.program_id(0), pl.program_id(1)] > 0)
+    def multiplied():
+        out[...] = jnp.exp(scores(q, k))
+
+
+def tiled(body, scalars=0):
+    rows, columns = GRID
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=scalars,
+            grid=GRID,
+            in_specs=[
+                pl.BlockSpec((128, 256), lambda i, j, *_: (i, 0)),
+                pl.BlockSpec((128, 256), lambda i, j, *_: (j, 0)),
+            ],
+            out_specs=pl.BlockSpec((128, 128), lambda i, j, *_: (i, j)),
+        ),
+        out_shape=jax.ShapeDtypeStruct((rows * 128, columns * 128), jnp.float32),
+    )
+
+
+def counted(function, *args):
+    """What the one kernel of a function computes, and the FLOPs of the whole function."""
+    jaxpr = jax.jit(function).trace(*args).jaxpr
+    (kernel,) = kernels_in(jaxpr).values()
+    return kernel, device_flops(jaxpr, 1)
+
+
+def test_steps_are_left_out_by_their_place():
+    kernel, flops = counted(tiled(below_diagonal), Q, K)
+    assert kernel.flops == flops == (1 + 2 + 3 + 4) * BLOCK
+
+
+def test_vmap_adds_a_dimension_to_the_grid():
+    batch = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (Q, K)]
+    kernel, _ = counted(jax.vmap(tiled(below_diagonal)), *batch)
+    assert kernel.flops == 3 * 10 * BLOCK
+
+
+def in_a_loop(q, k):
+    def layer(carried, q):
+        return carried, tiled(as_listed, 1)(jnp.asarray(WHICH), q, k).sum()
+
+    return jax.lax.scan(jax.checkpoint(layer), 0, q[None])
+
+
+def by_a_jit(q, k):
+    return tiled(as_listed, 1)(jax.jit(lambda: WHICH)(), q, k)
+
+
+def plainly(q, k):
+    return tiled(as_listed, 1)(WHICH, q, k)
+
+
+@pytest.mark.parametrize("function", [plainly, by_a_jit, in_a_loop])
+def test_steps_are_left_out_by_a_known_operand(function):
+    kernel, flops = counted(function, Q, K)
+    assert kernel.flops == flops == 11 * BLOCK
+    assert kernel.numbers == 11 * 128 * 128  # one exponential each
+
+
+def of_an_argument(q, k, runs):
+    return tiled(as_listed, 1)(runs, q, k)
+
+
+def of_what_a_loop_changes(q, k, runs):
+    def trip(runs, _):
+        return runs + 1, tiled(as_listed, 1)(runs, q, k).sum()
+
+    return jax.lax.scan(trip, jnp.asarray(WHICH), length=2)
+
+
+@pytest.mark.parametrize("function", [of_an_argument, of_what_a_loop_changes])
+def test_all_steps_count_where_data_decide(function):
+    kernel, _ = counted(function, Q, K, jax.ShapeDtypeStruct(GRID, jnp.int32))
+    assert kernel.flops == 32 * BLOCK
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 1), ("int8", 1 / 2), ("float32", 1)])
+def test_eight_bits_are_multiplied_twice_as_fast(dtype, share):
+    args = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (Q, K)]
+    kernel, _ = counted(tiled(below_diagonal), *args)
+    assert kernel.flops == 10 * BLOCK * share
+
+
+# -- vector operations ----------------------------------------------------------------------------
+
+
+def test_vector_operations_take_their_time():
+    """Twenty of a number take longer than its bytes; moves and single numbers take nothing."""
+
+    def body(x, y, out):
+        moved = jnp.broadcast_to(x[:, :1], (TILE, TILE))
+        for _ in range(20):
+            moved = jnp.exp(moved)
+        out[...] = moved.astype(out.dtype)
+
+    program = compiled(partial(kernel, body))
+    numbers = 20 * SIZE**2
+    longest = max(event.seconds for event in timeline(program).events)
+    assert longest == pytest.approx(numbers / (ON_VECTORS * program.target.chip.clock))

@@ -44,6 +44,7 @@ examples:
   jaxpar explain model:make_step --target v5p:4x4x4 --mesh fsdp=16,tp=4 --html step.html
   jaxpar explain model:make_step --json before.json
   jaxpar explain model:make_step --against before.json      # after an edit
+  jaxpar explain model:make_step --own maxtext              # a framework's lines, too
   jaxpar explain model:make_step --tries 20min    # of a program that takes minutes to compile
   jaxpar explain model:make_step --target v5e:2x4 --measured profile    # of a real run
 Compiled programs are kept in the user's folder for caches: --no-cache compiles anew.
@@ -71,7 +72,7 @@ def add_parser(commands: Any) -> None:
     add_compiler_options(add)
     add(
         "--figures",
-        default="book",
+        default="measured",
         help=f"of the links: {' or '.join(FIGURES)}, as for predict (default: %(default)s)",
     )
     add(
@@ -81,6 +82,14 @@ def add_parser(commands: Any) -> None:
         "no time, so that the next call goes on (default: %(default)s)",
     )
     add("--findings", type=int, default=10, help="findings that are shown (default: %(default)s)")
+    add(
+        "--own",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="an installed package whose lines are the program's own, such as maxtext or flax: "
+        "findings name lines of it; can be given again",
+    )
     add_cache(add)
     add(
         "--measured",
@@ -190,6 +199,7 @@ def _explain(
         "request": asdict(request),
         "tries": args.tries,
         "findings": args.findings,
+        "own": args.own,
         "measured": args.measured,
     }
     environment = {} if request.target == HERE else COMPILING

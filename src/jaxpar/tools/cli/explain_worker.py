@@ -10,6 +10,7 @@ from jaxpar.tools.cli.predict_programs import programs
 from jaxpar.tools.cli.predict_results import Failure, Prediction, request_from
 from jaxpar.tools.cli.predict_worker import Record, compiled_program, facts_of, target_of, where
 from jaxpar.tools.cli.workers import answering
+from jaxpar.tools.explain.explain import require_known
 
 
 def serve(task: dict[str, Any], say: Callable[[Record], None]) -> None:
@@ -37,6 +38,7 @@ def _serve(task: dict[str, Any], say: Callable[[Record], None]) -> None:
         compiled,
         tries=task["tries"],
         findings=task["findings"],
+        own=_own(task["own"], compiled),
         measured=_measured(task["measured"], compiled),
         progress=lambda edit: say({"trying": f"trying: {edit}"}),
     )
@@ -61,6 +63,14 @@ def _measured(folder: str | None, compiled: CompiledProgram) -> Timeline | None:
     except ValueError as reason:
         said = str(reason).removeprefix("read_trace: ")
         raise UsageError(f"--measured {folder}: {said}") from None
+
+
+def _own(packages: list[str], compiled: CompiledProgram) -> list[str]:
+    try:
+        require_known(compiled, packages)
+    except ValueError as reason:
+        raise UsageError(f"--own {str(reason).partition('own=')[2]}") from None
+    return packages
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from math import inf
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from jaxpar.tools.explain.trials import Budget, Trials, TriedEdit
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.flops import device_flops
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
+from jaxpar.tools.program.sources import Sources, counted_as_own
 from jaxpar.tools.timeline.floor import Floor, program_floor
 from jaxpar.tools.timeline.limits import require_possible
 from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction, instructions_of
@@ -132,6 +134,7 @@ def explain(
     findings: int = 10,
     measured: Timeline | None = None,
     assumed: Assumptions | None = None,
+    own: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Explanation:
     """Says why a step takes as long as it does, line by line, and which edits make it faster.
@@ -154,6 +157,9 @@ def explain(
         measurement. What an edit gains stays a prediction: of the step with it and of the step
         without.
       assumed: as for `timeline`.
+      own: installed packages whose lines count as the program's own, by the names that are
+        imported, such as `("maxtext",)`. The line of a finding is the innermost of them; without,
+        it is the innermost that is not installed. Its chain shows frameworks either way.
       progress: called with each edit before it is compiled.
 
     Returns:
@@ -162,8 +168,8 @@ def explain(
     Raises:
       ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number, or
         `tries` that are neither a number nor minutes; a `measured` that was not, or is of another
-        function.
-      TypeError: what is no `CompiledProgram`.
+        function; a package in `own` that is not there.
+      TypeError: what is no `CompiledProgram`; names in `own` that are no sequence.
 
     Cost: an edit takes as long as the program took to compile. With the `cache` of `compile_for`,
     one that was tried before takes no compiling: the next call with as many minutes tries others.
@@ -192,6 +198,20 @@ def explain(
         raise value_error("measured must be from read_trace, got a timeline that was predicted")
     if measured is not None:
         _require_same(program, measured)
+    require_known(program, own)
+    with counted_as_own(own):
+        return _explained(program, budget, findings, measured, assumed, progress)
+
+
+def _explained(
+    program: CompiledProgram,
+    budget: Budget,
+    findings: int,
+    measured: Timeline | None,
+    assumed: Assumptions | None,
+    progress: Callable[[str], None] | None,
+) -> Explanation:
+    """What `explain` returns."""
     can_play = measured is None or program.target.chip is not None
     predicted = timeline(program, assumed=assumed) if can_play else None
     played = measured or predicted
@@ -239,6 +259,22 @@ def _require_same(program: CompiledProgram, measured: Timeline) -> None:
             f"measured is a run of {', '.join(sorted(ran))}, not of {', '.join(sorted(own))}; pass "
             "what read_trace(folder, program) returns"
         )
+
+
+def require_known(program: CompiledProgram, own: Sequence[str]) -> None:
+    """Refuses packages that are neither lines of the program nor installed: a slip of the pen."""
+    if isinstance(own, str):
+        raise type_error(f"own={own!r} must be names of packages; pass own=({own!r},)")
+    sources = Sources(program.text) if own else None
+    for package in own:
+        assert sources is not None
+        top = package.partition(".")[0].replace("-", "_")
+        if not sources.has(package) and not (top.isidentifier() and find_spec(top)):
+            there = ", ".join(sources.packages()) or "none"
+            raise value_error(
+                f"own={package!r} is no package that is installed; name one as it is imported. "
+                f"Those that the program has lines of: {there}"
+            )
 
 
 def _functions(ops: Iterable[str]) -> set[str]:

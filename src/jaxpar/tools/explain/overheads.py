@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.hlo import Instruction
-from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of
+from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of, shown
 
 Overheads = Literal["copies", "slices", "layout changes", "recomputation", "HBM-bound matmuls"]
 
@@ -33,12 +33,13 @@ class Overhead:
       seconds: in a step.
       runs: how many instructions ran.
       line: of the user's own; None if the compiler says none.
+      chain: the lines that tell where it is, from the innermost to what calls the user's own.
       scopes: the named scopes around it.
       in_loop: whether it is in the body of a loop.
       what: an instruction of it, and its shape.
 
     Example:
-      >>> Overhead("copies", 2e-6, 8, None, (), True, "copy.1, f32[16]").seconds
+      >>> Overhead("copies", 2e-6, 8, None, (), (), True, "copy.1, f32[16]").seconds
       2e-06
     """
 
@@ -46,6 +47,7 @@ class Overhead:
     seconds: float
     runs: int
     line: Line | None
+    chain: tuple[Line, ...]
     scopes: tuple[str, ...]
     in_loop: bool
     what: str
@@ -65,15 +67,16 @@ def overheads(exposures: Exposures) -> tuple[Overhead, ...]:
             loop = exposures.loop_around(event.name)
             if loop is not None and kind == "copies":  # are of what the loop carries
                 op_name, lines = exposures.origin(exposures.instruction(loop.name))
-            key = kind, own_line(lines), scopes_of(op_name), loop is not None
+            chain = exposures.sources.chain(lines)
+            key = kind, own_line(lines), shown(chain), scopes_of(op_name), loop is not None
             groups[key].append((event.name, event.seconds))
     found: list[Overhead] = []
-    for (kind, line, scopes, in_loop), events in groups.items():
+    for (kind, line, chain, scopes, in_loop), events in groups.items():
         name, _ = max(events, key=lambda event: event[1])
         i = exposures.instruction(name)
         total = sum(seconds for _, seconds in events)
         what = f"{name}, {', '.join(map(str, i.arrays[:1]))}"
-        found.append(Overhead(kind, total, len(events), line, scopes, in_loop, what))
+        found.append(Overhead(kind, total, len(events), line, chain, scopes, in_loop, what))
     return tuple(sorted(found, key=lambda one: one.seconds, reverse=True))
 
 

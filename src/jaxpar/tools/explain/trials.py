@@ -49,7 +49,9 @@ class TriedEdit:
         """Whether most of what was exposed in one place is no more."""
 
         def source(one: ExposedCollective) -> tuple[Any, ...]:
-            return one.line, one.phase, one.axes, one.moved.partition(";")[0]
+            # Of places that are alike another one may be waited for the longest.
+            shape, _, what = one.moved.partition(";")[0].partition(" of each device, ")
+            return one.line, one.phase, one.axes, shape, re.sub(r"\d+", "", what)
 
         left = (one.seconds for one in self.exposed if source(one) == source(exposed))
         return sum(left) < exposed.seconds / 2

@@ -23,8 +23,9 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
 from jaxpar.layout import Layout
-from jaxpar.schedule import CompiledProgram, Target, Timeline, compile_for, timeline
+from jaxpar.schedule import CompiledProgram, Event, Target, Timeline, compile_for, timeline
 from jaxpar.schedule import target as describe
+from jaxpar.tools.explain.charges import Charges
 from jaxpar.tools.layouts.comparison import others
 from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
@@ -40,6 +41,8 @@ from jaxpar.tools.private_names import (
     type_error,
     value_error,
 )
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.target import figures_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,9 @@ class _Question:
                 tree_flatten_with_path(layout.shapes)[0], layout, strict=True
             )
         }
-        return program, played, _costs(Owners(program.text, names, results), played)
+        charges = Charges(program, Links(self.target.mesh, figures_of(self.target)))
+        events = list(charges.of(played.events))
+        return program, played, _costs(Owners(program.text, names, results), events)
 
     def of_state(self, array: Shaped) -> ArrayLayout | None:
         """The sharding of an array that is like one of a state with a rule of its own."""
@@ -248,16 +253,17 @@ def _laid(arg: Any, layout: Layout, number: int) -> Any:
     return jax.tree.map(laid, arg)
 
 
-def _costs(owners: Owners, played: Timeline) -> tuple[Cost, ...]:
+def _costs(owners: Owners, events: Sequence[Event]) -> tuple[Cost, ...]:
     """What each kind of collective does for each weight."""
     exposed: dict[str, float] = defaultdict(float)
-    for event in played.events:
+    for event in events:
         if event.kind == "wait" and event.row == "compute":
             exposed[event.name] += event.seconds
-    runs = Counter(event.name for event in played.transfers)
+    transfers = [event for event in events if event.kind == "transfer"]
+    runs = Counter(event.name for event in transfers)
     known = {name: owners.of(name) for name in runs}
     totals: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
-    for event in played.transfers:
+    for event in transfers:
         for path, (what, share) in known[event.name].items():
             waited = exposed[event.name] / runs[event.name]
             total = totals[path, what, event.row]

@@ -3,20 +3,21 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 
 from jaxpar.tools.program.hlo import Array, Computation, Instruction, integers
+from jaxpar.tools.program.kernels import Kernel
 
 Shapes = tuple[tuple[int, ...], ...]
-Kernels = Mapping[tuple[Shapes, Shapes], float]  # FLOPs by the shapes of operands and results
+Kernels = Mapping[tuple[Shapes, Shapes], Kernel]  # by the shapes of operands and results
 
 _FREE = {
     *("add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element"),
     *("opt-barrier", "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple"),
 }
 _FREE_CALLS = {
-    *("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape"),
-    "SPMDShardToFullShape",
+    *("AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart"),
+    *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
 }
 _GEMMS = {"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm"}
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
@@ -26,6 +27,7 @@ _OUT_OF_ORDER = {
     *("select-and-scatter", "triangular-solve", "cholesky"),
 }
 _VMEM = 1  # as HLO numbers memories
+_NARROWED = 2.0  # bytes of a number whose products a kernel's FLOPs are counted in
 _COLLECTIVES = {
     *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
     *("ragged-all-to-all", "reduce-scatter"),
@@ -40,6 +42,7 @@ class Matmul:
     width: float  # bytes of a number: wide ones are multiplied more slowly
     sizes: tuple[int, ...] = ()  # [b, m, n, k]; of a kernel they are not known
     dtypes: str = ""  # of operands and result, as in bf16xbf16->f32
+    is_aligned: bool = True  # rows of its arrays are whole 16 bytes
     # Of a grouped matmul: the rows of its operand, of which data say how many are in use, and what
     # is multiplied once more for a second group, as a share of the rows.
     rows: int = 0
@@ -58,6 +61,7 @@ class Demand:
     is_matmul: bool = False  # also where the FLOPs are known to the compiler alone
     is_streamed: bool = True  # elements are taken in the order in which they lie
     is_unknown: bool = False  # of a kernel that nobody says anything of: its bytes at least
+    on_vectors: float = 0.0  # numbers that a kernel's vector operations result in
 
 
 @dataclass(frozen=True)
@@ -76,22 +80,29 @@ class Message:
 def work_of(i: Instruction, kernels: Kernels) -> Demand:
     """What an instruction computes: its matrix products, and the bytes of operands and result.
 
-    A kernel computes what its own estimate says, or else what its traced program does.
+    A kernel multiplies what its own estimate says, or else what its traced program does.
     """
     if is_free(i) or i.opcode in ("while", "conditional", "call"):
         return Demand()  # what these run is of schedules of their own
     everything = (i, *i.inside)
-    matmuls = [matmul for x in everything if (matmul := _matmul(x)) is not None]
-    is_matmul = any(_is_matmul(x) for x in everything)
+    products = [_matmul(x) for x in everything if _is_matmul(x)]
+    is_matmul = bool(products)
+    matmuls = [matmul for matmul in products if matmul is not None]
+    if len(matmuls) < len(products):
+        matmuls = []  # what is known of some says nothing of all
+    kernel = kernels.get((_shapes(i.operands), _shapes([i])))
+    on_vectors = kernel.numbers if kernel else 0.0
     if flops := _estimated_flops(i):
         moved = int(i.number("bytes_accessed") or 0)
-        return Demand(i.cycles, (_kernel(i, flops),), moved, is_matmul=is_matmul)
+        products = (_kernel(i, flops),)
+        return Demand(i.cycles, products, moved, is_matmul=is_matmul, on_vectors=on_vectors)
     moved = _moved(i)
     if i.opcode == "custom-call" and i.target not in _GEMMS and i.cycles is None:
-        shapes = (_shapes(i.operands), _shapes([i]))
-        flops = kernels.get(shapes)
-        products = (_kernel(i, flops),) if flops else ()
-        return Demand(None, products, *moved, is_matmul=bool(flops), is_unknown=flops is None)
+        products = (Matmul(kernel.flops, _NARROWED),) if kernel and kernel.flops else ()
+        is_matmul, is_unknown = bool(products), kernel is None
+        return Demand(
+            None, products, *moved, is_matmul, is_unknown=is_unknown, on_vectors=on_vectors
+        )
     is_streamed = not any(x.opcode in _OUT_OF_ORDER for x in everything)
     return Demand(i.cycles, tuple(matmuls), *moved, is_matmul, is_streamed)
 
@@ -108,8 +119,10 @@ def _is_matmul(i: Instruction) -> bool:
 def _matmul(i: Instruction) -> Matmul | None:
     """The product that an instruction is, without those inside it.
 
-    A convolution, which TPUs make of products, is none: it comes with the compiler's cycles.
+    Of convolutions, which TPUs make of products, those of two matrices are.
     """
+    if i.opcode == "convolution":
+        return _product_as_convolution(i)
     if i.opcode == "dot":
         named = (i.after("lhs_contracting_dims={"), i.after("lhs_batch_dims={"))
     elif i.target in _GEMMS:
@@ -123,7 +136,23 @@ def _matmul(i: Instruction) -> Matmul | None:
     m = prod(lhs.shape) // max(b * k, 1)
     n = prod(out.shape) // max(b * m, 1)
     dtypes = f"{lhs.dtype}x{rhs.dtype}->{out.dtype}"
-    return Matmul(2.0 * prod(out.shape) * k, lhs.width, (b, m, n, k), dtypes)
+    is_aligned = all(array.shape[-1] * array.width % 16 == 0 for array in (lhs, rhs, out))
+    # Without tensor cores, which are eight times as fast.
+    width = lhs.width * (8 if "operand_precision={highest" in i.attributes else 1)
+    return Matmul(2.0 * prod(out.shape) * k, width, (b, m, n, k), dtypes, is_aligned)
+
+
+def _product_as_convolution(i: Instruction) -> Matmul | None:
+    """A product of two matrices of 16 bits; of others the FLOPs are the compiler's secret."""
+    lhs, rhs, out = i.operands[0].arrays[0], i.operands[1].arrays[0], i.arrays[0]
+    is_plain = "window=" not in i.attributes and "operand_precision" not in i.attributes
+    if not is_plain or len(out.shape) != 2 or {lhs.width, rhs.width} != {2.0}:
+        return None
+    if not prod(out.shape):
+        return None
+    k = isqrt(prod(lhs.shape) * prod(rhs.shape) // prod(out.shape))  # mk kn / mn
+    m, n = prod(lhs.shape) // max(k, 1), prod(rhs.shape) // max(k, 1)
+    return Matmul(2.0 * m * n * k, lhs.width, (1, m, n, k))
 
 
 # -- kernels ----------------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """FLOPs of the matmuls of a traced program, those of its kernels among them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from jax.extend import core
 
-from jaxpar.tools.private_names import manual_axes, subjaxprs
-from jaxpar.tools.program.costs import Shapes
+from jaxpar.tools.private_names import manual_axes
+from jaxpar.tools.program.constants import Known, bodies, learned, opened
+from jaxpar.tools.program.costs import Kernels, Shapes
+from jaxpar.tools.program.kernels import Kernel, dot_flops, kernel_of
 
 Results = Sequence[core.Var | core.Literal]
 
@@ -18,30 +21,32 @@ def device_flops(jaxpr: core.ClosedJaxpr, devices: int) -> float:
     Inside a `shard_map` shapes are those of one device; outside, work is shared by all. A loop
     whose length is not known while tracing counts once.
     """
-    return _count(jaxpr.jaxpr, 1.0 / devices, jaxpr.jaxpr.outvars)
+    inner, known = opened(jaxpr)
+    return _count(inner, known, 1.0 / devices, inner.outvars)
 
 
-def _count(jaxpr: core.Jaxpr, share: float, results: Results) -> float:
+def _count(jaxpr: core.Jaxpr, known: Known, share: float, results: Results) -> float:
     """Counts what `results` need: a compiler drops the rest, as the forward pass of a gradient."""
     needed: set[core.Var] = {var for var in results if not isinstance(var, core.Literal)}
     total, counted_dots = 0.0, set[tuple[Any, ...]]()
+    known = learned(jaxpr, known)
     for eqn in reversed(jaxpr.eqns):
         if not eqn.effects and needed.isdisjoint(eqn.outvars):
             continue
         name = eqn.primitive.name
         if name == "dot_general":
             same = (*map(id, eqn.invars), str(eqn.params))  # compilers do the same one once
-            total += 0.0 if same in counted_dots else share * _dot(eqn)
+            total += 0.0 if same in counted_dots else share * dot_flops(eqn)
             counted_dots.add(same)
         elif name == "pallas_call":
-            total += share * _of_kernel(eqn)
+            total += share * kernel_of(eqn, known).flops
         elif name in ("ragged_dot", "ragged_dot_general"):
             lhs, out = _shapes(eqn)
             total += share * 2.0 * prod(lhs) * prod(out[-1:])
         else:
             inner = [
-                _count(sub, _share(eqn, share), _needed_inside(eqn, sub, needed))
-                for sub in subjaxprs(eqn.params)
+                _count(sub, handed, _share(eqn, share), _needed_inside(eqn, sub, needed))
+                for sub, handed in bodies(eqn, known)
             ]
             counted = max(inner, default=0.0) if name == "cond" else sum(inner)
             total += counted * (eqn.params["length"] if name == "scan" else 1)
@@ -63,12 +68,37 @@ def _share(eqn: core.JaxprEqn, share: float) -> float:
     return share * prod(mesh.shape[name] for name in manual_axes(eqn.params))
 
 
-def _dot(eqn: core.JaxprEqn) -> float:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    lhs, out = _shapes(eqn)
-    width = max(var.aval.dtype.itemsize for var in eqn.invars)  # type: ignore[attr-defined]
-    # Narrow operands are multiplied faster; wide ones are counted as if they were not slower.
-    return min(1.0, width / 2) * 2.0 * prod(out) * prod(lhs[dim] for dim in contracted)
+@dataclass(frozen=True)
+class Dot:
+    """A matmul of a traced program: sizes of one product, and the bytes of a number."""
+
+    m: int
+    k: int
+    n: int
+    width: int
+
+
+def dots_of(jaxpr: core.ClosedJaxpr) -> list[Dot]:
+    """Returns all matmuls of a traced program, with the shapes that they have where they stand."""
+    found: list[Dot] = []
+    for eqn in _named("dot_general", jaxpr.jaxpr):
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        lhs, out = _shapes(eqn)
+        k, b = (prod(lhs[dim] for dim in dims) for dims in (contracted, batch))
+        m = prod(lhs) // max(1, k * b)
+        width = max(var.aval.dtype.itemsize for var in eqn.invars)  # type: ignore[attr-defined]
+        found.append(Dot(m, k, prod(out) // max(1, m * b), width))
+    return found
+
+
+def _named(primitive: str, jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The equations of a primitive, at any depth."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == primitive:
+            yield eqn
+        else:
+            for inner in subjaxprs(eqn.params):
+                yield from _named(primitive, inner)
 
 
 def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -81,32 +111,26 @@ def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 # -- kernels --------------------------------------------------------------------------------------
 
 
-def kernel_flops(jaxpr: core.ClosedJaxpr) -> dict[tuple[Shapes, Shapes], float]:
-    """Counts the FLOPs of each Pallas kernel of a program, by the shapes that it has on a device.
+def kernels_in(jaxpr: core.ClosedJaxpr) -> Kernels:
+    """Counts what each Pallas kernel of a program computes, by the shapes that it has on a device.
 
-    Kernels that have the same shapes and not the same FLOPs are left out.
+    Kernels that have the same shapes and do not compute the same are left out.
     """
-    found: dict[tuple[Shapes, Shapes], set[float]] = {}
-    for eqn in _kernels(jaxpr.jaxpr):
+    found: dict[tuple[Shapes, Shapes], set[Kernel]] = {}
+    for eqn, known in _kernels(*opened(jaxpr)):
         shapes = (_all_shapes(eqn.invars), _all_shapes(eqn.outvars))
-        found.setdefault(shapes, set()).add(_of_kernel(eqn))
-    return {shapes: flops.pop() for shapes, flops in found.items() if len(flops) == 1}
+        found.setdefault(shapes, set()).add(kernel_of(eqn, known))
+    return {shapes: kernels.pop() for shapes, kernels in found.items() if len(kernels) == 1}
 
 
-def _kernels(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+def _kernels(jaxpr: core.Jaxpr, known: Known) -> Iterator[tuple[core.JaxprEqn, Known]]:
+    known = learned(jaxpr, known)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
-            yield eqn
+            yield eqn, known
         else:
-            for inner in subjaxprs(eqn.params):
-                yield from _kernels(inner)
-
-
-def _of_kernel(eqn: core.JaxprEqn) -> float:
-    """What one step of its grid multiplies, times the steps; a step of unknown number is one."""
-    steps = prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
-    # A kernel has no results: what it writes to memory is an effect, and needs what it multiplies.
-    return steps * _count(eqn.params["jaxpr"], 1.0, ())
+            for inner, handed in bodies(eqn, known):
+                yield from _kernels(inner, handed)
 
 
 def _all_shapes(atoms: Sequence[core.Var | core.Literal]) -> Shapes:

@@ -4,7 +4,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -21,6 +21,9 @@ from jaxpar.tools.program.costs import (
 from jaxpar.tools.program.hlo import Computation, Hlo, Instruction, parse
 
 MOST_TRIPS = 1_000_000
+_HOST = 5  # as HLO numbers memories
+
+Way = Literal["memory", "to the host", "from the host"]
 
 # An integer or a truth value; of a tuple, a dict of those of its elements in question. What devices
 # differ in is an array [devices] of NumPy's.
@@ -35,7 +38,7 @@ def _not(x: Value) -> Value:
     return not x if isinstance(x, bool) else ~x
 
 
-_ARITHMETIC: dict[str, Callable[..., Value]] = {
+ARITHMETIC: dict[str, Callable[..., Value]] = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
@@ -144,8 +147,8 @@ def _value(
         case "compare":
             compare = getattr(operator, instruction.after("direction=").lower())  # such as LT
             return compare(*map(value, operands))
-        case opcode if opcode in _ARITHMETIC:
-            return _ARITHMETIC[opcode](*map(value, operands))
+        case opcode if opcode in ARITHMETIC:
+            return ARITHMETIC[opcode](*map(value, operands))
         case "fusion" | "call":
             # Only what the result needs: other operands of a fusion may be arrays.
             root = instruction.called[0].root
@@ -218,6 +221,7 @@ class Copy(Operation):
 
     bytes: int
     pair: str
+    way: Way = "memory"
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,7 +293,7 @@ def read(text: str, kernels: Kernels | None = None) -> Module:
 
     Args:
       text: of the compiled program.
-      kernels: FLOPs of kernels that say nothing in the text, see `kernel_flops`.
+      kernels: what Pallas kernels compute, see `kernels_in`.
 
     Raises:
       ValueError: text that is not HLO.
@@ -312,6 +316,14 @@ def read(text: str, kernels: Kernels | None = None) -> Module:
     return Module(entry, tuple(known.values()), hlo)
 
 
+def _way(start: Instruction) -> Way:
+    """Where a copy goes: what it reads is all on the host, or not all."""
+    if all(array.memory != _HOST for array in start.arrays):
+        return "memory"
+    read = [array.memory for operand in start.operands for array in operand.arrays if array.shape]
+    return "from the host" if set(read) == {_HOST} else "to the host"
+
+
 def _operation(
     i: Instruction,
     operands: tuple[Operation, ...],
@@ -326,7 +338,7 @@ def _operation(
       operands: what its operands are.
       schedule: gives what a computation is that it runs.
       partitions: over how many devices the program runs.
-      kernels: FLOPs of kernels.
+      kernels: what Pallas kernels compute.
     """
     work = work_of(i, kernels)
     known = (i.name, i.op_name, operands, work)
@@ -353,11 +365,10 @@ def _operation(
     if inner is not None and not (is_fused and work.is_matmul):
         is_synchronous = i.is_synchronous or not is_start
         return Collective(*known, message_of(i, inner), pair, is_start, is_synchronous, is_fused)
-    copies = ("copy-start", "slice-start", "async-start", "fusion-start")
-    if i.opcode in copies and not work.is_matmul:
-        # Destination, source and a context; of a slice the source is the larger one.
+    if i.opcode.endswith("-start") and not work.is_matmul:
+        # Destination, source and a context; where a slice is read or written it is the smaller one.
         size = min((array.bytes for array in i.arrays if array.shape), default=0)
-        return Copy(*known, size, pair)
+        return Copy(*known, size, pair, _way(i))
     if i.opcode == "call-update":
         return Copy(*known, i.bytes, pair)  # its type is of operands and results
     return Free(*known) if is_free(i) else Compute(*known)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -66,10 +66,10 @@ class CompiledProgram:
     @cached_property
     def module(self) -> Module:
         """What the operations of the program are, read from its text."""
-        # Who plays a text need not have a traced program: what counts its FLOPs knows more.
-        from jaxpar.tools.program.flops import kernel_flops
+        # Who plays a text need not have a traced program: what counts its kernels knows more.
+        from jaxpar.tools.program.flops import kernels_in
 
-        return read(self.text, None if self.jaxpr is None else kernel_flops(self.jaxpr))
+        return read(self.text, None if self.jaxpr is None else kernels_in(self.jaxpr))
 
 
 @readable
@@ -123,7 +123,7 @@ def compile_for(
         if folder is not None and (found := kept(folder, key)) is not None:
             text, memory = found["text"], Memory(**found["memory"])
         else:
-            text, memory = _compiled(lowered, options)
+            text, memory = _text_and_memory(lowered.compile(compiler_options=options or None))
             if folder is not None:
                 keep(folder, key, text, memory)
     return CompiledProgram(
@@ -139,8 +139,15 @@ def compile_for(
     )
 
 
-def _compiled(lowered: Any, options: dict[str, Any]) -> tuple[str, Memory]:
-    compiled = lowered.compile(compiler_options=options or None)
+def program_of(
+    target: Target, traced: Any, compiled: Any, options: Mapping[str, Any]
+) -> CompiledProgram:
+    """Returns what is compiled already, of which `target` has the devices, as a program."""
+    text, memory = _text_and_memory(compiled)
+    return CompiledProgram(target, text, memory, 0.0, traced.jaxpr, compiler_options=dict(options))
+
+
+def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
     stats: Any = compiled.memory_analysis()
     sizes = {
         "arguments": stats.argument_size_in_bytes,
@@ -202,8 +209,9 @@ def timeline(
     The order of instructions, starts and dones is the compiler's. On TPUs a matmul takes the
     compiler's cycles over the clock, and a pass over memory what its bytes take. On GPUs matmuls
     and collectives take what XLA measured, where its CUDA plugin has a table, and else a roofline.
-    A kernel takes the FLOPs and bytes of its own estimate, or those of its traced program; a
-    grouped matmul those of the tiles that two groups share twice. A transfer takes its start, one
+    A kernel takes the FLOPs and bytes of its own estimate, or those of its traced program in the
+    steps of its grid that compute, and on a TPU no less than its vector operations do; a grouped
+    matmul takes those of the tiles that two groups share twice. A transfer takes its start, one
     latency a hop and its bytes over the bandwidth of the links on its way; transfers that share a
     link take turns. A done waits. Transfers take nothing of the memory's bandwidth, and those of a
     SparseCore nothing of what computes: how they contend is not published.

@@ -1,0 +1,81 @@
+"""Arrays in a traced program that do not depend on its arguments."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+Atom = core.Var | core.Literal
+Known = Mapping[core.Var, np.ndarray]
+
+MOST = 1 << 16  # numbers of an array that is looked at: what says which blocks run is small
+_SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "pvary", "sharding_constraint"}
+
+
+def value_of(atom: Atom, known: Known) -> np.ndarray | None:
+    """The array that an operand is, None if that depends on the program's arguments."""
+    if isinstance(atom, core.Literal):
+        return np.asarray(atom.val)
+    return known.get(atom)
+
+
+def opened(jaxpr: Any) -> tuple[core.Jaxpr, Known]:
+    """A jaxpr without its constants, and the small ones of them."""
+    # From jax 0.12 on a ClosedJaxpr is a Jaxpr.
+    inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    consts = zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=False)
+    return inner, {var: np.asarray(array) for var, array in consts if array.size <= MOST}
+
+
+def learned(jaxpr: core.Jaxpr, known: Known) -> Known:
+    """What is known of a jaxpr's variables, with what its equations only hand on."""
+    found = dict(known)
+    for eqn in jaxpr.eqns:
+        asked = [value_of(atom, found) for atom in eqn.invars]
+        values = [value for value in asked if value is not None]
+        if len(values) < len(asked):
+            continue
+        results: Sequence[np.ndarray | None]
+        if eqn.primitive.name in _SAME:
+            results = values
+        elif eqn.primitive.name in ("jit", "pjit"):
+            inner, own = opened(eqn.params["jaxpr"])
+            within = learned(inner, {**own, **dict(zip(inner.invars, values, strict=True))})
+            results = [value_of(atom, within) for atom in inner.outvars]
+        else:
+            continue
+        pairs = zip(eqn.outvars, results, strict=True)
+        found |= {var: value for var, value in pairs if value is not None}
+    return found
+
+
+def bodies(eqn: core.JaxprEqn, known: Known) -> list[tuple[core.Jaxpr, Known]]:
+    """The jaxprs in an equation's parameters, each with what is known of its variables."""
+    leaves = jax.tree.leaves(list(eqn.params.values()))
+    found = [opened(leaf) for leaf in leaves if isinstance(leaf, core.ClosedJaxpr | core.Jaxpr)]
+    return [(inner, {**own, **_handed(eqn, inner, known)}) for inner, own in found]
+
+
+def _handed(eqn: core.JaxprEqn, inner: core.Jaxpr, known: Known) -> Known:
+    """What an inner jaxpr is handed of what is known, where it has the same shape inside."""
+    name = eqn.primitive.name
+    given = eqn.invars[1:] if name == "cond" else eqn.invars
+    if name == "while" or len(given) != len(inner.invars):
+        return {}
+    pairs = list(zip(given, inner.invars, strict=True))
+    if name == "scan":
+        # What it carries changes; which of its operands that is, is told by the shapes alone.
+        stacked = sum(_shape(outer) != _shape(var) for outer, var in pairs)
+        outs = zip(eqn.outvars, inner.outvars, strict=True)
+        carried = sum(_shape(outer) == _shape(var) for outer, var in outs)
+        pairs = pairs[: len(pairs) - stacked - carried]
+    same = [(outer, var) for outer, var in pairs if _shape(outer) == _shape(var)]
+    values = [(var, value_of(outer, known)) for outer, var in same]
+    return {var: value for var, value in values if value is not None}
+
+
+def _shape(atom: Atom) -> tuple[int, ...]:
+    aval: Any = atom.aval
+    return getattr(aval, "shape", ())

@@ -1,0 +1,162 @@
+"""What a Pallas kernel computes, from its traced program: block by block of its grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+from jaxtyping import Bool, Int
+
+from jaxpar.tools.program.constants import Atom, Known, bodies, opened, value_of
+
+MOST_STEPS = 1 << 20  # of a grid that is gone through; of a larger one all blocks are taken to run
+
+Steps = Bool[np.ndarray, " steps"]
+Places = Sequence[Int[np.ndarray, " steps"]]  # in each dimension of the grid
+
+_SCALAR: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "neg": np.negative,
+    "div": lambda x, y: np.trunc(x / np.where(y == 0, 1, y)).astype(np.int64),
+    "rem": lambda x, y: np.fmod(x, np.where(y == 0, 1, y)),
+    "select_n": lambda which, *cases: np.choose(np.asarray(which).astype(int), cases),
+    "convert_element_type": lambda x: x,
+    "squeeze": lambda x: x,
+}
+# What moves numbers, or makes them of nothing: no vector unit computes them.
+_MOVES = {
+    *("broadcast_in_dim", "concatenate", "get", "iota", "pad", "reshape", "slice", "squeeze"),
+    *("swap", "tile", "broadcast", "expand_dims", "copy", "masked_load", "masked_swap", "repeat"),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What all steps of a kernel's grid compute on one device."""
+
+    flops: float = 0.0  # of its matmuls, 8-bit ones counted half
+    numbers: float = 0.0  # results of operations on vectors, one by one
+
+    def __add__(self, other: Kernel) -> Kernel:
+        return Kernel(self.flops + other.flops, self.numbers + other.numbers)
+
+    def times(self, count: int) -> Kernel:
+        """So many of it."""
+        return Kernel(count * self.flops, count * self.numbers)
+
+
+def kernel_of(eqn: core.JaxprEqn, known: Known) -> Kernel:
+    """Counts what a `pallas_call` computes.
+
+    A branch counts in the steps that take it, as far as they follow from the step's place in the
+    grid and from known operands (the blocks that a mask leaves out). Where data decide, the
+    branch that computes most counts in all steps.
+    """
+    mapping = eqn.params["grid_mapping"]
+    # Of a number that data say, one step.
+    grid = [n if isinstance(n, int) else 1 for n in mapping.grid]
+    steps = prod(grid)
+    inner, own = opened(eqn.params["jaxpr"])
+    if steps > MOST_STEPS or list(mapping.grid) != grid:
+        return _computed(inner, own, np.ones(1, bool), ()).times(steps)
+    read = zip(inner.invars, eqn.invars[: mapping.num_index_operands], strict=False)
+    values = [(var, value_of(atom, known)) for var, atom in read]
+    found = {**own, **{var: value for var, value in values if value is not None}}
+    # A dimension that `vmap` has put before those that the kernel was written for has no number.
+    own_dims = [dim for dim in range(len(grid)) if dim not in mapping.vmapped_dims]
+    places = np.unravel_index(np.arange(steps), grid or (1,))
+    return _computed(inner, found, np.ones(steps, bool), [places[dim] for dim in own_dims])
+
+
+def _computed(jaxpr: core.Jaxpr, known: Known, active: Steps, places: Places) -> Kernel:
+    """What a kernel's jaxpr computes in the steps that are active.
+
+    Of its scalars those are known that follow from places: one for each step, or one for all.
+    """
+    total, found, times = Kernel(), dict(known), int(active.sum())
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "program_id":
+            if len(places):
+                found[eqn.outvars[0]] = places[eqn.params["axis"]]
+        elif name == "cond":
+            total += _branches(eqn, found, active, places)
+        elif inner := bodies(eqn, found):
+            computed = [_computed(sub, own, active, places) for sub, own in inner]
+            total += sum(computed, Kernel()).times(eqn.params.get("length", 1))
+        elif name == "dot_general":
+            total += Kernel(flops=dot_flops(eqn)).times(times)
+        elif eqn.outvars:
+            if (value := _scalar(eqn, found)) is not None:
+                found[eqn.outvars[0]] = value
+            most = max(map(_size, (*eqn.invars, *eqn.outvars)))  # of a sum what is summed
+            if most > 1 and name not in _MOVES:
+                total += Kernel(numbers=float(most)).times(times)
+    return total
+
+
+def _branches(eqn: core.JaxprEqn, found: Known, active: Steps, places: Places) -> Kernel:
+    """What a conditional's branches compute, each in the steps that take it."""
+    branches = bodies(eqn, found)
+    which = value_of(eqn.invars[0], found)
+    if which is None:
+        each = [_computed(sub, own, active, places) for sub, own in branches]
+        return max(each, key=lambda one: (one.flops, one.numbers))
+    taken = np.clip(np.broadcast_to(which, active.shape).astype(int), 0, len(branches) - 1)
+    parts = [
+        _computed(sub, own, active & (taken == number), places)
+        for number, (sub, own) in enumerate(branches)
+    ]
+    return sum(parts, Kernel())
+
+
+def _scalar(eqn: core.JaxprEqn, found: Known) -> np.ndarray | None:
+    """A scalar that follows from the step's place and from known operands."""
+    if _size(eqn.outvars[0]) > 1:
+        return None
+    if eqn.primitive.name == "get":
+        array, indices = value_of(eqn.invars[0], found), eqn.invars[1:]
+        values = [value_of(index, found) for index in indices]
+        if array is None or len(values) != array.ndim or any(value is None for value in values):
+            return None
+        return array[tuple(np.asarray(value).astype(int) for value in values)]
+    compute = _SCALAR.get(eqn.primitive.name)
+    values = [value_of(atom, found) for atom in eqn.invars]
+    if compute is None or any(value is None for value in values):
+        return None
+    return np.asarray(compute(*values))
+
+
+def dot_flops(eqn: core.JaxprEqn) -> float:
+    """FLOPs of a `dot_general`."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    lhs, rhs, out = (*eqn.invars, *eqn.outvars)[:3]
+    sizes = [_aval(lhs).shape[dim] for dim in contracted]
+    width = max(_aval(atom).dtype.itemsize for atom in (lhs, rhs))
+    # Narrow operands are multiplied faster; wide ones are counted as if they were not slower.
+    return min(1.0, width / 2) * 2.0 * prod(_aval(out).shape) * prod(sizes)
+
+
+def _size(atom: Atom) -> int:
+    return prod(getattr(_aval(atom), "shape", ()))
+
+
+def _aval(atom: Atom) -> Any:
+    return atom.aval
