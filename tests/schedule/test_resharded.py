@@ -14,10 +14,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpar.tools.timeline.timeline
 from jaxpar.layout import LayoutMap
 from jaxpar.schedule import CompiledProgram, Memory, compile_for, explain, target
-from jaxpar.tools.explain.edits import Edits
-from jaxpar.tools.explain.trials import Budget
+from jaxpar.tools.cli.explain_page import page_of
+from jaxpar.tools.explain.edits import Edit, Edits
+from jaxpar.tools.explain.explained import gain
+from jaxpar.tools.explain.trials import Budget, Trials
 from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.rule_candidates import Data, candidates
 
@@ -187,9 +190,61 @@ def test_a_right_layout_is_not_at_odds():
     assert not mended(traced(loss, laid(MENDED), TOKENS))
 
 
-def test_minutes():
+def test_a_budget():
+    assert Budget.of("2.5 min") == (inf, 150)
+    assert Budget.of("3") == Budget.of(3) == (3, inf)
     said = []
     assert not explain(program(), tries="0min", progress=said.append).findings[0].is_tried
     assert not said
-    assert Budget.of("2.5 min") == (inf, 150)
-    assert Budget.of("3") == (3, inf)
+
+
+def test_edits_are_tried_by_what_they_can_gain():
+    """One of several findings before one of the longest; what is known to be wrong before both."""
+    tried = []
+
+    def edit(name, disagrees=""):
+        return Edit(name, lambda: tried.append(name), disagrees)
+
+    of_both, wrong = edit("of both"), edit("wrong", "it is at odds")
+    first = [[edit("a"), of_both, wrong], [edit("b")]]
+    trials = Trials(None, None)
+    trials.run([(4.0, first), (3.0, [[of_both]])], Budget.of(3))
+    assert tried == ["of both", "a", "wrong"]  # 4 / 2 + 3, 4 and, known to be wrong, 4
+    assert trials.gains["b"] == 2.0
+    trials = Trials(None, None)
+    tried.clear()
+    trials.run([(4.0, first)], Budget.of("1min"))
+    assert tried == ["a", "wrong", "of both", "b"]
+
+
+def test_an_edit_that_was_not_tried_is_not_said_to_gain_nothing():
+    """An earlier rule's edit has taken the only try, and gains nothing: the edit says so."""
+    record = explain(program(), tries=0).record()
+    finding = {**record["findings"][0], "tried": [{"edit": "another", "seconds": 1.0, "peak": 1}]}
+    assert gain(record, finding).startswith("not tried: ")
+    assert gain(record, {**finding, "gain": 0.0, "left": 2}).endswith(
+        "another: 1000000 us; 2 edits would take more tries"
+    )
+    page = page_of({**record, "findings": [finding]})
+    assert "not tried: " in page
+    assert "none; tried" not in page
+
+
+def test_edits_are_kept_in_the_cache_of_their_program(tmp_path, monkeypatch):
+    def step(params, x):
+        h = jax.lax.with_sharding_constraint(x @ params["up"], NamedSharding(CHIPS.mesh, P()))
+        return h @ params["down"]
+
+    spec = NamedSharding(CHIPS.mesh, P("model"))
+    w = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=spec)
+    counts, compiler = [], jaxpar.tools.timeline.timeline._compiled
+    for _ in range(2):
+        compiled = []
+        monkeypatch.setattr(
+            "jaxpar.tools.timeline.timeline._compiled",
+            lambda *args, compiled=compiled: compiled.append(1) or compiler(*args),
+        )
+        params = {"up": w, "down": w}
+        explain(compile_for(step, CHIPS, params, w, cache=tmp_path), tries=3)
+        counts.append(len(compiled))
+    assert counts == [3, 0]  # the program, and the edits that change it
