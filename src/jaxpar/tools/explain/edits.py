@@ -32,7 +32,7 @@ from jaxpar.tools.explain.program_arguments import (
 )
 from jaxpar.tools.explain.repeats import hoisted, kept
 from jaxpar.tools.explain.rewrite import Change, Handler, bound, rewritten
-from jaxpar.tools.private_names import Mode, enclosing, jitted_with, trying
+from jaxpar.tools.private_names import WHOLE_MATMULS, Mode, enclosing, jitted_with, trying
 from jaxpar.tools.private_names import Trial as Ways
 from jaxpar.tools.program.sources import Line, line_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
@@ -68,6 +68,17 @@ class Edits:
                 f"compile with jaxpar.compiler_options(mesh), that is with {text}",
                 lambda: self._compiled(
                     self.program.function, self.args, {**self.options, **lacking}
+                ),
+            )
+
+    def whole_matmuls(self) -> Iterator[Edit]:
+        """Matmuls that the partitioner leaves whole, where the program lets it cut them."""
+        name, value = WHOLE_MATMULS.name, WHOLE_MATMULS.value
+        if name in options_of(self.target) and name not in self.options:
+            yield Edit(
+                f"compile with {name}={value} (jaxpar.compiler_options(mesh) has it)",
+                lambda: self._compiled(
+                    self.program.function, self.args, {**self.options, name: value}
                 ),
             )
 

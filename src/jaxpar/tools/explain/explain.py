@@ -15,6 +15,7 @@ from jaxpar.tools.explain.explained import WORTH, record_of, text_of
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead, overheads
 from jaxpar.tools.explain.trials import Trials, TriedEdit
+from jaxpar.tools.explain.windowed import windowed_einsums
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.flops import device_flops
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
@@ -34,7 +35,7 @@ class Finding:
     """Time of one line that could be saved, its cause and what to do about it.
 
     Attributes:
-      of: the collectives that are exposed, or the copies of a loop.
+      of: the collectives that are exposed, the copies of a loop, or windowed einsums.
       cause: one of the closed list.
       why: the evidence.
       edit: what to change.
@@ -195,14 +196,18 @@ def explain(
         compared = Exposures(program, predicted)
     before = Before(compared)
     rules = Rules(exposures, Edits(program))
-    costs = overheads(exposures)
-    exposed = [e for e in exposures.found() if e.seconds >= LEAST * played.total]
-    found = [_finding(e, rules, trials, played, before) for e in islice(exposed, findings)]
-    copies = [o for o in costs if o.in_loop and o.kind == "copies"]
-    found += [
-        _finding(copy, rules, trials, played, before)
-        for copy in copies
-        if copy.seconds >= LEAST * played.total
+    cut = windowed_einsums(exposures)
+    costs = overheads(exposures, cut)
+    exposed = [e for e in exposures.found() if not cut.permutes.issuperset(e.names)]
+    causes = [
+        *(o for o in costs if o.kind == "windowed einsums"),  # one option mends them all
+        *islice(exposed, findings),
+        *(o for o in costs if o.in_loop and o.kind == "copies"),
+    ]
+    found = [
+        _finding(of, rules, trials, played, before)
+        for of in causes
+        if of.seconds >= LEAST * played.total
     ]
     flops = device_flops(program.jaxpr, program.target.mesh.size)
     floor = program_floor(program, played, exposures.chip)
