@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import equinox
@@ -33,7 +33,9 @@ from jaxpar.schedule import (
 from jaxpar.tools.explain.causes import CAUSES
 from jaxpar.tools.explain.edits import Edits
 from jaxpar.tools.explain.explained import compared, gain, text_of
+from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.program_arguments import as_namesakes
+from jaxpar.tools.explain.windowed import windowed_einsums
 
 # Of each mistake: the target, its mesh, the cause, a part of the edit, whether it can be tried.
 SEEDED = {
@@ -212,7 +214,63 @@ def test_an_edit_of_two_arguments_counts_once():
 
 def test_each_cause_has_a_mistake_but_the_last_one():
     causes = {seeded[2] for seeded in SEEDED.values()}
-    assert set(CAUSES) - causes == {"nothing to hide behind"}
+    assert set(CAUSES) - causes == {"nothing to hide behind", "windowed einsums"}
+
+
+def multiplied(x, w):
+    return jnp.sin(x @ w)
+
+
+def sharded_weight(shape, chosen):
+    """Operands of a matmul whose weight is gathered, as by FSDP."""
+    rows, k, columns = shape
+    x = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16, sharding=P("fsdp"))
+    w = jax.ShapeDtypeStruct((k, columns), jnp.bfloat16, sharding=P("fsdp"))
+    return partial(compile_for, multiplied, chosen, x, w)
+
+
+def test_matmuls_that_the_partitioner_cut_are_a_cause_and_whole_ones_the_edit():
+    chosen = target("v5p:2x2x2", "fsdp=8")
+    compiled = sharded_weight((65536, 4096, 14336), chosen)
+    options = jaxpar.compiler_options(chosen)
+    whole = compiled()
+    del options["xla_jf_spmd_threshold_for_windowed_einsum_mib"]
+    cut = compiled(compiler_options=options)
+    found = explain(cut, tries=1)
+    (finding,) = [one for one in found.findings if one.cause == "windowed einsums"]
+    assert finding.of.line.number == multiplied.__code__.co_firstlineno + 1
+    assert "xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000" in finding.edit
+    assert finding.gain == pytest.approx(timeline(cut).total - timeline(whole).total, rel=0.1)
+    assert finding.gain > 0.05 * found.timeline.total
+    assert "collective-permute" not in {getattr(f.of, "collective", "") for f in found.findings}
+    said = " ".join(found.text().split())
+    assert "windowed einsums, most of it at test_explain.py" in said
+    (untried,) = [f for f in explain(cut, tries=0).findings if f.cause == "windowed einsums"]
+    assert "jaxpar's all_gather_matmul" in untried.edit
+    assert "windowed einsums" not in {f.cause for f in explain(whole, tries=0).findings}
+
+
+def test_matmuls_that_do_well_in_pieces_are_no_finding():
+    compiled = sharded_weight((65536, 4096, 14336), target("v5p:2x2x1", "fsdp=4"))
+    found = explain(compiled(compiler_options={}), tries=1)
+    assert found.overheads[0].kind == "windowed einsums"
+    assert [one.of.collective for one in found.findings] == ["collective-permute"]
+    whole = explain(compiled(), tries=2)
+    tried = {one.edit.partition(":")[0] for finding in whole.findings for one in finding.tried}
+    assert "compile without xla_jf_spmd_threshold_for_windowed_einsum_mib" in tried
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_a_permute_that_lays_an_operand_out_anew_cuts_nothing(unroll):
+    def step(x, w):
+        return lax.scan(lambda x, w: (multiplied(x, w), None), x, w, unroll=unroll)[0]
+
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P("a"))
+    w = jax.ShapeDtypeStruct((4, 4096, 4096), jnp.bfloat16, sharding=P(None, "a"))
+    program = compile_for(step, target("v5p:2x2x1", "a=2,b=2"), x, w, compiler_options={})
+    exposures = Exposures(program, timeline(program))
+    assert "collective-permute" in {one.collective for one in exposures.all()}
+    assert windowed_einsums(exposures).permutes == frozenset()
 
 
 def layer(x, w):

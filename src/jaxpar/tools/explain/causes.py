@@ -379,11 +379,12 @@ class Rules:
                 "split it and its matmul into pieces that run beside each other: jaxpar's "
                 "all_gather_matmul and matmul_reduce_scatter do that"
             )
+        cut = self.edits.cut_matmuls() if e.inserted and e.collective in _BESIDE_MATMULS else ()
         return Verdict(
             "nothing to hide behind",
             f"{needs}, and {us(e.independent)} of the step's other work could run beside it",
             remedy,
-            chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line)),
+            chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line), cut),
         )
 
     def _copies(self, o: Overhead) -> Verdict:
@@ -399,11 +400,11 @@ class Rules:
     def _windowed_einsums(self, o: Overhead) -> Verdict:
         return Verdict(
             "windowed einsums",
-            f"in place of a gather or a reduce-scatter each, matmuls run in {o.runs} pieces and "
-            f"waits, which take {us(o.seconds)} more than the matmuls at the chip's peak",
+            "in place of gathers and reduce-scatters, matmuls run in pieces with permutes between "
+            f"them, {o.runs} instructions in all; the smaller a piece, the slower it is",
             f"compile with {WHOLE_MATMULS.name}={WHOLE_MATMULS.value}, or write the matmuls in a "
             "jax.shard_map, by jaxpar's all_gather_matmul and matmul_reduce_scatter",
-            self.edits.whole_matmuls(),
+            chain(self.edits.compiler_options(WHOLE_MATMULS.name), self.edits.compiler_options()),
         )
 
 

@@ -55,31 +55,31 @@ class Edits:
         self.program, self.target = program, program.target
         self.args, self.options = laid(program.args, program.target.mesh), program.compiler_options
 
-    def compiler_options(self) -> Iterator[Edit]:
-        """The options that the chip should have, where the program lacks some."""
+    def compiler_options(self, only: str | None = None) -> Iterator[Edit]:
+        """The options that the chip should have, or one of them, where the program lacks some."""
         lacking = {
             name: value
             for name, value in options_of(self.target).items()
-            if self.options.get(name) != value
+            if self.options.get(name) != value and only in (None, name)
         }
         if lacking:
             text = ", ".join(f"{name}={value}" for name, value in lacking.items())
             yield Edit(
-                f"compile with jaxpar.compiler_options(mesh), that is with {text}",
+                f"compile with {text}, as jaxpar.compiler_options(mesh) has it",
                 lambda: self._compiled(
                     self.program.function, self.args, {**self.options, **lacking}
                 ),
             )
 
-    def whole_matmuls(self) -> Iterator[Edit]:
-        """Matmuls that the partitioner leaves whole, where the program lets it cut them."""
-        name, value = WHOLE_MATMULS.name, WHOLE_MATMULS.value
-        if name in options_of(self.target) and name not in self.options:
+    def cut_matmuls(self) -> Iterator[Edit]:
+        """Matmuls that the partitioner may cut, where the program has it leave them whole."""
+        name = WHOLE_MATMULS.name
+        if name in self.options:
+            others = {option: x for option, x in self.options.items() if option != name}
             yield Edit(
-                f"compile with {name}={value} (jaxpar.compiler_options(mesh) has it)",
-                lambda: self._compiled(
-                    self.program.function, self.args, {**self.options, name: value}
-                ),
+                f"compile without {name}: the partitioner then cuts large matmuls into pieces, "
+                "beside which the blocks of what they gather travel",
+                lambda: self._compiled(self.program.function, self.args, others),
             )
 
     def modes(self) -> Iterator[Edit]:

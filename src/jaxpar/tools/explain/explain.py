@@ -198,17 +198,17 @@ def explain(
     rules = Rules(exposures, Edits(program))
     cut = windowed_einsums(exposures)
     costs = overheads(exposures, cut)
-    exposed = [e for e in exposures.found() if not cut.permutes.issuperset(e.names)]
-    causes = [
-        *(o for o in costs if o.kind == "windowed einsums"),  # one option mends them all
-        *islice(exposed, findings),
-        *(o for o in costs if o.in_loop and o.kind == "copies"),
-    ]
-    found = [
-        _finding(of, rules, trials, played, before)
-        for of in causes
-        if of.seconds >= LEAST * played.total
-    ]
+
+    def findings_of(causes: Iterable[ExposedCollective | Overhead]) -> list[Finding]:
+        worth = (of for of in causes if of.seconds >= LEAST * played.total)
+        return [_finding(of, rules, trials, played, before) for of in worth]
+
+    found = findings_of(o for o in costs if o.kind == "windowed einsums")
+    found = [one for one in found if one.gain or not one.tried]  # else they do well as they are
+    mended = cut.permutes if found else frozenset[str]()
+    exposed = (e for e in exposures.found() if not mended.issuperset(e.names))
+    found += findings_of(islice(exposed, findings))
+    found += findings_of(o for o in costs if o.in_loop and o.kind == "copies")
     flops = device_flops(program.jaxpr, program.target.mesh.size)
     floor = program_floor(program, played, exposures.chip)
     require_possible(program, played, floor)

@@ -38,7 +38,7 @@ class Overhead:
 
     Attributes:
       kind: what it is.
-      seconds: in a step; of windowed einsums those beyond what the chip's peak would take.
+      seconds: in a step; of windowed einsums all of their pieces, and the waits between them.
       runs: how many instructions ran.
       line: of the user's own; None if the compiler says none.
       scopes: the named scopes around it.
@@ -92,17 +92,15 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
 
 
 def _of_pieces(exposures: Exposures, pieces: list[tuple[str, float]]) -> Overhead:
-    """What windowed einsums take beyond their matmuls at the peak, at the line with the most."""
+    """What windowed einsums take, at the line with the most of it."""
     by_line: dict[Line | None, float] = defaultdict(float)
     for name, seconds in pieces:
         by_line[own_line(exposures.origin(exposures.instruction(name))[1])] += seconds
     name, _ = max(pieces, key=lambda piece: piece[1])
     i = exposures.instruction(name)
-    work = (exposures.homes[piece][1].work for piece, _ in pieces)
-    flops = sum(matmul.flops for one in work if one.is_matmul for matmul in one.matmuls)
     return Overhead(
         kind="windowed einsums",
-        seconds=max(0.0, sum(by_line.values()) - flops / exposures.chip.flops),
+        seconds=sum(by_line.values()),
         runs=len(pieces),
         line=max(by_line, key=by_line.__getitem__),
         scopes=scopes_of(exposures.origin(i)[0]),
