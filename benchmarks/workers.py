@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.tools.cli.workers import COMPILING, converse
+from jaxpar.tools.program.cache import default_folder
 
+# Compiled programs: where only the model of a chip has changed, they are played again.
+KEPT = default_folder()
 # Where a process finds the folders of the subjects, as packages.
 PATH = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 

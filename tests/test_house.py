@@ -240,7 +240,6 @@ LONG = {
     "jaxpar.ring.in_turns.circulate": 62,
     "jaxpar.ring.scatter._phase": 80,
     "jaxpar.testing._reference.assert_matches_reference": 67,
-    "jaxpar.tools.cli.explain_page._shown": 69,
 }
 NESTED = {
     "jaxpar.layers._attention_passes._bwd": 6,

@@ -13,7 +13,7 @@ from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.workers import answer, first_line
 from language_model import wire
 from language_model.config import Model, Training
-from workers import records_of
+from workers import KEPT, records_of
 
 
 def predict(
@@ -82,7 +82,7 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
     options["wire_dtype"] = wire.from_json(request["wire_dtype"])
     model, training = Model(**request["model"]), Training(**request["training"])
     step, args = step_on(chosen.mesh, model, training, **options)
-    compiled = compile_for(step, chosen, *args)
+    compiled = compile_for(step, chosen, *args, cache=KEPT)
     played = timeline(compiled)
     return {
         "target": request["target"],

@@ -28,6 +28,7 @@ from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.ops import with_gradients
 from jaxpar.tools.cli.workers import answer, one_line
 from moe import peers
+from workers import KEPT
 
 TOKENS = 4096  # of a device
 FACTOR = 1.25  # of the average load: receive buffers, or slots of an expert
@@ -184,7 +185,7 @@ def record(case: Case, form: str, which: str) -> dict[str, Any]:
     )
     operands = (tokens, array((d, model.experts), P()), weights, tokens)
     options = {**jaxpar.compiler_options(target), **OPTIONS.get(target.platform, {})}
-    program = compile_for(function, target, *operands, compiler_options=options)
+    program = compile_for(function, target, *operands, compiler_options=options, cache=KEPT)
     if path := os.environ.get("MOE_HLO"):
         with open(path, "w") as file:
             file.write(program.text)

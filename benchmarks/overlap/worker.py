@@ -18,6 +18,7 @@ from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.ops import OPS, Op, with_gradients
 from jaxpar.tools.cli.workers import answer, one_line
 from overlap import peers
+from workers import KEPT
 
 CASES = Path(__file__).with_name("cases.json")
 FORMS = {
@@ -127,7 +128,9 @@ class Compiler:
             text = f"{options}\n{self._trace(function)}"
             if text in self._known:
                 return self._known[text] | {"variant": variant, "spent": 0.0}
-            program = compile_for(function, self._target, *self._operands, compiler_options=options)
+            program = compile_for(
+                function, self._target, *self._operands, compiler_options=options, cache=KEPT
+            )
             played = timeline(program)
         except Exception as reason:  # each compiler has its own
             spent = time.perf_counter() - start
@@ -159,19 +162,19 @@ class Compiler:
 
 
 def _floor(case: Case, described: Target) -> float:
-    form, n = case.form, case.size
-    # The dimension that is sharded still when the matmul is whole, which the ring does not move.
-    local = "K" if form.lhs == form.rhs else "N" if form.rhs == form.out else "M"
-    m, k, cols = (
-        size // n if dim == local else size
-        for dim, size in zip("MKN", (case.m, case.k, case.n), strict=True)
+    """The least over all ways to part the work."""
+    form, n, dtype, shape = case.form, case.size, jnp.dtype(case.dtype), (case.m, case.k, case.n)
+    sent = form.least_sent(shape, n, case.grad) * dtype.itemsize / (2 if case.grad else 1)
+    floors = (
+        matmul_floor(
+            *(described, "mk,kn->mn", (m, k), (k, cols), sent),
+            axis=case.axis,
+            dtype=dtype,
+            grad=case.grad,
+        )
+        for m, k, cols in form.pieces(shape, n)
     )
-    sent = case.block_bytes * (n - 1)
-    dtype = jnp.dtype(case.dtype)
-    floor = matmul_floor(
-        described, "mk,kn->mn", (m, k), (k, cols), sent, axis=case.axis, dtype=dtype, grad=case.grad
-    )
-    return floor.total
+    return min(floor.total for floor in floors)
 
 
 def _total(record: dict[str, Any]) -> float:

@@ -21,6 +21,7 @@ from jaxpar.tools.cli.ops import OPS, with_gradients
 from jaxpar.tools.cli.workers import answer, one_line
 from overlap import peers
 from sweep.points import Point, point_from
+from workers import KEPT
 
 RING = ("tp",)
 ONE_RING = "one ring"
@@ -45,7 +46,7 @@ class Compiler:
         said = f"{target.name} {mesh} {sorted(options.items())} {self.versions}\n{text}"
         key = hashlib.sha256(said.encode()).hexdigest()[:24]
         if key not in self.known:
-            program = compile_for(function, target, *operands, compiler_options=options)
+            program = compile_for(function, target, *operands, compiler_options=options, cache=KEPT)
             played = timeline(program)
             self.known[key] = {
                 "total": played.total,

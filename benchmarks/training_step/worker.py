@@ -40,7 +40,7 @@ from jaxpar.layers import (
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.workers import answer, one_line
-from jaxpar.tools.program.cache import default_folder
+from workers import KEPT
 
 LAYERS = 2
 
@@ -226,7 +226,7 @@ def record(case: Case, form: str) -> dict[str, Any]:
         target,
         *step.arguments(),
         compiler_options=options,
-        cache=default_folder(),
+        cache=KEPT,
     )
     played = timeline(program)
     if path := os.environ.get("TRAINING_STEP_HLO"):

@@ -80,6 +80,7 @@ def request_made():
         bare=False,
         compiler_options={"xla_a": True},
         figures="book",
+        cache=False,
     )
 
 

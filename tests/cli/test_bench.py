@@ -32,7 +32,7 @@ def test_reports_on_terminal_json_and_plot(tmp_path, capsys):
     record = json.loads(data.read_text())
     assert record.keys() == {
         *("jaxpar", "jax", "python", "device_kind", "platform", "devices", "processes", "mesh"),
-        *("ring", "dtype", "modes", "repeats", "notes", "rows", "refused"),
+        *("ring", "dtype", "modes", "repeats", "notes", "host", "rows", "refused"),
     }
     assert record["jax"] == jax.__version__
     assert record["mesh"] == {"tp": 8}

@@ -88,6 +88,29 @@ def test_each_known_bad_combination_has_one_hint(packages, environment, more, ex
     assert expected in hint
 
 
+@pytest.mark.parametrize(
+    ("kind", "version", "expected"),
+    [
+        ("TPU v5 lite", "0.12.0.1", "is synchronous, nothing runs beside it"),
+        ("TPU v5", "0.13.0", "with xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"),
+        ("TPU v6 lite", "0.12.0", "jaxpar.compiler_options(mesh)"),
+        ("TPU7x", "0.12.0", None),
+        ("TPU v5 lite", "0.11.2", None),  # has no starts
+        ("cpu", "0.12.0", None),
+        ("NVIDIA H100 80GB HBM3", "0.12.0", None),
+    ],
+)
+def test_starts_that_do_not_overlap(kind, version, expected):
+    found = list(doctor_command.starts_that_wait({"jax": version}, kind))
+    if expected is None:
+        assert found == []
+    else:
+        [hint] = found
+        assert f"psum_scatter_start on {kind}" in hint
+        assert expected in hint
+        assert "jaxpar explain" in hint
+
+
 def test_nothing_bad_has_no_hints():
     assert list(doctor_command.hints(GOOD, {}, "", "cpu", 8)) == []
 

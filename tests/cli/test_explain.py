@@ -36,6 +36,19 @@ def make_small(mesh):
 
 def is_broken(mesh):
     raise RuntimeError("</script> no luck")
+
+import threading
+settings = threading.local()  # as frameworks keep theirs
+
+def make_with_settings(mesh):
+    step, shapes = make_small(mesh)
+    settings.mode = "training"
+
+    def with_others(state, name, mask):
+        assert (settings.mode, name, mask, state["act"]) == ("training", "step", None, jnp.sin)
+        return step(*state["x"]), name
+
+    return with_others, ({"x": shapes, "act": jnp.sin}, "step", None)
 """
 LINE = 7  # of the product, in MODEL
 RUN = """
@@ -99,6 +112,43 @@ def test_what_it_prints_and_writes(model, capsys):
     assert "against a.json:" in printed
     assert "(+0.0%)" in printed
     assert "better:" not in printed
+
+
+def test_lines_of_a_framework(model, capsys):
+    package = model / "site-packages" / "toylayers"
+    package.mkdir(parents=True)
+    (package / "dense.py").write_text("def dense(x, w):\n    return x @ w\n")
+    installed = "import sys; sys.path.append('site-packages')\nfrom toylayers.dense import dense"
+    (model / "slow.py").write_text(installed + MODEL.replace("x @ w", "dense(x, w)"))
+    command = ["explain", "slow:make", "--target", "v5e:2x2", "--tries", "0"]
+    assert main([*command, "--json", "a.json"]) == 0
+    line = LINE + 1
+    printed, _ = capsys.readouterr()
+    assert f"where: dense.py:2 < slow.py:{line} in step, forward" in printed
+    record = json.loads((model / "a.json").read_text())
+    chain = record["findings"][0]["of"]["chain"]
+    assert [(one["function"].rpartition(".")[2], one["number"]) for one in chain] == [
+        ("dense", 2),
+        ("step", line),
+    ]
+    assert record["findings"][0]["of"]["line"] == chain[1]
+    assert main([*command, "--own", "toylayers", "--own", "flax", "--html", "a.html"]) == 0
+    printed, _ = capsys.readouterr()
+    assert f"where: dense.py:2 in dense < slow.py:{line}, forward" in printed
+    assert "dense.py:2 in dense" in (model / "a.html").read_text()
+    assert main([*command, "--own", "toyplayers"]) == 2
+    _, said = capsys.readouterr()
+    assert "--own 'toyplayers' is no package that is installed" in said
+    assert "toylayers" in said
+
+
+def test_a_step_with_leaves_that_are_no_arrays_and_settings_of_its_thread(model, capsys):
+    for asked in (["explain", "--tries", "1"], ["predict", "--grad"], ["predict"]):
+        name, *options = asked
+        found = main([name, "slow:make_with_settings", "--target", "v5e:2x2", *options])
+        printed, said = capsys.readouterr()
+        assert (found, "error" in said) == (0, False), said
+        assert "v5e:2x2" in printed
 
 
 def test_of_a_measured_run(model, capsys, monkeypatch):
@@ -172,7 +222,8 @@ def test_a_program_that_fails_is_told_in_one_line(model, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tries", "-1"], "--tries -1 must be at least 0"),
+        (["--tries=-1"], "--tries -1 must be a number of edits, at least 0, or minutes as in '10m"),
+        (["--tries", "10h"], "--tries 10h must be a number of edits, at least 0, or minutes as in"),
         (["--findings", "0"], "--findings 0 must be at least 1"),
         (["--target", "v5e:2x2,v5e:2x4"], "--target v5e:2x2,v5e:2x4 names several; explain takes "),
         (["--measured", "none"], "--measured none is not there; name a folder that jax.profiler."),
@@ -218,7 +269,9 @@ def test_the_worker_says_what_it_tries(model):
     parser = _Parser()
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
-    task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "cache": False}
-    task["measured"] = None
-    kinds = [next(iter(record)) for record in serve(json.loads(json.dumps(task)))]
+    task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "measured": None}
+    task["own"] = []
+    said = []
+    serve(json.loads(json.dumps(task)), said.append)
+    kinds = [next(iter(record)) for record in said]
     assert kinds == ["facts", "begin", "trying", "prediction", "explained"]

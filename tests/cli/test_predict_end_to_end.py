@@ -10,6 +10,7 @@ from jaxpar.tools.cli import predict_command
 from jaxpar.tools.cli.main import main
 from jaxpar.tools.cli.predict_results import TargetResults
 from jaxpar.tools.cli.predict_worker import serve
+from jaxpar.tools.timeline import timeline
 
 SMALL = ("predict", "--ops", "gather-lhs-rows", "--shapes", "1024x1024x4096")
 MODEL = """
@@ -47,7 +48,8 @@ of_jit = jaxpar.jit(layer, compiler_options={"xla_tpu_enable_async_collective_fu
 
 
 @pytest.fixture(autouse=True)
-def compiler():
+def compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     assert importlib.util.find_spec("libtpu"), (
         "these tests need the TPU compiler; pip install -e '.[tpu]'"
     )
@@ -104,6 +106,17 @@ def test_gradients_move_more_and_compute_more(tmp_path):
     [row] = entry["predictions"]
     assert row["timeline"]["sent_bytes"] >= 2 * 1024 * 1024 * 2 * 3 / 4
     assert row["ratio"] >= 1
+
+
+def test_a_program_that_was_compiled_before_is_not_compiled(model, monkeypatch):
+    monkeypatch.setattr(predict_command, "run_all", run_all_here)
+    command = ["predict", "model:layer", "--args", "bf16[512,256]@tp,-", "bf16[256,512]@-,tp"]
+    command += ["--target", "v5e:2x2"]
+    compilers = timeline._compiled
+    calls = ((compilers, [], 0), (None, [], 0), (None, ["--no-cache"], 1))
+    for compiler, more, status in calls:  # from one line: a program's lines are a part of it
+        monkeypatch.setattr(timeline, "_compiled", compiler)
+        assert main([*command, *more]) == status
 
 
 def test_a_function_with_its_arguments(model, capsys):

@@ -33,6 +33,7 @@ REQUEST = Request(
     bare=False,
     compiler_options={},
     figures="book",
+    cache=False,
 )
 
 
@@ -80,12 +81,14 @@ def test_operand_that_does_not_fit(text, reason, target):
     assert reason in str(caught.value)
 
 
-# Local sizes on a ring of 4, and elements that travel, of 16x32x64.
+# Local sizes on a ring of 4, and the least elements that travel, of 16x32x64.
 FLOORS = {
     "gather-lhs-rows": ((16, 32, 16), 16 * 32),
     "gather-lhs-k": ((16, 32, 16), 16 * 32),
-    "gather-rhs-k": ((4, 32, 64), 32 * 64),
-    "gather-rhs-cols": ((4, 32, 64), 32 * 64),
+    # A part of lhs is exchanged for one of its depth, and the result is scattered.
+    "gather-rhs-k": ((4, 32, 64), 16 * 32 // 4 + 16 * 64),
+    # All of lhs is gathered, and parts of the result are exchanged.
+    "gather-rhs-cols": ((4, 32, 64), 16 * 32 + 16 * 64 // 4),
     "scatter-rows": ((16, 8, 64), 16 * 64),
     "scatter-cols": ((16, 8, 64), 16 * 64),
     "all-reduce": ((16, 8, 64), 2 * 16 * 64),
@@ -124,6 +127,19 @@ def test_floor_of_an_operation(name, wire, grad, gathers, sums, all_reduces, tar
         "grad": grad,
         "axis": ("tp",),
     }
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_of_equal_sizes_no_other_form_sends_less(name, grad):
+    op = OPS[name]
+    sizes, moved = op.on_one_device((64, 64, 64), 4)
+    assert op.least_sent((64, 64, 64), 4, grad) == op.sent(moved, 4, grad)
+    assert op.pieces((64, 64, 64), 4)[-1] == sizes
+    assert sorted(op.pieces((64, 64, 64), 4)) == [(16, 64, 64), (64, 16, 64), (64, 64, 16)]
+    assert op.pieces((16, 3, 20), 4)[:-1] == [
+        piece for piece in ((4, 3, 20), (16, 3, 5)) if piece != op.pieces((16, 3, 20), 4)[-1]
+    ]
 
 
 def test_operations_that_do_not_fit_are_refused(target):

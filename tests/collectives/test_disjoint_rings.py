@@ -67,10 +67,10 @@ def lowered(step, torus, args):
 @pytest.mark.parametrize(
     ("mesh", "axes", "most"),
     [
-        ("dp=4,x=4,y=4", ("y", "x"), 0.65),
-        ("dp=4,tp=16", ("tp",), 0.65),  # a plane by one name
-        ("dp=8,x=2,y=2,z=2", ("z", "x", "y"), 0.85),  # three links of a cube, where a ring has two
-        ("dp=8,tp=8", ("tp",), 0.85),
+        ("dp=4,x=4,y=4", ("y", "x"), 0.7),
+        ("dp=4,tp=16", ("tp",), 0.7),  # a plane by one name
+        ("dp=8,x=2,y=2,z=2", ("z", "x", "y"), 0.9),  # three links of a cube, where a ring has two
+        ("dp=8,tp=8", ("tp",), 0.9),
     ],
 )
 def test_all_links(mesh, axes, most):
@@ -124,6 +124,7 @@ def played(torus, matmul, specs, rows, mode, links=None):
     axes = next(name for name in specs[2] if name is not None)
     step, torus, args = over_a_torus(torus, matmul, specs, rows, mode)
     found = timeline(compile_for(step, torus, *args))
+    assert found.kernels_of_unknown_cost == ()
     if mode != "naive":
         assert not any(event.synchronous for event in found.transfers)
         assert len({event.row for event in found.transfers}) == (links or 2 * len(axes))
@@ -159,8 +160,8 @@ def test_more_sums_go_along_one_dimension_after_the_other_over_a_larger_plane():
 @pytest.mark.parametrize(
     ("slices", "mesh", "axes", "rows", "most"),
     [
-        ("v5p:8x8x4", "dp=4,x=8,y=8", ("y", "x"), 2048, 0.8),
-        ("v5p:4x4x4", "x=4,y=4,z=4", ("z", "x", "y"), 2048, 0.8),
+        ("v5p:8x8x4", "dp=4,x=8,y=8", ("y", "x"), 2048, 0.88),
+        ("v5p:4x4x4", "x=4,y=4,z=4", ("z", "x", "y"), 2048, 0.88),
     ],
 )
 def test_blocks_come_along_one_dimension_after_the_other(slices, mesh, axes, rows, most):

@@ -128,7 +128,7 @@ class WithoutConditional(TpuOrder):
         return super().beside(index, leaving, send, work._replace(like=None))
 
 
-@pytest.mark.parametrize(("op", "share"), [("scatter-rows", 0.95), ("gather-rhs-k", 0.7)])
+@pytest.mark.parametrize(("op", "share"), [("scatter-rows", 0.97), ("gather-rhs-k", 0.75)])
 def test_a_conditional_adds_in_the_epilogue_of_the_matmul(op, share, compiled):
     shape = (4096, 4096, 4096)
     as_one, apart = (
@@ -136,7 +136,7 @@ def test_a_conditional_adds_in_the_epilogue_of_the_matmul(op, share, compiled):
         for order in (V5P, WithoutConditional(V5P.delays_transfers, V5P.cuts_first))
     )
     assert as_one.compute < share * apart.compute
-    assert as_one.total < 0.95 * apart.total
+    assert as_one.total < 0.97 * apart.total
 
 
 def test_a_conditional_has_transfers_start_before_the_turn(compiled):

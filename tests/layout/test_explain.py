@@ -68,7 +68,7 @@ def loss(params, tokens):
 def at_odds(rules, step, params, *args, batch=None, mesh=MESH):
     """The edits that rules at odds with others would get, without compiling them."""
     layout = LayoutMap(rules, batch=batch).layout(params, mesh)
-    seen = Dimensions(lambda params, args: step(params, *args), layout.shapes, args)
+    seen = Dimensions.of(lambda params, args: step(params, *args), layout.shapes, args)
     found = []
     for candidate in candidates(layout, seen, shapes_of(args, args), dict):
         layout = candidate.of(layout)
@@ -228,7 +228,7 @@ def test_a_table_whose_features_lie_over_the_batchs_axis():
 def test_a_table_whose_rows_the_axis_does_not_divide_is_whole_over_it():
     params, tokens = {"table": of_shape(51, 64)}, of_shape(8, dtype=jnp.int32)
     layout = LayoutMap({"table": (None, ("tp", "fsdp"))}, batch=P("fsdp")).layout(params, MESH)
-    seen = Dimensions(lambda p, t: p["table"][t[0]], layout.shapes, (tokens,))
+    seen = Dimensions.of(lambda p, t: p["table"][t[0]], layout.shapes, (tokens,))
     (candidate,) = candidates(layout, seen, shapes_of((tokens,), (tokens,)), dict)
     assert candidate.axes == ((), ("tp",))
     assert "has its dimension 1, over 'fsdp' as the batch's rows are" in candidate.disagrees

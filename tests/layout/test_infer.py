@@ -159,6 +159,31 @@ def test_a_flax_model():
     same_on_the_mesh(loss, params, tokens, rules, mesh)
 
 
+@pytest.mark.parametrize("name", ["transformer_layer_{}", "block{}", "h/{}", "{}_mlp"])
+def test_layers_of_one_kind_have_one_rule(name):
+    """However their names have numbers; weights that numbers tell apart have rules of their own."""
+
+    def loss(params, x):
+        for layer in range(12):
+            w = params[name.format(layer)]["mlp_1"]
+            x = x + (jnp.tanh(x @ w["w1"]) * (x @ w["w3"])) @ w["w2"]
+        return jnp.sum(x**2)
+
+    weights = {"w1": F32((16, 32)), "w2": F32((32, 16)), "w3": F32((16, 32))}
+    params = {name.format(layer): {"mlp_1": weights} for layer in range(12)}
+    said = []
+    rules = infer_layout(loss, params, F32((8, 16)), make_mesh("dp=2,tp=4"), show=said.append)
+    layers = name.format(r"\d+")
+    columns, rows = P(None, "tp"), P("tp")
+    assert dict(rules) == {
+        f"{layers}/mlp_1/w1": columns,
+        f"{layers}/mlp_1/w2": rows,
+        f"{layers}/mlp_1/w3": columns,
+    }
+    assert sum("shared by" in line for line in said) == 3
+    assert len(rules.layout(params, make_mesh("dp=2,tp=4"))) == 36
+
+
 def test_equinox_and_nnx_models():
     mlp = eqx.nn.MLP(8, 8, 32, 2, key=jax.random.key(0))
     x = jnp.ones((4, 8))

@@ -76,6 +76,25 @@ def gather_in_a_loop(mesh, mend):
     return step, (shape(mesh, (8, 2048, 1024), None, "fsdp"), shape(mesh, (1024, 1024), "fsdp"))
 
 
+def gather_as_a_sum(mesh, mend):
+    """A weight that is written into zeros, each device its rows, and summed."""
+
+    def local(x, w):
+        if mend:
+            whole = lax.all_gather(w, "fsdp", tiled=True)
+        else:
+            rows = w.shape[0]
+            zeros = jnp.zeros((lax.axis_size("fsdp") * rows, w.shape[1]), w.dtype)
+            zeros = lax.pcast(zeros, "fsdp", to="varying")
+            place = lax.axis_index("fsdp") * rows
+            placed = lax.dynamic_update_slice_in_dim(zeros, w, place, 0)
+            whole = lax.psum(placed, "fsdp")  # the mistake
+        return x @ whole
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"))
+    return step, (shape(mesh, (2048, 1024), "fsdp"), shape(mesh, (1024, 2048), "fsdp"))
+
+
 def gather_behind_a_barrier(mesh, mend):
     """Two projections that gather the same activations, with a barrier between them."""
 
@@ -247,7 +266,7 @@ def two_on_the_same_links(mesh, mend):
 
     specs = (P("tp"), P("tp"), P("tp"))
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("tp"))
-    return step, tuple(shape(mesh, (1024, 1024), "tp") for _ in range(3))
+    return step, tuple(shape(mesh, (2048, 1024), "tp") for _ in range(3))
 
 
 def coarse_chunks(mesh, mend):

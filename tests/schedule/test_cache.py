@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxpar.schedule import Memory
+from jaxpar.schedule import Memory, target
 from jaxpar.tools.program import cache
 from jaxpar.tools.program.cache import keep, kept
 
@@ -124,7 +124,7 @@ def test_a_damaged_file_is_as_none(damage, tmp_path):
 WORKER = """
 import os, sys
 from pathlib import Path
-from jaxpar.schedule import Memory
+from jaxpar.schedule import Memory, target
 from jaxpar.tools.program import cache
 cache.MOST_BYTES, folder, name = 20_000, Path(sys.argv[1]), sys.argv[2]
 memory, found = Memory(1, 2, 3, 4, 5), 0
@@ -152,3 +152,27 @@ def test_processes_that_keep_and_delete_at_once(tmp_path):
     keep(tmp_path, "last", "", MEMORY)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 20_000
     assert not list(tmp_path.glob(".*"))
+
+
+class Lowered:
+    """A program, and where its lines come from."""
+
+    def __init__(self, *places):
+        self.places = places
+
+    def as_text(self, debug_info):
+        assert debug_info
+        return "".join(f"#loc{n} = loc({place})\n" for n, place in enumerate(self.places))
+
+
+def test_a_line_of_these_tools_that_moves_makes_no_other_program():
+    own = '"/x/site-packages/jaxpar/tools/timeline/timeline.py":{}:8 to :30'
+    users = '"/home/me/step.py":{}:8 to :30'
+    described = target("v5e:2x2")
+
+    def key(*lines):
+        places = (place.format(line) for place, line in zip((own, users), lines, strict=True))
+        return cache.key_of(Lowered(*places), described, {})
+
+    assert key(7, 7) == key(9, 7)
+    assert key(7, 7) != key(7, 9)

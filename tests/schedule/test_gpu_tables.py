@@ -13,7 +13,7 @@ from jaxpar.tools.timeline.gpu_tables import GpuTables, tables_of
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import measured_of
 
-H100 = "NVIDIA H100 80GB HBM3"
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 
 
 def varint(number):
@@ -48,7 +48,8 @@ def plugin(tmp_path, monkeypatch):
     text = "# proto-file: x\n# proto-message: xla.GemmPerfTable\n\n"
     for key, entries in (("sm_107", other), ("sm_90", known), ("gfx90a", other)):
         text += f'entries {{\n  key: "{key}"\n  value {{\n{entries}  }}\n}}\n'
-    rows = [("all-gather", 8, 256, 10**9), ("all-gather", 8, 1024, 4 * 10**9)]
+    # Of these the smaller array is said to take longer.
+    rows = [("all-gather", 8, 256, 5 * 10**8), ("all-gather", 8, 1024, 4 * 10**9)]
     rows += [("reduce-scatter", 4, 64, 10**9), ("collective-permute", 0, 64, 10**9)]
     profiles = field(2, b"".join(collective(*row) for row in rows if row[1]))
     one = field(1, "sm_90") + profiles
@@ -59,9 +60,11 @@ def plugin(tmp_path, monkeypatch):
         b"\x7fELF\0" + text.encode() + b"\0\0" + field(1, one) + b"\0"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    tables_of.cache_clear()
+    for kept in (tables_of, targets._as_fast_as):
+        kept.cache_clear()
     yield "some_plugin"
-    tables_of.cache_clear()
+    for kept in (tables_of, targets._as_fast_as):
+        kept.cache_clear()
     sys.modules.pop("some_plugin", None)
 
 
@@ -73,8 +76,22 @@ def test_tables_of_a_plugin(plugin):
         ("all-gather", 8): {(1024,): 1024e-9, (4096,): 1024e-9},
         ("reduce-scatter", 4): {(1024,): 1024e-9},
     }
-    assert tables_of(plugin, "NVIDIA A100-SXM4-80GB") is None
     assert tables_of("no_such_plugin", H100) is None
+    assert tables_of(plugin, "Tesla V100") is None
+    assert tables_of(plugin, "NVIDIA B200") is None  # nothing of its own
+
+
+def test_a_gpu_without_a_table_takes_that_of_another_one(plugin, monkeypatch):
+    """By the ratio of their peaks, and of their links where these are of the same kind."""
+    monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
+    h100, a100, on_a_bus = map(chip_of, (H100, A100, "NVIDIA H100 PCIe"))
+    own, found, slow = map(measured_of, (h100, a100, on_a_bus))
+    sizes = "bf16xbf16->bf16", (2, 512, 512, 256)
+    assert found.matmul(*sizes) / own.matmul(*sizes) == pytest.approx(h100.flops / a100.flops)
+    assert found.collective("all-gather", 8, 1024) == pytest.approx(1024e-9 * 4.5 / 3)
+    assert slow.collectives == {}
+    assert slow.matmul(*sizes) > own.matmul(*sizes)
+    assert measured_of(chip_of("Tesla V100")) is None
 
 
 def test_times_between_sizes_and_beyond_them():
@@ -91,16 +108,33 @@ def test_times_between_sizes_and_beyond_them():
     assert tables.matmul("bf16xbf16->bf16", (1, 8, 256, 256)) is None
     assert tables.matmul("f64xf64->f64", (1, 256, 256, 256)) is None
     assert tables.matmul("", ()) is None
+    eight = tables.matmul("f8e4m3fnxf8e4m3fn->f8e4m3fn", (1, 256, 256, 256))
+    assert eight == pytest.approx(256 * 256 * 1e-9 / 2)  # half of 16 bits
     assert tables.collective("all-gather", 8, 128) == pytest.approx(2**0.5)
     assert tables.collective("all-gather", 8, 512) == pytest.approx(4)
-    assert tables.collective("all-gather", 8, 8) is None
+    assert tables.collective("all-gather", 8, 8) == 1  # as long as the smallest one
     assert tables.collective("all-gather", 4, 128) is None
+
+
+def test_eight_bits_are_no_faster_than_half_of_sixteen():
+    sizes, none = (1, 256, 256, 256), {}
+    tables = GpuTables(
+        {"bf16xbf16->bf16": {sizes: 4.0}, "f8e4m3fnxf8e4m3fn->bf16": {sizes: 1.0}}, none
+    )
+    assert tables.matmul("f8e4m3fnxf8e4m3fn->bf16", sizes) == 2.0
+    tables.matmuls["f8e4m3fnxf8e4m3fn->bf16"][sizes] = 3.0
+    assert tables.matmul("f8e4m3fnxf8e4m3fn->f32", sizes) == pytest.approx(3.0)
+    assert tables.matmul("s8xs8->s32", sizes) == 2.0
 
 
 def test_a_chip_with_figures_of_its_own_has_no_table(plugin, monkeypatch):
     monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
     chip = chip_of("NVIDIA H100")
-    assert measured_of(chip) is tables_of(plugin, "NVIDIA H100")
+    own = tables_of(plugin, "NVIDIA H100")
+    assert measured_of(chip) == own
+    over_a_network = target("h100:2x8").chip
+    assert over_a_network.start > 0 == chip.start
+    assert measured_of(over_a_network) == own
     assert measured_of(chip.__class__(**{**vars(chip), "link": 1.0})) is None
     assert measured_of(chip_of("TPU v5")) is None
     monkeypatch.setattr(targets, "find_plugin", lambda: None)

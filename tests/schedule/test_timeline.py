@@ -7,7 +7,14 @@ from jax.sharding import Mesh
 from texts import rooted
 
 from jaxpar.schedule import Assumptions, Chip, CompiledProgram, Memory, Target, target, timeline
-from jaxpar.tools.timeline.player import REACHED
+from jaxpar.tools.timeline import player
+from jaxpar.tools.timeline.player import (
+    FIRST_BYTE,
+    REACHED,
+    REACHED_BY_GPUS,
+    SLOWEST,
+    UNALIGNED,
+)
 
 # One cycle a second, one byte a second over a link, and ten bytes a second in memory, of the more
 # that are published.
@@ -21,7 +28,9 @@ TORUS = Chip(
     clock=1.0,
     latency=0.0,
 )
-SWITCH = replace(TORUS, kind="GPU test", torus=False, clock=None, flops=2.0)
+SWITCH = replace(
+    TORUS, kind="GPU test", hbm=10.0 / REACHED_BY_GPUS, torus=False, clock=None, flops=2.0
+)
 ROW = [device for device in target("v5e:4x4").mesh.devices.flat if device.coords[1] == 0]
 LINE = Mesh(sorted(ROW, key=lambda device: device.coords), ("tp",))
 FORWARD = "{{0,1},{1,2},{2,3}}"
@@ -464,8 +473,8 @@ def test_a_gpus_start_may_be_synchronous():
 def test_a_roofline_where_the_compiler_gives_no_cycles():
     """20 FLOPs at 4 a second in one byte a number; and 17 bytes at 10 or at 1 a second."""
     bare = "  %w = s8[2,1] fusion(%q, %r), kind=kOutput, calls=%product\n"
-    assert play(bare, chip=SWITCH).total == 20 / 4
-    assert play(bare, chip=replace(SWITCH, hbm=1 / REACHED)).total == pytest.approx(17)
+    assert play(bare, chip=SWITCH).total == UNALIGNED * 20 / 4  # rows of five bytes
+    assert play(bare, chip=replace(SWITCH, hbm=1 / REACHED_BY_GPUS)).total == pytest.approx(17)
 
 
 @pytest.mark.parametrize(
@@ -518,6 +527,49 @@ def test_a_pass_over_memory_takes_what_its_bytes_do(monkeypatch):
 def test_numbers_that_are_taken_out_of_order_keep_their_cycles():
     entry = "  %x = bf16[400] parameter(3)\n  %y = bf16[400] sort(%x), "
     assert play(entry + 'backend_config={"estimated_cycles":"9000"}\n').total == 9000
+
+
+def multiplied(cycles, result="bf16[512,200]", more="", chip=TORUS):
+    """Seconds of a product of 512 x 100 by 100 x 200, of tiles of 256 each way."""
+    entry = "  %x = bf16[512,100] parameter(3)\n  %y = bf16[100,200] parameter(4)\n"
+    entry += f"  %z = {result} convolution(%x, %y), {more}dim_labels=bf_io->bf"
+    entry += f', backend_config={{"estimated_cycles":"{cycles}"}}\n'
+    return play(entry, chip=chip).total
+
+
+def test_a_matmul_is_not_as_slow_as_the_compiler_says():
+    """Where its tiles take so long; the compiler's cycles are never exceeded."""
+    longest = SLOWEST * 2 * 512 * 256 * 256
+    assert multiplied(10**9) == pytest.approx(longest + FIRST_BYTE)
+    assert multiplied(10**7) == 10**7
+    read = (512 * 100 + 100 * 200 + 512 * 200) * 2  # ten bytes a second
+    fast = replace(TORUS, flops=1e9)
+    assert multiplied(10**5, chip=fast) == pytest.approx(read / 10 + FIRST_BYTE)
+    assert multiplied(10**3, chip=fast) == pytest.approx(read / 10)
+    for more in ("window={size=1}, ", "operand_precision={highest,highest}, "):
+        assert multiplied(10**9, more=more) == 10**9  # its FLOPs are not known
+    assert multiplied(10**9, "f32[3,512,200]") == 10**9
+
+
+def product(more="", dtype="bf16", columns=64):
+    entry = f"  %x = {dtype}[64,64] parameter(3)\n  %y = {dtype}[64,{columns}] parameter(4)\n"
+    entry += f"  %z = {dtype}[64,{columns}] dot(%x, %y), lhs_contracting_dims={{1}}, "
+    return play(entry + f"rhs_contracting_dims={{0}}{more}\n", chip=SWITCH).total
+
+
+def test_a_gpu_multiplies_slowly_what_its_tensor_cores_do_not_take():
+    flops = 2 * 64 * 64 * 64 / 2
+    assert product() == flops
+    assert product(columns=63) == pytest.approx(UNALIGNED * flops * 63 / 64)
+    assert product(dtype="f32") == 2 * flops
+    assert product(", operand_precision={highest,highest}", "f32") == 16 * flops
+
+
+def test_a_kernel_of_a_gpu_takes_a_while():
+    fast = replace(SWITCH, hbm=1e12, flops=1e12)
+    bare = "  %w = s8[2,1] fusion(%q, %r), kind=kOutput, calls=%product\n"
+    assert play(bare, chip=fast).total == player.KERNEL
+    assert play("  %w = s8[5,2] bitcast(%q)\n", chip=fast).total == 0
 
 
 def test_a_transfer_that_nothing_waits_for_still_takes_its_time():

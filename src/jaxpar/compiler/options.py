@@ -217,7 +217,7 @@ def traced_asynchronous() -> frozenset[str]:
         )
     freeing = [option for option in compiler.options if option.frees]
     if options is None:
-        options = _of_environment()
+        options = environment_options()
         if freeing and not any(option.name in options for option in freeing):
             _warn()
     frees = [o.frees for o in freeing if o.frees and str(options.get(o.name)).lower() == "true"]
@@ -230,7 +230,7 @@ def traced_options(names: Collection[str]) -> dict[str, Any]:
     The environment has options of other programs, too: there only those count that are asked for.
     """
     told: _Told | None = _told.value
-    found = _of_environment() if told is None else dict(told.options)
+    found = environment_options() if told is None else dict(told.options)
     return {name: value for name, value in found.items() if told is not None or name in names}
 
 
@@ -247,7 +247,7 @@ def _warn() -> None:
     )
 
 
-def _of_environment() -> Options:
+def environment_options() -> Options:
     """The options of `--name=value` and `--name` in the variables that XLA reads."""
     words = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {os.environ.get('XLA_FLAGS', '')}".split()
     given = [word.removeprefix("--").partition("=") for word in words]

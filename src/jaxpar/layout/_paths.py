@@ -64,7 +64,7 @@ def key_of(path: str) -> str:
     return path
 
 
-_NUMBERS = re.compile(r"\d+")
+_NUMBER = re.compile(r"(\d+)")
 _INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of a path that is escaped
 
 
@@ -75,13 +75,17 @@ def pattern_of(path: str) -> str:
 
 def without_numbers(path: str) -> str:
     """The same text for all paths that differ in numbers alone."""
-    return _NUMBERS.sub("#", path)
+    return _NUMBER.sub("#", path)
 
 
 class Alike:
-    """Values by path, of paths that differ only in indices, such as those of layers."""
+    """Values by path, of paths that differ only in indices, such as those of layers.
 
-    def __init__(self) -> None:
+    With `in_keys` numbers in keys count, too, such as that of `layer_0`.
+    """
+
+    def __init__(self, in_keys: bool = False) -> None:
+        self._numbers = _NUMBER if in_keys else _INDEX
         self._values: dict[str, Hashable] = {}
         self._free: dict[Hashable, set[int]] = {}  # by value, when all are known
 
@@ -93,14 +97,15 @@ class Alike:
         value = self._values[path]
         if value not in self._free:
             self._free[value] = self._free_of(value)
-        parts = _INDEX.split(re.escape(path))
+        parts = self._numbers.split(re.escape(path))
         return "".join(
             r"\d+" if place in self._free[value] else part for place, part in enumerate(parts)
         )
 
     def _free_of(self, value: Hashable) -> set[int]:
         """The places of indices that may be any number without a change of the value."""
-        split = [(_INDEX.split(re.escape(path)), own) for path, own in self._values.items()]
+        numbers = self._numbers
+        split = [(numbers.split(re.escape(path)), own) for path, own in self._values.items()]
         free: set[int] = set()
         for place in range(1, len(split[0][0]), 2):
             more = {*free, place}
@@ -156,6 +161,8 @@ def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterato
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf has a shape and a dtype, or is a number."""
+    if isinstance(leaf, type):  # such as np.float32, which has both as descriptors
+        return False
     return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or is_number(leaf)
 
 

@@ -20,7 +20,7 @@ from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutError, LayoutProblem
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
-from jaxpar.layout._paths import Alike, arrays_of, key_of, pattern_of
+from jaxpar.layout._paths import Alike, arrays_of, key_of, pattern_of, without_numbers
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._roles import WeightGroups
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown
@@ -353,7 +353,7 @@ def extended(
     """A rule for each array, or for all layers of one: what `within` says, and what `dims` adds."""
     problems: list[LayoutProblem] = []
     specs: dict[str, tuple[Any, ...]] = {}
-    groups: dict[str, Alike] = defaultdict(Alike)
+    groups: dict[str, Alike] = defaultdict(lambda: Alike(in_keys=True))
     for array in shaped(params):
         taken = _taken(within, array, problems)
         added = dims(array, taken)
@@ -364,11 +364,12 @@ def extended(
         while entries and not entries[-1]:
             entries.pop()
         specs[array.path] = tuple(map(shown, entries))
-        groups[pattern_of(array.path)].add(array.path, specs[array.path])
+        groups[without_numbers(array.path)].add(array.path, specs[array.path])
     if problems:
         raise LayoutError(called(), problems)
     rules = {
-        groups[pattern_of(path)].pattern(path): PartitionSpec(*spec) for path, spec in specs.items()
+        groups[without_numbers(path)].pattern(path): PartitionSpec(*spec)
+        for path, spec in specs.items()
     }
     before = list(within.batch.entries) if within is not None and within.batch else []
     done = {name for entry in before for name in axes_of(entry)}

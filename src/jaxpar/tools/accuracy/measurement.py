@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.tools.timeline.target import target
+from jaxpar.tools.timeline.target import TPUS, target
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
 
+_KINDS = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")  # of chips, as `TPUS`
 # What one device computes of operands that it has to itself.
 _POINTWISE: dict[str, Callable[..., Any]] = {
     "copy": jnp.copy,
@@ -53,11 +54,49 @@ class Measurement:
     seconds: float
     source: str
     options: dict[str, str] = field(default_factory=dict[str, str])
+    times: int = 1  # how often one program did it, each time with what the last one left
 
     @property
     def chip(self) -> str:
         """The generation, as in a target's name."""
         return self.target.partition(":")[0]
+
+    @property
+    def kind_of_chip(self) -> str:
+        """The chip, as in `Chip.kind`."""
+        known: dict[str, str] = dict(zip(TPUS, _KINDS, strict=True))
+        return known.get(self.chip, f"NVIDIA {self.chip.upper()}")
+
+    @property
+    def group(self) -> int:
+        """How many devices take part together."""
+        sizes = dict(part.split("=") for part in self.mesh.split(","))
+        return prod(int(sizes[axis]) for axis in self.axes)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one device."""
+        return 2.0 * prod(self.shape) if "matmul" in self.op else 0.0
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends."""
+        m, k, n = self.shape if "matmul" in self.op else (prod(self.shape), 1, 1)
+        share = (self.group - 1) / self.group
+        match self.op:
+            case "all_gather_matmul":
+                travels = m * k * share
+            case "gathered_rhs_matmul":
+                travels = k * n * share
+            case "matmul_reduce_scatter":
+                travels = m * n * share
+            case "all_gather":
+                travels = m * (self.group - 1)
+            case "ppermute":
+                travels = m
+            case _:
+                travels = m * share * (2 if self.op == "psum" else 1)
+        return float(travels * jnp.dtype(self.dtype).itemsize)
 
     @property
     def is_held_out(self) -> bool:
@@ -70,6 +109,7 @@ class Measurement:
         devices = described.mesh.size
         n = prod(described.mesh.shape[axis] for axis in self.axes)
         function, operands, shared = _local(self, n)
+        function = function if self.times == 1 else _repeated(function, self.times)
         spec = PartitionSpec() if shared else PartitionSpec(described.mesh.axis_names)
         mapped = jax.shard_map(
             function, in_specs=(spec,) * len(operands), out_specs=spec, check_vma=False
@@ -108,6 +148,22 @@ def _local(one: Measurement, n: int) -> tuple[Callable[..., Any], list[tuple[int
             return lambda x, w: scatter(x @ w, axes, n), [(m, k), (k, columns)], False
 
 
+def _repeated(function: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """Does something again and again; without the barrier one number of it would be enough."""
+
+    def trip(number: Any, operands: tuple[Any, ...]) -> Any:
+        first, *others = operands
+        found = lax.optimization_barrier(function(first + number.astype(first.dtype), *others))
+        return found[(0,) * found.ndim].astype(jnp.float32)
+
+    def run(*operands: Any) -> Any:
+        return lax.fori_loop(
+            0, times, lambda _, number: trip(number, operands), jnp.zeros((), jnp.float32)
+        )
+
+    return run
+
+
 def _gathered(x: Any, axes: tuple[str, ...]) -> Any:
     return lax.all_gather(x, axes, tiled=True)
 
@@ -136,6 +192,7 @@ def measurements() -> tuple[Measurement, ...]:
             seconds=one["microseconds"] * 1e-6,
             source=found["sources"][one["source"]],
             options=one.get("options", {}),
+            times=one.get("times", 1),
         )
         for one in found["measurements"]
     )

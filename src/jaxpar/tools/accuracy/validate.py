@@ -10,7 +10,7 @@ from statistics import median
 
 from jaxpar.tools.accuracy.band import LARGE, Band
 from jaxpar.tools.accuracy.measurement import Measurement, measurements
-from jaxpar.tools.timeline.timeline import timeline
+from jaxpar.tools.timeline.timeline import Timeline, timeline
 
 ONE_TRANSFER = ("gather", "sum", "permute", "all-to-all")
 
@@ -41,14 +41,16 @@ def validate(
             program = one.compile(cache)
             chip = program.target.chip
             assert chip is not None, one.target
-            played = timeline(program)
-            # A program copies what a collective brings, which is no part of what was measured.
-            seconds = played.transfer if one.kind in ONE_TRANSFER else played.total
-            found.append(Held(one, chip.kind, seconds))
+            found.append(Held(one, chip.kind, seconds_of(one, timeline(program))))
         except Exception as reason:  # each compiler has errors of its own
             failed[one.name] = f"{type(reason).__name__}: {reason}".partition("\n")[0]
         tick(one.name)
     return found, failed
+
+
+def seconds_of(one: Measurement, played: Timeline) -> float:
+    """What was measured of it: a program copies what a collective brings, which is no part."""
+    return (played.transfer if one.kind in ONE_TRANSFER else played.total) / one.times
 
 
 def bands_from(found: Iterable[Held]) -> list[Band]:

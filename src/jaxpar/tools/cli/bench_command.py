@@ -4,7 +4,7 @@ import argparse
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -13,6 +13,14 @@ import jax
 from jax.sharding import Mesh
 
 import jaxpar
+from jaxpar.tools.cli.bench_figures import (
+    Figures,
+    figures_of,
+    host_of,
+    print_figures,
+    record_of,
+)
+from jaxpar.tools.cli.bench_reasons import Host
 from jaxpar.tools.cli.bench_times import PHASES, Refusal, Row, make_problem, measure, quartiles
 from jaxpar.tools.cli.console import (
     Column,
@@ -24,6 +32,7 @@ from jaxpar.tools.cli.console import (
     require_extra,
     status_of,
 )
+from jaxpar.tools.cli.gpu_clocks import clocks_of
 from jaxpar.tools.cli.ops import DEFAULT_OPS, MODES, Op, Ring, Shape
 from jaxpar.tools.cli.shared_options import (
     add_command,
@@ -132,7 +141,14 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def write_json(path: str, run: Run, rows: Sequence[Row], refusals: Sequence[Refusal]) -> None:
+def write_json(
+    path: str,
+    run: Run,
+    rows: Sequence[Row],
+    figures: Sequence[Figures | str],
+    host: Host,
+    refusals: Sequence[Refusal],
+) -> None:
     """Writes one object: what the run had in common, `rows` with all raw times, and `refused`."""
     record = {
         "jaxpar": jaxpar.__version__,
@@ -140,14 +156,17 @@ def write_json(path: str, run: Run, rows: Sequence[Row], refusals: Sequence[Refu
         "python": platform.python_version(),
         **vars(run),
         "notes": run.notes,
-        "rows": [_row_record(row) for row in rows],
+        "host": asdict(host),
+        "rows": [_row_record(row, one) for row, one in zip(rows, figures, strict=True)],
         "refused": [vars(refusal) for refusal in refusals],
     }
     write_text(path, json.dumps(record, indent=1) + "\n")
 
 
-def _row_record(row: Row) -> dict[str, Any]:
-    return vars(row) | {
+def _row_record(row: Row, figures: Figures | str) -> dict[str, Any]:
+    measured = {name: value for name, value in vars(row).items() if name != "program"}
+    return measured | {
+        "figures": record_of(figures),
         "seconds_quartiles": quartiles(row.seconds),
         "ratio_quartiles": quartiles(row.ratios),
     }
@@ -233,6 +252,13 @@ reading the table:
   sent MiB   what a device sends in one call; XLA's collectives as rings of least traffic
 Along mesh axes outside the ring everything is replicated: each ring does the same work.
 
+A second table, of chips that figures are published of: is it as fast as it should be?
+  bound      no form is faster: FLOPs at peak, or bytes over all links
+  predicted  this program on the model of the chip, as `jaxpar predict` plays it
+  public     what others reached: the rate of the nearest published measurement, with its source
+Of the fastest mode it names what takes the time beyond the bound: transfers and the option that
+would free them, a ring without links of its own, sizes and dtypes, the host, slow clocks.
+
 examples:
   jaxpar bench
   jaxpar bench --ops scatter-rows,all-reduce --shapes 4096x4096x4096 --dtype bfloat16
@@ -305,11 +331,16 @@ def _run(args: argparse.Namespace) -> int:
         console = open_console() if reports else None
         if console:
             print_header(facts, console)
-        rows, refusals = _measure_all(ops, shapes, mesh, ring, facts, reports)
+        host = host_of(mesh)
+        with clocks_of(device.platform) as clocks:
+            rows, refusals = _measure_all(ops, shapes, mesh, ring, facts, reports)
+        host = replace(host, clocks=clocks())
+        figures = [figures_of(row, ring, dtype, host) for row in rows]
     if console and rows:
         print_table(rows, console)
+        print_figures(rows, figures, host.clocks, console)
     if reports and args.json:
-        write_json(args.json, facts, rows, refusals)
+        write_json(args.json, facts, rows, figures, host, refusals)
     if reports and args.plot and rows:
         write_plot(args.plot, facts, rows)
     for refusal in refusals if reports else ():

@@ -5,7 +5,7 @@ from the dtype, the ring and the length of the sums.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 from time import perf_counter
 from typing import Any
@@ -17,8 +17,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpar
+from jaxpar.schedule import CompiledProgram
 from jaxpar.testing import count_collectives
 from jaxpar.tools.cli.ops import Op, Ring, Shape, ring_size, shape_text, with_gradients
+from jaxpar.tools.timeline.target import target_of
+from jaxpar.tools.timeline.timeline import program_of
 
 PHASES = ("forward", "forward+backward")
 
@@ -112,6 +115,7 @@ class Row:
     collectives: dict[str, int]
     errors: dict[str, float]  # of each result, in units of the rms of its reference
     tolerances: dict[str, float]
+    program: CompiledProgram = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class _Program:
     """One mode, compiled."""
 
     compiled: Callable[..., Any]
+    program: CompiledProgram
     temp_bytes: int | None
     sent_bytes: int
     collectives: dict[str, int]
@@ -200,6 +205,7 @@ def measure(
             collectives=programs[mode].collectives,
             errors=errors[mode],
             tolerances=tolerances,
+            program=programs[mode].program,
         )
         for mode, times in zip(modes, seconds, strict=True)
     ], []
@@ -240,13 +246,15 @@ def _compile(function: Callable[[Any, Any], Any], args: list[jax.Array], mesh: M
 
     backward = len(args) == 3
     program = with_gradients(function) if backward else forward
-    compiled = jaxpar.jit(program, mesh=mesh).lower(*args).compile()
+    traced = jaxpar.jit(program, mesh=mesh).trace(*args)
+    compiled = traced.lower().compile()
     memory = compiled.memory_analysis()
     counts = count_collectives(
         function, *args[:2], grad=backward, platform=mesh.devices.flat[0].platform
     )
     return _Program(
         compiled=compiled,
+        program=program_of(target_of(mesh), traced, compiled, jaxpar.compiler_options(mesh)),
         temp_bytes=None if memory is None else int(memory.temp_size_in_bytes),
         sent_bytes=counts.forward_bytes + counts.backward_bytes,
         collectives=dict(sorted((counts.forward + counts.backward).items())),

@@ -26,7 +26,7 @@ from jaxpar.tools.cli.shared_options import (
     require_folders,
 )
 from jaxpar.tools.cli.workers import compilers, first_line, start_jax
-from jaxpar.tools.private_names import install_command, installed, lacking, write_text
+from jaxpar.tools.private_names import COMPILERS, install_command, installed, lacking, write_text
 from jaxpar.tools.processes.agree import agree
 from jaxpar.tools.processes.describe import Description, describe
 
@@ -131,7 +131,10 @@ def _run(args: argparse.Namespace) -> int:
         {extra: tuple(lacking(extra)) for extra in EXTRAS},
         tuple(sorted(compilers())),
         checks,
-        tuple(hints(packages, os.environ, said, description.platform, description.devices)),
+        (
+            *hints(packages, os.environ, said, description.platform, description.devices),
+            *starts_that_wait(packages, description.device_kind),
+        ),
     )
     if rank == 0:
         if args.json:
@@ -271,6 +274,33 @@ def hints(
         yield (
             f"jax {jax_version}: lax.ppermute over several axes counts in the mesh's order, not "
             "the tuple's (jaxpar's rings do not); vmap(spmd_axis_name=...) needs check_vma=False"
+        )
+
+
+def starts_that_wait(packages: Mapping[str, str | None], kind: str) -> Iterator[str]:
+    """Yields a hint where JAX has explicit starts that the compiler of a device makes synchronous.
+
+    Args:
+      packages: versions by distribution.
+      kind: of the devices, as JAX calls it.
+    """
+    known = next((c for name, c in COMPILERS.items() if kind.startswith(name)), None)
+    if known is None or _numbers(packages.get("jax") or "") < (0, 12):
+        return
+    what = "reduce-scatter"
+    if what in known.frees:
+        return
+    start = f"jax.lax.psum_scatter_start on {kind}"
+    told = "jaxpar explain names each start of a program that does not overlap"
+    if option := next((o.name for o in known.options if o.frees == what), None):
+        yield (
+            f"{start} overlaps with {option} alone: compile with jaxpar.compiler_options(mesh), "
+            f"which has it; {told}"
+        )
+    else:
+        yield (
+            f"{start} is synchronous, nothing runs beside it: write permutes, or use jaxpar's "
+            f"matmul_reduce_scatter; {told}"
         )
 
 

@@ -15,6 +15,7 @@ from jaxpar.tools.cli.predict_command import FIGURES, parse_requests
 from jaxpar.tools.cli.predict_results import Failure, Request, TargetResults, Tick
 from jaxpar.tools.cli.predict_views import write_picture, write_trace
 from jaxpar.tools.cli.shared_options import (
+    add_cache,
     add_command,
     add_compiler_options,
     add_function_arguments,
@@ -23,6 +24,7 @@ from jaxpar.tools.cli.shared_options import (
 )
 from jaxpar.tools.cli.workers import COMPILING, converse
 from jaxpar.tools.explain.explained import COMPARED, compared, text_of
+from jaxpar.tools.explain.trials import Budget
 from jaxpar.tools.private_names import write_text
 from jaxpar.tools.timeline.target import HERE
 
@@ -42,6 +44,8 @@ examples:
   jaxpar explain model:make_step --target v5p:4x4x4 --mesh fsdp=16,tp=4 --html step.html
   jaxpar explain model:make_step --json before.json
   jaxpar explain model:make_step --against before.json      # after an edit
+  jaxpar explain model:make_step --own maxtext              # a framework's lines, too
+  jaxpar explain model:make_step --tries 20min    # of a program that takes minutes to compile
   jaxpar explain model:make_step --target v5e:2x4 --measured profile    # of a real run
 Compiled programs are kept in the user's folder for caches: --no-cache compiles anew.
 """
@@ -68,12 +72,25 @@ def add_parser(commands: Any) -> None:
     add_compiler_options(add)
     add(
         "--figures",
-        default="book",
+        default="measured",
         help=f"of the links: {' or '.join(FIGURES)}, as for predict (default: %(default)s)",
     )
-    add("--tries", type=int, default=8, help="edits that are compiled (default: %(default)s)")
+    add(
+        "--tries",
+        default="8",
+        help="edits to compile, or for how long, as in 10min; what was compiled before takes "
+        "no time, so that the next call goes on (default: %(default)s)",
+    )
     add("--findings", type=int, default=10, help="findings that are shown (default: %(default)s)")
-    add("--no-cache", action="store_true", help="compile what has been compiled before, too")
+    add(
+        "--own",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="an installed package whose lines are the program's own, such as maxtext or flax: "
+        "findings name lines of it; can be given again",
+    )
+    add_cache(add)
     add(
         "--measured",
         metavar="FOLDER",
@@ -126,9 +143,12 @@ def _run(args: argparse.Namespace) -> int:
 
 def _request(args: argparse.Namespace) -> Request:
     """What to compile: as for `predict`, for one target."""
-    for option, least in (("tries", 0), ("findings", 1)):
-        if getattr(args, option) < least:
-            raise UsageError(f"--{option} {getattr(args, option)} must be at least {least}")
+    try:
+        Budget.of(args.tries)
+    except ValueError as wanted:
+        raise UsageError(f"--tries {args.tries} must be {wanted}") from None
+    if args.findings < 1:
+        raise UsageError(f"--findings {args.findings} must be at least 1")
     of_operations = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
     asked = argparse.Namespace(**vars(args), jobs=1, **dict.fromkeys(of_operations))
     requests = parse_requests(asked)
@@ -179,7 +199,7 @@ def _explain(
         "request": asdict(request),
         "tries": args.tries,
         "findings": args.findings,
-        "cache": not args.no_cache,
+        "own": args.own,
         "measured": args.measured,
     }
     environment = {} if request.target == HERE else COMPILING

@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import Any
 
 from jaxpar.tools.explain.causes import CAUSES
-from jaxpar.tools.explain.explained import gain, heading, place, title, verdict
+from jaxpar.tools.explain.explained import elsewhere, gain, heading, place, title, verdict
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
 from jaxpar.tools.timeline.measured_instructions import alone, side, totals
@@ -23,27 +23,7 @@ def page_of(record: Mapping[str, Any]) -> str:
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
-    findings = [
-        {
-            "title": title(finding["of"]),
-            "place": place(finding["of"]),
-            "moved": finding["of"].get("moved", ""),
-            "between": [finding["of"].get("before", ""), finding["of"].get("after", "")],
-            "names": finding["of"].get("names", []),
-            "seconds": us(finding["of"]["seconds"]),
-            "share": finding["of"]["seconds"] / record["seconds"],
-            "cause": finding["cause"],
-            "meaning": CAUSES[finding["cause"]],
-            "why": finding["why"],
-            "edit": finding["edit"],
-            "gain": gain(record, finding),
-            "gains": bool(finding["gain"]),
-            "tried": [
-                {"edit": one["edit"], "seconds": us(one["seconds"])} for one in finding["tried"]
-            ],
-        }
-        for finding in record["findings"]
-    ]
+    findings = [_finding(record, finding) for finding in record["findings"]]
     overheads = [
         {
             "kind": one["kind"],
@@ -91,4 +71,25 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
         "at_peak": at_peak,
         "instructions": instructions,
         "events": events,
+    }
+
+
+def _finding(record: Mapping[str, Any], finding: Mapping[str, Any]) -> dict[str, Any]:
+    of = finding["of"]
+    return {
+        "title": title(of),
+        "place": place(of),
+        "elsewhere": elsewhere(of),
+        "moved": of.get("moved", ""),
+        "between": [of.get("before", ""), of.get("after", "")],
+        "names": of.get("names", []),
+        "seconds": us(of["seconds"]),
+        "share": of["seconds"] / record["seconds"],
+        "cause": finding["cause"],
+        "meaning": CAUSES[finding["cause"]],
+        "why": finding["why"],
+        "edit": finding["edit"],
+        "gain": gain(record, finding),
+        "gains": bool(finding["gain"]),
+        "tried": [{"edit": one["edit"], "seconds": us(one["seconds"])} for one in finding["tried"]],
     }

@@ -1,5 +1,6 @@
 """The operations: how global M x K x N maps to local blocks, and the local function to time."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -50,6 +51,76 @@ class Op:
             in_specs=(lhs, rhs),
             out_specs=out,
         )
+
+    def on_one_device(self, shape: Shape, size: int) -> tuple[Shape, int]:
+        """M, K and N of what one of so many devices multiplies, and how many numbers travel.
+
+        They are those of the operand that is gathered, or of the result before it is scattered.
+        """
+        rows, depth, cols = shape
+        if self.lhs == self.rhs:  # the contracting dimension: partial sums travel
+            return (rows, depth // size, cols), rows * cols
+        if self.rhs == self.out:
+            return (rows, depth, cols // size), rows * depth
+        return (rows // size, depth, cols), depth * cols
+
+    def sent(self, moved: float, size: int, grad: bool) -> float:
+        """What one device sends at least, of so many bytes that are gathered or scattered."""
+        # An all-reduce is two passes; the cotangent is everywhere, so that the backward has none.
+        passes = 2 if grad or not self.out else 1
+        return passes * moved * (size - 1) / size
+
+    def pieces(self, shape: Shape, size: int) -> list[Shape]:
+        """What one of so many devices may multiply: a part of the rows, the depth or the columns.
+
+        The last one is that of `on_one_device`.
+        """
+        usual, _ = self.on_one_device(shape, size)
+        parts = ((n // size if at == dim else n for at, n in enumerate(shape)) for dim in range(3))
+        fitting = [part for part in map(tuple, parts) if size * prod(part) == prod(shape)]
+        return [*(part for part in fitting if part != usual), usual]
+
+    def least_sent(self, shape: Shape, size: int, grad: bool) -> float:
+        """How many numbers one of so many devices sends at least, however the work is parted.
+
+        Each product may have its rows, its depth or its columns on different devices. What a
+        product takes is gathered whole, or exchanged for another part; its result is scattered,
+        summed or exchanged. What two products take travels once.
+        """
+        lengths = dict(zip("MKN", shape, strict=True))
+        numbers = {dims: lengths[dims[0]] * lengths[dims[1]] for dims in ("MK", "KN", "MN")}
+        held = {"MK": self.lhs, "KN": self.rhs, "MN": self.out}
+        gathered, exchanged = (size - 1) / size, (size - 1) / size**2
+
+        def taken(dims: str, dim: str) -> float:
+            """Share of an array that travels until each device has a part of it, or all."""
+            if not held[dims] or held[dims] == dim:
+                return 0.0
+            return exchanged if dim in dims else gathered
+
+        def given(dims: str, dim: str) -> float:
+            if dim not in dims:  # each device has a summand of everything
+                return gathered if held[dims] else 2 * gathered
+            if held[dims] == dim:
+                return 0.0
+            return exchanged if held[dims] else gathered
+
+        products = [("MK", "KN", "MN")]
+        if grad:
+            products += [("MN", "KN", "MK"), ("MK", "MN", "KN")]
+        totals: list[float] = []
+        for parted in itertools.product("MKN", repeat=len(products)):
+            needed: dict[str, dict[str, float]] = {dims: {} for dims in held}
+            total = 0.0
+            for dim, (left, right, result) in zip(parted, products, strict=True):
+                total += given(result, dim) * numbers[result]
+                for dims in (left, right):
+                    needed[dims][dim if dim in dims else ""] = taken(dims, dim)
+            for dims, shares in needed.items():
+                whole = shares.get("")  # of which every part is there, too
+                total += (sum(shares.values()) if whole is None else whole) * numbers[dims]
+            totals.append(total)
+        return min(totals)
 
     def require_fit(self, shape: Shape, mesh: Mesh, ring: Ring) -> None:
         """Raises `UsageError` unless the ring divides every dimension that is sharded over it."""

@@ -17,6 +17,7 @@ from jaxpar.tools.cli.predict_results import Failure, Request, TargetResults, Ti
 from jaxpar.tools.cli.predict_validation import run_validation
 from jaxpar.tools.cli.predict_views import print_notes, print_report, write_picture, write_trace
 from jaxpar.tools.cli.shared_options import (
+    add_cache,
     add_command,
     add_compiler_options,
     add_dtype,
@@ -65,6 +66,7 @@ examples:
   jaxpar predict --validate --target v6e,h100  # beside what others measured
 A trace opens in https://ui.perfetto.dev or chrome://tracing. The picture shows bars too short to be
 told apart, as of a long loop, as stacked shares of time.
+Compiled programs are kept in the user's folder for caches: --no-cache compiles anew.
 """
 
 
@@ -102,6 +104,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="hold predictions against public measurements, of all chips or those of --target",
     )
+    add_cache(add)
     add("--jobs", type=int, default=0, help="targets at a time (default: one a core)")
     add("--plot", metavar="FILE.png", help="draw the timelines")
     add("--json", metavar="FILE", help="write everything, each event and the figures included")
@@ -209,6 +212,7 @@ def parse_requests(args: argparse.Namespace) -> list[Request]:
             bare=bare,
             compiler_options=options,
             figures=figures,
+            cache=not args.no_cache,
         )
         for target in _parse_targets(args.target)
     ]

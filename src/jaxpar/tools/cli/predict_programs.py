@@ -29,6 +29,7 @@ from jaxpar.tools.cli.ops import (
 from jaxpar.tools.cli.predict_results import Request
 from jaxpar.tools.cli.shared_options import parse_ops, parse_shapes
 from jaxpar.tools.private_names import gathered_by, jitted_like, jitted_with
+from jaxpar.tools.program.arguments import of_arrays
 
 
 @dataclass(frozen=True)
@@ -70,23 +71,20 @@ def requested_options(request: Request, target: Target) -> dict[str, Any]:
 
 
 def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request) -> Floor:
-    """Returns the floor of an operation: its local matmul in one piece, or its bytes alone."""
-    size, (rows, depth, cols) = ring_size(target.mesh, ring), shape
-    if op.lhs == op.rhs:  # the contracting dimension: partial sums travel
-        depth, moved = depth // size, rows * cols
-    elif op.rhs == op.out:
-        cols, moved = cols // size, rows * depth
-    else:
-        rows, moved = rows // size, depth * cols
-    dtype = jnp.dtype(request.dtype)
-    sent = moved * _width(op, request) * (size - 1) / size
-    if not op.out:
-        # An all-reduce is two passes; the cotangent is everywhere, so that the backward has none.
-        sent *= 1 if request.grad else 2
-    shapes = (rows, depth), (depth, cols)
-    return matmul_floor(
-        target, "mk,kn->mn", *shapes, sent, axis=ring, dtype=dtype, grad=request.grad
-    )
+    """Returns the floor of an operation: the least over all ways to part it."""
+    size = ring_size(target.mesh, ring)
+    # `matmul_floor` counts both passes itself.
+    sent = op.least_sent(shape, size, request.grad) / (2 if request.grad else 1)
+    floors = [
+        matmul_floor(
+            *(target, "mk,kn->mn", (rows, depth), (depth, cols), sent * _width(op, request)),
+            axis=ring,
+            dtype=jnp.dtype(request.dtype),
+            grad=request.grad,
+        )
+        for rows, depth, cols in op.pieces(shape, size)
+    ]
+    return min(floors, key=lambda floor: floor.compute)
 
 
 def _width(op: Op, request: Request) -> float:
@@ -137,6 +135,8 @@ def _of_function(request: Request, target: Target) -> PlannedProgram:
     else:
         function, args = _ask(function, text, target)
     if request.grad:
+        if not hasattr(function, "trace"):
+            function, args = of_arrays(function, args)
         with jax.set_mesh(target.mesh):
             of_floats = jitted_like(function, lambda *args: _floats(function(*args)))
             jitted, _ = jitted_with(of_floats, requested_options(request, target))
@@ -207,7 +207,7 @@ def _floats(tree: Any) -> list[Any]:
 
 
 def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 # -- abstract arrays as they are written on the command line ---------------------------------------

@@ -39,6 +39,7 @@ class Request:
     bare: bool  # without the compiler options that the chip should have
     compiler_options: Mapping[str, Any]  # further ones
     figures: str  # of the links: measured or book
+    cache: bool  # take programs that were compiled before
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from traceback import extract_tb
 from typing import Any
 
 import jaxpar
-from jaxpar.schedule import Target, compile_for, program_floor, timeline
+from jaxpar.schedule import CompiledProgram, Target, compile_for, program_floor, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.ops import Ring
@@ -16,6 +16,7 @@ from jaxpar.tools.cli.predict_results import Facts, Failure, Prediction, Request
 from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
 from jaxpar.tools.private_names import jitted_with, versions, why_not_closed
+from jaxpar.tools.program.cache import default_folder
 from jaxpar.tools.timeline.limits import require_possible
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
@@ -55,8 +56,7 @@ def _failure(label: str, reason: str, usage: bool = False) -> Record:
 def _predict(
     program: PlannedProgram, request: Request, target: Target, texts: dict[tuple[str, str], str]
 ) -> Prediction:
-    options = requested_options(request, target)
-    compiled = compile_for(program.function, target, *program.args, compiler_options=options)
+    compiled = compiled_program(program, request, target)
     played = timeline(compiled)
     require_possible(compiled, played, program_floor(compiled, played))
     first = texts.setdefault((program.case, compiled.text), program.mode)
@@ -68,6 +68,17 @@ def _predict(
         memory=compiled.memory,
         compile_seconds=compiled.seconds,
         same_as=None if first == program.mode else first,
+    )
+
+
+def compiled_program(program: PlannedProgram, request: Request, target: Target) -> CompiledProgram:
+    """The program of a request as its target's compiler makes it, now or before."""
+    return compile_for(
+        program.function,
+        target,
+        *program.args,
+        compiler_options=requested_options(request, target),
+        cache=default_folder() if request.cache else None,
     )
 
 

@@ -71,6 +71,11 @@ def add_compiler_options(add: Add) -> None:
     )
 
 
+def add_cache(add: Add) -> None:
+    """Adds whether programs are taken that were compiled before."""
+    add("--no-cache", action="store_true", help="compile what has been compiled before, too")
+
+
 def add_processes(add: Add) -> None:
     """Adds what several processes of one run must know of each other."""
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")

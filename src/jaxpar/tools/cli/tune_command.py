@@ -80,7 +80,7 @@ def add_parser(commands: Any) -> None:
         help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
     )
     add_compiler_options(add)
-    add("--figures", default="book", help=f"of the links: {', '.join(FIGURES)}, as for predict")
+    add("--figures", default="measured", help=f"of the links: {', '.join(FIGURES)}, as for predict")
     add("--repeats", type=int, default=REPEATS, help="rounds by the clock (default: %(default)s)")
     add(
         "--modes",
@@ -150,7 +150,8 @@ def _run(args: argparse.Namespace) -> int:
         if getattr(args, option) < 1:
             raise UsageError(f"--{option} {getattr(args, option)} is not positive")
     modes = parse_names("--modes", args.tried, NAMED) if args.tried else list(NAMED)
-    requests = parse_requests(argparse.Namespace(**vars(args) | {"target": args.target or HERE}))
+    asked = vars(args) | {"target": args.target or HERE, "no_cache": True}
+    requests = parse_requests(argparse.Namespace(**asked))
     if len(requests) > 1:
         raise UsageError(f"--target {args.target} names several; tune for one after the other")
     with progress("auto", None) as tick:

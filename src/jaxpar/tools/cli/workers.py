@@ -90,14 +90,25 @@ def kill_all() -> None:
 
 
 def answer(serve: Callable[[Any], Iterable[Any]]) -> None:
-    """The other side of `converse`: writes each record that `serve` yields for the task.
+    """The other side of `converse`: writes each record that `serve` yields for the task."""
+    with answering() as (task, say):
+        for record in serve(task):
+            say(record)
+
+
+@contextmanager
+def answering() -> Generator[tuple[Any, Callable[[Any], None]]]:
+    """Gives the task, and what writes a record.
 
     What is printed meanwhile, by compilers or by a user's function, goes to standard error.
     """
     with own_output() as lines:
-        for record in serve(json.load(sys.stdin)):
+
+        def say(record: Any) -> None:
             lines.write(json.dumps(record) + "\n")
-        lines.write(json.dumps(_END) + "\n")
+
+        yield json.load(sys.stdin), say
+        say(_END)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Literal
 
 from jaxpar.mesh import ring_hops
 from jaxpar.tools.explain.edits import Edit, Edits
-from jaxpar.tools.explain.exposed import THE_END, ExposedCollective, Exposures
+from jaxpar.tools.explain.exposed import BEHIND, THE_END, ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead
 from jaxpar.tools.private_names import COMPILERS, WHOLE_MATMULS, on_torus, slice_of, us
 from jaxpar.tools.private_names import size_text as size
@@ -22,11 +22,13 @@ from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.values import Value
 
 Cause = Literal[
+    "in disguise",
     "resharding",
     "sent twice",
     "wide dtype",
     "links apart",
     "links busy",
+    "start alone",
     "latency",
     "synchronous",
     "ends of a pipeline",
@@ -38,11 +40,13 @@ Cause = Literal[
 
 # What each one means, for readers.
 CAUSES: dict[Cause, str] = {
+    "in disguise": "a gather or a reduce-scatter is done as a sum of whole arrays: twice the bytes",
     "resharding": "an array lies otherwise than the operation that uses it wants it",
     "sent twice": "the same bytes travel more than once in a step",
     "wide dtype": "numbers travel in more bytes than the result keeps of them",
     "links apart": "neighbours on the mesh axis are several links apart",
     "links busy": "the links are in use by another transfer",
+    "start alone": "the program starts it early, and nothing runs beside it all the same",
     "latency": "the message is small: most of its time passes before the first byte is there",
     "synchronous": "the compiler makes it synchronous: nothing runs beside it",
     "ends of a pipeline": "it fills or drains a pipeline whose other transfers are hidden",
@@ -89,12 +93,14 @@ class Rules:
             yield self._windowed_einsums(exposed) if is_cut else self._copies(exposed)
             return
         rules: tuple[Callable[[ExposedCollective], Verdict | None], ...] = (
+            self._in_disguise,
             self._resharding,
             self._sent_twice,
             self._wide_dtype,
             self._links_apart,
-            self._links_busy,
             self._latency,
+            self._links_busy,
+            self._start_alone,
             self._synchronous,
             self._ends_of_a_pipeline,
             self._ordered_elsewhere,
@@ -105,6 +111,54 @@ class Rules:
         yield self._nothing_to_hide_behind(exposed)
 
     # -- what is sent in vain -----------------------------------------------------------------
+
+    def _in_disguise(self, e: ExposedCollective) -> Verdict | None:
+        disguise = self.exposures.disguise(e.name)
+        collective = self.values.collective(e.name)
+        if disguise is None or collective is None:
+            return None
+        part = disguise.part.arrays[0]
+        whole = max((x.arrays[0] for x in collective.operands), key=lambda array: array.bytes)
+        if disguise.really == "gather":
+            does = f"each device writes its {part} into zeros, and all of {whole} is summed"
+            rings = "gather in rings beside the matmul: jaxpar.all_gather_matmul"
+            remedy = f"{self._one_after_the_other(e)}{rings}"
+            if self.exposures.is_written(e.name, "psum"):
+                remedy = "write jax.lax.all_gather in place of the zeros, the update and the psum"
+        else:
+            does = f"all of {whole} is summed, and each device keeps its {part}"
+            remedy = "write jax.lax.psum_scatter in place of the psum and the slice"
+            if e.inserted:
+                remedy = (
+                    "give the sum where it is made the sharding that its user has "
+                    "(with_sharding_constraint), or write it in a jax.shard_map with "
+                    "jax.lax.psum_scatter"
+                )
+        edits = chain(self.edits.modes(), self.edits.forms(e.line))
+        if e.inserted:
+            edits = self.edits.shardings(self.exposures.arguments(e.name), e.axes)
+        return Verdict(
+            "in disguise",
+            f"it is a {disguise.really} in disguise: {does}: twice the bytes of a "
+            f"{disguise.really}",
+            remedy,
+            edits,
+        )
+
+    def _one_after_the_other(self, e: ExposedCollective) -> str:
+        """How to gather along parts of the devices: what goes over all of them is a sum."""
+        axes = list(e.axes)
+        if len(axes) == 1:
+            size = self.exposures.target.mesh.shape[axes[0]]
+            last = 4 if size > 4 and size % 4 == 0 else 2
+            if size <= last or size % last:
+                return ""
+            axes = ["a", "b"]
+            split = f"split {e.axes[0]} in two, as in make_mesh('a={size // last},b={last}'), and "
+        else:
+            split = ""
+        order = ", then over ".join(reversed(axes))
+        return f"{split}all_gather over {order}, in a jax.shard_map, not over all at once; or "
 
     def _sent_twice(self, e: ExposedCollective) -> Verdict | None:
         collective = self.values.collective(e.name)
@@ -208,9 +262,9 @@ class Rules:
             return None
         arguments = self.exposures.arguments(e.name)
         edits = chain(
+            self.edits.mended(arguments, e.axes),
             self.edits.constraints(),
-            self.edits.namesakes(arguments),
-            self.edits.specs(arguments, e.axes),
+            self.edits.shardings(arguments, e.axes),
         )
         return Verdict(
             "resharding",
@@ -284,6 +338,14 @@ class Rules:
         )
 
     def _links_busy(self, e: ExposedCollective) -> Verdict | None:
+        if e.held >= _HALF * e.seconds:
+            return Verdict(
+                "links busy",
+                f"for {us(e.held)} others stand behind it on its links: {e.after}",
+                "start what stands behind it first; or send a half of this the other way around "
+                "(mode='bidirectional' of jaxpar's collectives), or over another axis",
+                self.edits.modes(),
+            )
         if e.queued < _HALF * e.seconds:
             return None
         return Verdict(
@@ -307,6 +369,30 @@ class Rules:
         )
 
     # -- what could run beside it -------------------------------------------------------------
+
+    def _start_alone(self, e: ExposedCollective) -> Verdict | None:
+        if e.covered >= 0.1 * e.transfer or not self.exposures.is_started(e.name):
+            return None
+        if e.synchronous:
+            why = "the program starts it itself, and the compiler makes it synchronous"
+            remedy = (
+                "start a ring of ppermutes in its place, which run beside matmuls on every TPU: "
+                "jaxpar's all_gather_matmul and matmul_reduce_scatter are such rings"
+            )
+            if e.collective == "collective-permute":
+                remedy = "compile with jaxpar.compiler_options(mesh), which make it asynchronous"
+        else:
+            why = "the program starts it itself, and next to nothing is computed before its done"
+            remedy = (
+                "put work that does not need it between the start and the done: "
+                "jax.experimental.overlap.program_order keeps the order in which it is written"
+            )
+        return Verdict(
+            "start alone",
+            f"it is a start that does not overlap: {why}",
+            remedy,
+            chain(self.edits.compiler_options(), self.edits.barriers()),
+        )
 
     def _synchronous(self, e: ExposedCollective) -> Verdict | None:
         if not e.synchronous:
@@ -370,6 +456,8 @@ class Rules:
         needs = f"{e.after} needs it at once"
         if e.after == THE_END:
             needs = "the step ends with it"
+        elif e.after.startswith(BEHIND):
+            needs = f"it is next to {e.after}"
         remedy = (
             "split it and what needs it into pieces, so that one is under way while another is "
             "computed with"

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import permutations
+from os import sep
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+import jaxpar
 from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
 from jaxpar.mesh import make_mesh, ring_hops
 from jaxpar.tools.explain.forms import overlapped
 from jaxpar.tools.explain.narrow_sums import narrowed
-from jaxpar.tools.explain.program_arguments import (
-    as_namesakes,
-    exchanged,
-    is_over,
-    laid,
-    last_of,
-    listed,
-    named,
-    shape_of,
-    spec_of,
-    spec_text,
-)
+from jaxpar.tools.explain.program_arguments import ProgramArguments, as_namesakes, spec_of
 from jaxpar.tools.explain.repeats import hoisted, kept
+from jaxpar.tools.explain.resharded import Resharded, Reshardings
 from jaxpar.tools.explain.rewrite import Change, Handler, bound, rewritten
-from jaxpar.tools.private_names import WHOLE_MATMULS, Mode, enclosing, jitted_with, trying
+from jaxpar.tools.private_names import (
+    WHOLE_MATMULS,
+    Mode,
+    enclosing,
+    jitted_with,
+    subjaxprs,
+    trying,
+)
 from jaxpar.tools.private_names import Trial as Ways
 from jaxpar.tools.program.sources import Line, line_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
@@ -46,6 +47,7 @@ class Edit:
 
     text: str
     compiled: Callable[[], CompiledProgram | None]  # None: there is nothing to change
+    disagrees: str = ""  # what shows without a trial that it mends a mistake
 
 
 class Edits:
@@ -53,7 +55,12 @@ class Edits:
 
     def __init__(self, program: CompiledProgram) -> None:
         self.program, self.target = program, program.target
-        self.args, self.options = laid(program.args, program.target.mesh), program.compiler_options
+        self.options = program.compiler_options
+
+    @cached_property
+    def arguments(self) -> ProgramArguments:
+        """Those that the program was traced with."""
+        return ProgramArguments(self.program, self.target.mesh)
 
     def compiler_options(self, only: str | None = None) -> Iterator[Edit]:
         """The options that the chip should have, or one of them, where the program lacks some."""
@@ -67,7 +74,7 @@ class Edits:
             yield Edit(
                 f"compile with {text}, as jaxpar.compiler_options(mesh) has it",
                 lambda: self._compiled(
-                    self.program.function, self.args, {**self.options, **lacking}
+                    self.program.function, self.arguments.given, {**self.options, **lacking}
                 ),
             )
 
@@ -79,7 +86,7 @@ class Edits:
             yield Edit(
                 f"compile without {name}: the partitioner then cuts large matmuls into pieces, "
                 "beside which the blocks of what they gather travel",
-                lambda: self._compiled(self.program.function, self.args, others),
+                lambda: self._compiled(self.program.function, self.arguments.given, others),
             )
 
     def modes(self) -> Iterator[Edit]:
@@ -141,32 +148,23 @@ class Edits:
                 lambda without=without: self._rewritten(Change(without)),
             )
 
-    def specs(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
-        """Other dimensions of arguments sharded over some axes than now.
+    def mended(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
+        """Other shardings of arguments that lie otherwise than what they belong to.
 
-        Arrays of one shape and spec change together, as the layers of a model and its optimizer's
-        state do; then, of each shape, one alone.
+        An optimizer's state as the weights of its names; then arguments that are at odds, over some
+        axes, with what uses them.
         """
-        leaves = self._leaves
-        for name in arguments:
-            leaf = leaves.get(name)
-            spec = spec_of(leaf)
-            if leaf is None or spec is None or not is_over(spec, axes):
-                continue
-            alike = [n for n, x in leaves.items() if x.shape == leaf.shape and spec_of(x) == spec]
-            same = [n for n in alike if last_of(n) == last_of(name)]
-            for new in exchanged(spec, leaf.shape, self.target.mesh):
-                for group in (alike, same) if len(same) < len(alike) else (alike,):
-                    yield self._sharding(
-                        f"by {spec_text(new)} in place of {spec_text(spec)}",
-                        dict.fromkeys(group, new),
-                    )
+        if self._namesakes and not self._namesakes.specs.keys().isdisjoint(arguments):
+            yield self._resharded(self._namesakes)
+        for found in self._at_odds:
+            if not found.axes.isdisjoint(axes):
+                yield self._resharded(found)
 
-    def namesakes(self, arguments: Sequence[str]) -> Iterator[Edit]:
-        """Arguments sharded as earlier ones of the same names are, as an optimizer's state is."""
-        found = as_namesakes(self._leaves)
-        if not found.keys().isdisjoint(arguments):
-            yield self._sharding("as the earlier arguments of the same names and shapes", found)
+    def shardings(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
+        """Other dimensions of arguments sharded over some axes than now."""
+        for found in self._reshardings.near(arguments, axes):
+            if not any(found.lies.items() <= known.lies.items() for known in self._at_odds):
+                yield self._resharded(found)
 
     def barriers(self) -> Iterator[Edit]:
         """The program without its optimization barriers."""
@@ -237,55 +235,87 @@ class Edits:
         fn = self._changed(change)
         if fn is None:
             return None
-        return self._compiled(fn, jax.tree.leaves(self.args), self.options)
+        return self._named(self._compiled(fn, [*self.arguments.leaves.values()], self.options))
 
     def _changed(self, change: Change) -> Any:
-        jitted = self._jitted()
+        jitted, arguments = self._jitted(), self.arguments
         with jax.set_mesh(self.target.mesh), compiled_with(self.options), enclosing(jitted):
-            return rewritten(jitted, change, *self.args)
+            return rewritten(arguments.calling(jitted), change, *arguments.leaves.values())
 
     def _on(self, mesh: Mesh) -> CompiledProgram:
-        change = Change(meshes=(self.target.mesh, mesh))
-        fn = self._changed(change)
-
-        args = laid(self.args, mesh)
+        fn = self._changed(Change(meshes=(self.target.mesh, mesh)))
+        moved = ProgramArguments(self.program, mesh)
         if fn is None:
-            return self._compiled(self.program.function, args, self.options, mesh)
-        return self._compiled(fn, jax.tree.leaves(args), self.options, mesh)
+            return self._compiled(self.program.function, moved.given, self.options, mesh)
+        return self._named(self._compiled(fn, [*moved.leaves.values()], self.options, mesh))
+
+    def _named(self, compiled: CompiledProgram) -> CompiledProgram:
+        """A rewritten program, whose arguments are leaves, with the names of the original."""
+        names = [name.replace("'", "\\'") for name in self.arguments.leaves]
+
+        def name_of(leaf: re.Match[str]) -> str:
+            return f'op_name="{names[int(leaf[1])]}"'
+
+        return replace(compiled, text=_LEAF.sub(name_of, compiled.text))
 
     @cached_property
-    def _leaves(self) -> dict[str, Any]:
-        """The arguments that have specs, by their names."""
-        given = named(self.program.function, self.args)
-        return {name: x for name, x in given.items() if spec_of(x) is not None}
+    def _reshardings(self) -> Reshardings:
+        return Reshardings(self.arguments, self.program.jaxpr, self.target.mesh)
 
-    def _sharding(self, how: str, specs: dict[str, PartitionSpec]) -> Edit:
+    @cached_property
+    def _namesakes(self) -> Resharded | None:
+        given = self.arguments.leaves.items()
+        specs = as_namesakes({name: x for name, x in given if spec_of(x) is not None})
+        text = "as the earlier arguments of the same names and shapes"
+        listed = self.arguments.listed(specs)
+        return Resharded(specs, f"shard {listed} {text}", frozenset(), "") if specs else None
+
+    @cached_property
+    def _at_odds(self) -> list[Resharded]:
+        found, known = self._reshardings.at_odds, self._namesakes
+        return [one for one in found if known is None or one.lies != known.lies]
+
+    def _resharded(self, found: Resharded) -> Edit:
         return Edit(
-            f"shard {listed(specs)} {how}",
-            lambda: self._compiled(self.program.function, self._sharded(specs), self.options),
+            found.text,
+            lambda: self._compiled(
+                self.program.function, self.arguments.sharded(found.specs), self.options
+            ),
+            found.disagrees,
         )
-
-    def _sharded(self, specs: dict[str, PartitionSpec]) -> tuple[Any, ...]:
-        mesh = self.target.mesh
-        flat = [
-            shape_of(x, NamedSharding(mesh, specs[name])) if name in specs else x
-            for name, x in named(self.program.function, self.args).items()
-        ]
-        leaves, tree = jax.tree.flatten(self.args)
-        assert len(leaves) == len(flat)
-        return tree.unflatten(flat)
 
     @cached_property
     def _has_modes(self) -> bool:
         """Whether the program has collectives of jaxpar's."""
+        # To trace it anew asks for a function that may be traced twice: only where it can matter.
+        if not _has_lines_of_jaxpar(self.program.jaxpr.jaxpr):
+            return False
         ways = Ways({}, imposed="naive")
         with jax.set_mesh(self.target.mesh), compiled_with(self.options), trying(ways):
-            self._jitted().trace(*self.args)
+            self._jitted().trace(*self.arguments.given)
         return ways.met
 
     def _with_mode(self, mode: Mode) -> CompiledProgram:
         with trying(Ways({}, imposed=mode)):
-            return self._compiled(self.program.function, self.args, self.options)
+            return self._compiled(self.program.function, self.arguments.given, self.options)
+
+
+_LEAF = re.compile(r'op_name="leaves\[(\d+)\]"')
+_ROOMS = tuple(
+    f"{Path(jaxpar.__file__).with_name(room)}{sep}"
+    for room in ("collectives", "layers", "matmul", "moe")
+)
+
+
+def _has_lines_of_jaxpar(jaxpr: core.Jaxpr) -> bool:
+    """Whether any equation comes from a line of the toolkit's collectives or layers."""
+    for eqn in jaxpr.eqns:
+        trace = eqn.source_info.traceback
+        if any(frame.file_name.startswith(_ROOMS) for frame in (trace.frames if trace else ())):
+            return True
+        if any(map(_has_lines_of_jaxpar, subjaxprs(eqn.params))):
+            return True
+    return False
 
 
 def _same(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:

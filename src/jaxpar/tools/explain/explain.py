@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
-from typing import Any
+from importlib.util import find_spec
+from math import inf
+from typing import Any, NamedTuple
 
-from jaxpar.tools.explain.causes import CAUSES, Cause, Rules
-from jaxpar.tools.explain.edits import Edits
+from jaxpar.tools.explain.causes import CAUSES, Cause, Rules, Verdict
+from jaxpar.tools.explain.edits import Edit, Edits
 from jaxpar.tools.explain.explained import WORTH, record_of, text_of
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead, overheads
-from jaxpar.tools.explain.trials import Trials, TriedEdit
-from jaxpar.tools.explain.windowed import windowed_einsums
+from jaxpar.tools.explain.trials import Budget, Trials, TriedEdit
+from jaxpar.tools.explain.windowed import WindowedEinsums, windowed_einsums
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.flops import device_flops
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
+from jaxpar.tools.program.sources import Sources, counted_as_own
 from jaxpar.tools.timeline.floor import Floor, program_floor
 from jaxpar.tools.timeline.limits import require_possible
 from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction, instructions_of
@@ -40,8 +42,9 @@ class Finding:
       why: the evidence.
       edit: what to change.
       tried: what edits bring that could be tried by themselves, the fastest first.
-      gain: seconds that the step is faster with the edit, by the model; 0 if none was tried, or
-        gains anything.
+      gain: seconds that the step is faster with the edit, by the model; 0 if it was not tried, or
+        gains nothing.
+      is_tried: whether edits for this cause were tried: else nothing is known of the gain.
       left: how many edits could have been tried, had `tries` been more.
 
     Example:
@@ -59,6 +62,7 @@ class Finding:
     edit: str
     tried: tuple[TriedEdit, ...]
     gain: float
+    is_tried: bool
     left: int
 
     @property
@@ -127,10 +131,11 @@ class Explanation:
 def explain(
     program: Any,
     *,
-    tries: int = 8,
+    tries: int | str = 8,
     findings: int = 10,
     measured: Timeline | None = None,
     assumed: Assumptions | None = None,
+    own: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Explanation:
     """Says why a step takes as long as it does, line by line, and which edits make it faster.
@@ -145,23 +150,30 @@ def explain(
 
     Args:
       program: from `compile_for`. It need not use anything else of jaxpar.
-      tries: how many edits may be compiled; 0: none, which leaves out causes that need one.
+      tries: how many edits may be compiled, or for how long, as in `"10min"`: none is begun later.
+        Those that can gain most go first: the seconds of all findings that one may mend. 0: none,
+        which leaves out causes that need one.
       findings: how many findings there may be.
       measured: from `read_trace` of this program: then findings, shares and times are those of the
         measurement. What an edit gains stays a prediction: of the step with it and of the step
         without.
       assumed: as for `timeline`.
+      own: installed packages whose lines count as the program's own, by the names that are
+        imported, such as `("maxtext",)`. The line of a finding is the innermost of them; without,
+        it is the innermost that is not installed. Its chain shows frameworks either way.
       progress: called with each edit before it is compiled.
 
     Returns:
       An `Explanation`; `print` shows it. Without findings no transfer is to blame.
 
     Raises:
-      ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number; a
-        `measured` that was not, or is of another function.
-      TypeError: what is no `CompiledProgram`.
+      ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number, or
+        `tries` that are neither a number nor minutes; a `measured` that was not, or is of another
+        function; a package in `own` that is not there.
+      TypeError: what is no `CompiledProgram`; names in `own` that are no sequence.
 
-    Cost: an edit takes as long as the program took to compile.
+    Cost: an edit takes as long as the program took to compile. With the `cache` of `compile_for`,
+    one that was tried before takes no compiling: the next call with as many minutes tries others.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -177,12 +189,30 @@ def explain(
     """
     if not isinstance(program, CompiledProgram):
         raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
-    if tries < 0 or findings < 0:
-        raise value_error(f"tries={tries} and findings={findings} must not be negative")
+    try:
+        budget = Budget.of(tries)
+    except ValueError as wanted:
+        raise value_error(f"tries={tries!r} must be {wanted}") from None
+    if findings < 0:
+        raise value_error(f"findings={findings} must not be negative")
     if measured is not None and measured.estimate != "measured":
         raise value_error("measured must be from read_trace, got a timeline that was predicted")
     if measured is not None:
         _require_same(program, measured)
+    require_known(program, own)
+    with counted_as_own(own):
+        return _explained(program, budget, findings, measured, assumed, progress)
+
+
+def _explained(
+    program: CompiledProgram,
+    budget: Budget,
+    findings: int,
+    measured: Timeline | None,
+    assumed: Assumptions | None,
+    progress: Callable[[str], None] | None,
+) -> Explanation:
+    """What `explain` returns."""
     can_play = measured is None or program.target.chip is not None
     predicted = timeline(program, assumed=assumed) if can_play else None
     played = measured or predicted
@@ -190,25 +220,22 @@ def explain(
     exposures = Exposures(program, played)
     # A program that was not made by `compile_for` cannot be compiled again.
     can_try = program.function is not None and predicted is not None
-    trials = Trials(assumed, tries if can_try else None, progress)
     compared = exposures
     if predicted is not None and predicted is not played:
         compared = Exposures(program, predicted)
     before = Before(compared)
-    rules = Rules(exposures, Edits(program))
     cut = windowed_einsums(exposures)
-    costs = overheads(exposures, cut)
-
-    def findings_of(causes: Iterable[ExposedCollective | Overhead]) -> list[Finding]:
-        worth = (of for of in causes if of.seconds >= LEAST * played.total)
-        return [_finding(of, rules, trials, played, before) for of in worth]
-
-    found = findings_of(o for o in costs if o.kind == "windowed einsums")
-    found = [one for one in found if one.gain or not one.tried]  # else they do well as they are
-    mended = cut.permutes if found else frozenset[str]()
-    exposed = (e for e in exposures.found() if not mended.issuperset(e.names))
-    found += findings_of(islice(exposed, findings))
-    found += findings_of(o for o in costs if o.in_loop and o.kind == "copies")
+    rules, costs = Rules(exposures, Edits(program)), overheads(exposures, cut)
+    waits = [e for e in exposures.found() if e.seconds >= LEAST * played.total][:findings]
+    others = [
+        o for o in costs if o.kind == "windowed einsums" or (o.in_loop and o.kind == "copies")
+    ]
+    others = [o for o in others if o.seconds >= LEAST * played.total]
+    worth = WORTH * played.total if can_try else inf
+    ruled = [_ruled(of, rules, of.seconds >= worth) for of in (*waits, *others)]
+    trials = Trials(assumed, progress)
+    trials.run(((one.of.seconds, one.edits) for one in ruled), budget)
+    found = _without_what_others_mend([_finding(one, trials, before) for one in ruled], cut)
     flops = device_flops(program.jaxpr, program.target.mesh.size)
     floor = program_floor(program, played, exposures.chip)
     require_possible(program, played, floor)
@@ -226,6 +253,18 @@ def explain(
     )
 
 
+def _without_what_others_mend(found: list[Finding], cut: WindowedEinsums) -> list[Finding]:
+    """Drops waits of windowed einsums, which are findings themselves; or those, if they do well."""
+    harmful = [f for f in found if f.cause == "windowed einsums" and (f.gain or not f.tried)]
+    if not harmful:
+        return [f for f in found if f.cause != "windowed einsums"]
+    return [
+        f
+        for f in found
+        if not (isinstance(f.of, ExposedCollective) and cut.permutes.issuperset(f.of.names))
+    ]
+
+
 def _require_same(program: CompiledProgram, measured: Timeline) -> None:
     """Refuses a run of another function: its instructions may have the same names."""
     schedules = program.module.schedules
@@ -236,6 +275,22 @@ def _require_same(program: CompiledProgram, measured: Timeline) -> None:
             f"measured is a run of {', '.join(sorted(ran))}, not of {', '.join(sorted(own))}; pass "
             "what read_trace(folder, program) returns"
         )
+
+
+def require_known(program: CompiledProgram, own: Sequence[str]) -> None:
+    """Refuses packages that are neither lines of the program nor installed: a slip of the pen."""
+    if isinstance(own, str):
+        raise type_error(f"own={own!r} must be names of packages; pass own=({own!r},)")
+    sources = Sources(program.text) if own else None
+    for package in own:
+        assert sources is not None
+        top = package.partition(".")[0].replace("-", "_")
+        if not sources.has(package) and not (top.isidentifier() and find_spec(top)):
+            there = ", ".join(sources.packages()) or "none"
+            raise value_error(
+                f"own={package!r} is no package that is installed; name one as it is imported. "
+                f"Those that the program has lines of: {there}"
+            )
 
 
 def _functions(ops: Iterable[str]) -> set[str]:
@@ -255,22 +310,55 @@ class Before:
         return {name: one for one in self._exposures.all() for name in one.names}
 
 
-def _finding(
-    of: ExposedCollective | Overhead, rules: Rules, trials: Trials, played: Timeline, before: Before
-) -> Finding:
-    """The first verdict that holds; one that is not sure needs an edit that makes it so."""
-    left, slower = 0, list[TriedEdit]()
-    is_worth = of.seconds >= WORTH * played.total
+class _Ruled(NamedTuple):
+    """What costs time, what rules say of it up to the first that is sure, and their edits."""
+
+    of: ExposedCollective | Overhead
+    verdicts: list[Verdict]
+    edits: list[list[Edit]]
+
+
+def _ruled(of: ExposedCollective | Overhead, rules: Rules, is_worth: bool) -> _Ruled:
+    verdicts: list[Verdict] = []
     for verdict in rules.of(of):
-        tried, skipped = trials.all(verdict.edits) if is_worth else ((), 0)
-        left += skipped
+        verdicts.append(verdict)
+        if verdict.is_sure:
+            break
+    # Edits of two arguments that change together are the same.
+    edits = [
+        list({edit.text: edit for edit in verdict.edits}.values()) if is_worth else []
+        for verdict in verdicts
+    ]
+    return _Ruled(of, verdicts, edits)
+
+
+def _finding(ruled: _Ruled, trials: Trials, before: Before) -> Finding:
+    """The first verdict that holds; one that is not sure needs an edit that makes it so.
+
+    Or one that was not tried, for want of tries, and that mends what is at odds as it stands.
+    """
+    of, left, slower = ruled.of, 0, list[TriedEdit]()
+    for verdict, edits in zip(ruled.verdicts, ruled.edits, strict=True):
+        tried = trials.of(edits)
+        untried = [edit for edit in edits if edit.text not in trials.done]
+        left += len(untried)
         slower += [one for one in tried if one.seconds > FASTER * before.total]
         faster = [one for one in tried if one not in slower]
         if not verdict.is_sure and isinstance(of, ExposedCollective):
             faster = [one for one in faster if one.removes(before.exposed.get(of.name, of))]
-        if verdict.is_sure or faster:
-            gain = before.total - faster[0].seconds if faster else 0.0
-            edit = faster[0].edit if faster else verdict.edit
-            found = (*faster, *slower)
-            return Finding(of, verdict.cause, verdict.why, edit, found, gain, left)
+        mends = [edit for edit in untried if edit.disagrees]
+        known = max(mends, key=lambda edit: trials.gains[edit.text], default=None)
+        if not (verdict.is_sure or faster or known):
+            continue
+        best = next((edit for edit in edits if faster and edit.text == faster[0].edit), known)
+        return Finding(
+            of=of,
+            cause=verdict.cause,
+            why="; ".join(filter(None, (verdict.why, best and best.disagrees))),
+            edit=best.text if best else verdict.edit,
+            tried=(*faster, *slower),
+            gain=before.total - faster[0].seconds if faster else 0.0,
+            is_tried=bool(faster) or (best is None and bool(tried)),
+            left=left,
+        )
     raise AssertionError("the last rule holds without a trial")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.tools.accuracy.band import bands_of
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
-from jaxpar.tools.program.sources import Line
+from jaxpar.tools.program.sources import Line, chain_text
 from jaxpar.tools.timeline.measured_instructions import side_by_side
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 
 MOST_LIVE = 10
+MOST_PLACES = 3  # of collectives that are alike, beside the first
 FAR = 2.0  # times the floor: a step that takes longer has something to mend
 WORTH = 0.01  # of the step: what is exposed for less is not worth compiling for
 _LEAST = 0.005  # of the step: overheads of less are not shown
@@ -56,9 +57,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "bands": [str(one) for one in bands_of(found.predicted or played, kind)],
         "findings": [_of_finding(finding) for finding in found.findings],
         "overheads": [
-            {**asdict(one), "line": _of_line(one.line)}
-            for one in found.overheads
-            if one.seconds >= _LEAST * played.total
+            asdict(one) for one in found.overheads if one.seconds >= _LEAST * played.total
         ],
         "at_peak": [
             {**asdict(one), "line": _of_line(one.line)} for one in found.at_peak[:MOST_LIVE]
@@ -71,12 +70,13 @@ def record_of(found: Explanation) -> dict[str, Any]:
 def _of_finding(finding: Finding) -> dict[str, Any]:
     of = asdict(finding.of)
     of["line"] = _of_line(finding.of.line)
+    of["chain"] = [asdict(line) for line in finding.of.chain]
     of["lines"] = [_of_line(line) for line in getattr(finding.of, "lines", ())]
     return {
         "cause": finding.cause,
         "why": finding.why,
         "edit": finding.edit,
-        "gain": finding.gain,
+        "gain": finding.gain if finding.is_tried else None,
         "left": finding.left,
         "of": of,
         "tried": [
@@ -192,6 +192,7 @@ def paragraph(record: Record, finding: Record, number: int) -> list[str]:
     of, total = finding["of"], record["seconds"]
     lines = [f"{number}. {us(of['seconds'])} ({_share(of['seconds'], total)}): {title(of)}"]
     lines.append(f"   where: {place(of)}")
+    lines += [f"   and:   {others}"] if (others := elsewhere(of)) else []
     if "collective" in of:
         lines.append(f"   moves: {of['moved']}")
         lines.append(f"   between {of['before']} and {of['after']}")
@@ -224,12 +225,24 @@ def title(of: Record) -> str:
 
 
 def place(of: Record) -> str:
-    """The line, the scopes and the phase."""
-    line = of["line"]
-    parts = [str(Line(**line)) if line else "no line of the program's"]
+    """The lines, the scopes and the phase."""
+    line = Line(**of["line"]) if of["line"] else None
+    chain = [Line(**one) for one in of.get("chain") or [of["line"]] if one]
+    parts = [chain_text(chain, line) or "no line of the program's"]
     parts += [f"in {'/'.join(of['scopes'])}"] if of["scopes"] else []
     parts += [of["phase"]] if "phase" in of else []
     return ", ".join(parts)
+
+
+def elsewhere(of: Record) -> str:
+    """The other places of collectives that are alike; empty without any."""
+    first, *others = of.get("places", ()) or ("",)
+    if not others:
+        return ""
+    line, _, _ = first.partition(", in ")
+    told = [one.removeprefix(f"{line}, ") for one in others[:MOST_PLACES]]
+    more = f"; and {len(others) - MOST_PLACES} more" if len(others) > MOST_PLACES else ""
+    return f"alike at {len(others) + 1} places: also {'; '.join(told)}{more}"
 
 
 def gain(record: Record, finding: Record) -> str:
@@ -239,14 +252,15 @@ def gain(record: Record, finding: Record) -> str:
         before = record["predicted"]
         if before is None:
             return "cannot be told: nothing is predicted for this chip"
-    if not finding["tried"]:
+    if finding["gain"] is None:
         return f"not tried: {_why_not(record, finding)}"
     total = before["seconds"]
     best = min(finding["tried"], key=lambda one: one["seconds"])
     predicted = f" in place of {us(total)}, both predicted" if before is not record else ""
     if not finding["gain"]:
         more = f", the best of {len(finding['tried'])}" if len(finding["tried"]) > 1 else ""
-        return f"none; tried{more}: {best['edit']}: {us(best['seconds'])}{predicted}"
+        text = f"none; tried{more}: {best['edit']}: {us(best['seconds'])}{predicted}"
+        return text + (f"; {_more_tries(finding)}" if finding["left"] else "")
     less = f"{_share(finding['gain'], total)} less"
     return f"the step then takes {us(best['seconds'])}{predicted}, {less}"
 
@@ -255,9 +269,14 @@ def _why_not(record: Record, finding: Record) -> str:
     """Why no edit of a finding was tried."""
     if finding["of"]["seconds"] < WORTH * record["seconds"]:
         return "less than a percent of the step is not worth compiling for"
-    if left := finding["left"]:
-        return f"{left} edit{'s' * (left != 1)} would take more tries"
+    if finding["left"]:
+        return _more_tries(finding)
     return "it cannot be by itself"
+
+
+def _more_tries(finding: Record) -> str:
+    left = finding["left"]
+    return f"{left} edit{'s' * (left != 1)} would take more tries"
 
 
 def verdict(record: Record) -> list[str]:
@@ -345,8 +364,9 @@ def _by_place(record: Record) -> dict[str, float]:
     for finding in record["findings"]:
         of = finding["of"]
         what = f"{of['collective']} over {of['over']}" if "collective" in of else of["kind"]
-        line = of["line"]
-        where = f"{line['file'].rpartition('/')[2]}, {line['function']}" if line else "no line"
+        lines = of.get("chain") or [of["line"]]
+        named = (f"{one['file'].rpartition('/')[2]}, {one['function']}" for one in lines if one)
+        where = " < ".join(named) or "no line"
         found[f"{what}, {where}, {of.get('phase', 'in a loop')}"] += of["seconds"]
     return dict(found)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jaxpar.tools.explain.charges import Charged, Charges
+from jaxpar.tools.explain.disguises import Disguise, Disguises
 from jaxpar.tools.private_names import NO_FIGURES, readable
 from jaxpar.tools.program.operations import Collective, Control, Operation, Schedule
 from jaxpar.tools.program.origins import Origins
 from jaxpar.tools.program.sources import (
     Line,
+    chain_text,
     own_line,
     phase_of,
     scopes_of,
+    shown,
 )
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
@@ -23,6 +28,7 @@ from jaxpar.tools.timeline.target import figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline
 
 THE_END = "the end of the step"
+BEHIND = "the wait for "  # what stands behind on the same links
 
 
 @readable
@@ -32,10 +38,12 @@ class ExposedCollective:
 
     Attributes:
       name: of the instruction that is waited for the longest.
-      names: of all instructions that come from the same line and send over the same axes.
+      names: of all instructions that come from the same line and send over the same axes, and of
+        those that are like them at other places.
       collective: its kind as HLO calls it, such as `"all-gather"`.
       over: the mesh axes; of a permute with the step along them, as in `"tp +1"`.
-      seconds: in which the device waits for it.
+      seconds: in which the device waits for it, or for others while it holds their links.
+      held: seconds of those in which others stand behind it, over the same links.
       runs: how often it runs.
       bytes: that a device sends in all runs.
       transfer: seconds in which it is under way.
@@ -44,6 +52,10 @@ class ExposedCollective:
       links: over how many a device sends, of `links_there`.
       line: the innermost line of the user's own that it comes from; None if the compiler says none.
       lines: all lines that it comes from, the innermost first.
+      chain: those of them that tell it from others, from the innermost, of a framework's perhaps,
+        to the user's own and what that is called from.
+      places: where collectives are that are alike, the longest waited for first: layers, or calls
+        of one function, that differ in nothing but numbers.
       scopes: the named scopes around it, such as those of modules.
       phase: `"forward"`, `"backward"` or `"recomputation"`.
       inserted: whether the partitioner put it in: the traced program has no such collective there.
@@ -70,6 +82,7 @@ class ExposedCollective:
     collective: str
     over: str
     seconds: float
+    held: float
     runs: int
     bytes: float
     transfer: float
@@ -79,6 +92,8 @@ class ExposedCollective:
     links_there: int
     line: Line | None
     lines: tuple[Line, ...]
+    chain: tuple[Line, ...]
+    places: tuple[str, ...]
     scopes: tuple[str, ...]
     phase: str
     inserted: bool
@@ -105,11 +120,13 @@ class Exposures(Origins):
         measured = played.estimate == "measured"  # which needs no figures, where none are known
         self.chip = (program.target.chip or NO_FIGURES) if measured else figures_of(program.target)
         self.links = Links(program.target.mesh, self.chip)
+        self._look, self._disguises = Disguises(self.values), dict[str, Disguise | None]()
         self.seconds: dict[str, float] = defaultdict(float)  # computed, by instruction
         self.transfers: dict[str, list[Event]] = defaultdict(list)
         self.waits: dict[str, list[int]] = defaultdict(list)  # places in `order`
         # A trace may have more than the program.
-        self.events = [event for event in played.events if event.name in self.homes]
+        events = (event for event in played.events if event.name in self.homes)
+        self.events = list(Charges(program, self.links).of(events))
         # What the compute units do, one after the other.
         self.order = [e for e in self.events if e.row == "compute"]
         for event in self.events:
@@ -128,40 +145,76 @@ class Exposures(Origins):
     def all(self) -> list[ExposedCollective]:
         """All that is sent, what is hidden, too; the most exposed first."""
         groups: dict[Any, list[str]] = defaultdict(list)
-        for name, events in self.transfers.items():
-            if events:
-                groups[self._source(name)].append(name)
+        for name, source in self._sources.items():
+            groups[source].append(name)
         found = [self._exposed(names) for names in groups.values()]
         return sorted(found, key=lambda e: e.seconds, reverse=True)
 
-    @cached_property
-    def alike(self) -> dict[Any, list[Event]]:
-        """The runs of all collectives of one source, in the order of their starts."""
-        found: dict[Any, list[Event]] = defaultdict(list)
-        for name, events in self.transfers.items():
-            if events:
-                found[self._source(name)] += events
-        return {key: sorted(events, key=lambda e: e.start) for key, events in found.items()}
-
     def runs(self, exposed: ExposedCollective) -> list[tuple[Event, float]]:
-        """All runs of the collectives of one source, hidden ones too, each with its wait."""
+        """All runs of collectives that are alike, hidden ones too, each with its wait."""
         waits: dict[str, list[Event]] = defaultdict(list)
         for event in self.order:
             if event.kind == "wait":
                 waits[event.name].append(event)
+        events = [event for name in exposed.names for event in self.transfers[name]]
         found: list[tuple[Event, float]] = []
-        for event in self.alike[self._source(exposed.name)]:
+        for event in sorted(events, key=lambda e: e.start):
             own = [one for one in waits[event.name] if event.start < one.end <= event.end]
             found.append((event, sum((one.seconds for one in own), 0.0)))
             waits[event.name] = [one for one in waits[event.name] if one not in own]
         return found
 
-    def _source(self, name: str) -> tuple[Any, ...]:
-        """What collectives have in common that come from one place of the traced program."""
-        op_name, lines = self.origin(self.instruction(name))
-        kind = self._kind(name)
+    @cached_property
+    def _sources(self) -> dict[str, Any]:
+        """What is the same of collectives that one finding is of, by their names.
+
+        They come from one place of the traced program; or from places alike, of calls of the same
+        functions in scopes that differ in numbers, which send the same shapes.
+        """
+        places: dict[Any, list[str]] = defaultdict(list)
+        for name, events in self.transfers.items():
+            if events:
+                places[self._place(name)].append(name)
+        alike: dict[Any, Any] = {}  # of what places have in common, another thing that they have
+
+        def head(one: Any) -> Any:
+            while alike.setdefault(one, one) != one:
+                one = alike[one]
+            return one
+
+        firsts: dict[str, Any] = {}
+        for (kind, axes, chain, scopes, phase), names in places.items():
+            functions = tuple((line.file, line.function) for line in chain)
+            what = kind, axes, chain[:1], functions, tuple(map(_unnumbered, scopes)), phase
+            first, *others = {(*what, self._shapes(name)) for name in names}
+            alike |= {head(other): head(first) for other in others}
+            firsts |= dict.fromkeys(names, first)
+        return {name: head(first) for name, first in firsts.items()}
+
+    def _place(self, name: str) -> tuple[Any, ...]:
+        """Where in the traced program a collective comes from, and what it does there."""
+        op_name, lines = self.origin_of(name)
         axes = tuple(part.split()[0] for part in self._over(name).split(",") if part)
-        return kind, axes, own_line(lines), scopes_of(op_name), phase_of(op_name)
+        chain = self.sources.chain(lines)
+        return self._kind(name), axes, chain, scopes_of(op_name), phase_of(op_name)
+
+    def origin_of(self, name: str) -> tuple[str, tuple[Line, ...]]:
+        """The operation and the lines that a collective comes from.
+
+        The compiler names several sums that it has made one by any of them, a loss perhaps: of
+        those that the partitioner put in, the largest array says it.
+        """
+        collective = self.values.collective(name)
+        if collective is None or len(collective.operands) == 1 or not self.is_inserted(name):
+            return self.origin(self.instruction(name))
+        largest = max(collective.operands, key=lambda operand: operand.bytes)
+        return self.origin(self.values.value(largest).instruction)
+
+    def _shapes(self, name: str) -> tuple[str, ...]:
+        """What a collective is given on a device."""
+        collective = self.values.collective(name)
+        operands = () if collective is None else collective.operands
+        return tuple(str(array) for operand in operands for array in operand.arrays)
 
     def _kind(self, name: str) -> str:
         operation = self.homes[name][1]
@@ -177,16 +230,19 @@ class Exposures(Origins):
         name = max(names, key=waited.__getitem__)
         events = [event for one in names for event in self.transfers[one]]
         longest = max(self.waits[name], key=lambda n: self.order[n].seconds, default=None)
-        op_name, lines = self.origin(self.instruction(name))
+        op_name, lines = self.origin_of(name)
         inserted = self.is_inserted(name)
         covered = self._computed_beside(events)
         independent = max((self._independent(self.homes[x][1]) for x in waiting), default=0.0)
+        held = (self.order[n] for one in names for n in self.waits[one])
+        behind = (e.seconds for e in held if isinstance(e, Charged) and e.standing not in names)
         return ExposedCollective(
             name=name,
             names=tuple(names),
             collective=self._kind(name),
             over=", ".join(dict.fromkeys(map(self._over, names))),
             seconds=sum(waited.values(), 0.0),
+            held=sum(behind, 0.0),
             runs=len(events),
             bytes=sum(e.bytes for e in events),
             transfer=sum(e.seconds for e in events),
@@ -196,6 +252,8 @@ class Exposures(Origins):
             links_there=self.links.there,
             line=own_line(lines),
             lines=lines,
+            chain=shown(self.sources.chain(lines)),
+            places=self._places(sorted(names, key=waited.__getitem__, reverse=True)),
             scopes=scopes_of(op_name),
             phase=phase_of(op_name),
             inserted=inserted,
@@ -207,15 +265,41 @@ class Exposures(Origins):
             synchronous=all(e.synchronous for e in events),
         )
 
+    def _places(self, names: list[str]) -> tuple[str, ...]:
+        """The different places that collectives come from, in their order."""
+        found: dict[str, None] = {}
+        for name in names:
+            op_name, lines = self.origin_of(name)
+            chain = chain_text(shown(self.sources.chain(lines)), own_line(lines))
+            found[", in ".join(filter(None, (chain, "/".join(scopes_of(op_name)))))] = None
+        return tuple(found)
+
+    def disguise(self, name: str) -> Disguise | None:
+        """What a sum really is, if it is none."""
+        if name not in self._disguises:
+            collective = self.values.collective(name)
+            found = None if collective is None else self._look.of(collective)
+            self._disguises[name] = found
+        return self._disguises[name]
+
     def _moved(self, name: str, inserted: bool) -> str:
         collective = self.values.collective(name)
         if collective is None or not collective.operands:
             return ""
-        operand = collective.operands[0]
-        value = self.values.value(operand)
-        shape = f"{operand.arrays[0]} of each device, " if operand.arrays else ""
+        largest = max(collective.operands, key=lambda operand: operand.bytes)
+        disguise = self.disguise(name)
+        if disguise is not None and disguise.really == "gather":
+            largest = disguise.part
+        value = self.values.value(largest)
+        shape = f"{largest.arrays[0]} of each device, " if largest.arrays else ""
         what = self.argument(value) or self.text(value.instruction.name)
-        text = f"{shape}{what}"
+        more = f", and {n} more" if (n := len(collective.operands) - 1) else ""
+        text = f"{shape}{what}{more}"
+        if disguise is not None:
+            over = f"over {self._over(name)!r}"
+            if disguise.really == "gather":
+                return f"{text}; it lies in parts {over} and was wanted whole"
+            return f"{text}; a sum {over} of which each device wants a part"
         if not inserted:
             return text
         over, kind = self._over(name), self._kind(name)
@@ -233,6 +317,9 @@ class Exposures(Origins):
     # -- what stood around it -----------------------------------------------------------------
 
     def _neighbour(self, place: int, step: int) -> str:
+        wait = self.order[place]
+        if step > 0 and isinstance(wait, Charged):
+            return f"{BEHIND}{self.text(wait.standing)}, which the links send next"
         place += step
         while 0 <= place < len(self.order):
             event = self.order[place]
@@ -300,3 +387,8 @@ class Exposures(Origins):
                     inner = (x for run in operation.runs for x in run.operations)
                     found[operation] += sum(found[x] for x in inner)
         return found
+
+
+def _unnumbered(scope: str) -> str:
+    """The name of a scope without its number: `layers_3`, `layers.0` and `layers` are alike."""
+    return re.sub(r"[_.\-]?\d+", "", scope)

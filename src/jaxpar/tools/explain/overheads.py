@@ -10,7 +10,7 @@ from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.windowed import WindowedEinsums
 from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.hlo import Instruction
-from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of
+from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of, shown
 
 Overheads = Literal[
     "copies",
@@ -41,12 +41,13 @@ class Overhead:
       seconds: in a step; of windowed einsums all of their pieces, and the waits between them.
       runs: how many instructions ran.
       line: of the user's own; None if the compiler says none.
+      chain: the lines that tell where it is, from the innermost to what calls the user's own.
       scopes: the named scopes around it.
       in_loop: whether it is in the body of a loop.
       what: an instruction of it, and its shape.
 
     Example:
-      >>> Overhead("copies", 2e-6, 8, None, (), True, "copy.1, f32[16]").seconds
+      >>> Overhead("copies", 2e-6, 8, None, (), (), True, "copy.1, f32[16]").seconds
       2e-06
     """
 
@@ -54,6 +55,7 @@ class Overhead:
     seconds: float
     runs: int
     line: Line | None
+    chain: tuple[Line, ...]
     scopes: tuple[str, ...]
     in_loop: bool
     what: str
@@ -79,30 +81,33 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
             loop = exposures.loop_around(event.name)
             if loop is not None and kind == "copies":  # are of what the loop carries
                 op_name, lines = exposures.origin(exposures.instruction(loop.name))
-            key = kind, own_line(lines), scopes_of(op_name), loop is not None
+            chain = exposures.sources.chain(lines)
+            key = kind, own_line(lines), shown(chain), scopes_of(op_name), loop is not None
             groups[key].append((event.name, event.seconds))
     found = [_of_pieces(exposures, pieces)] if pieces else []
-    for (kind, line, scopes, in_loop), events in groups.items():
+    for (kind, line, chain, scopes, in_loop), events in groups.items():
         name, _ = max(events, key=lambda event: event[1])
         i = exposures.instruction(name)
         total = sum(seconds for _, seconds in events)
         what = f"{name}, {', '.join(map(str, i.arrays[:1]))}"
-        found.append(Overhead(kind, total, len(events), line, scopes, in_loop, what))
+        found.append(Overhead(kind, total, len(events), line, chain, scopes, in_loop, what))
     return tuple(sorted(found, key=lambda one: one.seconds, reverse=True))
 
 
 def _of_pieces(exposures: Exposures, pieces: list[tuple[str, float]]) -> Overhead:
     """What windowed einsums take, at the line with the most of it."""
-    by_line: dict[Line | None, float] = defaultdict(float)
+    by_lines: dict[tuple[Line, ...], float] = defaultdict(float)
     for name, seconds in pieces:
-        by_line[own_line(exposures.origin(exposures.instruction(name))[1])] += seconds
+        by_lines[exposures.origin(exposures.instruction(name))[1]] += seconds
+    lines = max(by_lines, key=by_lines.__getitem__)
     name, _ = max(pieces, key=lambda piece: piece[1])
     i = exposures.instruction(name)
     return Overhead(
         kind="windowed einsums",
-        seconds=sum(by_line.values()),
+        seconds=sum(by_lines.values()),
         runs=len(pieces),
-        line=max(by_line, key=by_line.__getitem__),
+        line=own_line(lines),
+        chain=shown(exposures.sources.chain(lines)),
         scopes=scopes_of(exposures.origin(i)[0]),
         in_loop=exposures.loop_around(name) is not None,
         what=f"{name}, {', '.join(map(str, i.arrays[:1]))}",

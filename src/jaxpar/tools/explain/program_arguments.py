@@ -1,17 +1,138 @@
-"""The arguments of a program: their names, and how else they could be sharded."""
+"""The arguments of a program: their names, how they lie, and how a person knows them."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import combinations
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path
+
+from jaxpar.tools.private_names import is_array, subjaxprs, without_numbers
+from jaxpar.tools.program.sources import scopes_of
+from jaxpar.tools.timeline.timeline import CompiledProgram
+
+
+class ProgramArguments:
+    """What a program was traced with: leaves that are arrays, and others, which are static.
+
+    Attributes:
+      given: as they were given, with shardings on a mesh.
+      leaves: by the names that JAX gives the program's parameters, in their order.
+    """
+
+    def __init__(self, program: CompiledProgram, mesh: Mesh) -> None:
+        self.given: tuple[Any, ...] = laid(program.args, mesh)
+        self._jaxpr, self._mesh = program.jaxpr.jaxpr, mesh
+        self._flat, self._tree = jax.tree.flatten(self.given)
+        self._places = dict(zip(_names(self._jaxpr), _places(self._jaxpr, self._flat), strict=True))
+        self.leaves = {name: self._flat[place] for name, place in self._places.items()}
+
+    def calling(self, jitted: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the leaves alone, which calls another one with all arguments."""
+
+        def call(*leaves: Any) -> Any:
+            return jitted(*self._filled(dict(zip(self._places, leaves, strict=True))))
+
+        return call
+
+    def sharded(self, specs: Mapping[str, PartitionSpec]) -> tuple[Any, ...]:
+        """The arguments with other specs, by name."""
+        changed = {
+            name: shape_of(self.leaves[name], NamedSharding(self._mesh, spec))
+            for name, spec in specs.items()
+        }
+        return self._filled(changed)
+
+    def _filled(self, changed: Mapping[str, Any]) -> tuple[Any, ...]:
+        flat = list(self._flat)
+        for name, leaf in changed.items():
+            flat[self._places[name]] = leaf
+        return self._tree.unflatten(flat)
+
+    def listed(self, names: Collection[str]) -> str:
+        """A few names, those that differ in numbers alone as one.
+
+        Of a list of arrays, whose names are numbers alone, the scopes in which they are used.
+        """
+        alike: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            alike[without_numbers(self._label(name))].append(name)
+        found = [self._group(pattern, own) for pattern, own in alike.items()]
+        more = len(found) - 4
+        return ", ".join(found[:4]) + (f" and {more} more" if more > 0 else "")
+
+    def _group(self, pattern: str, names: Sequence[str]) -> str:
+        first, *others = names
+        if not _POSITION.fullmatch(first):
+            return f"{pattern} ({len(names)} arrays)" if others else first
+        text = f"{first} and {len(others)} more" if others else first
+        if self._label(first) == first:
+            return text
+        return f"{pattern if others else self._label(first)} ({text})"
+
+    def _label(self, name: str) -> str:
+        return (_POSITION.fullmatch(name) and self._scopes.get(name)) or name
+
+    @cached_property
+    def _scopes(self) -> dict[str, str]:
+        return dict(zip(self._places, scopes_of_use(self._jaxpr), strict=True))
+
+
+_POSITION = re.compile(r"\w+(\[\d+\])+")  # of a list of arrays
+
+
+def _names(jaxpr: core.Jaxpr) -> Sequence[str]:
+    """What JAX calls the arguments, in the compiled program, too."""
+    known = jaxpr.debug_info.arg_names or ()
+    count = len(jaxpr.invars)
+    given = [*known, *[""] * (count - len(known))]
+    return [name or f"argument {number}" for number, name in enumerate(given[:count])]
+
+
+def _places(jaxpr: core.Jaxpr, flat: Sequence[Any]) -> Iterator[int]:
+    """Which leaf each argument of the traced program is; those between them are static."""
+    left = iter(enumerate(flat))
+    for var in jaxpr.invars:
+        shape = tuple(var.aval.shape)
+        yield next(n for n, leaf in left if is_array(leaf) and jnp.shape(leaf) == shape)
+
+
+def scopes_of_use(jaxpr: core.Jaxpr) -> list[str]:
+    """Of each argument, the named scopes around what uses it first, with slashes between them."""
+    found: dict[int, str] = {}
+    _note_scopes(jaxpr, {var: number for number, var in enumerate(jaxpr.invars)}, "", found)
+    return [found.get(number, "") for number in range(len(jaxpr.invars))]
+
+
+def _note_scopes(
+    jaxpr: core.Jaxpr, known: dict[core.Var, int], around: str, found: dict[int, str]
+) -> None:
+    for eqn in jaxpr.eqns:
+        variables = (x for x in eqn.invars if isinstance(x, core.Var) and x in known)
+        own = [known[x] for x in variables if known[x] not in found]
+        if not own:
+            continue
+        within = f"{around}/{eqn.source_info.name_stack}"
+        for inner in subjaxprs(eqn.params):
+            pairs = list(zip(reversed(inner.invars), reversed(eqn.invars), strict=False))
+            inside = {a: known[b] for a, b in pairs if isinstance(b, core.Var) and b in known}
+            _note_scopes(inner, inside, within, found)
+        scopes = "/".join(filter(_NAME.fullmatch, scopes_of(f"{within}/{eqn.primitive.name}")))
+        for number in own:
+            if scopes:
+                found.setdefault(number, scopes)
+        if eqn.primitive.name in _SAME and not scopes:
+            known[eqn.outvars[0]] = own[0]
+
+
+_NAME = re.compile(r"[\w.-]+")  # not the text of an einsum, which is a scope, too
+_SAME = ("convert_element_type", "copy", "reshape", "sharding_constraint", "transpose")
 
 
 def laid(args: Any, mesh: Mesh) -> Any:
@@ -26,26 +147,6 @@ def laid(args: Any, mesh: Mesh) -> Any:
 
     with jax.set_mesh(mesh):  # a shape whose sharding is a spec has none without
         return jax.tree.map(on_mesh, args)
-
-
-def named(function: Any, args: Sequence[Any]) -> dict[str, Any]:
-    """The leaves of arguments, by the names that JAX gives the program's parameters."""
-    names: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}[{n}]" for n in range(len(args) - len(names))]
-        else:
-            names.append(parameter.name)
-    return {
-        f"{name}{keystr(keys)}": leaf
-        for name, arg in zip(names, args, strict=False)
-        for keys, leaf in tree_flatten_with_path(arg)[0]
-    }
-
-
-def last_of(name: str) -> str:
-    """What is left of a name without the argument's own: the same weight's state has it too."""
-    return name[name.find("[") :] if "[" in name else name
 
 
 def as_namesakes(leaves: Mapping[str, Any]) -> dict[str, PartitionSpec]:
@@ -70,17 +171,6 @@ _KEYS = re.compile(r"^\w+|\.\w+|\[[^]]*\]")
 _TREE = re.compile(r"^\w+(\.params)?")
 
 
-def listed(names: Collection[str]) -> str:
-    """A few names."""
-    more = len(names) - 4
-    return ", ".join(list(names)[:4]) + (f" and {more} more" if more > 0 else "")
-
-
-def is_over(spec: PartitionSpec, axes: Sequence[str]) -> bool:
-    """Whether any of the axes shards a dimension."""
-    return any(axis in _names(entry) for entry in spec for axis in axes)
-
-
 def spec_of(x: Any) -> PartitionSpec | None:
     """How an argument is sharded, if it says so by a spec."""
     return getattr(getattr(x, "sharding", None), "spec", None)
@@ -91,26 +181,9 @@ def shape_of(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def exchanged(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Iterator[PartitionSpec]:
-    """A spec with the axes of two dimensions exchanged, where sizes divide."""
-    entries = _padded(spec, shape)
-    for first, second in reversed(list(combinations(range(len(shape)), 2))):
-        if entries[first] == entries[second]:
-            continue
-        new = list(entries)
-        new[first], new[second] = new[second], new[first]
-        sizes = [int(np.prod([mesh.shape[name] for name in _names(entry)])) for entry in new]
-        if all(length % size == 0 for length, size in zip(shape, sizes, strict=True)):
-            yield PartitionSpec(*new)
-
-
 def _padded(spec: PartitionSpec, shape: Sequence[int]) -> list[Any]:
     """An entry for each dimension."""
     return [*spec, *[None] * (len(shape) - len(spec))]
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def spec_text(spec: PartitionSpec) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 from jaxpar.tools.explain.edits import Edit
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
@@ -44,55 +49,89 @@ class TriedEdit:
         """Whether most of what was exposed in one place is no more."""
 
         def source(one: ExposedCollective) -> tuple[Any, ...]:
-            return one.line, one.phase, one.axes, one.moved.partition(";")[0]
+            # Of places that are alike another one may be waited for the longest.
+            shape, _, what = one.moved.partition(";")[0].partition(" of each device, ")
+            return one.line, one.phase, one.axes, shape, re.sub(r"\d+", "", what)
 
         left = (one.seconds for one in self.exposed if source(one) == source(exposed))
         return sum(left) < exposed.seconds / 2
 
 
 class Trials:
-    """Tries edits, each once, and no more of them than `most`; None: the program allows none."""
+    """Tries edits of a program, each once."""
 
-    def __init__(
-        self, assumed: Assumptions | None, most: int | None, progress: Callable[[str], None] | None
-    ) -> None:
-        self.assumed, self.most, self.progress = assumed, most, progress
-        self.left = most or 0
+    def __init__(self, assumed: Assumptions | None, progress: Callable[[str], None] | None) -> None:
+        self.assumed, self.progress = assumed, progress
+        self.gains: dict[str, float] = defaultdict(float)  # at most, of each edit that is proposed
         self.done: dict[str, TriedEdit | None] = {}
         self.refused: dict[str, str] = {}  # why an edit could not be tried
 
-    def all(self, edits: Iterable[Edit]) -> tuple[tuple[TriedEdit, ...], int]:
-        """What some edits bring, the fastest first; and how many there were no tries left for.
+    def run(self, proposed: Iterable[tuple[float, Sequence[Sequence[Edit]]]], most: Budget) -> None:
+        """Tries the edits of findings, those that can gain most first, as many as there may be.
 
-        They take a half of the tries that are left at most: other findings have edits, too.
+        Args:
+          proposed: of each finding its seconds, which no edit of it gains more than, and the edits
+            of its rules, in their order. An edit of several findings counts for all of them, the
+            first one of a rule for more than the others, and what mends a known mistake in full.
+          most: how many, or how long.
         """
-        if self.most is None:
-            return (), 0
-        found: list[TriedEdit] = []
-        skipped, least = 0, self.left // 2
-        # Edits of two arguments that change together are the same.
-        for edit in {edit.text: edit for edit in edits}.values():
-            if edit.text not in self.done and self.left <= least:
-                skipped += 1
-            elif (tried := self._try(edit)) is not None:
-                found.append(tried)
-        return tuple(sorted(found, key=lambda tried: tried.seconds)), skipped
+        edits: dict[str, Edit] = {}
+        for seconds, rules in proposed:
+            places: dict[str, int] = {}
+            for number, own in enumerate(rules):
+                for place, edit in enumerate(own, 1):
+                    edits.setdefault(edit.text, edit)
+                    places.setdefault(edit.text, 1 if edit.disagrees else number + place)
+            for text, place in places.items():
+                self.gains[text] += seconds / place
+        begin = time.monotonic()
+        for text in sorted(self.gains, key=self.gains.__getitem__, reverse=True):
+            if len(self.done) >= most.edits or time.monotonic() - begin >= most.seconds:
+                return
+            self._try(edits[text])
 
-    def _try(self, edit: Edit) -> TriedEdit | None:
-        if edit.text not in self.done:
-            self.left -= 1
-            self.done[edit.text] = None
-            if self.progress is not None:
-                self.progress(edit.text)
-            try:
-                compiled = edit.compiled()
-            except Exception as reason:  # an edit that does not fit the program is none
-                said = str(reason).strip().partition("\n")[0]
-                self.refused[edit.text] = f"{type(reason).__name__}: {said}"
-                compiled = None
-            if compiled is not None:
-                played = timeline(compiled, assumed=self.assumed)
-                exposed = tuple(Exposures(compiled, played).found())
-                peak = compiled.memory.peak
-                self.done[edit.text] = TriedEdit(edit.text, played.total, peak, compiled, exposed)
-        return self.done[edit.text]
+    def of(self, edits: Iterable[Edit]) -> tuple[TriedEdit, ...]:
+        """What those bring that were tried, the fastest first."""
+        found = (self.done.get(edit.text) for edit in edits)
+        return tuple(sorted(filter(None, found), key=lambda tried: tried.seconds))
+
+    def _try(self, edit: Edit) -> None:
+        self.done[edit.text] = None
+        if self.progress is not None:
+            self.progress(edit.text)
+        try:
+            compiled = edit.compiled()
+        except Exception as reason:  # an edit that does not fit the program is none
+            said = str(reason).strip().partition("\n")[0]
+            self.refused[edit.text] = f"{type(reason).__name__}: {said}"
+            return
+        if compiled is not None:
+            played = timeline(compiled, assumed=self.assumed)
+            exposed = tuple(Exposures(compiled, played).found())
+            peak = compiled.memory.peak
+            self.done[edit.text] = TriedEdit(edit.text, played.total, peak, compiled, exposed)
+
+
+class Budget(NamedTuple):
+    """How many edits may be tried, and how long: none is begun later."""
+
+    edits: float
+    seconds: float
+
+    @classmethod
+    def of(cls, tries: Any) -> Budget:
+        """Reads a number of edits, or minutes as in `"10min"`.
+
+        Raises:
+          ValueError: anything else, or less than none.
+        """
+        minutes = re.fullmatch(r"(\d+(?:\.\d+)?) ?min", tries) if isinstance(tries, str) else None
+        if minutes:
+            return cls(inf, 60 * float(minutes[1]))
+        try:
+            count = operator.index(int(tries) if isinstance(tries, str) else tries)
+        except (TypeError, ValueError):
+            count = -1
+        if count < 0:
+            raise ValueError("a number of edits, at least 0, or minutes as in '10min'")
+        return cls(count, inf)

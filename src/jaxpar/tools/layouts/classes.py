@@ -74,6 +74,7 @@ class Classes:
     matmuls: list[Contraction] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
     looked_up: set[str] = field(default_factory=set)  # weights whose rows data choose
+    multiplied: set[str] = field(default_factory=set)  # weights that are operands of matmuls
     carried: list[Tokens] = field(default_factory=list)  # from trip to trip of loops
     experts: Tokens = ()  # batch dimensions of weights in matmuls with data
     together: set[tuple[int, int]] = field(default_factory=set)  # in one array

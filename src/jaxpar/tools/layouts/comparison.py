@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from jaxpar.layout import Layout, LayoutError, LayoutMap, data_parallel, fully_sharded
 from jaxpar.schedule import Target
-from jaxpar.tools.private_names import AnyMesh, filling, size_text
+from jaxpar.tools.private_names import AnyMesh, filling, is_array, size_text
+from jaxpar.tools.program.arguments import of_arrays
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,11 @@ def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
     filled = filling(params)
 
     def called(arrays: Any, batch: Any) -> Any:
-        return function(filled(jax.tree.leaves(arrays)), batch)
+        return function(filled(filter(is_array, jax.tree.leaves(arrays))), batch)
 
     def step(arrays: Any, batch: Any) -> Any:
-        found = jax.eval_shape(called, arrays, batch)
+        alone, given = of_arrays(called, (arrays, batch))
+        found = jax.eval_shape(alone, *given)
         is_loss = getattr(found, "shape", None) == () and jnp.issubdtype(found.dtype, jnp.floating)
         return (_with_gradient(called) if is_loss else called)(arrays, batch)
 
@@ -93,11 +95,15 @@ def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
 
 
 def _with_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """As `jax.value_and_grad`; arrays of integers have no gradient."""
+    """As `jax.value_and_grad`; arrays of integers, and other leaves, have no gradient."""
 
     def called(arrays: Any, batch: Any) -> Any:
         flat, tree = jax.tree.flatten(arrays)
-        real = [n for n, x in enumerate(flat) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        real = [
+            n
+            for n, x in enumerate(flat)
+            if is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        ]
 
         def of_real(given: list[Any]) -> Any:
             found = dict(enumerate(flat)) | dict(zip(real, given, strict=True))

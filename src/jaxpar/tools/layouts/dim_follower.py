@@ -21,6 +21,7 @@ _REDUCTIONS = (
     *("argmax", "argmin"),
 )
 _LOOPS = ("scan", "while", "cond")
+_MATMULS = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 _ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev")
 
 
@@ -59,6 +60,8 @@ class DimFollower(Steps):
         if name != "shard_map" and (inner := _body(e)) is not None:
             return self._call(inner, args)
         found, given = self._primitive(e, args), args
+        if name in _MATMULS:
+            self.multiplied |= frozenset[str]().union(*map(weights_of, args))
         if name == "dynamic_slice" or (name == "gather" and not self.rows_of(e)):
             given = args[:1]  # one layer of a stack is a weight, even if data choose which
         if all(isinstance(t, Made) for t in given):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from jaxpar.tools.layouts.classes import Made, Tokens
 from jaxpar.tools.layouts.dim_follower import DimFollower
@@ -22,27 +23,38 @@ class Dimensions:
       flow: what the trace says of matmuls and sums.
       arrays: path -> shape and dtype of each parameter.
       classes: path -> the classes of its dimensions.
-      data: the classes of the dimensions of each leaf of the data.
+      data: the classes of the dimensions of each array of the data.
     """
 
-    def __init__(self, function: Callable[..., Any], params: Any, data: Any) -> None:
-        """Traces `function(params, data)`."""
-        filled = filling(params)
-        given = [_shape_of(leaf) for leaf in jax.tree.leaves(params) if is_array(leaf)]
-        shapes = jax.tree.map(_shape_of, data)
-        jaxpr = jax.make_jaxpr(lambda arrays, data: function(filled(arrays), data))(given, shapes)
+    def __init__(self, closed: ClosedJaxpr, paths: Sequence[str | None]) -> None:
+        """Follows a traced function, whose arguments have these paths; None: data."""
         self.flow = flow = DimFollower()
-        paths = [found[0] for found in arrays_of(params)[0] if found is not None]
-        weights: list[Tokens] = [
-            Made.of(flow.fresh(x.shape), frozenset([path]))
-            for path, x in zip(paths, given, strict=True)
+        shapes = [var.aval for var in closed.jaxpr.invars]
+        tokens: list[Tokens] = [
+            flow.fresh(x.shape) if path is None else Made.of(flow.fresh(x.shape), frozenset([path]))
+            for path, x in zip(paths, shapes, strict=True)
         ]
-        tokens = weights + [flow.fresh(x.shape) for x in jax.tree.leaves(shapes)]
-        flow.follow(jaxpr.jaxpr, [Made(flow.fresh(jnp.shape(c))) for c in jaxpr.consts], tokens)
+        flow.follow(closed.jaxpr, [Made(flow.fresh(jnp.shape(c))) for c in closed.consts], tokens)
         classes: list[Classes] = [tuple(map(flow.of, own)) for own in tokens]
-        self.arrays = dict(zip(paths, given, strict=True))
-        self.classes = dict(zip(paths, classes, strict=False))
-        self.data = classes[len(given) :]
+        known = list(zip(paths, shapes, classes, strict=True))
+        self.arrays = {path: _shape_of(x) for path, x, _ in known if path is not None}
+        self.classes = {path: own for path, _, own in known if path is not None}
+        self.data = [own for path, _, own in known if path is None]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], params: Any, data: Any) -> Dimensions:
+        """Traces `function(params, data)`; leaves that are no arrays stay as they are."""
+        filled, filled_data = filling(params), filling(data)
+        given, shapes = _shapes_in(params), _shapes_in(data)
+        jaxpr = jax.make_jaxpr(
+            lambda arrays, others: function(filled(arrays), filled_data(others))
+        )(given, shapes)
+        paths = [found[0] for found in arrays_of(params)[0] if found is not None]
+        return cls(jaxpr, [*paths, *[None] * len(shapes)])
+
+
+def _shapes_in(tree: Any) -> list[jax.ShapeDtypeStruct]:
+    return [_shape_of(leaf) for leaf in jax.tree.leaves(tree) if is_array(leaf)]
 
 
 def _shape_of(x: Any) -> jax.ShapeDtypeStruct:

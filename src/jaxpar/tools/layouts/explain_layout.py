@@ -23,8 +23,9 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
 from jaxpar.layout import Layout
-from jaxpar.schedule import CompiledProgram, Target, Timeline, compile_for, timeline
+from jaxpar.schedule import CompiledProgram, Event, Target, Timeline, compile_for, timeline
 from jaxpar.schedule import target as describe
+from jaxpar.tools.explain.charges import Charges
 from jaxpar.tools.layouts.comparison import others
 from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
@@ -40,6 +41,8 @@ from jaxpar.tools.private_names import (
     type_error,
     value_error,
 )
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.target import figures_of
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,18 @@ class _Question:
         results: list[str | None] = []
 
         def whole(params: Any, *args: Any) -> Any:
-            found = step(params, *args)
+            found = step(_filled(layout, params), *args)
             leaves, tree = arrays_of(found, "the step's result")
             results.clear()
             flat: list[Any] = []
             for leaf, x in zip(leaves, jax.tree.leaves(found), strict=True):
-                shaped = leaf and Shaped(leaf[0], jnp.shape(x), jnp.result_type(x))
-                like = shaped and array_like(layout, shaped)
-                results.append(parameter_of(layout, leaf[0]) if leaf and like else None)
-                like = (shaped and self.of_state(shaped)) or like
+                if leaf is None:  # no array, which a program cannot return
+                    flat.append(None)
+                    continue
+                shaped = Shaped(leaf[0], jnp.shape(x), jnp.result_type(x))
+                like = array_like(layout, shaped)
+                results.append(parameter_of(layout, leaf[0]) if like else None)
+                like = self.of_state(shaped) or like
                 # What is like a weight comes back as it went in: as a training step has it.
                 flat.append(jax.lax.with_sharding_constraint(x, like.sharding) if like else x)
             return jax.tree.unflatten(tree, flat)
@@ -86,7 +92,9 @@ class _Question:
                 tree_flatten_with_path(layout.shapes)[0], layout, strict=True
             )
         }
-        return program, played, _costs(Owners(program.text, names, results), played)
+        charges = Charges(program, Links(self.target.mesh, figures_of(self.target)))
+        events = list(charges.of(played.events))
+        return program, played, _costs(Owners(program.text, names, results), events)
 
     def of_state(self, array: Shaped) -> ArrayLayout | None:
         """The sharding of an array that is like one of a state with a rule of its own."""
@@ -108,7 +116,9 @@ class _Question:
         given = self.given(layout)
         options = options_of(self.target) if self.options is None else self.options
         with jax.set_mesh(self.target.mesh), compiled_with(options):
-            seen = Dimensions(lambda params, args: step(params, *args), layout.shapes, given)
+            seen = Dimensions.of(
+                lambda params, args: step(_filled(layout, params), *args), layout.shapes, given
+            )
 
         def exposed() -> dict[str, float]:
             found: dict[str, float] = defaultdict(float)
@@ -122,9 +132,10 @@ class _Question:
 
     def plain(self, layout: Layout) -> Iterator[tuple[str, float]]:
         """The seconds of plain maps of the same arrays, if the step compiles with them."""
-        for name, rules in others(layout.shapes, layout.mesh, None):
+        params = _filled(layout, layout.shapes)
+        for name, rules in others(params, layout.mesh, None):
             try:
-                program, played, _ = self.play(rules.layout(layout.shapes, layout.mesh))
+                program, played, _ = self.play(rules.layout(params, layout.mesh))
             except ValueError:  # rows of the batch, say, that all devices do not divide
                 continue
             chip = self.target.chip
@@ -204,6 +215,11 @@ def _tried(asked: _Question, first: _Played, tries: int) -> tuple[TriedRule, ...
     return tuple(exchanges)
 
 
+def _filled(layout: Layout, arrays: Any) -> Any:
+    """Arrays of a layout's paths with its other leaves, such as functions, in their places."""
+    return layout.filled(dict(filter(None, arrays_of(arrays)[0])))
+
+
 def _laid(arg: Any, layout: Layout, number: int) -> Any:
     """The shapes of one argument, with shardings on the mesh of a layout."""
     if isinstance(arg, Layout):
@@ -237,16 +253,17 @@ def _laid(arg: Any, layout: Layout, number: int) -> Any:
     return jax.tree.map(laid, arg)
 
 
-def _costs(owners: Owners, played: Timeline) -> tuple[Cost, ...]:
+def _costs(owners: Owners, events: Sequence[Event]) -> tuple[Cost, ...]:
     """What each kind of collective does for each weight."""
     exposed: dict[str, float] = defaultdict(float)
-    for event in played.events:
+    for event in events:
         if event.kind == "wait" and event.row == "compute":
             exposed[event.name] += event.seconds
-    runs = Counter(event.name for event in played.transfers)
+    transfers = [event for event in events if event.kind == "transfer"]
+    runs = Counter(event.name for event in transfers)
     known = {name: owners.of(name) for name in runs}
     totals: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
-    for event in played.transfers:
+    for event in transfers:
         for path, (what, share) in known[event.name].items():
             waited = exposed[event.name] / runs[event.name]
             total = totals[path, what, event.row]

@@ -13,23 +13,32 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.layout import ArrayLayout, Layout
 from jaxpar.tools.layouts.dimensions import Dimensions
-from jaxpar.tools.private_names import PaddedDim, axes_by_dim, size_of
+from jaxpar.tools.private_names import PaddedDim, axes_by_dim, is_array, size_of
 
 Axes = frozenset[str]
 Cause = Literal["features of what is looked up", "at odds"] | None
 
 
 class RuleCandidate(NamedTuple):
-    """A rule with other dimensions sharded, and what the rule disagrees with, if anything."""
+    """Rules with other dimensions sharded, and what they disagree with, if anything."""
 
-    rule: str
+    rules: tuple[str, ...]  # that change alike
     axes: tuple[tuple[str, ...], ...]  # of each dimension
     cause: Cause = None
     disagrees: str = ""
 
+    @property
+    def rule(self) -> str:
+        """The first of them."""
+        return self.rules[0]
+
+    def arrays(self, layout: Layout) -> list[ArrayLayout]:
+        """Those that change."""
+        return [array for array in layout.values() if array.rule in self.rules]
+
     def of(self, layout: Layout) -> Layout | None:
         """The layout with the change; None where sizes do not divide or have padding."""
-        own = [array for array in layout.values() if array.rule == self.rule]
+        own = self.arrays(layout)
         if not all(map(self._fits, own)):
             return None
         return layout.changed({array.path: self._changed(array) for array in own})
@@ -52,7 +61,7 @@ class RuleCandidate(NamedTuple):
 
 
 class Data(NamedTuple):
-    """A leaf of the arguments behind the parameters."""
+    """An array of the arguments behind the parameters."""
 
     shape: Any
     is_state: bool  # of the optimizer: it lies like the parameters
@@ -69,25 +78,18 @@ def candidates(
     Args:
       layout: to change rules of.
       seen: what the step does with dimensions.
-      data: the leaves of its other arguments.
+      data: the arrays of its other arguments.
       exposed: gives the seconds that the step waits for the weights of each rule; called when the
         rules at odds have been tried.
     """
-    members = _Members(layout, seen, data)
-    first = [found for rule in _rules(layout) if (found := members.by_rows(layout, rule))]
-    now = layout
-    for candidate in first:
-        now = candidate.of(now) or now
-    done = {candidate.rule for candidate in first}
-    while found := members.best(now, done):
-        candidate, now = found
-        first.append(candidate)
-        done.add(candidate.rule)
+    members = Members(layout, seen, data)
+    first, now = members.at_odds(layout)
     yield from first
+    done = {rule for candidate in first for rule in candidate.rules}
     multiplied = {seen.flow.of(t) for matmul in seen.flow.matmuls for t in matmul.tokens}
     waits, conflicts = exposed(), members.conflicts(now)
     for rule in sorted(set(waits) - done, key=waits.__getitem__, reverse=True):
-        for dims, candidate in _exchanges(now, rule):
+        for dims, candidate in exchanges(now, (rule,)):
             classes = seen.classes[_path(layout, rule)]
             # Not the dimensions that count layers, nor those of which shard_map says what they are.
             if not waits[rule] or not {classes[dim] for dim in dims} <= multiplied:
@@ -98,30 +100,33 @@ def candidates(
                 yield candidate
 
 
-def _exchanges(layout: Layout, rule: str) -> Iterator[tuple[tuple[int, int], RuleCandidate]]:
-    """All that can be exchanged in a rule, the last dimensions first."""
-    array = layout[_path(layout, rule)]
+def exchanges(
+    layout: Layout, rules: tuple[str, ...]
+) -> Iterator[tuple[tuple[int, int], RuleCandidate]]:
+    """All that can be exchanged in rules of one spec, the last dimensions first."""
+    array = layout[_path(layout, rules[0])]
     for first, second in reversed(list(combinations(range(len(array.shape)), 2))):
         axes = list(array.axes)
         axes[first], axes[second] = axes[second], axes[first]
-        candidate = RuleCandidate(rule, tuple(axes))
+        candidate = RuleCandidate(rules, tuple(axes))
         if array.axes[first] != array.axes[second] and candidate.of(layout) is not None:
             yield (first, second), candidate
 
 
-def _rules(layout: Layout) -> list[str]:
-    return list({array.rule: None for array in layout.values() if array.rule is not None})
+def _singles(layout: Layout) -> list[tuple[str, ...]]:
+    return list({(array.rule,): None for array in layout.values() if array.rule is not None})
 
 
 def _path(layout: Layout, rule: str) -> str:
     return next(path for path in layout if layout[path].rule == rule)
 
 
-class _Members:
+class Members:
     """Which dimensions of rules and data are of one class, and over which axes they lie.
 
     Dimensions of one class agree on an axis if all of them are sharded over it or none. Axes of the
-    batch do not count: weights are gathered over them.
+    batch do not count: weights are gathered over them. Nor do arrays that go with a weight without
+    being multiplied themselves, as an optimizer's state does.
     """
 
     def __init__(self, layout: Layout, seen: Dimensions, data: Sequence[Data]) -> None:
@@ -132,6 +137,12 @@ class _Members:
                 sharding = getattr(x, "sharding", None)
                 axes = axes_by_dim(sharding.spec if sharding else (), len(classes))
                 self.of_data += zip(classes, map(frozenset, axes), strict=True)
+        multiplied = {seen.classes[path] for path in seen.flow.multiplied}
+        self.following = {
+            path
+            for path in layout
+            if path not in seen.flow.multiplied and seen.classes[path] in multiplied
+        }
         batch = layout.rules.batch
         self.gathered = (
             frozenset(batch.mesh_axes)
@@ -145,6 +156,8 @@ class _Members:
         for number, (one, axes) in enumerate(self.of_data):
             found[one][number] = axes - self.gathered
         for path, array in layout.items():
+            if path in self.following:
+                continue
             for dim, (one, axes) in enumerate(
                 zip(self.seen.classes[path], array.axes, strict=True)
             ):
@@ -160,14 +173,33 @@ class _Members:
                 total += min(over, len(own) - over)
         return total
 
-    def by_rows(self, layout: Layout, rule: str) -> RuleCandidate | None:
+    def at_odds(
+        self, layout: Layout, groups: Sequence[tuple[str, ...]] = ()
+    ) -> tuple[list[RuleCandidate], Layout]:
+        """Changes of rules that disagree with others, and the layout with all of them.
+
+        Lookup tables first. Then the exchanges after which the fewest dimensions are at odds, of
+        one rule or of a group of rules that have one spec.
+        """
+        single = _singles(layout)
+        found = [found for (rule,) in single if (found := self._by_rows(layout, rule))]
+        for candidate in found:
+            layout = candidate.of(layout) or layout
+        done = {candidate.rule for candidate in found}
+        while best := self._best(layout, [g for g in (*groups, *single) if done.isdisjoint(g)]):
+            candidate, layout = best
+            found.append(candidate)
+            done.update(candidate.rules)
+        return found, layout
+
+    def _by_rows(self, layout: Layout, rule: str) -> RuleCandidate | None:
         """A lookup table with the batch's axes moved from its features to its rows.
 
         A lookup's result has the table's features and the batch's rows. An axis can shard only one
         of them, so the compiler moves it from one to the other, layer by layer.
         """
         path, flow = _path(layout, rule), self.seen.flow
-        if path not in flow.looked_up:
+        if not {array.path for array in layout.values() if array.rule == rule} <= flow.looked_up:
             return None
         looked_up = flow.rows_looked_up()
         rows = [dim for dim, one in enumerate(self.seen.classes[path]) if one in looked_up]
@@ -185,19 +217,27 @@ class _Members:
             "the batch's rows are: activations move back and forth"
         )
         for changed in (by_rows, without):
-            candidate = RuleCandidate(rule, tuple(changed), "features of what is looked up", text)
+            cause = "features of what is looked up"
+            candidate = RuleCandidate((rule,), tuple(changed), cause, text)
             if candidate.of(layout) is not None:
                 return candidate
         return None
 
-    def best(self, layout: Layout, done: set[str]) -> tuple[RuleCandidate, Layout] | None:
-        """The exchange after which the fewest dimensions are at odds, if that is fewer than now."""
-        least, found = self.conflicts(layout), None
-        for rule in _rules(layout) if least else ():
-            for dims, candidate in _exchanges(layout, rule) if rule not in done else ():
+    def _best(
+        self, layout: Layout, groups: Sequence[tuple[str, ...]]
+    ) -> tuple[RuleCandidate, Layout] | None:
+        """The exchange after which the fewest dimensions are at odds, if that is fewer than now.
+
+        Of several the one of the fewest rules.
+        """
+        least, found = (self.conflicts(layout), 0), None
+        for rules in groups if least[0] else ():
+            for dims, candidate in exchanges(layout, rules):
                 other = candidate.of(layout)
-                if other is not None and (count := self.conflicts(other)) < least:
-                    least, found = count, (dims, candidate, other)
+                if other is None:
+                    continue
+                if (odds := (self.conflicts(other), len(rules))) < least:
+                    least, found = odds, (dims, candidate, other)
         if found is None:
             return None
         dims, candidate, other = found
@@ -211,7 +251,8 @@ class _Members:
             one = self.seen.classes[path][dim]
             own = members[one][candidate.rule, dim]
             for other, axes in members[one].items():
-                if axes != own:
+                is_apart = not isinstance(other, tuple) or other[0] not in candidate.rules
+                if axes != own and is_apart:
                     what = "a dimension of the data"
                     if isinstance(other, tuple):
                         rule, its = other
@@ -232,9 +273,10 @@ def _text(axes: Axes) -> str:
 
 
 def shapes_of(args: Sequence[Any], given: Sequence[Any]) -> list[Data]:
-    """The leaves of arguments, which were `args` and lie as `given`."""
+    """The arrays of arguments, which were `args` and lie as `given`."""
     return [
         Data(x, isinstance(arg, Layout))
         for arg, laid in zip(args, given, strict=True)
         for x in jax.tree.leaves(laid)
+        if is_array(x)
     ]

@@ -37,7 +37,7 @@ class TracedDims:
     """What one trace of the function shows about the dimensions of its parameters."""
 
     def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
-        dimensions = Dimensions(function, params, batch)
+        dimensions = Dimensions.of(function, params, batch)
         self.flow = flow = dimensions.flow
         self.arrays, self.classes = dimensions.arrays, dimensions.classes
         self.data = dimensions.data

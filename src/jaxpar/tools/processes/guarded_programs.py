@@ -135,7 +135,8 @@ def _mesh_of(tree: Any) -> Mesh | None:
 
 def _collectives(jaxpr: core.Jaxpr, is_conditional: bool = False) -> Iterator[Sent]:
     for eqn in jaxpr.eqns:
-        name = LAX_NAMES.get(eqn.primitive.name, eqn.primitive.name)
+        name = eqn.primitive.name.removesuffix("_start")
+        name = LAX_NAMES.get(name, name)
         if name in COLLECTIVES and eqn.invars:
             axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
             axes = (axes,) if isinstance(axes, str) else tuple(map(str, axes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -28,14 +29,19 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar"
 
 
+# Where a line of these tools stands in a program's text: they call what is compiled.
+_OWN_LINES = re.compile(r'(loc\("[^"]*\bjaxpar/tools/[^"]*"):\d+:\d+(?: to \d*:\d+)?')
+
+
 def key_of(lowered: Any, target: Target, options: Mapping[str, Any]) -> str:
     """Names a program: its text with its lines, its devices, its options and the compilers.
 
-    Two programs of one key compile to the same text.
+    Two programs of one key compile to the same text, but for lines of these tools: who changes the
+    model of a chip need not compile again.
     """
     parts = [
         _FORM,
-        lowered.as_text(debug_info=True),
+        _OWN_LINES.sub(r"\1", lowered.as_text(debug_info=True)),
         target.name,
         [device.id for device in target.mesh.devices.flat],
         target.mesh.devices.flat[0].device_kind,

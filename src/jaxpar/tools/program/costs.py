@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 
 from jaxpar.tools.program.hlo import Array, Computation, Instruction, integers
 
@@ -15,8 +15,8 @@ _FREE = {
     *("opt-barrier", "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple"),
 }
 _FREE_CALLS = {
-    *("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape"),
-    "SPMDShardToFullShape",
+    *("AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart"),
+    *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
 }
 _GEMMS = {"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm"}
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
@@ -40,6 +40,7 @@ class Matmul:
     width: float  # bytes of a number: wide ones are multiplied more slowly
     sizes: tuple[int, ...] = ()  # [b, m, n, k]; of a kernel they are not known
     dtypes: str = ""  # of operands and result, as in bf16xbf16->f32
+    is_aligned: bool = True  # rows of its arrays are whole 16 bytes
     # Of a grouped matmul: the rows of its operand, of which data say how many are in use, and what
     # is multiplied once more for a second group, as a share of the rows.
     rows: int = 0
@@ -81,8 +82,11 @@ def work_of(i: Instruction, kernels: Kernels) -> Demand:
     if is_free(i) or i.opcode in ("while", "conditional", "call"):
         return Demand()  # what these run is of schedules of their own
     everything = (i, *i.inside)
-    matmuls = [matmul for x in everything if (matmul := _matmul(x)) is not None]
-    is_matmul = any(_is_matmul(x) for x in everything)
+    products = [_matmul(x) for x in everything if _is_matmul(x)]
+    is_matmul = bool(products)
+    matmuls = [matmul for matmul in products if matmul is not None]
+    if len(matmuls) < len(products):
+        matmuls = []  # what is known of some says nothing of all
     if flops := _estimated_flops(i):
         moved = int(i.number("bytes_accessed") or 0)
         return Demand(i.cycles, (_kernel(i, flops),), moved, is_matmul=is_matmul)
@@ -108,8 +112,10 @@ def _is_matmul(i: Instruction) -> bool:
 def _matmul(i: Instruction) -> Matmul | None:
     """The product that an instruction is, without those inside it.
 
-    A convolution, which TPUs make of products, is none: it comes with the compiler's cycles.
+    Of convolutions, which TPUs make of products, those of two matrices are.
     """
+    if i.opcode == "convolution":
+        return _product_as_convolution(i)
     if i.opcode == "dot":
         named = (i.after("lhs_contracting_dims={"), i.after("lhs_batch_dims={"))
     elif i.target in _GEMMS:
@@ -123,7 +129,23 @@ def _matmul(i: Instruction) -> Matmul | None:
     m = prod(lhs.shape) // max(b * k, 1)
     n = prod(out.shape) // max(b * m, 1)
     dtypes = f"{lhs.dtype}x{rhs.dtype}->{out.dtype}"
-    return Matmul(2.0 * prod(out.shape) * k, lhs.width, (b, m, n, k), dtypes)
+    is_aligned = all(array.shape[-1] * array.width % 16 == 0 for array in (lhs, rhs, out))
+    # Without tensor cores, which are eight times as fast.
+    width = lhs.width * (8 if "operand_precision={highest" in i.attributes else 1)
+    return Matmul(2.0 * prod(out.shape) * k, width, (b, m, n, k), dtypes, is_aligned)
+
+
+def _product_as_convolution(i: Instruction) -> Matmul | None:
+    """A product of two matrices of 16 bits; of others the FLOPs are the compiler's secret."""
+    lhs, rhs, out = i.operands[0].arrays[0], i.operands[1].arrays[0], i.arrays[0]
+    is_plain = "window=" not in i.attributes and "operand_precision" not in i.attributes
+    if not is_plain or len(out.shape) != 2 or {lhs.width, rhs.width} != {2.0}:
+        return None
+    if not prod(out.shape):
+        return None
+    k = isqrt(prod(lhs.shape) * prod(rhs.shape) // prod(out.shape))  # mk kn / mn
+    m, n = prod(lhs.shape) // max(k, 1), prod(rhs.shape) // max(k, 1)
+    return Matmul(2.0 * m * n * k, lhs.width, (1, m, n, k))
 
 
 # -- kernels ----------------------------------------------------------------------------------

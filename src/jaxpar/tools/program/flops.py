@@ -1,6 +1,7 @@
 """FLOPs of the matmuls of a traced program, those of its kernels among them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -71,6 +72,29 @@ def _dot(eqn: core.JaxprEqn) -> float:
     return min(1.0, width / 2) * 2.0 * prod(out) * prod(lhs[dim] for dim in contracted)
 
 
+@dataclass(frozen=True)
+class Dot:
+    """A matmul of a traced program: sizes of one product, and the bytes of a number."""
+
+    m: int
+    k: int
+    n: int
+    width: int
+
+
+def dots_of(jaxpr: core.ClosedJaxpr) -> list[Dot]:
+    """Returns all matmuls of a traced program, with the shapes that they have where they stand."""
+    found: list[Dot] = []
+    for eqn in _named("dot_general", jaxpr.jaxpr):
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        lhs, out = _shapes(eqn)
+        k, b = (prod(lhs[dim] for dim in dims) for dims in (contracted, batch))
+        m = prod(lhs) // max(1, k * b)
+        width = max(var.aval.dtype.itemsize for var in eqn.invars)  # type: ignore[attr-defined]
+        found.append(Dot(m, k, prod(out) // max(1, m * b), width))
+    return found
+
+
 def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of the left operand and of the result."""
     lhs: Any = eqn.invars[0].aval
@@ -87,19 +111,20 @@ def kernel_flops(jaxpr: core.ClosedJaxpr) -> dict[tuple[Shapes, Shapes], float]:
     Kernels that have the same shapes and not the same FLOPs are left out.
     """
     found: dict[tuple[Shapes, Shapes], set[float]] = {}
-    for eqn in _kernels(jaxpr.jaxpr):
+    for eqn in _named("pallas_call", jaxpr.jaxpr):
         shapes = (_all_shapes(eqn.invars), _all_shapes(eqn.outvars))
         found.setdefault(shapes, set()).add(_of_kernel(eqn))
     return {shapes: flops.pop() for shapes, flops in found.items() if len(flops) == 1}
 
 
-def _kernels(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+def _named(primitive: str, jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The equations of a primitive, at any depth."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
+        if eqn.primitive.name == primitive:
             yield eqn
         else:
             for inner in subjaxprs(eqn.params):
-                yield from _kernels(inner)
+                yield from _named(primitive, inner)
 
 
 def _of_kernel(eqn: core.JaxprEqn) -> float:

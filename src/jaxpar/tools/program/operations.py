@@ -35,7 +35,7 @@ def _not(x: Value) -> Value:
     return not x if isinstance(x, bool) else ~x
 
 
-_ARITHMETIC: dict[str, Callable[..., Value]] = {
+ARITHMETIC: dict[str, Callable[..., Value]] = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
@@ -144,8 +144,8 @@ def _value(
         case "compare":
             compare = getattr(operator, instruction.after("direction=").lower())  # such as LT
             return compare(*map(value, operands))
-        case opcode if opcode in _ARITHMETIC:
-            return _ARITHMETIC[opcode](*map(value, operands))
+        case opcode if opcode in ARITHMETIC:
+            return ARITHMETIC[opcode](*map(value, operands))
         case "fusion" | "call":
             # Only what the result needs: other operands of a fusion may be arrays.
             root = instruction.called[0].root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -9,9 +10,19 @@ from functools import cached_property
 from jaxpar.tools.private_names import COLLECTIVES, LAX_NAMES, subjaxprs
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.operations import Control, Loop, Schedule
-from jaxpar.tools.program.sources import Line, Sources, line_of, own_line, primitive_of
+from jaxpar.tools.program.sources import (
+    Line,
+    Sources,
+    chain_text,
+    line_of,
+    own_line,
+    primitive_of,
+)
 from jaxpar.tools.program.values import Value, Values, reached
 from jaxpar.tools.timeline.timeline import CompiledProgram
+
+_NEAREST = 3  # frames in the words for an instruction
+_HALVES = re.compile("_(start|done)$")  # of a collective that a program starts itself
 
 
 class Origins:
@@ -88,11 +99,25 @@ class Origins:
 
     def is_inserted(self, name: str) -> bool:
         """Whether the traced program has no collective where the compiled one has this."""
-        i = self.instruction(name)
-        named = [part.op_name for part in (i, *i.inside) if part.op_name]
+        named = self._primitives(name)
         if not named:  # the compiler has put it together: what is at its line tells
+            i = self.instruction(name)
             return own_line(self.origin(i)[1]) not in self._lines_that_send
-        return not any(_is_collective(primitive_of(op_name)) for op_name in named)
+        return not any(map(_is_collective, named))
+
+    def is_written(self, name: str, collective: str) -> bool:
+        """Whether the traced program has this collective of `jax.lax` where an instruction is."""
+        return any(_lax_name(one) == collective for one in self._primitives(name))
+
+    def is_started(self, name: str) -> bool:
+        """Whether the traced program starts a collective itself, to wait for it later."""
+        return any(_HALVES.search(one) and _is_collective(one) for one in self._primitives(name))
+
+    def _primitives(self, name: str) -> list[str]:
+        """The primitives of the traced program that a collective's instruction is made of."""
+        i, collective = self.instruction(name), self.values.collective(name)
+        parts = [i, *i.inside, *([collective] if collective else [])]
+        return [primitive_of(part.op_name) for part in parts if part.op_name]
 
     @cached_property
     def _lines_that_send(self) -> set[Line | None]:
@@ -108,9 +133,9 @@ class Origins:
     def text(self, name: str) -> str:
         """An instruction in words: its operation in the traced program, and its line."""
         op_name, lines = self.origin(self.instruction(name))
-        line = own_line(lines)
         what = primitive_of(op_name) or name
-        return f"{what} ({line})" if line else what
+        chain = self.sources.chain(lines)[:_NEAREST]
+        return f"{what} ({chain_text(chain, own_line(lines))})" if chain else what
 
     def argument(self, value: Value) -> str | None:
         """The argument of the program that a value is, or is a part of; None of anything else.
@@ -152,4 +177,10 @@ class Origins:
 
 
 def _is_collective(primitive: str) -> bool:
-    return LAX_NAMES.get(primitive, primitive) in COLLECTIVES
+    return _lax_name(primitive) in COLLECTIVES
+
+
+def _lax_name(primitive: str) -> str:
+    """What a primitive, or the half of one, is called in `jax.lax`."""
+    primitive = _HALVES.sub("", primitive)
+    return LAX_NAMES.get(primitive, primitive)

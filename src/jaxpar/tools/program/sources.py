@@ -2,7 +2,10 @@
 
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,21 +53,63 @@ class Line:
     function: str
 
     def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.number} in {self.function.rpartition('.')[2]}"
+        return f"{self.short} in {self.function.rpartition('<locals>.')[2]}"
+
+    @property
+    def short(self) -> str:
+        """The name of its file, and its number."""
+        return f"{Path(self.file).name}:{self.number}"
 
     @property
     def is_own(self) -> bool:
-        """Whether it is of the user's own files: neither installed nor of jaxpar."""
-        return not Path(self.file).is_relative_to(_JAXPAR) and not _is_installed(self.file)
+        """Whether it is of the user's own files, or of a package that counts as own.
+
+        Neither what is installed is, nor Python's own, nor jaxpar.
+        """
+        if Path(self.file).is_relative_to(_JAXPAR):
+            return False
+        return not _is_installed(self.file) or any(map(self.is_of, _OWN.get()))
+
+    def is_of(self, package: str) -> bool:
+        """Whether it is of an installed package, by the name that is imported or a part of it."""
+        names = tuple(package.casefold().replace("-", "_").split("."))
+        return _module(self.file)[: len(names)] == names
 
 
-_JAXPAR = Path(__file__).parents[2]
+_JAXPAR, _TOOLS = Path(__file__).parents[2], Path(__file__).parents[1]
+MOST_FRAMES = 5  # of a chain, as a text shows it
+_PACKAGES = {"site-packages", "dist-packages"}  # what folders of installed packages are called
+_OWN: ContextVar[tuple[str, ...]] = ContextVar("_OWN", default=())
+
+
+@contextmanager
+def counted_as_own(packages: Sequence[str]) -> Generator[None]:
+    """Has lines of installed packages count as the user's own while the context is open."""
+    before = _OWN.set(tuple(packages))
+    try:
+        yield
+    finally:
+        _OWN.reset(before)
 
 
 @cache
 def _is_installed(file: str) -> bool:
-    folders = {sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")}
-    return file.startswith("<") or any(Path(file).is_relative_to(folder) for folder in folders)
+    return bool(_module(file)) or _is_pythons(file)
+
+
+@cache
+def _is_pythons(file: str) -> bool:
+    """Whether it is of the standard library, or no file at all."""
+    library = sysconfig.get_paths()["stdlib"]
+    return file.startswith("<") or (Path(file).is_relative_to(library) and not _module(file))
+
+
+@cache
+def _module(file: str) -> tuple[str, ...]:
+    """The parts of the name of an installed module; none of a file that is not installed."""
+    parts = Path(file).with_suffix("").parts
+    places = [n for n, part in enumerate(parts) if part in _PACKAGES]
+    return tuple(part.casefold() for part in parts[places[-1] + 1 :]) if places else ()
 
 
 class Sources:
@@ -89,6 +134,9 @@ class Sources:
             line = Line(_unquoted(files[file]), number, _unquoted(functions[function]))
             # Parents are counted from 1 where frames are, with 1 for none: one more than the frame.
             self._frames[frame] = line, parent - 1
+        self._numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
+        for line, _ in self._frames.values():
+            self._numbers[line.file, line.function].add(line.number)
 
     def of(self, i: Instruction) -> tuple[Line, ...]:
         """The lines that an instruction comes from, the innermost first; none if it has none."""
@@ -100,6 +148,35 @@ class Sources:
             frame = parent if parent != frame else 0
         return tuple(found)
 
+    def chain(self, lines: Sequence[Line]) -> tuple[Line, ...]:
+        """Of the lines of an instruction those that tell it from others, the innermost first.
+
+        From the innermost to the user's own, all of them if they are few. A function of which the
+        program has one line alone, such as a wrapper of a framework's, tells nothing.
+        """
+        lines = [line for line in lines if not _is_pythons(line.file)]
+        driver = (n for n, line in enumerate(lines) if Path(line.file).is_relative_to(_TOOLS))
+        lines = lines[: next(driver, len(lines))]
+        lines = [line for line in lines if not Path(line.file).is_relative_to(_JAXPAR)]
+        own = next((n for n, line in enumerate(lines) if line.is_own), len(lines) - 1)
+        inner, outer = lines[: own + 1], lines[own + 1 :]
+        if len(inner) > MOST_FRAMES:
+            kept = enumerate(inner)
+            inner = [line for n, line in kept if n in (0, own) or self._tells(line)]
+        return (*inner, *(line for line in outer if line.is_own and self._tells(line)))
+
+    def _tells(self, line: Line) -> bool:
+        return len(self._numbers[line.file, line.function]) > 1
+
+    def packages(self) -> list[str]:
+        """The installed packages that lines of the program are of."""
+        modules = (_module(line.file) for line, _ in self._frames.values())
+        return sorted({module[0] for module in modules if module})
+
+    def has(self, package: str) -> bool:
+        """Whether a line of the program is of a package."""
+        return any(line.is_of(package) for line, _ in self._frames.values())
+
 
 def _unquoted(text: str) -> str:
     return text.strip().removeprefix('"').removesuffix('"')
@@ -108,6 +185,19 @@ def _unquoted(text: str) -> str:
 def own_line(lines: Sequence[Line]) -> Line | None:
     """Of the lines of an instruction the innermost of the user's own, else the innermost."""
     return next((line for line in lines if line.is_own), next(iter(lines), None))
+
+
+def shown(chain: Sequence[Line]) -> tuple[Line, ...]:
+    """The frames of a chain that are shown: the innermost ones, and always the user's own."""
+    own = own_line(chain)
+    if own is None or own in chain[:MOST_FRAMES]:
+        return tuple(chain[:MOST_FRAMES])
+    return *chain[: MOST_FRAMES - 1], own
+
+
+def chain_text(chain: Sequence[Line], own: Line | None) -> str:
+    """Frames as `linear.py:287 < model.py:14 in Attention.__call__ < model.py:23`."""
+    return " < ".join(str(line) if line == own else line.short for line in chain)
 
 
 def line_of(eqn: core.JaxprEqn) -> Line | None:

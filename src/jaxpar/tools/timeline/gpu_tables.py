@@ -2,7 +2,8 @@
 
 XLA's own cost model of GPUs has them in it, by the GPU's compute capability. Between two sizes of a
 table times are interpolated in their logarithms. Beyond its largest size they grow as the work
-does. Below its smallest one there is nothing to go by.
+does. Of matmuls below its smallest one there is nothing to go by. A GPU without a table takes the
+times of another one by the ratio of their peaks, or of their links.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from math import exp, log, prod
+from math import exp, inf, log, prod
 from pathlib import Path
 from typing import Any
 
-# What the tables call a GPU, by what JAX calls it.
-KEYS = {
-    "NVIDIA H100": "sm_90",
-    "NVIDIA H200": "sm_90",
-    "NVIDIA B200": "sm_100_B200",
-    "NVIDIA GB200": "sm_100_GB200",
-    "NVIDIA B300": "sm_103",
-    "NVIDIA GB300": "sm_103",
+# Whose matmuls and whose collectives a GPU takes, by the beginning of what JAX calls it.
+_TABLES = {
+    "NVIDIA A100": ("sm_90", "sm_90"),
+    "NVIDIA H": ("sm_90", "sm_90"),
+    "NVIDIA B200": ("sm_100_B200", "sm_100_B200"),
+    "NVIDIA GB200": ("sm_100_B200", "sm_100_GB200"),
+    "NVIDIA B300": ("sm_100_B200", "sm_103"),
+    "NVIDIA GB300": ("sm_100_B200", "sm_103"),
+}
+# The GPUs that the tables were measured on.
+_MEASURED_ON = {
+    "sm_90": "NVIDIA H100 80GB HBM3",
+    "sm_100_B200": "NVIDIA B200",
+    "sm_100_GB200": "NVIDIA GB200",
+    "sm_103": "NVIDIA GB300",
 }
 _HEAD = b"# proto-message: xla.GemmPerfTable"
 _SHAPE = re.compile(r"entries \{\s+b: (\d+)\s+m: (\d+)\s+n: (\d+)\s+k: (\d+)((?:\s+flops \{.*\})+)")
@@ -43,16 +51,43 @@ class GpuTables:
     collectives: Mapping[tuple[str, int], Mapping[Sizes, float]]
 
     def matmul(self, dtypes: str, sizes: Sizes) -> float | None:
-        """Seconds of a product such as `"bf16xbf16->bf16"` of sizes [b, m, n, k]."""
+        """Seconds of a product such as `"bf16xbf16->bf16"` of sizes [b, m, n, k].
+
+        Numbers of 16 bits are as fast as bfloat16. Those of 8 take half of its time at least: some
+        of the tables' own rates of float8 are above the peak of the GPU.
+        """
+        if not sizes:
+            return None
         operands = dtypes.partition("->")[0]
-        operands = "bf16xbf16" if operands == "f16xf16" else operands  # as fast
-        named = (x for x in self.matmuls if x.partition("->")[0] == operands)
-        table = self.matmuls.get(dtypes) or self.matmuls.get(next(named, ""), {})
-        return _between(table, sizes) if sizes else None
+        named = (table for key, table in self.matmuls.items() if key.startswith(f"{operands}->"))
+        own = _between(next(named, {}), sizes)
+        bits = max(map(int, re.findall(r"(?:^|x)[a-z]+(\d+)", operands)))
+        wide = _between(self.matmuls.get("bf16xbf16->bf16", {}), sizes)
+        if bits > 16 or wide is None:
+            return own
+        return max(own or 0.0, wide * bits / 16)
 
     def collective(self, kind: str, group: int, whole: float) -> float | None:
         """Seconds of a collective over groups of so many devices, of an array of so many bytes."""
-        return _between(self.collectives.get((kind, group), {}), (whole,))
+        table = self.collectives.get((kind, group), {})
+        return _between(table, (max(whole, *min(table, default=(0,))),))
+
+    def slower(self, matmuls: float, collectives: float) -> "GpuTables":
+        """The same of a GPU that multiplies, and sends, so many times more slowly.
+
+        Links that are many times slower are of another kind, with other latencies: of them nothing
+        is known.
+        """
+        return GpuTables(
+            {key: _times(table, matmuls) for key, table in self.matmuls.items()},
+            {key: _times(table, collectives) for key, table in self.collectives.items()}
+            if collectives <= 2
+            else {},
+        )
+
+
+def _times(table: Mapping[Sizes, float], factor: float) -> dict[Sizes, float]:
+    return {sizes: factor * seconds for sizes, seconds in table.items()}
 
 
 def _between(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> float | None:
@@ -80,19 +115,28 @@ def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:
     return [(low, 1 - share), (high, share)]
 
 
+def measured_on(kind: str) -> tuple[str, str] | None:
+    """The GPUs on which the matmuls and the collectives were measured that a kind of GPU takes."""
+    keys = _keys(kind)
+    return None if keys is None else (_MEASURED_ON[keys[0]], _MEASURED_ON[keys[1]])
+
+
+def _keys(kind: str) -> tuple[str, str] | None:
+    return next((keys for known, keys in _TABLES.items() if kind.startswith(known)), None)
+
+
 @cache
 def tables_of(plugin: str, kind: str) -> GpuTables | None:
-    """The tables that an installed plugin has of a kind of GPU, None where it has none."""
-    key = next((key for known, key in KEYS.items() if kind.startswith(known)), None)
-    spec = importlib.util.find_spec(plugin)
-    if key is None or spec is None or not spec.submodule_search_locations:
+    """The tables that an installed plugin has for a kind of GPU, None where it has none."""
+    keys, spec = _keys(kind), importlib.util.find_spec(plugin)
+    if keys is None or spec is None or not spec.submodule_search_locations:
         return None
     folder = Path(next(iter(spec.submodule_search_locations)))
     with (
         (folder / "xla_cuda_plugin.so").open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
-        found = GpuTables(_matmuls(data, key), _collectives(data, key))
+        found = GpuTables(_matmuls(data, keys[0]), _collectives(data, keys[1]))
     return found if found.matmuls or found.collectives else None
 
 
@@ -134,7 +178,15 @@ def _collectives(data: Any, key: str) -> dict[tuple[str, int], dict[Sizes, float
         # The rate is that of the whole array, of which a reduce-scatter leaves a part.
         whole = 4 * elements * (group if kind == "reduce-scatter" else 1)
         times[kind, group][whole,] = whole / rate
-    return dict(times)
+    return {key: _never_falling(table) for key, table in times.items()}
+
+
+def _never_falling(table: Mapping[Sizes, float]) -> dict[Sizes, float]:
+    """No array takes longer than a larger one: single points of the tables are far off."""
+    least, found = inf, dict[Sizes, float]()
+    for sizes in sorted(table, reverse=True):
+        found[sizes] = least = min(least, table[sizes])
+    return found
 
 
 def _number(data: Any, at: int) -> tuple[int, int]:

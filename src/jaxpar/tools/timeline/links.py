@@ -15,10 +15,12 @@ from jaxpar.tools.private_names import Chip, closed_dims
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.timeline.target import measured_of
 
-# A permute takes half a start more than other transfers: its done is an instruction of its own. Of
-# its links, what a sum over several dimensions, one after the other, uses: fitted to half of the
+# A permute takes half a start more than other transfers: its done is an instruction of its own.
+# Gathers and sums of the SparseCores of this chip take several.
+PERMUTE_STARTS, SPARSE_CORE_STARTS = 1.5, {"TPU7x": 4.0}
+# Of its links, what a sum over several dimensions, one after the other, uses: fitted to half of the
 # public measurements of v6e.
-PERMUTE_STARTS, ADDED = 1.5, 0.8
+ADDED = 0.8
 
 RACK = 72  # GPUs that a switch joins beyond their host
 
@@ -162,7 +164,7 @@ class Links:
         """Each source sends one message to its target, axis by axis of the torus."""
         source, target = np.array(pairs, dtype=int).reshape(-1, 2).T
         load, hops = self._load(source, target)
-        return replace(self._route(load, hops), starts=PERMUTE_STARTS)
+        return self._route(load, hops, starts=PERMUTE_STARTS if self.chip.torus else 1.0)
 
     def ring(self, groups: Groups, passes: int, message: Message) -> Route:
         """A collective of XLA's own, for each byte of the whole array: a gather is one pass.
@@ -177,7 +179,9 @@ class Links:
         size = members.shape[1]
         share = passes * (size - 1) / size
         if not self.chip.torus:
-            return self._route(self._ports(members) * share, passes * (size - 1))
+            within = max(Counter(self.host[members[0]].tolist()).values())
+            load = self._ports(members) * share
+            return self._route(load, passes * max(within - 1, 1), starts=float(passes))
         lengths = np.array([len(set(dim.tolist())) for dim in self.coords[members[0]].T])
         closed = self.wraps & (lengths == self.extent)
         dims = int((lengths > 1).sum())
@@ -189,7 +193,8 @@ class Links:
         else:
             load = self._round(members) * self._on_the_same_chips(members)
         load *= share / max(min(message.ways, room), 1)
-        return self._route(load, passes * hops, in_pieces=one_ring)
+        starts = SPARSE_CORE_STARTS.get(self.chip.kind, 1.0)
+        return self._route(load, passes * hops, one_ring, starts)
 
     def _on_the_same_chips(self, members: Int[np.ndarray, "groups size"]) -> int:
         """How many groups consist of devices of the same chips."""
@@ -224,9 +229,17 @@ class Links:
             load, most = load + part / size, max(most, hops)
         return self._route(load, most)
 
-    def _route(self, load: Float[np.ndarray, "links"], hops: int, in_pieces: bool = False) -> Route:
+    def _route(
+        self,
+        load: Float[np.ndarray, "links"],
+        hops: int,
+        in_pieces: bool = False,
+        starts: float = 1.0,
+    ) -> Route:
         used = np.flatnonzero(load)
-        return Route(used, load[used] / self._bandwidth()[used], hops, in_pieces)
+        if not self.chip.torus and not (used >= 2 * self.devices).any():
+            starts = 0.0  # behind one switch: only the network takes one
+        return Route(used, load[used] / self._bandwidth()[used], hops, in_pieces, starts)
 
     def _bandwidth(self) -> Float[np.ndarray, "links"]:
         """Bytes per second of each link."""

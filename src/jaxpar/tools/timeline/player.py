@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import inf, prod
 
 import numpy as np
 
@@ -27,7 +28,13 @@ Rows = int | float | None
 
 # Of HBM's published bytes per second, what is reached; and seconds until a pass over it has begun.
 # Of 30 public measurements of copies, sums and pointwise functions on v6e and tpu7x half were used.
-REACHED, FIRST_BYTE = 0.82, 1.2e-6
+# Of GPUs an H100 was measured, as were a kernel's least seconds (`benchmarks/device`).
+REACHED, REACHED_BY_GPUS, FIRST_BYTE, KERNEL = 0.82, 0.88, 1.2e-6, 2e-6
+# Times longer than at its peak, what a matmul takes on a TPU that does not wait for HBM, at most,
+# of tiles of so many rows, columns and depth: half of 50 public measurements on v6e were used.
+SLOWEST, TILE = 1.2, 256
+# Times longer than in XLA's table, what a GPU takes for rows of no whole 16 bytes: an H100 did.
+UNALIGNED = 2.4
 
 
 @dataclass(frozen=True)
@@ -62,11 +69,20 @@ def _share(rows: int, most: Rows) -> float:
     return 1.0 if most is None or not rows else min(1.0, most / rows)
 
 
+def _in_tiles(matmul: Matmul) -> float:
+    """The FLOPs of whole tiles; of a kernel they are not known."""
+    if not matmul.sizes:
+        return inf
+    batch, *sizes = matmul.sizes
+    return 2.0 * batch * prod(-(-size // TILE) * TILE for size in sizes)
+
+
 class Player:
     """The state of one device while its program is played."""
 
     def __init__(self, links: Links, assumed: Assumptions) -> None:
         self.links, self.chip, self.assumed = links, links.chip, assumed
+        self._reached = REACHED if self.chip.torus else REACHED_BY_GPUS
         self.now = 0.0  # of the compute units
         self.free = np.zeros(links.count)  # when each link has nothing left to send
         self.busy = np.zeros(links.count)
@@ -155,12 +171,18 @@ class Player:
 
         Multiplying takes the compiler's cycles, where it gives them; otherwise FLOPs at peak.
         """
-        speed = REACHED * self.chip.hbm
+        speed = self._reached * self.chip.hbm
         memory = (work.moved - work.in_vmem) / speed
         if work.cycles is None or not self.chip.clock:
-            return max(memory, sum(map(self._multiplying, work.matmuls), 0.0))
+            least = 0.0 if self.chip.torus or not (work.moved or work.matmuls) else KERNEL
+            return max(least, memory, sum(map(self._multiplying, work.matmuls), 0.0))
         cycles = work.cycles / self.chip.clock
-        if work.is_streamed and not work.is_matmul:
+        if work.is_matmul and work.matmuls:
+            # The compiler counts the first and the last tiles apart from the others. Chips do not
+            # wait for them so long.
+            longest = SLOWEST * sum(map(_in_tiles, work.matmuls), 0.0) / self.chip.flops
+            cycles = min(cycles, FIRST_BYTE + max(memory, longest))
+        elif work.is_streamed and not work.is_matmul:
             # The compiler counts narrow elements as if they had 32 bits, and none is computed as
             # slowly as it says: a pass takes what its bytes do, VMEM's no longer than HBM's.
             narrow = work.moved / (4 * work.elements) if work.elements else 1.0
@@ -174,7 +196,8 @@ class Player:
             flops *= _share(matmul.rows, self.assumed.grouped_rows) + matmul.twice
         at_peak = flops / (self.chip.flops * 2 / max(matmul.width, 1.0))
         measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
-        return max(at_peak, measured or 0.0)
+        found = max(at_peak, measured or 0.0)
+        return found if matmul.is_aligned or self.chip.torus else UNALIGNED * found
 
     # -- transfers and copies -----------------------------------------------------------------
 
@@ -210,7 +233,7 @@ class Player:
 
     def _copy(self, start: Copy) -> None:
         begin = max(self.now, self.memory)
-        self.memory = begin + start.bytes / (REACHED * self.chip.hbm)
+        self.memory = begin + start.bytes / (self._reached * self.chip.hbm)
         event = Event(start.name, start.op, "copy", "memory", begin, self.memory)
         self.under_way.begin(start, event)
 

@@ -27,7 +27,7 @@ from jaxpar.tools.private_names import (
     value_error,
 )
 from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
-from jaxpar.tools.timeline.gpu_tables import GpuTables, tables_of
+from jaxpar.tools.timeline.gpu_tables import GpuTables, measured_on, tables_of
 
 HERE = "here"  # in place of a chip and its layout: the devices at hand
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -38,6 +38,8 @@ _USUAL = {"a100": "a100-sxm4-80gb", "h100": "h100-80gb-hbm3", "h200": "h200-141g
 # half of the public measurements of `benchmarks/accuracy`.
 LINKS = {"TPU v5 lite": 4.32e10, "TPU v5": 8.63e10, "TPU v6 lite": 8.68e10, "TPU7x": 8.94e10}
 HOP, START = 0.8e-6, 3e-6
+# Of GPUs on several hosts: the share of the network that is reached, and until it is.
+NETWORK, NETWORK_START = 0.85, 45e-6
 _OFFLINE = {
     "TPU_SKIP_MDS_QUERY": "1",  # no cloud host is asked what it has
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -74,15 +76,33 @@ class Target:
 
 def _with_measured_links(chip: Chip) -> Chip:
     link = LINKS.get(chip.kind)
+    if not chip.torus:
+        return replace(chip, network=NETWORK * chip.network, start=NETWORK_START)
     return chip if link is None else replace(chip, link=link, latency=HOP, start=START)
 
 
 def measured_of(chip: Chip) -> GpuTables | None:
-    """What was measured of a GPU with its published figures; of one with other figures nothing."""
+    """What was measured of a GPU with its published figures; of one with other figures nothing.
+
+    A GPU without a table takes those of another one, by the ratio of their peaks and their links.
+    """
     plugin = find_plugin()
-    if chip.torus or plugin is None or chip_of(chip.kind) != chip:
+    known = chip_of(chip.kind)
+    if chip.torus or plugin is None or known is None:
         return None
-    return tables_of(plugin, chip.kind)
+    as_known = replace(chip, network=known.network, start=known.start) == known
+    return _as_fast_as(known, plugin) if as_known else None
+
+
+@cache
+def _as_fast_as(chip: Chip, plugin: str) -> GpuTables | None:
+    names, tables = measured_on(chip.kind), tables_of(plugin, chip.kind)
+    if names is None or tables is None:
+        return None
+    multiplying, sending = map(chip_of, names)
+    assert multiplying is not None
+    assert sending is not None
+    return tables.slower(multiplying.flops / chip.flops, sending.link / chip.link)
 
 
 def figures_of(target: Target, chip: Chip | None = None) -> Chip:
@@ -147,13 +167,17 @@ def target(
         devices = _tpu_devices(name)
     else:
         devices = _gpu_devices(name, chip, [int(size) for size in sizes])
-    first = devices[0]
+    return target_of(make_mesh(mesh, devices=devices, axis_types=axis_types), name, figures)
+
+
+def target_of(
+    mesh: Mesh, name: str = HERE, figures: Literal["measured", "book"] = "measured"
+) -> Target:
+    """Returns the target whose devices a mesh has already."""
+    first = mesh.devices.flat[0]
     chip = chip_of(first.device_kind, getattr(first, "num_cores", None))
-    return Target(
-        name=name,
-        mesh=make_mesh(mesh, devices=devices, axis_types=axis_types),
-        chip=_with_measured_links(chip) if chip and figures == "measured" else chip,
-    )
+    chip = _with_measured_links(chip) if chip and figures == "measured" else chip
+    return Target(name, mesh, chip)
 
 
 def _tpu_devices(name: str) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import jax
 from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
 from jaxpar.tools.private_names import Chip, jitted_with, naming, readable
+from jaxpar.tools.program.arguments import of_arrays
 from jaxpar.tools.program.cache import keep, kept, key_of
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
@@ -87,7 +88,8 @@ def compile_for(
         leave out its mesh.
       target: from `jaxpar.schedule.target`.
       *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec`
-        will do). One without a sharding is laid out as the compiler likes.
+        will do). One without a sharding is laid out as the compiler likes. Leaves that are no
+        arrays, such as functions and text, are given to a function that is not jitted as they are.
       compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` is told of them. None:
         those of `jaxpar.compiler_options(target)`; `{}`: none. A function of `jaxpar.jit` keeps
         what it got besides.
@@ -110,6 +112,8 @@ def compile_for(
     """
     start = time.perf_counter()
     options = options_of(target) if compiler_options is None else compiler_options
+    if not hasattr(fn, "trace"):  # what is jitted says itself what is static
+        fn, args = of_arrays(fn, args)
     jitted, options = jitted_with(fn, options)
     with jax.set_mesh(target.mesh), compiled_with(options):
         traced = jitted.trace(*args)
@@ -119,7 +123,7 @@ def compile_for(
         if folder is not None and (found := kept(folder, key)) is not None:
             text, memory = found["text"], Memory(**found["memory"])
         else:
-            text, memory = _compiled(lowered, options)
+            text, memory = _text_and_memory(lowered.compile(compiler_options=options or None))
             if folder is not None:
                 keep(folder, key, text, memory)
     return CompiledProgram(
@@ -135,8 +139,15 @@ def compile_for(
     )
 
 
-def _compiled(lowered: Any, options: dict[str, Any]) -> tuple[str, Memory]:
-    compiled = lowered.compile(compiler_options=options or None)
+def program_of(
+    target: Target, traced: Any, compiled: Any, options: Mapping[str, Any]
+) -> CompiledProgram:
+    """Returns what is compiled already, of which `target` has the devices, as a program."""
+    text, memory = _text_and_memory(compiled)
+    return CompiledProgram(target, text, memory, 0.0, traced.jaxpr, compiler_options=dict(options))
+
+
+def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
     stats: Any = compiled.memory_analysis()
     sizes = {
         "arguments": stats.argument_size_in_bytes,

@@ -1,0 +1,250 @@
+"""What stands beside a measured time: its bound, its prediction, and the nearest public row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxpar
+from jaxpar.schedule import CompiledProgram, Floor, timeline
+from jaxpar.tools.accuracy.band import bands_of
+from jaxpar.tools.accuracy.measurement import Measurement
+from jaxpar.tools.accuracy.nearest import Wanted, is_sending, nearest
+from jaxpar.tools.cli.bench_reasons import Host, Reason, reasons_of
+from jaxpar.tools.cli.bench_times import Row, place, quartiles, time_interleaved
+from jaxpar.tools.cli.console import Column, print_rows, require_extra
+from jaxpar.tools.cli.gpu_clocks import Clocks
+from jaxpar.tools.cli.ops import OPS, Ring, ring_size
+from jaxpar.tools.cli.shared_options import parse_shapes
+from jaxpar.tools.cli.workers import one_line
+from jaxpar.tools.private_names import Chip, environment_options, us
+from jaxpar.tools.timeline.floor import rings_over
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.target import target_of
+
+SLOW = 1.15  # times its bound: from there on reasons are given
+POSSIBLE = 0.97  # times its bound: below it, figures of the chip do not hold
+_HARMLESS = ("xla_dump", "xla_force_host_platform_device_count", "megascale")
+
+
+@dataclass(frozen=True)
+class Public:
+    """The nearest public measurement, and its rate in the unit of what it is compared with."""
+
+    name: str
+    what: str
+    seconds: float
+    rate: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one measured row is held against.
+
+    Attributes:
+      bound: seconds that no form of the matmul beats: its FLOPs at peak, or its bytes over all
+        links between the devices of a group.
+      predicted: seconds of this form, as it was compiled; None where it cannot be predicted.
+      is_least: whether the prediction lacks what depends on data, or a kernel of unknown cost.
+      estimate: where times of matmuls come from, or why there is no prediction.
+      bands: how far predictions of such work were off.
+      rate: of the measured time, in `unit`: of what is multiplied, or of what is sent.
+      public: None where there is no row of the chip and kind.
+      reasons: why the measured time is longer than the bound.
+    """
+
+    bound: float
+    predicted: float | None
+    is_least: bool
+    estimate: str
+    bands: tuple[str, ...]
+    rate: float
+    unit: str
+    public: Public | None
+    reasons: tuple[Reason, ...]
+
+
+def seconds_of_nothing(mesh: Mesh, repeats: int = 20) -> float:
+    """Measures a call that computes next to nothing on all devices of a mesh."""
+    spec = PartitionSpec(mesh.axis_names)
+    x = place(np.zeros((mesh.size,), np.float32), mesh, spec)
+    nothing = jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=spec, out_specs=spec)
+    (seconds,) = time_interleaved([jax.jit(nothing)], [x], repeats, lambda: None)
+    return quartiles(seconds)[1]
+
+
+def host_of(mesh: Mesh) -> Host:
+    """Measures and reads what a host adds to every call; all processes do so together.
+
+    Of a chip without figures nothing is wanted.
+    """
+    if target_of(mesh).chip is None:
+        return Host()
+    own = jaxpar.compiler_options(mesh)
+    flags = {
+        name: str(value)
+        for name, value in environment_options().items()
+        if name not in own and not name.startswith(_HARMLESS)
+    }
+    return Host(seconds_of_nothing(mesh), flags)
+
+
+def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
+    """Returns what a row is held against, or why there is nothing."""
+    mesh, chip = row.program.target.mesh, row.program.target.chip
+    if chip is None:
+        return f"no figure of this chip ({mesh.devices.flat[0].device_kind})"
+    op, size, grad = OPS[row.op], ring_size(mesh, ring), row.phase != "forward"
+    (shape,) = parse_shapes(row.shape)
+    sizes, numbers = op.on_one_device(shape, size)
+    moved = numbers * jnp.dtype(dtype).itemsize
+    sent, flops = op.sent(moved, size, grad), (3 if grad else 1) * 2.0 * prod(sizes)
+    links = Links(mesh, chip).within(rings_over(mesh, ring)) if chip.torus else 1
+    least = op.least_sent(shape, size, grad) * jnp.dtype(dtype).itemsize
+    floor = Floor(flops / chip.flops, least / (max(1, links) * chip.link))
+
+    fused, alone = (
+        ("matmul and sum", "sum") if op.lhs == op.rhs else ("gather and matmul", "gather")
+    )
+    wanted = Wanted((fused, "matmul", alone), sizes, size, op.sent(moved, size, False), dtype)
+    sends, found = is_sending(wanted, chip), nearest(wanted, chip)
+    measured = quartiles(row.seconds)
+    return Figures(
+        bound=floor.total,
+        **_predicted(row.program, chip, floor, ring, measured, host),
+        rate=sent / measured[1] / 1e9 if sends else flops / measured[1] / 1e12,
+        unit="GB/s" if sends else "TFLOP/s",
+        public=None if found is None else _public(found, sends),
+    )
+
+
+def _predicted(
+    program: CompiledProgram, chip: Chip, floor: Floor, ring: Ring, measured: Any, host: Host
+) -> dict[str, Any]:
+    """What rests on the prediction: without one, all else stands."""
+    try:
+        played = timeline(program)
+        return {
+            "predicted": played.total,
+            "is_least": bool(played.loops_of_unknown_length or played.kernels_of_unknown_cost),
+            "estimate": played.estimate,
+            "bands": tuple(map(str, bands_of(played, chip.kind))),
+            "reasons": reasons_of(program, played, floor, ring, measured, host),
+        }
+    except Exception as reason:  # whatever a compiler writes that is not known
+        why = f"no prediction: {one_line(reason)}"
+        found = {"predicted": None, "is_least": False, "estimate": why, "bands": ()}
+        return found | {"reasons": (Reason(0.0, why),)}
+
+
+def _public(one: Measurement, sends: bool) -> Public:
+    rate = one.sent_bytes / one.seconds / 1e9 if sends else one.flops / one.seconds / 1e12
+    size = " x ".join(map(str, one.shape))
+    among = f" among {one.group} devices" if one.group > 1 else ""
+    what = f"{one.op} of {size} {one.dtype}{among}"
+    return Public(one.name, what, one.seconds, rate, one.source)
+
+
+# -- as a table -----------------------------------------------------------------------------------
+
+_COLUMNS = [
+    Column("", 16, left=True),
+    Column("ms", 9),
+    Column("bound ms", 9),
+    Column("over it", 7),
+    Column("predicted", 10),
+    Column("off", 6),
+    Column("rate", 13),
+    Column("public", 13),
+]
+_REASONS = [Column("", 14), Column("", left=True, wraps=True)]
+
+
+def print_figures(
+    rows: Sequence[Row], figures: Sequence[Figures | str], clocks: Clocks | None, console: Any
+) -> None:
+    """Prints a section a case, and below it the public row, and why its fastest form is slow."""
+    missing = dict.fromkeys(one for one in figures if isinstance(one, str))
+    known = [(row, one) for row, one in zip(rows, figures, strict=True) if isinstance(one, Figures)]
+    if known:
+        console.print("[bold]Is it as fast as it should be?[/]", highlight=False)
+        print_rows(console, _COLUMNS, [], show_header=True)
+    cases: dict[tuple[str, str, str], list[tuple[Row, Figures]]] = {}
+    for row, one in known:
+        cases.setdefault((row.op, row.shape, row.phase), []).append((row, one))
+    for (op, shape, phase), some in cases.items():
+        console.print(f"[bold]{op} {shape}, {phase}[/]", highlight=False)
+        print_rows(console, _COLUMNS, [_cells(row, one) for row, one in some])
+        _print_reasons(some, console)
+    for text in missing:
+        _say(console, f"bound, prediction and public row: {text}")
+    if known:
+        _say(console, _legend(known, clocks))
+
+
+def _cells(row: Row, one: Figures) -> list[str]:
+    measured = quartiles(row.seconds)[1]
+    mark = ">" if one.is_least else "~" if one.estimate == "roofline" else ""
+    predicted = one.predicted
+    return [
+        f"  {row.mode}",
+        f"{measured * 1e3:.3f}",
+        f"{one.bound * 1e3:.3f}",
+        _times(measured, one),
+        "none" if predicted is None else f"{mark}{predicted * 1e3:.3f}",
+        "" if predicted is None or one.is_least else f"{predicted / measured - 1:+.0%}",
+        _rate(one.rate, one.unit),
+        "no row" if one.public is None else _rate(one.public.rate, one.unit),
+    ]
+
+
+def _rate(rate: float, unit: str) -> str:
+    return f"{rate:.3g} {unit}" if rate < 1000 else f"{rate:.0f} {unit}"
+
+
+def _times(measured: float, one: Figures) -> str:
+    """The measured time over its bound."""
+    over = measured / one.bound if one.bound else 0.0
+    return f"{over:.2f}" if over < 100 else f"{over:.0f}"
+
+
+def _print_reasons(some: Sequence[tuple[Row, Figures]], console: Any) -> None:
+    row, one = min(some, key=lambda pair: quartiles(pair[0].seconds)[1])
+    measured = quartiles(row.seconds)[1]
+    told = []
+    if one.public is not None:
+        told.append(["public", f"{one.public.what}, {us(one.public.seconds)}: {one.public.source}"])
+    if measured < POSSIBLE * one.bound:
+        told.append(["impossible", "less than the bound: other figures hold of these devices"])
+    elif measured >= SLOW * one.bound > 0:
+        told.append([row.mode, f"is the fastest, at {_times(measured, one)} times its bound:"])
+        told += [[us(x.seconds) if x.seconds else "", x.text] for x in one.reasons]
+    print_rows(console, _REASONS, told)
+
+
+def _legend(known: Sequence[tuple[Row, Figures]], clocks: Clocks | None) -> str:
+    bands = dict.fromkeys(text for _, one in known for text in one.bands)
+    watched = "" if clocks is None else f"\nclocks: {clocks.mhz:.0f} of {clocks.most:.0f} MHz."
+    return (
+        "\nbound: FLOPs at peak, or bytes over all links. predicted: this program, on the model of "
+        "the chip (~ by a roofline, > at least). off: predicted / ms - 1. rate: of what is "
+        "multiplied or sent, whichever takes longer; public: that of the nearest public row.\n"
+        f"predictions were off by: {'; '.join(bands) or 'no row'}.{watched}"
+    )
+
+
+def _say(console: Any, text: str) -> None:
+    console.print(require_extra("rich.text").Text(text), style="dim", highlight=False)
+
+
+def record_of(figures: Figures | str) -> Mapping[str, Any]:
+    """Figures as JSON, or why there are none."""
+    return {"missing": figures} if isinstance(figures, str) else asdict(figures)

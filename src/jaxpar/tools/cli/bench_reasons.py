@@ -1,0 +1,241 @@
+"""Why a measured matmul is slower than its bound: what its program, its mesh and its host show.
+
+Each reason rests on evidence: the compiled program as it is played, the links between devices, a
+call that computes nothing, the clocks while it ran, or how times scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import jaxpar
+from jaxpar.schedule import CompiledProgram, Event, Floor, Timeline
+from jaxpar.tools.cli.gpu_clocks import Clocks
+from jaxpar.tools.cli.ops import Ring
+from jaxpar.tools.private_names import COMPILERS, Chip, size_text, us, why_not_closed
+from jaxpar.tools.program.flops import Dot, dots_of
+from jaxpar.tools.timeline.floor import rings_over
+from jaxpar.tools.timeline.links import Links
+
+LEAST = 0.03  # of the measured time: what takes less of it is no reason
+BEYOND = 0.1  # of the measured time: by so much it may be longer than predicted
+SCATTERED = 1.3  # the third quartile over the first
+LANES, ROW = 128, 16  # numbers of a TPU's row; bytes that a GPU's kernels read at a time
+
+
+@dataclass(frozen=True)
+class Host:
+    """What devices and their host add to a call, whatever it computes.
+
+    Attributes:
+      call_seconds: of a call that computes nothing.
+      flags: of the environment, which the compiler has besides jaxpar's.
+      clocks: of the GPUs, while they ran.
+    """
+
+    call_seconds: float = 0.0
+    flags: Mapping[str, str] = field(default_factory=dict[str, str])
+    clocks: Clocks | None = None
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What takes so many seconds beyond the bound."""
+
+    seconds: float
+    text: str
+
+
+def reasons_of(
+    program: CompiledProgram,
+    played: Timeline,
+    floor: Floor,
+    ring: Ring,
+    measured: tuple[float, float, float],
+    host: Host,
+) -> tuple[Reason, ...]:
+    """The reasons why a call takes longer than its floor, those that take the most first.
+
+    Args:
+      program: what ran.
+      played: its timeline, as predicted.
+      floor: what no form of the matmul beats.
+      ring: the mesh axes over which it gathers or scatters.
+      measured: quartiles of the seconds of a call.
+      host: what it adds.
+    """
+    found = [
+        *_of_transfers(program, played),
+        *_of_mesh(program, played, ring),
+        *_of_products(program, played, floor),
+        *_of_passes(played),
+        *_of_host(played, measured, host),
+    ]
+    worth = (one for one in found if one.seconds >= LEAST * measured[1])
+    return tuple(sorted(worth, key=lambda one: -one.seconds))
+
+
+# -- transfers that are waited for ----------------------------------------------------------------
+
+
+def _of_transfers(program: CompiledProgram, played: Timeline) -> Iterator[Reason]:
+    """One for each lane."""
+    by_name = {event.name: event for event in played.transfers}
+    waits: dict[str, list[tuple[Event, float]]] = {}
+    for event in played.events:
+        if event.kind == "wait" and (transfer := by_name.get(event.name)):
+            waits.setdefault(transfer.row, []).append((transfer, event.seconds))
+    for row, some in waits.items():
+        yield Reason(sum(seconds for _, seconds in some), _why_waited(program, row, some))
+
+
+def _why_waited(program: CompiledProgram, row: str, waits: list[tuple[Event, float]]) -> str:
+    transfers = [transfer for transfer, _ in waits]
+    waited = sum(seconds for _, seconds in waits)
+    latency = sum(min(one.latency, seconds) for one, seconds in waits)
+    number = f"{len(transfers)} transfers" if len(transfers) > 1 else "one transfer"
+    size = size_text(sum(one.bytes for one in transfers) / len(transfers))
+    if any(one.synchronous for one in transfers):
+        return f"{row} is synchronous, nothing is computed meanwhile{_freeing(program, row)}"
+    if latency > waited / 2:
+        return (
+            f"{row}: {number} of {size}, so small that starts and hops take longer than the bytes; "
+            "larger shapes or fewer steps (--modes naive, chunked-2) hide more"
+        )
+    arrive = "arrive" if len(transfers) > 1 else "arrives"
+    return f"{row}: {number} of {size} {arrive} after what is computed meanwhile is done"
+
+
+def _freeing(program: CompiledProgram, row: str) -> str:
+    """The options that make a collective asynchronous, or what else does."""
+    kind = row.rpartition(" ")[2]
+    # The compiler may make a sum and a slice of a reduce-scatter that nothing frees.
+    kinds = (kind, "reduce-scatter") if kind == "all-reduce" else (kind,)
+    device = program.target.mesh.devices.flat[0].device_kind
+    known = next((COMPILERS[name] for name in COMPILERS if device.startswith(name)), None)
+    if known and kind in known.frees:
+        return (
+            ": this form has nothing for it, a ring or chunks do (--modes bidirectional, chunked-2)"
+        )
+    options = [option for option in (known.options if known else ()) if option.frees in kinds]
+    given = {name: str(value).lower() for name, value in program.compiler_options.items()}
+    missing = [f"{one.name}={one.value}" for one in options if given.get(one.name) != "true"]
+    if missing:
+        return f": the program is compiled without {' and '.join(missing)} (jaxpar.jit gives them)"
+    if options:
+        return f", though {options[0].name} is given"
+    return "; no option of this compiler frees it, a ring does (--modes bidirectional)"
+
+
+# -- the mesh -------------------------------------------------------------------------------------
+
+
+def _of_mesh(program: CompiledProgram, played: Timeline, ring: Ring) -> Iterator[Reason]:
+    """A ring whose neighbours have no link of their own, as far as it is waited for."""
+    mesh, chip = program.target.mesh, program.target.chip
+    axes = [name for name in ring if mesh.shape[name] > 1]
+    if chip is None or not axes:
+        return
+    named = ",".join(ring)
+    if not chip.torus:
+        host = Links(mesh, chip).host
+        if any(len(set(host[group])) > 1 for group in rings_over(mesh, ring)):
+            yield Reason(
+                played.exposed,
+                f"the ring {named} goes beyond one switch: {chip.network / 1e9:g} GB/s a device in "
+                f"place of {chip.link / 1e9:g}; put the axis into a host (--mesh, last axis)",
+            )
+        return
+    whys = [why for name in axes if mesh.shape[name] > 2 and (why := why_not_closed(mesh, name))]
+    apart = int(jaxpar.ring_hops(mesh, ring).max())
+    if len(axes) > 1 and apart > 1 and not whys:
+        whys = [f"neighbours on the ring {named} are up to {apart} links apart"]
+    if whys:
+        remedy = "an axis along closed dimensions of the slice has a link a step (--mesh, --axis)"
+        yield Reason(played.exposed, f"{'; '.join(whys)}: messages share links; {remedy}")
+
+
+# -- what is computed -----------------------------------------------------------------------------
+
+
+def _of_products(program: CompiledProgram, played: Timeline, floor: Floor) -> Iterator[Reason]:
+    """Matmuls below the chip's peak."""
+    spent = sum(event.seconds for event in played.events if event.is_matmul)
+    products = dots_of(program.jaxpr)
+    if spent <= floor.compute or not products:
+        return
+    largest = max(products, key=lambda one: one.m * one.k * one.n)
+    yield Reason(
+        spent - floor.compute,
+        f"matmuls reach {floor.compute / spent:.0%} of the chip's peak, in products of "
+        f"{largest.m} x {largest.k} x {largest.n}{_why_below(largest, program.target.chip)}",
+    )
+
+
+def _why_below(product: Dot, chip: Chip | None) -> str:
+    """What of a product's form keeps it from the peak, where that is known."""
+    if product.width >= 4:
+        return " of 32-bit numbers: the peak is that of 16 bits (--dtype bfloat16)"
+    inner = (product.k, product.n)
+    if chip is not None and chip.torus:
+        odd = [size for size in inner if size % LANES]
+        return f": {odd[0]} is padded to a multiple of {LANES}" if odd else ""
+    step = ROW // product.width
+    odd = [size for size in inner if size % step]
+    if odd:
+        return f": {odd[0]} is no multiple of {step}, which the fast kernels need"
+    few = min(product.m, product.n) < LANES
+    return ": too few rows or columns to fill the chip" if few else ""
+
+
+def _of_passes(played: Timeline) -> Iterator[Reason]:
+    spent = [event for event in played.events if event.kind == "compute" and not event.is_matmul]
+    if spent:
+        number = f"{len(spent)} passes" if len(spent) > 1 else "one pass"
+        yield Reason(
+            sum(event.seconds for event in spent),
+            f"{number} over memory besides matmuls: copies, sums, placements",
+        )
+
+
+# -- the host -------------------------------------------------------------------------------------
+
+
+def _of_host(
+    played: Timeline, measured: tuple[float, float, float], host: Host
+) -> Iterator[Reason]:
+    """What the prediction does not know of."""
+    low, middle, high = measured
+    if high > SCATTERED * low:
+        yield Reason(
+            high - low,
+            f"calls take from {us(low)} to {us(high)} (quartiles): something else uses the devices "
+            "or their host",
+        )
+    beyond = middle - played.total
+    if beyond < BEYOND * middle:
+        return
+    known = list(_known_of_host(played, beyond, host))
+    yield from known
+    rest = beyond - sum(one.seconds for one in known)
+    incomplete = played.loops_of_unknown_length or played.kernels_of_unknown_cost
+    if rest >= BEYOND * middle and not incomplete:
+        flags = " ".join(f"{name}={value}" for name, value in host.flags.items())
+        told = f"the environment gives the compiler {flags}: try without; " if flags else ""
+        yield Reason(
+            rest,
+            f"beyond the prediction, for no reason that is known here; {told}record it with "
+            "jax.profiler and see jaxpar explain --measured",
+        )
+
+
+def _known_of_host(played: Timeline, beyond: float, host: Host) -> Iterable[Reason]:
+    if host.call_seconds > 0:
+        yield Reason(
+            min(host.call_seconds, beyond),
+            f"a call that computes nothing takes {us(host.call_seconds)} here; larger shapes, or "
+            "several steps in one jit, are not held up by it",
+        )
+    if host.clocks is not None and host.clocks.share < 1:
+        yield Reason(played.compute * (1 / host.clocks.share - 1), str(host.clocks))

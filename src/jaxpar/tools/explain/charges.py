@@ -1,0 +1,114 @@
+"""Whom a wait is charged to: the transfers that hold the links, not the one that stands behind."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from jaxpar.tools.program.operations import Collective
+from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.timeline import CompiledProgram
+
+_SHORTEST = 1e-9  # seconds: less is rounding
+
+
+@dataclass(frozen=True)
+class Charged(Event):
+    """A wait for a transfer behind which others stand on the links, until it is over."""
+
+    standing: str = ""  # the instruction that is waited for
+
+
+class Charges:
+    """Splits waits at the times at which the links of what is waited for become free."""
+
+    def __init__(self, program: CompiledProgram, links: Links) -> None:
+        self.links = links
+        schedules = program.module.schedules
+        self.operations = {one.name: one for each in schedules for one in each.operations}
+        self._used: dict[str, frozenset[int]] = {}
+        self._slowest: dict[str, float] = {}  # seconds on the slowest link, a byte that is sent
+
+    def of(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yields events, in place of each wait for a transfer those for what held it up.
+
+        While earlier transfers still send over its links, a transfer does not move: that time is
+        theirs, and so is a start that would be over by now, had the links been free.
+        """
+        events = list(events)
+        if not isfinite(self.links.chip.link):  # nothing is known of the links
+            yield from events
+            return
+        transfers = [e for e in events if e.kind == "transfer" and e.name in self.operations]
+        transfers.sort(key=_turn)
+        known: dict[str, list[Event]] = defaultdict(list)
+        for transfer in transfers:
+            known[transfer.name].append(transfer)
+        under_way: list[Event] = []
+        begun = 0
+        for event in events:
+            if event.kind != "wait" or event.row != "compute" or event.name not in known:
+                yield event
+                continue
+            while begun < len(transfers) and transfers[begun].start < event.end:
+                under_way.append(transfers[begun])
+                begun += 1
+            under_way = [one for one in under_way if one.end > event.start]
+            runs = known[event.name]
+            latest = bisect_left(runs, event.end, key=lambda run: run.start)
+            yield from self._split(event, runs[max(0, latest - 1)], under_way)
+
+    def _split(self, wait: Event, own: Event, under_way: list[Event]) -> Iterator[Event]:
+        """A wait in parts: of those that hold the links, one after the other, and its own."""
+        ahead = [one for one in under_way if _turn(one) < _turn(own) and self._meet(one, own)]
+        until = wait.end - self._own(wait, own) if ahead else wait.start
+        at, last = wait.start, len(ahead) - 1
+        for n, one in enumerate(sorted(ahead, key=self._released)):
+            end = until if n == last else min(until, self._released(one))
+            if end - at > _SHORTEST:
+                yield Charged(one.name, one.op, "wait", wait.row, at, end, standing=wait.name)
+                at = end
+        if wait.end - at > _SHORTEST:
+            yield wait if at == wait.start else replace(wait, start=at)
+
+    def _own(self, wait: Event, own: Event) -> float:
+        """Seconds of a wait that a transfer costs itself.
+
+        It sends in them, or it would have been waited for just as long with its links free.
+        """
+        self._look_at(own.name)
+        sent = own.end - own.latency
+        begun = sent - own.bytes * self._slowest[own.name]
+        sends = min(wait.end, sent) - max(wait.start, begun)
+        return min(wait.seconds, max(0.0, sends, wait.seconds - own.queued))
+
+    def _released(self, event: Event) -> float:
+        """When the links of a transfer are free; those of a GPU's stream when it has arrived."""
+        return event.end - event.latency if self.links.chip.torus else event.end
+
+    def _meet(self, one: Event, other: Event) -> bool:
+        """Whether two transfers cannot be sent at once."""
+        if not self.links.chip.torus:  # they take turns on one stream
+            return True
+        for name in (one.name, other.name):
+            self._look_at(name)
+        return not self._used[one.name].isdisjoint(self._used[other.name])
+
+    def _look_at(self, name: str) -> None:
+        if name in self._used:
+            return
+        operation = self.operations[name]
+        assert isinstance(operation, Collective)
+        transfer = self.links.transfer(operation.message, 1.0)
+        self._used[name] = frozenset(transfer.route.links.tolist())
+        slowest = float(transfer.route.seconds.max(initial=0.0))
+        self._slowest[name] = slowest / transfer.sent if transfer.sent else 0.0
+
+
+def _turn(event: Event) -> tuple[float, float]:
+    """When it is a transfer's turn on the links that it shares with others."""
+    return event.start, event.end

@@ -1,0 +1,147 @@
+"""Other shardings of a program's arguments: of all that one rule of a layout may have laid.
+
+What is multiplied with what is read off the traced program, as for a layout. Arrays of one spec
+change together, as those of all layers and of an optimizer's state do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.layout import ArrayLayout, Layout, LayoutMap
+from jaxpar.tools.explain.program_arguments import ProgramArguments, spec_of, spec_text
+from jaxpar.tools.layouts.dimensions import Dimensions
+from jaxpar.tools.layouts.rule_candidates import Data, Members, RuleCandidate, exchanges
+from jaxpar.tools.private_names import PaddedDim, axes_by_dim, size_of, without_numbers
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """Arguments with another spec, and what they disagree with as they are, if anything."""
+
+    specs: dict[str, PartitionSpec]  # by name
+    text: str
+    axes: frozenset[str]  # of which the arguments lie otherwise
+    disagrees: str
+
+    @property
+    def lies(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """The axes of each argument's dimensions, up to the last that has some."""
+        given = {name: axes_by_dim(spec) for name, spec in self.specs.items()}
+        return {
+            name: axes[: max((d for d, own in enumerate(axes, 1) if own), default=0)]
+            for name, axes in given.items()
+        }
+
+
+class Reshardings:
+    """Which arguments of one program might better be sharded by other dimensions."""
+
+    def __init__(self, arguments: ProgramArguments, jaxpr: Any, mesh: Mesh) -> None:
+        self.arguments, self.mesh = arguments, mesh
+        # Data choose rows and are not multiplied: numbers of tokens, masks, keys.
+        data = [x for x in arguments.leaves.values() if not _is_weight(x)]
+        paths = [name if _is_weight(x) else None for name, x in arguments.leaves.items()]
+        self._layout = self._as_layout()
+        self._members = Members(
+            self._layout, Dimensions(jaxpr, paths), [Data(x, is_state=False) for x in data]
+        )
+
+    @cached_property
+    def at_odds(self) -> list[Resharded]:
+        """Of arguments that disagree with what they are multiplied with, all alike as one."""
+        by_spec, by_shape = self._groups("spec"), self._groups("shape")
+        found, _ = self._members.at_odds(self._layout, [*by_spec, *by_shape])
+        alike: dict[Any, list[RuleCandidate]] = defaultdict(list)
+        for candidate in found:
+            before = candidate.arrays(self._layout)[0].axes
+            alike[before, candidate.axes].append(candidate)
+        return [
+            self._resharded(
+                first._replace(rules=tuple(rule for one in (first, *more) for rule in one.rules))
+            )
+            for first, *more in alike.values()
+        ]
+
+    def near(self, names: Sequence[str], axes: Sequence[str]) -> Iterator[Resharded]:
+        """Of arguments of these names that lie over some axes, those that add few odds first.
+
+        Arrays of one shape and spec change together; then, of each name, those of all layers.
+        """
+        groups: dict[tuple[str, ...], None] = {}
+        for name in names:
+            own = self._layout.get(name)
+            if own is None or not {*axes} & {axis for some in own.axes for axis in some}:
+                continue
+            assert own.rule is not None
+            alike = next((g for g in self._groups("shape") if own.rule in g), (own.rule,))
+            groups |= dict.fromkeys((alike, (own.rule,)))
+        found = [candidate for group in groups for _, candidate in exchanges(self._layout, group)]
+        odds = {one: self._members.conflicts(one.of(self._layout) or self._layout) for one in found}
+        yield from map(self._resharded, sorted(found, key=odds.__getitem__))
+
+    def _resharded(self, candidate: RuleCandidate) -> Resharded:
+        own = self._with_state(candidate.arrays(self._layout))
+        new = PartitionSpec(
+            *(names[0] if len(names) == 1 else names or None for names in candidate.axes)
+        )
+        changed = (set(a) ^ set(b) for a, b in zip(own[0].axes, candidate.axes, strict=True))
+        specs = {array.path: new for array in own}
+        before = spec_text(own[0].spec)
+        text = f"shard {self.arguments.listed(specs)} by {spec_text(new)} in place of {before}"
+        axes = frozenset[str]().union(*changed)
+        return Resharded(specs, text, axes, candidate.disagrees)
+
+    def _with_state(self, own: Sequence[ArrayLayout]) -> list[ArrayLayout]:
+        """Arrays, and those that go with them and lie as they do."""
+        known = {self._members.seen.classes[array.path] for array in own}
+        paths = {array.path for array in own}
+        return [
+            array
+            for path, array in self._layout.items()
+            if path in paths
+            or (
+                path in self._members.following
+                and self._members.seen.classes[path] in known
+                and array.axes == own[0].axes
+            )
+        ]
+
+    def _groups(self, of: str) -> list[tuple[str, ...]]:
+        """Rules of one spec, or of one shape and spec, that are several."""
+        found: dict[Any, dict[str, None]] = defaultdict(dict)
+        for array in self._layout.values():
+            assert array.rule is not None
+            key = array.axes if of == "spec" else (array.axes, array.shape)
+            found[key][array.rule] = None
+        return [tuple(rules) for rules in found.values() if len(rules) > 1]
+
+    def _as_layout(self) -> Layout:
+        """The weights as a layout, with a rule for all of one shape and spec of all layers."""
+        arrays: list[ArrayLayout] = []
+        for name, x in self.arguments.leaves.items():
+            spec = spec_of(x)
+            if spec is None or not _is_weight(x):
+                continue
+            counts = [size_of(self.mesh, names) for names in axes_by_dim(spec, len(x.shape))]
+            blocks = [
+                PaddedDim.at_the_end(size, count, size // count)
+                for size, count in zip(x.shape, counts, strict=True)
+            ]
+            rule = f"{without_numbers(name)} {x.shape} {spec}"
+            shape, dtype = tuple(x.shape), x.dtype
+            arrays.append(ArrayLayout(name, shape, dtype, rule, spec, tuple(blocks), self.mesh))
+        tree = jax.tree.structure([0] * len(arrays))
+        return Layout(LayoutMap(), self.mesh, arrays, tree, arrays)
+
+
+def _is_weight(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

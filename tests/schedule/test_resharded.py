@@ -1,0 +1,195 @@
+"""A rule of a layout that lays several arrays of all layers the wrong way round is one edit.
+
+The model is a plain one of attention and MLPs with the names and the mistake of published maps:
+queries, keys and values are sharded over the model's axis along the width, and not by heads.
+"""
+
+import re
+from functools import cache
+from math import inf
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.layout import LayoutMap
+from jaxpar.schedule import CompiledProgram, Memory, compile_for, explain, target
+from jaxpar.tools.explain.edits import Edits
+from jaxpar.tools.explain.trials import Budget
+from jaxpar.tools.layouts.dimensions import Dimensions
+from jaxpar.tools.layouts.rule_candidates import Data, candidates
+
+LAYERS, WIDTH, HEADS, SIZE, HIDDEN, ROWS = 2, 512, 8, 64, 1024, 1024
+KEYS = 4  # heads of keys and values
+WRONG = ("model", "batch", None)
+RULES = {
+    "table": (("model", "batch"), None),
+    r"layer_\d+/(query|key|value)/kernel": WRONG,
+    r"layer_\d+/output/kernel": ("model", None, "batch"),
+    r"layer_\d+/(up|gate)/kernel": ("batch", "model"),
+    r"layer_\d+/down/kernel": ("model", "batch"),
+    r"(layer_\d+/)?norm/scale": (),
+}
+MENDED = RULES | {r"layer_\d+/(query|key|value)/kernel": ("batch", "model", None)}
+
+
+def shapes():
+    def of(*shape):
+        return {"kernel": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+
+    layer = {
+        "query": of(WIDTH, HEADS, SIZE),
+        "key": of(WIDTH, KEYS, SIZE),
+        "value": of(WIDTH, KEYS, SIZE),
+        "output": of(HEADS, SIZE, WIDTH),
+        "up": of(WIDTH, HIDDEN),
+        "gate": of(WIDTH, HIDDEN),
+        "down": of(HIDDEN, WIDTH),
+        "norm": {"scale": jax.ShapeDtypeStruct((WIDTH,), jnp.bfloat16)},
+    }
+    layers = {f"layer_{number}": layer for number in range(LAYERS)}
+    table = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    return {"table": table, **layers, "norm": layer["norm"]}
+
+
+def layer(x, w):
+    y = x * w["norm"]["scale"]
+    query, key, value = (
+        jnp.einsum("bsd,dhe->bshe", y, w[name]["kernel"]) for name in ("query", "key", "value")
+    )
+    key, value = (jnp.repeat(one, HEADS // KEYS, 2) for one in (key, value))
+    scores = jax.nn.softmax(jnp.einsum("bshe,bthe->bhst", query, key))
+    x = x + jnp.einsum("bhst,bthe,hed->bsd", scores, value, w["output"]["kernel"])
+    hidden = jax.nn.silu(x @ w["gate"]["kernel"]) * (x @ w["up"]["kernel"])
+    return x + hidden @ w["down"]["kernel"]
+
+
+def loss(params, tokens):
+    x = params["table"][tokens]
+    for number in range(LAYERS):
+        with jax.named_scope(f"layer_{number}"):
+            x = layer(x, params[f"layer_{number}"])
+    logits = (x * params["norm"]["scale"]) @ params["table"].T
+    return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+
+
+def step(params, moments, tokens):
+    gradients = jax.grad(loss)(params, tokens)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
+    return jax.tree.map(lambda w, m: w - m, params, moments), moments
+
+
+def step_of_lists(state, tokens):
+    """The same, its state as lists of arrays in an order, as frameworks pass their variables."""
+    tree = jax.tree.structure(shapes())
+    params, moments = step(*map(tree.unflatten, state), tokens)
+    return jax.tree.leaves(params), jax.tree.leaves(moments)
+
+
+CHIPS = target("v5p:2x2x2", "batch=2,model=4")
+TOKENS = jax.ShapeDtypeStruct((16, 512), jnp.int32, sharding=NamedSharding(CHIPS.mesh, P("batch")))
+
+
+def laid(rules):
+    layout = LayoutMap(rules, batch=P("batch")).layout(shapes(), CHIPS.mesh)
+    return layout.shapes
+
+
+@cache
+def program():
+    """What is compiled: the forward pass."""
+    return compile_for(loss, CHIPS, laid(RULES), TOKENS)
+
+
+def traced(function, *args):
+    """A program that nobody compiles."""
+    with jax.set_mesh(CHIPS.mesh):
+        jaxpr = jax.jit(function).trace(*args).jaxpr
+    return CompiledProgram(CHIPS, "", Memory(0, 0, 0, 0, 0), 0.0, jaxpr, function, args)
+
+
+def mended(program):
+    """The edits of what is known to be wrong."""
+    return list(Edits(program).mended([], ["model"]))
+
+
+def test_the_edit_of_one_rule_is_tried_first():
+    tried = []
+    found = explain(program(), tries=1, progress=tried.append)
+    edit = (
+        "shard params['layer_#']['key']['kernel'] (2 arrays), params['layer_#']['query']['kernel'] "
+        "(2 arrays), params['layer_#']['value']['kernel'] (2 arrays) by P('batch', 'model', None) "
+        "in place of P('model', 'batch', None)"
+    )
+    assert tried == [edit]
+    first = found.findings[0]
+    assert (first.cause, first.edit, first.is_tried) == ("resharding", edit, True)
+    assert "its dimension 0, over 'model', goes with dimension" in first.why
+    assert first.gain > 0.1 * found.timeline.total
+
+
+def test_it_is_said_before_it_is_tried():
+    found = explain(program(), tries=0)
+    first = found.findings[0]
+    assert (first.cause, first.is_tried, first.gain, first.tried) == ("resharding", False, 0.0, ())
+    assert first.edit.endswith("by P('batch', 'model', None) in place of P('model', 'batch', None)")
+    record = found.record()
+    assert record["findings"][0]["gain"] is None
+    text = " ".join(found.text().split())
+    assert re.search(r"gain: not tried: \d+ edits would take more tries", text)
+    assert "gain: none" not in text
+
+
+def test_an_optimizers_state_changes_with_its_weights():
+    params = laid(RULES)
+    (edit,) = mended(traced(step, params, params, TOKENS))
+    assert "moments['layer_#']['key']['kernel'] (2 arrays)" in edit.text
+    assert edit.text.count("arrays") == 4
+    assert " and 2 more by P('batch', 'model', None) in place of" in edit.text
+
+
+def test_arrays_in_lists_are_named_by_the_scopes_that_use_them():
+    flat = jax.tree.leaves(laid(RULES))
+    (edit,) = mended(traced(step_of_lists, (flat, flat), TOKENS))
+    assert edit.text == (
+        "shard layer_# (state[0][2] and 5 more), state[1][2] and 5 more by P('batch', 'model', "
+        "None) in place of P('model', 'batch', None)"
+    )
+
+
+@pytest.mark.parametrize("wrong", ["query|key|value", "query|value", "output"])
+def test_the_layout_knows_the_same(wrong):
+    """One mechanism: what `Layout.explain` would try first is what `explain` tries first."""
+    exchanged = {"query|key|value": WRONG, "query|value": WRONG, "output": ("batch", None, "model")}
+    rules = {**MENDED, rf"layer_\d+/({wrong})/kernel": exchanged[wrong]}
+    if wrong == "query|value":
+        rules.pop(r"layer_\d+/(query|key|value)/kernel")
+        rules[r"layer_\d+/key/kernel"] = ("batch", "model", None)
+    if wrong == "output":
+        rules.pop(r"layer_\d+/output/kernel")
+    layout = LayoutMap(rules, batch=P("batch")).layout(shapes(), CHIPS.mesh)
+    seen = Dimensions.of(lambda params, args: loss(params, *args), layout.shapes, (TOKENS,))
+    known = [
+        (candidate.rule, candidate.axes)
+        for candidate in candidates(layout, seen, [Data(TOKENS, False)], dict)
+        if candidate.cause == "at odds"
+    ]
+    (edit,) = mended(traced(loss, layout.shapes, TOKENS))
+    ((rule, axes),) = known
+    assert rule == rf"layer_\d+/({wrong})/kernel"
+    assert f"by P({', '.join(repr(own[0]) if own else 'None' for own in axes)})" in edit.text
+    assert all(f"['{name}']" in edit.text for name in wrong.split("|"))
+
+
+def test_a_right_layout_is_not_at_odds():
+    assert not mended(traced(loss, laid(MENDED), TOKENS))
+
+
+def test_minutes():
+    said = []
+    assert not explain(program(), tries="0min", progress=said.append).findings[0].is_tried
+    assert not said
+    assert Budget.of("2.5 min") == (inf, 150)
+    assert Budget.of("3") == (3, inf)
