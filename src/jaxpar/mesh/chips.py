@@ -32,6 +32,7 @@ class Chip:
     latency: float = 1e-6  # seconds a hop
     start: float = 0.0  # seconds until a transfer is under way
     vmem: float = 0.0  # bytes that a core keeps on the chip, of a TPU
+    host: float = 1.6e10  # bytes per second to the memory of its host, and as many back
     # Of a ring that closes over the wrap-around links of a dimension of so many devices, the
     # compiler makes all permutes synchronous (seen on v5e:8x16 and 16x16): it then only loses.
     synchronous_around: int | None = None
@@ -46,7 +47,8 @@ def _tpu(kind: str, dimensions: int = 3, **figures: Any) -> Chip:
 
 
 def _gpu(kind: str, flops: float, hbm: float, capacity: float, link: float, **more: Any) -> Chip:
-    more = {"switched": 8, "network": 5e10, **more}  # 400 Gbit/s to each device of a host of eight
+    # 400 Gbit/s to each device of a host of eight, and PCIe of the fifth generation.
+    more = {"switched": 8, "network": 5e10, "host": 6.4e10, **more}
     return Chip(kind, flops, hbm, capacity, link, torus=False, **more)
 
 
@@ -64,23 +66,25 @@ CHIPS = (
     _tpu("TPU v5", flops=4.59e14, hbm=2.76e12, capacity=95 * _GIB, link=9e10, clock=1.75e9,
          cores=2, vmem=64 * _MIB),
     _tpu("TPU v6 lite", flops=9.18e14, hbm=1.64e12, capacity=32 * _GIB, link=9e10, clock=1.75e9,
-         dimensions=2, vmem=128 * _MIB),
+         dimensions=2, vmem=128 * _MIB, host=3.2e10),
     _tpu("TPU7x", flops=2.307e15, hbm=7.38e12, capacity=192 * _GIB, link=1e11, clock=2.2e9,
-         cores=2, vmem=64 * _MIB),
-    _gpu("NVIDIA A100-SXM4-40GB", 3.12e14, 1.555e12, 4e10, link=3e11, network=2.5e10),
-    _gpu("NVIDIA A100 80GB PCIe", 3.12e14, 1.935e12, 8e10, link=3.2e10, network=2.5e10),
-    _gpu("NVIDIA A100", 3.12e14, 2.039e12, 8e10, link=3e11, network=2.5e10),
+         cores=2, vmem=64 * _MIB, host=3.2e10),
+    _gpu("NVIDIA A100-SXM4-40GB", 3.12e14, 1.555e12, 4e10, link=3e11, network=2.5e10, host=3.2e10),
+    _gpu("NVIDIA A100 80GB PCIe", 3.12e14, 1.935e12, 8e10, link=3.2e10, network=2.5e10,
+         host=3.2e10),
+    _gpu("NVIDIA A100", 3.12e14, 2.039e12, 8e10, link=3e11, network=2.5e10, host=3.2e10),
     _gpu("NVIDIA H100 PCIe", 7.56e14, 2.0e12, 8e10, link=6.4e10),
     _gpu("NVIDIA H100", 9.9e14, 3.35e12, 8e10, link=4.5e11),
     _gpu("NVIDIA H200", 9.9e14, 4.8e12, 1.41e11, link=4.5e11),
     _gpu("NVIDIA B200", 2.25e15, 8e12, 1.8e11, link=9e11),
     _gpu("NVIDIA B300", 2.25e15, 8e12, 2.88e11, link=9e11, network=1e11),
-    _gpu("NVIDIA GB200", 2.5e15, 8e12, 1.86e11, link=9e11, switched=72),
-    _gpu("NVIDIA GB300", 2.5e15, 8e12, 2.88e11, link=9e11, switched=72, network=1e11),
-    _gpu("NVIDIA RTX A6000", 1.55e14, 7.68e11, 4.8e10, link=3.2e10),
+    _gpu("NVIDIA GB200", 2.5e15, 8e12, 1.86e11, link=9e11, switched=72, host=4.5e11),
+    _gpu("NVIDIA GB300", 2.5e15, 8e12, 2.88e11, link=9e11, switched=72, network=1e11,
+         host=4.5e11),
+    _gpu("NVIDIA RTX A6000", 1.55e14, 7.68e11, 4.8e10, link=3.2e10, host=3.2e10),
     _gpu("NVIDIA RTX PRO 6000", 5.0e14, 1.79e12, 9.6e10, link=6.4e10),
-    _gpu("Tesla V100", 1.25e14, 9e11, 1.6e10, link=1.5e11, network=1.25e10),
-    _gpu("Tesla P100", 2.1e13, 7.3e11, 1.6e10, link=8e10, network=1.25e10),
+    _gpu("Tesla V100", 1.25e14, 9e11, 1.6e10, link=1.5e11, network=1.25e10, host=1.6e10),
+    _gpu("Tesla P100", 2.1e13, 7.3e11, 1.6e10, link=8e10, network=1.25e10, host=1.6e10),
 )  # fmt: skip
 
 # Of a chip of which nothing is published: nothing takes any time.

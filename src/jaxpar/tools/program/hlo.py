@@ -33,7 +33,7 @@ class Array:
 
     dtype: str  # as HLO writes it: bf16, f32, pred, ...
     shape: tuple[int, ...]
-    memory: int = 0  # as HLO numbers them: 0 is HBM, 1 is VMEM
+    memory: int = 0  # as HLO numbers them: 0 is HBM, 1 is VMEM, 5 is the host's
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -229,7 +229,8 @@ def _instruction(root: str | None, name: str, rest: str) -> Instruction:
     stop = _closing(rest, start - 1)
     return Instruction(
         name=name,
-        opcode=opcode.group(1),
+        # What runs on another core is called `call-start` by one libtpu, and so by a later one.
+        opcode=re.sub("^custom-(?=call-)", "", opcode.group(1)),
         type_text=rest[:end],
         operand_text=rest[start:stop],
         attributes=rest[stop + 1 :],

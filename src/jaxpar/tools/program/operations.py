@@ -4,7 +4,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -21,6 +21,9 @@ from jaxpar.tools.program.costs import (
 from jaxpar.tools.program.hlo import Computation, Hlo, Instruction, parse
 
 MOST_TRIPS = 1_000_000
+_HOST = 5  # as HLO numbers memories
+
+Way = Literal["memory", "to the host", "from the host"]
 
 # An integer or a truth value; of a tuple, a dict of those of its elements in question. What devices
 # differ in is an array [devices] of NumPy's.
@@ -218,6 +221,7 @@ class Copy(Operation):
 
     bytes: int
     pair: str
+    way: Way = "memory"
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,6 +316,14 @@ def read(text: str, kernels: Kernels | None = None) -> Module:
     return Module(entry, tuple(known.values()), hlo)
 
 
+def _way(start: Instruction) -> Way:
+    """Where a copy goes: what it reads is all on the host, or not all."""
+    if all(array.memory != _HOST for array in start.arrays):
+        return "memory"
+    read = [array.memory for operand in start.operands for array in operand.arrays if array.shape]
+    return "from the host" if set(read) == {_HOST} else "to the host"
+
+
 def _operation(
     i: Instruction,
     operands: tuple[Operation, ...],
@@ -353,11 +365,10 @@ def _operation(
     if inner is not None and not (is_fused and work.is_matmul):
         is_synchronous = i.is_synchronous or not is_start
         return Collective(*known, message_of(i, inner), pair, is_start, is_synchronous, is_fused)
-    copies = ("copy-start", "slice-start", "async-start", "fusion-start")
-    if i.opcode in copies and not work.is_matmul:
-        # Destination, source and a context; of a slice the source is the larger one.
+    if i.opcode.endswith("-start") and not work.is_matmul:
+        # Destination, source and a context; where a slice is read or written it is the smaller one.
         size = min((array.bytes for array in i.arrays if array.shape), default=0)
-        return Copy(*known, size, pair)
+        return Copy(*known, size, pair, _way(i))
     if i.opcode == "call-update":
         return Copy(*known, i.bytes, pair)  # its type is of operands and results
     return Free(*known) if is_free(i) else Compute(*known)

@@ -74,7 +74,7 @@ class Player:
         self.free = np.zeros(links.count)  # when each link has nothing left to send
         self.busy = np.zeros(links.count)
         self.stream = 0.0  # a GPU's transfers take turns on one stream
-        self.memory = 0.0  # as do copies between memories
+        self.copies = dict[str, float]()  # as do copies between memories, by where they go
         self.events: list[Event] = []
         self.under_way = UnderWay[Event | None]()  # None: it has arrived
         self.unknown: dict[str, None] = {}  # names of loops, in order
@@ -214,9 +214,10 @@ class Player:
             self.under_way.begin(start, None if start.is_synchronous else event)
 
     def _copy(self, start: Copy) -> None:
-        begin = max(self.now, self.memory)
-        self.memory = begin + start.bytes / (REACHED * self.chip.hbm)
-        event = Event(start.name, start.op, "copy", "memory", begin, self.memory)
+        begin = max(self.now, self.copies.get(start.way, 0.0))
+        speed = REACHED * self.chip.hbm if start.way == "memory" else self.chip.host
+        end = self.copies[start.way] = begin + start.bytes / speed
+        event = Event(start.name, start.op, "copy", start.way, begin, end)
         self.under_way.begin(start, event)
 
     def _done(self, done: Done) -> None:
