@@ -150,6 +150,16 @@ def figures(session: nox.Session) -> None:
 
 
 @nox.session(python=NEWEST_PYTHON)
+def published_steps(session: nox.Session) -> None:
+    """Holds predicted steps of MaxText against published ones, `-- --steps NAMES`: an hour."""
+    session.install("uv")
+    # The next libtpu copies what is offloaded into another layout, through HBM, which is too small.
+    needed = (".[bench]", "maxtext[tpu]==0.2.5", "libtpu==0.0.50.1")
+    session.run("uv", "pip", "install", "-e", *needed)
+    session.run("python", "benchmarks/steps", *session.posargs)
+
+
+@nox.session(python=NEWEST_PYTHON)
 def same_programs(session: nox.Session) -> None:
     """Names the points of the sweep whose programs are not those of `-- COMMIT` (HEAD)."""
     session.install("-e", ".[bench,tpu]")
