@@ -129,6 +129,7 @@ FIGURES = {
     "low_bit": (8, "train", "python benchmarks/low_bit"),
     "step_time": (10, "train", "python benchmarks/step_time"),
     "overlap": (12, "bench,tpu,gpu", "python benchmarks/overlap"),
+    "starts": (12, "bench,tpu,gpu", "python benchmarks/starts"),
     "network": (15, "bench", "python benchmarks/network"),  # as root, on Linux
     "moe": (25, "bench,tpu,gpu", "python benchmarks/moe"),
     "training_step": (30, "bench,tpu,gpu", "python benchmarks/training_step"),
