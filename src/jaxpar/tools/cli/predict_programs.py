@@ -29,7 +29,7 @@ from jaxpar.tools.cli.ops import (
 from jaxpar.tools.cli.predict_results import Request
 from jaxpar.tools.cli.shared_options import parse_ops, parse_shapes
 from jaxpar.tools.private_names import gathered_by, jitted_like, jitted_with
-from jaxpar.tools.program.arguments import of_arrays
+from jaxpar.tools.timeline.timeline import of_arrays
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import jax
 
 from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
-from jaxpar.tools.private_names import Chip, jitted_with, naming, readable
-from jaxpar.tools.program.arguments import of_arrays
+from jaxpar.tools.private_names import Chip, is_array, jitted_with, naming, readable
 from jaxpar.tools.program.cache import keep, kept, key_of
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
@@ -137,6 +136,27 @@ def compile_for(
         compiler_options=options,
         cache=folder,
     )
+
+
+def of_arrays(
+    function: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a function of the arrays alone, and its arguments with None for other leaves.
+
+    A pytree may hold functions, text and other objects, which `jax.jit` refuses. The function gets
+    them as they are, and what it returns has None in their places.
+    """
+    leaves, tree = jax.tree.flatten(tuple(args))
+    if all(map(is_array, leaves)):
+        return function, tuple(args)
+
+    @wraps(function)
+    def of_given(*given: Any) -> Any:
+        arrays = iter(jax.tree.leaves(given))
+        filled = tree.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
+        return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, function(*filled))
+
+    return of_given, tree.unflatten([leaf if is_array(leaf) else None for leaf in leaves])
 
 
 def program_of(
