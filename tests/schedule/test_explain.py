@@ -409,7 +409,7 @@ def test_wrong_calls():
         explain("step")
     program = gather_matmul(4096)
     for tries in (-1, 1.5, "ten", "10 hours", "-1min", None):
-        with pytest.raises(ValueError, match=f"explain: tries={tries!r} must be a number of edits"):
+        with pytest.raises(ValueError, match=f"explain: tries must be a number of .*got {tries!r}"):
             explain(program, tries=tries)
     with pytest.raises(ValueError, match="explain: findings=-1 must not be negative"):
         explain(program, findings=-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -64,54 +64,18 @@ def key_of(path: str) -> str:
     return path
 
 
-_NUMBER = re.compile(r"(\d+)")
-_INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of a path that is escaped
+NUMBER = re.compile(r"(\d+)")
+INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of a path that is escaped
 
 
 def pattern_of(path: str) -> str:
     """A pattern of this path, and of those that differ from it in an index."""
-    return _INDEX.sub(r"\\d+", re.escape(path))
+    return INDEX.sub(r"\\d+", re.escape(path))
 
 
 def without_numbers(path: str) -> str:
     """The same text for all paths that differ in numbers alone."""
-    return _NUMBER.sub("#", path)
-
-
-class Alike:
-    """Values by path, of paths that differ only in indices; `in_keys`: or as `layer_0` does."""
-
-    def __init__(self, in_keys: bool = False) -> None:
-        self._numbers = _NUMBER if in_keys else _INDEX
-        self._values: dict[str, Hashable] = {}
-        self._free: dict[Hashable, set[int]] = {}  # by value, when all are known
-
-    def add(self, path: str, value: Hashable) -> None:
-        self._values[path] = value
-
-    def pattern(self, path: str) -> str:
-        """A pattern of this path, and of those that differ from it in an index, not in value."""
-        value = self._values[path]
-        if value not in self._free:
-            self._free[value] = self._free_of(value)
-        parts = self._numbers.split(re.escape(path))
-        return "".join(
-            r"\d+" if place in self._free[value] else part for place, part in enumerate(parts)
-        )
-
-    def _free_of(self, value: Hashable) -> set[int]:
-        """The places of indices that may be any number without a change of the value."""
-        split = [(self._numbers.split(re.escape(path)), own) for path, own in self._values.items()]
-        free: set[int] = set()
-        for place in range(1, len(split[0][0]), 2):
-            more = {*free, place}
-            mine, others = set[tuple[str, ...]](), set[tuple[str, ...]]()
-            for parts, own in split:
-                fixed = tuple(part for i, part in enumerate(parts) if i not in more)
-                (mine if own == value else others).add(fixed)
-            if mine.isdisjoint(others) and len({parts[place] for parts, _ in split}) > 1:
-                free = more
-        return free
+    return NUMBER.sub("#", path)
 
 
 def _as_jax(dtype: Any) -> Any:

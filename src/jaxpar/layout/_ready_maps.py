@@ -16,11 +16,12 @@ from jaxpar.arguments.calls import called, public
 from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.types import AnyMesh, Integer
 from jaxpar.axis.axis import AxisLike
+from jaxpar.layout._alike import Alike
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutError, LayoutProblem
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
-from jaxpar.layout._paths import Alike, arrays_of, key_of, pattern_of, without_numbers
+from jaxpar.layout._paths import arrays_of, key_of, pattern_of, without_numbers
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._roles import WeightGroups
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown

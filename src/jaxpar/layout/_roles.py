@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxpar.layout._alike import Alike
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._names import Named, Names
-from jaxpar.layout._paths import Alike, pattern_of
+from jaxpar.layout._paths import pattern_of
 from jaxpar.layout._patterns import Pattern
 
 ROLES = {

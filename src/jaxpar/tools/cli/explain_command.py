@@ -146,7 +146,7 @@ def _request(args: argparse.Namespace) -> Request:
     try:
         Budget.of(args.tries)
     except ValueError as wanted:
-        raise UsageError(f"--tries {args.tries} must be {wanted}") from None
+        raise UsageError(f"--tries {wanted}") from None
     if args.findings < 1:
         raise UsageError(f"--findings {args.findings} must be at least 1")
     of_operations = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")

@@ -136,7 +136,10 @@ class Rules:
                 )
         edits = chain(self.edits.modes(), self.edits.forms(e.line))
         if e.inserted:
-            edits = self.edits.shardings(self.exposures.arguments(e.name), e.axes)
+            arguments = self.exposures.arguments(e.name)
+            edits = chain(
+                self.edits.mended(arguments, e.axes), self.edits.shardings(arguments, e.axes)
+            )
         return Verdict(
             "in disguise",
             f"it is a {disguise.really} in disguise: {does}: twice the bytes of a "

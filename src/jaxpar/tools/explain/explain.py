@@ -192,7 +192,7 @@ def explain(
     try:
         budget = Budget.of(tries)
     except ValueError as wanted:
-        raise value_error(f"tries={tries!r} must be {wanted}") from None
+        raise value_error(f"tries {wanted}") from None
     if findings < 0:
         raise value_error(f"findings={findings} must not be negative")
     if measured is not None and measured.estimate != "measured":

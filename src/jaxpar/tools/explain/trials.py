@@ -133,5 +133,7 @@ class Budget(NamedTuple):
         except (TypeError, ValueError):
             count = -1
         if count < 0:
-            raise ValueError("a number of edits, at least 0, or minutes as in '10min'")
+            raise ValueError(
+                f"must be a number of edits, at least 0, or minutes as in '10min', got {tries!r}"
+            )
         return cls(count, inf)

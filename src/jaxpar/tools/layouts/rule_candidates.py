@@ -126,7 +126,7 @@ class Members:
 
     Dimensions of one class agree on an axis if all of them are sharded over it or none. Axes of the
     batch do not count: weights are gathered over them. Nor do arrays that go with a weight without
-    being multiplied themselves, as an optimizer's state does.
+    being multiplied or looked up themselves, as an optimizer's state does.
     """
 
     def __init__(self, layout: Layout, seen: Dimensions, data: Sequence[Data]) -> None:
@@ -137,11 +137,10 @@ class Members:
                 sharding = getattr(x, "sharding", None)
                 axes = axes_by_dim(sharding.spec if sharding else (), len(classes))
                 self.of_data += zip(classes, map(frozenset, axes), strict=True)
-        multiplied = {seen.classes[path] for path in seen.flow.multiplied}
+        used = seen.flow.multiplied | seen.flow.looked_up
+        known = {seen.classes[path] for path in used}
         self.following = {
-            path
-            for path in layout
-            if path not in seen.flow.multiplied and seen.classes[path] in multiplied
+            path for path in layout if path not in used and seen.classes[path] in known
         }
         batch = layout.rules.batch
         self.gathered = (
@@ -199,7 +198,8 @@ class Members:
         of them, so the compiler moves it from one to the other, layer by layer.
         """
         path, flow = _path(layout, rule), self.seen.flow
-        if not {array.path for array in layout.values() if array.rule == rule} <= flow.looked_up:
+        own = {array.path for array in layout.values() if array.rule == rule}
+        if not own - self.following <= flow.looked_up:
             return None
         looked_up = flow.rows_looked_up()
         rows = [dim for dim, one in enumerate(self.seen.classes[path]) if one in looked_up]

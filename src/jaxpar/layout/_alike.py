@@ -1,0 +1,48 @@
+"""Patterns of paths that differ in numbers alone, as those of layers do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+
+from jaxpar.layout._paths import INDEX, NUMBER
+
+
+class Alike:
+    """Values by path, of paths that differ only in indices, such as those of layers.
+
+    With `in_keys` numbers in keys count, too, such as that of `layer_0`.
+    """
+
+    def __init__(self, in_keys: bool = False) -> None:
+        self._numbers = NUMBER if in_keys else INDEX
+        self._values: dict[str, Hashable] = {}
+        self._free: dict[Hashable, set[int]] = {}  # by value, when all are known
+
+    def add(self, path: str, value: Hashable) -> None:
+        self._values[path] = value
+
+    def pattern(self, path: str) -> str:
+        """A pattern of this path, and of those that differ from it in an index, not in value."""
+        value = self._values[path]
+        if value not in self._free:
+            self._free[value] = self._free_of(value)
+        parts = self._numbers.split(re.escape(path))
+        return "".join(
+            r"\d+" if place in self._free[value] else part for place, part in enumerate(parts)
+        )
+
+    def _free_of(self, value: Hashable) -> set[int]:
+        """The places of indices that may be any number without a change of the value."""
+        numbers = self._numbers
+        split = [(numbers.split(re.escape(path)), own) for path, own in self._values.items()]
+        free: set[int] = set()
+        for place in range(1, len(split[0][0]), 2):
+            more = {*free, place}
+            mine, others = set[tuple[str, ...]](), set[tuple[str, ...]]()
+            for parts, own in split:
+                fixed = tuple(part for i, part in enumerate(parts) if i not in more)
+                (mine if own == value else others).add(fixed)
+            if mine.isdisjoint(others) and len({parts[place] for parts, _ in split}) > 1:
+                free = more
+        return free
