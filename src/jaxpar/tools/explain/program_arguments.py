@@ -99,7 +99,8 @@ def _places(jaxpr: core.Jaxpr, flat: Sequence[Any]) -> Iterator[int]:
     """Which leaf each argument of the traced program is; those between them are static."""
     left = iter(enumerate(flat))
     for var in jaxpr.invars:
-        shape = tuple(var.aval.shape)
+        aval: Any = var.aval
+        shape = tuple(aval.shape)
         yield next(n for n, leaf in left if is_array(leaf) and jnp.shape(leaf) == shape)
 
 
