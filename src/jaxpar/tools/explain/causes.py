@@ -134,12 +134,8 @@ class Rules:
                     "(with_sharding_constraint), or write it in a jax.shard_map with "
                     "jax.lax.psum_scatter"
                 )
-        edits = chain(self.edits.modes(), self.edits.forms(e.line))
-        if e.inserted:
-            arguments = self.exposures.arguments(e.name)
-            edits = chain(
-                self.edits.mended(arguments, e.axes), self.edits.shardings(arguments, e.axes)
-            )
+        # What the partitioner gathers stays a sum however its argument is sharded.
+        edits = () if e.inserted else chain(self.edits.modes(), self.edits.forms(e.line))
         return Verdict(
             "in disguise",
             f"it is a {disguise.really} in disguise: {does}: twice the bytes of a "
