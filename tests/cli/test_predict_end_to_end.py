@@ -112,10 +112,10 @@ def test_a_program_that_was_compiled_before_is_not_compiled(model, monkeypatch):
     monkeypatch.setattr(predict_command, "run_all", run_all_here)
     command = ["predict", "model:layer", "--args", "bf16[512,256]@tp,-", "bf16[256,512]@-,tp"]
     command += ["--target", "v5e:2x2"]
-    compilers = timeline._compiled
+    compilers = timeline._text_and_memory
     calls = ((compilers, [], 0), (None, [], 0), (None, ["--no-cache"], 1))
     for compiler, more, status in calls:  # from one line: a program's lines are a part of it
-        monkeypatch.setattr(timeline, "_compiled", compiler)
+        monkeypatch.setattr(timeline, "_text_and_memory", compiler)
         assert main([*command, *more]) == status
 
 

@@ -386,7 +386,7 @@ def test_a_cached_program_is_not_compiled_again(tmp_path, monkeypatch):
     chosen = target("v5e:2x2", "tp=4")
     x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=P("tp"))
     first = compile_for(jnp.sin, chosen, x, cache=tmp_path)
-    monkeypatch.setattr("jaxpar.tools.timeline.timeline._compiled", None)  # cannot be called
+    monkeypatch.setattr("jaxpar.tools.timeline.timeline._text_and_memory", None)  # cannot be called
     again = compile_for(jnp.sin, chosen, x, cache=tmp_path)
     assert (again.text, again.memory) == (first.text, first.memory)
     with pytest.raises(TypeError):

@@ -237,11 +237,11 @@ def test_edits_are_kept_in_the_cache_of_their_program(tmp_path, monkeypatch):
 
     spec = NamedSharding(CHIPS.mesh, P("model"))
     w = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=spec)
-    counts, compiler = [], jaxpar.tools.timeline.timeline._compiled
+    counts, compiler = [], jaxpar.tools.timeline.timeline._text_and_memory
     for _ in range(2):
         compiled = []
         monkeypatch.setattr(
-            "jaxpar.tools.timeline.timeline._compiled",
+            "jaxpar.tools.timeline.timeline._text_and_memory",
             lambda *args, compiled=compiled: compiled.append(1) or compiler(*args),
         )
         params = {"up": w, "down": w}
