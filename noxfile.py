@@ -129,6 +129,7 @@ FIGURES = {
     "low_bit": (8, "train", "python benchmarks/low_bit"),
     "step_time": (10, "train", "python benchmarks/step_time"),
     "overlap": (12, "bench,tpu,gpu", "python benchmarks/overlap"),
+    "starts": (12, "bench,tpu,gpu", "python benchmarks/starts"),
     "network": (15, "bench", "python benchmarks/network"),  # as root, on Linux
     "moe": (25, "bench,tpu,gpu", "python benchmarks/moe"),
     "training_step": (30, "bench,tpu,gpu", "python benchmarks/training_step"),
@@ -147,6 +148,16 @@ def figures(session: nox.Session) -> None:
         session.log(f"{subject}: about {minutes} minutes")
         session.install("-e", f".[{extras}]")
         session.run(*command.split(), *arguments)
+
+
+@nox.session(python=NEWEST_PYTHON)
+def published_steps(session: nox.Session) -> None:
+    """Holds predicted steps of MaxText against published ones, `-- --steps NAMES`: an hour."""
+    session.install("uv")
+    # The next libtpu copies what is offloaded into another layout, through HBM, which is too small.
+    needed = (".[bench]", "maxtext[tpu]==0.2.5", "libtpu==0.0.50.1")
+    session.run("uv", "pip", "install", "-e", *needed)
+    session.run("python", "benchmarks/steps", *session.posargs)
 
 
 @nox.session(python=NEWEST_PYTHON)

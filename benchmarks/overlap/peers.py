@@ -5,7 +5,8 @@ All are compiled with the options that the chip should have, and `naive` once mo
 `naive` is a collective and a matmul in `shard_map`; `XLA post_spmd` the same, which the TPU
 compiler is told to decompose; `XLA plain jit` a matmul of global arrays, left to the partitioner.
 It would use further axes of the mesh, over which the others repeat the work of one ring, to divide
-that work; so there they shard rows of their own, or a batch dimension, whichever is faster.
+that work; so there they shard rows of their own, or a batch dimension, whichever is faster. It is
+compiled once with its matmuls whole and once as the partitioner cuts them, and the faster counts.
 The two rings are those of a public guide: unrolled in Python, without barriers, differentiated by
 autodiff, and both ways with every block cut into halves that travel apart.
 """
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.compiler.options import WHOLE_MATMULS
 from jaxpar.tools.cli.ops import OPS, Ring, Shape, with_gradients
 
 Local = Callable[[Array, Array, Ring], Array]
@@ -79,6 +81,12 @@ def compiler_options(peer: str, common: dict[str, Any]) -> dict[str, Any]:
     if peer == DEFAULT:
         return {}
     return {**common, **POST_SPMD} if peer == "XLA post_spmd" else common
+
+
+def plain_options(common: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those that all forms get, and the same but that the partitioner may cut matmuls."""
+    cut = {name: value for name, value in common.items() if name != WHOLE_MATMULS.name}
+    return [common] if cut == common else [common, cut]
 
 
 def _matmul(shardings: list[Any], grad: bool) -> Callable[..., Any]:

@@ -83,7 +83,11 @@ def serve_case(case: Case) -> Iterator[dict[str, Any]]:
     for peer in peers.PEERS:
         if peer == "XLA plain jit":
             layouts = peers.plain_jit(*matmul, grad=case.grad)
-            plain = [Compiler(described, args, case.grad).record(peer, f) for f, args in layouts]
+            plain = [
+                Compiler(described, args, case.grad).record(peer, function, options)
+                for function, args in layouts
+                for options in peers.plain_options(compiler.options)
+            ]
             yield min(plain, key=_total) | {"kind": "peer", "spent": sum(r["spent"] for r in plain)}
             continue
         function = peers.build(peer, case.form.name, mesh, ring, grad=case.grad)

@@ -58,16 +58,18 @@ class Compiler:
 
 
 def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yields name, jitted function, operands and further options of each form of a point."""
+    """Yields name, jitted function, operands and compiler options of each form of a point."""
+    common = jaxpar.compiler_options(target) if point.options else {}
     op, matmul = OPS[point.op], (point.op, point.shape, jnp.bfloat16, target.mesh, RING)
     operands = peers.operands(*matmul)[: 3 if point.grad else 2]
     for peer in PEERS[:-1]:
         if peer == "XLA plain jit":
-            for function, args in peers.plain_jit(*matmul, grad=point.grad):
-                yield peer, function, args[: len(operands)], {}
+            layouts = peers.plain_jit(*matmul, grad=point.grad)
+            for (function, args), options in product(layouts, peers.plain_options(common)):
+                yield peer, function, args[: len(operands)], options
         else:
             function = peers.build(peer, point.op, target.mesh, RING, grad=point.grad)
-            yield peer, function, operands, peers.compiler_options(peer, {})
+            yield peer, function, operands, peers.compiler_options(peer, common)
 
     def own(axis: Axis) -> Any:
         lhs, rhs, out = op.specs(RING)
@@ -82,15 +84,15 @@ def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, 
     with jax.set_mesh(target.mesh):
         all_links = traced_links().walks.get(*RING)
     if all_links:
-        yield ONE_RING, own(Axis(RING, "bidirectional")), operands, {}
-    yield "auto", own(Axis(RING)), operands, {}
+        yield ONE_RING, own(Axis(RING, "bidirectional")), operands, common
+    yield "auto", own(Axis(RING)), operands, common
     if ways:
         both = product(NAMED, NAMED) if point.grad else zip(NAMED, NAMED, strict=True)
         for mode, backward in both:
             # Of two passes each is one piece of what the other one is beside: not all pairs.
             if mode == backward or "naive" in (mode, backward):
                 name = mode if mode == backward else f"{mode} | {backward}"
-                yield name, own(Axis(RING, mode, backward=backward)), operands, {}
+                yield name, own(Axis(RING, mode, backward=backward)), operands, common
 
 
 def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -99,11 +101,9 @@ def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for entry in task["points"]:
         point = point_from(entry)
         target = describe(point.slice, point.mesh)
-        common = jaxpar.compiler_options(target) if point.options else {}
-        for form, function, operands, more in forms(point, target, task["ways"]):
+        for form, function, operands, options in forms(point, target, task["ways"]):
             record: dict[str, Any] = {"point": entry, "form": form}
             try:
-                options = {**common, **more}
                 record["key"], found = compiler.figures(function, target, operands, options)
                 record |= found
             except Exception as reason:  # each compiler has its own

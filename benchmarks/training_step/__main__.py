@@ -2,7 +2,7 @@
 
     python benchmarks/training_step [--cases 0,3] [--jobs 2] [--json F]
 
-Compiles two layers of published models, with gradients, for chips that need not be there, in three
+Compiles two layers of published models, with gradients, for chips that need not be there, in four
 forms (worker.py says which), and rewrites the table of README.md. With --cases, some are shown and
 nothing is rewritten. Nothing runs: what is compared is the compiler's schedule under published
 figures of the chips.

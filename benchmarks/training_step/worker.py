@@ -2,13 +2,16 @@
 
 Two decoder layers with the dimensions of a published model: loss and gradients for bfloat16
 weights that are sharded over fsdp and tp, the sequence of activations sharded over tp between the
-matmuls. The same arithmetic in three forms:
+matmuls. The same arithmetic in these forms:
 
 - `jaxpar`: `fsdp_scan` over layers of overlapped matmuls, all with mode="auto";
 - `naive`: the same functions with mode="naive", each layer gathering its weights first, under
   `jax.checkpoint` and `lax.scan`;
-- `plain jit`: global arrays of the same shardings, left to XLA's partitioner, also checkpointed.
+- `plain jit`: global arrays of the same shardings, left to XLA's partitioner, also checkpointed;
+- `plain jit, windowed`: the same without the option that keeps matmuls of gathered operands whole,
+  as a TPU's compiler has it by default.
 
+Compiled programs are kept in the user's folder for caches: a second call only plays them.
 TRAINING_STEP_HLO names a file for the compiled program.
 """
 
@@ -24,7 +27,8 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import Axis
+from jaxpar import Axis, compiler_options
+from jaxpar.compiler.options import WHOLE_MATMULS
 from jaxpar.layers import (
     fsdp_gather,
     fsdp_scan,
@@ -92,16 +96,29 @@ WAITING = {
     "v5e:8x8": "fx=8,fy=8,cp=1,tp=1",
     "v4:2x2x4": "fx=4,fy=2,cp=1,tp=4",
 }
+# One axis for fsdp. Over 32 devices the partitioner makes windowed einsums if it may; over 128 not.
+ONE_AXIS = [
+    ("v5p:8x8x8", "fsdp=128,cp=1,tp=4"),
+    ("v5p:4x4x8", "fsdp=32,cp=1,tp=4"),
+    ("v6e:16x16", "fsdp=64,cp=1,tp=4"),
+    ("v6e:16x16", "fsdp=32,cp=1,tp=8"),
+]
+MODELS = {"8B": LLAMA_8B, "70B": LLAMA_70B}
 CASES = {
     f"Llama 3 {size}, {chips}": Case(model, chips, mesh, 8192)
     for chips, mesh in SLICES.items()
-    for size, model in (("8B", LLAMA_8B), ("70B", LLAMA_70B))
+    for size, model in MODELS.items()
 }
 CASES |= {
     f"Llama 3 8B, {chips}": Case(LLAMA_8B, chips, mesh, 8192) for chips, mesh in WAITING.items()
 }
-FORMS = ("jaxpar", "naive", "plain jit")
-FSDP = ("fx", "fy")  # two axes: rings of a length that is unrolled
+CASES |= {
+    f"Llama 3 {size}, {chips}, {mesh.partition(',')[0]}": Case(model, chips, mesh, 8192)
+    for chips, mesh in ONE_AXIS
+    for size, model in MODELS.items()
+}
+WINDOWED = "plain jit, windowed"
+FORMS = ("jaxpar", "naive", "plain jit", WINDOWED)
 
 
 class Step:
@@ -110,15 +127,16 @@ class Step:
     def __init__(self, case: Case, target: Target) -> None:
         self.model, self.sequence, self.mesh = case.model, case.sequence, target.mesh
         self.groups = self.mesh.size // self.mesh.shape["tp"]
+        self.fsdp = tuple(name for name in self.mesh.axis_names if name not in ("cp", "tp"))
         matrices = self.model.weights()
-        sharded = {0: P(None, "tp", FSDP), 1: P(None, FSDP, "tp")}
+        sharded = {0: P(None, "tp", self.fsdp), 1: P(None, self.fsdp, "tp")}
         self.specs = {name: sharded[along] for name, (_, along) in matrices.items()}
         self.dims: dict[str, int | None] = {n: 1 - along for n, (_, along) in matrices.items()}
         self.shapes: dict[str, tuple[int, ...]] = {n: shape for n, (shape, _) in matrices.items()}
         for norm in ("attention_norm", "mlp_norm"):
             self.specs[norm], self.dims[norm] = P(), None
             self.shapes[norm] = (self.model.width,)
-        self.states = P(FSDP, ("cp", "tp"))
+        self.states = P(self.fsdp, ("cp", "tp"))
 
     def arguments(self) -> tuple[Any, Any]:
         """Descriptions of the stacked weights, and of the first layer's input."""
@@ -132,7 +150,7 @@ class Step:
 
     def build(self, form: str) -> Any:
         """Returns the jitted function of weights and input."""
-        if form == "plain jit":
+        if form.startswith("plain jit"):
             out = {n: NamedSharding(self.mesh, spec) for n, spec in self.specs.items()}
             return jax.jit(jax.value_and_grad(self.plain), out_shardings=(None, out))
         local = self.overlapped if form == "jaxpar" else self.naive
@@ -141,12 +159,12 @@ class Step:
 
     def overlapped(self, weights: Any, x: Array) -> Array:
         layer = partial(self.layer, mode="auto")
-        return self.loss(fsdp_scan(layer, weights, x, over(FSDP, "auto"), dim=self.dims))
+        return self.loss(fsdp_scan(layer, weights, x, over(self.fsdp, "auto"), dim=self.dims))
 
     def naive(self, weights: Any, x: Array) -> Array:
         @jax.checkpoint
         def layer(x: Array, shards: Any) -> Array:
-            whole = fsdp_gather(shards, over(FSDP, "naive"), dim=self.dims)
+            whole = fsdp_gather(shards, over(self.fsdp, "naive"), dim=self.dims)
             return self.layer(whole, x, mode="naive")
 
         return self.loss(lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0])
@@ -169,7 +187,7 @@ class Step:
         def lay(y: Array, *spec: Any) -> Array:
             return lax.with_sharding_constraint(y, P(*spec))
 
-        heads = P(FSDP, "cp", "tp")
+        fsdp, heads = self.fsdp, P(self.fsdp, "cp", "tp")
         attention = jax.shard_map(attend, in_specs=(heads,) * 3, out_specs=heads)
 
         @jax.checkpoint
@@ -177,11 +195,11 @@ class Step:
             normed = rms_norm(x, w["attention_norm"])
             q, k, v = (normed @ w[name] for name in ("query", "key", "value"))
             split = (*q.shape[:2], -1, self.model.head_size)
-            o = attention(*(lay(y.reshape(split), FSDP, None, "tp") for y in (q, k, v)))
-            x = x + lay(o.reshape(q.shape) @ w["output"], FSDP, "tp")
+            o = attention(*(lay(y.reshape(split), fsdp, None, "tp") for y in (q, k, v)))
+            x = x + lay(o.reshape(q.shape) @ w["output"], fsdp, "tp")
             normed = rms_norm(x, w["mlp_norm"])
             hidden = jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])
-            return x + lay(lay(hidden, FSDP, None, "tp") @ w["down"], FSDP, "tp")
+            return x + lay(lay(hidden, fsdp, None, "tp") @ w["down"], fsdp, "tp")
 
         y = lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0]
         return jnp.mean(y.astype(jnp.float32) ** 2)
@@ -197,10 +215,19 @@ def attend(q: Array, k: Array, v: Array) -> Array:
 
 
 def record(case: Case, form: str) -> dict[str, Any]:
-    """Compiles a form and plays its schedule."""
+    """Compiles a form and plays its schedule; empty where the chip's compiler has no such form."""
     target = describe(case.target, case.mesh)
+    options = compiler_options(target)
+    if form == WINDOWED and options.pop(WHOLE_MATMULS.name, None) is None:
+        return {}
     step = Step(case, target)
-    program = compile_for(step.build(form), target, *step.arguments(), cache=KEPT)
+    program = compile_for(
+        step.build(form),
+        target,
+        *step.arguments(),
+        compiler_options=options,
+        cache=KEPT,
+    )
     played = timeline(program)
     if path := os.environ.get("TRAINING_STEP_HLO"):
         with open(path, "w") as file:

@@ -121,9 +121,8 @@ def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterato
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf has a shape and a dtype, or is a number."""
-    if isinstance(leaf, type):  # such as np.float32, which has both as descriptors
-        return False
-    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or is_number(leaf)
+    is_shaped = isinstance(getattr(leaf, "shape", None), tuple)  # np.float32 has a descriptor
+    return (is_shaped and hasattr(leaf, "dtype")) or is_number(leaf)
 
 
 def is_number(leaf: Any) -> bool:

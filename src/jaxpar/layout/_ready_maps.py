@@ -368,10 +368,7 @@ def extended(
         groups[without_numbers(array.path)].add(array.path, specs[array.path])
     if problems:
         raise LayoutError(called(), problems)
-    rules = {
-        groups[without_numbers(path)].pattern(path): PartitionSpec(*spec)
-        for path, spec in specs.items()
-    }
+    rules = {groups[without_numbers(p)].pattern(p): PartitionSpec(*s) for p, s in specs.items()}
     before = list(within.batch.entries) if within is not None and within.batch else []
     done = {name for entry in before for name in axes_of(entry)}
     if more := tuple(name for name in batch if name not in done):

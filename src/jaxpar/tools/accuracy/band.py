@@ -89,7 +89,7 @@ def _kind(event: Event) -> str:
 @cache
 def bands() -> tuple[Band, ...]:
     """The bands as `python benchmarks/accuracy` last found them."""
-    found = json.loads(files(__package__).joinpath("bands.json").read_text())
+    found = json.loads(files("jaxpar.tools.accuracy").joinpath("bands.json").read_text())
     return tuple(Band(**one) for one in found)
 
 

@@ -116,9 +116,10 @@ class Measurement:
         )
         args = [
             jax.ShapeDtypeStruct(
-                shape if shared else (shape[0] * devices, *shape[1:]), self.dtype, sharding=spec
+                shape if shared else (rows * devices, *rest), self.dtype, sharding=spec
             )
             for shape in operands
+            for rows, *rest in [shape]
         ]
         return compile_for(mapped, described, *args, compiler_options=self.options, cache=cache)
 
@@ -131,7 +132,7 @@ def _local(one: Measurement, n: int) -> tuple[Callable[..., Any], list[tuple[int
         return _POINTWISE[one.op], operands, True
     if one.op in _COLLECTIVES:
         rows = n if one.op in ("all_to_all", "reduce_scatter") else 1
-        shape = one.shape if len(one.shape) > 1 else _matrix(one.shape[0], rows)
+        shape = one.shape if len(one.shape) > 1 else _matrix(prod(one.shape), rows)
         return lambda x: _COLLECTIVES[one.op](x, axes, n), [shape], False
     m, k, columns = one.shape
     match one.op:
@@ -178,7 +179,7 @@ def _matrix(size: int, rows: int) -> tuple[int, ...]:
 @cache
 def measurements() -> tuple[Measurement, ...]:
     """Reads all public measurements that a program can be made of."""
-    found = json.loads(files(__package__).joinpath("measurements.json").read_text())
+    found = json.loads(files("jaxpar.tools.accuracy").joinpath("measurements.json").read_text())
     return tuple(
         Measurement(
             name=one["name"],

@@ -76,8 +76,9 @@ class Op:
         The last one is that of `on_one_device`.
         """
         usual, _ = self.on_one_device(shape, size)
-        parts = ((n // size if at == dim else n for at, n in enumerate(shape)) for dim in range(3))
-        fitting = [part for part in map(tuple, parts) if size * prod(part) == prod(shape)]
+        m, k, n = shape
+        parts = [(m // size, k, n), (m, k // size, n), (m, k, n // size)]
+        fitting = [part for part in parts if size * prod(part) == prod(shape)]
         return [*(part for part in fitting if part != usual), usual]
 
     def least_sent(self, shape: Shape, size: int, grad: bool) -> float:

@@ -211,7 +211,7 @@ def parse_requests(args: argparse.Namespace) -> list[Request]:
             grad=args.grad,
             bare=bare,
             compiler_options=options,
-            figures=figures,
+            figures="book" if figures == "book" else "measured",
             cache=not args.no_cache,
         )
         for target in _parse_targets(args.target)

@@ -4,7 +4,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jaxpar
 from jaxpar.schedule import Event, Floor, Memory, Timeline
@@ -38,7 +38,7 @@ class Request:
     grad: bool
     bare: bool  # without the compiler options that the chip should have
     compiler_options: Mapping[str, Any]  # further ones
-    figures: str  # of the links: measured or book
+    figures: Literal["measured", "book"]  # of the links
     cache: bool  # take programs that were compiled before
 
 

@@ -16,7 +16,7 @@ from jaxpar.mesh import ring_hops
 from jaxpar.tools.explain.edits import Edit, Edits
 from jaxpar.tools.explain.exposed import BEHIND, THE_END, ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead
-from jaxpar.tools.private_names import COMPILERS, on_torus, slice_of, us
+from jaxpar.tools.private_names import COMPILERS, WHOLE_MATMULS, on_torus, slice_of, us
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.values import Value
@@ -35,6 +35,7 @@ Cause = Literal[
     "ordered elsewhere",
     "nothing to hide behind",
     "copies",
+    "windowed einsums",
 ]
 
 # What each one means, for readers.
@@ -52,6 +53,7 @@ CAUSES: dict[Cause, str] = {
     "ordered elsewhere": "work that needs it not stands at another place of the program",
     "nothing to hide behind": "what comes next needs it, and there is no other work",
     "copies": "a loop copies what it carries from trip to trip",
+    "windowed einsums": "the partitioner has cut matmuls into pieces with permutes between them",
 }
 
 _BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # what has a form of jaxpar's
@@ -87,7 +89,8 @@ class Rules:
     def of(self, exposed: ExposedCollective | Overhead) -> Iterator[Verdict]:
         """What the rules say, in their order; the last one always applies."""
         if isinstance(exposed, Overhead):
-            yield self._copies(exposed)
+            is_cut = exposed.kind == "windowed einsums"
+            yield self._windowed_einsums(exposed) if is_cut else self._copies(exposed)
             return
         rules: tuple[Callable[[ExposedCollective], Verdict | None], ...] = (
             self._in_disguise,
@@ -467,11 +470,12 @@ class Rules:
                 "split it and its matmul into pieces that run beside each other: jaxpar's "
                 "all_gather_matmul and matmul_reduce_scatter do that"
             )
+        cut = self.edits.cut_matmuls() if e.inserted and e.collective in _BESIDE_MATMULS else ()
         return Verdict(
             "nothing to hide behind",
             f"{needs}, and {us(e.independent)} of the step's other work could run beside it",
             remedy,
-            chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line)),
+            chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line), cut),
         )
 
     def _copies(self, o: Overhead) -> Verdict:
@@ -482,6 +486,16 @@ class Rules:
             "have the loop's body use what it carries once and write it in place: no swapping, no "
             "use behind an update",
             self.edits.unrolled(),
+        )
+
+    def _windowed_einsums(self, o: Overhead) -> Verdict:
+        return Verdict(
+            "windowed einsums",
+            "in place of gathers and reduce-scatters, matmuls run in pieces with permutes between "
+            f"them, {o.runs} instructions in all; the smaller a piece, the slower it is",
+            f"compile with {WHOLE_MATMULS.name}={WHOLE_MATMULS.value}, or write the matmuls in a "
+            "jax.shard_map, by jaxpar's all_gather_matmul and matmul_reduce_scatter",
+            chain(self.edits.compiler_options(WHOLE_MATMULS.name), self.edits.compiler_options()),
         )
 
 

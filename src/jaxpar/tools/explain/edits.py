@@ -26,7 +26,14 @@ from jaxpar.tools.explain.program_arguments import ProgramArguments, as_namesake
 from jaxpar.tools.explain.repeats import hoisted, kept
 from jaxpar.tools.explain.resharded import Resharded, Reshardings
 from jaxpar.tools.explain.rewrite import Change, Handler, bound, rewritten
-from jaxpar.tools.private_names import Mode, enclosing, jitted_with, subjaxprs, trying
+from jaxpar.tools.private_names import (
+    WHOLE_MATMULS,
+    Mode,
+    enclosing,
+    jitted_with,
+    subjaxprs,
+    trying,
+)
 from jaxpar.tools.private_names import Trial as Ways
 from jaxpar.tools.program.sources import Line, line_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
@@ -55,20 +62,31 @@ class Edits:
         """Those that the program was traced with."""
         return ProgramArguments(self.program, self.target.mesh)
 
-    def compiler_options(self) -> Iterator[Edit]:
-        """The options that the chip should have, where the program lacks some."""
+    def compiler_options(self, only: str | None = None) -> Iterator[Edit]:
+        """The options that the chip should have, or one of them, where the program lacks some."""
         lacking = {
             name: value
             for name, value in options_of(self.target).items()
-            if self.options.get(name) != value
+            if self.options.get(name) != value and only in (None, name)
         }
         if lacking:
             text = ", ".join(f"{name}={value}" for name, value in lacking.items())
             yield Edit(
-                f"compile with jaxpar.compiler_options(mesh), that is with {text}",
+                f"compile with {text}, as jaxpar.compiler_options(mesh) has it",
                 lambda: self._compiled(
                     self.program.function, self.arguments.given, {**self.options, **lacking}
                 ),
+            )
+
+    def cut_matmuls(self) -> Iterator[Edit]:
+        """Matmuls that the partitioner may cut, where the program has it leave them whole."""
+        name = WHOLE_MATMULS.name
+        if name in self.options:
+            others = {option: x for option, x in self.options.items() if option != name}
+            yield Edit(
+                f"compile without {name}: the partitioner then cuts large matmuls into pieces, "
+                "beside which the blocks of what they gather travel",
+                lambda: self._compiled(self.program.function, self.arguments.given, others),
             )
 
     def modes(self) -> Iterator[Edit]:

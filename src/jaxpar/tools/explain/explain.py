@@ -16,6 +16,7 @@ from jaxpar.tools.explain.explained import WORTH, record_of, text_of
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead, overheads
 from jaxpar.tools.explain.trials import Budget, Trials, TriedEdit
+from jaxpar.tools.explain.windowed import WindowedEinsums, windowed_einsums
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.flops import device_flops
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
@@ -36,7 +37,7 @@ class Finding:
     """Time of one line that could be saved, its cause and what to do about it.
 
     Attributes:
-      of: the collectives that are exposed, or the copies of a loop.
+      of: the collectives that are exposed, the copies of a loop, or windowed einsums.
       cause: one of the closed list.
       why: the evidence.
       edit: what to change.
@@ -223,15 +224,18 @@ def _explained(
     if predicted is not None and predicted is not played:
         compared = Exposures(program, predicted)
     before = Before(compared)
-    rules, costs = Rules(exposures, Edits(program)), overheads(exposures)
+    cut = windowed_einsums(exposures)
+    rules, costs = Rules(exposures, Edits(program)), overheads(exposures, cut)
     waits = [e for e in exposures.found() if e.seconds >= LEAST * played.total][:findings]
-    copies = [o for o in costs if o.in_loop and o.kind == "copies"]
-    copies = [o for o in copies if o.seconds >= LEAST * played.total]
+    others = [
+        o for o in costs if o.kind == "windowed einsums" or (o.in_loop and o.kind == "copies")
+    ]
+    others = [o for o in others if o.seconds >= LEAST * played.total]
     worth = WORTH * played.total if can_try else inf
-    ruled = [_ruled(of, rules, of.seconds >= worth) for of in (*waits, *copies)]
+    ruled = [_ruled(of, rules, of.seconds >= worth) for of in (*waits, *others)]
     trials = Trials(assumed, progress)
     trials.run(((one.of.seconds, one.edits) for one in ruled), budget)
-    found = [_finding(one, trials, before) for one in ruled]
+    found = _without_what_others_mend([_finding(one, trials, before) for one in ruled], cut)
     flops = device_flops(program.jaxpr, program.target.mesh.size)
     floor = program_floor(program, played, exposures.chip)
     require_possible(program, played, floor)
@@ -247,6 +251,18 @@ def _explained(
         predicted=None if measured is None else predicted,
         instructions=() if measured is None else instructions_of(exposures, predicted, measured),
     )
+
+
+def _without_what_others_mend(found: list[Finding], cut: WindowedEinsums) -> list[Finding]:
+    """Drops waits of windowed einsums, which are findings themselves; or those, if they do well."""
+    harmful = [f for f in found if f.cause == "windowed einsums" and (f.gain or not f.tried)]
+    if not harmful:
+        return [f for f in found if f.cause != "windowed einsums"]
+    return [
+        f
+        for f in found
+        if not (isinstance(f.of, ExposedCollective) and cut.permutes.issuperset(f.of.names))
+    ]
 
 
 def _require_same(program: CompiledProgram, measured: Timeline) -> None:

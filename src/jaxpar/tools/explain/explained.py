@@ -216,7 +216,7 @@ def title(of: Record) -> str:
     """What costs the time, in a line."""
     runs = f"{of['runs']} run{'s' * (of['runs'] != 1)}"
     if "collective" not in of:
-        return f"{of['kind']} in a loop, {runs}, {of['what']}"
+        return f"{of['kind']}{' in a loop' * of['in_loop']}, {runs}, {of['what']}"
     return (
         f"{of['collective']} over {of['over']}, {runs}, {size(of['bytes'])} sent by a device over "
         f"{of['links']:.2g} of its {of['links_there']} links"

@@ -1,4 +1,4 @@
-"""What a step pays beyond transfers: copies, slices, recomputation, memory-bound matmuls."""
+"""What a step pays beyond transfers: copies, slices, recomputation, matmuls that are slow."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxpar.tools.explain.exposed import Exposures
+from jaxpar.tools.explain.windowed import WindowedEinsums
 from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of, shown
 
-Overheads = Literal["copies", "slices", "layout changes", "recomputation", "HBM-bound matmuls"]
+Overheads = Literal[
+    "copies",
+    "slices",
+    "layout changes",
+    "recomputation",
+    "HBM-bound matmuls",
+    "windowed einsums",
+]
 
 _COPIES = {"copy", "copy-start", "copy-done"}
 _SLICES = {"dynamic-slice", "dynamic-update-slice", "slice", "concatenate", "pad", "gather"}
@@ -30,7 +38,7 @@ class Overhead:
 
     Attributes:
       kind: what it is.
-      seconds: in a step.
+      seconds: in a step; of windowed einsums all of their pieces, and the waits between them.
       runs: how many instructions ran.
       line: of the user's own; None if the compiler says none.
       chain: the lines that tell where it is, from the innermost to what calls the user's own.
@@ -53,15 +61,21 @@ class Overhead:
     what: str
 
 
-def overheads(exposures: Exposures) -> tuple[Overhead, ...]:
+def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...]:
     """The overheads of a program, the largest first."""
     groups: dict[Any, list[tuple[str, float]]] = defaultdict(list)
+    pieces: list[tuple[str, float]] = []
     for event in exposures.events:
+        if event.name in cut.permutes and event.kind == "wait":
+            pieces.append((event.name, event.seconds))
         waits_for_copy = event.kind == "wait" and event.row == "memory"
         if not waits_for_copy and event.kind != "compute":
             continue
         i = exposures.instruction(event.name)
         op_name, lines = exposures.origin(i)
+        if (op_name, lines) in cut.origins:
+            pieces.append((event.name, event.seconds))
+            continue
         kind = "copies" if waits_for_copy else _kind(exposures, i, op_name)
         if kind is not None:
             loop = exposures.loop_around(event.name)
@@ -70,7 +84,7 @@ def overheads(exposures: Exposures) -> tuple[Overhead, ...]:
             chain = exposures.sources.chain(lines)
             key = kind, own_line(lines), shown(chain), scopes_of(op_name), loop is not None
             groups[key].append((event.name, event.seconds))
-    found: list[Overhead] = []
+    found = [_of_pieces(exposures, pieces)] if pieces else []
     for (kind, line, chain, scopes, in_loop), events in groups.items():
         name, _ = max(events, key=lambda event: event[1])
         i = exposures.instruction(name)
@@ -78,6 +92,26 @@ def overheads(exposures: Exposures) -> tuple[Overhead, ...]:
         what = f"{name}, {', '.join(map(str, i.arrays[:1]))}"
         found.append(Overhead(kind, total, len(events), line, chain, scopes, in_loop, what))
     return tuple(sorted(found, key=lambda one: one.seconds, reverse=True))
+
+
+def _of_pieces(exposures: Exposures, pieces: list[tuple[str, float]]) -> Overhead:
+    """What windowed einsums take, at the line with the most of it."""
+    by_lines: dict[tuple[Line, ...], float] = defaultdict(float)
+    for name, seconds in pieces:
+        by_lines[exposures.origin(exposures.instruction(name))[1]] += seconds
+    lines = max(by_lines, key=by_lines.__getitem__)
+    name, _ = max(pieces, key=lambda piece: piece[1])
+    i = exposures.instruction(name)
+    return Overhead(
+        kind="windowed einsums",
+        seconds=sum(by_lines.values()),
+        runs=len(pieces),
+        line=own_line(lines),
+        chain=shown(exposures.sources.chain(lines)),
+        scopes=scopes_of(exposures.origin(i)[0]),
+        in_loop=exposures.loop_around(name) is not None,
+        what=f"{name}, {', '.join(map(str, i.arrays[:1]))}",
+    )
 
 
 def _kind(exposures: Exposures, i: Instruction, op_name: str) -> Overheads | None:

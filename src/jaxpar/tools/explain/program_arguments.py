@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.tools.private_names import is_array, subjaxprs, type_of, without_numbers
+from jaxpar.tools.private_names import is_array, subjaxprs, without_numbers
 from jaxpar.tools.program.sources import scopes_of
 from jaxpar.tools.timeline.timeline import CompiledProgram
 
@@ -99,7 +99,8 @@ def _places(jaxpr: core.Jaxpr, flat: Sequence[Any]) -> Iterator[int]:
     """Which leaf each argument of the traced program is; those between them are static."""
     left = iter(enumerate(flat))
     for var in jaxpr.invars:
-        shape = tuple(type_of(var).shape)
+        aval: Any = var.aval
+        shape = tuple(aval.shape)
         yield next(n for n, leaf in left if is_array(leaf) and jnp.shape(leaf) == shape)
 
 

@@ -21,7 +21,6 @@ from jaxpar.tools.program.operations import (
 )
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links, Transfer
-from jaxpar.tools.timeline.shared_link import SharedLink
 from jaxpar.tools.timeline.target import measured_of
 from jaxpar.tools.timeline.under_way import UnderWay
 
@@ -91,8 +90,7 @@ class Player:
         self.free = np.zeros(links.count)  # when each link has nothing left to send
         self.busy = np.zeros(links.count)
         self.stream = 0.0  # a GPU's transfers take turns on one stream
-        self.memory = 0.0  # as do copies between memories
-        self.host = {way: SharedLink(self.chip.host) for way in ("to the host", "from the host")}
+        self.copies = dict[str, float]()  # as do copies between memories, by where they go
         self.events: list[Event] = []
         self.under_way = UnderWay[Event | None]()  # None: it has arrived
         self.unknown: dict[str, None] = {}  # names of loops, in order
@@ -239,20 +237,15 @@ class Player:
             self.under_way.begin(start, None if start.is_synchronous else event)
 
     def _copy(self, start: Copy) -> None:
-        begin, end = self.now, inf
-        if start.way == "memory":
-            begin = max(begin, self.memory)
-            end = self.memory = begin + start.bytes / (self._reached * self.chip.hbm)
+        begin = max(self.now, self.copies.get(start.way, 0.0))
+        speed = self._reached * self.chip.hbm if start.way == "memory" else self.chip.host
+        end = self.copies[start.way] = begin + start.bytes / speed
         event = Event(start.name, start.op, "copy", start.way, begin, end)
-        if start.way != "memory":  # it arrives when those have that share the link with it
-            self.host[start.way].begin(event, start.bytes, begin)
         self.under_way.begin(start, event)
 
     def _done(self, done: Done) -> None:
         transfer = self.under_way.end(done)
         if transfer is not None and (event := transfer.event) is not None:
-            if event.row in self.host:
-                event = replace(event, end=self.host[event.row].end(event))
             self.events.append(replace(event, covers=tuple(transfer.covers)))
             self._wait(transfer.start, event.end, "memory" if event.kind == "copy" else "compute")
 

@@ -1,0 +1,89 @@
+"""Windowed einsums: matmuls that the partitioner has cut into pieces with permutes between them.
+
+In place of a gather in front of a matmul it sends blocks around a ring and multiplies each as it
+arrives; in place of a reduce-scatter behind one it sends partial sums around. The compiled program
+has a loop of its own for that, or, of few devices, more matmuls than the traced one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from jax.extend import core
+
+from jaxpar.tools.explain.exposed import Exposures
+from jaxpar.tools.private_names import subjaxprs
+from jaxpar.tools.program.sources import Line, line_of, own_line, primitive_of
+
+_MATMULS = ("dot_general", "conv_general_dilated")
+_PIECES = ("dot", "convolution")
+_LOOP = "windowed_dot_general"  # what the partitioner calls the bodies of its loops
+Origin = tuple[str, tuple[Line, ...]]  # an operation of the traced program, and its lines
+
+
+@dataclass(frozen=True)
+class WindowedEinsums:
+    """All windowed einsums of a program.
+
+    Attributes:
+      origins: the matmuls of the traced program that were cut.
+      permutes: the instructions that send between the pieces.
+    """
+
+    origins: frozenset[Origin]
+    permutes: frozenset[str]
+
+
+def windowed_einsums(exposures: Exposures) -> WindowedEinsums:
+    """Finds the windowed einsums of a program.
+
+    A permute of the partitioner's at a matmul is not enough: it may lay an operand out anew.
+    """
+    found: dict[str, Origin] = {}
+    for name in exposures.transfers:
+        i = exposures.values.collective(name)
+        if i is None or not i.opcode.startswith("collective-permute"):
+            continue
+        if primitive_of(i.op_name) in _MATMULS:
+            found[name] = exposures.origin(i)
+    if not found:
+        return WindowedEinsums(frozenset(), frozenset())
+    cut = _lines_with_more_matmuls(exposures)
+    origins = {
+        origin
+        for name, origin in found.items()
+        if _is_in_its_loop(exposures, name) or own_line(origin[1]) in cut
+    }
+    permutes = (name for name, origin in found.items() if origin in origins)
+    return WindowedEinsums(frozenset(origins), frozenset(permutes))
+
+
+def _is_in_its_loop(exposures: Exposures, name: str) -> bool:
+    loop = exposures.loop_around(name)
+    return loop is not None and _LOOP in exposures.instruction(loop.name).called_as("body").name
+
+
+def _lines_with_more_matmuls(exposures: Exposures) -> set[Line | None]:
+    """The lines that have more matmuls in the compiled program than in the traced one."""
+    program = exposures.program
+    if program.jaxpr is None:
+        return set()
+    compiled = Counter(
+        own_line(exposures.origin(i)[1])
+        for i in exposures.values.instructions.values()
+        if i.opcode in _PIECES
+    )
+    traced = Counter[Line | None]()
+    _count(program.jaxpr.jaxpr, 1, traced)
+    return {line for line, count in compiled.items() if count > traced[line]}
+
+
+def _count(jaxpr: core.Jaxpr, times: int, found: Counter[Line | None]) -> None:
+    """Adds the matmuls of a traced program by line; a loop unrolled by two has its own twice."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _MATMULS:
+            found[line_of(eqn)] += times
+        unrolled = eqn.params.get("unroll", 1) if eqn.primitive.name == "scan" else 1
+        for sub in subjaxprs(eqn.params):
+            _count(sub, times * int(unrolled), found)
