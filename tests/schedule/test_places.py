@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.schedule import compile_for, explain, target
 from jaxpar.tools.cli.explain_page import page_of
 from jaxpar.tools.explain.explained import compared
-from jaxpar.tools.program.sources import Line, counted_as_own, own_line, shown
+from jaxpar.tools.program.sources import Line, Sources, counted_as_own, own_line, shown
 
 # Each function passes a wrapper of the framework's, as those of real ones do.
 FRAMEWORK = {
@@ -234,6 +234,13 @@ def test_which_lines_are_of_a_package(file, package, is_it):
     with counted_as_own([package]):
         assert line.is_own == (is_it or "packages" not in file)
     assert line.is_own == ("packages" not in file)
+
+
+def test_what_stands_around_functions_is_in_no_chain(unrolled):
+    checks = [Line("/v/site-packages/jaxtyping/_decorator.py", 465, "wrapped_fn")]
+    checks += [Line("/v/site-packages/beartype/door.py", 12, "check"), Line("<string>", 3, "f")]
+    own = Line("/home/me/model.py", 7, "step")
+    assert Sources(unrolled.text).chain([*checks, own]) == (own,)
 
 
 def test_the_user_s_own_line_is_always_shown():

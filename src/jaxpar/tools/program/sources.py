@@ -79,6 +79,7 @@ class Line:
 _JAXPAR, _TOOLS = Path(__file__).parents[2], Path(__file__).parents[1]
 MOST_FRAMES = 5  # of a chain, as a text shows it
 _PACKAGES = {"site-packages", "dist-packages"}  # what folders of installed packages are called
+_CHECKS = {("beartype",), ("jaxtyping",), ("typeguard",)}
 _OWN: ContextVar[tuple[str, ...]] = ContextVar("_OWN", default=())
 
 
@@ -102,6 +103,11 @@ def _is_pythons(file: str) -> bool:
     """Whether it is of the standard library, or no file at all."""
     library = sysconfig.get_paths()["stdlib"]
     return file.startswith("<") or (Path(file).is_relative_to(library) and not _module(file))
+
+
+def _is_around(file: str) -> bool:
+    """Whether it is of what stands around any function, such as checks of its arguments."""
+    return _is_pythons(file) or _module(file)[:1] in _CHECKS
 
 
 @cache
@@ -154,7 +160,7 @@ class Sources:
         From the innermost to the user's own, all of them if they are few. A function of which the
         program has one line alone, such as a wrapper of a framework's, tells nothing.
         """
-        lines = [line for line in lines if not _is_pythons(line.file)]
+        lines = [line for line in lines if not _is_around(line.file)]
         driver = (n for n, line in enumerate(lines) if Path(line.file).is_relative_to(_TOOLS))
         lines = lines[: next(driver, len(lines))]
         lines = [line for line in lines if not Path(line.file).is_relative_to(_JAXPAR)]
