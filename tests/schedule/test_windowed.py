@@ -18,14 +18,14 @@ def multiplied(x, w):
 
 
 def sharded_weight(chip, spec):
-    """Compiles a matmul whose weight is gathered, as by FSDP; with and without windowed einsums."""
+    """Compiles a matmul whose weight is gathered, as by FSDP: in pieces, and whole."""
     chosen = target(chip, "fsdp=-1")
     x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16, sharding=P("fsdp"))
     w = jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16, sharding=spec)
     options = jaxpar.compiler_options(chosen)
-    whole = compile_for(multiplied, chosen, x, w, compiler_options=options)
     del options["xla_jf_spmd_threshold_for_windowed_einsum_mib"]
-    return compile_for(multiplied, chosen, x, w, compiler_options=options), whole
+    cut = compile_for(multiplied, chosen, x, w, compiler_options=options)
+    return cut, compile_for(multiplied, chosen, x, w)
 
 
 def test_matmuls_that_the_partitioner_cut_are_a_cause_and_whole_ones_the_edit():

@@ -62,7 +62,7 @@ class Trials:
 
     def __init__(self, assumed: Assumptions | None, progress: Callable[[str], None] | None) -> None:
         self.assumed, self.progress = assumed, progress
-        self.gains: dict[str, float] = defaultdict(float)  # at most, of each edit that is proposed
+        self.gains: dict[str, float] = defaultdict(float)  # seconds of what each edit may mend
         self.done: dict[str, TriedEdit | None] = {}
         self.refused: dict[str, str] = {}  # why an edit could not be tried
 
@@ -70,8 +70,8 @@ class Trials:
         """Tries the edits of findings, those that can gain most first, as many as there may be.
 
         Args:
-          proposed: of each finding its seconds, which no edit of it gains more than, and the edits
-            of its rules, in their order. An edit of several findings counts for all of them, the
+          proposed: of each finding its seconds, which an edit of it may gain, and the edits of its
+            rules, in their order. An edit of several findings counts for all of them, the
             first one of a rule for more than the others, and what mends a known mistake in full.
           most: how many, or how long.
         """
