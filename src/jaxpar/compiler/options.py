@@ -122,8 +122,8 @@ def compiler_options(devices: Any = None) -> Options:
 
     Returns:
       A new dictionary for `jax.jit(compiler_options=...)`, by the kind of chip. Empty where the
-      compiler needs none, or none is known to help. On TPUs one of them, `xla_jf_spmd_threshold_
-      for_windowed_einsum_mib`, is for plain `jit`: matmuls of gathered operands stay whole.
+      compiler needs none, or none is known to help. On TPUs one of them is for plain `jit`:
+      `xla_jf_spmd_threshold_for_windowed_einsum_mib` keeps matmuls of gathered operands whole.
 
     Raises:
       TypeError: what is no mesh, device or target.

@@ -294,13 +294,13 @@ def starts_that_wait(packages: Mapping[str, str | None], kind: str) -> Iterator[
     told = "jaxpar explain names each start of a program that does not overlap"
     if option := next((o.name for o in known.options if o.frees == what), None):
         yield (
-            f"{start} overlaps with {option} alone: compile with jaxpar.compiler_options(mesh), "
-            f"which has it; {told}"
+            f"{start} overlaps with {option} alone, and in program_order aborts the compiler "
+            f"without: compile with jaxpar.compiler_options(mesh), which has it; {told}"
         )
     else:
         yield (
-            f"{start} is synchronous, nothing runs beside it: write permutes, or use jaxpar's "
-            f"matmul_reduce_scatter; {told}"
+            f"{start} is synchronous, and in program_order aborts the compiler: write permutes, or "
+            f"use jaxpar's matmul_reduce_scatter; {told}"
         )
 
 
