@@ -113,9 +113,9 @@ def traced(function, *args):
     return CompiledProgram(CHIPS, "", Memory(0, 0, 0, 0, 0), 0.0, jaxpr, function, args)
 
 
-def mended(program):
+def mended(program, axis="model"):
     """The edits of what is known to be wrong."""
-    return list(Edits(program).mended([], ["model"]))
+    return list(Edits(program).mended([], [axis]))
 
 
 def test_the_edit_of_one_rule_is_tried_first():
@@ -160,6 +160,22 @@ def test_arrays_in_lists_are_named_by_the_scopes_that_use_them():
         "shard layer_# (state[0][2] and 5 more), state[1][2] and 5 more by P('batch', 'model', "
         "None) in place of P('model', 'batch', None)"
     )
+
+
+def test_arrays_in_lists_that_are_used_in_other_scopes_are_apart():
+    """A table of the same shape and spec as a weight, both in one list: only it is looked up."""
+
+    def loss(weights, tokens):
+        with jax.named_scope("embedding"):
+            x = weights[0][tokens]
+        with jax.named_scope("down"):
+            return jnp.sum((jnp.tanh(x @ weights[1].T) @ weights[1]).astype(jnp.float32))
+
+    sharding = NamedSharding(CHIPS.mesh, P("model", "batch"))
+    table = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16, sharding=sharding)
+    (edit,) = mended(traced(loss, [table, table], TOKENS), "batch")
+    moved = "by P(('model', 'batch'), None) in place of P('model', 'batch')"
+    assert edit.text == f"shard embedding (weights[0]) {moved}"
 
 
 @pytest.mark.parametrize("wrong", ["query|key|value", "query|value", "output"])

@@ -62,7 +62,7 @@ class ProgramArguments:
         """
         alike: dict[str, list[str]] = defaultdict(list)
         for name in names:
-            alike[without_numbers(self._label(name))].append(name)
+            alike[without_numbers(self.label(name))].append(name)
         found = [self._group(pattern, own) for pattern, own in alike.items()]
         more = len(found) - 4
         return ", ".join(found[:4]) + (f" and {more} more" if more > 0 else "")
@@ -72,11 +72,12 @@ class ProgramArguments:
         if not _POSITION.fullmatch(first):
             return f"{pattern} ({len(names)} arrays)" if others else first
         text = f"{first} and {len(others)} more" if others else first
-        if self._label(first) == first:
+        if self.label(first) == first:
             return text
-        return f"{pattern if others else self._label(first)} ({text})"
+        return f"{pattern if others else self.label(first)} ({text})"
 
-    def _label(self, name: str) -> str:
+    def label(self, name: str) -> str:
+        """The name; of an array in a list the scopes in which it is used, if there are some."""
         return (_POSITION.fullmatch(name) and self._scopes.get(name)) or name
 
     @cached_property

@@ -136,7 +136,7 @@ class Reshardings:
                 PaddedDim.at_the_end(size, count, size // count)
                 for size, count in zip(x.shape, counts, strict=True)
             ]
-            rule = f"{without_numbers(name)} {x.shape} {spec}"
+            rule = f"{without_numbers(self.arguments.label(name))} {x.shape} {spec}"
             shape, dtype = tuple(x.shape), x.dtype
             arrays.append(ArrayLayout(name, shape, dtype, rule, spec, tuple(blocks), self.mesh))
         tree = jax.tree.structure([0] * len(arrays))

@@ -198,8 +198,8 @@ class Members:
         of them, so the compiler moves it from one to the other, layer by layer.
         """
         path, flow = _path(layout, rule), self.seen.flow
-        own = {array.path for array in layout.values() if array.rule == rule}
-        if not own - self.following <= flow.looked_up:
+        own = {array.path for array in layout.values() if array.rule == rule} - self.following
+        if not own or not own <= flow.looked_up:
             return None
         looked_up = flow.rows_looked_up()
         rows = [dim for dim, one in enumerate(self.seen.classes[path]) if one in looked_up]
