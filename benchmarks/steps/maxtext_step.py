@@ -94,7 +94,7 @@ def main(name: str) -> None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # as MaxText's command does
     (step,) = (one for one in steps() if one.name == name)
     played = timeline(compiled(step))
-    kernels = [event.seconds for event in played.events if "custom-call" in event.name]
+    kernels = [event.seconds for event in played.events if "pallas_call" in event.op]
     shares = {
         "seconds": played.total,
         "matmuls": sum(event.seconds for event in played.events if event.is_matmul),
