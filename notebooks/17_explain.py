@@ -214,7 +214,7 @@ def best(program, tries, findings):
     return max(findings, key=lambda finding: finding.gain)
 
 
-finding = best(program, tries=4, findings=2)
+finding = best(program, tries=4, findings=3)
 show(finding)
 assert finding.cause == "resharding"
 

@@ -64,7 +64,6 @@ def test_bound_prediction_and_public_row_stand_beside_a_time(as_h100s, tmp_path,
         assert found["unit"] == "GB/s"
         assert found["public"]["what"].startswith("matmul_reduce_scatter of")
         assert "among 8 devices" in found["public"]["what"]
-        assert "a call that computes nothing takes" in " ".join(r["text"] for r in found["reasons"])
     assert record["host"]["call_seconds"] > 0
     assert "Is it as fast as it should be?" in text
     assert "is the fastest, at" in text
@@ -207,7 +206,7 @@ def test_a_ring_whose_steps_are_not_links():
 def test_a_ring_beyond_its_host():
     case = ("gather-lhs-rows", (8192, 8192, 1024))
     text, _ = reasons(target("h100:2x8", "tp=16"), *case)
-    assert "goes beyond one switch: 50 GB/s a device in place of 450" in text
+    assert "goes beyond one switch: 42.5 GB/s a device in place of 450" in text
     assert "beyond one switch" not in reasons(target("h100:8"), *case)[0]
 
 

@@ -80,11 +80,12 @@ def test_floor_of_a_matmul():
     assert 3 * peak <= both.compute <= 4.5 * peak
 
 
-def test_floor_of_a_matmul_on_gpu_is_a_roofline():
+def test_floor_of_a_matmul_on_gpu_is_a_measured_time_or_a_roofline():
     h100 = target("h100:4")
     floor = matmul_floor(h100, "mk,kn->mn", (4096, 4096), (4096, 4096), 9e6)
     assert floor.transfer == pytest.approx(9e6 / h100.chip.link)
-    assert floor.compute == pytest.approx(2 * 4096**3 / h100.chip.flops, rel=0.05)
+    # XLA's tables, which jax 0.12 has, reach four fifths of the peak.
+    assert 0.95 < floor.compute / (2 * 4096**3 / h100.chip.flops) < 1.3
 
 
 def test_floor_of_a_program_and_figures_of_ones_own():

@@ -264,3 +264,20 @@ def test_edits_are_kept_in_the_cache_of_their_program(tmp_path, monkeypatch):
         explain(compile_for(step, CHIPS, params, w, cache=tmp_path), tries=3)
         counts.append(len(compiled))
     assert counts == [3, 0]  # the program, and the edits that change it
+
+
+def test_an_array_by_itself_is_not_said_to_lie_wrong():
+    # It may be the batch, over whose axes weights are gathered, as in any step with FSDP.
+    described = target("v5e:2x4", "fsdp=8")
+
+    def over_rows(*shape):
+        sharding = NamedSharding(described.mesh, P("fsdp"))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    for weight in (over_rows(512, 1024), {"w": over_rows(512, 1024)}):
+        program = compile_for(
+            jax.jit(lambda x, w: x @ jax.tree.leaves(w)[0]), described, over_rows(4096, 512), weight
+        )
+        (found,) = explain(program, tries=0).findings
+        assert found.cause == "synchronous"
+        assert "shard" not in found.edit

@@ -220,7 +220,7 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--target", args.target] if args.target else []
     words += ["--mesh", args.mesh]
     words += ["--compiler-options", *args.compiler_options] if args.compiler_options else []
-    words += ["--figures", args.figures] if args.figures != "book" else []
+    words += ["--figures", args.figures] if args.figures != "measured" else []
     words += ["--modes", args.tried] if args.tried else []
     words += ["--repeats", str(args.repeats)] if args.repeats != REPEATS else []
     words += ["--tries", str(args.tries)] if args.tries != MOST else []

@@ -6,6 +6,7 @@ change together, as those of all layers and of an optimizer's state do.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ class Reshardings:
         self._members = Members(
             self._layout, Dimensions(jaxpr, paths), [Data(x, is_state=False) for x in data]
         )
+        # An argument that is one array may be the batch, over whose axes weights are gathered.
+        alone = [array for name, array in self._layout.items() if not re.search(r"[\[.]", name)]
+        self._members.gathered |= {axis for array in alone for axes in array.axes for axis in axes}
 
     @cached_property
     def at_odds(self) -> list[Resharded]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxpar.tools.private_names import manual_axes
+from jaxpar.tools.private_names import manual_axes, subjaxprs
 from jaxpar.tools.program.constants import Known, bodies, learned, opened
 from jaxpar.tools.program.costs import Kernels, Shapes
 from jaxpar.tools.program.kernels import Kernel, dot_flops, kernel_of
