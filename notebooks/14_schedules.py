@@ -29,7 +29,7 @@
 # 7. a profile, and the names in it
 #
 # `pip install 'jax[tpu]'` brings the TPU compiler. Times are those of a model of the chip with
-# published figures; **they are no measurements**. What runs beside what is the compiler's own.
+# measured links; **they are no measurements**. What runs beside what is the compiler's own.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -163,7 +163,7 @@ for name, line in lines.items():
     print(f"{name:>6}: {line.total / floor.total:.2f} of the floor")
 
 # %% [markdown]
-# The ring waits for nothing, and is not at the floor: eight matmuls of an eighth of the rows each
+# The ring waits little, and is not at the floor: eight matmuls of an eighth of the rows each
 # take longer than one of all rows. With more rows that price is smaller.
 #
 # ## 6. A test that keeps it hidden

@@ -52,7 +52,7 @@ def summary(found: dict[str, Any]) -> str:
     share = found["exposed"] / found["total"]
     return (
         f"predicted for {found['target']}, mesh {found['mesh']}, {found['devices']} devices: the "
-        f"compiler's schedule under published figures\n"
+        f"compiler's schedule on a model of the chip\n"
         f"  step {1e3 * found['total']:.3f} ms, of it exposed communication "
         f"{1e3 * found['exposed']:.3f} ms ({share:.1%}); {found['hidden']:.0%} of transfer time "
         f"hidden\n"

@@ -7,7 +7,7 @@ of 4, 8 and 16, forward and with strict gradients, with the chip's compiler opti
 rewrites the summary of README.md. Each program is compiled once: what was found is kept in
 benchmarks/sweep/.cache, so that a run that was stopped goes on where it was, and one after a change
 compiles only programs that have changed. With --points, some are shown and nothing is rewritten.
-Nothing runs: what is compared is the compiler's schedule under published figures of the chips.
+Nothing runs: what is compared is the compiler's schedule on a model of the chips.
 """
 
 import argparse

@@ -51,7 +51,7 @@ def test_naive_fails_and_the_text_says_why():
     assert re.fullmatch(
         r"assert_overlapped: for v5e:2x2 \(4 x TPU v5 lite, mesh tp=4\) [0-9.]+% of [0-9.]+ ms is "
         r"exposed communication, more than exposed_at_most=5\.0%\. This is the compiler's schedule "
-        r"under published figures \(the compiler's cycles\), not a measurement\.",
+        r"on a model of the chip \(the compiler's cycles\), not a measurement\.",
         first,
     )
     assert second == "Waited for the longest:"

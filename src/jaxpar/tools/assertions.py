@@ -81,7 +81,7 @@ def assert_overlapped(
     lines = [
         f"{name}: for {_text(target)} {about}{share:.1%} of {_time(played.total)} is exposed "
         f"communication, more than exposed_at_most={exposed_at_most:.1%}. This is the compiler's "
-        f"schedule under published figures ({played.estimate}), not a measurement.",
+        f"schedule on a model of the chip ({played.estimate}), not a measurement.",
         "Waited for the longest:",
         *(line for finding in found for line in _lines(finding)),
         _REMEDY,

@@ -34,7 +34,7 @@ transfer with the line it comes from, its cause out of a closed list, and the ed
 Edits that can be tried by themselves are compiled and played again: their gain is no estimate.
 
 The program need not use anything else of jaxpar. It is the compiler's schedule played on a model
-of the chip with published figures, not a measurement. With a trace of jax.profiler of the same
+of the chip, not a measurement. With a trace of jax.profiler of the same
 program it speaks of what was measured, beside what is predicted.
 """
 EPILOG = """\

@@ -58,6 +58,7 @@ CAUSES: dict[Cause, str] = {
 
 _BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # what has a form of jaxpar's
 _HALF = 0.5
+_FEW = 1024  # bytes: the sum of a loss and the like, which lie nowhere
 _DTYPES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1}
 
 
@@ -257,7 +258,7 @@ class Rules:
         return self.exposures.program.memory.peak + count < self.exposures.chip.capacity
 
     def _resharding(self, e: ExposedCollective) -> Verdict | None:
-        if not e.inserted or e.latency >= _HALF * e.transfer:  # of a few numbers
+        if not e.inserted or e.bytes < _FEW * e.runs:
             return None
         arguments = self.exposures.arguments(e.name)
         edits = chain(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from jax.extend import core
@@ -164,6 +165,8 @@ class Sources:
         driver = (n for n, line in enumerate(lines) if Path(line.file).is_relative_to(_TOOLS))
         lines = lines[: next(driver, len(lines))]
         lines = [line for line in lines if not Path(line.file).is_relative_to(_JAXPAR)]
+        # A call of a function of the same line, such as a lambda, has a frame of its own.
+        lines = [next(group) for _, group in groupby(lines, key=lambda line: line.short)]
         own = next((n for n, line in enumerate(lines) if line.is_own), len(lines) - 1)
         inner, outer = lines[: own + 1], lines[own + 1 :]
         if len(inner) > MOST_FRAMES:
