@@ -127,6 +127,11 @@ def test_eight_bits_are_no_faster_than_half_of_sixteen():
     assert tables.matmul("s8xs8->s32", sizes) == 2.0
 
 
+def test_truth_values_have_no_table():
+    tables = GpuTables({"bf16xbf16->bf16": {(1, 256, 256, 256): 1e-5}}, {})
+    assert tables.matmul("predxpred->pred", (1, 512, 512, 512)) is None
+
+
 def test_a_chip_with_figures_of_its_own_has_no_table(plugin, monkeypatch):
     monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
     chip = chip_of("NVIDIA H100")

@@ -167,6 +167,51 @@ def plainly(q, k):
     return tiled(as_listed, 1)(WHICH, q, k)
 
 
+def even(which):
+    def body(q, k, out):
+        @pl.when(which())
+        def _():
+            out[...] = scores(q, k)
+
+    return body
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        lambda: pl.program_id(0) % 2 == 0,
+        lambda: pl.program_id(1) // 4 == 0,
+        lambda: jax.lax.rem(pl.program_id(0), 2) == 0,
+        lambda: (pl.program_id(1).astype(jnp.float32) / 4.0).astype(jnp.int32) == 0,
+    ],
+)
+def test_places_are_divided(which):
+    kernel, _ = counted(tiled(even(which)), Q, K)
+    assert kernel.flops == GRID[0] * GRID[1] / 2 * BLOCK
+
+
+def loops_by_its_place(q, k, out):
+    def add(_, total):
+        return total + scores(q, k)
+
+    out[...] = jax.lax.fori_loop(0, pl.program_id(0) + 1, add, jnp.zeros(out.shape, out.dtype))
+
+
+def test_a_loop_of_unknown_length_makes_a_lower_bound():
+    assert not counted(tiled(below_diagonal), Q, K)[0].is_least
+    kernel, _ = counted(tiled(loops_by_its_place), Q, K)
+    assert kernel.is_least
+    assert kernel.flops == GRID[0] * GRID[1] * BLOCK
+
+
+def test_keys_of_random_numbers_are_no_arrays():
+    key = jax.random.key(0)  # a constant of the program
+    noisy = jax.jit(lambda q: q @ q.T + jax.random.normal(key, (q.shape[0],) * 2, q.dtype))
+    jaxpr = noisy.trace(Q).jaxpr
+    assert kernels_in(jaxpr) == {}
+    assert device_flops(jaxpr, 1) == 2 * Q.shape[0] ** 2 * Q.shape[1]
+
+
 @pytest.mark.parametrize("function", [plainly, by_a_jit, in_a_loop])
 def test_steps_are_left_out_by_a_known_operand(function):
     kernel, flops = counted(function, Q, K)

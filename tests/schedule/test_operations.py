@@ -47,6 +47,11 @@ BLOCK = 2.0 * SIZE * SIZE / 4  # bytes of a quarter of an operand in bfloat16
             "parse: %a uses %p, which is not defined; pass compiled.as_text\\(\\)",
         ),
         (
+            "ENTRY %m (p: s8[]) -> s8[] {\n  %p = s8[] parameter(0)\n"
+            "  ROOT %a = s8[] call(%p), to_apply=%gone\n}\n",
+            "parse: %a calls %gone, which is not defined; pass compiled.as_text\\(\\)",
+        ),
+        (
             "ENTRY %m (p: s8[]) -> s8[] {\n  ROOT %p = s8[] parameter(0)\n",
             "parse: the computation %m does not end; pass",
         ),
@@ -145,7 +150,7 @@ def test_flops_and_bytes():
 def test_what_a_collective_sends_and_among_whom():
     found = entry(
         "  %p = s8[8] parameter(0)\n"
-        "  %a = s8[8] all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add, "
+        "  %a = s8[8] all-reduce(%p), replica_groups={{0,1},{2,3}}, "
         'backend_config={"debug":"StrategyND{colors:2 phases:2"}\n'
         "  %b = s8[32] all-gather(%p), replica_groups={}, dimensions={0}\n"
         "  %s = (s8[8], s8[8]) copy-start(%p)\n"
@@ -254,3 +259,13 @@ def test_the_branch_that_computes_the_longest_is_taken():
     )
     events, now = run(operation(Conditional, "which", runs=branches))
     assert ([e.name for e in events], now) == (["b", "c"], 4)
+
+
+def test_a_product_of_two_vectors():
+    found = entry(
+        "  %p = f32[64] parameter(0)\n"
+        "  %d = f32[] dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}\n"
+    )
+    (product,) = found["d"].work.matmuls
+    assert product.sizes == (1, 1, 1, 64)
+    assert product.is_aligned

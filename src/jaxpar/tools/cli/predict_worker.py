@@ -9,6 +9,7 @@ from typing import Any
 import jaxpar
 from jaxpar.schedule import CompiledProgram, Target, compile_for, program_floor, timeline
 from jaxpar.schedule import target as describe
+from jaxpar.tools.accuracy.band import bands_of
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.ops import Ring
 from jaxpar.tools.cli.predict_programs import PlannedProgram, programs, requested_options
@@ -17,7 +18,7 @@ from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
 from jaxpar.tools.private_names import jitted_with, versions, why_not_closed
 from jaxpar.tools.program.cache import default_folder
-from jaxpar.tools.timeline.limits import require_possible
+from jaxpar.tools.timeline.floor import require_possible
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
@@ -68,6 +69,7 @@ def _predict(
         memory=compiled.memory,
         compile_seconds=compiled.seconds,
         same_as=None if first == program.mode else first,
+        bands=tuple(map(str, bands_of(played, target))),
     )
 
 

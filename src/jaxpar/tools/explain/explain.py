@@ -18,11 +18,9 @@ from jaxpar.tools.explain.overheads import Overhead, overheads
 from jaxpar.tools.explain.trials import Budget, Trials, TriedEdit
 from jaxpar.tools.explain.windowed import WindowedEinsums, windowed_einsums
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
-from jaxpar.tools.program.flops import device_flops
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
 from jaxpar.tools.program.sources import Sources, counted_as_own
-from jaxpar.tools.timeline.floor import Floor, program_floor
-from jaxpar.tools.timeline.limits import require_possible
+from jaxpar.tools.timeline.floor import Floor, program_floor, require_possible
 from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction, instructions_of
 from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
@@ -44,7 +42,7 @@ class Finding:
       tried: what edits bring that could be tried by themselves, the fastest first.
       gain: seconds that the step is faster with the edit, by the model; 0 if it was not tried, or
         gains nothing.
-      is_tried: whether edits for this cause were tried: else nothing is known of the gain.
+      is_tried: whether the edit that is named was tried. If not, `gain` is 0 and says nothing.
       left: how many edits could have been tried, had `tries` been more.
 
     Example:
@@ -111,15 +109,15 @@ class Explanation:
     instructions: tuple[MeasuredInstruction, ...] = field(default=(), repr=False)
 
     def record(self) -> dict[str, Any]:
-        """Everything in plain numbers and text, as `json` writes it."""
+        """Returns everything as plain numbers and text, as `json` writes it."""
         return record_of(self)
 
     def json(self) -> str:
-        """Everything as JSON, which `jaxpar explain --against` reads."""
+        """Returns everything as JSON, which `jaxpar explain --against` reads."""
         return json.dumps(self.record(), indent=1)
 
     def text(self, rows: int = 10) -> str:
-        """The step, the worst findings in words, overheads and memory."""
+        """Returns the report as text, with at most `rows` findings, overheads and arrays."""
         return text_of(self.record(), rows)
 
     def __str__(self) -> str:
@@ -150,13 +148,13 @@ def explain(
 
     Args:
       program: from `compile_for`. It need not use anything else of jaxpar.
-      tries: how many edits may be compiled, or for how long, as in `"10min"`: none is begun later.
-        Those that can gain most go first: the seconds of all findings that one may mend. 0: none,
-        which leaves out causes that need one.
+      tries: the number of edits to try, or a time as in `"10min"`, after which none is begun.
+        Edits that may mend the most seconds come first. 0 tries none. Causes that need a trial are
+        then left out, but for arguments whose dimensions disagree.
       findings: how many findings there may be.
       measured: from `read_trace` of this program: then findings, shares and times are those of the
-        measurement. What an edit gains stays a prediction: of the step with it and of the step
-        without.
+        measurement. Gains stay predicted: the predicted step with the edit is compared to the
+        predicted step without it.
       assumed: as for `timeline`.
       own: installed packages whose lines count as the program's own, by the names that are
         imported, such as `("maxtext",)`. The line of a finding is the innermost of them; without,
@@ -170,7 +168,9 @@ def explain(
       ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number, or
         `tries` that are neither a number nor minutes; a `measured` that was not, or is of another
         function; a package in `own` that is not there.
-      TypeError: what is no `CompiledProgram`; names in `own` that are no sequence.
+      TypeError: `program` is no `CompiledProgram`, or `own` is one text.
+      RuntimeError: the prediction is below the program's floor, which is a fault of jaxpar; the
+        message names a file with the program's text, for a report.
 
     Cost: an edit takes as long as the program took to compile. With the `cache` of `compile_for`,
     one that was tried before takes no compiling: the next call with as many minutes tries others.
@@ -223,6 +223,8 @@ def _explained(
     compared = exposures
     if predicted is not None and predicted is not played:
         compared = Exposures(program, predicted)
+    floor = program_floor(program, played, exposures.chip)
+    require_possible(program, played, floor)
     before = Before(compared)
     cut = windowed_einsums(exposures)
     rules, costs = Rules(exposures, Edits(program)), overheads(exposures, cut)
@@ -236,9 +238,6 @@ def _explained(
     trials = Trials(assumed, progress)
     trials.run(((one.of.seconds, one.edits) for one in ruled), budget)
     found = _without_what_others_mend([_finding(one, trials, before) for one in ruled], cut)
-    flops = device_flops(program.jaxpr, program.target.mesh.size)
-    floor = program_floor(program, played, exposures.chip)
-    require_possible(program, played, floor)
     return Explanation(
         program=program,
         timeline=played,
@@ -246,7 +245,7 @@ def _explained(
         findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:findings]),
         overheads=costs,
         at_peak=live_at_peak(exposures),
-        utilisation=flops / exposures.chip.flops / played.total if played.total else 0.0,
+        utilisation=floor.compute / played.total if played.total else 0.0,
         refused=trials.refused,
         predicted=None if measured is None else predicted,
         instructions=() if measured is None else instructions_of(exposures, predicted, measured),

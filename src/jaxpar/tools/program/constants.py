@@ -17,8 +17,16 @@ _SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "pvary", "shard
 def value_of(atom: Atom, known: Known) -> np.ndarray | None:
     """The array that an operand is, None if that depends on the program's arguments."""
     if isinstance(atom, core.Literal):
-        return np.asarray(atom.val)
+        return _as_array(atom.val)
     return known.get(atom)
+
+
+def _as_array(value: Any) -> np.ndarray | None:
+    """A small array of numbers; None for a large one, and for keys of random numbers."""
+    dtype = getattr(value, "dtype", None)
+    if np.size(value) > MOST or (dtype is not None and not isinstance(dtype, np.dtype)):
+        return None
+    return np.asarray(value)
 
 
 def opened(jaxpr: Any) -> tuple[core.Jaxpr, Known]:
@@ -26,7 +34,8 @@ def opened(jaxpr: Any) -> tuple[core.Jaxpr, Known]:
     # From jax 0.12 on a ClosedJaxpr is a Jaxpr.
     inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
     consts = zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=False)
-    return inner, {var: np.asarray(array) for var, array in consts if array.size <= MOST}
+    values = ((var, _as_array(array)) for var, array in consts)
+    return inner, {var: value for var, value in values if value is not None}
 
 
 def learned(jaxpr: core.Jaxpr, known: Known) -> Known:

@@ -99,7 +99,7 @@ def work_of(i: Instruction, kernels: Kernels) -> Demand:
     moved = _moved(i)
     if i.opcode == "custom-call" and i.target not in _GEMMS and i.cycles is None:
         products = (Matmul(kernel.flops, _NARROWED),) if kernel and kernel.flops else ()
-        is_matmul, is_unknown = bool(products), kernel is None
+        is_matmul, is_unknown = bool(products), kernel is None or kernel.is_least
         return Demand(
             None, products, *moved, is_matmul, is_unknown=is_unknown, on_vectors=on_vectors
         )
@@ -136,7 +136,9 @@ def _matmul(i: Instruction) -> Matmul | None:
     m = prod(lhs.shape) // max(b * k, 1)
     n = prod(out.shape) // max(b * m, 1)
     dtypes = f"{lhs.dtype}x{rhs.dtype}->{out.dtype}"
-    is_aligned = all(array.shape[-1] * array.width % 16 == 0 for array in (lhs, rhs, out))
+    is_aligned = all(
+        array.shape[-1] * array.width % 16 == 0 for array in (lhs, rhs, out) if array.shape
+    )
     # Without tensor cores, which are eight times as fast.
     width = lhs.width * (8 if "operand_precision={highest" in i.attributes else 1)
     return Matmul(2.0 * prod(out.shape) * k, width, (b, m, n, k), dtypes, is_aligned)

@@ -263,7 +263,11 @@ def _join(computation: Computation, computations: dict[str, Computation]) -> Non
             )
         i.operands = tuple(by_name[name] for name in names)
         called = _NAME.findall(" ".join(_CALLED.findall(i.attributes)))
-        i.called = tuple(computations[name] for name in called if name in computations)
+        if lost := [name for name in called if name not in computations]:
+            raise ValueError(
+                f"parse: %{i.name} calls %{lost[0]}, which is not defined; pass compiled.as_text()"
+            )
+        i.called = tuple(computations[name] for name in called)
 
 
 def _bits(dtype: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -34,10 +34,11 @@ _SCALAR: dict[str, Callable[..., Any]] = {
     "or": np.bitwise_or,
     "not": np.invert,
     "neg": np.negative,
-    "div": lambda x, y: np.trunc(x / np.where(y == 0, 1, y)).astype(np.int64),
+    "div": lambda x, y: _divided(np.asarray(x), np.where(y == 0, 1, y)),
+    "sign": np.sign,
     "rem": lambda x, y: np.fmod(x, np.where(y == 0, 1, y)),
     "select_n": lambda which, *cases: np.choose(np.asarray(which).astype(int), cases),
-    "convert_element_type": lambda x: x,
+    "convert_element_type": lambda x: x,  # all results have their dtype in the end
     "squeeze": lambda x: x,
 }
 # What moves numbers, or makes them of nothing: no vector unit computes them.
@@ -53,13 +54,15 @@ class Kernel:
 
     flops: float = 0.0  # of its matmuls, 8-bit ones counted half
     numbers: float = 0.0  # results of operations on vectors, one by one
+    is_least: bool = False  # loops or a grid of unknown length count once
 
     def __add__(self, other: Kernel) -> Kernel:
-        return Kernel(self.flops + other.flops, self.numbers + other.numbers)
+        flops, numbers = self.flops + other.flops, self.numbers + other.numbers
+        return Kernel(flops, numbers, self.is_least or other.is_least)
 
     def times(self, count: int) -> Kernel:
         """So many of it."""
-        return Kernel(count * self.flops, count * self.numbers)
+        return replace(self, flops=count * self.flops, numbers=count * self.numbers)
 
 
 def kernel_of(eqn: core.JaxprEqn, known: Known) -> Kernel:
@@ -72,21 +75,24 @@ def kernel_of(eqn: core.JaxprEqn, known: Known) -> Kernel:
     mapping = eqn.params["grid_mapping"]
     # Of a number that data say, one step.
     grid = [n if isinstance(n, int) else 1 for n in mapping.grid]
-    steps = prod(grid)
+    steps, is_known = prod(grid), list(mapping.grid) == grid
     inner, own = opened(eqn.params["jaxpr"])
-    if steps > MOST_STEPS or list(mapping.grid) != grid:
-        return _computed(inner, own, np.ones(1, bool), ()).times(steps)
+    if steps > MOST_STEPS or not is_known:
+        each, _ = _computed(inner, own, np.ones(1, bool), ())
+        return each.times(steps) + Kernel(is_least=not is_known)
     read = zip(inner.invars, eqn.invars[: mapping.num_index_operands], strict=False)
     values = [(var, value_of(atom, known)) for var, atom in read]
     found = {**own, **{var: value for var, value in values if value is not None}}
     # A dimension that `vmap` has put before those that the kernel was written for has no number.
     own_dims = [dim for dim in range(len(grid)) if dim not in mapping.vmapped_dims]
     places = np.unravel_index(np.arange(steps), grid or (1,))
-    return _computed(inner, found, np.ones(steps, bool), [places[dim] for dim in own_dims])
+    return _computed(inner, found, np.ones(steps, bool), [places[dim] for dim in own_dims])[0]
 
 
-def _computed(jaxpr: core.Jaxpr, known: Known, active: Steps, places: Places) -> Kernel:
-    """What a kernel's jaxpr computes in the steps that are active.
+def _computed(
+    jaxpr: core.Jaxpr, known: Known, active: Steps, places: Places
+) -> tuple[Kernel, Known]:
+    """What a kernel's jaxpr computes in the steps that are active, and what is known behind it.
 
     Of its scalars those are known that follow from places: one for each step, or one for all.
     """
@@ -100,16 +106,24 @@ def _computed(jaxpr: core.Jaxpr, known: Known, active: Steps, places: Places) ->
             total += _branches(eqn, found, active, places)
         elif inner := bodies(eqn, found):
             computed = [_computed(sub, own, active, places) for sub, own in inner]
-            total += sum(computed, Kernel()).times(eqn.params.get("length", 1))
+            each = sum((kernel for kernel, _ in computed), Kernel(is_least=name == "while"))
+            total += each.times(eqn.params.get("length", 1))
+            if name in ("jit", "pjit"):  # as `//` and `%` of a scalar are
+                (sub, _), (_, behind) = inner[0], computed[0]
+                pairs = zip(eqn.outvars, sub.outvars, strict=True)
+                results = ((out, value_of(x, behind)) for out, x in pairs)
+                found |= {out: value for out, value in results if value is not None}
         elif name == "dot_general":
             total += Kernel(flops=dot_flops(eqn)).times(times)
+        elif name.endswith("mma"):  # of a GPU's tensor cores, on references to memory
+            total += Kernel(is_least=True)
         elif eqn.outvars:
             if (value := _scalar(eqn, found)) is not None:
                 found[eqn.outvars[0]] = value
             most = max(map(_size, (*eqn.invars, *eqn.outvars)))  # of a sum what is summed
             if most > 1 and name not in _MOVES:
                 total += Kernel(numbers=float(most)).times(times)
-    return total
+    return total, found
 
 
 def _branches(eqn: core.JaxprEqn, found: Known, active: Steps, places: Places) -> Kernel:
@@ -117,11 +131,11 @@ def _branches(eqn: core.JaxprEqn, found: Known, active: Steps, places: Places) -
     branches = bodies(eqn, found)
     which = value_of(eqn.invars[0], found)
     if which is None:
-        each = [_computed(sub, own, active, places) for sub, own in branches]
+        each = [_computed(sub, own, active, places)[0] for sub, own in branches]
         return max(each, key=lambda one: (one.flops, one.numbers))
     taken = np.clip(np.broadcast_to(which, active.shape).astype(int), 0, len(branches) - 1)
     parts = [
-        _computed(sub, own, active & (taken == number), places)
+        _computed(sub, own, active & (taken == number), places)[0]
         for number, (sub, own) in enumerate(branches)
     ]
     return sum(parts, Kernel())
@@ -137,11 +151,18 @@ def _scalar(eqn: core.JaxprEqn, found: Known) -> np.ndarray | None:
         if array is None or len(values) != array.ndim or any(value is None for value in values):
             return None
         return array[tuple(np.asarray(value).astype(int) for value in values)]
-    compute = _SCALAR.get(eqn.primitive.name)
+    compute, dtype = _SCALAR.get(eqn.primitive.name), getattr(_aval(eqn.outvars[0]), "dtype", None)
     values = [value_of(atom, found) for atom in eqn.invars]
     if compute is None or any(value is None for value in values):
         return None
-    return np.asarray(compute(*values))
+    result = np.asarray(compute(*values))
+    return result.astype(dtype) if isinstance(dtype, np.dtype) else result
+
+
+def _divided(x: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """As XLA divides: towards zero where both are whole numbers."""
+    is_whole = x.dtype.kind in "iub" and by.dtype.kind in "iub"
+    return np.trunc(x / by).astype(np.int64) if is_whole else x / by
 
 
 def dot_flops(eqn: core.JaxprEqn) -> float:

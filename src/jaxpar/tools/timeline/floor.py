@@ -21,6 +21,7 @@ from jaxpar.tools.private_names import (
     value_error,
 )
 from jaxpar.tools.program.flops import device_flops
+from jaxpar.tools.timeline.limits import impossible
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import Target, figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, compile_for, timeline
@@ -137,12 +138,14 @@ def program_floor(
     Args:
       program: from `compile_for`.
       played: its timeline, where it is at hand.
-      chip: figures to use in place of the published ones.
+      chip: figures to use in place of the target's.
 
     Returns:
       A `Floor`. FLOPs are those of the matmuls of the traced program, operands of 32 bits counted
-      at the peak of 16, of 8 at twice that; bytes are those that the collectives of the compiled
-      program send, over all links of a device at once.
+      at the peak of 16, of 8 at twice that, or those of the compiled program where they are fewer:
+      compilers compute alike matmuls once. Bytes are those that the collectives of the compiled
+      program send, over all links of a device at once; a GPU's switch may add, so that of a sum
+      half of them are.
 
     Raises:
       ValueError: a chip that jaxpar has no figures of, and none given.
@@ -160,7 +163,35 @@ def program_floor(
     played = timeline(program, chip) if played is None else played
     flops = device_flops(program.jaxpr, target.mesh.size)
     links = max(1, Links(target.mesh, chip).there)
-    return Floor(flops / chip.flops, played.sent_bytes / (links * chip.link))
+    sent = played.sent_bytes
+    if not chip.torus:
+        sent -= sum(one.bytes for one in played.transfers if one.row.endswith("all-reduce")) / 2
+    return Floor(min(flops / chip.flops, played.at_peak), sent / (links * chip.link))
+
+
+def require_possible(program: CompiledProgram, played: Timeline, floor: Floor) -> None:
+    """Refuses a prediction that is shorter than the program's floor, and keeps its text.
+
+    Args:
+      program: what was predicted.
+      played: its timeline; one that was measured is never refused.
+      floor: of the whole program.
+
+    Raises:
+      RuntimeError: the prediction is impossible; the message names the file with the program's
+        text.
+    """
+    if played.estimate == "measured" or played.total >= (1 - _ROUNDING) * floor.total:
+        return
+    raise impossible(
+        f"{played.total * 1e6:,.1f} us are predicted of a program that takes at least "
+        f"{floor.total * 1e6:,.1f} us on {program.target.name} (its matmuls at peak: "
+        f"{floor.compute * 1e6:,.1f}, its bytes over all links: {floor.transfer * 1e6:,.1f})",
+        program.text,
+    )
+
+
+_ROUNDING = 1e-6
 
 
 def _one_piece(

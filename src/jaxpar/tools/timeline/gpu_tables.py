@@ -61,7 +61,7 @@ class GpuTables:
         operands = dtypes.partition("->")[0]
         named = (table for key, table in self.matmuls.items() if key.startswith(f"{operands}->"))
         own = _between(next(named, {}), sizes)
-        bits = max(map(int, re.findall(r"(?:^|x)[a-z]+(\d+)", operands)))
+        bits = max(map(int, re.findall(r"(?:^|x)[a-z]+(\d+)", operands)), default=32)
         wide = _between(self.matmuls.get("bf16xbf16->bf16", {}), sizes)
         if bits > 16 or wide is None:
             return own
@@ -92,7 +92,7 @@ def _times(table: Mapping[Sizes, float], factor: float) -> dict[Sizes, float]:
 
 def _between(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> float | None:
     """The time at sizes between those of a table; None below them, or of no table."""
-    grids = [sorted(set(dim)) for dim in zip(*table, strict=True)]
+    grids = _grids(tuple(table))
     if not grids or any(size < grid[0] for size, grid in zip(sizes, grids, strict=True)):
         return None
     inside = [min(size, grid[-1]) for size, grid in zip(sizes, grids, strict=True)]
@@ -103,6 +103,12 @@ def _between(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> float | 
         if share:
             found += share * log(table[tuple(size for size, _ in corner)])
     return exp(found) * prod(sizes) / prod(inside)
+
+
+@cache
+def _grids(known: tuple[Sizes, ...]) -> list[list[int]]:
+    """The sizes of each dimension, in their order."""
+    return [sorted(set(dim)) for dim in zip(*known, strict=True)]
 
 
 def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:

@@ -40,6 +40,10 @@ UNALIGNED = 2.4
 ON_VECTORS = 2.25 * 8 * 128
 
 
+class TooFastError(Exception):
+    """A transfer is faster than the links that there are."""
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """What a timeline takes for granted where a program's shapes do not say it.
@@ -87,6 +91,7 @@ class Player:
         self.links, self.chip, self.assumed = links, links.chip, assumed
         self._reached = REACHED if self.chip.torus else REACHED_BY_GPUS
         self.now = 0.0  # of the compute units
+        self.at_peak = 0.0  # seconds of the matmuls at the chip's peak, as far as it is known
         self.free = np.zeros(links.count)  # when each link has nothing left to send
         self.busy = np.zeros(links.count)
         self.stream = 0.0  # a GPU's transfers take turns on one stream
@@ -159,8 +164,12 @@ class Player:
     # -- what computes ------------------------------------------------------------------------
 
     def _compute(self, operation: Operation) -> None:
-        start, self.now = self.now, self.now + self._seconds(operation.work)
+        seconds = self._seconds(operation.work)
+        start, self.now = self.now, self.now + seconds
         is_matmul = operation.work.is_matmul
+        if is_matmul:
+            at_peak = sum(map(self._at_peak, operation.work.matmuls), 0.0)
+            self.at_peak += min(at_peak, seconds) or seconds
         if operation.work.is_unknown:
             self.unsaid[operation.op or operation.name] = None
         event = Event(operation.name, operation.op, "compute", "compute", start, self.now)
@@ -196,13 +205,15 @@ class Player:
 
     def _multiplying(self, matmul: Matmul) -> float:
         """As measured, where a GPU's table has such sizes, and no faster than at peak."""
+        measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
+        found = max(self._at_peak(matmul), measured or 0.0)
+        return found if matmul.is_aligned or self.chip.torus else UNALIGNED * found
+
+    def _at_peak(self, matmul: Matmul) -> float:
         flops = matmul.flops
         if matmul.rows:
             flops *= _share(matmul.rows, self.assumed.grouped_rows) + matmul.twice
-        at_peak = flops / (self.chip.flops * 2 / max(matmul.width, 1.0))
-        measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
-        found = max(at_peak, measured or 0.0)
-        return found if matmul.is_aligned or self.chip.torus else UNALIGNED * found
+        return flops / (self.chip.flops * 2 / max(matmul.width, 1.0))
 
     # -- transfers and copies -----------------------------------------------------------------
 
@@ -215,7 +226,12 @@ class Player:
         latency = self.links.latency(transfer.route)
         if self.chip.torus:  # a GPU's switch may add on the way
             fastest = self.links.there * self.chip.link * float(seconds.max(initial=0.0))
-            assert transfer.sent <= 1.001 * fastest or not seconds.size, start.name
+            if seconds.size and transfer.sent > 1.001 * fastest:
+                raise TooFastError(
+                    f"{start.name} sends {transfer.sent:,.0f} bytes a device in "
+                    f"{seconds.max() * 1e6:,.1f} us over {self.links.there} links of "
+                    f"{self.chip.link / 1e9:g} GB/s"
+                )
         begin = self.now if self.chip.torus else max(self.now, self.stream)
         ends = np.maximum(self.free[links], begin) + seconds  # a link sends one after the other
         first = float((ends - seconds).min()) if ends.size else begin

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from jaxpar.tools.private_names import Chip, is_array, jitted_with, naming, read
 from jaxpar.tools.program.cache import keep, kept, key_of
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.limits import impossible
 from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.player import Assumptions, Player
+from jaxpar.tools.timeline.player import Assumptions, Player, TooFastError
 from jaxpar.tools.timeline.target import Target, figures_of, measured_of
 
 
@@ -87,8 +89,9 @@ def compile_for(
         leave out its mesh.
       target: from `jaxpar.schedule.target`.
       *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec`
-        will do). One without a sharding is laid out as the compiler likes. Leaves that are no
-        arrays, such as functions and text, are given to a function that is not jitted as they are.
+        will do). One without a sharding is laid out as the compiler likes. `fn` gets
+        leaves that are no arrays, such as functions and text, unchanged, unless it is jitted. In
+        its results they become None.
       compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` is told of them. None:
         those of `jaxpar.compiler_options(target)`; `{}`: none. A function of `jaxpar.jit` keeps
         what it got besides.
@@ -169,6 +172,8 @@ def program_of(
 
 def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
     stats: Any = compiled.memory_analysis()
+    if stats is None:  # not every backend tells
+        return compiled.as_text() or "", Memory(0, 0, 0, 0, 0)
     sizes = {
         "arguments": stats.argument_size_in_bytes,
         "outputs": stats.output_size_in_bytes,
@@ -183,9 +188,10 @@ def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
 @readable
 @dataclass(frozen=True)
 class Timeline:
-    """A program's schedule under the published model of a chip, or as it was measured.
+    """A program's schedule on a model of a chip, or as it was measured, in seconds, for one device.
 
-    Seconds, for one device: from `timeline` or `read_trace`.
+    `timeline` and `read_trace` return it. `estimate` says where the times of compute instructions
+    come from: "the compiler's cycles", "XLA's measured tables", "roofline" or "measured".
 
     Example:
       >>> from jaxpar.schedule import compile_for, target, timeline
@@ -202,11 +208,12 @@ class Timeline:
     sent_bytes: float  # by one device
     link_utilisation: float  # of the links in use: mean share of the total time that they are busy
     peak_bytes: int  # of HBM
-    estimate: str  # where the times of compute instructions come from
+    estimate: str  # as above
     loops_of_unknown_length: tuple[str, ...]  # and of no assumed one: one trip each
     # Of these only the bytes are known: every figure is at least so large.
     kernels_of_unknown_cost: tuple[str, ...] = ()
     runs: tuple[float, ...] = ()  # of a measured one: how long each run took in the trace
+    at_peak: float = inf  # of the matmuls at the chip's peak, where it was played
 
     @property
     def hidden_share(self) -> float:
@@ -227,14 +234,14 @@ def timeline(
     """Plays a compiled program's schedule on a model of its chip.
 
     The order of instructions, starts and dones is the compiler's. On TPUs a matmul takes the
-    compiler's cycles over the clock, and a pass over memory what its bytes take. On GPUs matmuls
-    and collectives take what XLA measured, where its CUDA plugin has a table, and else a roofline.
-    A kernel takes the FLOPs and bytes of its own estimate, or those of its traced program in the
-    steps of its grid that compute, and on a TPU no less than its vector operations do; a grouped
-    matmul takes those of the tiles that two groups share twice. A transfer takes its start, one
-    latency a hop and its bytes over the bandwidth of the links on its way; transfers that share a
-    link take turns. A done waits. Transfers take nothing of the memory's bandwidth, and those of a
-    SparseCore nothing of what computes: how they contend is not published.
+    compiler's cycles over the clock, with an upper limit by its bytes and FLOPs. A pass over memory
+    takes what its bytes take. On GPUs matmuls and collectives take what XLA measured, where its
+    CUDA plugin has a table, and else a roofline. A kernel's FLOPs and bytes come from its estimate,
+    or from its jaxpr. On a TPU its vector operations are a lower limit. In a grouped matmul a tile
+    that two groups share counts twice. A transfer takes its start, one latency a hop and its bytes
+    over the bandwidth of the links on its way; transfers that share a link take turns. A done
+    instruction waits for its transfer. Transfers take nothing of the memory's bandwidth, and those
+    of a SparseCore nothing of what computes: how they contend is not published.
 
     Args:
       program: from `compile_for`.
@@ -248,6 +255,8 @@ def timeline(
 
     Raises:
       ValueError: a chip that jaxpar has no figures of, and none given.
+      RuntimeError: a transfer is predicted to be faster than its links; the message names a file
+        with the program's text, for a report.
 
     Example:
       >>> from jaxpar.schedule import compile_for, target, timeline
@@ -260,7 +269,10 @@ def timeline(
     """
     chip = figures_of(program.target, chip)
     player = Player(Links(program.target.mesh, chip), assumed or Assumptions())
-    player.run(program.module.entry)
+    try:
+        player.run(program.module.entry)
+    except TooFastError as transfer:
+        raise impossible(str(transfer), program.text) from None
     events = player.finish()
     transfers = [e for e in events if e.kind == "transfer"]
     total = max([player.now, *(e.end for e in transfers)])
@@ -277,6 +289,7 @@ def timeline(
         estimate=_estimate(chip),
         loops_of_unknown_length=tuple(player.unknown),
         kernels_of_unknown_cost=tuple(player.unsaid),
+        at_peak=player.at_peak,
     )
 
 
