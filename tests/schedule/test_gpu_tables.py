@@ -114,6 +114,12 @@ def test_times_between_sizes_and_beyond_them():
     assert tables.collective("all-gather", 8, 512) == pytest.approx(4)
     assert tables.collective("all-gather", 8, 8) == 1  # as long as the smallest one
     assert tables.collective("all-gather", 4, 128) is None
+    for sizes, inside in (((1, 300, 400, 256), True), ((4, 512, 512, 256), False), ((), False)):
+        assert tables.has("bf16xbf16->f32", sizes) == tables.has("s8xs8->s32", sizes) == inside
+    assert not tables.has("f64xf64->f64", (1, 256, 256, 256))
+    assert tables.has_collective("all-gather", 8, 8)
+    assert not tables.has_collective("all-gather", 8, 512)
+    assert not tables.has_collective("all-gather", 4, 128)
 
 
 def test_eight_bits_are_no_faster_than_half_of_sixteen():

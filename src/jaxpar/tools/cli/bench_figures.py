@@ -24,7 +24,7 @@ from jaxpar.tools.cli.gpu_clocks import Clocks
 from jaxpar.tools.cli.ops import OPS, Ring, ring_size
 from jaxpar.tools.cli.shared_options import parse_shapes
 from jaxpar.tools.cli.workers import one_line
-from jaxpar.tools.private_names import Chip, environment_options, us
+from jaxpar.tools.private_names import environment_options, slice_of, us
 from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import target_of
@@ -102,6 +102,8 @@ def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
     mesh, chip = row.program.target.mesh, row.program.target.chip
     if chip is None:
         return f"no figure of this chip ({mesh.devices.flat[0].device_kind})"
+    if chip.torus and len({slice_of(device) for device in mesh.devices.flat}) > 1:
+        return "several slices: no figure of what joins them"
     op, size, grad = OPS[row.op], ring_size(mesh, ring), row.phase != "forward"
     (shape,) = parse_shapes(row.shape)
     sizes, numbers = op.on_one_device(shape, size)
@@ -119,7 +121,7 @@ def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
     measured = quartiles(row.seconds)
     return Figures(
         bound=floor.total,
-        **_predicted(row.program, chip, floor, ring, measured, host),
+        **_predicted(row.program, floor, ring, measured, host),
         rate=sent / measured[1] / 1e9 if sends else flops / measured[1] / 1e12,
         unit="GB/s" if sends else "TFLOP/s",
         public=None if found is None else _public(found, sends),
@@ -127,7 +129,7 @@ def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
 
 
 def _predicted(
-    program: CompiledProgram, chip: Chip, floor: Floor, ring: Ring, measured: Any, host: Host
+    program: CompiledProgram, floor: Floor, ring: Ring, measured: Any, host: Host
 ) -> dict[str, Any]:
     """What rests on the prediction: without one, all else stands."""
     try:
@@ -136,7 +138,7 @@ def _predicted(
             "predicted": played.total,
             "is_least": bool(played.loops_of_unknown_length or played.kernels_of_unknown_cost),
             "estimate": played.estimate,
-            "bands": tuple(map(str, bands_of(played, chip.kind))),
+            "bands": tuple(map(str, bands_of(played, program.target))),
             "reasons": reasons_of(program, played, floor, ring, measured, host),
         }
     except Exception as reason:  # whatever a compiler writes that is not known
@@ -192,7 +194,7 @@ def print_figures(
 
 def _cells(row: Row, one: Figures) -> list[str]:
     measured = quartiles(row.seconds)[1]
-    mark = ">" if one.is_least else "~" if one.estimate == "roofline" else ""
+    mark = ">" if one.is_least else "~" if "roofline" in one.estimate else ""
     predicted = one.predicted
     return [
         f"  {row.mode}",
@@ -237,7 +239,7 @@ def _legend(known: Sequence[tuple[Row, Figures]], clocks: Clocks | None) -> str:
         "\nbound: FLOPs at peak, or bytes over all links. predicted: this program, on the model of "
         "the chip (~ by a roofline, > at least). off: predicted / ms - 1. rate: of what is "
         "multiplied or sent, whichever takes longer; public: that of the nearest public row.\n"
-        f"predictions were off by: {'; '.join(bands) or 'no row'}.{watched}"
+        f"predictions were off by: {'; '.join(bands) or 'not known'}.{watched}"
     )
 
 

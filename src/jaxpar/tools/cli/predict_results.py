@@ -16,7 +16,10 @@ NOTE = (
     "with what computes is not known."
 )
 MEASURED_NOTE = "Measured by jax.profiler: one run of the program on one device."
-GPU_NOTE = "~ These times are rooflines: XLA has no measured table of the chip."
+GPU_NOTE = (
+    "~ These times are rooflines, some or all: the installed CUDA plugin has no table of the GPU, "
+    "or not of these sizes and transfers."
+)
 
 Tick = Callable[[str], None]  # called with the label of what was compiled
 
@@ -70,6 +73,13 @@ class Prediction:
     memory: Memory
     compile_seconds: float
     same_as: str | None  # the mode that compiles to the same program
+    bands: tuple[str, ...] = ()  # how far predictions of such work were off
+
+    @property
+    def is_least(self) -> bool:
+        """Whether the time lacks trips of a loop, or what a kernel computes."""
+        played = self.timeline
+        return bool(played.loops_of_unknown_length or played.kernels_of_unknown_cost)
 
     @property
     def exposed_share(self) -> float:
@@ -120,8 +130,8 @@ class TargetResults:
 
     @property
     def approximate(self) -> bool:
-        """Whether times are rooflines."""
-        return any(one.timeline.estimate == "roofline" for one in self.predictions)
+        """Whether times are rooflines, some or all."""
+        return any("roofline" in one.timeline.estimate for one in self.predictions)
 
     @property
     def measured(self) -> bool:
@@ -245,7 +255,7 @@ def prediction_from(record: Mapping[str, Any]) -> Prediction:
     played["events"] = tuple(
         Event(**_with_tuples(event, "covers")) for event in played.pop("events")
     )
-    fields = dict(record)
+    fields = _with_tuples(record, "bands")
     names = ("loops_of_unknown_length", "kernels_of_unknown_cost", "runs")
     fields["timeline"] = Timeline(**_with_tuples(played, *names))
     fields["floor"] = Floor(**record["floor"])

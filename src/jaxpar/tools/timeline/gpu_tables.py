@@ -58,14 +58,28 @@ class GpuTables:
         """
         if not sizes:
             return None
-        operands = dtypes.partition("->")[0]
-        named = (table for key, table in self.matmuls.items() if key.startswith(f"{operands}->"))
-        own = _between(next(named, {}), sizes)
-        bits = max(map(int, re.findall(r"(?:^|x)[a-z]+(\d+)", operands)), default=32)
-        wide = _between(self.matmuls.get("bf16xbf16->bf16", {}), sizes)
+        bits = _bits(dtypes)
+        own = _between(self._of(dtypes), sizes)
+        wide = _between(self._of("bf16xbf16"), sizes)
         if bits > 16 or wide is None:
             return own
         return max(own or 0.0, wide * bits / 16)
+
+    def has(self, dtypes: str, sizes: Sizes) -> bool:
+        """Whether a product's time lies between those of a table, and does not go beyond them."""
+        narrow = {} if _bits(dtypes) > 16 else self._of("bf16xbf16")
+        return _is_within(self._of(dtypes) or narrow, sizes)
+
+    def _of(self, dtypes: str) -> Mapping[Sizes, float]:
+        """The table of two operands, whatever the result is."""
+        operands = dtypes.partition("->")[0]
+        named = (table for key, table in self.matmuls.items() if key.startswith(f"{operands}->"))
+        return next(named, {})
+
+    def has_collective(self, kind: str, group: int, whole: float) -> bool:
+        """Whether a collective's time is no longer than the longest of its table."""
+        table = self.collectives.get((kind, group), {})
+        return _is_within(table, (max(whole, *min(table, default=(0,))),))
 
     def collective(self, kind: str, group: int, whole: float) -> float | None:
         """Seconds of a collective over groups of so many devices, of an array of so many bytes."""
@@ -86,8 +100,21 @@ class GpuTables:
         )
 
 
+def _bits(dtypes: str) -> int:
+    """Of the wider operand; truth values are as slow as numbers of 32."""
+    operands = dtypes.partition("->")[0]
+    return max(map(int, re.findall(r"(?:^|x)[a-z]+(\d+)", operands)), default=32)
+
+
 def _times(table: Mapping[Sizes, float], factor: float) -> dict[Sizes, float]:
     return {sizes: factor * seconds for sizes, seconds in table.items()}
+
+
+def _is_within(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> bool:
+    grids = _grids(tuple(table))
+    return len(grids) == len(sizes) and all(
+        grid[0] <= size <= grid[-1] for size, grid in zip(sizes, grids, strict=True)
+    )
 
 
 def _between(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> float | None:

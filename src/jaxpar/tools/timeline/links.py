@@ -50,6 +50,7 @@ class Transfer:
     row: str  # where the timeline shows it
     sent: float  # bytes that one device sends
     route: Route
+    is_measured: bool = False  # of a GPU: its time lies between those of a table
 
 
 class Links:
@@ -86,7 +87,9 @@ class Links:
         sent = passes * whole * (size - 1) / size
         if (seconds := self._measured(kind, groups, whole)) is not None:
             ports = np.flatnonzero(self._ports(np.array(groups)))
-            return Transfer(row, sent, Route(ports, np.full(len(ports), seconds), 0))
+            assert self.tables is not None
+            is_measured = self.tables.has_collective(kind, size, whole)
+            return Transfer(row, sent, Route(ports, np.full(len(ports), seconds), 0), is_measured)
         if kind in ("all-to-all", "ragged-all-to-all"):
             return Transfer(row, sent, self.all_to_all(groups).of(payload))
         added = passes == 2 and message.phases > 1

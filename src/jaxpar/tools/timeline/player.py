@@ -91,6 +91,7 @@ class Player:
         self.links, self.chip, self.assumed = links, links.chip, assumed
         self._reached = REACHED if self.chip.torus else REACHED_BY_GPUS
         self.now = 0.0  # of the compute units
+        self.beyond = 0.0  # seconds of what a GPU's tables do not have
         self.at_peak = 0.0  # seconds of the matmuls at the chip's peak, as far as it is known
         self.free = np.zeros(links.count)  # when each link has nothing left to send
         self.busy = np.zeros(links.count)
@@ -170,6 +171,8 @@ class Player:
         if is_matmul:
             at_peak = sum(map(self._at_peak, operation.work.matmuls), 0.0)
             self.at_peak += min(at_peak, seconds) or seconds
+            if self.tables and not all(map(self._has, operation.work.matmuls)):
+                self.beyond += seconds
         if operation.work.is_unknown:
             self.unsaid[operation.op or operation.name] = None
         event = Event(operation.name, operation.op, "compute", "compute", start, self.now)
@@ -209,6 +212,9 @@ class Player:
         found = max(self._at_peak(matmul), measured or 0.0)
         return found if matmul.is_aligned or self.chip.torus else UNALIGNED * found
 
+    def _has(self, matmul: Matmul) -> bool:
+        return self.tables is not None and self.tables.has(matmul.dtypes, matmul.sizes)
+
     def _at_peak(self, matmul: Matmul) -> float:
         flops = matmul.flops
         if matmul.rows:
@@ -236,6 +242,7 @@ class Player:
         ends = np.maximum(self.free[links], begin) + seconds  # a link sends one after the other
         first = float((ends - seconds).min()) if ends.size else begin
         end = float(ends.max(initial=begin)) + latency
+        self.beyond += 0.0 if transfer.is_measured else end - first
         self.free[links] = ends
         self.busy[links] += seconds
         self.stream = end

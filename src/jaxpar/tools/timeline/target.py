@@ -136,15 +136,16 @@ def target(
         `jax.devices()`; of CPUs nothing is published, so that they have no figures.
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
-      figures: of the links. `"measured"`: as fitted to public measurements, where there are any;
-        `"book"`: as the vendor publishes them, and a microsecond a hop.
+      figures: of the links. `"measured"`: fitted to public measurements (all TPUs but v4, and the
+        networks between GPU hosts). `"book"`: the vendor's, with a microsecond a hop.
 
     Returns:
       A `Target`. Described devices cannot run anything.
 
     Raises:
       ImportError: the compiler is not installed; the message names the extra that brings it.
-      ValueError: an unknown chip or slice, or axes that do not fit the number of devices.
+      ValueError: an unknown chip or slice, axes that do not fit the number of devices, or `figures`
+        other than `"measured"` and `"book"`.
 
     Example:
       >>> from jaxpar.schedule import target

@@ -191,7 +191,8 @@ class Timeline:
     """A program's schedule on a model of a chip, or as it was measured, in seconds, for one device.
 
     `timeline` and `read_trace` return it. `estimate` says where the times of compute instructions
-    come from: "the compiler's cycles", "XLA's measured tables", "roofline" or "measured".
+    come from: "the compiler's cycles", "XLA's measured tables", the same "and rooflines" where more
+    than a twentieth of the total is in none of them, "roofline" or "measured".
 
     Example:
       >>> from jaxpar.schedule import compile_for, target, timeline
@@ -286,18 +287,23 @@ def timeline(
         sent_bytes=sum((e.bytes for e in transfers), 0.0),
         link_utilisation=float(used.mean() / total) if used.size and total else 0.0,
         peak_bytes=program.memory.peak,
-        estimate=_estimate(chip),
+        estimate=_estimate(chip, player.beyond / total if total else 0.0),
         loops_of_unknown_length=tuple(player.unknown),
         kernels_of_unknown_cost=tuple(player.unsaid),
         at_peak=player.at_peak,
     )
 
 
-def _estimate(chip: Chip) -> str:
+_FEW = 0.05
+
+
+def _estimate(chip: Chip, beyond: float) -> str:
     """Where times of what computes come from."""
     if chip.clock:
         return "the compiler's cycles"
-    return "roofline" if measured_of(chip) is None else "XLA's measured tables"
+    if measured_of(chip) is None:
+        return "roofline"
+    return "XLA's measured tables" + (" and rooflines" if beyond > _FEW else "")
 
 
 def covered(events: Iterable[Event]) -> float:
