@@ -106,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: Found = run_all(compile_one, tasks, args.jobs)
     write_json(args.json, [{"task": task, **record} for task, record in found.items()])
     shown = {
-        "In a `program_order(enforce=True)`:": table(found, ordered=True),
-        "As they are:": table(found, ordered=False),
+        "With `program_order(enforce=True)`:": table(found, ordered=True),
+        "Without `program_order`:": table(found, ordered=False),
     }
     for title, one in shown.items():
         print(title)
