@@ -92,7 +92,7 @@ def test_each_known_bad_combination_has_one_hint(packages, environment, more, ex
     ("kind", "version", "expected"),
     [
         ("TPU v5 lite", "0.12.0.1", "is synchronous, and in program_order aborts the compiler"),
-        ("TPU v5", "0.13.0", "with xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"),
+        ("TPU v5", "0.13.0", "if xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"),
         ("TPU v6 lite", "0.12.0", "jaxpar.compiler_options(mesh)"),
         ("TPU7x", "0.12.0", None),
         ("TPU v5 lite", "0.11.2", None),  # has no starts

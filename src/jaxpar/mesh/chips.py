@@ -9,7 +9,7 @@ import jax
 
 @dataclass(frozen=True)
 class Chip:
-    """Published figures of one chip; of one device, where a function returns it for a device.
+    """Figures of one chip, or of one device of it. They are published, but for a target's links.
 
     Example:
       >>> from jaxpar.schedule import target

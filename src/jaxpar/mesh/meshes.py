@@ -242,10 +242,10 @@ def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
     Returns:
       `hops[r, p]`: the links from logical index `p` to `p + 1` (the last one back to 0) on ring
       `r`; there is one ring for each position on the other axes, in mesh order. On TPU, the
-      distance on the torus, and 0 between two devices of one chip. A dimension wraps around where
-      the slice has the links: each of 16 on v5e and v6e, and all of a slice of whole cubes of
-      4 x 4 x 4 on v4, v5p and tpu7x, of which a smaller slice has none. The extent of a slice is
-      that of its devices in the mesh. Devices of other platforms count as behind one switch: 1.
+      distance on the torus, and 0 between two devices of one chip. On v5e and v6e a dimension of
+      16 wraps around. On v4, v5p and tpu7x all dimensions do if each is a multiple of 4, else
+      none. The extent of a slice is that of its devices in the mesh. Devices of other platforms
+      count as behind one switch: 1.
 
     Raises:
       ValueError: an axis that the mesh lacks, or one that is named twice; an axis that joins TPU

@@ -36,8 +36,8 @@ def assert_overlapped(
 
     The program is compiled for devices that need not be there, and its schedule played on a model
     of the chip (`jaxpar.schedule.timeline`): not a measurement, but what a later change of the
-    program, of JAX or of the compiler does to the overlap shows in it. On GPUs what
-    XLA has no measured table of takes what a roofline says.
+    program, of JAX or of the compiler does to the overlap shows in it. On GPUs without
+    a measured table of XLA's, times are rooflines.
 
     Args:
       fn: a function of global arrays, as for `jaxpar.schedule.compile_for`. A `jax.shard_map` in it

@@ -1,4 +1,4 @@
-"""How far predictions of a kind of work on a chip were from what others measured."""
+"""How far predictions of a kind of work on a chip were from what was measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Band:
-    """The errors of all public measurements of one kind, on one chip, of one size."""
+    """The errors of all measurements of one kind, on one chip, of one size."""
 
     chip: str  # as in `Chip.kind`
     kind: str
@@ -47,7 +47,7 @@ class Band:
         what = f"{self.chip}, {'large' if self.is_large else 'small'} {_PLURALS[self.kind]}"
         if not self.rows:
             return f"{what}: no row"
-        rows = f"{self.rows} public row{'s' * (self.rows > 1)}"
+        rows = f"{self.rows} row{'s' * (self.rows > 1)}"
         return f"{what}: {self.low:+.0%} to {self.high:+.0%} over {rows}"
 
 

@@ -255,7 +255,7 @@ Along mesh axes outside the ring everything is replicated: each ring does the sa
 A second table, of chips that figures are published of: is it as fast as it should be?
   bound      no form is faster: FLOPs at peak, or bytes over all links
   predicted  this program on the model of the chip, as `jaxpar predict` plays it
-  public     what others reached: the rate of the nearest published measurement, with its source
+  public     the rate of the nearest measurement on this kind of chip, with its source
 Of the fastest mode it names what takes the time beyond the bound: transfers and the option that
 would free them, a ring without links of its own, sizes and dtypes, the host, slow clocks.
 

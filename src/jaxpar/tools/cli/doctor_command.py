@@ -291,15 +291,15 @@ def starts_that_wait(packages: Mapping[str, str | None], kind: str) -> Iterator[
     if what in known.frees:
         return
     start = f"jax.lax.psum_scatter_start on {kind}"
-    told = "jaxpar explain names each start of a program that does not overlap"
+    told = "jaxpar explain names the starts that a step waits for"
     if option := next((o.name for o in known.options if o.frees == what), None):
         yield (
-            f"{start} overlaps with {option} alone, and in program_order aborts the compiler "
-            f"without: compile with jaxpar.compiler_options(mesh), which has it; {told}"
+            f"{start} overlaps only if {option} is set. Without it, program_order aborts the "
+            f"compiler. jaxpar.compiler_options(mesh) sets it; {told}"
         )
     else:
         yield (
-            f"{start} is synchronous, and in program_order aborts the compiler: write permutes, or "
+            f"{start} is synchronous, and in program_order aborts the compiler. Write permutes, or "
             f"use jaxpar's matmul_reduce_scatter; {told}"
         )
 

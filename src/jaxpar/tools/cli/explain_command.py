@@ -78,8 +78,8 @@ def add_parser(commands: Any) -> None:
     add(
         "--tries",
         default="8",
-        help="edits to compile, or for how long, as in 10min; what was compiled before takes "
-        "no time, so that the next call goes on (default: %(default)s)",
+        help="how many edits to try, or for how long (10min). Edits in the cache take no time, so "
+        "a second call with minutes tries further ones (default: %(default)s)",
     )
     add("--findings", type=int, default=10, help="findings that are shown (default: %(default)s)")
     add(

@@ -45,11 +45,11 @@ It is the compiler's schedule played on a model of the chip, not a measurement.
 """
 EPILOG = """\
 reading the table:
-  total      milliseconds that the schedule takes; ~ marks rooflines, of GPUs
-             that XLA has no measured table of
-  floor      what no schedule beats: the matmul in one piece, or the bytes alone over all links
-             between the devices of a ring, the longer one; where a single ring does not have all of
-             them, its floor is named, too
+  total      milliseconds that the schedule takes; ~ marks rooflines: the
+             installed CUDA plugin has no table of the GPU or size
+  floor      the least time of any way to divide the matmul: its FLOPs in one piece, or its bytes
+             over all links between the devices of a ring, the longer one; where a single ring does
+             not have all of them, its floor is named, too
   ratio      total / floor
   exposed    share of the total in which the device waits for transfers
   HBM        memory that a device needs at most
@@ -63,7 +63,7 @@ examples:
   jaxpar predict model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
   jaxpar predict model:make_step     # called with the mesh, returns (function, args)
   jaxpar predict --target v5p:4x4x4 --compiler-options none   # the compiler's defaults
-  jaxpar predict --validate --target v6e,h100  # beside what others measured
+  jaxpar predict --validate --target v6e,h100  # beside measurements
 A trace opens in https://ui.perfetto.dev or chrome://tracing. The picture shows bars too short to be
 told apart, as of a long loop, as stacked shares of time.
 Compiled programs are kept in the user's folder for caches: --no-cache compiles anew.
@@ -96,13 +96,13 @@ def add_parser(commands: Any) -> None:
     add(
         "--figures",
         default="measured",
-        help="of the links: measured, where someone has published what transfers take, or book, as "
-        "published by the vendor (default: %(default)s)",
+        help="of the links: measured, as fitted to public measurements, or book, as published by "
+        "the vendor (default: %(default)s)",
     )
     add(
         "--validate",
         action="store_true",
-        help="hold predictions against public measurements, of all chips or those of --target",
+        help="compare predictions with measurements, of all chips or those of --target",
     )
     add_cache(add)
     add("--jobs", type=int, default=0, help="targets at a time (default: one a core)")

@@ -63,7 +63,8 @@ def print_report(report: TargetResults, request: Request, console: Any) -> None:
 def print_notes(reports: list[TargetResults], console: Any) -> None:
     """Prints what holds for all of the output."""
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
-    lines += [f"off by, where it was measured: {band}" for band in _bands(reports)]
+    bands = _bands(reports)
+    lines += [f"errors of such predictions (predicted / measured - 1): {band}" for band in bands]
     played = [one.timeline for report in reports for one in report.predictions]
     lines += map(at_least, sorted({k for one in played for k in one.kernels_of_unknown_cost}))
     lines.append(

@@ -73,7 +73,7 @@ def add_compiler_options(add: Add) -> None:
 
 def add_cache(add: Add) -> None:
     """Adds whether programs are taken that were compiled before."""
-    add("--no-cache", action="store_true", help="compile what has been compiled before, too")
+    add("--no-cache", action="store_true", help="do not use compiled programs of earlier calls")
 
 
 def add_processes(add: Add) -> None:

@@ -146,7 +146,8 @@ def heading(record: Record) -> list[str]:
         lines.append(f"{held} of memory")
     lines.append(f"({_source(record)})")
     lines += map(at_least, record["kernels_of_unknown_cost"])
-    lines += [f"off by, where it was measured: {band}" for band in record["bands"]]
+    bands = record["bands"]
+    lines += [f"errors of such predictions (predicted / measured - 1): {band}" for band in bands]
     if loops := record["loops_of_unknown_length"]:
         lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
     return lines

@@ -43,17 +43,18 @@ class ExposedCollective:
       collective: its kind as HLO calls it, such as `"all-gather"`.
       over: the mesh axes; of a permute with the step along them, as in `"tp +1"`.
       seconds: in which the device waits for it, or for others while it holds their links.
-      held: seconds of those in which others stand behind it, over the same links.
+      held: the part of `seconds` in which other transfers queue behind it, over the same links.
       runs: how often it runs.
       bytes: that a device sends in all runs.
       transfer: seconds in which it is under way.
-      queued: seconds of those before it, in which its links were busy with others.
-      latency: seconds of those in which nothing but the first byte travels.
+      queued: seconds before its links are free of other transfers.
+      latency: the part of `transfer` before the first byte arrives.
       links: over how many a device sends, of `links_there`.
-      line: the innermost line of the user's own that it comes from; None if the compiler says none.
+      line: the user's innermost line that it comes from. If no line is the user's, the innermost
+        one. None if the compiler gives no line.
       lines: all lines that it comes from, the innermost first.
-      chain: those of them that tell it from others, from the innermost, of a framework's perhaps,
-        to the user's own and what that is called from.
+      chain: up to five of these lines, from the innermost, which may be a framework's, to the
+        user's own and its callers.
       places: where collectives are that are alike, the longest waited for first: layers, or calls
         of one function, that differ in nothing but numbers.
       scopes: the named scopes around it, such as those of modules.

@@ -46,7 +46,7 @@ class TriedEdit:
     exposed: tuple[ExposedCollective, ...]
 
     def removes(self, exposed: ExposedCollective) -> bool:
-        """Whether most of what was exposed in one place is no more."""
+        """Returns whether the edit removes more than half of what `exposed` waits for."""
 
         def source(one: ExposedCollective) -> tuple[Any, ...]:
             # Of places that are alike another one may be waited for the longest.

@@ -64,7 +64,7 @@ def infer_layout(
 
     Args:
       function: a loss or a forward pass, without `jax.shard_map`.
-      params: arrays or their shapes, any pytree.
+      params: arrays or their shapes, any pytree. It may have leaves that are no arrays.
       batch: the same, of the data; its first dimension is sharded over the data axes.
       mesh: to choose for.
       roles: what a mesh axis is for: `"data"`, `"fully sharded"`, `"tensor"` or `"expert"`. Of
@@ -77,11 +77,12 @@ def infer_layout(
         name an operation that was not followed, does not divide, or moves data, and its weights.
 
     Returns:
-      A `LayoutMap`, to be used as it is or edited. Arrays that lie alike and whose paths differ in
-      numbers alone, as those of all layers, have one rule: `layer_\\d+/up`. If weights and data
-      are sharded over one axis, the compiler may shard activations like either. For this case the
-      map has a rule of `results` for activations, `"residual"`. `x = layout.constrain(x,
-      "residual")` decides it: in bodies of loops, and in front of a layer where activations move.
+      A `LayoutMap`, to be used as it is or edited. Arrays of all layers share one rule,
+      such as `layer_\\d+/up`, if they are sharded alike: their paths differ in numbers alone. If
+      weights and data are sharded over one axis, the compiler may shard activations like either.
+      For this case the map has a rule of `results` for activations, `"residual"`. `x =
+      layout.constrain(x, "residual")` decides it: in bodies of loops, and in front of a layer
+      where activations move.
 
     Raises:
       ValueError: an axis whose role its name does not tell; a role of an axis that is not there.
