@@ -68,6 +68,30 @@ def test_table_marks_rooflines(report, request_made):
     assert "~ These times are rooflines" in text
 
 
+@pytest.mark.parametrize("what", ["loops_of_unknown_length", "kernels_of_unknown_cost"])
+def test_table_marks_lower_bounds(what, report, request_made):
+    assert ">" not in printed(report, request_made)
+    naive, *others = report.predictions
+    least = replace(naive, timeline=replace(naive.timeline, **{what: ("while.1",)}))
+    text = printed(as_gpu(replace(report, predictions=[least, *others])), request_made)
+    assert ">4.000   ~2.000" in text
+    assert text.count(">") == 1
+    assert "~2.100   ~2.000" in text
+
+
+def test_bands_are_printed_once_and_written(report, request_made, tmp_path):
+    band = "TPU v5 lite, large gathers: -4% to +6% over 9 public rows"
+    some = [replace(one, bands=(band,)) for one in report.predictions]
+    report = replace(report, predictions=some)
+    text = " ".join(printed(report, request_made).split())
+    assert text.count(f": {band}") == 1
+    path = tmp_path / "a.json"
+    write_json(str(path), [report], [request_made])
+    [entry] = json.loads(path.read_text())["targets"]
+    assert [one["bands"] for one in entry["predictions"]] == [[band]] * 3
+    assert prediction_from(json.loads(json.dumps(asdict(some[0])))) == some[0]
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

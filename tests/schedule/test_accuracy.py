@@ -1,11 +1,12 @@
 """Predictions beside public measurements: rows, programs, errors, and what is printed of them."""
 
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import pytest
 
-from jaxpar.schedule import Timeline, timeline
+from jaxpar.schedule import Timeline, target, timeline
 from jaxpar.tools.accuracy.band import Band, bands, bands_of, text_of
 from jaxpar.tools.accuracy.measurement import Measurement, measurements
 from jaxpar.tools.accuracy.validate import Held, bands_from, seconds_of, table
@@ -101,10 +102,24 @@ def test_the_bands_of_a_step_are_those_of_what_takes_its_time():
     hidden = Event("h", "", "transfer", "tp +1", 0.0, 5e-6)
     short = Event("t", "", "compute", "compute", 60e-6, 61e-6)
     played = step(sent, hidden, matmul, waited, short)
-    found = [(one.chip, one.kind, one.is_large) for one in bands_of(played, "a chip")]
-    assert found == [("a chip", "matmul", True), ("a chip", "gather", True)]
-    assert bands_of(played, "") == []
-    assert bands_of(step(matmul, estimate="measured"), "a chip") == []
+    v6e = target("v6e:2x2")
+    found = [(one.chip, one.kind, one.is_large) for one in bands_of(played, v6e)]
+    assert found == [("TPU v6 lite", "matmul", True), ("TPU v6 lite", "gather", True)]
+    assert bands_of(played, v6e)[0].rows
+
+
+def test_bands_are_of_the_model_that_was_held_against_measurements():
+    """Not of rooflines, nor of other figures of the chip, nor of what was measured itself."""
+    matmul = Event("m", "", "compute", "compute", 0.0, 30e-6, is_matmul=True)
+    v6e, core = target("v6e:2x2"), target("tpu7x:2x2x1")
+    assert bands_of(step(matmul), v6e)
+    assert bands_of(step(matmul), core)  # half of a chip
+    for estimate in ("roofline", "measured"):
+        assert bands_of(step(matmul, estimate=estimate), v6e) == []
+    assert bands_of(step(matmul), target("v6e:2x2", figures="book")) == []
+    faster = replace(v6e, chip=replace(v6e.chip, flops=2 * v6e.chip.flops))
+    assert bands_of(step(matmul), faster) == []
+    assert bands_of(step(matmul), replace(v6e, chip=None)) == []
 
 
 def test_the_bands_that_are_kept_are_read_as_they_were_written():

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.target import Target, target_of
 from jaxpar.tools.timeline.timeline import Timeline
 
 LARGE = 20e-6  # seconds that an operation is predicted to take: below it latencies matter
@@ -51,10 +52,17 @@ class Band:
         return f"{what}: {self.low:+.0%} to {self.high:+.0%} over {rows}"
 
 
-def bands_of(played: Timeline, chip: str) -> list[Band]:
-    """The bands of what makes up a prediction's total, what takes the most first."""
-    if not chip or played.estimate == "measured":
+def bands_of(played: Timeline, target: Target) -> list[Band]:
+    """The bands of what makes up a prediction's total, what takes the most first.
+
+    None of a model that no band was found with: of other figures, or of rooflines.
+    """
+    own = target.chip
+    if own is None or own != target_of(target.mesh).chip:
         return []
+    if played.estimate in ("measured", "roofline"):
+        return []
+    chip = own.kind
     seconds: dict[tuple[str, bool], float] = defaultdict(float)
     for event, taken in _made_of(played.events):
         seconds[_kind(event), event.seconds >= LARGE] += taken

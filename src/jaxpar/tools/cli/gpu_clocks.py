@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,14 +52,15 @@ def clocks_of(platform: str) -> Generator[Callable[[], Clocks | None], None, Non
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = [tool, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits", "-lms", _EVERY_MS]
     command += [f"--id={devices}"] if devices else []
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        yield lambda: clocks_in(said)
-    finally:
-        process.terminate()
-        said = process.communicate()[0]
+    with tempfile.TemporaryFile("w+") as samples:  # a pipe that nobody reads is full in a minute
+        process = subprocess.Popen(command, stdout=samples, stderr=subprocess.DEVNULL)
+        try:
+            yield lambda: clocks_in(said)
+        finally:
+            process.terminate()
+            process.wait()
+            samples.seek(0)
+            said = samples.read()
 
 
 def clocks_in(said: str) -> Clocks | None:

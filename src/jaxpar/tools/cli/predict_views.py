@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jaxpar.schedule import Event, Timeline
-from jaxpar.tools.accuracy.band import bands_of
 from jaxpar.tools.cli.console import Column, print_rows, require_extra
 from jaxpar.tools.cli.predict_results import (
     GPU_NOTE,
@@ -63,10 +62,11 @@ def print_report(report: TargetResults, request: Request, console: Any) -> None:
 def print_notes(reports: list[TargetResults], console: Any) -> None:
     """Prints what holds for all of the output."""
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
-    bands = _bands(reports)
+    found = [one for report in reports for one in report.predictions]
+    bands = dict.fromkeys(band for one in found for band in one.bands)
     lines += [f"errors of such predictions (predicted / measured - 1): {band}" for band in bands]
-    played = [one.timeline for report in reports for one in report.predictions]
-    lines += map(at_least, sorted({k for one in played for k in one.kernels_of_unknown_cost}))
+    kernels = {name for one in found for name in one.timeline.kernels_of_unknown_cost}
+    lines += map(at_least, sorted(kernels))
     lines.append(
         "floor: the matmul in one piece (of a function, its FLOPs at peak), or the bytes alone "
         "over all links of the group. "
@@ -74,16 +74,6 @@ def print_notes(reports: list[TargetResults], console: Any) -> None:
         "that have a matmul to hide behind."
     )
     console.print("\n".join(lines), style="dim", highlight=False)
-
-
-def _bands(reports: list[TargetResults]) -> list[str]:
-    """The errors of the kinds of work that the predictions are made of, each once."""
-    found: dict[str, None] = {}
-    for report in reports:
-        chip = report.facts.chip.get("kind", "") if report.facts else ""
-        for one in report.predictions:
-            found |= dict.fromkeys(map(str, bands_of(one.timeline, chip)))
-    return list(found)
 
 
 def _cells(row: Prediction, facts: Facts | None, about: str) -> list[str]:
@@ -94,7 +84,7 @@ def _cells(row: Prediction, facts: Facts | None, about: str) -> list[str]:
     colour = "green" if row.exposed_share <= 0.05 else "red"
     return [
         f"  {row.mode or 'as written'}",
-        f"{about}{row.timeline.total * 1e3:.3f}",
+        f"{'>' if row.is_least else about}{row.timeline.total * 1e3:.3f}",
         f"{about}{row.floor.total * 1e3:.3f}",
         f"[bold]{ratio}[/]",
         f"[bold {colour}]{about}{row.exposed_share:.1%}[/]",

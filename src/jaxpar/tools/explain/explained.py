@@ -34,7 +34,6 @@ _LEAST = 0.005  # of the step: overheads of less are not shown
 def record_of(found: Explanation) -> dict[str, Any]:
     """The numbers of an explanation, as JSON can hold them."""
     program, played = found.program, found.timeline
-    kind = program.target.chip.kind if program.target.chip else ""
     return {
         "target": program.target.name,
         "mesh": dict(program.target.mesh.shape),
@@ -54,7 +53,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "capacity": program.target.chip.capacity if program.target.chip else 0,
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
         "kernels_of_unknown_cost": list(played.kernels_of_unknown_cost),
-        "bands": [str(one) for one in bands_of(found.predicted or played, kind)],
+        "bands": [str(one) for one in bands_of(found.predicted or played, program.target)],
         "findings": [_of_finding(finding) for finding in found.findings],
         "overheads": [
             asdict(one) for one in found.overheads if one.seconds >= _LEAST * played.total
