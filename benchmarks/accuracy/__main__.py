@@ -10,14 +10,13 @@ needed: `pip install 'jaxpar[tpu,gpu]'`.
 import sys
 from pathlib import Path
 
-import jax
-
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
 from jaxpar.tools.accuracy import band
-from jaxpar.tools.accuracy.validate import TITLES, bands_from, table, validate
-from jaxpar.tools.program.cache import default_folder
+from jaxpar.tools.accuracy.measurement import measurements
+from jaxpar.tools.accuracy.validate import TITLES, bands_from, table
+from jaxpar.tools.cli.predict_validation import validated
 from tables import Table, update
 
 README = Path(__file__).with_name("README.md")
@@ -27,8 +26,8 @@ SECTION = "classes"
 
 def main() -> int:
     """Writes the table and the bands."""
-    jax.config.update("jax_platforms", "cpu")
-    found, failed = validate((), default_folder(), lambda name: print(name, file=sys.stderr))
+    chips = {one.chip for one in measurements()}
+    found, failed = validated(chips, lambda name: print(name, file=sys.stderr))
     rows = Table(TITLES, table(found))
     rows.print()
     for name, reason in failed.items():

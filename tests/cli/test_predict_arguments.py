@@ -1,6 +1,7 @@
 """What `predict` refuses before any compiler starts, and the text of every refusal."""
 
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ import pytest
 from jaxpar import make_mesh
 from jaxpar.mesh.chips import chip_of
 from jaxpar.schedule import Target
-from jaxpar.tools.cli import predict_command, predict_worker
+from jaxpar.tools.accuracy.measurement import Measurement, measurements
+from jaxpar.tools.accuracy.validate import validate
+from jaxpar.tools.cli import predict_command, predict_validation, predict_worker
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.main import main
 from jaxpar.tools.cli.predict_results import TargetResults
@@ -61,6 +64,12 @@ def requests(monkeypatch):
             "--args 'f32[8]@tp,-' names axes for 2 dimensions, but has 1; write one entry a",
         ),
         ("--nonsense", "unrecognized arguments: --nonsense"),
+        ("--validate", "--validate: nothing is published of 'v5e:2x2'; --target must be chips"),
+        (
+            "m:f --validate --no-cache --mesh tp=2 --figures book",
+            "--validate compiles what was measured, and takes --target and --json alone; leave "
+            "figures, function, mesh, no-cache out",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line_and_status_2(args, text, requests, capsys):
@@ -156,3 +165,65 @@ def test_chips_without_figures(monkeypatch, request_made):
     new = replace(bare, chip=chip_of("TPU7x"))
     monkeypatch.setattr(predict_worker, "describe", lambda *_, figures: new)
     assert predict_worker.target_of(request_made) == new
+
+
+# -- predictions beside what was measured ---------------------------------------------------------
+
+
+@pytest.fixture
+def conversations(monkeypatch):
+    """The rows that each process would have compiled, each predicted in one microsecond."""
+    asked = []
+
+    def converse(module, names, take):
+        assert module == "jaxpar.tools.cli.predict_validation"
+        asked.append(names)
+        for name in names[:-1]:
+            take({"name": name, "chip": "a chip", "predicted": 1e-6})
+        take({"name": names[-1], "failed": "ValueError: no"})
+        return "ended with SIGABRT: Fatal" if len(asked) == 2 else None
+
+    monkeypatch.setattr(predict_validation, "converse", converse)
+    return asked
+
+
+@pytest.mark.parametrize("there", [{"tpu"}, {"gpu"}, {"tpu", "gpu"}])
+def test_validation_has_a_process_for_each_compiler_that_is_there(
+    there, conversations, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(predict_validation, "compilers", lambda: there)
+    path = tmp_path / "a.json"
+    assert main(["predict", "--validate", "--json", str(path)]) == 1
+    chips = {one.name: one.chip for one in measurements()}
+    found = [{chips[name][0] in "vt" for name in names} for names in conversations]
+    assert found == [{compiler == "tpu"} for compiler in ("tpu", "gpu") if compiler in there]
+    failures = capsys.readouterr().err.splitlines()
+    assert sum("ValueError: no" in line for line in failures) == len(there)
+    died = ["jaxpar predict: error: gpu compiler: its process ended with SIGABRT: Fatal"]
+    assert [line for line in failures if "SIGABRT" in line] == died * (len(there) == 2)
+    assert len(json.loads(path.read_text())) == sum(map(len, conversations)) - len(there)
+
+
+def test_validation_needs_the_compiler_of_what_is_named(conversations, monkeypatch, capsys):
+    monkeypatch.setattr(predict_validation, "compilers", lambda: {"tpu"})
+    assert main(["predict", "--validate", "--target", "v6e,h100"]) == 2
+    assert "--validate: the compiler of h100 is not installed; pip" in capsys.readouterr().err
+    monkeypatch.setattr(predict_validation, "compilers", set)
+    assert main(["predict", "--validate"]) == 2
+    assert not conversations
+
+
+def test_what_a_compiler_refuses_is_told_and_a_fault_of_the_model_is_not_hidden(monkeypatch):
+    row = Measurement(
+        "a", "memory", "v5e:2x2", "tp=4", "copy", (), (1024,), "float32", 1e-6, "nobody"
+    )
+    assert validate(row, None).predicted > 0
+    refused = validate(replace(row, options={"xla_no_such_option": "1"}), None)
+    assert refused.endswith("No such compile option: 'xla_no_such_option'")
+
+    def faulty(program):
+        raise RuntimeError("faster than its links")
+
+    monkeypatch.setattr("jaxpar.tools.accuracy.validate.timeline", faulty)
+    with pytest.raises(RuntimeError, match="faster than its links"):
+        validate(row, None)

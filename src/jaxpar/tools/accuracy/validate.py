@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from jaxpar.tools.accuracy.band import LARGE, Band
-from jaxpar.tools.accuracy.measurement import Measurement, measurements
+from jaxpar.tools.accuracy.measurement import Measurement
 from jaxpar.tools.timeline.timeline import Timeline, timeline
 
 ONE_TRANSFER = ("gather", "sum", "permute", "all-to-all")
@@ -29,23 +29,15 @@ class Held:
         return self.predicted / self.measured.seconds - 1
 
 
-def validate(
-    chips: Iterable[str], cache: str | Path | None, tick: Callable[[str], None]
-) -> tuple[list[Held], dict[str, str]]:
-    """Compiles and plays what was measured on these chips; and why some of it cannot be."""
-    wanted, found, failed = set(chips), [], {}
-    for one in measurements():
-        if wanted and one.chip not in wanted:
-            continue
-        try:
-            program = one.compile(cache)
-            chip = program.target.chip
-            assert chip is not None, one.target
-            found.append(Held(one, chip.kind, seconds_of(one, timeline(program))))
-        except Exception as reason:  # each compiler has errors of its own
-            failed[one.name] = f"{type(reason).__name__}: {reason}".partition("\n")[0]
-        tick(one.name)
-    return found, failed
+def validate(one: Measurement, cache: str | Path | None) -> Held | str:
+    """Compiles and plays what was measured; or says why it cannot be compiled."""
+    try:
+        program = one.compile(cache)
+    except Exception as reason:  # each compiler has errors of its own
+        return f"{type(reason).__name__}: {reason}".partition("\n")[0]
+    chip = program.target.chip
+    assert chip is not None, one.target
+    return Held(one, chip.kind, seconds_of(one, timeline(program)))
 
 
 def seconds_of(one: Measurement, played: Timeline) -> float:

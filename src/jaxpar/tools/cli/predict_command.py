@@ -46,7 +46,7 @@ It is the compiler's schedule played on a model of the chip, not a measurement.
 EPILOG = """\
 reading the table:
   total      milliseconds that the schedule takes; ~ marks rooflines: the
-             installed CUDA plugin has no table of the GPU or size
+             installed CUDA plugin has no table of the GPU or size, > lower bounds
   floor      the least time of any way to divide the matmul: its FLOPs in one piece, or its bytes
              over all links between the devices of a ring, the longer one; where a single ring does
              not have all of them, its floor is named, too
@@ -109,7 +109,7 @@ def add_parser(commands: Any) -> None:
     add("--plot", metavar="FILE.png", help="draw the timelines")
     add("--json", metavar="FILE", help="write everything, each event and the figures included")
     add("--trace", metavar="FILE", help="write the timelines as a Chrome or Perfetto trace")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(args: argparse.Namespace) -> int:

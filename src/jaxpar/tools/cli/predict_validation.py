@@ -2,14 +2,18 @@
 
 import argparse
 import json
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from jaxpar.tools.accuracy.measurement import measurements
 from jaxpar.tools.accuracy.validate import TITLES, Held, table, validate
 from jaxpar.tools.cli.console import UsageError, open_console, print_error, progress, require_extra
-from jaxpar.tools.private_names import write_text
+from jaxpar.tools.cli.shared_options import require_reportable
+from jaxpar.tools.cli.workers import answer, compilers, converse
+from jaxpar.tools.private_names import install_command, write_text
 from jaxpar.tools.program.cache import default_folder
+from jaxpar.tools.timeline.target import TPUS
 
 NOTE = (
     "Errors are predicted / measured - 1; median and worst are those of rows that no constant was "
@@ -19,16 +23,17 @@ NOTE = (
 
 def run_validation(args: argparse.Namespace) -> int:
     """Compiles and plays what was measured, and prints a row for each class."""
-    known = sorted({one.chip for one in measurements()})
-    chips = args.target.split(",") if args.target else known
-    if strange := [chip for chip in chips if chip not in known]:
+    given = {name for name, value in vars(args).items() if value != args.default_of(name)}
+    if others := sorted(given - {"command", "json", "target", "validate"}):
         raise UsageError(
-            f"--validate: nothing is published of {strange[0]!r}; --target must be chips such as "
-            f"v6e,h100, of {', '.join(known)}"
+            "--validate compiles what was measured, and takes --target and --json alone; leave "
+            f"{', '.join(others).replace('_', '-')} out"
         )
+    chips = _chips(args.target)
+    require_reportable(args, ("json",))
     rows = sum(one.chip in chips for one in measurements())
     with progress("compiling", rows) as tick:
-        found, failed = validate(chips, default_folder(), tick)
+        found, failed = validated(chips, tick)
     console = open_console()
     printed = require_extra("rich.table").Table(box=require_extra("rich.box").SIMPLE_HEAD)
     for number, title in enumerate(TITLES):
@@ -44,7 +49,68 @@ def run_validation(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _chips(named: str | None) -> list[str]:
+    """The chips of `--target`, or those that something is published of and a compiler is there."""
+    known = sorted({one.chip for one in measurements()})
+    there = [chip for chip in known if _compiler(chip) in compilers()]
+    chips = there if named is None else named.split(",")
+    if strange := [chip for chip in chips if chip not in known]:
+        raise UsageError(
+            f"--validate: nothing is published of {strange[0]!r}; --target must be chips such as "
+            f"v6e,h100, of {', '.join(known)}"
+        )
+    if lacking := [chip for chip in chips or known if chip not in there]:
+        command = install_command(_compiler(lacking[0]))
+        raise UsageError(f"--validate: the compiler of {lacking[0]} is not installed; {command}")
+    return chips
+
+
+def _compiler(chip: str) -> str:
+    return "tpu" if chip in TPUS else "gpu"
+
+
+def validated(
+    chips: Collection[str], tick: Callable[[str], None]
+) -> tuple[list[Held], dict[str, str]]:
+    """Holds predictions against what was measured on chips; and says why some cannot be.
+
+    Each compiler has a process of its own.
+    """
+    rows = {one.name: one for one in measurements()}
+    found, failed = list[Held](), dict[str, str]()
+
+    def take(said: dict[str, Any]) -> None:
+        name = said["name"]
+        if "failed" in said:
+            failed[name] = said["failed"]
+        else:
+            found.append(Held(rows[name], said["chip"], said["predicted"]))
+        tick(name)
+
+    for compiler in ("tpu", "gpu"):
+        mine = [chip for chip in chips if _compiler(chip) == compiler]
+        own = [name for name, one in rows.items() if one.chip in mine]
+        if own and (died := converse("jaxpar.tools.cli.predict_validation", own, take)):
+            failed[f"{compiler} compiler"] = f"its process {died}"
+    return found, failed
+
+
+def serve(names: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The process of one compiler: yields of each measurement what is predicted, or why not."""
+    for one in measurements():
+        if one.name in names:
+            found = validate(one, default_folder())
+            if isinstance(found, str):
+                yield {"name": one.name, "failed": found}
+            else:
+                yield {"name": one.name, "chip": found.chip, "predicted": found.predicted}
+
+
 def record(one: Held) -> dict[str, Any]:
     """A measurement, what was predicted of it, and the error."""
     return {**asdict(one.measured), "held_out": one.measured.is_held_out,
             "predicted": one.predicted, "error": one.error}  # fmt: skip
+
+
+if __name__ == "__main__":
+    answer(serve)
