@@ -204,7 +204,6 @@ def test_figures_by_kind():
 def test_figures_of_links_are_the_measured_ones_where_there_are_any():
     v5p = target("v5p:2x2x1").chip
     assert (v5p.link, v5p.latency, v5p.start) == (8.63e10, 0.8e-6, 3e-6)
-    assert v5p.measured() == v5p
     assert target("v5p:2x2x1", figures="book").chip == chip_of("TPU v5")
     core, book = (target("tpu7x:2x2x1", figures=which).chip for which in ("measured", "book"))
     assert core.hbm == book.hbm == chip_of("TPU7x").hbm / 2

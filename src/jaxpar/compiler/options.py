@@ -203,7 +203,7 @@ def traced_asynchronous() -> frozenset[str]:
     are said, or found in the environment. On a chip that should have some, none found is a warning.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    compiler = Compiler() if device is None else _compiler_of(device.device_kind)
+    compiler = Compiler() if device is None else compiler_of(device.device_kind)
     told: _Told | None = _told.value
     options = None if told is None else dict(told.options)
     if told is not None and device is not None and told.kind not in (None, device.device_kind):
@@ -253,10 +253,11 @@ def environment_options() -> Options:
 
 def options_of(kind: str) -> Options:
     """The options that programs for a kind of chip should have."""
-    return {option.name: option.value for option in _compiler_of(kind).options}
+    return {option.name: option.value for option in compiler_of(kind).options}
 
 
-def _compiler_of(kind: str) -> Compiler:
+def compiler_of(kind: str) -> Compiler:
+    """Returns what is known of the compiler of a kind of chip; of an unknown kind nothing."""
     return next((found for name, found in COMPILERS.items() if kind.startswith(name)), Compiler())
 
 

@@ -37,10 +37,6 @@ class Chip:
     # compiler makes all permutes synchronous (seen on v5e:8x16 and 16x16): it then only loses.
     synchronous_around: int | None = None
 
-    def measured(self) -> "Chip":
-        """Returns the chip: those of targets have measured links, where there are any."""
-        return self
-
 
 def _tpu(kind: str, dimensions: int = 3, **figures: Any) -> Chip:
     return Chip(kind, torus=True, dimensions=dimensions, **figures)

@@ -38,8 +38,8 @@ from jaxpar.compiler.jaxprs import type_of as type_of
 from jaxpar.compiler.jit import enclosing as enclosing
 from jaxpar.compiler.jit import jitted_like as jitted_like
 from jaxpar.compiler.jit import jitted_with as jitted_with
-from jaxpar.compiler.options import COMPILERS as COMPILERS
 from jaxpar.compiler.options import WHOLE_MATMULS as WHOLE_MATMULS
+from jaxpar.compiler.options import compiler_of as compiler_of
 from jaxpar.compiler.options import environment_options as environment_options
 from jaxpar.compiler.tuning import AUTO as AUTO
 from jaxpar.compiler.tuning import Asked as Asked

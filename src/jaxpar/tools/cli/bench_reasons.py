@@ -13,7 +13,7 @@ import jaxpar
 from jaxpar.schedule import CompiledProgram, Event, Floor, Timeline
 from jaxpar.tools.cli.gpu_clocks import Clocks
 from jaxpar.tools.cli.ops import Ring
-from jaxpar.tools.private_names import COMPILERS, Chip, size_text, us, why_not_closed
+from jaxpar.tools.private_names import Chip, compiler_of, size_text, us, why_not_closed
 from jaxpar.tools.program.flops import Dot, dots_of
 from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
@@ -112,13 +112,12 @@ def _freeing(program: CompiledProgram, row: str) -> str:
     kind = row.rpartition(" ")[2]
     # The compiler may make a sum and a slice of a reduce-scatter that nothing frees.
     kinds = (kind, "reduce-scatter") if kind == "all-reduce" else (kind,)
-    device = program.target.mesh.devices.flat[0].device_kind
-    known = next((COMPILERS[name] for name in COMPILERS if device.startswith(name)), None)
-    if known and kind in known.frees:
+    known = compiler_of(program.target.mesh.devices.flat[0].device_kind)
+    if kind in known.frees:
         return (
             ": this form has nothing for it, a ring or chunks do (--modes bidirectional, chunked-2)"
         )
-    options = [option for option in (known.options if known else ()) if option.frees in kinds]
+    options = [option for option in known.options if option.frees in kinds]
     given = {name: str(value).lower() for name, value in program.compiler_options.items()}
     missing = [f"{one.name}={one.value}" for one in options if given.get(one.name) != "true"]
     if missing:

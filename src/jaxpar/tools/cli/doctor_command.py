@@ -26,7 +26,7 @@ from jaxpar.tools.cli.shared_options import (
     require_folders,
 )
 from jaxpar.tools.cli.workers import compilers, first_line, start_jax
-from jaxpar.tools.private_names import COMPILERS, install_command, installed, lacking, write_text
+from jaxpar.tools.private_names import compiler_of, install_command, installed, lacking, write_text
 from jaxpar.tools.processes.agree import agree
 from jaxpar.tools.processes.describe import Description, describe
 
@@ -284,8 +284,8 @@ def starts_that_wait(packages: Mapping[str, str | None], kind: str) -> Iterator[
       packages: versions by distribution.
       kind: of the devices, as JAX calls it.
     """
-    known = next((c for name, c in COMPILERS.items() if kind.startswith(name)), None)
-    if known is None or _numbers(packages.get("jax") or "") < (0, 12):
+    known = compiler_of(kind)
+    if not known.options or _numbers(packages.get("jax") or "") < (0, 12):
         return
     what = "reduce-scatter"
     if what in known.frees:

@@ -16,7 +16,7 @@ from jaxpar.mesh import ring_hops
 from jaxpar.tools.explain.edits import Edit, Edits
 from jaxpar.tools.explain.exposed import BEHIND, THE_END, ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead
-from jaxpar.tools.private_names import COMPILERS, WHOLE_MATMULS, on_torus, slice_of, us
+from jaxpar.tools.private_names import WHOLE_MATMULS, compiler_of, on_torus, slice_of, us
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.values import Value
@@ -59,7 +59,6 @@ CAUSES: dict[Cause, str] = {
 _BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # what has a form of jaxpar's
 _HALF = 0.5
 _FEW = 1024  # bytes: the sum of a loss and the like, which lie nowhere
-_DTYPES = {"f64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1}
 
 
 @dataclass(frozen=True)
@@ -286,12 +285,12 @@ class Rules:
             return None
         return Verdict(
             "wide dtype",
-            f"each number travels in {width} bytes, and {narrow}",
+            f"each number travels in {width:g} bytes, and {narrow}",
             "sum in the narrower dtype: cast before the collective",
             self.edits.narrow(e.line),
         )
 
-    def _narrower(self, collective: Instruction, width: int) -> str | None:
+    def _narrower(self, collective: Instruction, width: float) -> str | None:
         """How it is known that fewer bytes a number would do, if it is."""
         count = len(collective.operands)
         values = [self.values.value(collective)]
@@ -299,13 +298,13 @@ class Rules:
             values = [self.values.value(collective, n) for n in range(count)]
         users = [user for value in values for user in self._on(value)]
         if users and all(u.kind == "convert" and _width(u.instruction) < width for u in users):
-            return f"is converted to {_width(users[0].instruction)} where it arrives"
+            return f"is converted to {_width(users[0].instruction):g} where it arrives"
         for operand in collective.operands:
             source = self.values.value(operand)
             if source.kind == "convert":
                 before = next(iter(self.values.sources(source)))
                 if 0 < _width(before.instruction) < width:
-                    return f"had {_width(before.instruction)} before it was sent"
+                    return f"had {_width(before.instruction):g} before it was sent"
         return None
 
     def _on(self, value: Value) -> Iterator[Value]:
@@ -398,8 +397,7 @@ class Rules:
         if not e.synchronous:
             return None
         kind = self.exposures.target.mesh.devices.flat[0].device_kind
-        named = next((c for name, c in COMPILERS.items() if kind.startswith(name)), None)
-        options = {o.frees: o.name for o in named.options if o.frees} if named else {}
+        options = {o.frees: o.name for o in compiler_of(kind).options if o.frees}
         option = options.get(e.collective)
         if option and option not in self.exposures.program.compiler_options:
             remedy = f"compile with {option} (jaxpar.compiler_options(mesh) has it)"
@@ -496,6 +494,6 @@ class Rules:
         )
 
 
-def _width(i: Instruction) -> int:
-    """Bytes of a number, 0 if it is not known."""
-    return _DTYPES.get(i.arrays[0].dtype, 0) if i.arrays else 0
+def _width(i: Instruction) -> float:
+    """Bytes of a number, 0 if it is not known; of flags, whose sums are counts, too."""
+    return i.arrays[0].width if i.arrays and i.arrays[0].dtype != "pred" else 0.0

@@ -94,9 +94,7 @@ class Reshardings:
 
     def _resharded(self, candidate: RuleCandidate) -> Resharded:
         own = self._with_state(candidate.arrays(self._layout))
-        new = PartitionSpec(
-            *(names[0] if len(names) == 1 else names or None for names in candidate.axes)
-        )
+        new = candidate.spec
         changed = (set(a) ^ set(b) for a, b in zip(own[0].axes, candidate.axes, strict=True))
         specs = {array.path: new for array in own}
         before = spec_text(own[0].spec)

@@ -32,6 +32,11 @@ class RuleCandidate(NamedTuple):
         """The first of them."""
         return self.rules[0]
 
+    @property
+    def spec(self) -> PartitionSpec:
+        """The axes as JAX writes them."""
+        return PartitionSpec(*(some[0] if len(some) == 1 else some or None for some in self.axes))
+
     def arrays(self, layout: Layout) -> list[ArrayLayout]:
         """Those that change."""
         return [array for array in layout.values() if array.rule in self.rules]
@@ -56,8 +61,7 @@ class RuleCandidate(NamedTuple):
             if axes != array.axes[dim]:
                 size, parts = array.shape[dim], size_of(array.mesh, axes)
                 blocks[dim] = PaddedDim.at_the_end(size, parts, size // parts)
-        spec = PartitionSpec(*(some[0] if len(some) == 1 else some or None for some in self.axes))
-        return replace(array, spec=spec, blocks=tuple(blocks))
+        return replace(array, spec=self.spec, blocks=tuple(blocks))
 
 
 class Data(NamedTuple):
