@@ -1,6 +1,7 @@
 """Compiling for a target, the floors of what was compiled, and its FLOPs against hand counts."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,17 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.schedule import Target, compile_for, matmul_floor, program_floor, target, timeline
+from jaxpar.schedule import (
+    Memory,
+    Target,
+    compile_for,
+    matmul_floor,
+    program_floor,
+    target,
+    timeline,
+)
 from jaxpar.tools.program.flops import device_flops
+from jaxpar.tools.timeline.timeline import program_of
 
 V5E = target("v5e:2x2")
 ROWS = P("tp")
@@ -202,3 +212,14 @@ def test_sums_of_the_matmul_beside_a_gather_are_sent_too():
     sent = {e.row: (e.bytes, e.synchronous, bool(e.covers)) for e in played.transfers}
     assert sent["tp all-gather"] == (8192 * 4096 * 2 * 7 / 8, False, True)
     assert sent["tp reduce-scatter"] == (16384 * 4096 * 2 * 7 / 8, True, False)
+
+
+def test_a_backend_that_tells_nothing_of_memory():
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    traced = jax.jit(jnp.sin).trace(x)
+    compiled = SimpleNamespace(
+        memory_analysis=lambda: None, as_text=traced.lower().compile().as_text
+    )
+    program = program_of(target("v5e:2x2"), traced, compiled, {})
+    assert program.memory == Memory(0, 0, 0, 0, 0)
+    assert timeline(program).peak_bytes == 0

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import equinox
 import jax
@@ -33,7 +34,10 @@ from jaxpar.schedule import (
 from jaxpar.tools.explain.causes import CAUSES
 from jaxpar.tools.explain.edits import Edits
 from jaxpar.tools.explain.explained import compared, gain, text_of
+from jaxpar.tools.explain.overheads import overheads
 from jaxpar.tools.explain.program_arguments import as_namesakes
+from jaxpar.tools.explain.windowed import WindowedEinsums
+from jaxpar.tools.program.costs import Demand, Matmul
 
 # Of each mistake: the target, its mesh, the cause, a part of the edit, whether it can be tried.
 SEEDED = {
@@ -596,3 +600,47 @@ def test_a_run_of_another_function(tmp_path):
         explain(program, measured=replace(found, events=tuple(moved)))
     unnamed = [replace(event, op="") for event in found.events]  # a trace may not say it
     assert explain(program, measured=replace(found, events=tuple(unnamed)), tries=0).findings
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sum_dtype", "evidence"),
+    [
+        (jnp.float8_e4m3fn, jnp.float32, "had 1 before it was sent"),
+        (jnp.int16, jnp.int32, "had 2 before it was sent"),
+        (bool, jnp.int32, None),  # a count, which has no room in a flag
+    ],
+)
+def test_numbers_of_any_width_that_travel_in_wider_ones(dtype, sum_dtype, evidence):
+    chips = target("v5e:2x2")
+    x = jax.ShapeDtypeStruct((4096, 1024), dtype, sharding=P("tp"))
+    summed = jax.shard_map(
+        lambda x: lax.psum(x.astype(sum_dtype), "tp"), in_specs=P("tp"), out_specs=P()
+    )
+    first = explain(compile_for(summed, chips, x), tries=0).findings[0]
+    assert (first.cause == "wide dtype") == (evidence is not None)
+    assert evidence is None or first.why == f"each number travels in 4 bytes, and {evidence}"
+
+
+def test_what_is_in_vmem_is_not_bound_by_memory():
+    """Nor are numbers of 32 bits, which take twice as long to multiply."""
+
+    def kinds(*, in_vmem, width=2.0, flops=5e9):
+        chip = target("v6e:2x2").chip
+        work = Demand(None, (Matmul(flops, width),), 32 * 2**20, in_vmem, is_matmul=True)
+        home = (None, SimpleNamespace(work=work))
+        i = SimpleNamespace(name="dot", arrays=(), inside=())
+        exposures = SimpleNamespace(
+            homes={"dot": home},
+            chip=chip,
+            events=[Event("dot", "", "compute", "compute", 0.0, 1e-5, is_matmul=True)],
+            instruction=lambda name: i,
+            origin=lambda i: ("jit(f)/dot_general", ()),
+            loop_around=lambda name: None,
+            sources=SimpleNamespace(chain=lambda lines: ()),
+        )
+        return [one.kind for one in overheads(exposures, WindowedEinsums(frozenset(), frozenset()))]
+
+    assert kinds(in_vmem=0) == ["HBM-bound matmuls"]
+    assert kinds(in_vmem=32 * 2**20) == []
+    assert kinds(in_vmem=0, flops=15e9) == ["HBM-bound matmuls"]
+    assert kinds(in_vmem=0, flops=15e9, width=4.0) == []

@@ -250,3 +250,10 @@ def test_the_user_s_own_line_is_always_shown():
     assert shown([*deep, own]) == (*deep[:4], own)
     assert shown([own, *deep]) == (own, *deep[:4])
     assert str(Line("m.py", 7, "make.<locals>.Mlp.__call__")) == "m.py:7 in Mlp.__call__"
+
+
+def test_code_that_is_of_no_file():
+    """As that of `compile(text, "", "exec")`."""
+    line = Line("", 3, "f")
+    assert line.is_own
+    assert str(line) == ":3 in f"

@@ -119,9 +119,9 @@ def _kind(exposures: Exposures, i: Instruction, op_name: str) -> Overheads | Non
     if phase_of(op_name) == "recomputation":
         return "recomputation"
     if work.is_matmul:
-        flops = sum(matmul.flops for matmul in work.matmuls)
+        flops = sum(one.flops * max(one.width, 1.0) / 2 for one in work.matmuls)  # of 16 bits
         chip = exposures.chip
-        by_memory = work.moved / chip.hbm > flops / chip.flops
+        by_memory = (work.moved - work.in_vmem) / chip.hbm > flops / chip.flops
         return "HBM-bound matmuls" if flops and by_memory else None
     inside = {one.opcode for one in (i, *i.inside)} - {"fusion"} - _BESIDE
     if inside and inside <= _COPIES:

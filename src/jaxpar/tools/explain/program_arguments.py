@@ -9,11 +9,10 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.tools.private_names import is_array, subjaxprs, without_numbers
+from jaxpar.tools.private_names import is_array, subjaxprs, value_error, without_numbers
 from jaxpar.tools.program.sources import scopes_of
 from jaxpar.tools.timeline.timeline import CompiledProgram
 
@@ -98,11 +97,22 @@ def _names(jaxpr: core.Jaxpr) -> Sequence[str]:
 
 def _places(jaxpr: core.Jaxpr, flat: Sequence[Any]) -> Iterator[int]:
     """Which leaf each argument of the traced program is; those between them are static."""
-    left = iter(enumerate(flat))
-    for var in jaxpr.invars:
-        aval: Any = var.aval
-        shape = tuple(aval.shape)
-        yield next(n for n, leaf in left if is_array(leaf) and jnp.shape(leaf) == shape)
+    left = iter([(n, _kind(jax.typeof(leaf))) for n, leaf in enumerate(flat) if is_array(leaf)])
+    for number, var in enumerate(jaxpr.invars):
+        own = _kind(var.aval)
+        place = next((n for n, kind in left if kind == own), None)
+        if place is None:
+            shape, dtype, _ = own
+            raise value_error(
+                f"argument {number} of the traced program, {dtype}{list(shape)}, is none of those "
+                "that it was compiled with; pass arrays and static arguments by place"
+            )
+        yield place
+
+
+def _kind(aval: Any) -> tuple[Any, ...]:
+    """What tells an array from a static number."""
+    return tuple(aval.shape), aval.dtype, aval.weak_type
 
 
 def scopes_of_use(jaxpr: core.Jaxpr) -> list[str]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxpar.tools.explain.edits import Edit
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.private_names import readable
@@ -65,6 +67,7 @@ class Trials:
         self.gains: dict[str, float] = defaultdict(float)  # seconds of what each edit may mend
         self.done: dict[str, TriedEdit | None] = {}
         self.refused: dict[str, str] = {}  # why an edit could not be tried
+        self.compiled = 0
 
     def run(self, proposed: Iterable[tuple[float, Sequence[Sequence[Edit]]]], most: Budget) -> None:
         """Tries the edits of findings, those that can gain most first, as many as there may be.
@@ -86,7 +89,7 @@ class Trials:
                 self.gains[text] += seconds / place
         begin = time.monotonic()
         for text in sorted(self.gains, key=self.gains.__getitem__, reverse=True):
-            if len(self.done) >= most.edits or time.monotonic() - begin >= most.seconds:
+            if self.compiled >= most.edits or time.monotonic() - begin >= most.seconds:
                 return
             self._try(edits[text])
 
@@ -104,8 +107,10 @@ class Trials:
         except Exception as reason:  # an edit that does not fit the program is none
             said = str(reason).strip().partition("\n")[0]
             self.refused[edit.text] = f"{type(reason).__name__}: {said}"
+            self.compiled += isinstance(reason, jax.errors.JaxRuntimeError)  # by the compiler
             return
         if compiled is not None:
+            self.compiled += 1
             played = timeline(compiled, assumed=self.assumed)
             exposed = tuple(Exposures(compiled, played).found())
             peak = compiled.memory.peak

@@ -114,7 +114,7 @@ def _is_around(file: str) -> bool:
 @cache
 def _module(file: str) -> tuple[str, ...]:
     """The parts of the name of an installed module; none of a file that is not installed."""
-    parts = Path(file).with_suffix("").parts
+    parts = Path(file).with_suffix("").parts if file else ()  # code that is of no file
     places = [n for n, part in enumerate(parts) if part in _PACKAGES]
     return tuple(part.casefold() for part in parts[places[-1] + 1 :]) if places else ()
 
