@@ -218,8 +218,12 @@ def test_edits_are_tried_by_what_they_can_gain():
     """One of several findings before one of the longest; what is known to be wrong before both."""
     tried = []
 
-    def edit(name, disagrees=""):
-        return Edit(name, lambda: tried.append(name), disagrees)
+    def refused(name, error):
+        tried.append(name)
+        raise error
+
+    def edit(name, disagrees="", error=jax.errors.JaxRuntimeError):  # the compiler's
+        return Edit(name, lambda: refused(name, error), disagrees)
 
     of_both, wrong = edit("of both"), edit("wrong", "it is at odds")
     first = [[edit("a"), of_both, wrong], [edit("b")]]
@@ -231,6 +235,12 @@ def test_edits_are_tried_by_what_they_can_gain():
     tried.clear()
     trials.run([(4.0, first)], Budget.of("1min"))
     assert tried == ["a", "wrong", "of both", "b"]
+    # What never reaches the compiler is no try.
+    trials = Trials(None, None)
+    tried.clear()
+    early = [edit(name, error=TypeError) for name in "cd"]
+    trials.run([(4.0, [[*early, edit("e"), edit("f")]])], Budget.of(1))
+    assert tried == ["c", "d", "e"]
 
 
 def test_an_edit_that_was_not_tried_is_not_said_to_gain_nothing():
@@ -263,7 +273,7 @@ def test_edits_are_kept_in_the_cache_of_their_program(tmp_path, monkeypatch):
         params = {"up": w, "down": w}
         explain(compile_for(step, CHIPS, params, w, cache=tmp_path), tries=3)
         counts.append(len(compiled))
-    assert counts == [3, 0]  # the program, and the edits that change it
+    assert counts == [4, 0]  # the program, and the edits that change it
 
 
 def test_an_array_by_itself_is_not_said_to_lie_wrong():

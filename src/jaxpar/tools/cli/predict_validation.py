@@ -44,8 +44,10 @@ def run_validation(args: argparse.Namespace) -> int:
     console.print(NOTE, style="dim", highlight=False)
     if args.json:
         write_text(args.json, json.dumps([record(one) for one in found], indent=1) + "\n")
-    for name, reason in failed.items():
-        print_error("jaxpar predict", f"{name}: {reason}")
+    for reason in dict.fromkeys(failed.values()):
+        first, *others = [name for name in failed if failed[name] == reason]
+        more = f" and {len(others)} more" if others else ""
+        print_error("jaxpar predict", f"{first}{more}: {reason}")
     return 1 if failed else 0
 
 
