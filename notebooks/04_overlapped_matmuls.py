@@ -572,8 +572,8 @@ assert counts.residual_bytes == (y.nbytes + v.nbytes) // 8
 # ## 6. The timelines that a compiler makes of it
 #
 # The TPU compiler runs on any machine (`pip install 'jax[tpu]'`). `compile_for` compiles for chips
-# that are not here, and `timeline` plays the compiler's own order of instructions on published
-# figures of the chip. It is no measurement, and it shows what no laptop can: what waits for what.
+# that are not here, and `timeline` plays the compiler's own order of instructions on a model of the
+# chip. It is no measurement, and it shows what no laptop can: what waits for what.
 #
 # Eight v5p chips, one projection of a large model in bfloat16. Blue computes, orange travels, red
 # waits.
