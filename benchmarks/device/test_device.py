@@ -86,7 +86,7 @@ def test_what_was_measured_stands_beside_a_new_prediction(predicted, tmp_path):
 
 def test_the_table_of_the_page_is_that_of_the_stored_run():
     page = (FOLDER / "README.md").read_text()
-    (name,) = re.findall(r"\[All rows\]\((.*)\)", page)
+    (name,) = re.findall(r"All rows are in `(.*)`", page)
     card, rows = measured_in(FOLDER / name)
     found = Results({}, None, list(rows.values()))
     assert card in page
