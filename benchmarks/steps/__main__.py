@@ -5,13 +5,14 @@
 Compiles each step of `steps.json` with MaxText itself, for a slice that need not be there, plays
 it, and writes the table of `README.md`: some six minutes and 3 GB a step on two cores, then from a
 cache. It needs Python 3.12 or later; `nox -s published_steps` installs what it takes. `--steps`
-takes some of them and rewrites nothing.
+takes some of them: the table then has these alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,7 @@ def growth(found: dict[str, Found]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the table, and writes it if it has all steps."""
+    """Prints the table, and writes it."""
     parser = argparse.ArgumentParser("python benchmarks/steps", description=__doc__)
     parser.add_argument("--steps", default="", help="names, or parts of them, parted by commas")
     wanted = [name for name in parser.parse_args(arguments).steps.split(",") if name]
@@ -87,9 +88,9 @@ def main(arguments: list[str]) -> int:
     failed = [f"- {name}: {one['failed']}" for name, one in found.items() if "failed" in one]
     notes = [*growth(found), *failed]
     print("\n".join(notes))
-    if not wanted:
-        made = made_by("python benchmarks/steps", "maxtext", "libtpu")
-        update(README, SECTION, "\n\n".join([made, table.markdown(), "\n".join(notes)]))
+    command = " ".join(["python benchmarks/steps", *map(shlex.quote, arguments)])
+    made = made_by(command, "maxtext", "libtpu")
+    update(README, SECTION, "\n\n".join(filter(None, [made, table.markdown(), "\n".join(notes)])))
     return 0
 
 
