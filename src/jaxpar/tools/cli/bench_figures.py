@@ -136,7 +136,7 @@ def _predicted(
         played = timeline(program)
         return {
             "predicted": played.total,
-            "is_least": bool(played.loops_of_unknown_length or played.kernels_of_unknown_cost),
+            "is_least": played.is_least,
             "estimate": played.estimate,
             "bands": tuple(map(str, bands_of(played, program.target))),
             "reasons": reasons_of(program, played, floor, ring, measured, host),

@@ -218,8 +218,7 @@ def _of_host(
     known = list(_known_of_host(played, beyond, host))
     yield from known
     rest = beyond - sum(one.seconds for one in known)
-    incomplete = played.loops_of_unknown_length or played.kernels_of_unknown_cost
-    if rest >= BEYOND * middle and not incomplete:
+    if rest >= BEYOND * middle and not played.is_least:
         flags = " ".join(f"{name}={value}" for name, value in host.flags.items())
         told = f"the environment gives the compiler {flags}: try without; " if flags else ""
         yield Reason(

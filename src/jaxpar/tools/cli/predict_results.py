@@ -76,12 +76,6 @@ class Prediction:
     bands: tuple[str, ...] = ()  # how far predictions of such work were off
 
     @property
-    def is_least(self) -> bool:
-        """Whether the time lacks trips of a loop, or what a kernel computes."""
-        played = self.timeline
-        return bool(played.loops_of_unknown_length or played.kernels_of_unknown_cost)
-
-    @property
     def exposed_share(self) -> float:
         """The share of the time in which the device waits for transfers."""
         return self.timeline.exposed / self.timeline.total if self.timeline.total else 0.0

@@ -84,7 +84,7 @@ def _cells(row: Prediction, facts: Facts | None, about: str) -> list[str]:
     colour = "green" if row.exposed_share <= 0.05 else "red"
     return [
         f"  {row.mode or 'as written'}",
-        f"{'>' if row.is_least else about}{row.timeline.total * 1e3:.3f}",
+        f"{'>' if row.timeline.is_least else about}{row.timeline.total * 1e3:.3f}",
         f"{about}{row.floor.total * 1e3:.3f}",
         f"[bold]{ratio}[/]",
         f"[bold {colour}]{about}{row.exposed_share:.1%}[/]",

@@ -26,6 +26,8 @@ from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import Target, figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, compile_for, timeline
 
+_ROUNDING = 1e-6  # of sums of seconds
+
 
 @readable
 @dataclass(frozen=True)
@@ -189,9 +191,6 @@ def require_possible(program: CompiledProgram, played: Timeline, floor: Floor) -
         f"{floor.compute * 1e6:,.1f}, its bytes over all links: {floor.transfer * 1e6:,.1f})",
         program.text,
     )
-
-
-_ROUNDING = 1e-6
 
 
 def _one_piece(

@@ -23,6 +23,8 @@ from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.player import Assumptions, Player, TooFastError
 from jaxpar.tools.timeline.target import Target, figures_of, measured_of
 
+_FEW = 0.05  # of a total: so much may be in no table without a mark
+
 
 @readable
 @dataclass(frozen=True)
@@ -222,6 +224,11 @@ class Timeline:
         return 1.0 if not self.transfer else max(0.0, 1 - self.exposed / self.transfer)
 
     @property
+    def is_least(self) -> bool:
+        """Whether the total lacks trips of a loop, or what a kernel computes."""
+        return bool(self.loops_of_unknown_length or self.kernels_of_unknown_cost)
+
+    @property
     def transfers(self) -> tuple[Event, ...]:
         """The transfers, in the order of their starts."""
         return tuple(event for event in self.events if event.kind == "transfer")
@@ -292,9 +299,6 @@ def timeline(
         kernels_of_unknown_cost=tuple(player.unsaid),
         at_peak=player.at_peak,
     )
-
-
-_FEW = 0.05
 
 
 def _estimate(chip: Chip, beyond: float) -> str:
