@@ -477,6 +477,7 @@ def test_a_roofline_where_the_compiler_gives_no_cycles():
     assert play(bare, chip=replace(SWITCH, hbm=1 / REACHED_BY_GPUS)).total == pytest.approx(17)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(
     ("used", "moved"),
     [
@@ -486,19 +487,43 @@ def test_a_roofline_where_the_compiler_gives_no_cycles():
     ],
     ids=["slice", "gather", "whole"],
 )
-def test_of_what_is_sliced_only_the_slice_is_read(used, moved):
-    """Ten bytes a second; single numbers, as an index, are not in HBM."""
-    fused = (
-        "%cut (f.p: s8[9,10], f.i: s32[]) -> s8[10] {\n  %f.p = s8[9,10] parameter(0)\n"
-        "  %f.i = s32[] parameter(1)\n  %f.b = s8[90] bitcast(%f.p)\n"
-        f"  ROOT {used}\n}}\n"
-    )
+def test_of_what_is_sliced_only_the_slice_is_read(used, moved, depth):
+    """Ten bytes a second; single numbers, as an index, are not in HBM. Fusions lie in fusions."""
+    names = "(f.p: s8[9,10], f.i: s32[]) -> s8[10] {\n  %f.p = s8[9,10] parameter(0)\n"
+    names += "  %f.i = s32[] parameter(1)\n"
+    view = "%view (v: s8[9,10]) -> s8[90] {\n  %v = s8[9,10] parameter(0)\n"
+    view += "  ROOT %v.b = s8[90] bitcast(%v)\n}\n"
+    viewed = "%f.b = s8[90] fusion(%f.p), kind=kLoop, calls=%view"
+    fused = f"{view}%cut1 {names}  {viewed}\n  ROOT {used}\n}}\n"
+    for outer in range(2, depth + 1):
+        inner = f"fusion(%f.p, %f.i), kind=kLoop, calls=%cut{outer - 1}"
+        fused += f"%cut{outer} {names}  ROOT %f.c = s8[10] {inner}\n}}\n"
     operands = "  %w = s8[9,10] constant({...})\n  %i = s32[] constant(3)\n"
-    fusion = "  %c = s8[10] fusion(%w, %i), kind=kLoop, calls=%cut\n"
+    fusion = f"  %c = s8[10] fusion(%w, %i), kind=kLoop, calls=%cut{depth}\n"
     assert play(operands + fusion, fused, chip=SWITCH).total == pytest.approx(moved / 10)
     if "slice(" in used:
         bare = "  %b = s8[90] bitcast(%w)\n  %c = s8[10] dynamic-slice(%b, %i)\n"
         assert play(operands + bare, chip=SWITCH).total == pytest.approx(moved / 10)
+
+
+def test_of_buffers_that_are_updated_only_the_updates_are_written():
+    """Ten bytes are read, and written into each of two buffers of 90, in fusions of fusions."""
+    names = "(f.p: s8[90], f.s: s8[10], f.i: s32[]) -> s8[90] {\n  %f.p = s8[90] parameter(0)\n"
+    names += "  %f.s = s8[10] parameter(1)\n  %f.i = s32[] parameter(2)\n"
+    update = "ROOT %f.u = s8[90] dynamic-update-slice(%f.p, %f.s, %f.i)"
+    both = names.replace("-> s8[90]", "-> (s8[90], s8[90])").replace("f.s:", "f.q: s8[90], f.s:")
+    both = both.replace("parameter(2)", "parameter(3)").replace("parameter(1)", "parameter(2)")
+    fused = f"%one {names}  {update}\n}}\n%two {both}  %f.q = s8[90] parameter(1)\n"
+    for buffer in "pq":
+        called = f"fusion(%f.{buffer}, %f.s, %f.i), kind=kLoop, calls=%one"
+        fused += f"  %f.{buffer}u = s8[90] {called}\n"
+    fused += "  ROOT %f.t = (s8[90], s8[90]) tuple(%f.pu, %f.qu)\n}\n"
+    operands = "  %v = s8[90] constant({...})\n  %w = s8[90] constant({...})\n"
+    operands += "  %s = s8[10] constant({...})\n  %i = s32[] constant(3)\n"
+    fusion = "  %c = (s8[90], s8[90]) fusion(%v, %w, %s, %i), kind=kLoop, calls=%two\n"
+    assert play(operands + fusion, fused, chip=SWITCH).total == pytest.approx((10 + 2 * 10) / 10)
+    bare = "  %c = s8[90] dynamic-update-slice(%w, %s, %i)\n"
+    assert play(operands + bare, chip=SWITCH).total == pytest.approx((10 + 10) / 10)
 
 
 def passed(cycles, dtype="bf16", places=("", "")):

@@ -1,11 +1,11 @@
 """What an instruction computes and what it sends, as far as no chip has to be known for that."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt, prod
 
-from jaxpar.tools.program.hlo import Array, Computation, Instruction, integers
+from jaxpar.tools.program.hlo import Computation, Instruction, integers
 from jaxpar.tools.program.kernels import Kernel
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -195,11 +195,8 @@ def _kernel(i: Instruction, flops: float) -> Matmul:
 
 def _moved(i: Instruction) -> tuple[int, int, int]:
     """Bytes read and written, those of them in VMEM, and how many numbers they are."""
-    written = _written_in_place(i)
-    # Nor is a buffer copied: only what is written into it moves, in and out.
-    result = i.bytes if written is None else 2 * written.bytes - i.bytes
     moved = in_vmem = elements = 0.0
-    for x, size in (*zip(i.operands, _read(i), strict=True), (i, result)):
+    for x, size in (*zip(i.operands, _read(i), strict=True), (i, _written(i))):
         share = size / max(x.bytes, 1)
         moved += size
         # Single numbers are in a scalar memory.
@@ -210,43 +207,67 @@ def _moved(i: Instruction) -> tuple[int, int, int]:
 
 
 def _read(i: Instruction) -> list[int]:
-    """Bytes of each operand; of one that is only sliced or gathered from, of what is taken."""
+    """Bytes of each operand; of one that is sliced, gathered from or updated, of what is taken."""
     read = [operand.bytes for operand in i.operands]
     if i.opcode in _SLICES:
         read[0] = min(read[0], i.bytes)
-    if i.opcode == "fusion":
-        inner = i.called[0]
+    elif i.opcode == "dynamic-update-slice":
+        read[0] = 0
+    elif i.opcode == "fusion":
+        inner, results = i.called[0], frozenset(_results(i))
         for number, parameter in inner.parameters.items():
-            taken = _taken(inner, parameter)
+            taken = _taken(inner, parameter, results)
             if taken is not None and number < len(read):
                 read[number] = min(read[number], taken)
     return read
 
 
-def _taken(computation: Computation, value: Instruction) -> int | None:
-    """Bytes of the slices that are all that a computation takes of a value; None for the whole."""
+def _written(i: Instruction) -> int:
+    """Bytes of each result; of a buffer that is updated, of what is written into it."""
+    return sum(
+        x.operands[1].bytes if x.opcode == "dynamic-update-slice" else x.bytes for x in _results(i)
+    )
+
+
+def _results(i: Instruction) -> Iterator[Instruction]:
+    """What makes the results of an instruction, in the fusions that it may consist of."""
+    if i.opcode == "fusion":
+        yield from _results(i.called[0].root)
+    elif i.opcode == "tuple" or _is_a_view(i):
+        for operand in i.operands:
+            yield from _results(operand)
+    else:
+        yield i
+
+
+def _taken(inner: Computation, value: Instruction, results: frozenset[Instruction]) -> int | None:
+    """Bytes that a computation reads of a value of which it takes slices; None: of the whole."""
     taken = 0
-    for user in computation.instructions:
-        if value not in user.operands:
-            continue
-        if user.opcode in ("bitcast", "reshape"):
-            part = None if user.is_root else _taken(computation, user)
-        elif user.opcode in _SLICES and value not in user.operands[1:]:
-            part = user.bytes
-        else:
+    for user in inner.instructions:
+        for number, operand in enumerate(user.operands):
+            if operand is not value:
+                continue
             part = None
-        if part is None:
-            return None
-        taken += part
+            if _is_a_view(user):
+                part = None if user.is_root else _taken(inner, user, results)
+            elif user.opcode in _SLICES:
+                part = user.bytes if number == 0 else None
+            elif user.opcode == "fusion":
+                part = _taken(user.called[0], user.called[0].parameters[number], results)
+            elif user.opcode == "dynamic-update-slice" and user in results:
+                part = 0 if number == 0 else None
+            if part is None:
+                return None
+            taken += part
     return taken
 
 
-def _written_in_place(i: Instruction) -> Array | None:
-    """What is written into the buffer that is the result, if an instruction only updates it."""
-    for last in (i, *(computation.root for computation in i.called)):
-        if last.opcode == "dynamic-update-slice":
-            return last.operands[1].arrays[0]
-    return None
+def _is_a_view(i: Instruction) -> bool:
+    """Whether an instruction only names the bytes of its one operand, also in a fusion."""
+    if i.opcode == "fusion" and len(i.operands) == 1:
+        inside = i.called[0].instructions
+        return all(x.opcode == "parameter" or _is_a_view(x) for x in inside)
+    return i.opcode in ("bitcast", "reshape")
 
 
 # -- collectives ------------------------------------------------------------------------------
