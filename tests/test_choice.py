@@ -28,8 +28,7 @@ from jaxpar.choose.choice import (
     joining_is_cheaper,
 )
 from jaxpar.choose.cost_model import time_of
-from jaxpar.choose.cost_of_work import collective_time
-from jaxpar.choose.fitted import fitted_to
+from jaxpar.choose.cost_of_work import collective_time, copy_time, hop_time
 from jaxpar.choose.flow import Flow
 from jaxpar.choose.problem import Problem
 from jaxpar.compiler.options import compiled_with, options_of
@@ -42,7 +41,7 @@ from jaxpar.matmul import (
 )
 from jaxpar.matmul._product import Product
 from jaxpar.matmul._work import flow_of
-from jaxpar.mesh.chips import CHIPS
+from jaxpar.mesh.chips import CHIPS, with_measured_links
 from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.order import Order, TpuOrder, traced_order
 from jaxpar.ring.turns import gather_turns
@@ -157,7 +156,8 @@ def chip(kind):
         ("TPU v4", 8, LARGE, "bidirectional"),
         ("TPU v5 lite", 8, LARGE, "bidirectional"),
         ("TPU v6 lite", 8, LARGE, "bidirectional"),
-        ("TPU7x", 8, LARGE, "bidirectional"),
+        ("TPU7x", 8, LARGE, "naive"),  # a tenth of the time: starts of transfers take the rest
+        ("TPU7x", 8, (3 * LARGE[0], LARGE[1]), "bidirectional"),
         ("NVIDIA H100", 8, LARGE, "unidirectional"),
         ("NVIDIA A100", 8, LARGE, "unidirectional"),
         ("TPU v5", 8, TINY, "naive"),
@@ -208,7 +208,7 @@ def test_the_order_is_that_of_the_chip(mode, kind, order):
 
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "NVIDIA H100"])
 def test_the_opposite_block_is_whole_where_two_matmuls_cover_it(kind):
-    transfer = 1e9 / chip(kind).link
+    transfer = hop_time(with_measured_links(chip(kind)), 1e9)
     two_blocks = transfer * chip(kind).flops * 8 / 2
     mesh = described(kind)
 
@@ -363,8 +363,7 @@ def test_a_cut_is_a_pass_but_where_a_short_matmul_of_sums_makes_it(
     without, with_it = (
         time_of(described_chip, (Flow(flow, flops, 8, cut=size),), way, ALL) for size in (0, cut)
     )
-    passed = 2 * cut / (fitted_to(kind).slices * described_chip.hbm)
-    assert with_it - without == pytest.approx(share * passed)
+    assert with_it - without == pytest.approx(share * copy_time(described_chip, cut))
 
 
 def test_backward_what_is_gathered_hides_beside_the_other_gradient():
@@ -727,10 +726,10 @@ def test_a_batch_of_one_changes_no_choice(call, kind, monkeypatch):
     ("kind", "devices", "size", "beside", "times"),
     [
         ("TPU v5 lite", 16, 4, NONE, 2),  # 4x4, along one dimension
-        ("TPU v5 lite", 16, 16, NONE, 1),  # all of it
-        ("TPU v5 lite", 8, 8, NONE, 2),  # 2x4: too narrow
-        ("TPU v6 lite", 8, 8, ALL, 1),
+        ("TPU v5 lite", 16, 16, NONE, 2),  # all of it: its corners have two links
+        ("TPU v6 lite", 8, 8, ALL, 2),
         ("TPU v6 lite", 256, 16, ALL, 2),
+        ("TPU v6 lite", 256, 256, ALL, 1),
         ("TPU v6 lite", 32, 8, ALL, 2),
         ("TPU v5", 64, 16, NONE, 1),
         ("TPU v5", 512, 8, ALL, 2),
@@ -744,9 +743,11 @@ def test_a_batch_of_one_changes_no_choice(call, kind, monkeypatch):
 def test_an_all_reduce_has_the_links_of_all_dimensions_of_its_ring(
     kind, devices, size, beside, times
 ):
-    """As XLA schedules `psum` of 1024x4096 and 4096x4096 bfloat16."""
+    """As XLA schedules `psum`, whose result a SparseCore leaves to be copied."""
     flow, way = Flow("all-reduce", 0.0, 2**20), Naive(ring(size))
     found = time_of(chip(kind), (flow,), way, beside, devices=devices)
+    if beside and chip(kind).torus:
+        found -= copy_time(chip(kind), size * 2**20)
     assert found == pytest.approx(times * collective_time(chip(kind), flow, size))
 
 
@@ -763,22 +764,22 @@ def test_a_weight_that_stays_on_the_chip_is_read_once(kind, times):
     assert with_it - without == pytest.approx(times * 2**24 / chip(kind).hbm, rel=0.01)
 
 
-@pytest.mark.parametrize(("kind", "copies"), [("TPU v5", 2 / 0.4), ("TPU v5 lite", 0)])
+@pytest.mark.parametrize(("kind", "copies"), [("TPU v5", 1), ("TPU v5 lite", 0)])
 def test_operands_that_are_cut_by_an_instruction_of_their_own_are_copied(kind, copies):
     """A ring that gathers along k cuts the weight: on v5p before each matmul, on v5e within it."""
     ring_way = chosen(described(kind), 8, TINY, "unidirectional")
     without, with_it = (
         time_of(chip(kind), (gather(1.0, 8, cut=cut),), ring_way, NONE) for cut in (0, 2**24)
     )
-    assert with_it - without == pytest.approx(copies * 2**24 / chip(kind).hbm)
+    assert with_it - without == pytest.approx(copies * copy_time(chip(kind), 2**24))
 
 
 @pytest.mark.parametrize(
     ("kind", "direction", "copies"),
     [
         ("TPU v5 lite", "scatter", 0),  # the matmul cuts by itself
-        ("TPU v5 lite", "gather", 2),
-        ("NVIDIA H100", "scatter", 2),
+        ("TPU v5 lite", "gather", 1),
+        ("NVIDIA H100", "scatter", 1),
     ],
 )
 def test_columns_are_cut_by_the_matmul_of_a_scatter_on_a_tpu(kind, direction, copies):
@@ -787,7 +788,7 @@ def test_columns_are_cut_by_the_matmul_of_a_scatter_on_a_tpu(kind, direction, co
         time_of(chip(kind), (Flow(direction, 1.0, 8, sliced=sliced),), ring_way, NONE)
         for sliced in (0, 2**24)
     )
-    assert with_it - without == pytest.approx(copies * 2**24 / chip(kind).hbm)
+    assert with_it - without == pytest.approx(copies * copy_time(chip(kind), 2**24))
 
 
 @pytest.mark.parametrize(("kind", "passes"), [("NVIDIA H100", 2), ("TPU v5 lite", 0)])

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from record import FOLDER, SIZE, TRIPS
 from texts import rooted
 
+from jaxpar.mesh.chips import REACHED
 from jaxpar.schedule import Assumptions, Chip, target
 from jaxpar.tools.program.costs import Demand, Matmul, Message
 from jaxpar.tools.program.hlo import parse
@@ -21,7 +22,7 @@ from jaxpar.tools.program.operations import (
     read,
 )
 from jaxpar.tools.timeline.links import ADDED, Links
-from jaxpar.tools.timeline.player import REACHED, Player
+from jaxpar.tools.timeline.player import Player
 
 # Two FLOPs a second, ten bytes a second in memory, and one over a link.
 CHIP = Chip("test", flops=2.0, hbm=10.0 / REACHED, capacity=1e3, link=1.0, torus=True, latency=0.0)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 from record import FOLDER, PROGRAMS, SIZE, TRIPS
 
+from jaxpar.mesh.chips import REACHED
 from jaxpar.schedule import Assumptions, CompiledProgram, Memory, Timeline, target, timeline
 from jaxpar.tools.program.hlo import parse
 from jaxpar.tools.program.operations import Loop
-from jaxpar.tools.timeline.player import REACHED
 
 BLOCK = SIZE * SIZE // 4 * 2  # bytes of a quarter of an operand in bfloat16
 HALF = BLOCK // 2

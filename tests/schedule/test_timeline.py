@@ -6,11 +6,11 @@ import pytest
 from jax.sharding import Mesh
 from texts import rooted
 
+from jaxpar.mesh.chips import REACHED
 from jaxpar.schedule import Assumptions, Chip, CompiledProgram, Memory, Target, target, timeline
 from jaxpar.tools.timeline import player
 from jaxpar.tools.timeline.player import (
     FIRST_BYTE,
-    REACHED,
     REACHED_BY_GPUS,
     SLOWEST,
     UNALIGNED,

@@ -18,8 +18,7 @@ from jaxpar.choose.cost_model import (
     row_chunks_time,
     time_of,
 )
-from jaxpar.choose.cost_of_work import joins
-from jaxpar.choose.fitted import fitted_to
+from jaxpar.choose.cost_of_work import hop_time, joins
 from jaxpar.choose.flow import Flow
 from jaxpar.choose.problem import Kind, Problem
 from jaxpar.choose.sites import ROW_CHUNKS, settled, settled_chunks, settled_dispatch
@@ -29,8 +28,7 @@ from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.order import traced_order
 from jaxpar.ring.ways import InChunks, Naive, Stationary, Way
 
-# Another way than a collective must win by more than the model can be trusted for; in chunks by
-# more than in turns.
+# Another way than a collective must win by more than the model can be trusted for.
 MARGIN = 0.96
 
 # The compiler of GPUs joins the collectives of more than two chunks again, and of two that have
@@ -188,8 +186,7 @@ def by_time(problem: Problem) -> Ways:
         # Of rings that take the same but for rounding, the one that sends half over a link; and of
         # those that nearly do, the one ring, whose pieces are larger.
         alike = {"unidirectional": 1 + 1e-9, "multi-ring": 1.05}.get(way.mode, 1.0)
-        margin = fitted_to(chip.kind).chunked_margin if way.chunks > 1 else MARGIN
-        return time if way == naive else time / margin * alike
+        return time if way == naive else time / MARGIN * alike
 
     if not problem.backward:
         best = min(ways(problem.forward), key=lambda way: seconds(problem.forward, way))
@@ -412,6 +409,6 @@ def _opposite_is_covered(problem: Problem, flows: tuple[Flow, ...]) -> bool:
         return False
     # The work of one turn both ways, two blocks, covers a transfer of a whole block.
     return all(
-        2 * flow.flops / problem.ring.size / chip.flops >= flow.block_bytes / chip.link
+        2 * flow.flops / problem.ring.size / chip.flops >= hop_time(chip, flow.block_bytes)
         for flow in flows
     )

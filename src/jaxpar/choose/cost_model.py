@@ -17,6 +17,7 @@ from jaxpar.choose.cost_of_work import (
     collective_time,
     copy_time,
     gathered_again,
+    last_copy_time,
     work_time,
 )
 from jaxpar.choose.fitted import fitted_to
@@ -25,13 +26,11 @@ from jaxpar.mesh.chips import Chip
 from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.ways import InChunks, Stationary, Way
 
-# What one more collective costs, in seconds.
-CHUNK_OVERHEAD = 6e-6
 # Blocks that were kept are joined, contracted, while they are no longer than this together: more
 # would be copied first, less is a sum of float32 for each. And no more than so many blocks.
 KEPT_JOINED, KEPT_TOGETHER = 768, 4
-# Passes over a block's bytes in HBM that quantizing it takes: seen on v5p 9, on v6e 14.
-QUANTIZING = 12.0
+# Passes over a block's bytes in HBM that quantizing it takes: of 16 bits, it is read twice.
+QUANTIZING = 6.0
 # Of the time in which gradients of weights are added up, what is not beside transfers.
 GRADIENTS_SHARE = 2 / 3
 
@@ -81,8 +80,8 @@ def row_chunks_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -
     # Backward each chunk has gradients of all weights, which are added up: a third of three passes.
     passes = fitted_to(chip.kind).chunk_passes
     added = (chunks - 1) * sum(flow.whole for flow in flows) / chip.hbm * passes * GRADIENTS_SHARE
-    overhead = (chunks - 1) * len(flows) * CHUNK_OVERHEAD
-    return sent - beside + max(work, beside) + added + overhead
+    starts = (chunks - 1) * len(flows) * chip.start
+    return sent - beside + max(work, beside) + added + starts
 
 
 def _at_once(
@@ -95,8 +94,10 @@ def _at_once(
     sent = [collective_time(chip, flow, size) for flow in flows]
     if len(flows) < 2:
         reduces = any(flow.kind == "all-reduce" for flow in flows)
-        passes = 2 / _spanned(chip, size, devices, "all-reduce" in beside) if reduces else 1
-        return sum(work, 0.0) + sum(sent, 0.0) * passes
+        passes = 2 / _spanned(chip, size, devices) if reduces else 1
+        apart = reduces and "all-reduce" in beside  # by a SparseCore
+        copied = sum(last_copy_time(chip, flow, size) for flow in flows) if apart else 0.0
+        return sum(work, 0.0) + sum(sent, 0.0) * passes + copied
     # A scatter and a gather: the gather is under way while the scatter's work is done, the sums
     # leave while the gather's work is done.
     gathering = 0.0 if kept else sent[1]
@@ -116,20 +117,20 @@ def _staying(chip: Chip, flow: Flow, size: int, kept: bool) -> float:
     return hypot(computed, moved / chip.hbm) + (sent if flow.kind == "gather" else 0.0)
 
 
-def _spanned(chip: Chip, size: int, devices: int, offloaded: bool) -> int:
+def _spanned(chip: Chip, size: int, devices: int) -> int:
     """How many dimensions of the torus a ring probably spans: XLA all-reduces over all their links.
 
-    Over one, a reduce-scatter and an all-gather follow each other. Not over the second one of a
-    slice of two dimensions that is two devices wide, unless a SparseCore sends. Tracing does not
-    see where devices are: the slice is taken for one whose sides are as even as can be.
+    Over one, a reduce-scatter and an all-gather follow each other. Tracing does not see where
+    devices are: the slice is taken for one whose sides are as even as can be.
     """
+    if chip.dimensions == 2:  # whose dimensions close where they are 16 long
+        return 2 if size >= 256 else 1
     sides = [1] * max(1, chip.dimensions)
     while prod(sides) < devices:
         sides[sides.index(min(sides))] *= 2
     sides = sorted((side for side in sides if side > 1), reverse=True)
     # Those that it fills: part of one is no closed ring.
-    spanned = max([n for n in range(1, len(sides) + 1) if prod(sides[:n]) <= size], default=1)
-    return 1 if chip.dimensions == 2 and size < 16 and not offloaded else spanned
+    return max([n for n in range(1, len(sides) + 1) if prod(sides[:n]) <= size], default=1)
 
 
 def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) -> float:
@@ -140,7 +141,7 @@ def _in_chunks(chip: Chip, flow: Flow, way: InChunks, beside: frozenset[str]) ->
     sent = collective_time(chip, flow, way.ring.size)
     # Chunks are cut out of the block, or joined to it; of blocks, which lie apart, at less speed.
     copied = copy_time(chip, flow.block_bytes) if flow is comb else 2 * flow.block_bytes / chip.hbm
-    rest = copied + chunks * CHUNK_OVERHEAD
+    rest = copied + chunks * chip.start
     rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
     rest += gathered_again(chip, flow, way.ring.size)
     if ("all-gather" if flow.kind == "gather" else "reduce-scatter") not in beside:
@@ -166,7 +167,7 @@ def kept_pieces(flow: Flow, way: Way, backward: Way) -> int:
 def _work_on_kept(chip: Chip, flow: Flow, pieces: int, *, in_turns: bool = False) -> float:
     """Seconds of the work on what was gathered before; in turns sums stay in VMEM if they fit."""
     fitted = fitted_to(chip.kind)
-    cut = 2 * flow.cut / (fitted.slices * chip.hbm) if pieces > 1 else 0.0
+    cut = copy_time(chip, flow.cut) if pieces > 1 else 0.0
     if in_turns:
         fits = 2 * flow.sums <= chip.vmem
         return cut + work_time(chip, flow, pieces, fitted.turn_passes, kept=fits)

@@ -3,6 +3,7 @@
 from jaxpar.choose.cost_of_work import (
     copy_time,
     gathered_again,
+    hop_time,
     joins,
     work_time,
 )
@@ -22,10 +23,8 @@ JOINED, JOINED_SHARE = 1e-6, 0.4
 PLACED = 1.3e-6
 # Of the time in which sums are added that go along a second dimension, what is not beside matmuls.
 PHASES_SHARE = 3 / 4
-# Sums across a cube, in sixths of a block, take so much longer than is reckoned: 1.05 to 1.28 times
-# as long at nine of eleven points of v5p; and so many seconds more each where an instruction of
-# its own cuts their operand.
-SIXTHS, CUT_SIXTH = 1.2, 6e-6
+# Seconds of an instruction that cuts an operand for sums across a cube, in sixths of a block.
+CUT_SIXTH = 6e-6
 
 
 def turns_time(
@@ -45,17 +44,18 @@ def turns_time(
         pieces = 1  # what comes by several rings is multiplied at once
         if rings > 1:
             joined = JOINED * size * rings + JOINED_SHARE * copy_time(chip, size * flow.block_bytes)
-    work = work_time(chip, flow, size * pieces, fitted.turn_passes) + joined
+    fits = flow.kind == "gather" and 2 * flow.sums <= chip.vmem
+    work = work_time(chip, flow, size * pieces, fitted.turn_passes, kept=fits) + joined
     added = 2 * fitted.travelling * flow.added / chip.hbm
     if added:  # beside the matmul, as far as it takes longer
         added *= min(1.0, added / work)
     work = (work + added + beside) / size
-    hop = flow.block_bytes / rings * messages / chip.link + chip.latency
+    block = flow.block_bytes / rings * messages
 
     def seconds(turn: Turn) -> float:
         # Two halves are one block's work, and so are the shares of all rings.
         whole = len([leg for leg in turn.legs if leg.half is None]) / rings
-        hops = [hop if leg.half is None else hop / 2 for leg in turn.blocks]
+        hops = [hop_time(chip, block / (1 if leg.half is None else 2)) for leg in turn.blocks]
         # A torus has a link each way; on a GPU both ways leave by one port.
         sent = max(hops, default=0.0) if chip.torus else sum(hops, 0.0)
         return max(work * max(1, whole), sent)
@@ -71,8 +71,7 @@ def turns_time(
     if fitted.placed_apart and flow.kind == "gather":
         copied += copy_time(chip, flow.minor - flow.sliced)
     copied += gathered_again(chip, flow, size)
-    total = sum(map(seconds, turns), 0.0) + copied
-    return total * SIXTHS if way.crosses_a_cube and flow.kind != "gather" else total
+    return sum(map(seconds, turns), 0.0) + copied
 
 
 def _sums_in_phases(
@@ -89,14 +88,14 @@ def _sums_in_phases(
     turn = 2 * shares * each  # both ways round of each share
 
     def hop(size: float) -> float:
-        return size * messages / chip.link + chip.latency
+        return hop_time(chip, size * messages)
 
     # The first turn that adds waits for what the first one made; half a turn is before, and behind.
     seconds = 2 * turn + hop(sent) + (side - 2) * max(turn, hop(sent))
     for _ in sides[1:]:
         sent /= side
         # More shares are less often of whole tiles.
-        one = 3 * sent / (fitted.copies * chip.hbm) + (shares - 1) * fitted.piece
+        one = 1.5 * copy_time(chip, sent) + (shares - 1) * fitted.piece
         adds = made * one * PHASES_SHARE
         seconds += max(adds, (side - 1) * hop(sent)) + hop(sent)
     # Columns of the blocks of a slab lie apart.
@@ -114,16 +113,16 @@ def _blocks_in_phases(
     sent = flow.block_bytes / shares  # of a share, in bytes
 
     def hop(size: float) -> float:
-        return size * messages / chip.link + chip.latency
+        return hop_time(chip, size * messages)
 
     seconds = 0.0
     for _ in sides[1:]:
-        placed = shares * side * (PLACED + 2 * sent / (fitted.copies * chip.hbm))
+        placed = shares * side * (PLACED + copy_time(chip, sent))
         seconds += hop(sent) + max(placed, (hops + opposite - 1) * hop(sent))
         sent *= side
     pieces = side * shares
     if opposite:  # slabs are cut in halves, the second one beside transfers
-        seconds += shares * sent / (fitted.copies * chip.hbm)
+        seconds += shares * copy_time(chip, sent) / 2
         pieces *= 2
     joined = 0.0
     if flow.sums and joins(chip, flow.length // pieces):
@@ -153,14 +152,14 @@ def _cut(chip: Chip, flow: Flow, way: InTurns, rings: int) -> float:
         if not looped:
             order = order.for_sums(flow.flops / (around * pieces))
         elif order.cuts_first:
-            return 2 * flow.cut / (fitted.slices * chip.hbm) + len(turns) * (LOOPED + CUT)
+            return copy_time(chip, flow.cut) + len(turns) * (LOOPED + CUT)
     if order.cuts_first:
         cut = flow.cut
     elif flow.kind == "gather" or not chip.torus:  # columns are
         cut = flow.sliced
     else:
         cut = fitted.within * flow.cut
-    seconds = 2 * cut / (fitted.slices * chip.hbm)
+    seconds = copy_time(chip, cut)
     if way.crosses_a_cube and flow.kind != "gather" and order.cuts_first:
         seconds += way.ring.size * rings * pieces * CUT_SIXTH
     return seconds

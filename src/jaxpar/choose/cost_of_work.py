@@ -4,7 +4,7 @@ from math import hypot
 
 from jaxpar.choose.fitted import fitted_to
 from jaxpar.choose.flow import Flow
-from jaxpar.mesh.chips import Chip
+from jaxpar.mesh.chips import PERMUTE_STARTS, REACHED, Chip
 
 # Of peak, what large matmuls reach.
 MATMUL_SHARE = 0.9
@@ -47,25 +47,33 @@ def collective_time(chip: Chip, flow: Flow, size: int) -> float:
     if flow.quantized and flow.kind == "scatter":  # sums that nothing adds on their way
         return all_to_all_time(chip, size * flow.block_bytes, size)
     ways = 2 if chip.torus else 1
-    return (size - 1) / ways * (flow.block_bytes / chip.link + chip.latency)
+    return chip.start + (size - 1) / ways * (flow.block_bytes / chip.link + chip.latency)
+
+
+def hop_time(chip: Chip, sent: float) -> float:
+    """Seconds in which a permute brings so many bytes to a neighbour."""
+    return sent / chip.link + PERMUTE_STARTS * chip.start + chip.latency
 
 
 def all_to_all_time(chip: Chip, sent: int, size: int) -> float:
     """Seconds in which one device's bytes go all to all."""
     # A byte crosses a quarter of the ring on average, one way or the other.
     around = size / 8 if chip.torus else 1.0
-    return sent * around / chip.link + size / 2 * chip.latency
+    return chip.start + sent * around / chip.link + size / 2 * chip.latency
 
 
 def gathered_again(chip: Chip, flow: Flow, size: int) -> float:
     """Seconds in which sums that all devices need are gathered again."""
     if flow.kind != "all-reduce":
         return 0.0
-    share = fitted_to(chip.kind).last_gather
-    copied = 2 * size * flow.block_bytes / (share * chip.hbm) if share else 0.0
-    return collective_time(chip, flow, size) + copied
+    return collective_time(chip, flow, size) + last_copy_time(chip, flow, size)
+
+
+def last_copy_time(chip: Chip, flow: Flow, size: int) -> float:
+    """Seconds in which what all devices have at the end becomes the result of a program."""
+    return copy_time(chip, size * flow.block_bytes) if chip.torus else 0.0
 
 
 def copy_time(chip: Chip, size: int) -> float:
     """Seconds to read and write so many bytes in a pass of its own."""
-    return 2 * size / (fitted_to(chip.kind).copies * chip.hbm)
+    return 2 * size / (REACHED * chip.hbm)

@@ -62,8 +62,11 @@ from jaxpar.layout._ready_maps import extended as extended
 from jaxpar.layout._rule import Entry as Entry
 from jaxpar.layout._rule import axes_of as axes_of
 from jaxpar.mesh.chips import NO_FIGURES as NO_FIGURES
+from jaxpar.mesh.chips import PERMUTE_STARTS as PERMUTE_STARTS
+from jaxpar.mesh.chips import REACHED as REACHED
 from jaxpar.mesh.chips import Chip as Chip
 from jaxpar.mesh.chips import chip_of as chip_of
+from jaxpar.mesh.chips import with_measured_links as with_measured_links
 from jaxpar.mesh.meshes import why_not_closed as why_not_closed
 from jaxpar.mesh.torus import closed_dims as closed_dims
 from jaxpar.mesh.torus import on_torus as on_torus

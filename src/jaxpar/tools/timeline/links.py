@@ -11,13 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from jaxpar.tools.private_names import Chip, closed_dims
+from jaxpar.tools.private_names import PERMUTE_STARTS, Chip, closed_dims
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.timeline.target import measured_of
 
-# A permute takes half a start more than other transfers: its done is an instruction of its own.
-# Gathers and sums of the SparseCores of this chip take several.
-PERMUTE_STARTS, SPARSE_CORE_STARTS = 1.5, {"TPU7x": 4.0}
+# Gathers and sums of the SparseCores of this chip take several starts of a transfer.
+SPARSE_CORE_STARTS = {"TPU7x": 4.0}
 # Of its links, what a sum over several dimensions, one after the other, uses: fitted to half of the
 # public measurements of v6e.
 ADDED = 0.8

@@ -25,6 +25,7 @@ from jaxpar.tools.private_names import (
     install_command,
     readable,
     value_error,
+    with_measured_links,
 )
 from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
 from jaxpar.tools.timeline.gpu_tables import GpuTables, measured_on, tables_of
@@ -34,10 +35,6 @@ TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 # What a short name of a GPU stands for, where the compiler knows several of that name.
 _USUAL = {"a100": "a100-sxm4-80gb", "h100": "h100-80gb-hbm3", "h200": "h200-141gb-hbm3e"}
-# Bytes per second of a link one way, seconds a hop, and until a transfer is under way, as they fit
-# half of the public measurements of `benchmarks/accuracy`.
-LINKS = {"TPU v5 lite": 4.32e10, "TPU v5": 8.63e10, "TPU v6 lite": 8.68e10, "TPU7x": 8.94e10}
-HOP, START = 0.8e-6, 3e-6
 # Of GPUs on several hosts: the share of the network that is reached, and until it is.
 NETWORK, NETWORK_START = 0.85, 45e-6
 _OFFLINE = {
@@ -75,10 +72,9 @@ class Target:
 
 
 def _with_measured_links(chip: Chip) -> Chip:
-    link = LINKS.get(chip.kind)
-    if not chip.torus:
-        return replace(chip, network=NETWORK * chip.network, start=NETWORK_START)
-    return chip if link is None else replace(chip, link=link, latency=HOP, start=START)
+    if chip.torus:
+        return with_measured_links(chip)
+    return replace(chip, network=NETWORK * chip.network, start=NETWORK_START)
 
 
 def measured_of(chip: Chip) -> GpuTables | None:
