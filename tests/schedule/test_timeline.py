@@ -483,9 +483,14 @@ def test_a_roofline_where_the_compiler_gives_no_cycles():
     [
         ("%f.s = s8[10] dynamic-slice(%f.b, %f.i), dynamic_slice_sizes={10}", 10 + 10),
         ("%f.s = s8[10] gather(%f.b, %f.i), slice_sizes={10}", 10 + 10),
+        (
+            "%f.w = f32[90] convert(%f.b)\n"
+            "  %f.s = f32[10] dynamic-slice(%f.w, %f.i), dynamic_slice_sizes={10}",
+            40 + 10,
+        ),
         ("%f.s = s8[10] add(%f.b, %f.b)", 10 + 90),
     ],
-    ids=["slice", "gather", "whole"],
+    ids=["slice", "gather", "wider slice", "whole"],
 )
 def test_of_what_is_sliced_only_the_slice_is_read(used, moved, depth):
     """Ten bytes a second; single numbers, as an index, are not in HBM. Fusions lie in fusions."""
@@ -494,14 +499,14 @@ def test_of_what_is_sliced_only_the_slice_is_read(used, moved, depth):
     view = "%view (v: s8[9,10]) -> s8[90] {\n  %v = s8[9,10] parameter(0)\n"
     view += "  ROOT %v.b = s8[90] bitcast(%v)\n}\n"
     viewed = "%f.b = s8[90] fusion(%f.p), kind=kLoop, calls=%view"
-    fused = f"{view}%cut1 {names}  {viewed}\n  ROOT {used}\n}}\n"
+    fused = view + "%cut1 " + names + rooted(f"  {viewed}\n  {used}\n") + "}\n"
     for outer in range(2, depth + 1):
         inner = f"fusion(%f.p, %f.i), kind=kLoop, calls=%cut{outer - 1}"
         fused += f"%cut{outer} {names}  ROOT %f.c = s8[10] {inner}\n}}\n"
     operands = "  %w = s8[9,10] constant({...})\n  %i = s32[] constant(3)\n"
     fusion = f"  %c = s8[10] fusion(%w, %i), kind=kLoop, calls=%cut{depth}\n"
     assert play(operands + fusion, fused, chip=SWITCH).total == pytest.approx(moved / 10)
-    if "slice(" in used:
+    if used.startswith("%f.s = s8[10] dynamic-slice("):
         bare = "  %b = s8[90] bitcast(%w)\n  %c = s8[10] dynamic-slice(%b, %i)\n"
         assert play(operands + bare, chip=SWITCH).total == pytest.approx(moved / 10)
 
@@ -524,6 +529,8 @@ def test_of_buffers_that_are_updated_only_the_updates_are_written():
     assert play(operands + fusion, fused, chip=SWITCH).total == pytest.approx((10 + 2 * 10) / 10)
     bare = "  %c = s8[90] dynamic-update-slice(%w, %s, %i)\n"
     assert play(operands + bare, chip=SWITCH).total == pytest.approx((10 + 10) / 10)
+    added = "  %c = (s8[90], s8[90]) scatter(%v, %w, %i, %s, %s)\n"  # what is added to is read
+    assert play(operands + added, chip=SWITCH).total == pytest.approx((2 * 10 + 2 * 2 * 10) / 10)
 
 
 def passed(cycles, dtype="bf16", places=("", "")):

@@ -22,6 +22,8 @@ _FREE_CALLS = {
 _GEMMS = {"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm"}
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
 _SLICES = ("dynamic-slice", "gather", "slice")
+_UPDATES = ("dynamic-update-slice", "scatter")
+_ALIKE = ("convert", "copy", "transpose")  # of which each number is made of one
 _OUT_OF_ORDER = {
     *("custom-call", "fft", "gather", "rng", "rng-bit-generator", "scatter", "sort"),
     *("select-and-scatter", "triangular-solve", "cholesky"),
@@ -211,8 +213,8 @@ def _read(i: Instruction) -> list[int]:
     read = [operand.bytes for operand in i.operands]
     if i.opcode in _SLICES:
         read[0] = min(read[0], i.bytes)
-    elif i.opcode == "dynamic-update-slice":
-        read[0] = 0
+    elif i.opcode in _UPDATES:
+        read[: _buffers(i)] = [0] * _buffers(i)
     elif i.opcode == "fusion":
         inner, results = i.called[0], frozenset(_results(i))
         for number, parameter in inner.parameters.items():
@@ -224,9 +226,19 @@ def _read(i: Instruction) -> list[int]:
 
 def _written(i: Instruction) -> int:
     """Bytes of each result; of a buffer that is updated, of what is written into it."""
-    return sum(
-        x.operands[1].bytes if x.opcode == "dynamic-update-slice" else x.bytes for x in _results(i)
-    )
+    return sum(_updates(x) if x.opcode in _UPDATES else x.bytes for x in _results(i))
+
+
+def _buffers(i: Instruction) -> int:
+    """How many of the first operands of a slice update or a scatter are updated."""
+    return 1 if i.opcode == "dynamic-update-slice" else len(i.operands) // 2
+
+
+def _updates(i: Instruction) -> int:
+    """Bytes that a slice update writes; of a scatter, which adds them, what it reads and writes."""
+    if i.opcode == "dynamic-update-slice":
+        return i.operands[1].bytes
+    return 2 * sum(update.bytes for update in i.operands[_buffers(i) + 1 :])
 
 
 def _results(i: Instruction) -> Iterator[Instruction]:
@@ -248,14 +260,15 @@ def _taken(inner: Computation, value: Instruction, results: frozenset[Instructio
             if operand is not value:
                 continue
             part = None
-            if _is_a_view(user):
-                part = None if user.is_root else _taken(inner, user, results)
+            if _is_a_view(user) or user.opcode in _ALIKE:
+                taken_of = None if user.is_root else _taken(inner, user, results)
+                part = taken_of and taken_of * value.bytes // user.bytes
             elif user.opcode in _SLICES:
                 part = user.bytes if number == 0 else None
             elif user.opcode == "fusion":
                 part = _taken(user.called[0], user.called[0].parameters[number], results)
-            elif user.opcode == "dynamic-update-slice" and user in results:
-                part = 0 if number == 0 else None
+            elif user.opcode in _UPDATES and user in results:
+                part = 0 if number < _buffers(user) else None
             if part is None:
                 return None
             taken += part
