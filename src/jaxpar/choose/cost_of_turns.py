@@ -38,7 +38,8 @@ def turns_time(
     size = way.ring.size
     rings = len(way.rings or [way.ring])  # of which each has its own links, and a share of blocks
     turns = gather_turns(size, way.directions, rings=rings, whole_opposite=way.whole_opposite)
-    pieces = rings * (1 if flow.kind == "gather" else way.order.pieces)  # of each block
+    sent_in = 1 if flow.kind == "gather" else way.order.pieces  # so many messages, of a block
+    pieces = rings * sent_in
     fitted, joined = fitted_to(chip.kind), 0.0
     if flow.kind == "gather" and flow.sums and joins(chip, flow.length // (size * rings)):
         pieces = 1  # what comes by several rings is multiplied at once
@@ -46,16 +47,18 @@ def turns_time(
             joined = JOINED * size * rings + JOINED_SHARE * copy_time(chip, size * flow.block_bytes)
     fits = flow.kind == "gather" and 2 * flow.sums <= chip.vmem
     work = work_time(chip, flow, size * pieces, fitted.turn_passes, kept=fits) + joined
-    added = 2 * fitted.travelling * flow.added / chip.hbm
-    if added:  # beside the matmul, as far as it takes longer
-        added *= min(1.0, added / work)
-    work = (work + added + beside) / size
+    work = (work + beside) / size
     block = flow.block_bytes / rings * messages
 
     def seconds(turn: Turn) -> float:
         # Two halves are one block's work, and so are the shares of all rings.
         whole = len([leg for leg in turn.legs if leg.half is None]) / rings
-        hops = [hop_time(chip, block / (1 if leg.half is None else 2)) for leg in turn.blocks]
+        hops = [
+            sent_in * hop_time(chip, block / sent_in)
+            if leg.half is None
+            else hop_time(chip, block / 2)
+            for leg in turn.blocks
+        ]
         # A torus has a link each way; on a GPU both ways leave by one port.
         sent = max(hops, default=0.0) if chip.torus else sum(hops, 0.0)
         return max(work * max(1, whole), sent)
@@ -82,8 +85,7 @@ def _sums_in_phases(
     fitted = fitted_to(chip.kind)
     made = side * shares * pieces
     work = work_time(chip, flow, made, fitted.turn_passes)
-    added = 2 * fitted.travelling * flow.added / chip.hbm
-    each = (work + added * min(1.0, added / work) + beside) / made  # of a sum
+    each = (work + beside) / made  # of a sum
     sent = flow.block_bytes * way.ring.size / made  # of a sum, in bytes
     turn = 2 * shares * each  # both ways round of each share
 

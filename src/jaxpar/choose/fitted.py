@@ -21,7 +21,6 @@ class Fitted:
       chunk_passes: the same in chunks.
       piece: seconds that one more piece of work costs beyond what it computes, reads and writes.
       resident: of VMEM, what an operand takes at most that is read from HBM once for all pieces.
-      travelling: how often sums that travel are read and written as float32 besides, in turns.
     """
 
     within: float = 0.0
@@ -30,7 +29,6 @@ class Fitted:
     chunk_passes: float = 0.0
     piece: float = 3e-6
     resident: float = 0.4
-    travelling: float = 0.0
 
 
 _OTHERS = Fitted()
@@ -39,7 +37,6 @@ _BY_KIND = {
     "TPU v5": Fitted(
         within=0.5,
         piece=1.8e-6,
-        travelling=0.9,
     ),
     "TPU v6 lite": Fitted(
         turn_passes=1.0,
