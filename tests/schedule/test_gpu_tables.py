@@ -1,12 +1,16 @@
 """Tables of measured times: read from a plugin, between their sizes and beyond them."""
 
 import sys
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh.chips import chip_of
-from jaxpar.schedule import target
+from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.timeline import target as targets
 from jaxpar.tools.timeline.gpu_tables import GpuTables, tables_of
@@ -14,6 +18,10 @@ from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import measured_of
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
+def measured_chip(kind):
+    return targets._with_measured_links(chip_of(kind))
 
 
 def varint(number):
@@ -84,14 +92,14 @@ def test_tables_of_a_plugin(plugin):
 def test_a_gpu_without_a_table_takes_that_of_another_one(plugin, monkeypatch):
     """By the ratio of their peaks, and of their links where these are of the same kind."""
     monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
-    h100, a100, on_a_bus = map(chip_of, (H100, A100, "NVIDIA H100 PCIe"))
+    h100, a100, on_a_bus = map(measured_chip, (H100, A100, "NVIDIA H100 PCIe"))
     own, found, slow = map(measured_of, (h100, a100, on_a_bus))
     sizes = "bf16xbf16->bf16", (2, 512, 512, 256)
     assert found.matmul(*sizes) / own.matmul(*sizes) == pytest.approx(h100.flops / a100.flops)
     assert found.collective("all-gather", 8, 1024) == pytest.approx(1024e-9 * 4.5 / 3)
     assert slow.collectives == {}
     assert slow.matmul(*sizes) > own.matmul(*sizes)
-    assert measured_of(chip_of("Tesla V100")) is None
+    assert measured_of(measured_chip("Tesla V100")) is None
 
 
 def test_times_between_sizes_and_beyond_them():
@@ -138,18 +146,32 @@ def test_truth_values_have_no_table():
     assert tables.matmul("predxpred->pred", (1, 512, 512, 512)) is None
 
 
-def test_a_chip_with_figures_of_its_own_has_no_table(plugin, monkeypatch):
+def test_a_chip_with_other_figures_has_no_table(plugin, monkeypatch):
     monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
-    chip = chip_of("NVIDIA H100")
-    own = tables_of(plugin, "NVIDIA H100")
+    chip = target("h100:2x8").chip
+    own = tables_of(plugin, H100)
     assert measured_of(chip) == own
-    over_a_network = target("h100:2x8").chip
-    assert over_a_network.start > 0 == chip.start
-    assert measured_of(over_a_network) == own
-    assert measured_of(chip.__class__(**{**vars(chip), "link": 1.0})) is None
-    assert measured_of(chip_of("TPU v5")) is None
+    assert measured_of(replace(chip, network=1.0)) == own  # which is in no table
+    assert measured_of(replace(chip, link=1.0)) is None
+    assert measured_of(target("v5e:2x2").chip) is None
     monkeypatch.setattr(targets, "find_plugin", lambda: None)
     assert measured_of(chip) is None
+
+
+def test_a_book_has_no_tables(plugin, monkeypatch):
+    """The vendor's peak and links, whatever was measured of them."""
+    measured, book = (target("h100:8", figures=which) for which in ("measured", "book"))
+    args = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=P())] * 2
+    program = compile_for(jnp.matmul, book, *args)
+    monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
+    assert measured_of(measured.chip)
+    assert measured_of(book.chip) is None
+    assert book.chip == chip_of(H100)
+    assert timeline(program).estimate == "roofline"
+    assert timeline(program, measured.chip).estimate == "XLA's measured tables and rooflines"
+    gather = Message("all-gather", 1e9)
+    at_links = Links(book.mesh, book.chip).transfer(gather, 1.0)
+    assert at_links.route.seconds.max() == pytest.approx(7e9 / book.chip.link)
 
 
 def test_collectives_behind_one_switch_take_what_was_measured(plugin, monkeypatch):

@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--figures",
         default="measured",
-        help=f"of the links: {' or '.join(FIGURES)}, as for predict (default: %(default)s)",
+        help=f"{' or '.join(FIGURES)}, as for predict (default: %(default)s)",
     )
     add(
         "--tries",

@@ -96,8 +96,8 @@ def add_parser(commands: Any) -> None:
     add(
         "--figures",
         default="measured",
-        help="of the links: measured, as fitted to public measurements, or book, as published by "
-        "the vendor (default: %(default)s)",
+        help="measured: links as fitted to public measurements, and of GPUs XLA's tables; or book: "
+        "links as the vendor publishes them, and no tables (default: %(default)s)",
     )
     add(
         "--validate",

@@ -41,7 +41,7 @@ class Request:
     grad: bool
     bare: bool  # without the compiler options that the chip should have
     compiler_options: Mapping[str, Any]  # further ones
-    figures: Literal["measured", "book"]  # of the links
+    figures: Literal["measured", "book"]
     cache: bool  # take programs that were compiled before
 
 
@@ -156,7 +156,7 @@ def header(report: TargetResults, request: Request) -> str:
         ring = f", ring {','.join(facts.ring)}" if facts.ring else ""
         parts += [f"{facts.devices} x {facts.device_kind}", f"mesh {mesh}{ring}"]
     parts.append(phase(request) if request.function else f"{request.dtype} {phase(request)}")
-    parts += ["the vendor's links"] if request.figures == "book" else []
+    parts += ["the vendor's figures"] if request.figures == "book" else []
     return " | ".join(parts)
 
 

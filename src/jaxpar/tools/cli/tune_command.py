@@ -80,7 +80,7 @@ def add_parser(commands: Any) -> None:
         help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
     )
     add_compiler_options(add)
-    add("--figures", default="measured", help=f"of the links: {', '.join(FIGURES)}, as for predict")
+    add("--figures", default="measured", help=f"{' or '.join(FIGURES)}, as for predict")
     add("--repeats", type=int, default=REPEATS, help="rounds by the clock (default: %(default)s)")
     add(
         "--modes",

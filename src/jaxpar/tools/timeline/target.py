@@ -78,16 +78,17 @@ def _with_measured_links(chip: Chip) -> Chip:
 
 
 def measured_of(chip: Chip) -> GpuTables | None:
-    """What was measured of a GPU with its published figures; of one with other figures nothing.
+    """What was measured of a GPU with measured figures; of one with others, as of a book, nothing.
 
     A GPU without a table takes those of another one, by the ratio of their peaks and their links.
+    What joins hosts is in no table, and may be another network.
     """
     plugin = find_plugin()
     known = chip_of(chip.kind)
     if chip.torus or plugin is None or known is None:
         return None
-    as_known = replace(chip, network=known.network, start=known.start) == known
-    return _as_fast_as(known, plugin) if as_known else None
+    measured = replace(_with_measured_links(known), network=chip.network)
+    return _as_fast_as(known, plugin) if chip == measured else None
 
 
 @cache
@@ -132,8 +133,9 @@ def target(
         `jax.devices()`; of CPUs nothing is published, so that they have no figures.
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
-      figures: of the links. `"measured"`: fitted to public measurements (all TPUs but v4, and the
-        networks between GPU hosts). `"book"`: the vendor's, with a microsecond a hop.
+      figures: `"measured"`: links as fitted to public measurements (all TPUs but v4, and the
+        networks between GPU hosts), and of GPUs XLA's measured tables. `"book"`: the vendor's
+        links, with a microsecond a hop, and no tables: a GPU has a roofline.
 
     Returns:
       A `Target`. Described devices cannot run anything.
