@@ -20,7 +20,7 @@ from jaxpar.tools.explain.windowed import WindowedEinsums, windowed_einsums
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
 from jaxpar.tools.program.sources import Sources, counted_as_own
-from jaxpar.tools.timeline.floor import Floor, program_floor, require_possible
+from jaxpar.tools.timeline.floor import Floor, program_floor
 from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction, instructions_of
 from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
@@ -224,7 +224,6 @@ def _explained(
     if predicted is not None and predicted is not played:
         compared = Exposures(program, predicted)
     floor = program_floor(program, played, exposures.chip)
-    require_possible(program, played, floor)
     before = Before(compared)
     cut = windowed_einsums(exposures)
     rules, costs = Rules(exposures, Edits(program)), overheads(exposures, cut)

@@ -104,14 +104,14 @@ class Trials:
             self.progress(edit.text)
         try:
             compiled = edit.compiled()
+            played = compiled and timeline(compiled, assumed=self.assumed)
         except Exception as reason:  # an edit that does not fit the program is none
             said = str(reason).strip().partition("\n")[0]
             self.refused[edit.text] = f"{type(reason).__name__}: {said}"
             self.compiled += isinstance(reason, jax.errors.JaxRuntimeError)  # by the compiler
             return
-        if compiled is not None:
+        if compiled is not None and played is not None:
             self.compiled += 1
-            played = timeline(compiled, assumed=self.assumed)
             exposed = tuple(Exposures(compiled, played).found())
             peak = compiled.memory.peak
             self.done[edit.text] = TriedEdit(edit.text, played.total, peak, compiled, exposed)

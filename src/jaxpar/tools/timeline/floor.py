@@ -20,13 +20,9 @@ from jaxpar.tools.private_names import (
     readable,
     value_error,
 )
-from jaxpar.tools.program.flops import device_flops
-from jaxpar.tools.timeline.limits import impossible
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import Target, figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, compile_for, timeline
-
-_ROUNDING = 1e-6  # of sums of seconds
 
 
 @readable
@@ -160,37 +156,11 @@ def program_floor(
       >>> program_floor(compile_for(gather, target("v5e:2x2"), x)).compute
       0.0
     """
-    target = program.target
-    chip = figures_of(target, chip)
+    chip = figures_of(program.target, chip)
     played = timeline(program, chip) if played is None else played
-    flops = device_flops(program.jaxpr, target.mesh.size)
-    links = max(1, Links(target.mesh, chip).there)
-    sent = played.sent_bytes
-    if not chip.torus:
-        sent -= sum(one.bytes for one in played.transfers if one.row.endswith("all-reduce")) / 2
-    return Floor(min(flops / chip.flops, played.at_peak), sent / (links * chip.link))
-
-
-def require_possible(program: CompiledProgram, played: Timeline, floor: Floor) -> None:
-    """Refuses a prediction that is shorter than the program's floor, and keeps its text.
-
-    Args:
-      program: what was predicted.
-      played: its timeline; one that was measured is never refused.
-      floor: of the whole program.
-
-    Raises:
-      RuntimeError: the prediction is impossible; the message names the file with the program's
-        text.
-    """
-    if played.estimate == "measured" or played.total >= (1 - _ROUNDING) * floor.total:
-        return
-    raise impossible(
-        f"{played.total * 1e6:,.1f} us are predicted of a program that takes at least "
-        f"{floor.total * 1e6:,.1f} us on {program.target.name} (its matmuls at peak: "
-        f"{floor.compute * 1e6:,.1f}, its bytes over all links: {floor.transfer * 1e6:,.1f})",
-        program.text,
-    )
+    links = Links(program.target.mesh, chip)
+    transfer = sum(map(links.least, played.transfers), 0.0)
+    return Floor(min(program.flops / chip.flops, played.at_peak), transfer)
 
 
 def _one_piece(

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from jaxpar.tools.private_names import PERMUTE_STARTS, Chip, closed_dims
 from jaxpar.tools.program.costs import Message
+from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.target import measured_of
 
 # Gathers and sums of the SparseCores of this chip take several starts of a transfer.
@@ -138,6 +139,13 @@ class Links:
             return 1
         both_ways = [1 if extent == 2 else 2 for extent in self.extent if extent > 1]
         return sum(both_ways)
+
+    def least(self, transfer: Event) -> float:
+        """Seconds that the bytes of a transfer take over all links of a device at once."""
+        sent = transfer.bytes
+        if not self.chip.torus and transfer.row.endswith("all-reduce"):
+            sent /= 2  # a GPU's switch may add on the way
+        return sent / (max(1, self.there) * self.chip.link)
 
     def within(self, groups: Groups) -> int:
         """The fewest links that a device has to others of its group; a port counts as one."""

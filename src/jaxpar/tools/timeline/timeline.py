@@ -20,10 +20,11 @@ from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.limits import impossible
 from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.player import Assumptions, Player, TooFastError
+from jaxpar.tools.timeline.player import Assumptions, Player
 from jaxpar.tools.timeline.target import Target, figures_of, measured_of
 
 _FEW = 0.05  # of a total: so much may be in no table without a mark
+_ROUNDING, _ROUNDED = 1e-6, 1e-3  # of sums of seconds, and of those of one transfer
 
 
 @readable
@@ -73,6 +74,13 @@ class CompiledProgram:
         from jaxpar.tools.program.flops import kernels_in
 
         return read(self.text, None if self.jaxpr is None else kernels_in(self.jaxpr))
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of the matmuls of the traced program, on one device; none of a text by itself."""
+        from jaxpar.tools.program.flops import device_flops
+
+        return 0.0 if self.jaxpr is None else device_flops(self.jaxpr, self.target.mesh.size)
 
 
 @readable
@@ -216,7 +224,7 @@ class Timeline:
     # Of these only the bytes are known: every figure is at least so large.
     kernels_of_unknown_cost: tuple[str, ...] = ()
     runs: tuple[float, ...] = ()  # of a measured one: how long each run took in the trace
-    at_peak: float = inf  # of the matmuls at the chip's peak, where it was played
+    at_peak: float = inf  # of the program's FLOPs at the chip's peak, where it was played
 
     @property
     def hidden_share(self) -> float:
@@ -263,8 +271,9 @@ def timeline(
 
     Raises:
       ValueError: a chip that jaxpar has no figures of, and none given.
-      RuntimeError: a transfer is predicted to be faster than its links; the message names a file
-        with the program's text, for a report.
+      RuntimeError: the prediction is below the program's floor, or a transfer is faster than the
+        links that there are, which is a fault of jaxpar; the message names a file with the
+        program's text, for a report.
 
     Example:
       >>> from jaxpar.schedule import compile_for, target, timeline
@@ -276,16 +285,14 @@ def timeline(
       (True, ['tp all-gather'])
     """
     chip = figures_of(program.target, chip)
-    player = Player(Links(program.target.mesh, chip), assumed or Assumptions())
-    try:
-        player.run(program.module.entry)
-    except TooFastError as transfer:
-        raise impossible(str(transfer), program.text) from None
+    links = Links(program.target.mesh, chip)
+    player = Player(links, assumed or Assumptions())
+    player.run(program.module.entry)
     events = player.finish()
     transfers = [e for e in events if e.kind == "transfer"]
     total = max([player.now, *(e.end for e in transfers)])
     used = player.busy[player.busy > 0]
-    return Timeline(
+    played = Timeline(
         events=events,
         total=total,
         compute=sum((e.seconds for e in events if e.kind == "compute"), 0.0),
@@ -297,8 +304,31 @@ def timeline(
         estimate=_estimate(chip, player.beyond / total if total else 0.0),
         loops_of_unknown_length=tuple(player.unknown),
         kernels_of_unknown_cost=tuple(player.unsaid),
-        at_peak=player.at_peak,
+        at_peak=min(program.flops / chip.flops, player.at_peak),
     )
+    _require_possible(program, played, links)
+    return played
+
+
+def _require_possible(program: CompiledProgram, played: Timeline, links: Links) -> None:
+    """Refuses a prediction that no chip can keep, and keeps the program's text for a report."""
+    least = [links.least(one) for one in played.transfers]
+    for one, seconds in zip(played.transfers, least, strict=True):
+        taken = one.seconds - one.latency
+        if seconds > (1 + _ROUNDED) * taken:
+            raise impossible(
+                f"{one.name} sends {one.bytes:,.0f} bytes a device in {taken * 1e6:,.1f} us over "
+                f"{links.there} links of {links.chip.link / 1e9:g} GB/s",
+                program.text,
+            )
+    floor = max(played.at_peak, sum(least, 0.0))
+    if played.total < (1 - _ROUNDING) * floor:
+        raise impossible(
+            f"{played.total * 1e6:,.1f} us are predicted of a program that takes at least "
+            f"{floor * 1e6:,.1f} us on {program.target.name} (its matmuls at peak: "
+            f"{played.at_peak * 1e6:,.1f}, its bytes over all links: {sum(least) * 1e6:,.1f})",
+            program.text,
+        )
 
 
 def _estimate(chip: Chip, beyond: float) -> str:
