@@ -17,6 +17,8 @@ from jaxpar.tools.timeline.gpu_tables import GpuTables, tables_of
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import measured_of
 
+RING = [(n, (n + 1) % 8) for n in range(8)]
+SWAPS, ONE_WAY = [(n, n ^ 1) for n in range(8)], [(n, n + 4) for n in range(4)]
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 
 
@@ -38,8 +40,11 @@ def field(number, value):
 
 def collective(kind, group, elements, rate):
     shape = field(2, 11) + field(3, varint(elements)) + field(5, field(1, b"\0"))
-    groups = field(1, 8 // group) + field(2, group) + field(3, b"\x08")
-    return field(1, field(1, field(2, kind) + field(3, shape) + field(92, groups)) + field(6, rate))
+    if kind == "collective-permute":  # pairs of sources and targets in place of groups
+        among = b"".join(field(52, field(1, a) + field(2, b)) for a, b in group)
+    else:
+        among = field(92, field(1, 8 // group) + field(2, group) + field(3, b"\x08"))
+    return field(1, field(1, field(2, kind) + field(3, shape) + among) + field(6, rate))
 
 
 def matmul(b, m, n, k, rate):
@@ -58,8 +63,10 @@ def plugin(tmp_path, monkeypatch):
         text += f'entries {{\n  key: "{key}"\n  value {{\n{entries}  }}\n}}\n'
     # Of these the smaller array is said to take longer.
     rows = [("all-gather", 8, 256, 5 * 10**8), ("all-gather", 8, 1024, 4 * 10**9)]
-    rows += [("reduce-scatter", 4, 64, 10**9), ("collective-permute", 0, 64, 10**9)]
-    profiles = field(2, b"".join(collective(*row) for row in rows if row[1]))
+    rows += [("reduce-scatter", 4, 64, 10**9)]
+    for rate, pairs in enumerate((RING, SWAPS, ONE_WAY), 1):
+        rows.append(("collective-permute", pairs, 256, rate * 10**9))
+    profiles = field(2, b"".join(collective(*row) for row in rows))
     one = field(1, "sm_90") + profiles
     folder = tmp_path / "some_plugin"
     folder.mkdir()
@@ -83,6 +90,9 @@ def test_tables_of_a_plugin(plugin):
     assert tables.collectives == {
         ("all-gather", 8): {(1024,): 1024e-9, (4096,): 1024e-9},
         ("reduce-scatter", 4): {(1024,): 1024e-9},
+        ("collective-permute", 0): {(1024,): 1024e-9},
+        ("collective-permute, swapping", 0): {(1024,): 1024 / 2e9},
+        ("collective-permute, one way", 0): {(1024,): 1024 / 3e9},
     }
     assert tables_of("no_such_plugin", H100) is None
     assert tables_of(plugin, "Tesla V100") is None
@@ -185,3 +195,35 @@ def test_collectives_behind_one_switch_take_what_was_measured(plugin, monkeypatc
     over_both = Links(two.mesh, two.chip).transfer(gather, 1.0)
     assert over_both.route.hops > 0  # the network is in no table
     assert links.transfer(Message("all-reduce", 256.0), 1.0).route.hops > 0
+
+
+@pytest.mark.parametrize(
+    ("pairs", "seconds"),
+    [
+        (RING, 1024e-9),
+        (RING[:-1], 1024e-9),  # a pipeline, which does not close
+        (SWAPS, 512e-9),
+        ([(0, 1), (1, 0), (2, 2)], 512e-9),  # who keeps its own sends nothing
+        (ONE_WAY, 1024e-9 / 3),
+    ],
+)
+def test_permutes_behind_one_switch_take_what_was_measured(pairs, seconds, plugin, monkeypatch):
+    """By who sends to whom, however many take part."""
+    monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
+    one, two = target("h100:8", "tp=8"), target("h100:2x4", "tp=8")
+    message = Message("collective-permute", 1024.0, pairs=tuple(pairs))
+    sent = Links(one.mesh, one.chip).transfer(message, 1.0)
+    assert sent.route.seconds == pytest.approx(seconds)
+    assert sent.route.links.size
+    assert (sent.sent, sent.route.hops, sent.is_measured) == (1024, 0, True)
+    beyond = Links(two.mesh, two.chip).transfer(message, 1.0)
+    assert beyond.is_measured == (pairs == SWAPS or len(pairs) == 3)
+    large = replace(message, payload=1e6)
+    assert not Links(one.mesh, one.chip).transfer(large, 1.0).is_measured
+
+
+def test_a_permute_to_itself_sends_nothing(plugin, monkeypatch):
+    monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
+    one = target("h100:8", "tp=8")
+    message = Message("collective-permute", 1024.0, pairs=((0, 0), (1, 1)))
+    assert not Links(one.mesh, one.chip).transfer(message, 1.0).route.seconds.size

@@ -12,7 +12,7 @@ import importlib.util
 import mmap
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -45,7 +45,11 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class GpuTables:
-    """Seconds of matmuls by dtypes and [b, m, n, k]; of collectives by kind, group and bytes."""
+    """Seconds of matmuls by dtypes and [b, m, n, k]; of collectives by kind, group and bytes.
+
+    Permutes are of three kinds (`kind_of_permute`), and of no group: behind a switch a device has a
+    port of its own, however many take part.
+    """
 
     matmuls: Mapping[str, Mapping[Sizes, float]]
     collectives: Mapping[tuple[str, int], Mapping[Sizes, float]]
@@ -204,14 +208,27 @@ def _collectives(data: Any, key: str) -> dict[tuple[str, int], dict[Sizes, float
         fields = dict(_fields(entry))
         instruction, rate = dict(_fields(fields[1])), fields.get(6, 0)
         kind = instruction[2].decode()
-        if 92 not in instruction or not rate:  # a permute has no groups
+        if not rate:
             continue
-        group = dict(_fields(instruction[92])).get(2, 0)
+        group = dict(_fields(instruction.get(92, b""))).get(2, 0)
+        if kind == "collective-permute":  # each pair is a field of its own
+            pairs = [dict(_fields(value)) for key, value in _fields(fields[1]) if key == 52]
+            kind = kind_of_permute([(pair.get(1, 0), pair.get(2, 0)) for pair in pairs])
+        elif not group:
+            continue
         elements = prod(_numbers(dict(_fields(instruction[3]))[3]))
         # The rate is that of the whole array, of which a reduce-scatter leaves a part.
         whole = 4 * elements * (group if kind == "reduce-scatter" else 1)
         times[kind, group][whole,] = whole / rate
     return {key: _never_falling(table) for key, table in times.items()}
+
+
+def kind_of_permute(pairs: Sequence[tuple[int, int]]) -> str:
+    """What a permute is in the tables: pairs that swap, others both of which send, or one way."""
+    sources, targets = ({pair[end] for pair in pairs} for end in (0, 1))
+    if set(pairs) == {(target, source) for source, target in pairs}:
+        return "collective-permute, swapping"
+    return "collective-permute" + (", one way" if sources.isdisjoint(targets) else "")
 
 
 def _never_falling(table: Mapping[Sizes, float]) -> dict[Sizes, float]:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from jaxpar.tools.private_names import PERMUTE_STARTS, Chip, closed_dims
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.gpu_tables import kind_of_permute
 from jaxpar.tools.timeline.target import measured_of
 
 # Gathers and sums of the SparseCores of this chip take several starts of a transfer.
@@ -77,19 +78,18 @@ class Links:
         """How a message travels, or this share of its payload."""
         payload, kind = message.payload * share, message.kind
         if kind == "collective-permute":
-            row = self._lane(message.pairs)
-            return Transfer(row, payload, self.permute(message.pairs).of(payload))
+            row, route = self._lane(message.pairs), self.permute(message.pairs).of(payload)
+            moving = [pair for pair in message.pairs if pair[0] != pair[1]]
+            measured = self._measured(kind_of_permute(moving), moving, 0, payload)
+            return Transfer(row, payload, *(measured or (route, False)))
         groups = message.groups or [range(self.devices)]
         size = len(groups[0])
         row = f"{lane_of_groups(self.mesh, groups)} {kind}"
         whole = payload * size if kind == "all-gather" else payload
         passes = 2 if kind == "all-reduce" else 1  # as a reduce-scatter and an all-gather
         sent = passes * whole * (size - 1) / size
-        if (seconds := self._measured(kind, groups, whole)) is not None:
-            ports = np.flatnonzero(self._ports(np.array(groups)))
-            assert self.tables is not None
-            is_measured = self.tables.has_collective(kind, size, whole)
-            return Transfer(row, sent, Route(ports, np.full(len(ports), seconds), 0), is_measured)
+        if measured := self._measured(kind, groups, size, whole):
+            return Transfer(row, sent, *measured)
         if kind in ("all-to-all", "ragged-all-to-all"):
             return Transfer(row, sent, self.all_to_all(groups).of(payload))
         added = passes == 2 and message.phases > 1
@@ -103,12 +103,18 @@ class Links:
             hops = max(0.0, hops - float(route.seconds.max(initial=0.0)))
         return route.starts * self.chip.start + hops if route.hops else 0.0
 
-    def _measured(self, kind: str, groups: Groups, whole: float) -> float | None:
-        """Seconds that were measured of a collective behind one switch, of so many bytes in all."""
-        behind_one = self.tables and all(len(set(self.host[list(group)])) == 1 for group in groups)
-        if self.tables is None or not behind_one:
+    def _measured(
+        self, kind: str, groups: Groups, size: int, whole: float
+    ) -> tuple[Route, bool] | None:
+        """Of so many bytes in all behind one switch: as was measured, and whether of as many."""
+        if self.tables is None or any(len(set(self.host[list(group)])) > 1 for group in groups):
             return None
-        return self.tables.collective(kind, len(groups[0]), whole)
+        seconds = self.tables.collective(kind, size, whole) if groups else None
+        if seconds is None:
+            return None
+        ports = np.flatnonzero(self._ports(np.array(groups)))
+        is_within = self.tables.has_collective(kind, size, whole)
+        return Route(ports, np.full(len(ports), seconds), 0), is_within
 
     def _lane(self, pairs: Pairs) -> str:
         """Where a permute goes, those of several rings over the same axes told apart.
