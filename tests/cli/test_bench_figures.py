@@ -4,13 +4,13 @@ import json
 import os
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
+from slices import two_slices
 
 from jaxpar.mesh.chips import chip_of
 from jaxpar.schedule import Floor, Target, compile_for, target, timeline
@@ -100,11 +100,9 @@ def test_of_several_tpu_slices_there_is_no_figure():
         program=program,
     )
     assert bench_figures.figures_of(row, ("tp",), "bfloat16", Host()).bound > 0
-    devices = [SimpleNamespace(slice_index=n // 4) for n in range(8)]
-    mesh = SimpleNamespace(devices=np.array(devices))
-    apart = replace(row, program=replace(program, target=Target("here", mesh, own.chip)))
+    apart = replace(row, program=replace(program, target=two_slices()))
     found = bench_figures.figures_of(apart, ("tp",), "bfloat16", Host())
-    assert found == "several slices: no figure of what joins them"
+    assert found.startswith("the mesh {'tp': 8} joins 2 TPU slices, and no figure is known of")
 
 
 # -- the nearest public row -----------------------------------------------------------------------

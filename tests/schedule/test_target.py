@@ -4,15 +4,19 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from slices import two_slices
 
 import jaxpar
 from jaxpar.mesh.chips import CHIPS, chip_of
-from jaxpar.schedule import Target, compile_for, target, timeline
+from jaxpar.schedule import Target, compile_for, explain, matmul_floor, target, timeline
+from jaxpar.tools.cli import predict_worker
+from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
 
 ROWS = PartitionSpec("tp")
@@ -216,3 +220,32 @@ def test_figures_of_links_are_the_measured_ones_where_there_are_any():
     assert hosts.link == of_the_book.link  # behind a switch there are tables
     with pytest.raises(ValueError, match=r"^target: figures='mine' must be 'measured' or 'book'"):
         target("v5p:2x2x1", figures="mine")
+
+
+SLICES = (
+    r"the mesh {'tp': 8} joins 2 TPU slices, and no figure is known of the network between them; "
+    r"predict with the devices of one slice, and measure what runs on all \(jaxpar.schedule.read_"
+)
+
+
+def test_nothing_is_predicted_of_several_slices():
+    """Their devices share coordinates, but no links, whatever figures of a torus are given."""
+    both = two_slices()
+    assert both.chip is None
+    program = shifted(both)
+    for given in (None, target("v5e:2x2").chip):
+        with pytest.raises(ValueError, match=f"^timeline: {SLICES}"):
+            timeline(program, given)
+    with pytest.raises(ValueError, match=SLICES):
+        explain(program)
+    with pytest.raises(ValueError, match=f"^matmul_floor: {SLICES}"):
+        matmul_floor(both, "mk,kn->mn", (8, 8), (8, 8), 0.0)
+
+
+def test_commands_refuse_several_slices(monkeypatch):
+    request = SimpleNamespace(target="here", mesh="tp=8", figures="measured")
+    monkeypatch.setattr(predict_worker, "describe", lambda *_, **__: two_slices())
+    with pytest.raises(UsageError, match=SLICES):
+        predict_worker.target_of(request)
+    measured = predict_worker.target_of(request, needs_figures=False)
+    assert measured.chip is None

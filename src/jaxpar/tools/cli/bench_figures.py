@@ -24,10 +24,10 @@ from jaxpar.tools.cli.gpu_clocks import Clocks
 from jaxpar.tools.cli.ops import OPS, Ring, ring_size
 from jaxpar.tools.cli.shared_options import parse_shapes
 from jaxpar.tools.cli.workers import one_line
-from jaxpar.tools.private_names import environment_options, slice_of, us
+from jaxpar.tools.private_names import environment_options, us
 from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.target import target_of
+from jaxpar.tools.timeline.target import between_slices, target_of
 
 SLOW = 1.15  # times its bound: from there on reasons are given
 POSSIBLE = 0.97  # times its bound: below it, figures of the chip do not hold
@@ -100,10 +100,10 @@ def host_of(mesh: Mesh) -> Host:
 def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
     """Returns what a row is held against, or why there is nothing."""
     mesh, chip = row.program.target.mesh, row.program.target.chip
+    if why := between_slices(mesh):
+        return why
     if chip is None:
         return f"no figure of this chip ({mesh.devices.flat[0].device_kind})"
-    if chip.torus and len({slice_of(device) for device in mesh.devices.flat}) > 1:
-        return "several slices: no figure of what joins them"
     op, size, grad = OPS[row.op], ring_size(mesh, ring), row.phase != "forward"
     (shape,) = parse_shapes(row.shape)
     sizes, numbers = op.on_one_device(shape, size)

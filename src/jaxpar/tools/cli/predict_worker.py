@@ -18,6 +18,7 @@ from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
 from jaxpar.tools.private_names import jitted_with, versions, why_not_closed
 from jaxpar.tools.program.cache import default_folder
+from jaxpar.tools.timeline.target import between_slices
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
@@ -95,6 +96,8 @@ def target_of(request: Request, needs_figures: bool = True) -> Target:
         raise UsageError(first_line(text)) from None
     if found.chip is None and not needs_figures:
         return found
+    if why := between_slices(found.mesh):
+        raise UsageError(why)
     if found.chip is None:
         kind = found.mesh.devices.flat[0].device_kind
         raise UsageError(

@@ -23,7 +23,9 @@ from jaxpar.tools.private_names import (
     MeshAxes,
     chip_of,
     install_command,
+    on_torus,
     readable,
+    slice_of,
     value_error,
     with_measured_links,
 )
@@ -102,9 +104,23 @@ def _as_fast_as(chip: Chip, plugin: str) -> GpuTables | None:
     return tables.slower(multiplying.flops / chip.flops, sending.link / chip.link)
 
 
+def between_slices(mesh: Mesh) -> str:
+    """Says of a mesh of several TPU slices that no figure joins them; nothing of others."""
+    slices = {slice_of(device) for device in mesh.devices.flat if on_torus(device)}
+    if len(slices) < 2:
+        return ""
+    return (
+        f"the mesh {dict(mesh.shape)} joins {len(slices)} TPU slices, and no figure is known of "
+        "the network between them; predict with the devices of one slice, and measure what runs "
+        "on all (jaxpar.schedule.read_trace)"
+    )
+
+
 def figures_of(target: Target, chip: Chip | None = None) -> Chip:
     """Returns the figures that are given, or else the target's, or says how to give some."""
     chip = target.chip if chip is None else chip
+    if (why := between_slices(target.mesh)) and (chip is None or chip.torus):
+        raise value_error(why)
     if chip is None:
         kind = target.mesh.devices.flat[0].device_kind
         raise value_error(
@@ -172,9 +188,10 @@ def target(
 def target_of(
     mesh: Mesh, name: str = HERE, figures: Literal["measured", "book"] = "measured"
 ) -> Target:
-    """Returns the target whose devices a mesh has already."""
+    """Returns the target whose devices a mesh has already; of several slices without figures."""
     first = mesh.devices.flat[0]
-    chip = chip_of(first.device_kind, getattr(first, "num_cores", None))
+    known = not between_slices(mesh)
+    chip = chip_of(first.device_kind, getattr(first, "num_cores", None)) if known else None
     chip = _with_measured_links(chip) if chip and figures == "measured" else chip
     return Target(name, mesh, chip)
 
