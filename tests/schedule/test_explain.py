@@ -31,11 +31,11 @@ from jaxpar.schedule import (
     target,
     timeline,
 )
-from jaxpar.tools.explain.causes import CAUSES
 from jaxpar.tools.explain.edits import Edits
 from jaxpar.tools.explain.explained import compared, gain, text_of
 from jaxpar.tools.explain.overheads import overheads
 from jaxpar.tools.explain.program_arguments import as_namesakes
+from jaxpar.tools.explain.verdict import CAUSES
 from jaxpar.tools.explain.windowed import WindowedEinsums
 from jaxpar.tools.program.costs import Demand, Matmul
 

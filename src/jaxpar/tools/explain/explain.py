@@ -10,12 +10,13 @@ from importlib.util import find_spec
 from math import inf
 from typing import Any, NamedTuple
 
-from jaxpar.tools.explain.causes import CAUSES, Cause, Rules, Verdict
+from jaxpar.tools.explain.causes import Rules
 from jaxpar.tools.explain.edits import Edit, Edits
 from jaxpar.tools.explain.explained import WORTH, record_of, text_of
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.overheads import Overhead, overheads
 from jaxpar.tools.explain.trials import Budget, Trials, TriedEdit
+from jaxpar.tools.explain.verdict import CAUSES, Cause, Verdict
 from jaxpar.tools.explain.windowed import WindowedEinsums, windowed_einsums
 from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.memory import LiveArray, live_at_peak
