@@ -624,11 +624,12 @@ def test_numbers_of_any_width_that_travel_in_wider_ones(dtype, sum_dtype, eviden
 def test_what_is_in_vmem_is_not_bound_by_memory():
     """Nor are numbers of 32 bits, which take twice as long to multiply."""
 
-    def kinds(*, in_vmem, width=2.0, flops=5e9):
+    def kinds(*, in_vmem, width=2.0, flops=5e9, is_matmul=True):
         chip = target("v6e:2x2").chip
-        work = Demand(None, (Matmul(flops, width),), 32 * 2**20, in_vmem, is_matmul=True)
+        matmuls = (Matmul(flops, width),) if is_matmul else ()
+        work = Demand(None, matmuls, 32 * 2**20, in_vmem, is_matmul=is_matmul)
         home = (None, SimpleNamespace(work=work))
-        i = SimpleNamespace(name="dot", arrays=(), inside=())
+        i = SimpleNamespace(name="dot", arrays=(), inside=(), opcode="fusion")
         exposures = SimpleNamespace(
             homes={"dot": home},
             chip=chip,
@@ -644,3 +645,5 @@ def test_what_is_in_vmem_is_not_bound_by_memory():
     assert kinds(in_vmem=32 * 2**20) == []
     assert kinds(in_vmem=0, flops=15e9) == ["HBM-bound matmuls"]
     assert kinds(in_vmem=0, flops=15e9, width=4.0) == []
+    assert kinds(in_vmem=0, is_matmul=False) == ["passes over memory"]
+    assert kinds(in_vmem=32 * 2**20, is_matmul=False) == []

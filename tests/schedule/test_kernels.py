@@ -259,3 +259,99 @@ def test_vector_operations_take_their_time():
     numbers = 20 * SIZE**2
     longest = max(event.seconds for event in timeline(program).events)
     assert longest == pytest.approx(numbers / (ON_VECTORS * program.target.chip.clock))
+
+
+# -- kernels as others write them -----------------------------------------------------------------
+
+
+def as_many_as_given(count, runs, q, k):
+    """A grid whose length is an operand, in front of those that its blocks are chosen by."""
+
+    def body(runs, q, k, out):
+        @pl.when(runs[pl.program_id(0)] > 0)
+        def _():
+            out[...] = scores(q, k)
+
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(count,),
+            in_specs=[pl.BlockSpec((128, 256), lambda i, *_: (i, 0))] * 2,
+            out_specs=pl.BlockSpec((128, 128), lambda i, *_: (i, 0)),
+        ),
+        out_shape=jax.ShapeDtypeStruct((4 * 128, 128), jnp.float32),
+    )(runs, q, k)
+
+
+def test_a_grid_whose_length_is_a_constant_of_the_program():
+    def known(q, k):
+        return as_many_as_given(jnp.asarray([3])[0], np.asarray([1, 0, 1, 1]), q, k)
+
+    kernel, _ = counted(jax.jit(known), Q, K)
+    assert kernel.flops == 2 * BLOCK
+    assert not kernel.is_least
+
+
+def test_a_grid_whose_length_is_data():
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    kernel, _ = counted(lambda count, q, k: as_many_as_given(count, WHICH[0], q, k), count, Q, K)
+    assert kernel.is_least
+    assert kernel.flops == BLOCK
+
+
+def test_an_estimate_counts_where_a_loop_has_no_length():
+    estimate = pl.CostEstimate(flops=77, bytes_accessed=0, transcendentals=0)
+
+    def body(count, x, out):
+        out[...] = jax.lax.fori_loop(0, count[0], lambda _, x: x @ x, x[...])
+
+    def call(count, x):
+        return pl.pallas_call(
+            body,
+            in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec()],
+            out_shape=x,
+            cost_estimate=estimate,
+        )(count, x)
+
+    square = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    kernel, flops = counted(call, jax.ShapeDtypeStruct((1,), jnp.int32), square)
+    assert kernel.flops == flops == 77
+
+
+def on_cores(**more):
+    """A kernel whose first core alone multiplies."""
+    x = jnp.ones((128, 256), jnp.bfloat16)
+    mesh = pltpu.TensorCoreMesh(axis_name="core", num_cores=2)  # pyright: ignore
+
+    def body(x, out):
+        def local(one, product):
+            @pl.when(jax.lax.axis_index("core") == 0)
+            def _():
+                pltpu.sync_copy(x, one)
+                product[...] = scores(one, one)
+                pltpu.sync_copy(product, out)
+
+        pl.run_scoped(local, pltpu.VMEM(x.shape, x.dtype), pltpu.VMEM((128, 128), jnp.float32))
+
+    result = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    made = pl.kernel(body, result, mesh=mesh, **more)  # pyright: ignore
+    return counted(made, x)
+
+
+@pytest.mark.skipif(not hasattr(pltpu, "TensorCoreMesh"), reason="this jax has no such kernels")
+def test_cores_that_share_a_kernel():
+    kernel, flops = on_cores()
+    assert kernel.flops == flops == BLOCK
+    estimate = pl.CostEstimate(flops=77, bytes_accessed=0, transcendentals=0)
+    assert on_cores(cost_estimate=estimate)[0].flops == 77
+
+
+def test_a_constant_that_an_outer_trace_knows_alone():
+    def outer(x):
+        inner = jax.make_jaxpr(lambda y: y + x)(x)
+        assert kernels_in(inner) == {}
+        assert device_flops(inner, 1) == 0
+        return x
+
+    jax.jit(outer).trace(Q)

@@ -20,6 +20,7 @@ from jaxpar.tools.cli.shared_options import mesh_error
 from jaxpar.tools.cli.tune_search import Candidate, Record, TriedWay, search
 from jaxpar.tools.cli.workers import answer, start_jax
 from jaxpar.tools.private_names import Choices, Trial, jitted_with, trying, versions
+from jaxpar.tools.timeline.frameworks import traced_by_jax
 from jaxpar.tools.timeline.target import HERE
 
 # Less than this share of the time replaces nothing: of what is predicted, and of what is timed.
@@ -40,7 +41,7 @@ class Traces:
         """Traces the program with these choices."""
         trial = Trial(choices)
         with jax.set_mesh(self.mesh), compiled_with(self.options), trying(trial):
-            lowered = _Lowered(self.jitted.trace(*self.args))
+            lowered = _Lowered(traced_by_jax(self.jitted.trace(*self.args)))
         return Candidate(choices, lowered, trial.asked)
 
 

@@ -1,4 +1,4 @@
-"""What a step pays beyond transfers: copies, slices, recomputation, matmuls that are slow."""
+"""What a step pays beyond transfers: copies, passes over memory, recomputation, slow matmuls."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Overheads = Literal[
     "layout changes",
     "recomputation",
     "HBM-bound matmuls",
+    "passes over memory",
     "windowed einsums",
 ]
 
@@ -34,7 +35,9 @@ _BESIDE = {
 @readable
 @dataclass(frozen=True)
 class Overhead:
-    """Time of one line that computes nothing new, or computes slower than it could.
+    """Time of one line beyond transfers, and matmuls at their best.
+
+    It computes nothing new, or slower than it could, or goes over memory.
 
     Attributes:
       kind: what it is.
@@ -130,4 +133,4 @@ def _kind(exposures: Exposures, i: Instruction, op_name: str) -> Overheads | Non
         return "layout changes"
     if inside and inside <= _SLICES | _COPIES:
         return "slices"
-    return None
+    return "passes over memory" if work.moved > work.in_vmem else None

@@ -16,6 +16,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.tools.private_names import manual_axes, subjaxprs
+from jaxpar.tools.timeline.frameworks import donated_inside
 
 # The results of an equation, from its operands: of the program itself, or what the handler of an
 # equation before it gave in the place of its results.
@@ -77,12 +78,7 @@ def rewritten(jitted: Any, change: Change, *args: Any) -> Any | None:
     closed = jax.make_jaxpr(jitted)(*args)
     if not change.touches(closed.jaxpr):
         return None
-    donated = {
-        var
-        for eqn in closed.jaxpr.eqns
-        for var, gives in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
-        if gives and not isinstance(var, core.Literal)
-    }
+    donated = donated_inside(closed.jaxpr)
     numbers = [number for number, var in enumerate(closed.jaxpr.invars) if var in donated]
 
     def whole(*leaves: Any) -> list[Any]:

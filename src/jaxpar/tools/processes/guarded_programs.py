@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxpar.tools.private_names import COLLECTIVES, LAX_NAMES, size_text, subjaxprs
 from jaxpar.tools.program.operations import Collective, Conditional, Control, Loop, Schedule, read
 from jaxpar.tools.program.sources import Line, Sources, line_of, own_line
+from jaxpar.tools.timeline.frameworks import traced_by_jax
 from jaxpar.tools.timeline.links import axes_of
 
 _BRANCHING = ("cond", "while")
@@ -92,8 +93,7 @@ class TracedProgram:
 
 def traced(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Traced:
     """Traces a function, as calling it would: that is not done again then."""
-    found = jitted.trace(*args, **kwargs)
-    return getattr(found, "traced", found)  # flax has one around that of JAX
+    return traced_by_jax(jitted.trace(*args, **kwargs))
 
 
 def program_of(

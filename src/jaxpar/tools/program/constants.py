@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 Atom = core.Var | core.Literal
@@ -22,7 +23,12 @@ def value_of(atom: Atom, known: Known) -> np.ndarray | None:
 
 
 def _as_array(value: Any) -> np.ndarray | None:
-    """A small array of numbers; None for a large one, and for keys of random numbers."""
+    """A small array of numbers; None for a large one, and for keys of random numbers.
+
+    Also for what an outer trace knows alone, as kernels may have among their constants.
+    """
+    if isinstance(value, Tracer):
+        return None
     dtype = getattr(value, "dtype", None)
     if np.size(value) > MOST or (dtype is not None and not isinstance(dtype, np.dtype)):
         return None
@@ -49,6 +55,8 @@ def learned(jaxpr: core.Jaxpr, known: Known) -> Known:
         results: Sequence[np.ndarray | None]
         if eqn.primitive.name in _SAME:
             results = values
+        elif eqn.primitive.name in ("reshape", "squeeze"):
+            results = [values[0].reshape(_shape(eqn.outvars[0]))]
         elif eqn.primitive.name in ("jit", "pjit"):
             inner, own = opened(eqn.params["jaxpr"])
             within = learned(inner, {**own, **dict(zip(inner.invars, values, strict=True))})

@@ -10,7 +10,7 @@ from jax.extend import core
 from jaxpar.tools.private_names import manual_axes, subjaxprs
 from jaxpar.tools.program.constants import Known, bodies, learned, opened
 from jaxpar.tools.program.costs import Kernels, Shapes
-from jaxpar.tools.program.kernels import Kernel, dot_flops, kernel_of
+from jaxpar.tools.program.kernels import KERNELS, Kernel, dot_flops, kernel_of
 
 Results = Sequence[core.Var | core.Literal]
 
@@ -38,7 +38,7 @@ def _count(jaxpr: core.Jaxpr, known: Known, share: float, results: Results) -> f
             same = (*map(id, eqn.invars), str(eqn.params))  # compilers do the same one once
             total += 0.0 if same in counted_dots else share * dot_flops(eqn)
             counted_dots.add(same)
-        elif name == "pallas_call":
+        elif name in KERNELS:
             total += share * kernel_of(eqn, known).flops
         elif name in ("ragged_dot", "ragged_dot_general"):
             lhs, out = _shapes(eqn)
@@ -126,7 +126,7 @@ def kernels_in(jaxpr: core.ClosedJaxpr) -> Kernels:
 def _kernels(jaxpr: core.Jaxpr, known: Known) -> Iterator[tuple[core.JaxprEqn, Known]]:
     known = learned(jaxpr, known)
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
+        if eqn.primitive.name in KERNELS:
             yield eqn, known
         else:
             for inner, handed in bodies(eqn, known):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -13,10 +13,12 @@ from jaxtyping import Bool, Int
 
 from jaxpar.tools.program.constants import Atom, Known, bodies, opened, value_of
 
+KERNELS = ("pallas_call", "mpmd_map")  # what JAX calls kernels with a grid, and on several cores
 MOST_STEPS = 1 << 20  # of a grid that is gone through; of a larger one all blocks are taken to run
 
 Steps = Bool[np.ndarray, " steps"]
-Places = Sequence[Int[np.ndarray, " steps"]]  # in each dimension of the grid
+# In each dimension of the grid, by its number, or along each axis of cores, by its name.
+Places = Mapping[int | str, Int[np.ndarray, " steps"]]
 
 _SCALAR: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -66,27 +68,52 @@ class Kernel:
 
 
 def kernel_of(eqn: core.JaxprEqn, known: Known) -> Kernel:
-    """Counts what a `pallas_call` computes.
+    """Counts what a Pallas kernel computes.
 
     A branch counts in the steps that take it, as far as they follow from the step's place in the
     grid and from known operands (the blocks that a mask leaves out). Where data decide, the
-    branch that computes most counts in all steps.
+    branch that computes most counts in all steps. The FLOPs are the kernel's own estimate, if it
+    has one, where a loop's length is not known, and where several cores share the work.
     """
+    has_cores, estimate = "meshes" in eqn.params, eqn.params.get("cost_estimate")
+    counted = _on_cores(eqn) if has_cores else _on_grid(eqn, known)
+    if estimate is None or not (has_cores or counted.is_least):
+        return counted
+    return replace(counted, flops=float(estimate.flops))
+
+
+def _on_cores(eqn: core.JaxprEqn) -> Kernel:
+    """Counts what the cores of a device compute, each of which runs a program of its mesh."""
+    total = Kernel()
+    for mesh, jaxpr in zip(eqn.params["meshes"], eqn.params["jaxprs"], strict=True):
+        cores = np.indices(tuple(mesh.shape.values())).reshape(len(mesh.shape), -1)
+        places = dict(zip(mesh.shape, cores, strict=True))
+        total += _computed(*opened(jaxpr), np.ones(cores.shape[1], bool), places)[0]
+    return total
+
+
+def _on_grid(eqn: core.JaxprEqn, known: Known) -> Kernel:
+    """Counts what the steps of a grid compute."""
     mapping = eqn.params["grid_mapping"]
-    # Of a number that data say, one step.
-    grid = [n if isinstance(n, int) else 1 for n in mapping.grid]
-    steps, is_known = prod(grid), list(mapping.grid) == grid
+    # The lengths that are operands come first. Of one that data say, one step.
+    bounds = iter([value_of(atom, known) for atom in eqn.invars])
+    lengths = [n if isinstance(n, int) else next(bounds) for n in mapping.grid]
+    grid, is_known = [1 if n is None else int(n) for n in lengths], None not in lengths
+    steps = prod(grid)
     inner, own = opened(eqn.params["jaxpr"])
     if steps > MOST_STEPS or not is_known:
-        each, _ = _computed(inner, own, np.ones(1, bool), ())
+        each, _ = _computed(inner, own, np.ones(1, bool), {})
         return each.times(steps) + Kernel(is_least=not is_known)
-    read = zip(inner.invars, eqn.invars[: mapping.num_index_operands], strict=False)
+    first = sum(not isinstance(n, int) for n in mapping.grid)
+    operands = eqn.invars[first : first + mapping.num_index_operands]
+    read = zip(inner.invars, operands, strict=False)
     values = [(var, value_of(atom, known)) for var, atom in read]
     found = {**own, **{var: value for var, value in values if value is not None}}
     # A dimension that `vmap` has put before those that the kernel was written for has no number.
     own_dims = [dim for dim in range(len(grid)) if dim not in mapping.vmapped_dims]
-    places = np.unravel_index(np.arange(steps), grid or (1,))
-    return _computed(inner, found, np.ones(steps, bool), [places[dim] for dim in own_dims])[0]
+    at = np.unravel_index(np.arange(steps), grid or (1,))
+    places: Places = {number: at[dim] for number, dim in enumerate(own_dims)}
+    return _computed(inner, found, np.ones(steps, bool), places)[0]
 
 
 def _computed(
@@ -99,9 +126,10 @@ def _computed(
     total, found, times = Kernel(), dict(known), int(active.sum())
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name == "program_id":
-            if len(places):
-                found[eqn.outvars[0]] = places[eqn.params["axis"]]
+        if name in ("program_id", "axis_index"):
+            place = places.get(eqn.params["axis" if name == "program_id" else "axis_name"])
+            if place is not None:
+                found[eqn.outvars[0]] = place
         elif name == "cond":
             total += _branches(eqn, found, active, places)
         elif inner := bodies(eqn, found):

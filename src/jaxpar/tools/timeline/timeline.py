@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from math import inf
@@ -11,13 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
-from jaxpar.tools.private_names import Chip, is_array, jitted_with, naming, readable
+from jaxpar.tools.private_names import (
+    Chip,
+    is_array,
+    jitted_with,
+    naming,
+    readable,
+    value_error,
+)
 from jaxpar.tools.program.cache import keep, kept, key_of
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.frameworks import (
+    donated_by,
+    donated_inside,
+    traced_for,
+)
 from jaxpar.tools.timeline.limits import impossible
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.player import Assumptions, Player
@@ -94,9 +107,9 @@ def compile_for(
     """Compiles `fn` for devices that need not be there.
 
     Args:
-      fn: a function of global arrays; jitted already, or jitted here. It is traced with the
-        target's mesh as the context mesh (`jax.set_mesh`), so that a `jax.shard_map` inside it may
-        leave out its mesh.
+      fn: a function of global arrays; jitted already, by JAX or a framework (`nnx.jit`), or jitted
+        here. It is traced with the target's mesh as the context mesh (`jax.set_mesh`), so that a
+        `jax.shard_map` inside it may leave out its mesh.
       target: from `jaxpar.schedule.target`.
       *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec`
         will do). One without a sharding is laid out as the compiler likes. `fn` gets
@@ -124,12 +137,21 @@ def compile_for(
     """
     start = time.perf_counter()
     options = options_of(target) if compiler_options is None else compiler_options
-    if not hasattr(fn, "trace"):  # what is jitted says itself what is static
+    is_plain = not hasattr(fn, "trace")
+    if is_plain:  # what is jitted says itself what is static
         fn, args = of_arrays(fn, args)
     jitted, options = jitted_with(fn, options)
+    with compiled_with(options):
+        traced = traced_for(target.mesh, jitted, args)
+    stage = traced.stage
+    donated = donated_inside(stage.jaxpr.jaxpr) if is_plain else set()
+    if donated or not traced.is_of_function:
+        donated = donated or donated_by(stage)
+        fn, args = replayed(fn, stage, args, donated)
+        with jax.set_mesh(target.mesh), compiled_with(options):
+            stage = fn.trace(*args)
     with jax.set_mesh(target.mesh), compiled_with(options):
-        traced = jitted.trace(*args)
-        lowered = traced.lower()
+        lowered = stage.lower()
         folder = None if cache is None else Path(cache)
         key = "" if folder is None else key_of(lowered, target, options)
         if folder is not None and (found := kept(folder, key)) is not None:
@@ -143,7 +165,7 @@ def compile_for(
         text=text,
         memory=memory,
         seconds=time.perf_counter() - start,
-        jaxpr=traced.jaxpr,
+        jaxpr=stage.jaxpr,
         function=fn,
         args=args,
         compiler_options=options,
@@ -170,6 +192,60 @@ def of_arrays(
         return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, function(*filled))
 
     return of_given, tree.unflatten([leaf if is_array(leaf) else None for leaf in leaves])
+
+
+def replayed(
+    function: Any, traced: Any, args: Sequence[Any], donated: Collection[core.Var]
+) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a function of `jax.jit` that does what another has traced, and its arguments.
+
+    A framework's function may change its arguments in place (the modules of Flax NNX). To JAX it
+    returns what they become: this one does so, too. It donates the variables that it is told.
+    """
+    leaves, closed = jax.tree.leaves(tuple(args)), traced.jaxpr
+    places = list(_places(closed.in_avals, leaves))
+
+    @wraps(function)
+    def replay(*given: Any) -> list[Any]:
+        flat = jax.tree.leaves(given)
+        return core.jaxpr_as_fun(closed)(*(flat[place] for place in places))
+
+    given_away = {
+        place for place, var in zip(places, closed.jaxpr.invars, strict=True) if var in donated
+    }
+    own, arrays = of_arrays(replay, args)
+    return _donating(own, args, given_away), arrays
+
+
+def _donating(function: Callable[..., Any], args: Sequence[Any], donated: set[int]) -> Any:
+    """Jits a function that gives away the arguments of which all arrays are donated."""
+    numbers, first = list[int](), 0
+    for number, arg in enumerate(args):
+        leaves = jax.tree.leaves(arg)
+        own = {first + n for n, leaf in enumerate(leaves) if is_array(leaf)}
+        first += len(leaves)
+        if own and own <= donated:
+            numbers.append(number)
+    return jax.jit(function, donate_argnums=numbers)
+
+
+def _places(inputs: Sequence[Any], leaves: Sequence[Any]) -> Iterator[int]:
+    """Which leaf each argument of a traced program is.
+
+    A framework may know arrays that two modules share, and trace them once.
+    """
+    found = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
+    if len(found) > len(inputs):
+        found = sorted({id(leaves[place]): place for place in reversed(found)}.values())
+    for number, aval in enumerate(inputs):
+        given = [jax.typeof(leaves[place]) for place in found[number : number + 1]]
+        if [(x.shape, x.dtype) for x in given] != [(aval.shape, aval.dtype)]:
+            raise value_error(
+                f"argument {number} of the traced program, {aval.dtype}{list(aval.shape)}, is not "
+                "the array that was given in its place; have a function of arrays alone jitted by "
+                "jax.jit, such as one of what nnx.split returns"
+            )
+        yield found[number]
 
 
 def program_of(
