@@ -1,6 +1,7 @@
 """What instructions are, before there is a clock; and operations made by hand, played."""
 
 from collections import Counter
+from math import prod
 
 import pytest
 from jax.sharding import Mesh
@@ -260,6 +261,39 @@ def test_the_branch_that_computes_the_longest_is_taken():
     )
     events, now = run(operation(Conditional, "which", runs=branches))
     assert ([e.name for e in events], now) == (["b", "c"], 4)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "out", "said", "sizes"),
+    [
+        ("2,6,5", "5,7,1", "2,6,7", "window={size=1}, dim_labels=0bf_io0->0bf", (1, 12, 7, 5)),
+        ("2,6,5", "2,6,7", "5,7,1", "window={size=2}, dim_labels=0fb_0io->bf0", (1, 5, 7, 12)),
+        (  # two heads, of one operand
+            "6,5,1",
+            "2,7,5",
+            "6,2,7",
+            "window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_0oi->b0f",
+            (1, 6, 14, 5),
+        ),
+        (  # a batch of four, and two heads of both
+            "4,6,2,5",
+            "4,7,2,5",
+            "4,2,6,7",
+            "window={size=4x2 stride=3x1 lhs_dilate=4x2}, dim_labels=0b1f_0o1i->01bf",
+            (8, 6, 7, 5),
+        ),
+        ("9,5,1", "3,5,7", "7,7,1", "window={size=3}, dim_labels=0fb_0io->0fb", (1, 7, 7, 15)),
+    ],
+    ids=["rows", "contracted", "columns", "batches", "places"],
+)
+def test_a_product_as_a_convolution(lhs, rhs, out, said, sizes):
+    """As the compiler of TPUs writes products of arrays of three dimensions and more."""
+    found = entry(
+        f"  %x = bf16[{lhs}] parameter(0)\n  %y = bf16[{rhs}] parameter(1)\n"
+        f"  %z = bf16[{out}] convolution(%x, %y), {said}\n"
+    )
+    (matmul,) = found["z"].work.matmuls
+    assert (matmul.sizes, matmul.flops) == (sizes, 2.0 * prod(sizes))
 
 
 def test_a_product_of_two_vectors():

@@ -561,9 +561,9 @@ def test_numbers_that_are_taken_out_of_order_keep_their_cycles():
     assert play(entry + 'backend_config={"estimated_cycles":"9000"}\n').total == 9000
 
 
-def multiplied(cycles, result="bf16[512,200]", more="", chip=TORUS):
+def multiplied(cycles, result="bf16[512,200]", more="", chip=TORUS, dtype="bf16"):
     """Seconds of a product of 512 x 100 by 100 x 200, of tiles of 256 each way."""
-    entry = "  %x = bf16[512,100] parameter(3)\n  %y = bf16[100,200] parameter(4)\n"
+    entry = f"  %x = {dtype}[512,100] parameter(3)\n  %y = {dtype}[100,200] parameter(4)\n"
     entry += f"  %z = {result} convolution(%x, %y), {more}dim_labels=bf_io->bf"
     entry += f', backend_config={{"estimated_cycles":"{cycles}"}}\n'
     return play(entry, chip=chip).total
@@ -578,9 +578,10 @@ def test_a_matmul_is_not_as_slow_as_the_compiler_says():
     fast = replace(TORUS, flops=1e9)
     assert multiplied(10**5, chip=fast) == pytest.approx(read / 10 + FIRST_BYTE)
     assert multiplied(10**3, chip=fast) == pytest.approx(read / 10)
-    for more in ("window={size=1}, ", "operand_precision={highest,highest}, "):
-        assert multiplied(10**9, more=more) == 10**9  # its FLOPs are not known
-    assert multiplied(10**9, "f32[3,512,200]") == 10**9
+    # Of these the FLOPs are not known.
+    assert multiplied(10**9, more="operand_precision={highest,highest}, ") == 10**9
+    assert multiplied(10**9, "s32[512,200]", dtype="s8") == 10**9
+    assert multiplied(10**9, dtype="f32") == pytest.approx(longest + FIRST_BYTE)
 
 
 def product(more="", dtype="bf16", columns=64):

@@ -3,7 +3,10 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt, prod
+from functools import lru_cache
+from math import prod
+
+import numpy as np
 
 from jaxpar.tools.program.hlo import Computation, Instruction, integers
 from jaxpar.tools.program.kernels import Kernel
@@ -20,6 +23,7 @@ _FREE_CALLS = {
     *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
 }
 _GEMMS = {"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm"}
+_WINDOW = ("stride", "pad", "lhs_dilate", "rhs_dilate")
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
@@ -147,16 +151,52 @@ def _matmul(i: Instruction) -> Matmul | None:
 
 
 def _product_as_convolution(i: Instruction) -> Matmul | None:
-    """A product of two matrices of 16 bits; of others the FLOPs are the compiler's secret."""
+    """A product, whose batches, heads or lengths a convolution may have as places.
+
+    Numbers of 32 bits are multiplied as such of 16, where no precision is asked for. How those of
+    8 bits are is the compiler's secret.
+    """
     lhs, rhs, out = i.operands[0].arrays[0], i.operands[1].arrays[0], i.arrays[0]
-    is_plain = "window=" not in i.attributes and "operand_precision" not in i.attributes
-    if not is_plain or len(out.shape) != 2 or {lhs.width, rhs.width} != {2.0}:
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
+    is_plain = {lhs.width, rhs.width} <= {2.0, 4.0} and "operand_precision" not in i.attributes
+    if labels is None or not is_plain or not prod(out.shape):
         return None
-    if not prod(out.shape):
-        return None
-    k = isqrt(prod(lhs.shape) * prod(rhs.shape) // prod(out.shape))  # mk kn / mn
-    m, n = prod(lhs.shape) // max(k, 1), prod(rhs.shape) // max(k, 1)
-    return Matmul(2.0 * m * n * k, lhs.width, (1, m, n, k))
+    of_lhs, of_rhs, of_out = (
+        dict(zip(names, array.shape, strict=True))
+        for names, array in zip(labels.groups(), (lhs, rhs, out), strict=True)
+    )
+    b, m, n, k = 1, of_out["b"], of_out["f"], of_rhs["i"]
+    for number, name in enumerate(sorted(of_out.keys() - {"b", "f"})):
+        places, sides = of_out[name], (of_lhs[name], of_rhs[name], of_out[name])
+        pairs = _pairs(sides, *(_of_window(i, key, number) for key in _WINDOW))
+        if not pairs or pairs % places:
+            return None
+        if pairs > places:  # contracted
+            m, k = m * places, k * (pairs // places)
+        elif of_rhs[name] == 1:
+            m *= places
+        elif of_lhs[name] == 1:
+            n *= places
+        else:
+            b *= places
+    return Matmul(2.0 * b * m * n * k, _NARROWED, (b, m, n, k))
+
+
+def _of_window(i: Instruction, key: str, number: int) -> int:
+    """What a convolution's window says of a dimension; of padding that before the first place."""
+    window = i.attributes.partition("window={")[2].partition("}")[0]
+    found = re.search(rf"\b{key}=([-0-9x_]+)", window)
+    return int(found.group(1).split("x")[number].split("_")[0]) if found else int(key != "pad")
+
+
+@lru_cache
+def _pairs(sides: tuple[int, int, int], stride: int, pad: int, lhs: int, rhs: int) -> int:
+    """How many pairs of a place of the result and one of the window meet a place of the operand."""
+    operand, window, result = sides
+    if window * result > 1 << 22:
+        return 0
+    at = np.arange(result)[:, None] * stride + np.arange(window) * rhs - pad
+    return int(((at >= 0) & (at <= (operand - 1) * lhs) & (at % lhs == 0)).sum())
 
 
 # -- kernels ----------------------------------------------------------------------------------
