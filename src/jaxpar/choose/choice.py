@@ -160,9 +160,10 @@ def by_time(problem: Problem) -> Ways:
         if named != "auto":
             return [way_of(problem, named, flows)]
         found = [way_of(problem, mode, flows) for mode in modes]
-        # What a GPU's compiler would join again, or have wait for copies of what is gathered.
+        # What a GPU's compiler would join again, or have wait for what it multiplies before.
         sent = sum(flow.block_bytes * ring.size for flow in flows if flow.kind == "scatter")
-        joined = not chip.torus and (sent < JOINED or any(f.kind != "scatter" for f in flows))
+        waits = any(f.kind == "all-reduce" or (f.kind == "gather" and f.sums) for f in flows)
+        joined = not chip.torus and (0 < sent < JOINED or waits)
         # Across a cube, contractions and columns in thirds take up to twice as long as rows.
         rows = not any(f.sums or f.minor for f in flows)
         kinds = {f.kind for f in flows}
@@ -244,13 +245,13 @@ def in_a_layer(problem: Problem) -> Ways:
 def by_links(problem: Problem) -> Ways:
     """The rule of a ring collective by itself: the ring that uses the chip's links best.
 
-    On a torus both directions have links of their own. Behind a switch one direction already fills
-    a device's port, and two serialise.
+    On a torus both directions have links of their own. Behind a switch permutes are slower than
+    one collective.
     """
-    chip = problem.chip
-    both = chip is not None and chip.torus
-    ring: Mode = "multi-ring" if problem.spans_a_torus else "bidirectional"
-    way = way_of(problem, ring if both else "unidirectional")
+    mode: Mode = "multi-ring" if problem.spans_a_torus else "bidirectional"
+    if problem.chip is None or not problem.chip.torus:
+        mode = "naive" if problem.chip else "unidirectional"
+    way = way_of(problem, mode)
     return way, way
 
 

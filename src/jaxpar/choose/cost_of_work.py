@@ -8,6 +8,9 @@ from jaxpar.mesh.chips import PERMUTE_STARTS, REACHED, Chip
 
 # Of peak, what large matmuls reach.
 MATMUL_SHARE = 0.9
+# Of a GPU's link, what large collectives reach, and permutes of more than so many bytes; smaller
+# permutes reach so many bytes per second. XLA's own tables of H100 and B200 have it so.
+PORT_SHARE, SMALL, SMALL_PERMUTE = 0.7, 2**26, 7.5e10
 # How much faster than from HBM each piece feeds an operand from VMEM to the matrix units, however
 # few rows it multiplies.
 VMEM_SPEED = 3.5
@@ -46,12 +49,16 @@ def collective_time(chip: Chip, flow: Flow, size: int) -> float:
     """Seconds of a collective by itself: both ways round a torus, through the port of a GPU."""
     if flow.quantized and flow.kind == "scatter":  # sums that nothing adds on their way
         return all_to_all_time(chip, size * flow.block_bytes, size)
-    ways = 2 if chip.torus else 1
-    return chip.start + (size - 1) / ways * (flow.block_bytes / chip.link + chip.latency)
+    if not chip.torus:
+        return (size - 1) * (flow.block_bytes / (PORT_SHARE * chip.link) + chip.latency)
+    return chip.start + (size - 1) / 2 * (flow.block_bytes / chip.link + chip.latency)
 
 
 def hop_time(chip: Chip, sent: float) -> float:
     """Seconds in which a permute brings so many bytes to a neighbour."""
+    if not chip.torus:
+        reached = PORT_SHARE * chip.link
+        return sent / (min(SMALL_PERMUTE, reached) if sent <= SMALL else reached) + chip.latency
     return sent / chip.link + PERMUTE_STARTS * chip.start + chip.latency
 
 

@@ -84,7 +84,7 @@ def all_gather(
         `"multi-ring"` (one for each of several axes, which share no link on a torus),
         `"naive"` (`lax.all_gather`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
         `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the links, both
-        ways on a torus, one way behind a switch or on CPU.
+        ways on a torus, one way on CPU, and XLA's own on GPUs.
       wire_dtype: `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or a `LowBit`: floats travel in 8
         bits with scales, rounded once, and the derivative is as if they were not. None, or any
         other dtype, which is that of the derivative's sums: that of `axis`; their own.
@@ -150,7 +150,7 @@ def reduce_scatter(
         `"multi-ring"` (one for each of several axes, which share no link on a torus),
         `"naive"` (`lax.psum_scatter`; `"stationary"` is the same here), `"chunked-2"`,
         `"chunked-4"`, `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the
-        links, both ways on a torus, one way behind a switch or on CPU.
+        links, both ways on a torus, one way on CPU, and XLA's own on GPUs.
       wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
         Rings add in float32 for 16-bit floats, and round once a hop.
 
@@ -208,7 +208,7 @@ def all_reduce(
         `"multi-ring"` (one for each of several axes, which share no link on a torus),
         `"naive"` (`lax.psum`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
         `"chunked-8"` (a scatter and a gather of each), or `"auto"`: the ring that suits the links,
-        both ways on a torus, one way behind a switch or on CPU.
+        both ways on a torus, one way on CPU, and XLA's own on GPUs.
       wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
         Rings add in float32 for 16-bit floats, and round once a hop.
 
