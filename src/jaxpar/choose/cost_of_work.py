@@ -62,7 +62,7 @@ def hop_time(chip: Chip, sent: float) -> float:
     return sent / chip.link + PERMUTE_STARTS * chip.start + chip.latency
 
 
-def all_to_all_time(chip: Chip, sent: int, size: int) -> float:
+def all_to_all_time(chip: Chip, sent: float, size: int) -> float:
     """Seconds in which one device's bytes go all to all."""
     # A byte crosses a quarter of the ring on average, one way or the other.
     around = size / 8 if chip.torus else 1.0
@@ -81,6 +81,6 @@ def last_copy_time(chip: Chip, flow: Flow, size: int) -> float:
     return copy_time(chip, size * flow.block_bytes) if chip.torus else 0.0
 
 
-def copy_time(chip: Chip, size: int) -> float:
+def copy_time(chip: Chip, size: float) -> float:
     """Seconds to read and write so many bytes in a pass of its own."""
     return 2 * size / (REACHED * chip.hbm)
