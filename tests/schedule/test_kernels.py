@@ -63,12 +63,14 @@ def test_a_kernel_takes_what_its_grid_multiplies(times):
     assert played.kernels_of_unknown_cost == ()
 
 
-def test_an_estimate_of_its_own_counts():
-    estimate = pl.CostEstimate(flops=8 * 2 * SIZE**3, bytes_accessed=0, transcendentals=0)
+@pytest.mark.parametrize(("share", "counted"), [(8, 1), (0.5, 0.5)])
+def test_the_smaller_of_an_estimate_and_a_count(share, counted):
+    """Estimates count blocks that a mask leaves out."""
+    flops = 2 * SIZE**3
+    estimate = pl.CostEstimate(flops=int(share * flops), bytes_accessed=0, transcendentals=0)
     program = compiled(partial(kernel, multiply, cost_estimate=estimate))
-    assert timeline(program).compute == pytest.approx(
-        8 * 2 * SIZE**3 / program.target.chip.flops, rel=0.1
-    )
+    found = timeline(program)
+    assert found.compute == pytest.approx(counted * flops / program.target.chip.flops, rel=0.1)
 
 
 def test_kernels_that_cannot_be_told_apart_are_named():

@@ -99,6 +99,8 @@ def work_of(i: Instruction, kernels: Kernels) -> Demand:
     kernel = kernels.get((_shapes(i.operands), _shapes([i])))
     on_vectors = kernel.numbers if kernel else 0.0
     if flops := _estimated_flops(i):
+        if kernel and kernel.flops and not kernel.is_least:
+            flops = min(flops, kernel.flops)  # estimates count blocks that a mask leaves out
         moved = int(i.number("bytes_accessed") or 0)
         products = (_kernel(i, flops),)
         return Demand(i.cycles, products, moved, is_matmul=is_matmul, on_vectors=on_vectors)
