@@ -100,7 +100,7 @@ def work_of(i: Instruction, kernels: Kernels) -> Demand:
     on_vectors = kernel.numbers if kernel else 0.0
     if flops := _estimated_flops(i):
         if kernel and kernel.flops and not kernel.is_least:
-            flops = min(flops, kernel.flops)  # estimates count blocks that a mask leaves out
+            flops = kernel.flops  # the estimate or less: it counts blocks that a mask leaves out
         moved = int(i.number("bytes_accessed") or 0)
         products = (_kernel(i, flops),)
         return Demand(i.cycles, products, moved, is_matmul=is_matmul, on_vectors=on_vectors)

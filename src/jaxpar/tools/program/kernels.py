@@ -73,13 +73,14 @@ def kernel_of(eqn: core.JaxprEqn, known: Known) -> Kernel:
     A branch counts in the steps that take it, as far as they follow from the step's place in the
     grid and from known operands (the blocks that a mask leaves out). Where data decide, the
     branch that computes most counts in all steps. The FLOPs are the kernel's own estimate, if it
-    has one, where a loop's length is not known, and where several cores share the work.
+    has one, where that is smaller, where a loop's length is not known, and where several cores
+    share the work.
     """
     has_cores, estimate = "meshes" in eqn.params, eqn.params.get("cost_estimate")
     counted = _on_cores(eqn) if has_cores else _on_grid(eqn, known)
-    if estimate is None or not (has_cores or counted.is_least):
-        return counted
-    return replace(counted, flops=float(estimate.flops))
+    estimated = float(estimate.flops) if estimate else 0.0  # zero: its author does not say
+    counts = has_cores or counted.is_least or estimated < counted.flops
+    return replace(counted, flops=estimated) if estimated and counts else counted
 
 
 def _on_cores(eqn: core.JaxprEqn) -> Kernel:
