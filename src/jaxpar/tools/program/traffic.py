@@ -1,0 +1,99 @@
+"""Bytes that an instruction reads and writes."""
+
+from collections.abc import Iterator
+from math import prod
+
+from jaxpar.tools.program.hlo import Computation, Instruction
+
+_SLICES = ("dynamic-slice", "gather", "slice")
+_UPDATES = ("dynamic-update-slice", "scatter")
+_ALIKE = ("convert", "copy", "transpose")  # of which each number is made of one
+_VMEM = 1  # as HLO numbers memories
+
+
+def moved_by(i: Instruction) -> tuple[int, int, int]:
+    """Bytes read and written, those of them in VMEM, and how many numbers they are."""
+    moved = in_vmem = elements = 0.0
+    for x, size in (*zip(i.operands, _read(i), strict=True), (i, _written(i))):
+        share = size / max(x.bytes, 1)
+        moved += size
+        # Single numbers are in a scalar memory.
+        near = (array for array in x.arrays if array.memory == _VMEM or not array.shape)
+        in_vmem += share * sum(array.bytes for array in near)
+        elements += share * sum(prod(array.shape) for array in x.arrays)
+    return max(0, int(moved)), max(0, int(in_vmem)), max(0, int(elements))
+
+
+def _read(i: Instruction) -> list[int]:
+    """Bytes of each operand; of one that is sliced, gathered from or updated, of what is taken."""
+    read = [operand.bytes for operand in i.operands]
+    if i.opcode in _SLICES:
+        read[0] = min(read[0], i.bytes)
+    elif i.opcode in _UPDATES:
+        read[: _buffers(i)] = [0] * _buffers(i)
+    elif i.opcode == "fusion":
+        inner, results = i.called[0], frozenset(_results(i))
+        for number, parameter in inner.parameters.items():
+            taken = _taken(inner, parameter, results)
+            if taken is not None and number < len(read):
+                read[number] = min(read[number], taken)
+    return read
+
+
+def _written(i: Instruction) -> int:
+    """Bytes of each result; of a buffer that is updated, of what is written into it."""
+    return sum(_updates(x) if x.opcode in _UPDATES else x.bytes for x in _results(i))
+
+
+def _buffers(i: Instruction) -> int:
+    """How many of the first operands of a slice update or a scatter are updated."""
+    return 1 if i.opcode == "dynamic-update-slice" else len(i.operands) // 2
+
+
+def _updates(i: Instruction) -> int:
+    """Bytes that a slice update writes; of a scatter, which adds them, what it reads and writes."""
+    if i.opcode == "dynamic-update-slice":
+        return i.operands[1].bytes
+    return 2 * sum(update.bytes for update in i.operands[_buffers(i) + 1 :])
+
+
+def _results(i: Instruction) -> Iterator[Instruction]:
+    """What makes the results of an instruction, in the fusions that it may consist of."""
+    if i.opcode == "fusion":
+        yield from _results(i.called[0].root)
+    elif i.opcode == "tuple" or _is_a_view(i):
+        for operand in i.operands:
+            yield from _results(operand)
+    else:
+        yield i
+
+
+def _taken(inner: Computation, value: Instruction, results: frozenset[Instruction]) -> int | None:
+    """Bytes that a computation reads of a value of which it takes slices; None: of the whole."""
+    taken = 0
+    for user in inner.instructions:
+        for number, operand in enumerate(user.operands):
+            if operand is not value:
+                continue
+            part = None
+            if _is_a_view(user) or user.opcode in _ALIKE:
+                taken_of = None if user.is_root else _taken(inner, user, results)
+                part = taken_of and taken_of * value.bytes // user.bytes
+            elif user.opcode in _SLICES:
+                part = user.bytes if number == 0 else None
+            elif user.opcode == "fusion":
+                part = _taken(user.called[0], user.called[0].parameters[number], results)
+            elif user.opcode in _UPDATES and user in results:
+                part = 0 if number < _buffers(user) else None
+            if part is None:
+                return None
+            taken += part
+    return taken
+
+
+def _is_a_view(i: Instruction) -> bool:
+    """Whether an instruction only names the bytes of its one operand, also in a fusion."""
+    if i.opcode == "fusion" and len(i.operands) == 1:
+        inside = i.called[0].instructions
+        return all(x.opcode == "parameter" or _is_a_view(x) for x in inside)
+    return i.opcode in ("bitcast", "reshape")
