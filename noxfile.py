@@ -35,7 +35,7 @@ def tests_of_versions(session: nox.Session) -> None:
     session.install("-e", ".[gpu,tpu]", *needed, *_jax_for(session.python))
     found = ("collectives/test_shift", "collectives/test_ragged", "schedule/test_recorded")
     if not _jax_for(session.python):
-        found += ("test_package", "test_readme")
+        found += ("test_package", "test_readme", "schedule/test_kernels")
     session.run(*PYTEST, *(f"tests/{name}.py" for name in found), *session.posargs)
 
 

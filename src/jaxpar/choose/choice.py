@@ -31,8 +31,8 @@ from jaxpar.ring.ways import InChunks, Naive, Stationary, Way
 # Another way than a collective must win by more than the model can be trusted for.
 MARGIN = 0.96
 
-# The compiler of GPUs joins the collectives of more than two chunks again, and of two that have
-# fewer bytes than this together.
+# The compiler of GPUs joins the sums of more than two chunks again, and of two that have fewer
+# bytes than this together.
 JOINED = 2**28
 
 Ways = tuple[Way, Way]  # of the forward and of the backward pass
@@ -164,7 +164,8 @@ def by_time(problem: Problem) -> Ways:
         sent = sum(flow.block_bytes * ring.size for flow in flows if flow.kind == "scatter")
         waits = any(f.kind == "all-reduce" or (f.kind == "gather" and f.sums) for f in flows)
         joined = not chip.torus and (0 < sent < JOINED or waits)
-        # Across a cube, contractions and columns in thirds take up to twice as long as rows.
+        # Across a cube, no predicted time holds for thirds that are not rows: they are laid side
+        # by side in further passes over memory.
         rows = not any(f.sums or f.minor for f in flows)
         kinds = {f.kind for f in flows}
         cube = rows and kinds in ({"gather"}, {"scatter"})

@@ -38,7 +38,7 @@ def turns_time(
     size = way.ring.size
     rings = len(way.rings or [way.ring])  # of which each has its own links, and a share of blocks
     turns = gather_turns(size, way.directions, rings=rings, whole_opposite=way.whole_opposite)
-    sent_in = 1 if flow.kind == "gather" else way.order.pieces  # so many messages, of a block
+    sent_in = 1 if flow.kind == "gather" else way.order.pieces  # messages that a block is sent in
     pieces = rings * sent_in
     fitted, joined = fitted_to(chip.kind), 0.0
     if flow.kind == "gather" and flow.sums and joins(chip, flow.length // (size * rings)):
