@@ -31,8 +31,10 @@ from jaxpar.schedule import (
     target,
     timeline,
 )
+from jaxpar.tools.explain.causes import Rules
 from jaxpar.tools.explain.edits import Edits
 from jaxpar.tools.explain.explained import compared, gain, text_of
+from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.overheads import overheads
 from jaxpar.tools.explain.program_arguments import as_namesakes
 from jaxpar.tools.explain.verdict import CAUSES
@@ -302,6 +304,28 @@ def test_a_permute_is_not_told_to_become_a_gather():
     )
     assert "all_gather_matmul" not in finding.edit
     assert "needs it at once" in finding.why
+
+
+@pytest.mark.parametrize(("looked_up", "told"), [(True, False), (False, True)])
+def test_a_sum_of_no_matmul_is_not_told_to_split_one(looked_up, told):
+    """Rows looked up in a table that lies in parts are summed, as parts of a product are."""
+
+    def local(ids, table, x):
+        mine = ids - 1024 * lax.axis_index("tp")
+        rows = jnp.where((mine[:, None] >= 0) & (mine[:, None] < 1024), table[mine % 1024], 0)
+        return lax.psum(rows if looked_up else x @ table, "tp")
+
+    step = jax.shard_map(local, in_specs=(P(), P("tp"), P(None, "tp")), out_specs=P())
+    ids = jax.ShapeDtypeStruct((8192,), jnp.int32, sharding=P())
+    table = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P("tp"))
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=P(None, "tp"))
+    program = compile_for(step, target("v5e:2x2", "tp=4"), ids, table, x)
+    found = explain(program, tries=0)
+    exposures = Exposures(program, found.timeline)
+    (name,) = (e.name for e in exposures.all())
+    assert exposures.is_beside_a_matmul(name) == told
+    *_, last = Rules(exposures, Edits(program)).of(exposures.found()[0])
+    assert ("matmul_reduce_scatter" in last.edit) == told
 
 
 def test_nothing_to_mend_at_the_floor():

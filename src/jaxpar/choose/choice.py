@@ -164,8 +164,7 @@ def by_time(problem: Problem) -> Ways:
         sent = sum(flow.block_bytes * ring.size for flow in flows if flow.kind == "scatter")
         waits = any(f.kind == "all-reduce" or (f.kind == "gather" and f.sums) for f in flows)
         joined = not chip.torus and (0 < sent < JOINED or waits)
-        # Across a cube, no predicted time holds for thirds that are not rows: they are laid side
-        # by side in further passes over memory.
+        # Across a cube, thirds that are not rows take more passes over memory than predicted.
         rows = not any(f.sums or f.minor for f in flows)
         kinds = {f.kind for f in flows}
         cube = rows and kinds in ({"gather"}, {"scatter"})

@@ -194,12 +194,13 @@ class Rules(SentInVain):
             "split it and what needs it into pieces, so that one is under way while another is "
             "computed with"
         )
-        if e.collective in _BESIDE_MATMULS:
+        beside = e.collective in _BESIDE_MATMULS and self.exposures.is_beside_a_matmul(e.name)
+        if beside:
             remedy = (
                 "split it and its matmul into pieces that run beside each other: jaxpar's "
                 "all_gather_matmul and matmul_reduce_scatter do that"
             )
-        cut = self.edits.cut_matmuls() if e.inserted and e.collective in _BESIDE_MATMULS else ()
+        cut = self.edits.cut_matmuls() if e.inserted and beside else ()
         return Verdict(
             "nothing to hide behind",
             f"{needs}, and {us(e.independent)} of the step's other work could run beside it",

@@ -22,6 +22,7 @@ from jaxpar.tools.program.sources import (
     scopes_of,
     shown,
 )
+from jaxpar.tools.program.values import reached
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import figures_of
@@ -29,6 +30,7 @@ from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline
 
 THE_END = "the end of the step"
 BEHIND = "the wait for "  # what stands behind on the same links
+_MATMULS = ("convolution", "dot", "ragged-dot")
 
 
 @readable
@@ -282,6 +284,19 @@ class Exposures(Origins):
             found = None if collective is None else self._look.of(collective)
             self._disguises[name] = found
         return self._disguises[name]
+
+    def is_beside_a_matmul(self, name: str) -> bool:
+        """Whether a matmul takes what a gather brings, or makes what a sum is of."""
+        collective = self.values.collective(name)
+        if collective is None:
+            return False
+        if self._kind(name) == "all-gather":
+            start, step = [self.values.value(collective)], self.values.users.__getitem__
+        else:
+            start, step = list(map(self.values.value, collective.operands)), self.values.sources
+        # As far as entries stay apart: a lookup or a reduction is no matmul's operand or result.
+        found = reached(start, lambda value: step(value) if value.is_elementwise else ())
+        return any(value.kind in _MATMULS for value in found)
 
     def _moved(self, name: str, inserted: bool) -> str:
         collective = self.values.collective(name)
