@@ -290,6 +290,16 @@ def test_an_asynchronous_gather_with_nothing_to_hide_behind():
     assert finding.gain > 0
 
 
+def test_an_edit_is_shown_once():
+    record = explain(gather_matmul(4096), tries=1).record()
+    (finding,) = record["findings"]
+    untried = {**finding, "gain": None, "tried": []}
+    text = text_of({**record, "findings": [untried, finding, untried, finding]})
+    assert text.count("collective_einsum") == 3
+    (told,) = re.findall(r"4\. .*?edit:  (.*?)\n\n", text, re.DOTALL)
+    assert told == "that of 2, which mends this, too"
+
+
 def test_a_permute_is_not_told_to_become_a_gather():
     def local(x, w):
         return lax.ppermute(x, "tp", [(0, 1), (1, 0), (2, 3), (3, 2)]) @ w

@@ -197,6 +197,9 @@ def paragraph(record: Record, finding: Record, number: int) -> list[str]:
         lines.append(f"   moves: {of['moved']}")
         lines.append(f"   between {of['before']} and {of['after']}")
     lines.append(f"   why:   {finding['cause']}: {finding['why']}")
+    mended = (one["edit"] if one["gain"] else None for one in record["findings"])
+    if finding["gain"] and (first := 1 + [*mended].index(finding["edit"])) < number:
+        return [*lines, f"   edit:  that of {first}, which mends this, too"]
     lines.append(f"   edit:  {finding['edit']}")
     lines.append(f"   gain:  {gain(record, finding)}")
     return lines
