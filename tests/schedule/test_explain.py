@@ -134,7 +134,9 @@ def test_what_there_is_no_memory_to_keep_is_not_sent_twice():
 
 
 def test_a_mesh_for_the_axis_that_waits_is_named_with_its_order():
-    chosen = target("v5e:4x4", "dp=2,tp=8")
+    """Also where the mesh has a dozen axes of one device, as trainers' have."""
+    ones = [f"one{n}" for n in range(12)]
+    chosen = target("v5e:4x4", ",".join(("dp=2", *(f"{name}=1" for name in ones), "tp=8")))
     plain = mistakes.disordered(chosen.mesh)
     x = jax.ShapeDtypeStruct((512,), jnp.float32, sharding=P("dp"))
     program = compile_for(jnp.sin, replace(chosen, mesh=plain), x)

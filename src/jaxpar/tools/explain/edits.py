@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import permutations
+from itertools import islice, permutations
 from os import sep
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from jaxpar.tools.private_names import Trial as Ways
 from jaxpar.tools.program.sources import Line, line_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
 
+MOST_ORDERS = 120  # of a mesh's axes: all orders of five
 MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")
 
 
@@ -331,7 +332,10 @@ def _orders(mesh: Mesh) -> Iterator[tuple[tuple[str, ...], Mesh]]:
     """An order of the axes, and the same mesh with its devices as they are best for that order."""
     names, devices = mesh.axis_names, list(mesh.devices.flat)
     devices.sort(key=lambda device: device.id)
-    for order in permutations(names):
+    # Trainers have a dozen axes, most of them of one device, which have no neighbours.
+    short = [name for name in names if mesh.shape[name] == 1]
+    for long in islice(permutations(name for name in names if name not in short), MOST_ORDERS):
+        order = (*long, *short)
         made = make_mesh({name: mesh.shape[name] for name in order}, devices=devices)
         grid = made.devices.transpose([order.index(name) for name in names])
         if not np.array_equal(grid, mesh.devices):
