@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.schedule import compile_for, target, timeline
+from jaxpar.schedule import compile_for, explain, target, timeline
 
 LAYERS, ROWS, SIZE = 4, 4096, 1024
 OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -45,3 +46,24 @@ def test_copies_to_the_host_go_over_its_link():
         assert len(copies) == LAYERS, way
         assert [event.seconds for event in copies] == pytest.approx([seconds] * LAYERS), way
         assert all(b.start >= 0.999 * a.end for a, b in pairwise(copies)), way
+
+
+def test_what_lies_on_the_host_takes_no_memory_of_the_chip():
+    """Momentum that is fetched and put back: it is on the chip once, beside its weight."""
+    described = target("v6e:2x2", "x=4")
+    here = NamedSharding(described.mesh, P("x"))
+    there = here.with_memory_kind("pinned_host")
+
+    def update(w, momentum):
+        momentum = 0.9 * jax.device_put(momentum, here) + w
+        return w - momentum, jax.device_put(momentum, there)
+
+    w, momentum = (
+        jax.ShapeDtypeStruct((16384, 2048), jnp.float32, sharding=lies) for lies in (here, there)
+    )
+    program = compile_for(jax.jit(update, donate_argnums=(0, 1)), described, w, momentum)
+    part = 16384 // 4 * 2048 * 4
+    assert 2 * part <= program.memory.peak <= 3.1 * part
+    names = [held.what for held in explain(program, tries=0).at_peak]
+    assert "w" in names
+    assert "momentum" not in names

@@ -66,10 +66,11 @@ def _held(exposures: Exposures, i: Instruction) -> LiveArray:
 
 
 def _size(i: Instruction) -> int:
-    """Bytes that an instruction's result takes; the compiler's peak counts the chip's own, too."""
+    """Bytes of HBM that an instruction's result takes."""
+    sizes = [array.bytes for array in i.arrays if array.memory == 0]
     if i.opcode.endswith(("-start", "-update")):  # operand, result and contexts
-        return max((array.bytes for array in i.arrays), default=0)
-    return i.bytes
+        return max(sizes, default=0)
+    return sum(sizes)
 
 
 def _peak(computation: Computation) -> tuple[int, set[Instruction]]:

@@ -67,7 +67,7 @@ class Line:
 
         Neither what is installed is, nor Python's own, nor jaxpar.
         """
-        if Path(self.file).is_relative_to(_JAXPAR):
+        if _is_within(self.file, _JAXPAR):
             return False
         return not _is_installed(self.file) or any(map(self.is_of, _OWN.get()))
 
@@ -92,6 +92,11 @@ def counted_as_own(packages: Sequence[str]) -> Generator[None]:
         yield
     finally:
         _OWN.reset(before)
+
+
+@cache  # of the few files that a program has, each is asked for thousands of times
+def _is_within(file: str, folder: Path) -> bool:
+    return Path(file).is_relative_to(folder)
 
 
 @cache
@@ -162,9 +167,9 @@ class Sources:
         program has one line alone, such as a wrapper of a framework's, tells nothing.
         """
         lines = [line for line in lines if not _is_around(line.file)]
-        driver = (n for n, line in enumerate(lines) if Path(line.file).is_relative_to(_TOOLS))
+        driver = (n for n, line in enumerate(lines) if _is_within(line.file, _TOOLS))
         lines = lines[: next(driver, len(lines))]
-        lines = [line for line in lines if not Path(line.file).is_relative_to(_JAXPAR)]
+        lines = [line for line in lines if not _is_within(line.file, _JAXPAR)]
         # A call of a function of the same line, such as a lambda, has a frame of its own.
         lines = [next(group) for _, group in groupby(lines, key=lambda line: line.short)]
         own = next((n for n, line in enumerate(lines) if line.is_own), len(lines) - 1)

@@ -267,8 +267,10 @@ def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
         "aliased": stats.alias_size_in_bytes,
     }
     held = sizes["arguments"] + sizes["outputs"] + sizes["temporaries"] - sizes["aliased"]
-    peak = getattr(stats, "peak_memory_in_bytes", 0) or held
-    return compiled.as_text() or "", Memory(**sizes, peak=peak)
+    on_host = (getattr(stats, f"host_{x}_size_in_bytes", 0) for x in ("argument", "output", "temp"))
+    # The compiler's peak counts what lies on the host, too.
+    peak = 0 if any(on_host) else getattr(stats, "peak_memory_in_bytes", 0)
+    return compiled.as_text() or "", Memory(**sizes, peak=peak or held)
 
 
 @readable
