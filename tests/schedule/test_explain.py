@@ -164,10 +164,22 @@ def weights(*spec):
     }
 
 
-def test_moments_that_lie_otherwise_than_their_weights():
+@pytest.mark.parametrize("with_shardings", [False, True])
+def test_moments_that_lie_otherwise_than_their_weights(with_shardings):
+    """Also of a function that is jitted with the shardings of its arguments, as trainers' are."""
     chosen, lies, other = target("v5e:2x2", "tp=4"), (None, "tp"), ("tp", None)
     args = weights(*lies), (weights(*other),), weights(*lies)
-    found = explain(compile_for(lambda w, m, g: update(w, m[0], g), chosen, *args), tries=2)
+
+    def step(w, m, g):
+        return update(w, m[0], g)
+
+    if with_shardings:
+
+        def on(spec):
+            return NamedSharding(chosen.mesh, P(*spec))
+
+        step = jax.jit(step, in_shardings=(on(lies), on(other), on(lies)), donate_argnums=(0, 1))
+    found = explain(compile_for(step, chosen, *args), tries=2)
     mended = compile_for(update, chosen, *[weights(*lies)] * 3)
     finding = found.findings[0]
     assert finding.cause == "resharding"

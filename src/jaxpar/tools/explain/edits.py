@@ -36,7 +36,8 @@ from jaxpar.tools.private_names import (
 )
 from jaxpar.tools.private_names import Trial as Ways
 from jaxpar.tools.program.sources import Line, line_of
-from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
+from jaxpar.tools.timeline.frameworks import donated_by, traced_for
+from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for, replayed
 
 MOST_ORDERS = 120  # of a mesh's axes: all orders of five
 MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")
@@ -277,13 +278,23 @@ class Edits:
         return [one for one in found if known is None or one.lies != known.lies]
 
     def _resharded(self, found: Resharded) -> Edit:
-        return Edit(
-            found.text,
-            lambda: self._compiled(
-                self.program.function, self.arguments.sharded(found.specs), self.options
-            ),
-            found.disagrees,
-        )
+        def compiled() -> CompiledProgram:
+            function, args = self.program.function, self.arguments.sharded(found.specs)
+            try:
+                return self._compiled(function, args, self.options)
+            except ValueError:
+                if not hasattr(function, "trace"):
+                    raise
+                # It was jitted with `in_shardings`: its program by itself has none.
+                function, args = replayed(function, self._stage, args, donated_by(self._stage))
+                return self._compiled(function, args, self.options)
+
+        return Edit(found.text, compiled, found.disagrees)
+
+    @cached_property
+    def _stage(self) -> Any:
+        with compiled_with(self.options):
+            return traced_for(self.target.mesh, self._jitted(), self.arguments.given).stage
 
     @cached_property
     def _has_modes(self) -> bool:
