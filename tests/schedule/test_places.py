@@ -125,6 +125,13 @@ def test_a_framework_s_lines_lead_to_the_user_s(unrolled):
     assert {"attention", "mlp"} <= kinds
 
 
+def test_arrays_at_the_peak_have_the_framework_s_lines(unrolled):
+    held = [one for one in explain(unrolled, tries=0).at_peak if one.line]
+    made = {one.line.function.rpartition(".")[2] for one in held}
+    assert made <= {"dense", "attention", "mlp", "block"}
+    assert made
+
+
 def test_layers_that_are_alike_are_one_finding(unrolled):
     found = explain(unrolled, tries=0, findings=30).findings
     # Query and key are calls of one line in one function, of the same shape.

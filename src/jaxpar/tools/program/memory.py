@@ -9,7 +9,7 @@ from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.costs import collective_in
 from jaxpar.tools.program.hlo import Computation, Instruction
-from jaxpar.tools.program.sources import Line, own_line, phase_of, primitive_of
+from jaxpar.tools.program.sources import Line, phase_of, primitive_of
 
 # Other names of what operands hold.
 _SAME = {
@@ -27,7 +27,8 @@ class LiveArray:
       bytes: on one device.
       array: its dtype and local shape.
       what: the argument that it is, or the operation that made it.
-      line: of the user's own; None of arguments, or where the compiler says none.
+      line: the innermost that tells it from others, which may be a framework's; None of arguments,
+        or where the compiler says none.
       phase: `"argument"`, `"forward"`, `"backward"` or `"recomputation"`.
 
     Example:
@@ -62,7 +63,8 @@ def _held(exposures: Exposures, i: Instruction) -> LiveArray:
         return LiveArray(_size(i), text, name, None, "argument")
     op_name, lines = exposures.origin(i)
     what = primitive_of(op_name) or i.name
-    return LiveArray(_size(i), text, what, own_line(lines), phase_of(op_name))
+    line = next(iter(exposures.sources.chain(lines)), None)
+    return LiveArray(_size(i), text, what, line, phase_of(op_name))
 
 
 def _size(i: Instruction) -> int:
