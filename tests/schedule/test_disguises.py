@@ -226,6 +226,34 @@ def test_sums_of_which_more_is_used():
     assert found(*WHOLE, kept("%s", "%at"), "ROOT %c = bf16[16,8] copy(%s)") is None
 
 
+def test_sums_of_two_arrays_on_another_core():
+    """Each result goes through the start, the update and the done of the call."""
+    both = "(bf16[16,8], bf16[8])"
+    called = f"""
+%on_sparse_core (p: bf16[16,8], q: bf16[8]) -> {both} {{
+  %p = bf16[16,8] parameter(0)
+  %q = bf16[8] parameter(1)
+  ROOT %s = {both} all-reduce(%p, %q), {ALL}, to_apply=%add
+}}
+"""
+    lines = (
+        WHOLE[1],
+        WHOLE[2],
+        "%few = bf16[8] broadcast(%one), dimensions={}",
+        "%start = ((), (), s32[1]) call-start(), to_apply=%on_sparse_core",
+        f"%update = ({both}, {both}) call-update(%start, %ones, %few)",
+        f"%done = {both} call-done(%update)",
+        "%first = bf16[16,8] get-tuple-element(%done), index=0",
+    )
+    second = "%second = bf16[8] get-tuple-element(%done), index=1"
+    sliced = kept("%first", "%at")
+    assert found(*lines, sliced, computations=called) == ("reduce-scatter", "bf16[4,8]")
+    used = "%twice = bf16[8] add(%second, %second)"  # of which nothing is asked
+    assert found(*lines, second, used, sliced, computations=called) is not None
+    whole = "%square = bf16[16,8] multiply(%first, %first)"
+    assert found(*lines, sliced, whole, computations=called) is None
+
+
 def test_the_compiler_s_gather_by_a_sum():
     chosen = target("v5p:4x4x4", "fsdp=64")
     x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16, sharding=P("fsdp"))

@@ -211,7 +211,7 @@ class Exposures(Origins):
         if collective is None or len(collective.operands) == 1 or not self.is_inserted(name):
             return self.origin(self.instruction(name))
         largest = max(collective.operands, key=lambda operand: operand.bytes)
-        return self.origin(self.values.value(largest).instruction)
+        return self.origin(self.values.maker(largest).instruction)
 
     def _shapes(self, name: str) -> tuple[str, ...]:
         """What a collective is given on a device."""
@@ -306,7 +306,7 @@ class Exposures(Origins):
         disguise = self.disguise(name)
         if disguise is not None and disguise.really == "gather":
             largest = disguise.part
-        value = self.values.value(largest)
+        value = self.values.maker(largest)
         shape = f"{largest.arrays[0]} of each device, " if largest.arrays else ""
         what = self.argument(value) or self.text(value.instruction.name)
         more = f", and {n} more" if (n := len(collective.operands) - 1) else ""

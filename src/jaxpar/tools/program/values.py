@@ -13,6 +13,10 @@ _ENTERED = (*_FUSIONS, "while", "conditional", "async-start", "call-start")
 _BY_OPERAND = {  # collectives of several arrays, whose results are in the order of the operands
     *("all-gather", "all-reduce", "reduce-scatter", "all-reduce-start", "all-reduce-done"),
 }
+# What runs on another core, of which each result is handed on by a start, an update and a done.
+_ELSEWHERE = {
+    f"{kind}-{part}" for kind in ("async", "call") for part in ("start", "update", "done")
+}
 
 # What gives numbers another place, dtype or shape, and leaves them what they are.
 _MOVES = {
@@ -112,8 +116,18 @@ class Values:
                 i = i.operands[0]
             else:
                 break
-        keeps = i.opcode in ("while", "conditional", "parameter", *_BY_OPERAND)
+        keeps = i.opcode in ("while", "conditional", "parameter", *_BY_OPERAND, *_ELSEWHERE)
         return Value(i, element if keeps and i.type_text.startswith("(") else None)
+
+    def maker(self, i: Instruction) -> Value:
+        """What makes a value, which may be outside of the computation that it is given to."""
+        value = self.value(i)
+        while value.kind == "parameter":
+            sources = [source for source in self.sources(value) if source != value]
+            if len(sources) != 1:
+                break
+            (value,) = sources
+        return value
 
     def sources(self, value: Value) -> Iterator[Value]:
         """The values from which one comes."""
@@ -134,6 +148,8 @@ class Values:
         elif element is not None and i.opcode in _BY_OPERAND:
             is_done = i.opcode.endswith("-done")
             yield self.value(i.operands[0], element) if is_done else self.value(i.operands[element])
+        elif element is not None and i.opcode in _ELSEWHERE:
+            yield self.value(i.called[0].root if i.called else i.operands[0], element)
         elif i.opcode in ("async-start", "call-start") and i.called:
             yield self.value(i.called[0].root)
             yield from map(self.value, i.operands)
