@@ -4,9 +4,10 @@
 
 Compiles every form of matmul over slices of four TPU generations, rows from 256 to 65536 and rings
 of 4, 8 and 16, forward and with strict gradients, with the chip's compiler options and without; and
-rewrites the summary of README.md. Each program is compiled once: what was found is kept in
-benchmarks/sweep/.cache, so that a run that was stopped goes on where it was, and one after a change
-compiles only programs that have changed. With --points, some are shown and nothing is rewritten.
+rewrites the summary of README.md. Each program is compiled once, and kept in the user's folder for
+caches: a change of the model plays it again. What was found is kept in benchmarks/sweep/.cache, so
+that a run that was stopped goes on where it was. With --points, some are shown and nothing is
+rewritten.
 Nothing runs: what is compared is the compiler's schedule on a model of the chips.
 """
 

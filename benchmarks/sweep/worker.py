@@ -34,7 +34,7 @@ class Compiler:
     def __init__(self, cache: Path) -> None:
         lines = cache.read_text().splitlines() if cache.exists() else []
         self.known: dict[str, dict[str, Any]] = dict(map(json.loads, lines))
-        self.versions = json.dumps(versions("jax", "libtpu"))
+        self.versions = json.dumps(versions("jax", "libtpu")) + _model()
 
     def figures(
         self, function: Any, target: Target, operands: Any, options: dict[str, Any]
@@ -55,6 +55,16 @@ class Compiler:
                 "temporaries": program.memory.temporaries,
             }
         return key, self.known[key]
+
+
+def _model() -> str:
+    """A hash of the code that says what an instruction takes: other code, other times."""
+    package = Path(jaxpar.__file__).parent
+    files = [package / "mesh" / "chips.py"]
+    files += [
+        f for room in ("program", "timeline") for f in (package / "tools" / room).glob("*.py")
+    ]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
 def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, Any, Any]]:
