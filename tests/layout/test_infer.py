@@ -304,6 +304,8 @@ def test_roles_of_axes():
     roles = {"left": "fully sharded", "right": "tensor"}
     rules = infer_layout(loss, params, x, mesh, roles=roles, show=None)
     assert dict(rules) == {"a": P("left", "right"), "b": P("right", "left")}
+    with_short = make_mesh("stage=1,left=2,right=4,context=1")  # which need no role
+    assert infer_layout(loss, params, x, with_short, roles=roles) == rules
     with pytest.raises(ValueError, match=r"^infer_layout: roles has 'tpp', and the mesh {"):
         infer_layout(loss, params, x, mesh, roles={**roles, "tpp": "tensor"})
     said, half = [], jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), params)

@@ -85,7 +85,8 @@ def infer_layout(
       where activations move.
 
     Raises:
-      ValueError: an axis whose role its name does not tell; a role of an axis that is not there.
+      ValueError: an axis of several devices whose role its name does not tell; a role of an axis
+        that is not there.
 
     Cost: one trace of the function, and with a target at most four compilations.
 
@@ -208,6 +209,8 @@ def _roles(mesh: AnyMesh, given: Mapping[str, str] | None) -> dict[str, tuple[st
         role = (given or {}).get(name) or next(
             (role for role, pattern in NAMES.items() if re.fullmatch(pattern, name)), None
         )
+        if role is None and mesh.shape[name] == 1:
+            continue  # shards nothing
         if role not in ROLES:
             raise value_error(
                 f"mesh axis {name!r} has no role that its name tells; say it, "
