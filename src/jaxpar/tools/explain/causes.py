@@ -32,6 +32,7 @@ class Rules(SentInVain):
             yield self._windowed_einsums(exposed) if is_cut else self._copies(exposed)
             return
         rules: tuple[Callable[[ExposedCollective], Verdict | None], ...] = (
+            self._at_odds,
             self._in_disguise,
             self._resharding,
             self._sent_twice,

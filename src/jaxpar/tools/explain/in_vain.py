@@ -184,6 +184,13 @@ class SentInVain:
             is_sure=False,
         )
 
+    def _at_odds(self, e: ExposedCollective) -> Verdict | None:
+        """Arguments that lie otherwise than what uses them: that mends a sum in disguise, too."""
+        if not e.inserted:
+            return None
+        known = next(self.edits.mended(self.exposures.arguments(e.name), e.axes), None)
+        return None if known is None else self._resharding(e)
+
     def _wide_dtype(self, e: ExposedCollective) -> Verdict | None:
         collective = self.values.collective(e.name)
         if collective is None or e.collective not in ("all-reduce", "reduce-scatter"):
