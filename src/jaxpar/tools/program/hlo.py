@@ -33,7 +33,7 @@ class Array:
 
     dtype: str  # as HLO writes it: bf16, f32, pred, ...
     shape: tuple[int, ...]
-    memory: int = 0  # as HLO numbers them: 0 is HBM, 1 is VMEM, 5 is the host's
+    memory: int = 0  # as HLO numbers them: 0 is HBM, 1 is VMEM
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -42,6 +42,11 @@ class Array:
     def bytes(self) -> int:
         """What the array takes in memory, without padding."""
         return ceil(prod(self.shape) * _bits(self.dtype) / 8)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it lies in the memory of the host."""
+        return self.memory == 5
 
     @property
     def width(self) -> float:

@@ -53,7 +53,7 @@ def live_at_peak(exposures: Exposures) -> tuple[LiveArray, ...]:
     arguments = exposures.values.hlo.entry.parameters.values()
     everything = {*buffers, *arguments}
     found = (_held(exposures, i) for i in everything if _size(i))
-    return tuple(sorted(found, key=lambda held: held.bytes, reverse=True))
+    return tuple(sorted(found, key=lambda held: (-held.bytes, held.what)))
 
 
 def _held(exposures: Exposures, i: Instruction) -> LiveArray:
@@ -68,8 +68,8 @@ def _held(exposures: Exposures, i: Instruction) -> LiveArray:
 
 
 def _size(i: Instruction) -> int:
-    """Bytes of HBM that an instruction's result takes."""
-    sizes = [array.bytes for array in i.arrays if array.memory == 0]
+    """Bytes that an instruction's result takes; the compiler's peak counts VMEM, too."""
+    sizes = [array.bytes for array in i.arrays if not array.is_on_host]
     if i.opcode.endswith(("-start", "-update")):  # operand, result and contexts
         return max(sizes, default=0)
     return sum(sizes)

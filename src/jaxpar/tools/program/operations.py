@@ -21,7 +21,6 @@ from jaxpar.tools.program.costs import (
 from jaxpar.tools.program.hlo import Computation, Hlo, Instruction, parse
 
 MOST_TRIPS = 1_000_000
-_HOST = 5  # as HLO numbers memories
 
 Way = Literal["memory", "to the host", "from the host"]
 
@@ -318,10 +317,10 @@ def read(text: str, kernels: Kernels | None = None) -> Module:
 
 def _way(start: Instruction) -> Way:
     """Where a copy goes: what it reads is all on the host, or not all."""
-    if all(array.memory != _HOST for array in start.arrays):
+    if not any(array.is_on_host for array in start.arrays):
         return "memory"
-    read = [array.memory for operand in start.operands for array in operand.arrays if array.shape]
-    return "from the host" if set(read) == {_HOST} else "to the host"
+    read = [array for operand in start.operands for array in operand.arrays if array.shape]
+    return "from the host" if read and all(array.is_on_host for array in read) else "to the host"
 
 
 def _operation(
