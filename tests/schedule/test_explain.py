@@ -330,25 +330,34 @@ def test_a_permute_is_not_told_to_become_a_gather():
     assert "needs it at once" in finding.why
 
 
-@pytest.mark.parametrize(("looked_up", "told"), [(True, False), (False, True)])
-def test_a_sum_of_no_matmul_is_not_told_to_split_one(looked_up, told):
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("lookup", False), ("product", True), ("gather", False), ("gathered product", True)],
+)
+def test_only_what_is_beside_a_matmul_is_told_to_split_it(what, told):
     """Rows looked up in a table that lies in parts are summed, as parts of a product are."""
 
     def local(ids, table, x):
-        mine = ids - 1024 * lax.axis_index("tp")
-        rows = jnp.where((mine[:, None] >= 0) & (mine[:, None] < 1024), table[mine % 1024], 0)
-        return lax.psum(rows if looked_up else x @ table, "tp")
+        if what == "lookup":
+            mine = ids - 1024 * lax.axis_index("tp")
+            is_here = (mine[:, None] >= 0) & (mine[:, None] < 1024)
+            return lax.psum(jnp.where(is_here, table[mine % 1024], 0), "tp")
+        if what == "product":
+            return lax.psum(x @ table, "tp")
+        whole = lax.all_gather(table, "tp", tiled=True)
+        return jnp.sin(whole) if what == "gather" else jnp.sin(whole) @ x.T
 
-    step = jax.shard_map(local, in_specs=(P(), P("tp"), P(None, "tp")), out_specs=P())
+    step = jax.shard_map(
+        local, in_specs=(P(), P("tp"), P(None, "tp")), out_specs=P(), check_vma=False
+    )
     ids = jax.ShapeDtypeStruct((8192,), jnp.int32, sharding=P())
-    table = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P("tp"))
+    table = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=P("tp"))
     x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=P(None, "tp"))
     program = compile_for(step, target("v5e:2x2", "tp=4"), ids, table, x)
-    found = explain(program, tries=0)
-    exposures = Exposures(program, found.timeline)
-    (name,) = (e.name for e in exposures.all())
-    assert exposures.is_beside_a_matmul(name) == told
-    *_, last = Rules(exposures, Edits(program)).of(exposures.found()[0])
+    exposures = Exposures(program, timeline(program))
+    (exposed,) = exposures.found()
+    *_, last = Rules(exposures, Edits(program)).of(exposed)
+    assert exposures.is_beside_a_matmul(exposed.name) == told
     assert ("matmul_reduce_scatter" in last.edit) == told
 
 

@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar.tools.timeline.timeline
 from jaxpar.layout import LayoutMap
-from jaxpar.schedule import CompiledProgram, Memory, compile_for, explain, target
+from jaxpar.schedule import CompiledProgram, Memory, compile_for, explain, target, timeline
 from jaxpar.tools.cli.explain_page import page_of
+from jaxpar.tools.explain.causes import Rules
 from jaxpar.tools.explain.edits import Edit, Edits
 from jaxpar.tools.explain.explained import gain
+from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.trials import Budget, Trials
 from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.rule_candidates import Data, candidates
@@ -131,6 +133,15 @@ def test_the_edit_of_one_rule_is_tried_first():
     assert (first.cause, first.edit, first.is_tried) == ("resharding", edit, True)
     assert "its dimension 0, over 'model', goes with dimension" in first.why
     assert first.gain > 0.1 * found.timeline.total
+
+
+def test_each_rule_speaks_once_and_what_is_at_odds_first():
+    exposures = Exposures(program(), timeline(program()))
+    rules = Rules(exposures, Edits(program()))
+    causes = [[verdict.cause for verdict in rules.of(e)] for e in exposures.found()]
+    assert ["resharding", "in disguise"] in [found[:2] for found in causes]
+    for found in causes:
+        assert len(found) == len(set(found))
 
 
 def test_it_is_said_before_it_is_tried():

@@ -31,10 +31,11 @@ class Rules(SentInVain):
             is_cut = exposed.kind == "windowed einsums"
             yield self._windowed_einsums(exposed) if is_cut else self._copies(exposed)
             return
+        first = [self._in_disguise, self._resharding]
+        if self._is_at_odds(exposed):
+            first.reverse()
         rules: tuple[Callable[[ExposedCollective], Verdict | None], ...] = (
-            self._at_odds,
-            self._in_disguise,
-            self._resharding,
+            *first,
             self._sent_twice,
             self._wide_dtype,
             self._links_apart,

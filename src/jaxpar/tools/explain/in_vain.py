@@ -184,12 +184,10 @@ class SentInVain:
             is_sure=False,
         )
 
-    def _at_odds(self, e: ExposedCollective) -> Verdict | None:
-        """Arguments that lie otherwise than what uses them: that mends a sum in disguise, too."""
-        if not e.inserted:
-            return None
-        known = next(self.edits.mended(self.exposures.arguments(e.name), e.axes), None)
-        return None if known is None else self._resharding(e)
+    def _is_at_odds(self, e: ExposedCollective) -> bool:
+        """Whether arguments lie otherwise than what uses them: their edits mend a sum, too."""
+        arguments = self.exposures.arguments(e.name)
+        return e.inserted and any(True for _ in self.edits.mended(arguments, e.axes))
 
     def _wide_dtype(self, e: ExposedCollective) -> Verdict | None:
         collective = self.values.collective(e.name)
