@@ -285,7 +285,7 @@ class Edits:
             except ValueError:
                 if not hasattr(function, "trace"):
                     raise
-                # It was jitted with `in_shardings`: its program by itself has none.
+                # `in_shardings` of its jit refuse other arguments. Its program by itself has none.
                 function, args = replayed(function, self._stage, args, donated_by(self._stage))
                 return self._compiled(function, args, self.options)
 

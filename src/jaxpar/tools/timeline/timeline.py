@@ -54,7 +54,7 @@ class Memory:
     outputs: int
     temporaries: int
     aliased: int  # outputs that take the place of donated arguments
-    peak: int
+    peak: int  # where the program keeps arrays on the host, all that is planned: an upper bound
 
 
 @readable
@@ -155,7 +155,7 @@ def compile_for(
         folder = None if cache is None else Path(cache)
         key = "" if folder is None else key_of(lowered, target, options)
         if folder is not None and (found := kept(folder, key)) is not None:
-            text, memory = found["text"], Memory(**found["memory"])
+            text, memory = found["text"], _memory(found["text"], **found["memory"])
         else:
             text, memory = _text_and_memory(lowered.compile(compiler_options=options or None))
             if folder is not None:
@@ -266,11 +266,14 @@ def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
         "temporaries": stats.temp_size_in_bytes,
         "aliased": stats.alias_size_in_bytes,
     }
+    text = compiled.as_text() or ""
+    return text, _memory(text, **sizes, peak=getattr(stats, "peak_memory_in_bytes", 0))
+
+
+def _memory(text: str, *, peak: int, **sizes: int) -> Memory:
+    """The plan, with a peak of HBM: the compiler's counts arrays on the host (`S(5)`), too."""
     held = sizes["arguments"] + sizes["outputs"] + sizes["temporaries"] - sizes["aliased"]
-    on_host = (getattr(stats, f"host_{x}_size_in_bytes", 0) for x in ("argument", "output", "temp"))
-    # The compiler's peak counts what lies on the host, too.
-    peak = 0 if any(on_host) else getattr(stats, "peak_memory_in_bytes", 0)
-    return compiled.as_text() or "", Memory(**sizes, peak=peak or held)
+    return Memory(**sizes, peak=held if "S(5)" in text or not peak else peak)
 
 
 @readable
