@@ -28,8 +28,8 @@ from jaxpar.choose.choice import (
     joining_is_cheaper,
 )
 from jaxpar.choose.cost_model import time_of
-from jaxpar.choose.cost_of_work import collective_time, copy_time, hop_time
-from jaxpar.choose.flow import Flow
+from jaxpar.ring.costs import collective_time, copy_time, hop_time
+from jaxpar.ring.flow import Flow
 from jaxpar.choose.problem import Problem
 from jaxpar.compiler.options import compiled_with, options_of
 from jaxpar.layers import fsdp_linear

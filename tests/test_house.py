@@ -206,8 +206,8 @@ def test_a_package_shows_its_public_names_alone(package):
         ("jaxpar.ring.order.Work", 4),
         ("jaxpar.ring.in_turns.InTurns", 7),
         ("jaxpar.choose.problem.Problem", 14),
-        ("jaxpar.choose.flow.Flow", 16),
-        ("jaxpar.choose.fitted.Fitted", 6),
+        ("jaxpar.ring.flow.Flow", 16),
+        ("jaxpar.ring.fitted.Fitted", 6),
     ],
 )
 def test_facts_of_the_core(of, most):

@@ -18,8 +18,8 @@ from jaxpar.choose.cost_model import (
     row_chunks_time,
     time_of,
 )
-from jaxpar.choose.cost_of_work import hop_time, joins
-from jaxpar.choose.flow import Flow
+from jaxpar.ring.costs import hop_time, joins
+from jaxpar.ring.flow import Flow
 from jaxpar.choose.problem import Kind, Problem
 from jaxpar.choose.sites import ROW_CHUNKS, settled, settled_chunks, settled_dispatch
 from jaxpar.compiler.options import traced_asynchronous

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import hypot, prod
 
 from jaxpar.choose.cost_of_turns import turns_time
-from jaxpar.choose.cost_of_work import (
+from jaxpar.ring.costs import (
     MATMUL_SHARE,
     all_to_all_time,
     collective_time,
@@ -20,8 +20,8 @@ from jaxpar.choose.cost_of_work import (
     last_copy_time,
     work_time,
 )
-from jaxpar.choose.fitted import fitted_to
-from jaxpar.choose.flow import SCATTERED_SHARE, Flow
+from jaxpar.ring.fitted import fitted_to
+from jaxpar.ring.flow import SCATTERED_SHARE, Flow
 from jaxpar.mesh.chips import Chip
 from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.ways import InChunks, Stationary, Way

@@ -1,14 +1,14 @@
 """What a flow takes in turns: round rings, across a cube, or along dimensions of a torus."""
 
-from jaxpar.choose.cost_of_work import (
+from jaxpar.ring.costs import (
     copy_time,
     gathered_again,
     hop_time,
     joins,
     work_time,
 )
-from jaxpar.choose.fitted import fitted_to
-from jaxpar.choose.flow import SCATTERED_SHARE, Flow
+from jaxpar.ring.fitted import fitted_to
+from jaxpar.ring.flow import SCATTERED_SHARE, Flow
 from jaxpar.mesh.chips import Chip
 from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.run import loops

@@ -8,7 +8,7 @@ import jax
 
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.traced_links import AxisLinks, traced_links
-from jaxpar.choose.flow import Flow
+from jaxpar.ring.flow import Flow
 from jaxpar.compiler.options import traced_asynchronous
 from jaxpar.mesh.chips import Chip, traced_chip
 

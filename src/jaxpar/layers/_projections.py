@@ -16,7 +16,7 @@ from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
 from jaxpar.choose.choice import choose_row_chunks
-from jaxpar.choose.flow import Flow
+from jaxpar.ring.flow import Flow
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum

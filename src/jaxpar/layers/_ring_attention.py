@@ -28,7 +28,7 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import choose_way
-from jaxpar.choose.flow import Flow
+from jaxpar.ring.flow import Flow
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_passes import attention

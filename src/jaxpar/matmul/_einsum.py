@@ -32,7 +32,7 @@ from jaxpar.axis.quantized import MaybeQuantized, Quantized, straight_through, v
 from jaxpar.axis.varying import checks_varying, vary_alike, vary_over
 from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import choose_ways, may_keep
-from jaxpar.choose.flow import Flow
+from jaxpar.ring.flow import Flow
 from jaxpar.choose.problem import Problem
 from jaxpar.compiler.derivatives import as_residuals, with_derivative
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes

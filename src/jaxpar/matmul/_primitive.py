@@ -22,7 +22,7 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar.axis.quantized import Quantized, exact_of, straight_through
-from jaxpar.choose.flow import FlowKind
+from jaxpar.ring.flow import FlowKind
 from jaxpar.compiler.derivatives import as_residuals, with_derivative
 from jaxpar.matmul._arrivals import cut_operand, multiply_part, take_partners, use_arrivals
 from jaxpar.matmul._gathered_blocks import GatheredBlocks, steps_of

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from jaxpar.choose.flow import Flow, FlowKind
+from jaxpar.ring.flow import Flow, FlowKind
 from jaxpar.matmul._product import Product, flops_of
 
 

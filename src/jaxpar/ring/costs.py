@@ -2,8 +2,8 @@
 
 from math import hypot
 
-from jaxpar.choose.fitted import fitted_to
-from jaxpar.choose.flow import Flow
+from jaxpar.ring.fitted import fitted_to
+from jaxpar.ring.flow import Flow
 from jaxpar.mesh.chips import PERMUTE_STARTS, REACHED, Chip
 
 # Of peak, what large matmuls reach.
