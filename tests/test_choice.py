@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from jaxpar.choose.cost_model import time_of
 
 from jaxpar import ring_shift
 from jaxpar.axis.axis import MODES, Ring
@@ -27,9 +28,6 @@ from jaxpar.choose.choice import (
     choose_ways,
     joining_is_cheaper,
 )
-from jaxpar.choose.cost_model import time_of
-from jaxpar.ring.costs import collective_time, copy_time, hop_time
-from jaxpar.ring.flow import Flow
 from jaxpar.choose.problem import Problem
 from jaxpar.compiler.options import compiled_with, options_of
 from jaxpar.layers import fsdp_linear
@@ -42,10 +40,12 @@ from jaxpar.matmul import (
 from jaxpar.matmul._product import Product
 from jaxpar.matmul._work import flow_of
 from jaxpar.mesh.chips import CHIPS, with_measured_links
+from jaxpar.ring.costs import collective_time, copy_time, hop_time
+from jaxpar.ring.flow import Flow
 from jaxpar.ring.in_turns import InTurns
+from jaxpar.ring.naive import InChunks, Naive
 from jaxpar.ring.order import Order, TpuOrder, traced_order
 from jaxpar.ring.turns import gather_turns
-from jaxpar.ring.ways import InChunks, Naive
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.testing import count_collectives
 

@@ -13,7 +13,7 @@ from layer_reference import choose, mlp, moe
 
 from jaxpar import Axis, make_mesh
 from jaxpar.axis.axis import Ring
-from jaxpar.choose.choice import choose_dispatch
+from jaxpar.choose.experts import choose_dispatch
 from jaxpar.choose.problem import Problem
 from jaxpar.layers import GatedActivation
 from jaxpar.mesh.chips import chip_of

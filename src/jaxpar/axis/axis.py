@@ -23,9 +23,9 @@ from jaxpar.axis.varying import vary_alike
 from jaxpar.axis.wire import LowBit, WireLike, as_wire, gathered_by, rounded_by, summed_as
 from jaxpar.mesh.cycles import AcrossCube, Walk, disjoint_walks
 
-CHUNKED = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
-IN_TURNS = ("unidirectional", "bidirectional", "multi-ring")
-MODES = ("naive", "stationary", *CHUNKED, *IN_TURNS, "auto")
+CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
+IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")
+MODES: tuple[Mode, ...] = ("naive", "stationary", *CHUNKED, *IN_TURNS, "auto")
 
 
 if TYPE_CHECKING:
@@ -210,6 +210,8 @@ class Ring(Axis):
 
     def stages(self) -> list[Ring]:
         """The rings over one axis each, those of one device left out."""
+        if len(self.names) == 1:
+            return [self] if self.size > 1 else []
         rings = [replace(self, names=(name,), size=lax.axis_size(name)) for name in self.names]
         return [ring for ring in rings if ring.size > 1]
 

@@ -8,9 +8,9 @@ import jax
 
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.traced_links import AxisLinks, traced_links
-from jaxpar.ring.flow import Flow
 from jaxpar.compiler.options import traced_asynchronous
 from jaxpar.mesh.chips import Chip, traced_chip
+from jaxpar.ring.flow import Flow
 
 Kind = Literal["matmul", "projection", "attention", "collective", "weights", "loss", "experts"]
 Shape = tuple[int, ...]
@@ -89,6 +89,12 @@ class Problem:
     def beside(self) -> frozenset[str]:
         """The collectives that the compiler runs beside other work."""
         return traced_asynchronous() if self.told is None else self.told
+
+    @property
+    def figures(self) -> Chip:
+        """Those of a chip that is in the table."""
+        assert self.chip is not None, "nothing is predicted of a chip that is in no table"
+        return self.chip
 
     @property
     def innermost(self) -> bool:

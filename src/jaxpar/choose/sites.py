@@ -11,7 +11,7 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.arguments.types import Dispatch
+from jaxpar.arguments.types import Dispatch, Mode
 from jaxpar.axis.axis import MODES
 from jaxpar.axis.wire import LowBit, is_low_bit
 from jaxpar.compiler.tuning import AUTO, decide, imposed, is_tuning
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxpar.axis.axis import Ring
     from jaxpar.choose.problem import Problem
 
-NAMED = tuple(mode for mode in MODES if mode != AUTO)
+NAMED: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != AUTO)
 ROW_CHUNKS = (1, 2, 4)
 DISPATCHES = ("ragged", "all_gather")
 

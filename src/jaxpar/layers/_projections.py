@@ -15,13 +15,13 @@ from jaxpar.arguments.checks import as_array, check_dim, check_own, check_sequen
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
-from jaxpar.choose.choice import choose_row_chunks
-from jaxpar.ring.flow import Flow
 from jaxpar.choose.problem import Problem
+from jaxpar.choose.row_chunks import choose_row_chunks
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
 from jaxpar.matmul._product import Product, multiply
+from jaxpar.ring.flow import Flow
 from jaxpar.ring.parts import even_cuts
 
 Weights = Mapping[str, Array]  # by the names that errors use

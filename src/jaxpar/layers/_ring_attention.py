@@ -28,11 +28,11 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import choose_way
-from jaxpar.ring.flow import Flow
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_passes import attention
 from jaxpar.layers._attention_tiles import RingAttention
+from jaxpar.ring.flow import Flow
 from jaxpar.ring.ways import Way
 
 

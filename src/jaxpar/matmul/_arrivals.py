@@ -9,7 +9,7 @@ import jax
 from jax import Array, lax
 
 from jaxpar.axis.quantized import Quantized
-from jaxpar.choose.choice import joining_is_cheaper
+from jaxpar.choose.kept import joining_is_cheaper
 from jaxpar.matmul._product import Left, Out, Product, Right, multiply
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.matmul._stationary import unused_label

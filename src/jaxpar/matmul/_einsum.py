@@ -31,8 +31,8 @@ from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import MaybeQuantized, Quantized, straight_through, values_of
 from jaxpar.axis.varying import checks_varying, vary_alike, vary_over
 from jaxpar.axis.wire import check_wire
-from jaxpar.choose.choice import choose_ways, may_keep
-from jaxpar.ring.flow import Flow
+from jaxpar.choose.choice import choose_ways
+from jaxpar.choose.kept import may_keep
 from jaxpar.choose.problem import Problem
 from jaxpar.compiler.derivatives import as_residuals, with_derivative
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
@@ -51,6 +51,7 @@ from jaxpar.matmul._product import (
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.matmul._work import flow_of
 from jaxpar.ring.blocks import gather_replicated
+from jaxpar.ring.flow import Flow
 
 
 @dataclass(frozen=True)

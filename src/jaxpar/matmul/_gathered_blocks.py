@@ -9,7 +9,7 @@ import jax
 from jax import Array
 
 from jaxpar.arguments.types import Leaf
-from jaxpar.choose.choice import joins_kept
+from jaxpar.choose.kept import joins_kept
 from jaxpar.matmul._arrivals import take_partners, use_arrivals
 from jaxpar.matmul._product import Product
 from jaxpar.matmul._ring_einsum import RingEinsum

@@ -22,7 +22,6 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar.axis.quantized import Quantized, exact_of, straight_through
-from jaxpar.ring.flow import FlowKind
 from jaxpar.compiler.derivatives import as_residuals, with_derivative
 from jaxpar.matmul._arrivals import cut_operand, multiply_part, take_partners, use_arrivals
 from jaxpar.matmul._gathered_blocks import GatheredBlocks, steps_of
@@ -41,10 +40,12 @@ from jaxpar.matmul._product import (
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.matmul._stationary import return_result, send_partner, unused_label, with_devices
 from jaxpar.matmul._work import flow_of
+from jaxpar.ring.flow import FlowKind
+from jaxpar.ring.naive import Naive
 from jaxpar.ring.parts import Span, even_cuts
 from jaxpar.ring.scales import Scales, gather_scales
 from jaxpar.ring.steps import Step, at_once
-from jaxpar.ring.ways import Arrivals, Naive, Positions
+from jaxpar.ring.ways import Arrivals, Positions
 
 
 def _gather(

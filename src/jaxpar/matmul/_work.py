@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from jaxpar.ring.flow import Flow, FlowKind
 from jaxpar.matmul._product import Product, flops_of
+from jaxpar.ring.flow import Flow, FlowKind
 
 
 def flow_of(

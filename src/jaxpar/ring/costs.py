@@ -1,10 +1,11 @@
 """What every way is made of: seconds of work in pieces, of collectives and of copies."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import hypot
 
-from jaxpar.ring.fitted import fitted_to
-from jaxpar.ring.flow import Flow
 from jaxpar.mesh.chips import PERMUTE_STARTS, REACHED, Chip
+from jaxpar.ring.flow import Flow
 
 # Of peak, what large matmuls reach.
 MATMUL_SHARE = 0.9
@@ -14,6 +15,47 @@ PORT_SHARE, SMALL, SMALL_PERMUTE = 0.7, 2**26, 7.5e10
 # How much faster than from HBM each piece feeds an operand from VMEM to the matrix units, however
 # few rows it multiplies.
 VMEM_SPEED = 3.5
+# Blocks that were kept are joined, contracted, while they are no longer than this together: more
+# would be copied first, less is a sum of float32 for each. And no more than so many blocks.
+KEPT_JOINED, KEPT_TOGETHER = 768, 4
+# Passes over a block's bytes in HBM that quantizing it takes: of 16 bits, it is read twice.
+QUANTIZING = 6.0
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The figures of one kind of chip.
+
+    Attributes:
+      within: of a copy of what stays, how much longer a matmul takes that cuts it by itself.
+      placed_apart: columns that a turn computes are placed by a pass of its own.
+      turn_passes: how often sums of float32 are read and written for each piece, apart from the
+        matmul, in turns; not at all where the compiler adds in its epilogue at full speed.
+      chunk_passes: the same in chunks.
+      piece: seconds that one more piece of work costs beyond what it computes, reads and writes.
+      resident: of VMEM, what an operand takes at most that is read from HBM once for all pieces.
+    """
+
+    within: float = 0.0
+    placed_apart: bool = False
+    turn_passes: float = 0.0
+    chunk_passes: float = 0.0
+    piece: float = 3e-6
+    resident: float = 0.4
+
+
+_OTHERS = Fitted(chunk_passes=2.0)
+_BY_KIND = {
+    "TPU v5 lite": Fitted(turn_passes=2.0, chunk_passes=0.5, resident=0.5),
+    "TPU v5": Fitted(within=0.5, piece=1.8e-6),
+    "TPU v6 lite": Fitted(turn_passes=1.0, chunk_passes=1.0, resident=0.5),
+    "TPU7x": Fitted(placed_apart=True, turn_passes=1.0, chunk_passes=1.0),
+}
+
+
+def fitted_to(kind: str) -> Fitted:
+    """Returns the figures of a kind of chip, those of most where none were fitted to it."""
+    return _BY_KIND.get(kind, _OTHERS)
 
 
 def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = False) -> float:
@@ -84,3 +126,19 @@ def last_copy_time(chip: Chip, flow: Flow, size: int) -> float:
 def copy_time(chip: Chip, size: float) -> float:
     """Seconds to read and write so many bytes in a pass of its own."""
     return 2 * size / (REACHED * chip.hbm)
+
+
+def quantizing_time(chip: Chip, flows: Sequence[Flow]) -> float:
+    """Seconds in which the blocks of gathers are quantized, before any of them leaves."""
+    gathered = [flow for flow in flows if flow.quantized and flow.kind == "gather"]
+    return sum((QUANTIZING * flow.block_bytes / chip.hbm for flow in gathered), 0.0)
+
+
+def work_on_kept(chip: Chip, flow: Flow, pieces: int, *, in_turns: bool = False) -> float:
+    """Seconds of the work on what was gathered before; in turns sums stay in VMEM if they fit."""
+    fitted = fitted_to(chip.kind)
+    cut = copy_time(chip, flow.cut) if pieces > 1 else 0.0
+    if in_turns:
+        fits = 2 * flow.sums <= chip.vmem
+        return cut + work_time(chip, flow, pieces, fitted.turn_passes, kept=fits)
+    return cut + work_time(chip, flow, pieces, max(2.0, fitted.turn_passes))

@@ -1,23 +1,39 @@
 """The way round a ring in turns: every transfer beside the work on what came before it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import Array
 from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
+from jaxpar.mesh.chips import Chip
+from jaxpar.ring.costs import (
+    KEPT_JOINED,
+    KEPT_TOGETHER,
+    copy_time,
+    fitted_to,
+    gathered_again,
+    hop_time,
+    joins,
+    quantizing_time,
+    work_on_kept,
+    work_time,
+)
+from jaxpar.ring.flow import Flow
 from jaxpar.ring.gather import Gather, Use
 from jaxpar.ring.order import Beside, Order, Work
 from jaxpar.ring.parts import Span, cut_out, equal_pieces, of_types, shares_of
-from jaxpar.ring.phases import Phase, phases_over
+from jaxpar.ring.phases import Phase, blocks_in_phases_time, phases_over, sums_in_phases_time
 from jaxpar.ring.run import loops, run
 from jaxpar.ring.scatter import Scatter
 from jaxpar.ring.steps import Spare, Step, at_once
-from jaxpar.ring.turns import Leg, Turn, circulate_turns, scatter_turns
+from jaxpar.ring.turns import Leg, Turn, circulate_turns, gather_turns, scatter_turns
 from jaxpar.ring.ways import (
     Arrivals,
     Pick,
@@ -32,6 +48,16 @@ from jaxpar.ring.ways import (
     take_nothing,
 )
 
+if TYPE_CHECKING:
+    from jaxpar.choose.problem import Problem
+
+# Seconds of a turn of a loop beyond its work; and of an instruction that cuts operands for one.
+LOOPED, CUT = 1e-6, 1e-6
+# Seconds of an instruction that joins a block with others; and of the time of copies how much it
+# takes, as small ones are on the chip.
+JOINED, JOINED_SHARE = 1e-6, 0.4
+# Seconds of an instruction that cuts an operand for sums across a cube, in sixths of a block.
+CUT_SIXTH = 6e-6
 UNROLLED_CIRCULATING = 6  # fewer than of other turns: such a one holds more matmuls
 
 
@@ -66,6 +92,29 @@ class InTurns(Way):
         if self.rings is not None:
             return "multi-ring"
         return "unidirectional" if len(self.directions) == 1 else "bidirectional"
+
+    def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
+        chip = problem.figures
+        messages = problem.messages[self.mode == "multi-ring"]
+        if kept:
+            first, last = flows
+            work = work_on_kept(chip, last, kept, in_turns=True)
+            return self._turns_time(chip, first, messages, work)
+        ahead = quantizing_time(chip, flows)
+        return ahead + sum(self._turns_time(chip, flow, messages) for flow in flows)
+
+    def kept_pieces(self, flow: Flow, backward: Way) -> int:
+        if self.keeps_whole:
+            return backward.parts
+        if self.blocks_along:  # slabs, in halves if they can be
+            side = self.blocks_along[0]
+            pieces = side * len(self.blocks_along) * (2 - side % 2)
+        else:
+            pieces = self.ring.size * len(self.rings or [self.ring])
+        if not flow.sums:
+            return pieces
+        joined = KEPT_JOINED // max(1, flow.length // pieces) + 1
+        return -(-pieces // min(joined, KEPT_TOGETHER))
 
     @in_scope
     def gather(
@@ -250,6 +299,81 @@ class InTurns(Way):
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
         return self.order.forward_first(out, residuals)
+
+    def _turns_time(self, chip: Chip, flow: Flow, messages: int, beside: float = 0.0) -> float:
+        """Seconds of turns, to which so many seconds of other work are dealt out."""
+        size = self.ring.size
+        if self.sums_along and flow.kind != "gather":
+            sides, pieces = self.sums_along, self.order.pieces
+            seconds = sums_in_phases_time(chip, flow, size, sides, pieces, messages, beside)
+            seconds += gathered_again(chip, flow, size)
+            return seconds + self._cut_time(chip, flow, len(sides))
+        if self.blocks_along and flow.kind == "gather":
+            seconds = blocks_in_phases_time(chip, flow, size, self.blocks_along, messages)
+            return seconds + self._cut_time(chip, flow, len(self.blocks_along))
+        # Each of several rings has its own links, and a share of every block.
+        rings, whole = len(self.rings or [self.ring]), self.whole_opposite
+        turns = gather_turns(size, self.directions, rings=rings, whole_opposite=whole)
+        sent_in = 1 if flow.kind == "gather" else self.order.pieces  # messages of a block
+        pieces = rings * sent_in
+        fitted, joined = fitted_to(chip.kind), 0.0
+        if flow.kind == "gather" and flow.sums and joins(chip, flow.length // (size * rings)):
+            pieces = 1  # what comes by several rings is multiplied at once
+            if rings > 1:
+                copied = copy_time(chip, size * flow.block_bytes)
+                joined = JOINED * size * rings + JOINED_SHARE * copied
+        fits = flow.kind == "gather" and 2 * flow.sums <= chip.vmem
+        work = work_time(chip, flow, size * pieces, fitted.turn_passes, kept=fits) + joined
+        work = (work + beside) / size
+        block = flow.block_bytes / rings * messages
+
+        def time_of(turn: Turn) -> float:
+            # Two halves are one block's work, and so are the shares of all rings.
+            whole = len([leg for leg in turn.legs if leg.half is None]) / rings
+            hops = [
+                sent_in * hop_time(chip, block / sent_in)
+                if leg.half is None
+                else hop_time(chip, block / 2)
+                for leg in turn.blocks
+            ]
+            # A torus has a link each way; on a GPU both ways leave by one port.
+            sent = max(hops, default=0.0) if chip.torus else sum(hops, 0.0)
+            return max(work * max(1, whole), sent)
+
+        halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
+        # The opposite block is cut in two, and joined again.
+        copied = 2 * copy_time(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
+        copied += self._cut_time(chip, flow, rings)
+        if flow.kind == "gather" and loops(turns):
+            copied += len(turns) * LOOPED
+        # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
+        copied += 0.0 if chip.torus else 2 * flow.added / chip.hbm
+        if fitted.placed_apart and flow.kind == "gather":
+            copied += copy_time(chip, flow.minor - flow.sliced)
+        copied += gathered_again(chip, flow, size)
+        return sum(map(time_of, turns), 0.0) + copied
+
+    def _cut_time(self, chip: Chip, flow: Flow, rings: int) -> float:
+        """Seconds in which what stays is cut, or a matmul takes longer that cuts it by itself."""
+        fitted, order, pieces = fitted_to(chip.kind), self.order, self.order.pieces
+        if flow.kind != "gather":
+            around = self.sums_along[0] if self.sums_along else self.ring.size
+            turns = scatter_turns(around, self.directions, pieces, rings=rings)
+            looped = loops(turns, pieces)
+            if not looped:
+                order = order.for_sums(flow.flops / (around * pieces))
+            elif order.cuts_first:
+                return copy_time(chip, flow.cut) + len(turns) * (LOOPED + CUT)
+        if order.cuts_first:
+            cut = flow.cut
+        elif flow.kind == "gather" or not chip.torus:  # columns are
+            cut = flow.sliced
+        else:
+            cut = fitted.within * flow.cut
+        seconds = copy_time(chip, cut)
+        if self.crosses_a_cube and flow.kind != "gather" and order.cuts_first:
+            seconds += self.ring.size * rings * pieces * CUT_SIXTH
+        return seconds
 
     def _shares(self, length: int) -> list[tuple[int, int]]:
         """Starts and sizes of what each ring carries of a block of `length`."""

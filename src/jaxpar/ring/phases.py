@@ -9,11 +9,19 @@ from typing import Any
 from jax import Array
 
 from jaxpar.axis.axis import Ring
+from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.cycles import AlongOne
+from jaxpar.ring.costs import copy_time, fitted_to, hop_time, joins, work_time
+from jaxpar.ring.flow import SCATTERED_SHARE, Flow
 from jaxpar.ring.order import Beside, Send, Work
 from jaxpar.ring.parts import Slab, Span
 
 Ordering = Callable[[Array, Any, Send, Work], Beside]  # as `Order.beside`
+
+# Seconds of an instruction that lays out what came along one dimension for the next one.
+PLACED = 1.3e-6
+# Of the time in which sums are added that go along a second dimension, what is not beside matmuls.
+PHASES_SHARE = 3 / 4
 
 
 @dataclass(frozen=True)
@@ -90,3 +98,75 @@ def phases_over(ring: Ring, sides: tuple[int, ...], shares: int) -> list[Phase]:
 def freely(index: Array, leaving: Any, send: Send, work: Work) -> Beside:
     """Leaves it to the compiler when what only adds or places is done: no matmul waits for it."""
     return index, work.compute(index, leaving, work.take(index)), send(leaving)
+
+
+def sums_in_phases_time(
+    chip: Chip,
+    flow: Flow,
+    size: int,
+    sides: tuple[int, ...],
+    pieces: int,
+    messages: int,
+    beside: float,
+) -> float:
+    """Seconds of sums that go along one dimension of a torus after the other."""
+    side, shares = sides[0], len(sides)
+    fitted = fitted_to(chip.kind)
+    made = side * shares * pieces
+    work = work_time(chip, flow, made, fitted.turn_passes)
+    each = (work + beside) / made  # of a sum
+    sent = flow.block_bytes * size / made  # of a sum, in bytes
+    turn = 2 * shares * each  # both ways round of each share
+
+    def hop(sent: float) -> float:
+        return hop_time(chip, sent * messages)
+
+    # The first turn that adds waits for what the first one made; half a turn is before, and behind.
+    seconds = 2 * turn + hop(sent) + (side - 2) * max(turn, hop(sent))
+    for _ in sides[1:]:
+        sent /= side
+        # More shares are less often of whole tiles.
+        one = 1.5 * copy_time(chip, sent) + (shares - 1) * fitted.piece
+        adds = made * one * PHASES_SHARE
+        seconds += max(adds, (side - 1) * hop(sent)) + hop(sent)
+    # Columns of the blocks of a slab lie apart.
+    return seconds + flow.minor / (SCATTERED_SHARE * chip.hbm)
+
+
+def blocks_in_phases_time(
+    chip: Chip, flow: Flow, size: int, sides: tuple[int, ...], messages: int
+) -> float:
+    """Seconds of blocks that come along one dimension of a torus after the other."""
+    side, shares = sides[0], len(sides)
+    fitted = fitted_to(chip.kind)
+    hops, opposite = divmod(side - 1, 2)
+    sent = flow.block_bytes / shares  # of a share, in bytes
+
+    def hop(sent: float) -> float:
+        return hop_time(chip, sent * messages)
+
+    seconds = 0.0
+    for _ in sides[1:]:
+        placed = shares * side * (PLACED + copy_time(chip, sent))
+        seconds += hop(sent) + max(placed, (hops + opposite - 1) * hop(sent))
+        sent *= side
+    pieces = side * shares
+    if opposite:  # slabs are cut in halves, the second one beside transfers
+        seconds += shares * copy_time(chip, sent) / 2
+        pieces *= 2
+    joined = 0.0
+    if flow.sums and joins(chip, flow.length // pieces):
+        # Each is laid out beside others, and so is what it is multiplied by.
+        joined = 2 * PLACED * pieces + copy_time(chip, size * flow.block_bytes)
+        pieces = side
+    work = (work_time(chip, flow, pieces, fitted.turn_passes) + joined) / side  # of a turn, one way
+    seconds += max(work, hop(sent)) + (hops - 1) * max(2 * work, hop(sent))
+    if opposite:
+        seconds += max(2 * work, hop(sent / 2)) + work
+    else:
+        seconds += 2 * work
+    # Columns of the blocks of a slab lie apart.
+    seconds += (flow.minor - flow.sliced) / (SCATTERED_SHARE * chip.hbm)
+    if fitted.placed_apart:
+        seconds += copy_time(chip, flow.minor - flow.sliced)
+    return seconds

@@ -1,27 +1,28 @@
-"""Ways over a ring: what every one of them does, and the naive one, a collective of `jax.lax`.
+"""Ways over a ring: what every one of them does.
 
 Three flows of data are all that the package needs of a ring: blocks that arrive, sums that leave,
 and both a turn apart. Who uses them does not know which way they go. A sum that all devices need
 is one collective, or a scatter and a gather (`reduce`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import Quantized, encoded
-from jaxpar.axis.varying import vary_over, varying_axes
-from jaxpar.compiler import control_flow
-from jaxpar.compiler.compat import all_gather, psum_scatter
-from jaxpar.ring.parts import Comb, Span, even_cuts, split_dim
-from jaxpar.ring.steps import Step, at_once
+from jaxpar.ring.flow import Flow
+from jaxpar.ring.steps import Step
+
+if TYPE_CHECKING:
+    from jaxpar.choose.problem import Problem
 
 # Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
 Positions = Any  # Span | Comb | Slab | Array
@@ -93,6 +94,20 @@ class Way:
     def mode(self) -> str:
         """The mode that it is, also where the ring's is `auto`."""
         raise NotImplementedError
+
+    def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
+        """Predicts the seconds of flows, one after the other.
+
+        Args:
+          problem: whose chip, mesh and compiler are reckoned with.
+          flows: a gather, a scatter, or a scatter and then a gather that does not wait for it.
+          kept: in how many pieces what the last one gathers is there already; 0: it is not.
+        """
+        raise NotImplementedError
+
+    def kept_pieces(self, flow: Flow, backward: Way) -> int:
+        """In how many pieces a derivative's flow uses what a gather by this way has kept."""
+        return backward.parts
 
     def gather(
         self,
@@ -239,197 +254,3 @@ class Way:
 
     def _psum(self, x: Array) -> Array:
         return lax.psum(x, self.ring.names)
-
-
-@dataclass(frozen=True)
-class Naive(Way):
-    """All at once, by a collective: gather and then use, make and then sum and scatter."""
-
-    joins = False
-    derived_by_jax = True
-    adds = False
-
-    @property
-    def mode(self) -> str:
-        return "naive"
-
-    @in_scope
-    def gather(
-        self,
-        block: Any,
-        consume: Callable[[Any, Arrivals], Any],
-        *,
-        take: Take = take_nothing,
-        dim: int | None = None,
-        split: Split = in_one_part,
-        sums: Pick | None = None,
-        finish: Pick = as_it_is,
-        like: Callable[[], Any] | None = None,
-        kept: list[Any] | None = None,
-    ) -> Any:
-        carry = None
-        if dim is not None:
-            for start, size, positions in self._parts(jax.tree.leaves(block)[0].shape[dim]):
-                cut = partial(_cut, start=start, size=size, dim=dim)
-                part = jax.tree.map(lambda x, cut=cut: self._gathered(cut(x), dim), block)
-                if kept is not None:
-                    kept.append(part)
-                carry = consume(carry, [(part, positions, take(positions))])
-            return finish(carry)
-        index = self.ring.index()
-        first = consume(None, [(block, index, take(index))])
-        return finish(self._visit(block, consume, take, first))
-
-    @in_scope
-    def scatter_beside(
-        self,
-        steps: Sequence[Step],
-        produce: Callable[[Any], Array],
-        take: Take,
-        *,
-        dim: int,
-        length: int,
-        dtype: DTypeLike,
-        flops: float = 0.0,
-    ) -> tuple[Array, Any]:
-        carry = at_once(steps, self.ring.index()) if steps else None
-        parts = [
-            self._scattered(produce(take(positions)), dim, size, dtype)
-            for _, size, positions in self._parts(length)
-        ]
-        return (lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]), carry
-
-    def places(self, length: int) -> list[Place]:
-        return [lambda _, at=positions: at for _, _, positions in self._parts(length)]
-
-    def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
-        """The parts of a block of `length` that travel one after the other: start and size.
-
-        With them, where those of all devices lie in the whole.
-        """
-        return [(0, length, Span(0, length * self.ring.size))]
-
-    def _scattered(self, sums: Array, dim: int, length: int, dtype: DTypeLike) -> Array:
-        if not sums.size:  # XLA does not scatter nothing
-            return lax.slice_in_dim(sums, 0, length, axis=dim).astype(dtype)
-        axes = self.ring.names
-        sums = self._quantized(sums, dim, dtype)
-        if isinstance(sums, Quantized):
-            return self._summed(sums, dim).astype(dtype)
-        return psum_scatter(sums, axes, dim).astype(dtype)
-
-    def _summed(self, sums: Quantized, dim: int) -> Array:
-        """Sends every device its blocks of all, which no collective adds, and adds them up."""
-
-        def apart(x: Array) -> Array:
-            return lax.all_to_all(split_dim(x, dim, self.ring.size), self.ring.names, dim, 0)
-
-        wide = jax.tree.map(apart, sums)
-        return jnp.sum(replace(wide, dtype=wide.scales.dtype).dequantized(), axis=0)
-
-    @in_scope
-    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
-        return self._psum(produce())
-
-    @in_scope
-    def circulate(
-        self,
-        block: Any,
-        carry: Any,
-        own: Any,
-        begin: Callable[[Any, Any], tuple[Any, Any]],
-        visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
-        end: Callable[[Any, Any], tuple[Any, Any]],
-        *,
-        split: Split,
-        join: Callable[[list[Any]], Any],
-        summed: Pick = as_it_is,
-    ) -> tuple[Any, Any]:
-        carry, own = end(*begin(carry, own))
-        if self.ring.size == 1:
-            return carry, own
-
-        def put(sums: Any, made: Any, owner: Array) -> Any:
-            return jax.tree.map(
-                lambda x, y: lax.dynamic_update_index_in_dim(x, y, owner, 0), sums, made
-            )
-
-        def consume(state: Any, arrivals: Arrivals) -> Any:
-            carry, sums = state
-            [(part, owner, _)] = arrivals
-            carry, [made] = visit(carry, [(part, owner)])
-            return carry, put(sums, made, owner)
-
-        # [n, ...]: a share for each owner.
-        sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(self.ring.size, *x.shape)), own)
-        sums = put(vary_over(varying_axes(own), sums), own, self.ring.index())
-        carry, sums = self._visit(block, consume, take_nothing, (carry, sums))
-        axes = self.ring.names
-        return carry, jax.tree.map(
-            lambda x, like: psum_scatter(self._wire(x, like.dtype), axes), sums, summed(block)
-        )
-
-    def _gathered(self, x: Array, dim: int) -> Array:
-        if not x.size:  # nor gather it
-            return lax.concatenate([x] * self.ring.size, dim)
-        return all_gather(x, self.ring.names, dim)
-
-    def _visit(self, block: Any, consume: Any, take: Take, state: Any) -> Any:
-        """Gathers the blocks of all devices, then consumes those of others one by one."""
-        if self.ring.size == 1:
-            return state
-        index, axes = self.ring.index(), self.ring.names
-        blocks = jax.tree.map(lambda x: all_gather(x, axes), block)  # [n, ...]
-
-        def step(distance: Array, state: Any) -> Any:
-            owner = (index - distance.astype("int32")) % self.ring.size
-            at = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), blocks)
-            return consume(state, [(at, owner, take(owner))])
-
-        return control_flow.fori_loop(1, self.ring.size, step, state)
-
-
-@dataclass(frozen=True)
-class Stationary(Naive):
-    """The naive way, but that of a matmul the operand stays that would be gathered.
-
-    Where its partners and its results are less than what its blocks make together.
-    """
-
-    stays = True
-
-    @property
-    def mode(self) -> str:
-        return "stationary"
-
-
-@dataclass(frozen=True)
-class InChunks(Naive):
-    """A collective for each of some chunks of the blocks, beside the work on the one before.
-
-    For compilers that make collectives asynchronous. A chunk is the same part of every block, so
-    that it is a collective over all devices, and its positions are a comb. A matmul may cut along
-    another of its labels instead, and run a naive one for each chunk.
-    """
-
-    chunks: int = 1
-    derived_by_jax = False
-
-    @property
-    def mode(self) -> str:
-        return f"chunked-{self.chunks}"
-
-    def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
-        cuts = even_cuts(length, self.chunks)
-        return [(start, size, Comb(start, size, self.ring.size)) for start, size in cuts]
-
-    @in_scope
-    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
-        return Way.reduce(self, produce, in_blocks)
-
-
-def _cut(x: Array, start: int, size: int, dim: int) -> Array:
-    """Returns positions of a dimension, of which it may have no more."""
-    if size == x.shape[dim]:
-        return x
-    return lax.slice_in_dim(x, start, start + size, axis=dim)

@@ -1,0 +1,45 @@
+"""In how many chunks the rows of a block of layers go through all of it."""
+
+from collections.abc import Sequence
+
+from jaxpar.choose.problem import Problem
+from jaxpar.choose.rules import is_asynchronous
+from jaxpar.choose.sites import ROW_CHUNKS, settled_chunks
+from jaxpar.mesh.chips import Chip
+from jaxpar.ring.costs import collective_time, fitted_to, work_time
+from jaxpar.ring.flow import Flow
+
+# Of the time in which gradients of weights are added up, what is not beside transfers.
+GRADIENTS_SHARE = 2 / 3
+
+
+def choose_row_chunks(problem: Problem) -> int:
+    """Returns in how many chunks the rows of a block of layers had better go through all of it.
+
+    The block gathers rows, multiplies, and scatters sums, which are two flows; a chunk of the rows
+    needs no other. So all collectives but those of the first and of the last chunk are beside
+    matmuls, forward and backward, and nothing is placed: but each chunk reads all weights.
+    """
+    chip, ring = problem.chip, problem.ring
+    named = ring.mode != "auto" or ring.backward not in (None, "auto")
+    if not named and (tuned := settled_chunks(problem)):
+        return tuned
+    if named or chip is None or not chip.torus or ring.size == 1 or not is_asynchronous(problem):
+        return 1
+
+    def seconds(chunks: int) -> float:
+        return row_chunks_time(chip, problem.forward, ring.size, chunks)
+
+    return min(ROW_CHUNKS, key=seconds)
+
+
+def row_chunks_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> float:
+    """Seconds of flows, one behind the other, through which rows go in chunks."""
+    work = sum((work_time(chip, flow, chunks, 0.0) for flow in flows), 0.0)
+    sent = sum((collective_time(chip, flow, size) for flow in flows), 0.0)
+    beside = sent * (chunks - 1) / chunks
+    # Backward each chunk has gradients of all weights, which are added up: a third of three passes.
+    passes = fitted_to(chip.kind).chunk_passes
+    added = (chunks - 1) * sum(flow.whole for flow in flows) / chip.hbm * passes * GRADIENTS_SHARE
+    starts = (chunks - 1) * len(flows) * chip.start
+    return sent - beside + max(work, beside) + added + starts

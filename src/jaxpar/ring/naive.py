@@ -1,0 +1,324 @@
+"""The naive way over a ring, a collective of `jax.lax`, and what is made of it.
+
+Stationary, another operand travels; in chunks, there is a collective for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import hypot, prod
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jaxpar.axis.quantized import Quantized
+from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.compiler import control_flow
+from jaxpar.compiler.compat import all_gather, psum_scatter
+from jaxpar.mesh.chips import Chip
+from jaxpar.ring.costs import (
+    MATMUL_SHARE,
+    all_to_all_time,
+    collective_time,
+    copy_time,
+    fitted_to,
+    gathered_again,
+    last_copy_time,
+    quantizing_time,
+    work_on_kept,
+    work_time,
+)
+from jaxpar.ring.flow import SCATTERED_SHARE, Flow
+from jaxpar.ring.parts import Comb, Span, even_cuts, split_dim
+from jaxpar.ring.steps import Step, at_once
+from jaxpar.ring.ways import (
+    Arrivals,
+    Pick,
+    Place,
+    Positions,
+    Split,
+    Take,
+    Visits,
+    Way,
+    as_it_is,
+    in_one_part,
+    in_scope,
+    take_nothing,
+)
+
+if TYPE_CHECKING:
+    from jaxpar.choose.problem import Problem
+
+
+@dataclass(frozen=True)
+class Naive(Way):
+    """All at once, by a collective: gather and then use, make and then sum and scatter."""
+
+    joins = False
+    derived_by_jax = True
+    adds = False
+
+    @property
+    def mode(self) -> str:
+        return "naive"
+
+    def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
+        chip, size, beside = problem.figures, self.ring.size, problem.beside
+        ahead = quantizing_time(chip, () if kept else flows)
+        work = [work_time(chip, flow, 1, 0.0) for flow in flows]
+        if kept and len(flows) > 1:
+            work[1] = work_on_kept(chip, flows[1], kept)
+        sent = [collective_time(chip, flow, size) for flow in flows]
+        if len(flows) < 2:
+            reduces = any(flow.kind == "all-reduce" for flow in flows)
+            passes = 2 / _spanned(chip, size, max(problem.devices, size)) if reduces else 1
+            apart = reduces and "all-reduce" in beside  # by a SparseCore
+            copied = sum(last_copy_time(chip, flow, size) for flow in flows) if apart else 0.0
+            return ahead + sum(work, 0.0) + sum(sent, 0.0) * passes + copied
+        # A scatter and a gather: the gather is under way while the scatter's work is done, the sums
+        # leave while the gather's work is done.
+        gathering = 0.0 if kept else sent[1]
+        first = max(work[0], gathering) if "all-gather" in beside else work[0] + gathering
+        second = max(work[1], sent[0]) if "reduce-scatter" in beside else work[1] + sent[0]
+        return ahead + first + second
+
+    @in_scope
+    def gather(
+        self,
+        block: Any,
+        consume: Callable[[Any, Arrivals], Any],
+        *,
+        take: Take = take_nothing,
+        dim: int | None = None,
+        split: Split = in_one_part,
+        sums: Pick | None = None,
+        finish: Pick = as_it_is,
+        like: Callable[[], Any] | None = None,
+        kept: list[Any] | None = None,
+    ) -> Any:
+        carry = None
+        if dim is not None:
+            for start, size, positions in self._parts(jax.tree.leaves(block)[0].shape[dim]):
+                cut = partial(_cut, start=start, size=size, dim=dim)
+                part = jax.tree.map(lambda x, cut=cut: self._gathered(cut(x), dim), block)
+                if kept is not None:
+                    kept.append(part)
+                carry = consume(carry, [(part, positions, take(positions))])
+            return finish(carry)
+        index = self.ring.index()
+        first = consume(None, [(block, index, take(index))])
+        return finish(self._visit(block, consume, take, first))
+
+    @in_scope
+    def scatter_beside(
+        self,
+        steps: Sequence[Step],
+        produce: Callable[[Any], Array],
+        take: Take,
+        *,
+        dim: int,
+        length: int,
+        dtype: DTypeLike,
+        flops: float = 0.0,
+    ) -> tuple[Array, Any]:
+        carry = at_once(steps, self.ring.index()) if steps else None
+        parts = [
+            self._scattered(produce(take(positions)), dim, size, dtype)
+            for _, size, positions in self._parts(length)
+        ]
+        return (lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]), carry
+
+    def places(self, length: int) -> list[Place]:
+        return [lambda _, at=positions: at for _, _, positions in self._parts(length)]
+
+    def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
+        """The parts of a block of `length` that travel one after the other: start and size.
+
+        With them, where those of all devices lie in the whole.
+        """
+        return [(0, length, Span(0, length * self.ring.size))]
+
+    def _scattered(self, sums: Array, dim: int, length: int, dtype: DTypeLike) -> Array:
+        if not sums.size:  # XLA does not scatter nothing
+            return lax.slice_in_dim(sums, 0, length, axis=dim).astype(dtype)
+        axes = self.ring.names
+        sums = self._quantized(sums, dim, dtype)
+        if isinstance(sums, Quantized):
+            return self._summed(sums, dim).astype(dtype)
+        return psum_scatter(sums, axes, dim).astype(dtype)
+
+    def _summed(self, sums: Quantized, dim: int) -> Array:
+        """Sends every device its blocks of all, which no collective adds, and adds them up."""
+
+        def apart(x: Array) -> Array:
+            return lax.all_to_all(split_dim(x, dim, self.ring.size), self.ring.names, dim, 0)
+
+        wide = jax.tree.map(apart, sums)
+        return jnp.sum(replace(wide, dtype=wide.scales.dtype).dequantized(), axis=0)
+
+    @in_scope
+    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
+        return self._psum(produce())
+
+    @in_scope
+    def circulate(
+        self,
+        block: Any,
+        carry: Any,
+        own: Any,
+        begin: Callable[[Any, Any], tuple[Any, Any]],
+        visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
+        end: Callable[[Any, Any], tuple[Any, Any]],
+        *,
+        split: Split,
+        join: Callable[[list[Any]], Any],
+        summed: Pick = as_it_is,
+    ) -> tuple[Any, Any]:
+        carry, own = end(*begin(carry, own))
+        if self.ring.size == 1:
+            return carry, own
+
+        def put(sums: Any, made: Any, owner: Array) -> Any:
+            return jax.tree.map(
+                lambda x, y: lax.dynamic_update_index_in_dim(x, y, owner, 0), sums, made
+            )
+
+        def consume(state: Any, arrivals: Arrivals) -> Any:
+            carry, sums = state
+            [(part, owner, _)] = arrivals
+            carry, [made] = visit(carry, [(part, owner)])
+            return carry, put(sums, made, owner)
+
+        # [n, ...]: a share for each owner.
+        sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(self.ring.size, *x.shape)), own)
+        sums = put(vary_over(varying_axes(own), sums), own, self.ring.index())
+        carry, sums = self._visit(block, consume, take_nothing, (carry, sums))
+        axes = self.ring.names
+        return carry, jax.tree.map(
+            lambda x, like: psum_scatter(self._wire(x, like.dtype), axes), sums, summed(block)
+        )
+
+    def _gathered(self, x: Array, dim: int) -> Array:
+        if not x.size:  # nor gather it
+            return lax.concatenate([x] * self.ring.size, dim)
+        return all_gather(x, self.ring.names, dim)
+
+    def _visit(self, block: Any, consume: Any, take: Take, state: Any) -> Any:
+        """Gathers the blocks of all devices, then consumes those of others one by one."""
+        if self.ring.size == 1:
+            return state
+        index, axes = self.ring.index(), self.ring.names
+        blocks = jax.tree.map(lambda x: all_gather(x, axes), block)  # [n, ...]
+
+        def step(distance: Array, state: Any) -> Any:
+            owner = (index - distance.astype("int32")) % self.ring.size
+            at = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), blocks)
+            return consume(state, [(at, owner, take(owner))])
+
+        return control_flow.fori_loop(1, self.ring.size, step, state)
+
+
+@dataclass(frozen=True)
+class Stationary(Naive):
+    """The naive way, but that of a matmul the operand stays that would be gathered.
+
+    Where its partners and its results are less than what its blocks make together.
+    """
+
+    stays = True
+
+    @property
+    def mode(self) -> str:
+        return "stationary"
+
+    def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
+        return sum((self._staying(problem.figures, flow, kept > 0) for flow in flows), 0.0)
+
+    def _staying(self, chip: Chip, flow: Flow, kept: bool) -> float:
+        """Seconds of a flow whose gathered operand stays, and of its sums, which stay with it."""
+        size = self.ring.size
+        if flow.kind != "gather" and not kept:
+            return work_time(chip, flow, 1, 0.0) + collective_time(chip, flow, size)
+        moved = flow.block_bytes + size * (flow.partners + flow.exchanged)
+        computed = flow.flops / (MATMUL_SHARE * chip.flops)
+        sent = collective_time(chip, replace(flow, block_bytes=flow.partners), size)
+        sent += all_to_all_time(chip, flow.exchanged, size)
+        return hypot(computed, moved / chip.hbm) + (sent if flow.kind == "gather" else 0.0)
+
+
+@dataclass(frozen=True)
+class InChunks(Naive):
+    """A collective for each of some chunks of the blocks, beside the work on the one before.
+
+    For compilers that make collectives asynchronous. A chunk is the same part of every block, so
+    that it is a collective over all devices, and its positions are a comb. A matmul may cut along
+    another of its labels instead, and run a naive one for each chunk.
+    """
+
+    chunks: int = 1
+    derived_by_jax = False
+
+    @property
+    def mode(self) -> str:
+        return f"chunked-{self.chunks}"
+
+    def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
+        chip, beside = problem.figures, problem.beside
+        if kept:
+            first, last = flows
+            return self._in_chunks(chip, first, beside) + work_on_kept(chip, last, kept)
+        ahead = quantizing_time(chip, flows)
+        return ahead + sum(self._in_chunks(chip, flow, beside) for flow in flows)
+
+    def _in_chunks(self, chip: Chip, flow: Flow, beside: frozenset[str]) -> float:
+        """Seconds of a flow, a chunk of which travels beside the work on the one before."""
+        size, chunks, comb = self.ring.size, self.chunks, flow
+        flow = flow.in_chunks(chunks)
+        fit = chunks * flow.sums <= chip.vmem
+        work = work_time(chip, flow, chunks, fitted_to(chip.kind).chunk_passes, kept=fit)
+        sent = collective_time(chip, flow, size)
+        # Chunks are cut out of the block, or joined to it; of blocks, which lie apart, more slowly.
+        comb_copy = copy_time(chip, flow.block_bytes)
+        copied = comb_copy if flow is comb else 2 * flow.block_bytes / chip.hbm
+        rest = copied + chunks * chip.start
+        rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
+        rest += gathered_again(chip, flow, size)
+        if ("all-gather" if flow.kind == "gather" else "reduce-scatter") not in beside:
+            return work + sent + rest
+        return rest + (work + sent + (chunks - 1) * max(work, sent)) / chunks
+
+    def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
+        cuts = even_cuts(length, self.chunks)
+        return [(start, size, Comb(start, size, self.ring.size)) for start, size in cuts]
+
+    @in_scope
+    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
+        return Way.reduce(self, produce, in_blocks)
+
+
+def _cut(x: Array, start: int, size: int, dim: int) -> Array:
+    """Returns positions of a dimension, of which it may have no more."""
+    if size == x.shape[dim]:
+        return x
+    return lax.slice_in_dim(x, start, start + size, axis=dim)
+
+
+def _spanned(chip: Chip, size: int, devices: int) -> int:
+    """How many dimensions of the torus a ring probably spans: XLA all-reduces over all their links.
+
+    Over one, a reduce-scatter and an all-gather follow each other. Tracing does not see where
+    devices are: the slice is taken for one whose sides are as even as can be.
+    """
+    if chip.dimensions == 2:  # whose dimensions close where they are 16 long
+        return 2 if size >= 256 else 1
+    sides = [1] * max(1, chip.dimensions)
+    while prod(sides) < devices:
+        sides[sides.index(min(sides))] *= 2
+    sides = sorted((side for side in sides if side > 1), reverse=True)
+    # Those that it fills: part of one is no closed ring.
+    return max([n for n in range(1, len(sides) + 1) if prod(sides[:n]) <= size], default=1)
