@@ -13,7 +13,7 @@ from layer_reference import choose, mlp, moe
 
 from jaxpar import Axis, make_mesh
 from jaxpar.axis.axis import Ring
-from jaxpar.choose.experts import choose_dispatch
+from jaxpar.choose.of_experts import choose_dispatch
 from jaxpar.choose.problem import Problem
 from jaxpar.layers import GatedActivation
 from jaxpar.mesh.chips import chip_of
@@ -244,7 +244,7 @@ def test_weights_over_fsdp(axis, dispatch, mode, gated, biased):
 
 def test_chunks_in_two_stages(monkeypatch):
     """Rows that nobody wrote are NaN, of which the activation makes what is not 0."""
-    monkeypatch.setattr("jaxpar.choose.choice.traced_chip", lambda: chip_of("TPU v5"))
+    monkeypatch.setattr("jaxpar.choose.of_experts.traced_chip", lambda: chip_of("TPU v5"))
     params = parameters(8 * 3, 8, biased=True, shared=True)
     how = {"dispatch": "ragged", "chunks": 2, "implementation": "ragged_dot"}
     check(params, "tp=2,ep=4", tp="tp", top_k=2, devices=8, activation=shifted, **how)

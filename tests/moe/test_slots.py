@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar.choose.experts import applies_experts_in_slots
+from jaxpar.choose.of_experts import applies_experts_in_slots
 from jaxpar.moe import Experts
 from jaxpar.moe._grouped import bind_kernels
 from jaxpar.moe._mlp import Mlp

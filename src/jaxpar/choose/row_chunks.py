@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
+from jaxpar.choose.choice import is_asynchronous
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.rules import is_asynchronous
 from jaxpar.choose.sites import ROW_CHUNKS, settled_chunks
 from jaxpar.mesh.chips import Chip
-from jaxpar.ring.costs import collective_time, fitted_to, work_time
 from jaxpar.ring.flow import Flow
+from jaxpar.ring.seconds import collective_time, fitted_to, work_time
 
 # Of the time in which gradients of weights are added up, what is not beside transfers.
 GRADIENTS_SHARE = 2 / 3

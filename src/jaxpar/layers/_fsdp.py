@@ -72,7 +72,7 @@ def bind_shards(
     cut = [x for x, dim in zip(leaves, counted, strict=True) if dim is not None]
     shapes, what = tuple(x.shape for x in cut), " and ".join(sorted({str(x.dtype) for x in cut}))
     stages = choose_stages(Problem("weights", ring, shapes, what=what))
-    join = all(way.joins for way in stages)
+    join = all(way.relays for way in stages)
     scales = [False] * len(leaves) if scales is None else scales
     groups = group_leaves(leaves, counted, scales, size=ring.size, join=join)
     groups = tuple(

@@ -31,8 +31,7 @@ from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import MaybeQuantized, Quantized, straight_through, values_of
 from jaxpar.axis.varying import checks_varying, vary_alike, vary_over
 from jaxpar.axis.wire import check_wire
-from jaxpar.choose.choice import choose_ways
-from jaxpar.choose.kept import may_keep
+from jaxpar.choose.choice import choose_ways, may_keep
 from jaxpar.choose.problem import Problem
 from jaxpar.compiler.derivatives import as_residuals, with_derivative
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes

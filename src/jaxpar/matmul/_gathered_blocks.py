@@ -9,12 +9,12 @@ import jax
 from jax import Array
 
 from jaxpar.arguments.types import Leaf
-from jaxpar.choose.kept import joins_kept
 from jaxpar.matmul._arrivals import take_partners, use_arrivals
 from jaxpar.matmul._product import Product
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.ring.parts import Span, even_cuts
 from jaxpar.ring.scales import Scales
+from jaxpar.ring.seconds import joins_kept
 from jaxpar.ring.steps import Step
 from jaxpar.ring.ways import Arrivals
 

@@ -165,7 +165,7 @@ def _scatter_beside(
 
     blocks = method.way.ring.size if method.way.chunks > 1 else 1
     # One product of which nothing is added on this device is rounded as it travels.
-    alone = len(products) == 1 and not method.way.adds
+    alone = len(products) == 1 and not method.way.relays
     dtype = method.way.ring.wire(products[0].dtype) if alone else None
 
     def produce(taken: list[tuple[Array, Array]]) -> Out:
@@ -178,13 +178,13 @@ def _scatter_beside(
     # All products have the result's labels, and so any of them knows its shape.
     first, label = products[0], method.label
     sizes = [sizes_of(p, *pair) for p, pair in zip(products, pairs, strict=True)]
-    return method.way.scatter_beside(
-        steps,
+    return method.way.scatter(
         produce,
         take,
         dim=first.out.index(label),
         length=sizes[0][label] // method.way.ring.size,
         dtype=first.dtype,
+        steps=steps,
         flops=flops_of(sizes),
     )
 

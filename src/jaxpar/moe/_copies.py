@@ -15,7 +15,7 @@ from jaxtyping import Int, Int32, Shaped
 
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.varying import vary_alike, zeros_alike
-from jaxpar.choose.experts import gathers_apart
+from jaxpar.choose.of_experts import gathers_apart
 from jaxpar.compiler import unwritten_memory
 from jaxpar.compiler.derivatives import linear_pair
 from jaxpar.compiler.unwritten_memory import unwritten

@@ -28,7 +28,7 @@ from jaxpar.arguments.types import (
 from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.axis.wire import check_wire
-from jaxpar.choose.experts import applies_experts_in_stages, choose_dispatch
+from jaxpar.choose.of_experts import applies_experts_in_stages, choose_dispatch
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._activation import Activation
 from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity

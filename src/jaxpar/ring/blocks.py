@@ -173,7 +173,7 @@ def _scatter_group(
     def take(positions: Positions) -> Array:
         return group.join([positions.cut(part, group.dim) for part in parts])
 
-    sums = way.scatter(
+    sums, _ = way.scatter(
         lambda block: block.astype(wide),
         take,
         dim=group.dim,

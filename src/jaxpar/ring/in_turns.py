@@ -13,7 +13,14 @@ from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
 from jaxpar.mesh.chips import Chip
-from jaxpar.ring.costs import (
+from jaxpar.ring.flow import Flow
+from jaxpar.ring.gather import Gather, Use
+from jaxpar.ring.order import Beside, Order, Work
+from jaxpar.ring.parts import Span, cut_out, equal_pieces, of_types, shares_of
+from jaxpar.ring.phases import Phase, blocks_in_phases_time, phases_over, sums_in_phases_time
+from jaxpar.ring.run import loops, run
+from jaxpar.ring.scatter import Scatter
+from jaxpar.ring.seconds import (
     KEPT_JOINED,
     KEPT_TOGETHER,
     copy_time,
@@ -25,13 +32,6 @@ from jaxpar.ring.costs import (
     work_on_kept,
     work_time,
 )
-from jaxpar.ring.flow import Flow
-from jaxpar.ring.gather import Gather, Use
-from jaxpar.ring.order import Beside, Order, Work
-from jaxpar.ring.parts import Span, cut_out, equal_pieces, of_types, shares_of
-from jaxpar.ring.phases import Phase, blocks_in_phases_time, phases_over, sums_in_phases_time
-from jaxpar.ring.run import loops, run
-from jaxpar.ring.scatter import Scatter
 from jaxpar.ring.steps import Spare, Step, at_once
 from jaxpar.ring.turns import Leg, Turn, circulate_turns, gather_turns, scatter_turns
 from jaxpar.ring.ways import (
@@ -154,7 +154,7 @@ class InTurns(Way):
         return gather.run(self.ring.index(), block, share_of, self.order.beside, use, kept)
 
     @property
-    def crosses_a_cube(self) -> bool:
+    def _crosses_a_cube(self) -> bool:
         return self.rings is not None and self.rings[0].crosses_a_cube
 
     @property
@@ -182,15 +182,15 @@ class InTurns(Way):
         return self._gather(cuts, len(cuts), 0).places(length)
 
     @in_scope
-    def scatter_beside(
+    def scatter(
         self,
-        steps: Sequence[Step],
         produce: Callable[[Any], Array],
         take: Take,
         *,
         dim: int,
         length: int,
         dtype: DTypeLike,
+        steps: Sequence[Step] = (),
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
         pieces, shares = self.order.pieces if self.ring.size > 1 else 1, len(self._shares(length))
@@ -290,7 +290,7 @@ class InTurns(Way):
 
         state, own = at_home((self.ring.index(), carry, parts, []), first, begin, own)
         # Over a cube each hop is another one.
-        unrolled = None if self.crosses_a_cube else UNROLLED_CIRCULATING
+        unrolled = None if self._crosses_a_cube else UNROLLED_CIRCULATING
         state = run(between, state, turn, unrolled=unrolled)
         (_, carry, _, sums), own = at_home(state, last, end, own)
         if sums:
@@ -371,7 +371,7 @@ class InTurns(Way):
         else:
             cut = fitted.within * flow.cut
         seconds = copy_time(chip, cut)
-        if self.crosses_a_cube and flow.kind != "gather" and order.cuts_first:
+        if self._crosses_a_cube and flow.kind != "gather" and order.cuts_first:
             seconds += self.ring.size * rings * pieces * CUT_SIXTH
         return seconds
 

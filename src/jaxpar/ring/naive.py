@@ -21,7 +21,9 @@ from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import all_gather, psum_scatter
 from jaxpar.mesh.chips import Chip
-from jaxpar.ring.costs import (
+from jaxpar.ring.flow import SCATTERED_SHARE, Flow
+from jaxpar.ring.parts import Comb, Span, even_cuts, split_dim
+from jaxpar.ring.seconds import (
     MATMUL_SHARE,
     all_to_all_time,
     collective_time,
@@ -33,8 +35,6 @@ from jaxpar.ring.costs import (
     work_on_kept,
     work_time,
 )
-from jaxpar.ring.flow import SCATTERED_SHARE, Flow
-from jaxpar.ring.parts import Comb, Span, even_cuts, split_dim
 from jaxpar.ring.steps import Step, at_once
 from jaxpar.ring.ways import (
     Arrivals,
@@ -59,9 +59,8 @@ if TYPE_CHECKING:
 class Naive(Way):
     """All at once, by a collective: gather and then use, make and then sum and scatter."""
 
-    joins = False
     derived_by_jax = True
-    adds = False
+    relays = False
 
     @property
     def mode(self) -> str:
@@ -115,15 +114,15 @@ class Naive(Way):
         return finish(self._visit(block, consume, take, first))
 
     @in_scope
-    def scatter_beside(
+    def scatter(
         self,
-        steps: Sequence[Step],
         produce: Callable[[Any], Array],
         take: Take,
         *,
         dim: int,
         length: int,
         dtype: DTypeLike,
+        steps: Sequence[Step] = (),
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
         carry = at_once(steps, self.ring.index()) if steps else None

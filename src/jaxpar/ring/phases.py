@@ -11,10 +11,10 @@ from jax import Array
 from jaxpar.axis.axis import Ring
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.cycles import AlongOne
-from jaxpar.ring.costs import copy_time, fitted_to, hop_time, joins, work_time
 from jaxpar.ring.flow import SCATTERED_SHARE, Flow
 from jaxpar.ring.order import Beside, Send, Work
 from jaxpar.ring.parts import Slab, Span
+from jaxpar.ring.seconds import copy_time, fitted_to, hop_time, joins, work_time
 
 Ordering = Callable[[Array, Any, Send, Work], Beside]  # as `Order.beside`
 

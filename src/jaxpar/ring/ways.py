@@ -70,25 +70,22 @@ class Way:
     """How blocks and sums get round a ring, of one pass; static.
 
     Attributes:
-      joins: whether arrays that travel at once had better be joined into one.
       derived_by_jax: whether JAX's own derivatives of what it does are as good as any.
-      adds: whether devices add sums that travel; a collective does it otherwise.
+      relays: whether devices pass on what others sent, and add to sums on their way, as no
+        collective has them do. Arrays that travel at once had better be joined into one then.
       stays: whether of a matmul the operand stays that would be gathered.
       chunks: of how many parts of a block each has a collective of its own.
       parts: into how many other work is cut that is to be beside a scatter's transfers.
       keeps_own_first: of blocks that a gather keeps, the first is this device's own as it is.
-      crosses_a_cube: whether its transfers are exchanges over one dimension after the other.
     """
 
     ring: Ring
-    joins = True
     derived_by_jax = False
-    adds = True
+    relays = True
     stays = False
     chunks = 1
     parts = 1
     keeps_own_first = False
-    crosses_a_cube = False
 
     @property
     def mode(self) -> str:
@@ -166,8 +163,10 @@ class Way:
         dim: int,
         length: int,
         dtype: DTypeLike,
-    ) -> Array:
-        """Sums for each device what all devices produce for it.
+        steps: Sequence[Step] = (),
+        flops: float = 0.0,
+    ) -> tuple[Array, Any]:
+        """Sums for each device what all devices produce for it, and takes steps of other work.
 
         Args:
           produce: what `take` gave, to this device's partial sums for its positions.
@@ -176,26 +175,12 @@ class Way:
           dim: the dimension of what is produced that is dealt out to the devices.
           length: how many positions each device owns.
           dtype: of the result.
+          steps: of work that waits for nothing, beside the transfers.
+          flops: of `produce` for all positions; 0: it multiplies nothing.
 
         Returns:
-          The sum of all devices' partial sums for this device's positions.
-        """
-        return self.scatter_beside((), produce, take, dim=dim, length=length, dtype=dtype)[0]
-
-    def scatter_beside(
-        self,
-        steps: Sequence[Step],
-        produce: Callable[[Any], Array],
-        take: Take,
-        *,
-        dim: int,
-        length: int,
-        dtype: DTypeLike,
-        flops: float = 0.0,
-    ) -> tuple[Array, Any]:
-        """As `scatter`, and takes steps of other work meanwhile; returns their last carry, too.
-
-        `flops` are those of `produce` for all positions; 0: it multiplies nothing.
+          The sum of all devices' partial sums for this device's positions, and the steps' last
+          carry.
         """
         raise NotImplementedError
 

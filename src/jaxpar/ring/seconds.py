@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot
 
-from jaxpar.mesh.chips import PERMUTE_STARTS, REACHED, Chip
+from jaxpar.mesh.chips import PERMUTE_STARTS, REACHED, Chip, traced_chip
 from jaxpar.ring.flow import Flow
 
 # Of peak, what large matmuls reach.
@@ -142,3 +142,16 @@ def work_on_kept(chip: Chip, flow: Flow, pieces: int, *, in_turns: bool = False)
         fits = 2 * flow.sums <= chip.vmem
         return cut + work_time(chip, flow, pieces, fitted.turn_passes, kept=fits)
     return cut + work_time(chip, flow, pieces, max(2.0, fitted.turn_passes))
+
+
+def joining_is_cheaper(length: int) -> bool:
+    """Whether two blocks of `length` are better joined along it, contracted, than added."""
+    chip = traced_chip()
+    return chip is not None and joins(chip, length)
+
+
+def joins_kept(lengths: Sequence[int]) -> bool:
+    """Whether blocks that were kept, of these lengths, are better joined with one more."""
+    chip = traced_chip()
+    few = len(lengths) < KEPT_TOGETHER and sum(lengths) <= KEPT_JOINED
+    return chip is not None and chip.torus and few
