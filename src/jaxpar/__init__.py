@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from jaxpar.mesh import edge_disjoint_rings, make_mesh, ring_hops, ring_order
+    from jaxpar.tools.call_sites import ways
     from jaxpar.tools.processes.agree import agree
     from jaxpar.tools.processes.describe import Description, describe
     from jaxpar.tools.processes.guard import guard
@@ -78,6 +79,7 @@ __all__ = [
     "ring_order",
     "ring_shift",
     "tuned",
+    "ways",
 ]
 
 __version__ = "0.6.0"

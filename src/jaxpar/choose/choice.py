@@ -4,14 +4,16 @@ A `Problem` says what is to be done. A rule for its kind says of each mode why i
 Of all others the one that is predicted to take the least is taken: a way says itself what it takes.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 from jaxpar.arguments.types import Mode
 from jaxpar.axis.axis import CHUNKED, Ring
 from jaxpar.choose.problem import Kind, Problem
-from jaxpar.choose.sites import NAMED, settled
+from jaxpar.choose.sites import NAMED, Decision, Row, note, settled
 from jaxpar.compiler.options import traced_asynchronous
 from jaxpar.mesh.chips import traced_chip
 from jaxpar.ring.flow import Flow
@@ -44,7 +46,10 @@ def choose_way(problem: Problem) -> Way:
 
 def choose_ways(problem: Problem) -> Ways:
     """Returns the ways of the forward and of the backward pass."""
-    return _ways(settled(problem))
+    named = settled(problem)
+    ways = _ways(named)
+    note(lambda: decisions(problem, ways, named.ring != problem.ring))
+    return ways
 
 
 def _ways(problem: Problem) -> Ways:
@@ -68,6 +73,29 @@ def ways_of(problem: Problem, mode: Mode, flows: Flows) -> list[Way]:
     rule = RULES[problem.kind]
     # Of ways that take the same, the one that comes first.
     return [way_of(problem, mode, flows) for mode in NAMED if not rule(problem, mode, flows)]
+
+
+def decisions(problem: Problem, taken: Ways, tuned: bool) -> Iterator[Decision]:
+    """Yields the tables from which the ways of a problem were taken."""
+    auto = replace(problem, ring=replace(problem.ring, mode="auto", backward=None))
+    predictions = Predictions(auto)
+    passes = {"forward": problem.forward, "backward": problem.backward}
+    for (part, flows), way in zip(passes.items(), taken, strict=True):
+        first = taken[0] if part == "backward" else None
+        if flows or first is None:
+            rows = tuple(_row(predictions, mode, flows, first) for mode in NAMED)
+            yield Decision(problem, part, rows, way.mode, tuned)
+
+
+def _row(predictions: Predictions, mode: Mode, flows: Flows, first: Way | None) -> Row:
+    """The row of a mode, of a backward pass after the `first` way of the forward pass."""
+    problem = predictions.problem
+    out = RULES[problem.kind](problem, mode, flows)
+    if problem.chip is None or not flows or (mode == "multi-ring" and not problem.spans_a_torus):
+        return Row(mode, None, out)
+    way = way_of(problem, mode, flows)
+    kept = predictions.kept(first, way) if first else 0
+    return Row(mode, predictions.seconds(way, flows, kept), out)
 
 
 @dataclass(frozen=True)
@@ -164,15 +192,22 @@ def choose_stages(problem: Problem) -> tuple[Way, ...]:
     axis, which are neighbours, go round before those of the others. Axes of one device have no
     stage.
     """
-    problem = settled(problem)
+    named = settled(problem)
+    stages = _stages(named)
+    if stages:
+        note(lambda: decisions(problem, (stages[0], stages[0]), named.ring != problem.ring))
+    return stages
+
+
+def _stages(problem: Problem) -> tuple[Way, ...]:
     rings = problem.ring.stages()
     if not rings:
         return ()
-    if problem.ring.mode == "multi-ring":
-        return (_ways(problem)[0],)
     longest = max(rings, key=lambda ring: ring.size)
-    if isinstance(_ways(replace(problem, ring=longest))[0], Naive):
-        return (_ways(problem)[0],)
+    of_each = problem.ring.mode != "multi-ring" and not isinstance(
+        _ways(replace(problem, ring=longest))[0], Naive
+    )
+    rings = rings if of_each else [problem.ring]
     return tuple(_ways(replace(problem, ring=ring))[0] for ring in rings)
 
 

@@ -2,7 +2,7 @@
 
 from jaxpar.arguments.types import Dispatch
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.sites import settled_dispatch
+from jaxpar.choose.sites import DISPATCHES, Decision, Row, note, settled_dispatch
 from jaxpar.mesh.chips import Chip, traced_chip, traced_for_cpu
 
 
@@ -14,8 +14,14 @@ def choose_dispatch(problem: Problem) -> Dispatch:
     one way or the other past all of them in n - 1. Behind a switch a row leaves once for each
     device, and copies for a ragged exchange cost their passes over memory.
     """
-    if tuned := settled_dispatch(problem):
-        return tuned
+    best, tuned = _dispatch(problem), settled_dispatch(problem)
+    taken = tuned or best
+    rows = tuple(Row(way, out="" if way == best else "it sends more bytes") for way in DISPATCHES)
+    note(lambda: [Decision(problem, "dispatch", rows, taken, tuned is not None)])
+    return taken
+
+
+def _dispatch(problem: Problem) -> Dispatch:
     needed, n, chip = problem.needed, problem.ring.size, problem.chip
     if chip is not None and not chip.torus:
         return _dispatch_behind_a_switch(problem, chip)

@@ -1,10 +1,10 @@
 """In how many chunks the rows of a block of layers go through all of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxpar.choose.choice import is_asynchronous
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.sites import ROW_CHUNKS, settled_chunks
+from jaxpar.choose.sites import ROW_CHUNKS, Decision, Row, note, settled_chunks
 from jaxpar.mesh.chips import Chip
 from jaxpar.ring.flow import Flow
 from jaxpar.ring.seconds import collective_time, fitted_to, work_time
@@ -22,15 +22,34 @@ def choose_row_chunks(problem: Problem) -> int:
     """
     chip, ring = problem.chip, problem.ring
     named = ring.mode != "auto" or ring.backward not in (None, "auto")
-    if not named and (tuned := settled_chunks(problem)):
-        return tuned
-    if named or chip is None or not chip.torus or ring.size == 1 or not is_asynchronous(problem):
-        return 1
+    out = "its ways are named" if named else _not_in_chunks(problem)
 
     def seconds(chunks: int) -> float:
-        return row_chunks_time(chip, problem.forward, ring.size, chunks)
+        return row_chunks_time(problem.figures, problem.forward, ring.size, chunks)
 
-    return min(ROW_CHUNKS, key=seconds)
+    def table() -> Iterable[Decision]:
+        known = chip is not None and bool(problem.forward)
+        rows = [
+            Row(str(n), seconds(n) if known else None, out if n > 1 else "") for n in ROW_CHUNKS
+        ]
+        return [Decision(problem, "row chunks", tuple(rows), str(taken), bool(tuned))]
+
+    tuned = None if named else settled_chunks(problem)
+    taken = tuned or (1 if out else min(ROW_CHUNKS, key=seconds))
+    note(table)
+    return taken
+
+
+def _not_in_chunks(problem: Problem) -> str:
+    """Why one chunk of all rows is the fastest, whatever it takes."""
+    chip = problem.chip
+    if problem.ring.size == 1:
+        return "one device"
+    if chip is None:
+        return "nothing is known of the chip"
+    if not chip.torus or not is_asynchronous(problem):
+        return "the compiler runs no collective beside other work"
+    return ""
 
 
 def row_chunks_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> float:

@@ -20,6 +20,7 @@ from jaxpar.arguments.types import Mode as Mode
 from jaxpar.arguments.types import Number as Number
 from jaxpar.arguments.units import size_text as size_text
 from jaxpar.arguments.units import us as us
+from jaxpar.axis.axis import IN_TURNS as IN_TURNS
 from jaxpar.axis.axis import MODES as MODES
 from jaxpar.axis.axis import AxisLike as AxisLike
 from jaxpar.axis.axis import axis_names as axis_names
@@ -27,6 +28,10 @@ from jaxpar.axis.padding import PaddedDim as PaddedDim
 from jaxpar.axis.varying import varying_axes as varying_axes
 from jaxpar.axis.wire import gathered_by as gathered_by
 from jaxpar.choose.sites import NAMED as NAMED
+from jaxpar.choose.sites import Decision as Decision
+from jaxpar.choose.sites import Row as Row
+from jaxpar.choose.sites import noting as noting
+from jaxpar.choose.sites import site_of as site_of
 from jaxpar.compiler.compat import manual_axes as manual_axes
 from jaxpar.compiler.compat import reading_profiles as reading_profiles
 from jaxpar.compiler.files import write_text as write_text
@@ -39,8 +44,12 @@ from jaxpar.compiler.jit import enclosing as enclosing
 from jaxpar.compiler.jit import jitted_like as jitted_like
 from jaxpar.compiler.jit import jitted_with as jitted_with
 from jaxpar.compiler.options import WHOLE_MATMULS as WHOLE_MATMULS
+from jaxpar.compiler.options import compiled_with as compiled_with
 from jaxpar.compiler.options import compiler_of as compiler_of
 from jaxpar.compiler.options import environment_options as environment_options
+from jaxpar.compiler.options import kind_of as kind_of
+from jaxpar.compiler.options import options_like as options_like
+from jaxpar.compiler.options import options_of as options_of
 from jaxpar.compiler.tuning import AUTO as AUTO
 from jaxpar.compiler.tuning import Asked as Asked
 from jaxpar.compiler.tuning import Choices as Choices

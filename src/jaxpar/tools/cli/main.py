@@ -15,6 +15,7 @@ from jaxpar.tools.cli import (
     layout_command,
     predict_command,
     tune_command,
+    ways_command,
 )
 
 _COMMANDS = (
@@ -24,6 +25,7 @@ _COMMANDS = (
     layout_command,
     predict_command,
     tune_command,
+    ways_command,
 )  # each adds its own parser, whose `run(args)` returns the exit status
 
 

@@ -1,0 +1,267 @@
+"""The table of `mode="auto"`: at each call site of a program all algorithms, and the one taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from html import escape
+from itertools import groupby
+from typing import Any
+
+import jax
+
+from jaxpar.tools.accuracy.band import LARGE, bands
+from jaxpar.tools.private_names import (
+    AUTO,
+    IN_TURNS,
+    Chip,
+    Decision,
+    Row,
+    compiled_with,
+    jitted_with,
+    kind_of,
+    naming,
+    noting,
+    options_like,
+    options_of,
+    readable,
+    site_of,
+    type_error,
+    us,
+)
+from jaxpar.tools.program.sources import Line, own_line
+from jaxpar.tools.timeline.frameworks import traced_for
+from jaxpar.tools.timeline.target import Target
+from jaxpar.tools.timeline.timeline import of_arrays
+
+TITLES = ("", "algorithm", "time", "error", "out because")
+NOTES = (
+    'time: predicted by the model of mode="auto"; another algorithm than naive is taken where it '
+    "is predicted to save more than 4%",
+    "error: predicted / measured - 1, of the public measurements of such transfers on this chip",
+)
+
+
+@readable
+@dataclass(frozen=True)
+class Algorithm:
+    """One of the algorithms that there are for a part of a call site.
+
+    Attributes:
+      name: as `mode` takes it; of row chunks how many, of experts the dispatch.
+      seconds: that it is predicted to take; None where nothing is predicted of it.
+      error: of such transfers on the chip, predicted / measured - 1: the least and the largest of
+        all public measurements, or "no row".
+      out: why it may not be taken; "" where it may.
+    """
+
+    name: str
+    seconds: float | None
+    error: str
+    out: str
+
+
+@readable
+@dataclass(frozen=True)
+class CallSite:
+    """A part of a call site, such as its forward pass, and what there was to choose from.
+
+    Attributes:
+      name: of the site, as in a file of `jaxpar tune`.
+      part: "forward", "backward", "forward, no gradients", "row chunks" or "dispatch".
+      line: of the program, such as `model.py:12 in mlp`.
+      algorithms: all that there are.
+      taken: the name of the one that the program has.
+      by: "auto", or "tuned" or "named" if a file or the program says so.
+    """
+
+    name: str
+    part: str
+    line: str
+    algorithms: tuple[Algorithm, ...]
+    taken: str
+    by: str
+
+
+@readable
+@dataclass(frozen=True)
+class Ways:
+    """The call sites of a program, in the order in which they are traced.
+
+    Attributes:
+      sites: a part of each.
+      bands: the errors of matmuls on the chip, in words.
+    """
+
+    sites: tuple[CallSite, ...]
+    bands: tuple[str, ...] = ()
+
+    def json(self) -> str:
+        """Everything, as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        if not self.sites:
+            return "no call site has an algorithm to choose"
+        rows = [row for site in self.sites for row in _cells(site)]
+        widths = [max(len(row[n]) for row in (TITLES, *rows)) for n in range(len(TITLES) - 1)]
+
+        def line(row: tuple[str, ...]) -> str:
+            texts = zip(row, widths, (str.ljust, str.ljust, str.rjust, str.rjust), strict=False)
+            return "  ".join([*(put(text, width) for text, width, put in texts), row[-1]]).rstrip()
+
+        lines: list[str] = []
+        for (name, place), parts in self._by_name():
+            lines += ["", name, f"  {place}"]
+            for site in parts:
+                lines += [f"  {site.part}: {site.taken} ({site.by})", line(TITLES)]
+                lines += map(line, _cells(site))
+        return "\n".join([*lines[1:], "", *NOTES, *self.bands])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        parts: list[str] = []
+        for (name, place), sites in self._by_name():
+            parts.append(f"<p><b>{escape(name)}</b><br>{escape(place)}</p>")
+            for site in sites:
+                head = "".join(f"<th>{escape(title)}</th>" for title in TITLES)
+                body = "".join(
+                    "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+                    for row in _cells(site)
+                )
+                said = escape(f"{site.part}: {site.taken} ({site.by})")
+                parts.append(f"<p>{said}</p><table><tr>{head}</tr>{body}</table>")
+        notes = "<br>".join(map(escape, (*NOTES, *self.bands)))
+        return f"{''.join(parts)}<p>{notes}</p>" if parts else escape(str(self))
+
+    def _by_name(self) -> Iterable[tuple[tuple[str, str], Iterable[CallSite]]]:
+        return groupby(self.sites, lambda site: (site.name, site.line))
+
+
+@readable
+def ways(
+    f: Callable[..., Any],
+    *args: Any,
+    target: Target | None = None,
+    compiler_options: Any = None,
+) -> Ways:
+    """Shows what `mode="auto"` chooses at each call site of a program, and from what.
+
+    Args:
+      f: a function of global arrays, jitted or not; it is traced, not compiled.
+      *args: arrays, or `jax.ShapeDtypeStruct`s of global arrays.
+      target: devices that need not be there, from `jaxpar.schedule.target`. None: those of the
+        context mesh (`jax.set_mesh`), and without one of the program's own meshes.
+      compiler_options: with which the program is compiled. None: those of `jaxpar.jit` for a
+        function of it, else those of `jaxpar.compiler_options` for the target's or the context's
+        devices.
+
+    Returns:
+      A `Ways`, whose `sites` are data; printed, and in a notebook, it is a table. It has the part
+      of a site that is traced: `backward` is taken where gradients are. Sites of equal operands are
+      one, as for `jaxpar tune`.
+
+    Raises:
+      TypeError: what is no target, or no compiler options.
+      Exception: what tracing raises.
+
+    Cost: one tracing of the program, and some milliseconds a site.
+
+    Example:
+      >>> from jaxpar.schedule import target
+      >>> v5p = target("v5p:2x2x2", "tp=8")
+      >>> x, w = (jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16) for _ in range(2))
+      >>> found = ways(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"),
+      ...     in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")), x, w, target=v5p)
+      >>> [(site.part, site.taken) for site in found.sites]
+      [('forward', 'bidirectional'), ('backward', 'bidirectional')]
+    """
+    with naming("ways"):
+        options = None if compiler_options is None else options_like(compiler_options)
+        given: Any = target
+        if target is not None and not isinstance(given, Target):
+            raise type_error(f"target must be a jaxpar.schedule.Target, got {target!r}")
+    is_told = hasattr(f, "over")  # by jaxpar.jit
+    if not hasattr(f, "trace"):
+        f, args = of_arrays(f, args)
+    here = target is not None or jax.sharding.get_abstract_mesh().shape
+    if options is None and (target is not None or (here and not is_told)):
+        options = options_of(kind_of(target))
+    with noting() as notes:
+        if options is None:
+            jitted: Any = f if hasattr(f, "trace") else jax.jit(f)
+            jitted.trace(*args)
+        else:
+            jitted, options = jitted_with(f, options)
+            with compiled_with(options):
+                if target is None:
+                    jitted.trace(*args)
+                else:
+                    traced_for(target.mesh, jitted, args)
+    return _found(notes.decisions)
+
+
+def _found(decisions: Iterable[Decision]) -> Ways:
+    found: dict[tuple[str, str], tuple[Decision, dict[str, None]]] = {}
+    for decision in decisions:
+        key = site_of(decision.problem), decision.part
+        if key in found and decision.taken != found[key][0].taken:
+            # A forward pass whose derivative nobody takes keeps nothing for one.
+            key = key[0], f"{decision.part}, no gradients"
+        _, lines = found.setdefault(key, (decision, {}))
+        lines[_line(decision)] = None
+    chips = {d.problem.chip.kind for d, _ in found.values() if d.problem.chip is not None}
+    return Ways(
+        tuple(_site(name, part, d, ", ".join(lines)) for (name, part), (d, lines) in found.items()),
+        tuple(str(band) for band in bands() if band.chip in chips and band.kind == "matmul"),
+    )
+
+
+def _line(decision: Decision) -> str:
+    """Where the program asks."""
+    found = own_line([Line(*frame) for frame in reversed(decision.frames)])
+    return "" if found is None or not found.is_own else str(found)
+
+
+def _site(name: str, part: str, decision: Decision, line: str) -> CallSite:
+    problem, asked = decision.problem, decision.asked
+    by = "named" if asked != AUTO else "tuned" if decision.tuned else "auto"
+    flows = problem.backward if decision.part == "backward" else problem.forward
+    kind = flows[0].kind if flows else ""
+    algorithms = tuple(
+        Algorithm(row.way, row.seconds, _error(problem.chip, kind, row), row.out)
+        for row in decision.rows
+    )
+    return CallSite(name, part, line, algorithms, decision.taken, by)
+
+
+def _error(chip: Chip | None, flow: str, row: Row) -> str:
+    """The errors of the transfers of a row, that are large or small as what it takes."""
+    if chip is None or row.seconds is None:
+        return ""
+    travels = "gather" if flow == "gather" else "sum"
+    kind = {"stationary": "all-to-all", **dict.fromkeys(IN_TURNS, "permute")}.get(row.way, travels)
+    size = row.seconds >= LARGE
+    alike = (b for b in bands() if (b.chip, b.kind, b.is_large) == (chip.kind, kind, size))
+    band = next(alike, None)
+    if band is None:
+        return "no row"
+    if band.rows == 1:
+        return f"{band.low:+.0%} (1 row)"
+    return f"{band.low:+.0%} to {band.high:+.0%} ({band.rows} rows)"
+
+
+def _cells(site: CallSite) -> list[tuple[str, ...]]:
+    return [
+        (
+            "  >" if a.name == site.taken else "",
+            a.name,
+            "" if a.seconds is None else us(a.seconds),
+            a.error,
+            a.out,
+        )
+        for a in site.algorithms
+    ]

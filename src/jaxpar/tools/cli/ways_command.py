@@ -1,0 +1,73 @@
+"""`jaxpar ways`: what `mode="auto"` chooses at each call site of a program, and from what."""
+
+import argparse
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from jaxpar.tools.cli.console import UsageError, print_error, status_of
+from jaxpar.tools.cli.predict_command import parse_requests
+from jaxpar.tools.cli.shared_options import (
+    add_command,
+    add_compiler_options,
+    add_function_arguments,
+    require_folders,
+)
+from jaxpar.tools.cli.workers import COMPILING, converse
+from jaxpar.tools.private_names import write_text
+
+DESCRIPTION = """\
+Shows the algorithms that mode="auto" has at each call site of a program: what each is predicted to
+take, which one is taken, and why others are out. The program is traced, not compiled.
+"""
+EPILOG = """\
+examples:
+  jaxpar ways model:make_step      # called with the mesh, returns (function, args)
+  jaxpar ways model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
+  jaxpar ways model:make_step --target v6e:16x16 --mesh dp=64,tp=4 --json ways.json
+To have another algorithm taken, name it (mode="naive"), or write a file: jaxpar tune.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `ways` to the subcommands of `jaxpar`."""
+    what = "show the algorithms of each call site, and the one taken"
+    parser = add_command(commands, "ways", what, DESCRIPTION, EPILOG)
+    add = parser.add_argument
+    add("function", metavar="module:function", help="the program")
+    add_function_arguments(add)
+    add("--target", help="chip and slice, such as v5p:4x4x4 or h100:8 (default: as for explain)")
+    add(
+        "--mesh",
+        default="tp=-1",
+        help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
+    )
+    add_compiler_options(add)
+    add("--json", metavar="FILE", help="write everything")
+    # What predict takes besides.
+    others = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
+    parser.set_defaults(run=run, grad=False, jobs=1, figures="measured", no_cache=True,
+                        **dict.fromkeys(others))  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    return status_of("jaxpar ways", partial(_run, args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    requests = parse_requests(args)
+    if len(requests) > 1:
+        raise UsageError(f"--target {args.target} names several; ways takes one at a time")
+    require_folders(args, ("json",))
+    found: dict[str, Any] = {}
+    task = asdict(requests[0])
+    died = converse("jaxpar.tools.cli.ways_worker", task, found.update, COMPILING)
+    failure = f"the process {died}" if died else found.get("failure")
+    if failure:
+        print_error("jaxpar ways", failure)
+        return 2 if found.get("usage") else 1
+    print(found["text"])
+    if args.json:
+        write_text(args.json, found["json"] + "\n")
+    return 0
