@@ -14,7 +14,7 @@ from jaxpar.compiler.files import write_text, written
 from jaxpar.tools.cli.console import progress, status_of
 from jaxpar.tools.cli.main import main
 
-COMMANDS = ("bench", "doctor", "layout", "predict", "tune")
+COMMANDS = ("bench", "doctor", "layout", "predict", "tune", "ways")
 
 
 def test_version_names_what_figures_depend_on(capsys):
@@ -34,7 +34,7 @@ def test_help_lists_the_commands_and_the_exit_statuses(capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_wrong_usage_is_one_line_and_status_2(command, capsys):
-    function = ["model:f"] * (command in ("layout", "tune"))
+    function = ["model:f"] * (command in ("layout", "tune", "ways"))
     with pytest.raises(SystemExit, match="2"):
         main([command, *function, "--nonsense"])
     said = capsys.readouterr()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import TypeVar
 
 from jaxpar.arguments.types import Mode
 from jaxpar.axis.axis import CHUNKED, Ring
@@ -32,6 +33,7 @@ LESS = {"multi-ring": MARGIN / 1.05, "unidirectional": MARGIN / (1 + 1e-9)}
 # bytes than this together.
 JOINED = 2**28
 
+T = TypeVar("T")
 Flows = tuple[Flow, ...]
 Ways = tuple[Way, Way]  # of the forward and of the backward pass
 # Of a problem, a mode and the flows of a pass: why the mode is out, in words for a user; or
@@ -56,14 +58,18 @@ def _ways(problem: Problem) -> Ways:
     forward, backward = problem.ring.mode, problem.ring.backward or problem.ring.mode
     if problem.told is None and {forward, backward} & CHUNKED.keys():
         traced_asynchronous()  # warns where nothing says so, and each chunk may be waited for
+    predicted = Predictions(problem)
     firsts = ways_of(problem, forward, problem.forward)
-    if not problem.backward and forward == backward:  # one way serves both
-        seconds = Predictions(problem)
-        first = firsts[0] if len(firsts) == 1 else min(firsts, key=seconds.forward)
-        return first, first
-    seconds = ways_of(problem, backward, problem.backward or problem.forward)
-    pairs = list(product(firsts, seconds))
-    return pairs[0] if len(pairs) == 1 else min(pairs, key=Predictions(problem).of_both)
+    if not problem.backward:
+        seconds = ways_of(problem, backward, problem.forward)
+        return _least(firsts, predicted.forward), _least(seconds, predicted.forward)
+    pairs = list(product(firsts, ways_of(problem, backward, problem.backward)))
+    return _least(pairs, predicted.of_both)
+
+
+def _least(some: list[T], seconds: Callable[[T], float]) -> T:
+    """The one of the least seconds; the only one, of which nothing need be known."""
+    return some[0] if len(some) == 1 else min(some, key=seconds)
 
 
 def ways_of(problem: Problem, mode: Mode, flows: Flows) -> list[Way]:
