@@ -14,9 +14,10 @@ import jaxpar
 from jaxpar import Axis, Tuning, layers, moe
 from jaxpar.axis.axis import Ring
 from jaxpar.choose.choice import choose_stages
+from jaxpar.choose.decisions import AUTO, Trial, trying
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import site_of
-from jaxpar.compiler.tuning import AUTO, Trial, trying, versions
+from jaxpar.compiler.tuning import versions
 
 MESH = jaxpar.make_mesh("tp=8")
 X, UP, DOWN = jnp.ones((16, 4)), jnp.ones((4, 32)), jnp.ones((32, 8))

@@ -13,7 +13,8 @@ import pytest
 import jaxpar
 from jaxpar.choose import choice
 from jaxpar.choose.choice import way_of
-from jaxpar.compiler.tuning import AUTO, Asked, Tuning
+from jaxpar.choose.decisions import AUTO, Asked
+from jaxpar.compiler.tuning import Tuning
 from jaxpar.schedule import target
 from jaxpar.tools.cli import tune_command, tune_worker
 from jaxpar.tools.cli.main import main

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 from jaxpar.arguments.types import Mode
 from jaxpar.axis.axis import CHUNKED, Ring
+from jaxpar.choose.decisions import Decision, WayRow, note
 from jaxpar.choose.problem import Kind, Problem
-from jaxpar.choose.sites import NAMED, Decision, Row, note, settled
+from jaxpar.choose.sites import NAMED, settled
 from jaxpar.compiler.options import traced_asynchronous
 from jaxpar.mesh.chips import traced_chip
 from jaxpar.ring.flow import Flow
@@ -93,15 +94,15 @@ def decisions(problem: Problem, taken: Ways, tuned: bool) -> Iterator[Decision]:
             yield Decision(problem, part, rows, way.mode, tuned)
 
 
-def _row(predictions: Predictions, mode: Mode, flows: Flows, first: Way | None) -> Row:
+def _row(predictions: Predictions, mode: Mode, flows: Flows, first: Way | None) -> WayRow:
     """The row of a mode, of a backward pass after the `first` way of the forward pass."""
     problem = predictions.problem
     out = RULES[problem.kind](problem, mode, flows)
     if problem.chip is None or not flows or (mode == "multi-ring" and not problem.spans_a_torus):
-        return Row(mode, None, out)
+        return WayRow(mode, None, out)
     way = way_of(problem, mode, flows)
     kept = predictions.kept(first, way) if first else 0
-    return Row(mode, predictions.seconds(way, flows, kept), out)
+    return WayRow(mode, predictions.seconds(way, flows, kept), out)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """What `auto` chooses of experts: how tokens get to them, and how they are applied."""
 
 from jaxpar.arguments.types import Dispatch
+from jaxpar.choose.decisions import Decision, WayRow, note
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.sites import DISPATCHES, Decision, Row, note, settled_dispatch
+from jaxpar.choose.sites import DISPATCHES, settled_dispatch
 from jaxpar.mesh.chips import Chip, traced_chip, traced_for_cpu
 
 
@@ -16,7 +17,9 @@ def choose_dispatch(problem: Problem) -> Dispatch:
     """
     best, tuned = _dispatch(problem), settled_dispatch(problem)
     taken = tuned or best
-    rows = tuple(Row(way, out="" if way == best else "it sends more bytes") for way in DISPATCHES)
+    rows = tuple(
+        WayRow(way, out="" if way == best else "it sends more bytes") for way in DISPATCHES
+    )
     note(lambda: [Decision(problem, "dispatch", rows, taken, tuned is not None)])
     return taken
 

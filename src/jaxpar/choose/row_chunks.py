@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from jaxpar.choose.choice import is_asynchronous
+from jaxpar.choose.decisions import Decision, WayRow, note
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.sites import ROW_CHUNKS, Decision, Row, note, settled_chunks
+from jaxpar.choose.sites import ROW_CHUNKS, settled_chunks
 from jaxpar.mesh.chips import Chip
 from jaxpar.ring.flow import Flow
 from jaxpar.ring.seconds import collective_time, fitted_to, work_time
@@ -30,7 +31,7 @@ def choose_row_chunks(problem: Problem) -> int:
     def table() -> Iterable[Decision]:
         known = chip is not None and bool(problem.forward)
         rows = [
-            Row(str(n), seconds(n) if known else None, out if n > 1 else "") for n in ROW_CHUNKS
+            WayRow(str(n), seconds(n) if known else None, out if n > 1 else "") for n in ROW_CHUNKS
         ]
         return [Decision(problem, "row chunks", tuple(rows), str(taken), bool(tuned))]
 

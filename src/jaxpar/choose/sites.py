@@ -6,94 +6,19 @@ may differ, but for the chip, the mesh and the compiler, which hold for a whole 
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from jaxpar.arguments.types import Dispatch, Mode
 from jaxpar.axis.axis import MODES
 from jaxpar.axis.wire import LowBit, is_low_bit
-from jaxpar.compiler.tuning import AUTO, decide, imposed, is_tuning
+from jaxpar.choose.decisions import AUTO, decide, imposed, is_tuning
 
 if TYPE_CHECKING:
     from jaxpar.axis.axis import Ring
     from jaxpar.choose.problem import Problem
-
-
-@dataclass(frozen=True)
-class Row:
-    """A way in the table of a decision.
-
-    Attributes:
-      way: its name.
-      seconds: that it is predicted to take; None: nothing is predicted of it.
-      out: why it may not be taken; "" if it may.
-    """
-
-    way: str
-    seconds: float | None = None
-    out: str = ""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was decided of a part of a call site, and what there was to choose from.
-
-    Attributes:
-      problem: of the site.
-      part: such as "forward".
-      rows: of all ways.
-      taken: the way that was taken.
-      tuned: whether a file of `jaxpar tune` says so.
-      frames: of the stack that asked, the innermost last: file, line and function.
-    """
-
-    problem: Problem
-    part: str
-    rows: tuple[Row, ...]
-    taken: str
-    tuned: bool = False
-    frames: tuple[tuple[str, int, str], ...] = ()
-
-    @property
-    def asked(self) -> str:
-        """The way that the program names, "auto" where it names none."""
-        ring = self.problem.ring
-        return (ring.backward or ring.mode) if self.part == "backward" else ring.mode
-
-
-@dataclass(eq=False)
-class Notes:
-    """The decisions of what is traced."""
-
-    decisions: list[Decision] = field(default_factory=list[Decision])
-
-
-# JAX traces again where the value of such a context is another one.
-_notes: Any = jax.make_user_context(default_value=None)
-
-
-@contextmanager
-def noting() -> Generator[Notes]:
-    """Notes the decisions of what is traced here, each with its table."""
-    notes = Notes()
-    with _notes(notes):
-        yield notes
-
-
-def note(decisions: Callable[[], Iterable[Decision]]) -> None:
-    """Notes decisions, which are made out only where somebody wants to know."""
-    notes: Notes | None = _notes.value
-    if notes is not None:
-        stack = traceback.extract_stack()
-        frames = tuple((f.filename, f.lineno or 0, f.name) for f in stack)
-        notes.decisions += [replace(found, frames=frames) for found in decisions()]
 
 
 NAMED: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != AUTO)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
+from jaxpar.choose.decisions import is_trying
 from jaxpar.compiler.options import (
     Options,
     enclosing_options,
@@ -20,7 +21,7 @@ from jaxpar.compiler.options import (
     options_of,
     telling,
 )
-from jaxpar.compiler.tuning import Tuning, TuningLike, is_trying, load
+from jaxpar.compiler.tuning import Tuning, TuningLike, load
 from jaxpar.compiler.tuning import tuned as tuned_by
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
@@ -16,15 +16,8 @@ import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.arguments.on_demand import open_types
-from jaxpar.arguments.types import Mode
 from jaxpar.compiler.files import write_text
 from jaxpar.compiler.options import traced_options
-
-AUTO = "auto"
-
-# What is decided at a call site: for each part of it, such as its forward pass, a way.
-Choices = Mapping[str, Mapping[str, str]]
-
 
 if TYPE_CHECKING:
     TuningLike: TypeAlias = "str | Path | Tuning"
@@ -139,40 +132,6 @@ class Tuning:
         return json.dumps(record, indent=1)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A decision that a program asks for: the part of a site, and what there is to choose from.
-
-    Attributes:
-      size: how large the operands are, to try the largest first.
-    """
-
-    site: str
-    part: str
-    ways: tuple[str, ...]
-    size: int = 0
-
-
-@dataclass(eq=False)
-class Trial:
-    """Ways that are tried out, `auto` for the rest; and what a program asks for meanwhile.
-
-    Attributes:
-      imposed: a mode that is tried in the place of all others, of those that are named, too.
-      met: whether the program has anything that it was imposed on.
-    """
-
-    choices: Choices
-    asked: dict[tuple[str, str], Asked] = field(default_factory=dict[tuple[str, str], Asked])
-    imposed: Mode | None = None
-    met: bool = False
-
-    def way(self, decision: Asked) -> str:
-        """Returns what is tried here."""
-        self.asked.setdefault((decision.site, decision.part), decision)
-        return self.choices.get(decision.site, {}).get(decision.part, AUTO)
-
-
 def _check_record(path: str | Path, record: Any, again: str) -> None:
     """Raises unless a file has the fields that `Tuning.write` writes."""
     wanted = [field.name for field in fields(Tuning) if field.name != "name"]
@@ -229,10 +188,6 @@ _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-# JAX keeps traced programs; it traces again where the value of such a context is another one.
-_using: Any = jax.make_user_context(default_value=None)
-
-
 @readable
 @contextmanager
 def tuned(tuning: TuningLike) -> Generator[None]:
@@ -264,7 +219,7 @@ def tuned(tuning: TuningLike) -> Generator[None]:
     if is_trying():  # the file may be what is being written
         yield
         return
-    with _using(load(tuning)):
+    with using(load(tuning)):
         yield
 
 
@@ -277,48 +232,6 @@ def load(tuning: TuningLike) -> Tuning:
         found = given if isinstance(given, Tuning) else Tuning.read(given)
         found.check_versions()
         return found
-
-
-@contextmanager
-def trying(trial: Trial) -> Generator[None]:
-    """Has what is traced here take the ways of a trial, whatever `tuned` says inside."""
-    with _using(trial):
-        yield
-
-
-def decide(site: str, part: str, ways: Sequence[str], size: int = 0) -> str:
-    """Returns the way of a part of a site, `auto` where nothing was tried out."""
-    using: Tuning | Trial | None = _using.value
-    if using is None:
-        return AUTO
-    if isinstance(using, Trial):
-        return using.way(Asked(site, part, tuple(ways), size))
-    way = using.way(site, part)
-    if way != AUTO and way not in ways:
-        known = ", ".join((*ways, AUTO))
-        raise value_error(
-            f"{using.name} has {way!r} for the {part} of {site!r}; write one of {known}"
-        )
-    return way
-
-
-def imposed() -> Mode | None:
-    """Returns the mode that is tried in the place of all others; None: no mode is."""
-    using: Tuning | Trial | None = _using.value
-    if not isinstance(using, Trial) or using.imposed is None:
-        return None
-    using.met = True
-    return using.imposed
-
-
-def is_tuning() -> bool:
-    """Whether anything is to be decided by what was tried out, or is being tried out."""
-    return _using.value is not None
-
-
-def is_trying() -> bool:
-    """Whether ways are being tried out."""
-    return isinstance(_using.value, Trial)
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -19,8 +19,8 @@ from jaxpar.arguments.types import Integer, Values
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.choose.decisions import AUTO
 from jaxpar.choose.sites import DISPATCHES
-from jaxpar.compiler.tuning import AUTO
 from jaxpar.layers import fsdp_gather
 from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.moe._experts import check_shapes

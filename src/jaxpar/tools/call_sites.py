@@ -17,7 +17,7 @@ from jaxpar.tools.private_names import (
     IN_TURNS,
     Chip,
     Decision,
-    Row,
+    WayRow,
     compiled_with,
     jitted_with,
     kind_of,
@@ -238,7 +238,7 @@ def _site(name: str, part: str, decision: Decision, line: str) -> CallSite:
     return CallSite(name, part, line, algorithms, decision.taken, by)
 
 
-def _error(chip: Chip | None, flow: str, row: Row) -> str:
+def _error(chip: Chip | None, flow: str, row: WayRow) -> str:
     """The errors of the transfers of a row, that are large or small as what it takes."""
     if chip is None or row.seconds is None:
         return ""
