@@ -21,7 +21,7 @@ from jaxpar.arguments.types import Flag, Mode
 from jaxpar.axis.traced_links import traced_links
 from jaxpar.axis.varying import vary_alike
 from jaxpar.axis.wire import LowBit, WireLike, as_wire, gathered_by, rounded_by, summed_as
-from jaxpar.mesh.cycles import AcrossCube, Walk, disjoint_walks
+from jaxpar.mesh.walk import Walk
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")
@@ -159,7 +159,7 @@ class Ring(Axis):
     @property
     def crosses_a_cube(self) -> bool:
         """Whether hops are exchanges, which go both ways at once, over a dimension each."""
-        return isinstance(self.walk, AcrossCube)
+        return self.walk is not None and self.walk.exchanges
 
     def disjoint(self) -> tuple[Ring, ...]:
         """Rings over the same devices that share no link, if each axis is a ring of links."""
@@ -350,4 +350,6 @@ def walks_over(sizes: dict[str, int]) -> tuple[Walk, ...]:
             f"mode='multi-ring' over {len(sizes)} axes of 2: a cube has at most 4; leave some "
             "out, or take mode='bidirectional'"
         )
+    from jaxpar.mesh.cycles import disjoint_walks  # on tori alone
+
     return disjoint_walks(tuple(sizes.values()))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.mesh.cycles import Walk
+from jaxpar.mesh.walk import Walk
 
 
 @dataclass(frozen=True)

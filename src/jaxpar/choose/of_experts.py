@@ -17,9 +17,8 @@ def choose_dispatch(problem: Problem) -> Dispatch:
     """
     best, tuned = _dispatch(problem), settled_dispatch(problem)
     taken = tuned or best
-    rows = tuple(
-        WayRow(way, out="" if way == best else "it sends more bytes") for way in DISPATCHES
-    )
+    why = "it sends more bytes"
+    rows = tuple(WayRow(way, out="" if way == best else why) for way in DISPATCHES)
     note(lambda: [Decision(problem, "dispatch", rows, taken, tuned is not None)])
     return taken
 

@@ -16,6 +16,7 @@ import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.arguments.on_demand import open_types
+from jaxpar.choose.decisions import is_trying, using
 from jaxpar.compiler.files import write_text
 from jaxpar.compiler.options import traced_options
 

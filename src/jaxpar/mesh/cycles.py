@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd, prod
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,27 +26,7 @@ from jax import lax
 from jaxtyping import Int
 
 from jaxpar.mesh.torus_split import split_torus
-
-Place = Any  # an integer, or an int32[]: counted over the dimensions, the last one fastest
-
-
-class Walk:
-    """By which hops what a device holds comes past all others, and back to it in the end."""
-
-    size: int
-
-    @property
-    def around(self) -> int:
-        """How many devices that is."""
-        return self.size
-
-    def behind(self, device: Place, distance: Any) -> Place:
-        """The logical index of the device from which so many hops lead to another one."""
-        raise NotImplementedError
-
-    def next(self, device: int, direction: int, hops: Any) -> int:
-        """The device to which a device sends on what so many hops have brought to it."""
-        raise NotImplementedError
+from jaxpar.mesh.walk import Place, Walk
 
 
 class Cycle(Walk):
@@ -116,6 +96,7 @@ class AcrossCube(Walk):
     one, so that each has a third of all links in every hop, both ways.
     """
 
+    exchanges: ClassVar[bool] = True
     dimensions: int
     first: int
     corners: tuple[int, ...] | None = None  # those of the devices; None: their indices

@@ -17,7 +17,7 @@ from jaxpar.ring.flow import Flow
 from jaxpar.ring.gather import Gather, Use
 from jaxpar.ring.order import Beside, Order, Work
 from jaxpar.ring.parts import Span, cut_out, equal_pieces, of_types, shares_of
-from jaxpar.ring.phases import Phase, blocks_in_phases_time, phases_over, sums_in_phases_time
+from jaxpar.ring.phase import Phase
 from jaxpar.ring.run import loops, run
 from jaxpar.ring.scatter import Scatter
 from jaxpar.ring.seconds import (
@@ -303,14 +303,17 @@ class InTurns(Way):
     def _turns_time(self, chip: Chip, flow: Flow, messages: int, beside: float = 0.0) -> float:
         """Seconds of turns, to which so many seconds of other work are dealt out."""
         size = self.ring.size
-        if self.sums_along and flow.kind != "gather":
-            sides, pieces = self.sums_along, self.order.pieces
-            seconds = sums_in_phases_time(chip, flow, size, sides, pieces, messages, beside)
-            seconds += gathered_again(chip, flow, size)
-            return seconds + self._cut_time(chip, flow, len(sides))
-        if self.blocks_along and flow.kind == "gather":
-            seconds = blocks_in_phases_time(chip, flow, size, self.blocks_along, messages)
-            return seconds + self._cut_time(chip, flow, len(self.blocks_along))
+        along = self.blocks_along if flow.kind == "gather" else self.sums_along
+        if along:
+            from jaxpar.ring import hierarchical  # on tori alone
+
+            if flow.kind == "gather":
+                seconds = hierarchical.time_of_blocks(chip, flow, size, along, messages)
+            else:
+                rest = self.order.pieces, messages, beside
+                seconds = hierarchical.time_of_sums(chip, flow, size, along, *rest)
+                seconds += gathered_again(chip, flow, size)
+            return seconds + self._cut_time(chip, flow, len(along))
         # Each of several rings has its own links, and a share of every block.
         rings, whole = len(self.rings or [self.ring]), self.whole_opposite
         turns = gather_turns(size, self.directions, rings=rings, whole_opposite=whole)
@@ -387,6 +390,8 @@ class InTurns(Way):
             phase = Phase((self.rings or (self.ring,))[:shares])
             whole = self.whole_opposite
             return Gather([phase], self.directions, cuts, dim, whole, self.reach)
+        from jaxpar.ring.hierarchical import phases_over
+
         last, *earlier = phases_over(self.ring, self.blocks_along, shares)
         if self.blocks_along[0] % 2 == 0:
             # The halves in which the opposite device's slab comes are two arrays from the first
@@ -394,9 +399,11 @@ class InTurns(Way):
             last = last.in_halves()
         return Gather([*earlier[::-1], last], self.directions, cuts, dim, whole_opposite=True)
 
-    def _sum_phases(self, shares: int) -> list[Phase]:
+    def _sum_phases(self, shares: int) -> Sequence[Phase]:
         if self.sums_along is None:
             return [Phase(self.rings or (self.ring,))]
+        from jaxpar.ring.hierarchical import phases_over
+
         return phases_over(self.ring, self.sums_along, shares)
 
     def _owner(self, index: Array, leg: Leg, t: Turn) -> Array:

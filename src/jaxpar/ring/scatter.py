@@ -13,7 +13,7 @@ from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.quantized import read_as
 from jaxpar.ring.order import Work
 from jaxpar.ring.parts import Span, empty_result
-from jaxpar.ring.phases import Ordering, Phase, freely
+from jaxpar.ring.phase import Ordering, Phase, freely
 from jaxpar.ring.run import run
 from jaxpar.ring.turns import Leg, Turn
 from jaxpar.ring.ways import as_it_is

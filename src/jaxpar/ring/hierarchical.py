@@ -1,10 +1,8 @@
-"""The phases of a gather or a scatter: by which rings its shares go, at the same time."""
+"""Gathers and scatters along one dimension of a torus after the other, and what they take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jax import Array
 
@@ -12,11 +10,9 @@ from jaxpar.axis.axis import Ring
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.cycles import AlongOne
 from jaxpar.ring.flow import SCATTERED_SHARE, Flow
-from jaxpar.ring.order import Beside, Send, Work
-from jaxpar.ring.parts import Slab, Span
+from jaxpar.ring.parts import Slab
+from jaxpar.ring.phase import Phase
 from jaxpar.ring.seconds import copy_time, fitted_to, hop_time, joins, work_time
-
-Ordering = Callable[[Array, Any, Send, Work], Beside]  # as `Order.beside`
 
 # Seconds of an instruction that lays out what came along one dimension for the next one.
 PLACED = 1.3e-6
@@ -25,42 +21,30 @@ PHASES_SHARE = 3 / 4
 
 
 @dataclass(frozen=True)
-class Phase:
-    """The rings by which the shares of all blocks or sums go, at the same time.
+class AlongDimensions(Phase):
+    """A phase over a torus whose sides are alike: each share goes along another dimension.
 
-    One phase is all there is where rings go through all devices. Over a torus whose sides are alike
-    there can be one for each dimension, and each share goes along another one. The first phase of a
-    scatter leaves each device the sums of a slab of owners, of which the next one deals out as many
-    less; a gather's are the same, the last one first.
+    There is one for each dimension. The first one of a scatter leaves each device the sums of a
+    slab of owners, of which the next one deals out as many less; a gather's are the same, the last
+    one first.
 
     Attributes:
-      rings: of each share its own, or with `halves` two that are alike.
       dimensions: of each ring those of the torus over whose devices its sums are still of all, or
         its blocks will be.
-      halves: a share's slab is two arrays, of the first half of its blocks and of the last.
+      halves: a share's slab is two arrays, of the first half of its blocks and of the last, with
+        two rings that are alike.
     """
 
-    rings: tuple[Ring, ...]
     dimensions: tuple[tuple[int, ...], ...] = ()
     halves: bool = False
 
-    @property
-    def around(self) -> int:
-        """How many devices a sum goes past, its owner among them."""
-        return self.rings[0].around
-
-    def in_halves(self) -> Phase:
+    def in_halves(self) -> AlongDimensions:
         """The same, with shares of which each is two arrays, one behind the other."""
         rings = tuple(ring for ring in self.rings for _ in (0, 1))
-        return Phase(rings, tuple(of for of in self.dimensions for _ in (0, 1)), halves=True)
+        dimensions = tuple(of for of in self.dimensions for _ in (0, 1))
+        return AlongDimensions(rings, dimensions, halves=True)
 
-    def positions(self, owner: Array, ring: int, length: int, start: int, size: int) -> Span | Slab:
-        """Where a piece of a ring's blocks is in the whole of all, for a turn's owner.
-
-        Of each block of `length` the piece is `size` positions from `start` on.
-        """
-        if not self.dimensions:
-            return Span(owner * length + start, size)
+    def positions(self, owner: Array, ring: int, length: int, start: int, size: int) -> Slab:
         walk, dimensions = self.rings[ring].walk, self.dimensions[ring]
         assert isinstance(walk, AlongOne)
         starts, sizes = [0 for _ in dimensions], [*self.sides(ring)]
@@ -73,34 +57,28 @@ class Phase:
         return Slab((*self.sides(ring), length), (*starts, start), (*sizes, size))
 
     def sides(self, ring: int) -> tuple[int, ...]:
-        """Of the torus of a ring's dimensions."""
         walk = self.rings[ring].walk
         assert isinstance(walk, AlongOne)
         return tuple(walk.sides[dimension] for dimension in self.dimensions[ring])
 
 
-def phases_over(ring: Ring, sides: tuple[int, ...], shares: int) -> list[Phase]:
+def phases_over(ring: Ring, sides: tuple[int, ...], shares: int) -> list[AlongDimensions]:
     """The phases of a scatter whose shares take dimensions in turn, each from another one on.
 
     No two of them are at the same dimension at a time, and so share no link.
     """
-    phases: list[Phase] = []
+    phases: list[AlongDimensions] = []
     for number in range(len(sides)):
         orders = [
             [(share + later) % len(sides) for later in range(number, len(sides))]
             for share in range(shares)
         ]
         rings = tuple(replace(ring, walk=AlongOne(sides, order[0])) for order in orders)
-        phases.append(Phase(rings, tuple(tuple(sorted(order)) for order in orders)))
+        phases.append(AlongDimensions(rings, tuple(tuple(sorted(order)) for order in orders)))
     return phases
 
 
-def freely(index: Array, leaving: Any, send: Send, work: Work) -> Beside:
-    """Leaves it to the compiler when what only adds or places is done: no matmul waits for it."""
-    return index, work.compute(index, leaving, work.take(index)), send(leaving)
-
-
-def sums_in_phases_time(
+def time_of_sums(
     chip: Chip,
     flow: Flow,
     size: int,
@@ -133,7 +111,7 @@ def sums_in_phases_time(
     return seconds + flow.minor / (SCATTERED_SHARE * chip.hbm)
 
 
-def blocks_in_phases_time(
+def time_of_blocks(
     chip: Chip, flow: Flow, size: int, sides: tuple[int, ...], messages: int
 ) -> float:
     """Seconds of blocks that come along one dimension of a torus after the other."""
