@@ -177,7 +177,7 @@ def ways(
       >>> found = ways(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"),
       ...     in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")), x, w, target=v5p)
       >>> [(site.part, site.taken) for site in found.sites]
-      [('forward', 'bidirectional'), ('backward', 'bidirectional')]
+      [('forward', 'multi-ring'), ('backward', 'bidirectional')]
     """
     with naming("ways"):
         options = None if compiler_options is None else options_like(compiler_options)
