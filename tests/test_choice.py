@@ -3,6 +3,7 @@
 import inspect
 import re
 from dataclasses import replace
+from functools import partial
 from math import hypot
 from typing import get_args
 
@@ -106,25 +107,30 @@ def named(way):
     return {(1,): "unidirectional", (1, -1): "bidirectional"}[way.directions]
 
 
+ONE = {"ring": 1, "rings": 1, "collective": 1}  # message on each link
+
+
 def test_disjoint_rings_are_taken_where_axes_are_closed_rings_of_links_and_transfers_bound():
-    def way(closed, flops, kind="matmul"):
+    def way(shared, flops, kind="matmul"):
         axes = Ring(("x", "y"), "auto", None, None, size=16)
         flow = gather(flops, 2**24)
-        return choose_way(Problem(kind, axes, (), (flow,), told=NONE, links=AxisLinks(closed)))
+        links = AxisLinks(messages=shared and (lambda _, how: shared[how]))
+        return choose_way(Problem(kind, axes, (), (flow,), told=NONE, links=links))
 
     mesh = described("TPU v5", shape={"x": 4, "y": 4})
     bound, covered = 1e9, 1e13
-    plane = traced(lambda: way({"x": 1, "y": 1}, bound), mesh)
+    plane = traced(lambda: way(ONE, bound), mesh)
     assert plane.mode == "multi-ring"
     assert [ring.walk.size for ring in plane.rings] == [16, 16]
     # Attention does more than its FLOPs tell.
-    alone = traced(lambda: way({"x": 1, "y": 1}, bound, "attention"), mesh)
+    alone = traced(lambda: way(ONE, bound, "attention"), mesh)
     assert alone.mode in ("naive", "bidirectional")
     # One ring is no faster than a collective, as neither has anything to hide behind.
-    assert traced(lambda: way({"x": 1}, bound), mesh).mode == "naive"
-    assert traced(lambda: way({}, bound), mesh).mode == "naive"
+    shared = {"ring": 1, "rings": 2, "collective": 1}
+    assert traced(lambda: way(shared, bound), mesh).mode == "naive"
+    assert traced(lambda: way(None, bound), mesh).mode == "naive"
     # Where matmuls cover the transfers, more and smaller pieces only cost.
-    assert traced(lambda: way({"x": 1, "y": 1}, covered), mesh).mode != "multi-ring"
+    assert traced(lambda: way(ONE, covered), mesh).mode != "multi-ring"
 
 
 def test_disjoint_rings_of_axes_that_have_none():
@@ -373,10 +379,11 @@ def test_backward_what_is_gathered_hides_beside_the_other_gradient():
     sent = (n - 1) / 2 * (block / v5p.link + v5p.latency)
     work = 2e13 / 0.9 / v5p.flops
     naive = Naive(ring(n))
-    assert time_of(v5p, flows, naive, ALL) == pytest.approx(work)
-    assert time_of(v5p, flows, naive, frozenset({"all-gather"})) == pytest.approx(work + sent)
-    assert time_of(v5p, flows, naive, NONE) == pytest.approx(work + 2 * sent)
-    assert time_of(v5p, flows, naive, NONE, kept=1) == pytest.approx(work + sent)
+    part = partial(time_of, v5p, flows, naive, devices=64)
+    assert part(ALL) == pytest.approx(work)
+    assert part(frozenset({"all-gather"})) == pytest.approx(work + sent)
+    assert part(NONE) == pytest.approx(work + 2 * sent)
+    assert part(NONE, kept=1) == pytest.approx(work + sent)
 
 
 def test_forward_and_backward_are_chosen_apart():

@@ -207,8 +207,39 @@ def test_meshes_that_look_alike_and_lie_otherwise_have_the_links_of_both():
     mesh = target("v5p:4x4x4", "others=4,alike=16").mesh
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert len(traced_links().walks["alike"]) == 2
-        note_links(mesh, AxisLinks())
+        before = traced_links().messages
+        assert before(("alike",), "ring") == 1
+        note_links(mesh, AxisLinks(messages=lambda names, how: 3))
         assert not traced_links().walks
+        assert traced_links().messages(("alike",), "ring") == 3
+        note_links(mesh, AxisLinks())
+        assert traced_links().messages is None
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "mesh", "names", "ring", "rings", "collective"),
+    [
+        ("v6e:4x4", "tp=16", "tp", 1, 1, 1),  # a closed walk through all
+        ("v6e:4x4", "x=4,y=4", "y", 1, 1, 1),  # tiles of 2x2, each a ring of links
+        ("v6e:4x4", "x=4,y=4", "x", 2, 2, 1),  # a hop is over two links
+        ("v6e:4x4", "x=4,y=4", "x,y", 2, 2, 1),
+        ("v6e:4x4", "x=4,y=4", "y,x", 2, 2, 1),
+        ("v6e:16x16", "tp=4,dp=64", "tp", 4, 4, 8),  # four links apart
+        ("v6e:16x16", "dp=16,tp=16", "tp", 1, 1, 1),
+        ("v5p:4x4x4", "dp=4,x=4,y=4", "x,y", 1, 1, 1),
+        ("v5p:4x4x4", "dp=4,tp=16", "tp", 1, 1, 1),
+        ("v5p:2x2x2", "x=2,y=2,z=2", "x,y,z", 2, 1, 1),  # exchanges across a cube
+        ("v5p:4x2x1", "tp=4,dp=2", "tp", 2, 2, 2),  # an open line: round it is back over it
+        ("tpu7x:4x4x4", "dp=2,x=8,y=8", "x,y", 1, 2, 1),  # two devices share a chip's links
+        ("tpu7x:2x2x2", "tp=8,dp=2", "tp", 2, 2, 2),  # and so do their rings
+    ],
+)
+def test_how_many_messages_share_a_link(slice_name, mesh, names, ring, rings, collective):
+    mesh = target(slice_name, mesh).mesh
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        shared = traced_links().messages
+    found = [shared(tuple(names.split(",")), how) for how in ("ring", "rings", "collective")]
+    assert found == [ring, rings, collective]
 
 
 def test_a_cube_has_other_walks_than_rings():

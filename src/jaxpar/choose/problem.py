@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.traced_links import AxisLinks, traced_links
+from jaxpar.axis.traced_links import AxisLinks, How, traced_links
 from jaxpar.compiler.options import traced_asynchronous
 from jaxpar.mesh.chips import Chip, traced_chip
 from jaxpar.ring.flow import Flow
@@ -60,30 +60,28 @@ class Problem:
     keeps_by_jax: bool = True
     near: tuple[tuple[int, ...], int] | None = None
 
-    @cached_property
-    def messages(self) -> tuple[int, int]:
-        """How many messages share a link around the one ring, and around disjoint rings.
+    def messages(self, how: How) -> int:
+        """How many share the busiest link, where all rings over its axes send so at once.
 
-        Several where two devices have the links of one chip; one where nothing is known of axes.
+        Several where hops are over several links, or devices of one chip send at once; one where
+        nothing is known of the mesh.
         """
-        found = [self.links.closed.get(ring.names[0], 1) for ring in self.ring.stages()]
-        return (found[-1], max(found)) if found else (1, 1)  # one ring is along the last axis
+        names = tuple(ring.names[0] for ring in self.ring.stages())
+        if self.links.messages is None or not names:
+            return 1
+        return self.links.messages(names, how)
 
     @cached_property
     def spans_a_torus(self) -> bool:
-        """Whether its axes are closed rings of links that have more of them than one ring.
+        """Whether disjoint rings over its axes are known to have more links than one ring.
 
         Two devices of a chip that are on one axis may have all there is by one ring.
         """
-        long = [ring.names[0] for ring in self.ring.stages()]
-        one, disjoint = self.messages
-        if len(long) == 1:
-            return bool(self.links.walks.get(long[0]))
-        return (
-            self.ring.has_disjoint
-            and len(long) * one > disjoint
-            and set(long) <= self.links.closed.keys()
-        )
+        axes = self.ring.stages()
+        if len(axes) == 1:
+            return bool(self.links.walks.get(axes[0].names[0]))
+        known = self.links.messages is not None and self.ring.has_disjoint
+        return known and len(axes) * self.messages("ring") > self.messages("rings")
 
     @cached_property
     def beside(self) -> frozenset[str]:

@@ -1,13 +1,11 @@
 """In how many chunks the rows of a block of layers go through all of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from jaxpar.choose.choice import is_asynchronous
 from jaxpar.choose.decisions import Decision, WayRow, note
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import ROW_CHUNKS, settled_chunks
-from jaxpar.mesh.chips import Chip
-from jaxpar.ring.flow import Flow
 from jaxpar.ring.seconds import collective_time, fitted_to, work_time
 
 # Of the time in which gradients of weights are added up, what is not beside transfers.
@@ -26,7 +24,7 @@ def choose_row_chunks(problem: Problem) -> int:
     out = "its ways are named" if named else _not_in_chunks(problem)
 
     def seconds(chunks: int) -> float:
-        return row_chunks_time(problem.figures, problem.forward, ring.size, chunks)
+        return row_chunks_time(problem, chunks)
 
     def table() -> Iterable[Decision]:
         known = chip is not None and bool(problem.forward)
@@ -53,10 +51,12 @@ def _not_in_chunks(problem: Problem) -> str:
     return ""
 
 
-def row_chunks_time(chip: Chip, flows: Sequence[Flow], size: int, chunks: int) -> float:
+def row_chunks_time(problem: Problem, chunks: int) -> float:
     """Seconds of flows, one behind the other, through which rows go in chunks."""
+    chip, flows, size = problem.figures, problem.forward, problem.ring.size
+    shared = problem.messages("collective")
     work = sum((work_time(chip, flow, chunks, 0.0) for flow in flows), 0.0)
-    sent = sum((collective_time(chip, flow, size) for flow in flows), 0.0)
+    sent = sum((collective_time(chip, flow, size, shared) for flow in flows), 0.0)
     beside = sent * (chunks - 1) / chunks
     # Backward each chunk has gradients of all weights, which are added up: a third of three passes.
     passes = fitted_to(chip.kind).chunk_passes

@@ -85,9 +85,10 @@ CHIPS = (
 
 # As they fit half of the public measurements of `benchmarks/accuracy`. Of TPUs: bytes per second of
 # a link one way, seconds a hop, seconds until a transfer is under way, and how many times those a
-# permute takes, whose done is an instruction of its own; and the share of HBM's speed.
+# permute takes, whose done is an instruction of its own; the share of HBM's speed; and of its links
+# the share that a sum over several dimensions, one after the other, uses.
 _LINKS = {"TPU v5 lite": 4.32e10, "TPU v5": 8.63e10, "TPU v6 lite": 8.68e10, "TPU7x": 8.94e10}
-HOP, START, PERMUTE_STARTS, REACHED = 0.8e-6, 3e-6, 1.5, 0.82
+HOP, START, PERMUTE_STARTS, REACHED, ADDED = 0.8e-6, 3e-6, 1.5, 0.82, 0.8
 
 # Of a chip of which nothing is published: nothing takes any time.
 NO_FIGURES = _gpu("", flops=inf, hbm=inf, capacity=inf, link=inf, network=inf, latency=0.0)

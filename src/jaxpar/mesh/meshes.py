@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from functools import cache, partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -12,12 +13,12 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
-from jaxtyping import Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.types import MeshAxes
 from jaxpar.axis.axis import AxisLike, axis_names, ring_positions, walks_over
-from jaxpar.axis.traced_links import AxisLinks, note_links
+from jaxpar.axis.traced_links import AxisLinks, How, note_links
 from jaxpar.mesh.cycles import Cycle, Walk, walks_of_places
 from jaxpar.mesh.torus import closed_dims, on_torus, slice_grid, slice_of
 
@@ -86,17 +87,8 @@ def make_mesh(
     mesh = Mesh(grid, tuple(sizes), axis_types=types)
     if all(on_torus(device) for device in devices):
         walks = {name: _walks(mesh, name) for name in mesh.axis_names}
-        note_links(mesh, AxisLinks(_closed_axes(mesh), walks))
+        note_links(mesh, AxisLinks(walks, cache(partial(_messages_a_link, mesh))))
     return mesh
-
-
-def _closed_axes(mesh: Mesh) -> dict[str, int]:
-    """The axes that are closed rings of links, and how many messages share a link of each."""
-    return {
-        name: _messages_a_link(_rings(mesh, (name,)))
-        for name in mesh.axis_names
-        if mesh.shape[name] > 1 and why_not_closed(mesh, name) is None
-    }
 
 
 def why_not_closed(mesh: Mesh, name: str) -> str | None:
@@ -137,15 +129,71 @@ def _stays_within_a_slice(mesh: Mesh, name: str) -> bool:
     return bool((slices == slices[:, :1]).all())
 
 
-def _messages_a_link(rings: Shaped[np.ndarray, "rings size"]) -> int:
-    """How many messages share a link, where all rings send both ways at once.
+def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
+    """How many messages share the busiest link, where all rings over axes send both ways at once.
 
-    Two devices of a chip share its links. Those of an axis of two exchange one message each.
+    A hop over several links takes one dimension after the other, each the shorter way. Two devices
+    of a chip share its links. Those of an axis of two exchange one message each.
     """
-    places = [[(slice_of(device), *device.coords) for device in ring] for ring in rings]
-    back = 1 if rings.shape[1] > 2 else 0
-    steps = Counter(frozenset(step) for ring in places for step in pairwise([*ring, *ring[:back]]))
-    return max((count for step, count in steps.items() if len(step) == 2), default=1)
+    rings = _rings(mesh, names)
+    size = rings.shape[1]
+    places = np.array([(slice_of(device), *device.coords) for device in rings.flat])
+    places = (places - places.min(0)).reshape(*rings.shape, -1)
+    extent = places.max((0, 1)) + 1
+    closed = np.array([False, *closed_dims(rings[0, 0].device_kind, extent[1:])])
+    walks: tuple[Walk, ...] = ()
+    if how == "collective":
+        lengths = np.array([len(set(dim.tolist())) for dim in places[0].T])
+        if (lengths > 1).sum() != 1:  # over several dimensions XLA finds links for each
+            return _on_the_same_chips(places)
+        closed &= lengths == extent  # what is no closed ring comes back over the same links
+    elif how == "rings":
+        sizes = {name: mesh.shape[name] for name in names if mesh.shape[name] > 1}
+        walks = _walks(mesh, *sizes) if len(sizes) == 1 else walks_over(sizes)
+    hops = range(size - 1) if any(walk.exchanges for walk in walks) else range(1)
+    directions = (1,) if size == 2 or len(hops) > 1 else (1, -1)
+
+    def target(place: int, way: int, walk: Walk | None, hop: int) -> int:
+        return (place + way) % size if walk is None else walk.next(place, way, hop)
+
+    def targets(hop: int) -> list[list[int]]:
+        """To which place each device sends, of all rings over the same devices."""
+        of_all = product(directions, walks or (None,))
+        return [[target(place, way, walk, hop) for place in range(size)] for way, walk in of_all]
+
+    return max(
+        _busiest(np.stack([places[:, to] for to in targets(hop)]), places, extent, closed)
+        for hop in hops
+    )
+
+
+def _on_the_same_chips(places: Int[np.ndarray, "rings size dims"]) -> int:
+    """How many rings are over devices of the same chips."""
+    chips = Counter(frozenset(map(tuple, ring)) for ring in places.tolist())
+    return max(chips.values())
+
+
+def _busiest(
+    to: Int[np.ndarray, "ways rings size dims"],
+    start: Int[np.ndarray, "rings size dims"],
+    extent: Int[np.ndarray, " dims"],
+    closed: Bool[np.ndarray, " dims"],
+) -> int:
+    """How many messages share the busiest link, of those that all places send at once."""
+    at, used = np.broadcast_to(start, to.shape).copy(), [np.empty((0, len(extent) + 1), int)]
+    for dim in range(1, len(extent)):  # between slices there are no links
+        apart = to[..., dim] - at[..., dim]
+        if closed[dim]:
+            half = (extent[dim] - 1) // 2
+            apart = (apart + half) % extent[dim] - half
+        while apart.any():
+            moves, step = apart != 0, np.sign(apart)
+            link = dim * step[moves]  # from a place along a dimension, one way or the other
+            used.append(np.column_stack([at[moves], link]))
+            at[..., dim] = (at[..., dim] + step) % extent[dim]
+            apart = apart - step
+    counts = np.unique(np.concatenate(used), axis=0, return_counts=True)[1]
+    return int(counts.max(initial=1))
 
 
 def _rings(mesh: Mesh, names: tuple[str, ...]) -> Shaped[np.ndarray, "rings size"]:

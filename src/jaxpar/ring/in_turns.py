@@ -95,13 +95,12 @@ class InTurns(Way):
 
     def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
         chip = problem.figures
-        messages = problem.messages[self.mode == "multi-ring"]
         if kept:
             first, last = flows
             work = work_on_kept(chip, last, kept, in_turns=True)
-            return self._turns_time(chip, first, messages, work)
+            return self._turns_time(problem, first, work)
         ahead = quantizing_time(chip, flows)
-        return ahead + sum(self._turns_time(chip, flow, messages) for flow in flows)
+        return ahead + sum(self._turns_time(problem, flow) for flow in flows)
 
     def kept_pieces(self, flow: Flow, backward: Way) -> int:
         if self.keeps_whole:
@@ -300,9 +299,11 @@ class InTurns(Way):
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
         return self.order.forward_first(out, residuals)
 
-    def _turns_time(self, chip: Chip, flow: Flow, messages: int, beside: float = 0.0) -> float:
+    def _turns_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
         """Seconds of turns, to which so many seconds of other work are dealt out."""
-        size = self.ring.size
+        chip, size = problem.figures, self.ring.size
+        messages = problem.messages("ring" if self.rings is None else "rings")
+        again = gathered_again(chip, flow, size, problem.messages("collective"))
         along = self.blocks_along if flow.kind == "gather" else self.sums_along
         if along:
             from jaxpar.ring import hierarchical  # on tori alone
@@ -312,7 +313,7 @@ class InTurns(Way):
             else:
                 rest = self.order.pieces, messages, beside
                 seconds = hierarchical.time_of_sums(chip, flow, size, along, *rest)
-                seconds += gathered_again(chip, flow, size)
+                seconds += again
             return seconds + self._cut_time(chip, flow, len(along))
         # Each of several rings has its own links, and a share of every block.
         rings, whole = len(self.rings or [self.ring]), self.whole_opposite
@@ -353,7 +354,7 @@ class InTurns(Way):
         copied += 0.0 if chip.torus else 2 * flow.added / chip.hbm
         if fitted.placed_apart and flow.kind == "gather":
             copied += copy_time(chip, flow.minor - flow.sliced)
-        copied += gathered_again(chip, flow, size)
+        copied += again
         return sum(map(time_of, turns), 0.0) + copied
 
     def _cut_time(self, chip: Chip, flow: Flow, rings: int) -> float:

@@ -20,8 +20,8 @@ from jaxpar.axis.quantized import Quantized
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import all_gather, psum_scatter
-from jaxpar.mesh.chips import Chip
-from jaxpar.ring.flow import SCATTERED_SHARE, Flow
+from jaxpar.mesh.chips import ADDED, Chip
+from jaxpar.ring.flow import SCATTERED_SHARE, Flow, FlowKind
 from jaxpar.ring.parts import Comb, Span, even_cuts, split_dim
 from jaxpar.ring.seconds import (
     MATMUL_SHARE,
@@ -72,13 +72,12 @@ class Naive(Way):
         work = [work_time(chip, flow, 1, 0.0) for flow in flows]
         if kept and len(flows) > 1:
             work[1] = work_on_kept(chip, flows[1], kept)
-        sent = [collective_time(chip, flow, size) for flow in flows]
+        sent = [_sent_time(problem, flow, flow.kind) for flow in flows]
         if len(flows) < 2:
-            reduces = any(flow.kind == "all-reduce" for flow in flows)
-            passes = 2 / _spanned(chip, size, max(problem.devices, size)) if reduces else 1
-            apart = reduces and "all-reduce" in beside  # by a SparseCore
-            copied = sum(last_copy_time(chip, flow, size) for flow in flows) if apart else 0.0
-            return ahead + sum(work, 0.0) + sum(sent, 0.0) * passes + copied
+            # By a SparseCore, what is summed for all devices is left to be copied.
+            apart = [flow for flow in flows if flow.kind == "all-reduce" and flow.kind in beside]
+            copied = sum(last_copy_time(chip, flow, size) for flow in apart)
+            return ahead + sum(work, 0.0) + sum(sent, 0.0) + copied
         # A scatter and a gather: the gather is under way while the scatter's work is done, the sums
         # leave while the gather's work is done.
         gathering = 0.0 if kept else sent[1]
@@ -236,16 +235,16 @@ class Stationary(Naive):
         return "stationary"
 
     def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
-        return sum((self._staying(problem.figures, flow, kept > 0) for flow in flows), 0.0)
+        return sum((self._staying(problem, flow, kept > 0) for flow in flows), 0.0)
 
-    def _staying(self, chip: Chip, flow: Flow, kept: bool) -> float:
+    def _staying(self, problem: Problem, flow: Flow, kept: bool) -> float:
         """Seconds of a flow whose gathered operand stays, and of its sums, which stay with it."""
-        size = self.ring.size
+        chip, size, shared = problem.figures, self.ring.size, problem.messages("collective")
         if flow.kind != "gather" and not kept:
-            return work_time(chip, flow, 1, 0.0) + collective_time(chip, flow, size)
+            return work_time(chip, flow, 1, 0.0) + _sent_time(problem, flow, flow.kind)
         moved = flow.block_bytes + size * (flow.partners + flow.exchanged)
         computed = flow.flops / (MATMUL_SHARE * chip.flops)
-        sent = collective_time(chip, replace(flow, block_bytes=flow.partners), size)
+        sent = collective_time(chip, replace(flow, block_bytes=flow.partners), size, shared)
         sent += all_to_all_time(chip, flow.exchanged, size)
         return hypot(computed, moved / chip.hbm) + (sent if flow.kind == "gather" else 0.0)
 
@@ -267,27 +266,29 @@ class InChunks(Naive):
         return f"chunked-{self.chunks}"
 
     def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
-        chip, beside = problem.figures, problem.beside
+        chip = problem.figures
         if kept:
             first, last = flows
-            return self._in_chunks(chip, first, beside) + work_on_kept(chip, last, kept)
+            return self._in_chunks(problem, first) + work_on_kept(chip, last, kept)
         ahead = quantizing_time(chip, flows)
-        return ahead + sum(self._in_chunks(chip, flow, beside) for flow in flows)
+        return ahead + sum(self._in_chunks(problem, flow) for flow in flows)
 
-    def _in_chunks(self, chip: Chip, flow: Flow, beside: frozenset[str]) -> float:
+    def _in_chunks(self, problem: Problem, flow: Flow) -> float:
         """Seconds of a flow, a chunk of which travels beside the work on the one before."""
+        chip, shared = problem.figures, problem.messages("collective")
         size, chunks, comb = self.ring.size, self.chunks, flow
         flow = flow.in_chunks(chunks)
         fit = chunks * flow.sums <= chip.vmem
         work = work_time(chip, flow, chunks, fitted_to(chip.kind).chunk_passes, kept=fit)
-        sent = collective_time(chip, flow, size)
+        kind = "gather" if flow.kind == "gather" else "scatter"
+        sent = _sent_time(problem, flow, kind)
         # Chunks are cut out of the block, or joined to it; of blocks, which lie apart, more slowly.
         comb_copy = copy_time(chip, flow.block_bytes)
         copied = comb_copy if flow is comb else 2 * flow.block_bytes / chip.hbm
         rest = copied + chunks * chip.start
         rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
-        rest += gathered_again(chip, flow, size)
-        if ("all-gather" if flow.kind == "gather" else "reduce-scatter") not in beside:
+        rest += gathered_again(chip, flow, size, shared)
+        if ("all-gather" if kind == "gather" else "reduce-scatter") not in problem.beside:
             return work + sent + rest
         return rest + (work + sent + (chunks - 1) * max(work, sent)) / chunks
 
@@ -305,6 +306,33 @@ def _cut(x: Array, start: int, size: int, dim: int) -> Array:
     if size == x.shape[dim]:
         return x
     return lax.slice_in_dim(x, start, start + size, axis=dim)
+
+
+def _sent_time(problem: Problem, flow: Flow, kind: FlowKind) -> float:
+    """Seconds of a collective of XLA's own, for each of whose blocks a flow says what it has."""
+    shared = problem.messages("collective")
+    once = collective_time(problem.figures, flow, problem.ring.size, shared)
+    return once if flow.quantized else _passes(problem, kind) * once
+
+
+def _passes(problem: Problem, kind: FlowKind) -> float:
+    """How often what is summed goes round, in times of one ring both ways.
+
+    XLA all-reduces over the links of all dimensions; over one, a reduce-scatter and an all-gather
+    follow each other. Sums that are scattered over a whole slice of equal sides are all-reduced,
+    too, and each device takes its own.
+    """
+    chip, size = problem.figures, problem.ring.size
+    devices = max(problem.devices, size)
+    if not chip.torus or kind == "gather":
+        return 2.0 if kind == "all-reduce" else 1.0
+    if kind == "all-reduce":
+        return 2 / _spanned(chip, size, devices)
+    side = round(size ** (1 / max(1, chip.dimensions)))
+    if size < devices or side**chip.dimensions != size or side < 2:
+        return 1.0
+    closed = side == 16 if chip.dimensions == 2 else side % 4 == 0
+    return 2 / (ADDED * chip.dimensions * (1 + closed) / 2)
 
 
 def _spanned(chip: Chip, size: int, devices: int) -> int:

@@ -87,13 +87,17 @@ def joins(chip: Chip, length: int) -> bool:
     return chip.torus and 8 * chip.flops / chip.hbm > length
 
 
-def collective_time(chip: Chip, flow: Flow, size: int) -> float:
-    """Seconds of a collective by itself: both ways round a torus, through the port of a GPU."""
+def collective_time(chip: Chip, flow: Flow, size: int, messages: int = 1) -> float:
+    """Seconds of a collective by itself: both ways round a torus, through the port of a GPU.
+
+    So many messages share each link of a torus.
+    """
     if flow.quantized and flow.kind == "scatter":  # sums that nothing adds on their way
         return all_to_all_time(chip, size * flow.block_bytes, size)
     if not chip.torus:
         return (size - 1) * (flow.block_bytes / (PORT_SHARE * chip.link) + chip.latency)
-    return chip.start + (size - 1) / 2 * (flow.block_bytes / chip.link + chip.latency)
+    sent = messages * flow.block_bytes
+    return chip.start + (size - 1) / 2 * (sent / chip.link + chip.latency)
 
 
 def hop_time(chip: Chip, sent: float) -> float:
@@ -111,11 +115,11 @@ def all_to_all_time(chip: Chip, sent: float, size: int) -> float:
     return chip.start + sent * around / chip.link + size / 2 * chip.latency
 
 
-def gathered_again(chip: Chip, flow: Flow, size: int) -> float:
+def gathered_again(chip: Chip, flow: Flow, size: int, messages: int) -> float:
     """Seconds in which sums that all devices need are gathered again."""
     if flow.kind != "all-reduce":
         return 0.0
-    return collective_time(chip, flow, size) + last_copy_time(chip, flow, size)
+    return collective_time(chip, flow, size, messages) + last_copy_time(chip, flow, size)
 
 
 def last_copy_time(chip: Chip, flow: Flow, size: int) -> float:

@@ -70,6 +70,7 @@ from jaxpar.layout._ready_maps import Dims as Dims
 from jaxpar.layout._ready_maps import extended as extended
 from jaxpar.layout._rule import Entry as Entry
 from jaxpar.layout._rule import axes_of as axes_of
+from jaxpar.mesh.chips import ADDED as ADDED
 from jaxpar.mesh.chips import NO_FIGURES as NO_FIGURES
 from jaxpar.mesh.chips import PERMUTE_STARTS as PERMUTE_STARTS
 from jaxpar.mesh.chips import REACHED as REACHED

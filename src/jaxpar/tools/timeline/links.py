@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from jaxpar.tools.private_names import PERMUTE_STARTS, Chip, closed_dims
+from jaxpar.tools.private_names import ADDED, PERMUTE_STARTS, Chip, closed_dims
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.gpu_tables import kind_of_permute
@@ -19,9 +19,6 @@ from jaxpar.tools.timeline.target import measured_of
 
 # Gathers and sums of the SparseCores of this chip take several starts of a transfer.
 SPARSE_CORE_STARTS = {"TPU7x": 4.0}
-# Of its links, what a sum over several dimensions, one after the other, uses: fitted to half of the
-# public measurements of v6e.
-ADDED = 0.8
 
 RACK = 72  # GPUs that a switch joins beyond their host
 
