@@ -121,6 +121,28 @@ def test_options_of_a_mesh_a_device_a_target_and_the_context():
         jaxpar.compiler_options("v5p")
 
 
+@pytest.mark.parametrize("slice_name", ["v5p:2x2x2", "v6e:2x4", "v5e:2x4"])
+def test_few_bytes_are_not_sent_by_sparse_cores(slice_name):
+    place = target(slice_name)
+    usual = jaxpar.compiler_options(place)
+    few = jaxpar.compiler_options(place, largest=8 * 8192 * 2)
+    assert few.keys() == usual.keys()
+    assert {name for name in few if few[name] != usual[name]} == {
+        name for name in usual if "sparse_core" in name
+    }
+    assert jaxpar.compiler_options(place, largest=2**22 + 1) == usual
+    with jax.set_mesh(place.mesh), jaxpar.compiled_with(few):
+        free = traced_asynchronous()
+    assert not free & {"reduce-scatter", "all-reduce"}
+    # Given to a program, they take the place of those of its chip.
+    step = jaxpar.jit(lambda x: x, compiler_options=few)
+    with jax.set_mesh(place.mesh), step.ready():
+        assert traced_asynchronous() == free
+    for wrong in (-1, 2.5, "many"):
+        with pytest.raises((TypeError, ValueError), match="compiler_options: largest"):
+            jaxpar.compiler_options(place, largest=wrong)
+
+
 def _seen(described, trace):
     """The collectives that are asynchronous where a function is traced."""
     found = []

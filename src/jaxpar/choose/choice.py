@@ -27,8 +27,8 @@ from jaxpar.ring.ways import Way
 
 # What another way than a collective is predicted to take must be less than this share of that.
 MARGIN = 0.96
-# Disjoint rings cut blocks into smaller pieces than one ring.
-LESS = {"multi-ring": MARGIN / 1.05, "unidirectional": MARGIN / (1 + 1e-9)}
+# Disjoint rings cut blocks into smaller pieces than one ring, which is preferred where both win.
+MARGIN_OF_RINGS = 0.91
 
 # The compiler of GPUs joins the sums of more than two chunks again, and of two that have fewer
 # bytes than this together.
@@ -148,7 +148,8 @@ class Predictions:
 
     def _compared(self, way: Way, seconds: float) -> float:
         naive = way == Naive(self.problem.ring)
-        return seconds if naive else seconds / LESS.get(way.mode, MARGIN)
+        margin = MARGIN_OF_RINGS if way.mode == "multi-ring" else MARGIN
+        return seconds if naive else seconds / margin
 
 
 def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
@@ -249,13 +250,13 @@ def beside_a_matmul(problem: Problem, mode: Mode, flows: Flows) -> str:
         return "" if _may_stay(problem) else "no other operand can travel"
     if mode in CHUNKED:
         return _not_in_chunks(problem, CHUNKED[mode], flows)
-    return _not_in_turns(problem) or (
-        _not_by_disjoint_rings(problem, flows)
-        if mode == "multi-ring"
-        else "both directions leave by one port"
-        if mode == "bidirectional" and not chip.torus
-        else ""
-    )
+    if out := _not_in_turns(problem):
+        return out
+    if mode == "multi-ring":
+        return _not_by_disjoint_rings(problem, flows)
+    if chip.torus:
+        return "half of the links are idle" if mode == "unidirectional" else ""
+    return "both directions leave by one port" if mode == "bidirectional" else ""
 
 
 def of_attention(problem: Problem, mode: Mode, flows: Flows) -> str:
