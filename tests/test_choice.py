@@ -558,10 +558,8 @@ def test_what_the_model_is_asked(monkeypatch):
     flops = 2 * 2.0 * 8 * 12 * 4
     whole, moving = 2 * 12 * 4 * 2, 2 * (8 * 12 + 8 * 4) * 2
     instead = {"partners": 2 * 12 * 4 * 2, "exchanged": 2 * 8 * 4 * 2}
-    assert rows == Flow("gather", flops, 2 * 12 * 2, whole, moving, **instead)
-    assert for_x == Flow(
-        "scatter", flops, 2 * 12 * 2, whole, moving, cut=2 * 8 * 4 * 2, added=8 * 12 * 4
-    )
+    assert rows == Flow("gather", flops, 2 * 12 * 2, whole, moving, unaligned=128, **instead)
+    assert for_x == Flow("scatter", flops, 2 * 12 * 2, whole, moving, cut=2 * 8 * 4 * 2)
     sums = 2 * 12 * 4 * 4
     assert for_w == Flow("gather", flops, 2 * 12 * 2, 0, moving, sums, cut=2 * 8 * 4 * 2, **instead)
     (columns,), _ = run(lambda x, w: all_gather_matmul(x, w, "x", gather="rhs"), P("x"), P("x"))
@@ -575,11 +573,9 @@ def test_what_the_model_is_asked(monkeypatch):
     (narrow,), (for_both,) = scatter()
     flops = 2.0 * 8 * 3 * 16
     moved = (8 * 3 + 8 * 16) * 2
-    assert narrow == Flow(
-        "scatter", flops, 2 * 16 * 2, 3 * 16 * 2, moved, cut=8 * 3 * 2, added=8 * 16 * 4
-    )
+    assert narrow == Flow("scatter", flops, 2 * 16 * 2, 3 * 16 * 2, moved, cut=8 * 3 * 2)
     shared = (8 * 16 + 8 * 3) * 2 + (8 * 16 + 8 * 3) * 2
-    instead = {"partners": 2 * 3 * 16 * 2, "exchanged": 2 * 8 * 3 * 2}
+    instead = {"partners": 2 * 3 * 16 * 2, "exchanged": 2 * 8 * 3 * 2, "unaligned": 8 * 3 * 2}
     assert for_both == Flow(
         "gather", 2 * flops, 2 * 16 * 2, 3 * 16 * 2, shared, 3 * 16 * 4, cut=8 * 3 * 2, **instead
     )
@@ -801,11 +797,27 @@ def test_columns_are_cut_by_the_matmul_of_a_scatter_on_a_tpu(kind, direction, co
 @pytest.mark.parametrize(("kind", "passes"), [("NVIDIA H100", 2), ("TPU v5 lite", 0)])
 def test_a_gpu_adds_sums_by_passes_of_their_own(kind, passes):
     way = chosen(described(kind), 8, TINY, "unidirectional")
-    flow = Flow("scatter", 1.0, 8)
-    without, with_it = (
-        time_of(chip(kind), (replace(flow, added=added),), way, NONE) for added in (0, 2**24)
+    # Of a transfer that work covers, a GPU writes and reads all devices' numbers of float32.
+    (small, large) = (
+        time_of(chip(kind), (Flow("scatter", 1e15, block),), way, NONE) for block in (8, 2**24)
     )
-    assert with_it - without == pytest.approx(passes * 2**24 / chip(kind).hbm)
+    assert large - small == pytest.approx(passes * 2 * 8 * 2**24 / chip(kind).hbm, abs=1e-9)
+
+
+def test_chunks_place_what_is_no_whole_number_of_lanes_by_passes_of_their_own():
+    """1728 columns are 13.5 x 128: a chunk is written, placed, and the whole copied."""
+    product = Product("ak", "kn", "an", jnp.bfloat16)
+    v5p, way = chip("TPU v5"), InChunks(ring(8), 4)
+
+    def found(columns):
+        sizes = {"a": 24576, "k": 5120, "n": columns}
+        flow = flow_of("gather", "a", 8, [product], [sizes], 2, 2)
+        return flow, time_of(v5p, (replace(flow, across=()),), way, ALL)
+
+    (odd, slow), (even, _) = found(1728), found(1792)
+    assert (odd.unaligned, even.unaligned) == (24576 * 1728 * 2, 0)
+    alone = time_of(v5p, (replace(odd, unaligned=0, across=()),), way, ALL)
+    assert slow - alone == pytest.approx(2 * copy_time(v5p, odd.unaligned))
 
 
 @pytest.mark.parametrize(

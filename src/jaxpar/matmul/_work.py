@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import prod
 
 from jaxpar.matmul._product import Product, flops_of
-from jaxpar.ring.flow import Flow, FlowKind
+from jaxpar.ring.flow import LANES, Flow, FlowKind
 
 
 def flow_of(
@@ -36,10 +36,8 @@ def flow_of(
     moving = products[0].left if kind == "gather" else products[0].out
     block = prod(sizes[0][name] for name in moving) // size * wire
 
-    added = 0 if kind == "gather" else prod(sizes[0][name] for name in moving) * 4
-
     def cut_along(along: str) -> Flow:
-        whole, shared, sums, minor, cut, sliced, partners, exchanged = 0, 0, 0, 0, 0, 0, 0, 0
+        whole, shared, sums, minor, cut, sliced, partners, exchanged, unaligned = (0,) * 9
         for product, numbers_of in zip(products, sizes, strict=True):
             for role in ("left", "right", "out"):
                 labels = getattr(product, role)
@@ -51,6 +49,8 @@ def flow_of(
                     cut += numbers * width if stays else 0
                     last = not travels and labels.endswith(along)
                     minor += numbers * width if last and along == label else 0
+                    odd = kind == "gather" and role == "out" and numbers_of[labels[-1]] % LANES
+                    unaligned += numbers * width if odd and not last else 0
                     sliced += numbers * width if last and stays else 0
                 elif role == "out":
                     sums += numbers * 4
@@ -60,7 +60,7 @@ def flow_of(
                     exchanged += numbers * width if label in labels else 0
                     partners += 0 if label in labels else numbers * width
         flops = flops_of(sizes)
-        read = (whole, shared, sums, minor, cut, sliced, partners, exchanged, added)
+        read = (whole, shared, sums, minor, cut, sliced, partners, exchanged, unaligned)
         return Flow(kind, flops, block, *read, quantized, along=along, length=sizes[0][along])
 
     others = "" if quantized else moving.replace(label, "")  # scales are cut along the ring's

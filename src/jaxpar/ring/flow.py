@@ -6,6 +6,8 @@ from typing import Literal
 # Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
 SCATTERED_SHARE = 0.2
 
+LANES = 128  # of a TPU's registers, along the last dimension
+
 FlowKind = Literal["gather", "scatter", "all-reduce"]
 
 
@@ -28,7 +30,8 @@ class Flow:
       partners: bytes that are gathered, or summed and scattered, where the operand stays that
         would be gathered; as one device's block of them.
       exchanged: bytes of one device that go all to all there.
-      added: bytes of the float32 numbers that are made for all devices, where sums are scattered.
+      unaligned: bytes, of those that are shared, of results whose last dimension is no whole number
+        of lanes: what chunks place in them is not placed by the matmul.
       quantized: whether what travels is, with scales.
       along: the label of what is cut into pieces, of arrays that have labels.
       length: of that label, of the whole; 0: not known.
@@ -46,7 +49,7 @@ class Flow:
     sliced: int = 0
     partners: int = 0
     exchanged: int = 0
-    added: int = 0
+    unaligned: int = 0
     quantized: bool = False
     along: str = ""
     length: int = 0

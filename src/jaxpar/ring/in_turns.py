@@ -58,6 +58,7 @@ LOOPED, CUT = 1e-6, 1e-6
 JOINED, JOINED_SHARE = 1e-6, 0.4
 # Seconds of an instruction that cuts an operand for sums across a cube, in sixths of a block.
 CUT_SIXTH = 6e-6
+FLOAT32 = 2  # times the bytes of sums in 16 bits
 UNROLLED_CIRCULATING = 6  # fewer than of other turns: such a one holds more matmuls
 
 
@@ -351,7 +352,8 @@ class InTurns(Way):
         if flow.kind == "gather" and loops(turns):
             copied += len(turns) * LOOPED
         # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
-        copied += 0.0 if chip.torus else 2 * flow.added / chip.hbm
+        added = 0 if chip.torus or flow.kind == "gather" else FLOAT32 * size * flow.block_bytes
+        copied += 2 * added / chip.hbm
         if fitted.placed_apart and flow.kind == "gather":
             copied += copy_time(chip, flow.minor - flow.sliced)
         copied += again

@@ -287,6 +287,8 @@ class InChunks(Naive):
         copied = comb_copy if flow is comb else 2 * flow.block_bytes / chip.hbm
         rest = copied + chunks * chip.start
         rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
+        # Each is written by itself, and placed, and the whole is copied once more.
+        rest += 2 * copy_time(chip, flow.unaligned) if flow is comb else 0.0
         rest += gathered_again(chip, flow, size, shared)
         if ("all-gather" if kind == "gather" else "reduce-scatter") not in problem.beside:
             return work + sent + rest
