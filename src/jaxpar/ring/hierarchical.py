@@ -12,10 +12,8 @@ from jaxpar.mesh.cycles import AlongOne
 from jaxpar.ring.flow import SCATTERED_SHARE, Flow
 from jaxpar.ring.parts import Slab
 from jaxpar.ring.phase import Phase
-from jaxpar.ring.seconds import copy_time, fitted_to, hop_time, joins, work_time
+from jaxpar.ring.seconds import INSTRUCTION, copy_time, fitted_to, hop_time, joins, work_time
 
-# Seconds of an instruction that lays out what came along one dimension for the next one.
-PLACED = 1.3e-6
 # Of the time in which sums are added that go along a second dimension, what is not beside matmuls.
 PHASES_SHARE = 3 / 4
 
@@ -125,7 +123,7 @@ def time_of_blocks(
 
     seconds = 0.0
     for _ in sides[1:]:
-        placed = shares * side * (PLACED + copy_time(chip, sent))
+        placed = shares * side * (INSTRUCTION + copy_time(chip, sent))
         seconds += hop(sent) + max(placed, (hops + opposite - 1) * hop(sent))
         sent *= side
     pieces = side * shares
@@ -135,7 +133,7 @@ def time_of_blocks(
     joined = 0.0
     if flow.sums and joins(chip, flow.length // pieces):
         # Each is laid out beside others, and so is what it is multiplied by.
-        joined = 2 * PLACED * pieces + copy_time(chip, size * flow.block_bytes)
+        joined = 2 * INSTRUCTION * pieces + copy_time(chip, size * flow.block_bytes)
         pieces = side
     work = (work_time(chip, flow, pieces, fitted.turn_passes) + joined) / side  # of a turn, one way
     seconds += max(work, hop(sent)) + (hops - 1) * max(2 * work, hop(sent))
@@ -145,6 +143,4 @@ def time_of_blocks(
         seconds += 2 * work
     # Columns of the blocks of a slab lie apart.
     seconds += (flow.minor - flow.sliced) / (SCATTERED_SHARE * chip.hbm)
-    if fitted.placed_apart:
-        seconds += copy_time(chip, flow.minor - flow.sliced)
     return seconds

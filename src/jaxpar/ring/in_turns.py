@@ -21,6 +21,7 @@ from jaxpar.ring.phase import Phase
 from jaxpar.ring.run import loops, run
 from jaxpar.ring.scatter import Scatter
 from jaxpar.ring.seconds import (
+    INSTRUCTION,
     KEPT_JOINED,
     KEPT_TOGETHER,
     copy_time,
@@ -51,13 +52,8 @@ from jaxpar.ring.ways import (
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
 
-# Seconds of a turn of a loop beyond its work; and of an instruction that cuts operands for one.
-LOOPED, CUT = 1e-6, 1e-6
-# Seconds of an instruction that joins a block with others; and of the time of copies how much it
-# takes, as small ones are on the chip.
-JOINED, JOINED_SHARE = 1e-6, 0.4
-# Seconds of an instruction that cuts an operand for sums across a cube, in sixths of a block.
-CUT_SIXTH = 6e-6
+# Of the time of copies, how much joining blocks takes: small ones are on the chip.
+JOINED_SHARE = 0.4
 FLOAT32 = 2  # times the bytes of sums in 16 bits
 UNROLLED_CIRCULATING = 6  # fewer than of other turns: such a one holds more matmuls
 
@@ -326,7 +322,7 @@ class InTurns(Way):
             pieces = 1  # what comes by several rings is multiplied at once
             if rings > 1:
                 copied = copy_time(chip, size * flow.block_bytes)
-                joined = JOINED * size * rings + JOINED_SHARE * copied
+                joined = INSTRUCTION * size * rings + JOINED_SHARE * copied
         fits = flow.kind == "gather" and 2 * flow.sums <= chip.vmem
         work = work_time(chip, flow, size * pieces, fitted.turn_passes, kept=fits) + joined
         work = (work + beside) / size
@@ -350,12 +346,10 @@ class InTurns(Way):
         copied = 2 * copy_time(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
         copied += self._cut_time(chip, flow, rings)
         if flow.kind == "gather" and loops(turns):
-            copied += len(turns) * LOOPED
+            copied += len(turns) * INSTRUCTION
         # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
         added = 0 if chip.torus or flow.kind == "gather" else FLOAT32 * size * flow.block_bytes
         copied += 2 * added / chip.hbm
-        if fitted.placed_apart and flow.kind == "gather":
-            copied += copy_time(chip, flow.minor - flow.sliced)
         copied += again
         return sum(map(time_of, turns), 0.0) + copied
 
@@ -369,17 +363,14 @@ class InTurns(Way):
             if not looped:
                 order = order.for_sums(flow.flops / (around * pieces))
             elif order.cuts_first:
-                return copy_time(chip, flow.cut) + len(turns) * (LOOPED + CUT)
+                return copy_time(chip, flow.cut) + 2 * len(turns) * INSTRUCTION
         if order.cuts_first:
             cut = flow.cut
         elif flow.kind == "gather" or not chip.torus:  # columns are
             cut = flow.sliced
         else:
             cut = fitted.within * flow.cut
-        seconds = copy_time(chip, cut)
-        if self._crosses_a_cube and flow.kind != "gather" and order.cuts_first:
-            seconds += self.ring.size * rings * pieces * CUT_SIXTH
-        return seconds
+        return copy_time(chip, cut)
 
     def _shares(self, length: int) -> list[tuple[int, int]]:
         """Starts and sizes of what each ring carries of a block of `length`."""

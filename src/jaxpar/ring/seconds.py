@@ -15,6 +15,8 @@ PORT_SHARE, SMALL, SMALL_PERMUTE = 0.7, 2**26, 7.5e10
 # How much faster than from HBM each piece feeds an operand from VMEM to the matrix units, however
 # few rows it multiplies.
 VMEM_SPEED = 3.5
+# Seconds of an instruction of its own that cuts, joins or lays out, and of a turn of a loop.
+INSTRUCTION = 1e-6
 # Blocks that were kept are joined, contracted, while they are no longer than this together: more
 # would be copied first, less is a sum of float32 for each. And no more than so many blocks.
 KEPT_JOINED, KEPT_TOGETHER = 768, 4
@@ -28,7 +30,6 @@ class Fitted:
 
     Attributes:
       within: of a copy of what stays, how much longer a matmul takes that cuts it by itself.
-      placed_apart: columns that a turn computes are placed by a pass of its own.
       turn_passes: how often sums of float32 are read and written for each piece, apart from the
         matmul, in turns; not at all where the compiler adds in its epilogue at full speed.
       chunk_passes: the same in chunks.
@@ -37,7 +38,6 @@ class Fitted:
     """
 
     within: float = 0.0
-    placed_apart: bool = False
     turn_passes: float = 0.0
     chunk_passes: float = 0.0
     piece: float = 3e-6
@@ -49,7 +49,7 @@ _BY_KIND = {
     "TPU v5 lite": Fitted(turn_passes=2.0, chunk_passes=0.5, resident=0.5),
     "TPU v5": Fitted(within=0.5, piece=1.8e-6),
     "TPU v6 lite": Fitted(turn_passes=1.0, chunk_passes=1.0, resident=0.5),
-    "TPU7x": Fitted(placed_apart=True, turn_passes=1.0, chunk_passes=1.0),
+    "TPU7x": Fitted(turn_passes=1.0, chunk_passes=1.0),
 }
 
 
