@@ -27,21 +27,24 @@ def hashes() -> dict[str, str]:
     from jaxpar.schedule import target
     from overlap import peers
     from sweep.points import points
-    from sweep.worker import NAMED, OPS, RING, with_gradients
+    from sweep.worker import NAMED, OPS, with_gradients
 
     found = {}
     for number, point in enumerate(points()):
         place = target(point.slice, point.mesh)
-        op = OPS[point.op]
-        operands = peers.operands(point.op, point.shape, jax.numpy.bfloat16, place.mesh, RING)
-        lhs, rhs, out = op.specs(RING)
+        op, ring = OPS[point.op], tuple(getattr(point, "ring", "tp").split(","))
+        dtype = jax.numpy.dtype(getattr(point, "dtype", "bfloat16"))
+        operands = peers.operands(point.op, point.shape, dtype, place.mesh, ring)
+        lhs, rhs, out = op.specs(ring)
         modes = {"auto": "auto"}
         if number % 3 == 0:  # by its place in the list: its name may be another in another commit
             named = number // 3 % len(NAMED)
             modes[f"named mode {named}"] = NAMED[named]
         for name, mode in modes.items():
             function = jax.shard_map(
-                lambda lhs, rhs, op=op, mode=mode: op.local(lhs, rhs, Axis(RING, mode), None),
+                lambda lhs, rhs, op=op, ring=ring, mode=mode: op.local(
+                    lhs, rhs, Axis(ring, mode), None
+                ),
                 mesh=place.mesh,
                 in_specs=(lhs, rhs),
                 out_specs=out,

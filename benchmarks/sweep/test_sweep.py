@@ -3,7 +3,7 @@
 import pytest
 
 from sweep import __main__ as command
-from sweep.points import LAYERS, Point, point_from, points
+from sweep.points import LAYERS, Point, grid, point_from, points
 from tables import rewrite
 
 SOME = Point("v5e:2x4", "tp=8", "gather-lhs-rows", (256, 4096, 14336), grad=False, options=True)
@@ -17,8 +17,8 @@ def forms(**times):
 
 
 def test_there_are_hundreds_of_points_of_every_kind():
-    found = points()
-    assert len(set(found)) == len(found) >= 300
+    assert len(set(points())) == len(points()) >= 580
+    found = [p for p in points() if p in set(grid())]
     for part in (found, found[:120]):
         assert len({(p.slice, p.mesh) for p in part}) == 13
         assert len({p.op for p in part}) == 7
@@ -31,7 +31,7 @@ def test_there_are_hundreds_of_points_of_every_kind():
 
 def test_no_two_properties_of_points_go_together():
     """Every mesh and form has both passes with both sizes of a layer, and is without options."""
-    found = points()
+    found = list(grid())
     forms = {(p.slice, p.mesh, p.op) for p in found}
     every = {(*form, grad, narrow) for form in forms for grad in (False, True) for narrow in NARROW}
     sizes = {p: min(p.shape[1:]) for p in found}
@@ -41,6 +41,21 @@ def test_no_two_properties_of_points_go_together():
         form for form in forms if form[0].startswith(("v5p", "v6e"))
     }
     assert {(p.op, p.grad, sizes[p]) for p in without} == {form[2:] for form in every}
+
+
+def test_what_is_on_no_grid():
+    """Rings over several axes, open planes, odd widths, few rows, vocabularies, float32, GPUs."""
+    found = [p for p in points() if p not in set(grid())]
+    assert {p.ring for p in found} >= {"tp", "x,y", "y,x", "x,y,z"}
+    assert {p.dtype for p in found} == {"bfloat16", "float32"}
+    assert {p.slice.partition(":")[0] for p in found} == {"v5e", "v5p", "v6e", "tpu7x", "h100"}
+    assert min(p.shape[0] for p in found) == 8
+    assert any(p.shape[2] // 8 % 128 for p in found)
+    assert {p.grad for p in found} == {False, True}
+    labels = {p.label for p in found}
+    assert "v6e:4x4 x=4,y=4 over x,y scatter-rows 8192x13824x5120 forward" in labels
+    assert "v6e:2x4 tp=8 gather-rhs-k 4096x4096x4096 float32 forward" in labels
+    assert all(point_from(p.record()) == p for p in found)
 
 
 def test_losers_are_the_points_where_a_peer_is_ahead_the_worst_first():

@@ -23,8 +23,8 @@ from overlap import peers
 from sweep.points import Point, point_from
 from workers import KEPT
 
-RING = ("tp",)
 ONE_RING = "one ring"
+TPUS = ("v", "tpu")  # what their slices begin with
 PEERS = ("naive", "XLA post_spmd", "XLA plain jit", ONE_RING)
 
 
@@ -70,19 +70,22 @@ def _model() -> str:
 def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yields name, jitted function, operands and compiler options of each form of a point."""
     common = jaxpar.compiler_options(target) if point.options else {}
-    op, matmul = OPS[point.op], (point.op, point.shape, jnp.bfloat16, target.mesh, RING)
+    op, ring, dtype = OPS[point.op], tuple(point.ring.split(",")), jnp.dtype(point.dtype)
+    matmul = point.op, point.shape, dtype, target.mesh, ring
     operands = peers.operands(*matmul)[: 3 if point.grad else 2]
     for peer in PEERS[:-1]:
+        if peer == "XLA post_spmd" and not point.slice.startswith(TPUS):
+            continue  # it is of the TPU compiler
         if peer == "XLA plain jit":
             layouts = peers.plain_jit(*matmul, grad=point.grad)
             for (function, args), options in product(layouts, peers.plain_options(common)):
                 yield peer, function, args[: len(operands)], options
         else:
-            function = peers.build(peer, point.op, target.mesh, RING, grad=point.grad)
+            function = peers.build(peer, point.op, target.mesh, ring, grad=point.grad)
             yield peer, function, operands, peers.compiler_options(peer, common)
 
     def own(axis: Axis) -> Any:
-        lhs, rhs, out = op.specs(RING)
+        lhs, rhs, out = op.specs(ring)
         function = jax.shard_map(
             lambda lhs, rhs: op.local(lhs, rhs, axis, None),
             mesh=target.mesh,
@@ -92,17 +95,17 @@ def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, 
         return jax.jit(with_gradients(function) if point.grad else function)
 
     with jax.set_mesh(target.mesh):
-        all_links = traced_links().walks.get(*RING)
+        all_links = len(ring) > 1 or traced_links().walks.get(*ring)
     if all_links:
-        yield ONE_RING, own(Axis(RING, "bidirectional")), operands, common
-    yield "auto", own(Axis(RING)), operands, common
+        yield ONE_RING, own(Axis(ring, "bidirectional")), operands, common
+    yield "auto", own(Axis(ring)), operands, common
     if ways:
         both = product(NAMED, NAMED) if point.grad else zip(NAMED, NAMED, strict=True)
         for mode, backward in both:
             # Of two passes each is one piece of what the other one is beside: not all pairs.
             if mode == backward or "naive" in (mode, backward):
                 name = mode if mode == backward else f"{mode} | {backward}"
-                yield name, own(Axis(RING, mode, backward=backward)), operands, common
+                yield name, own(Axis(ring, mode, backward=backward)), operands, common
 
 
 def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
