@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxpar.arguments.types import Mode
 from jaxpar.axis.axis import CHUNKED, Ring
@@ -62,8 +62,8 @@ def _ways(problem: Problem) -> Ways:
     predicted = Predictions(problem)
     firsts = ways_of(problem, forward, problem.forward)
     if not problem.backward:
-        seconds = ways_of(problem, backward, problem.forward)
-        return _least(firsts, predicted.forward), _least(seconds, predicted.forward)
+        others = ways_of(problem, backward, problem.forward)
+        return _least(firsts, predicted.forward), _least(others, predicted.forward)
     pairs = list(product(firsts, ways_of(problem, backward, problem.backward)))
     return _least(pairs, predicted.of_both)
 
@@ -87,10 +87,11 @@ def decisions(problem: Problem, taken: Ways, tuned: bool) -> Iterator[Decision]:
     auto = replace(problem, ring=replace(problem.ring, mode="auto", backward=None))
     predictions = Predictions(auto)
     passes = {"forward": problem.forward, "backward": problem.backward}
+    mode: Any = taken[0].mode
     for (part, flows), way in zip(passes.items(), taken, strict=True):
-        first = taken[0] if part == "backward" else None
-        if flows or first is None:
-            rows = tuple(_row(predictions, mode, flows, first) for mode in NAMED)
+        if part == "forward" or flows:
+            first = None if part == "forward" else way_of(auto, mode, problem.forward)
+            rows = tuple(_row(predictions, named, flows, first) for named in NAMED)
             yield Decision(problem, part, rows, way.mode, tuned)
 
 
