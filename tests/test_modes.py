@@ -226,7 +226,7 @@ NO_ARRAYS = {
         "compiler_options",
     ),
     *("describe", "edge_disjoint_rings", "guard", "initialize", "jit", "make_mesh", "ring_hops"),
-    *("ring_order", "tuned", "expert_capacity"),
+    *("ring_order", "tuned", "ways", "expert_capacity"),
 }
 # By other names: what `quantize`, `head_layout`, `route`, `routing_statistics` return.
 RETURNED = {"Quantized", "HeadLayout", "Routing", "Statistics"}
