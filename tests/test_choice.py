@@ -36,7 +36,7 @@ from jaxpar.matmul._work import flow_of
 from jaxpar.mesh.chips import CHIPS, with_measured_links
 from jaxpar.ring.flow import Flow
 from jaxpar.ring.in_turns import InTurns
-from jaxpar.ring.naive import InChunks, Naive
+from jaxpar.ring.naive import InChunks, Naive, Stationary
 from jaxpar.ring.order import Order, TpuOrder, traced_order
 from jaxpar.ring.seconds import collective_time, copy_time, hop_time, joining_is_cheaper
 from jaxpar.ring.turns import gather_turns
@@ -752,6 +752,37 @@ def test_an_all_reduce_has_the_links_of_all_dimensions_of_its_ring(
     if beside and chip(kind).torus:
         found -= copy_time(chip(kind), size * 2**20)
     assert found == pytest.approx(times * collective_time(chip(kind), flow, size))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "devices", "times"),
+    [
+        ("TPU v6 lite", 16, 16, 2.5),  # 4 x 4, all of it
+        ("TPU v5 lite", 64, 64, 2.5),
+        ("TPU v6 lite", 256, 256, 1.25),  # closed
+        ("TPU v5", 8, 8, 5 / 3),  # 2 x 2 x 2
+        ("TPU v5", 64, 64, 5 / 6),  # 4 x 4 x 4, closed
+        ("TPU v6 lite", 8, 8, 1),  # 2 x 4
+        ("TPU v6 lite", 16, 64, 1),
+        ("NVIDIA H100", 8, 8, 1),
+    ],
+)
+def test_sums_over_a_whole_slice_of_equal_sides_are_all_reduced(kind, size, devices, times):
+    """As XLA schedules `psum_scatter`: over all links, and each device takes its own."""
+    flow = Flow("scatter", 0.0, 2**20)
+    once = collective_time(chip(kind), flow, size)
+    found = time_of(chip(kind), (flow,), Naive(ring(size)), NONE, devices=devices)
+    assert found == pytest.approx(times * once)
+    # So do the sums of an operand that stays.
+    stays = Flow("gather", 0.0, 8, sums=8, partners=2**20)
+    alone = replace(stays, partners=0)
+    with_it, without = (
+        time_of(chip(kind), (f,), Stationary(ring(size)), NONE, devices=devices)
+        for f in (stays, alone)
+    )
+    latency = times * collective_time(chip(kind), Flow("scatter", 0.0, 0), size)
+    read = size * 2**20 / chip(kind).hbm
+    assert with_it - without == pytest.approx(times * once - latency + read)
 
 
 @pytest.mark.parametrize(

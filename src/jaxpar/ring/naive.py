@@ -239,12 +239,14 @@ class Stationary(Naive):
 
     def _staying(self, problem: Problem, flow: Flow, kept: bool) -> float:
         """Seconds of a flow whose gathered operand stays, and of its sums, which stay with it."""
-        chip, size, shared = problem.figures, self.ring.size, problem.messages("collective")
+        chip, size = problem.figures, self.ring.size
         if flow.kind != "gather" and not kept:
             return work_time(chip, flow, 1, 0.0) + _sent_time(problem, flow, flow.kind)
         moved = flow.block_bytes + size * (flow.partners + flow.exchanged)
         computed = flow.flops / (MATMUL_SHARE * chip.flops)
-        sent = collective_time(chip, replace(flow, block_bytes=flow.partners), size, shared)
+        # Of what is contracted the partners are sums, which are scattered.
+        travels = "scatter" if flow.sums else "gather"
+        sent = _sent_time(problem, replace(flow, block_bytes=flow.partners), travels)
         sent += all_to_all_time(chip, flow.exchanged, size)
         return hypot(computed, moved / chip.hbm) + (sent if flow.kind == "gather" else 0.0)
 
