@@ -285,8 +285,8 @@ class InChunks(Naive):
         kind = "gather" if flow.kind == "gather" else "scatter"
         sent = _sent_time(problem, flow, kind)
         # Chunks are cut out of the block, or joined to it; of blocks, which lie apart, more slowly.
-        comb_copy = copy_time(chip, flow.block_bytes)
-        copied = comb_copy if flow is comb else 2 * flow.block_bytes / chip.hbm
+        moved = flow.block_bytes
+        copied = copy_time(chip, moved) if flow is comb else 2 * moved / chip.hbm
         rest = copied + chunks * chip.start
         rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
         # Each is written by itself, and placed, and the whole is copied once more.
@@ -314,8 +314,8 @@ def _cut(x: Array, start: int, size: int, dim: int) -> Array:
 
 def _sent_time(problem: Problem, flow: Flow, kind: FlowKind) -> float:
     """Seconds of a collective of XLA's own, for each of whose blocks a flow says what it has."""
-    shared = problem.messages("collective")
-    once = collective_time(problem.figures, flow, problem.ring.size, shared)
+    chip, size, shared = problem.figures, problem.ring.size, problem.messages("collective")
+    once = collective_time(chip, flow, size, shared)
     return once if flow.quantized else _passes(problem, kind) * once
 
 

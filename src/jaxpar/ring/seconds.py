@@ -88,10 +88,7 @@ def joins(chip: Chip, length: int) -> bool:
 
 
 def collective_time(chip: Chip, flow: Flow, size: int, messages: int = 1) -> float:
-    """Seconds of a collective by itself: both ways round a torus, through the port of a GPU.
-
-    So many messages share each link of a torus.
-    """
+    """Seconds of a collective by itself, where so many messages share each link of a torus."""
     if flow.quantized and flow.kind == "scatter":  # sums that nothing adds on their way
         return all_to_all_time(chip, size * flow.block_bytes, size)
     if not chip.torus:
