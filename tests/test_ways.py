@@ -145,7 +145,10 @@ def test_a_layer_has_chunks_of_rows():
         "in_specs": (P("tp"), P(None, "tp"), P(None, "tp"), P("tp")),
         "out_specs": P("tp"),
     }
-    layer = jax.shard_map(partial(gated_mlp, axis="tp"), **specs)
+
+    def layer(*args):  # JAX keeps the mesh of a mapped function
+        return jax.shard_map(partial(gated_mlp, axis="tp"), **specs)(*args)
+
     sizes = ((8192, 4096), (4096, 14336), (4096, 14336), (14336, 4096))
     args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in sizes]
     found = ways(layer, *args, target=v6e)
@@ -157,6 +160,8 @@ def test_a_layer_has_chunks_of_rows():
     alone = part(ways(layer, *args, target=v6e, compiler_options={}), "row chunks")
     assert alone.taken == "1"
     assert alone.algorithms[1].out == "the compiler runs no collective beside other work"
+    on_gpus = part(ways(lambda *a: layer(*a), *args, target=target("h100:8", "tp=8")), "row chunks")
+    assert on_gpus.algorithms[1].out == "the compiler joins the collectives of chunks again"
 
 
 def test_weights_and_experts():

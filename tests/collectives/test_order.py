@@ -146,7 +146,8 @@ def test_a_conditional_has_transfers_start_before_the_turn(compiled):
         timeline(compiled(order, "v5p:2x2x2", "gather-lhs-rows", *shape)) for order in (V5P, late)
     )
     assert V5P.delays_transfers
-    assert as_one.exposed < 0.6 * apart.exposed
+    # With libtpu 0.0.50.1, of jax 0.12, it is 0.507.
+    assert as_one.exposed < (0.5 if jax.__version_info__ < (0, 12) else 0.52) * apart.exposed
     assert as_one.total < 0.95 * apart.total
 
 
@@ -175,7 +176,7 @@ def test_the_operand_of_a_short_matmul_is_cut_within(compiled):
         timeline(compiled(order, "v5p:2x2x2", "scatter-rows", 2048, 14336, 4096)).total
         for order in (V5P, CutsFirst(V5P.delays_transfers, V5P.cuts_first))
     )
-    assert inside < 0.98 * first
+    assert inside < 0.98 * first  # with libtpu 0.0.50.1 it is 0.970
 
 
 def test_the_backward_pass_stays_behind_the_forward_pass(compiled):

@@ -46,9 +46,9 @@ def _not_in_chunks(problem: Problem) -> str:
         return "one device"
     if chip is None:
         return "nothing is known of the chip"
-    if not chip.torus or not is_asynchronous(problem):
-        return "the compiler runs no collective beside other work"
-    return ""
+    if not chip.torus:
+        return "the compiler joins the collectives of chunks again"
+    return "" if is_asynchronous(problem) else "the compiler runs no collective beside other work"
 
 
 def row_chunks_time(problem: Problem, chunks: int) -> float:

@@ -160,9 +160,9 @@ def ways(
         devices.
 
     Returns:
-      A `Ways`, whose `sites` are data; printed, and in a notebook, it is a table. It has the part
-      of a site that is traced: `backward` is taken where gradients are. Sites of equal operands are
-      one, as for `jaxpar tune`.
+      A `Ways`, whose `sites` are data; printed, and in a notebook, it is a table. What it says of a
+      backward pass counts where the program takes gradients. Call sites of equal operands are one,
+      as for `jaxpar tune`.
 
     Raises:
       TypeError: what is no target, or no compiler options.
@@ -212,7 +212,8 @@ def _found(decisions: Iterable[Decision]) -> Ways:
             # A forward pass whose derivative nobody takes keeps nothing for one.
             key = key[0], f"{decision.part}, no gradients"
         _, lines = found.setdefault(key, (decision, {}))
-        lines[_line(decision)] = None
+        if line := _line(decision):
+            lines[line] = None
     chips = {d.problem.chip.kind for d, _ in found.values() if d.problem.chip is not None}
     return Ways(
         tuple(_site(name, part, d, ", ".join(lines)) for (name, part), (d, lines) in found.items()),

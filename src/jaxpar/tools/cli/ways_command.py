@@ -36,7 +36,11 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("function", metavar="module:function", help="the program")
     add_function_arguments(add)
-    add("--target", help="chip and slice, such as v5p:4x4x4 or h100:8 (default: as for explain)")
+    add(
+        "--target",
+        help="chip and slice, such as v5p:4x4x4 or h100:8 (default: v5e:2x4; h100:8 where only the "
+        "GPU compiler is installed)",
+    )
     add(
         "--mesh",
         default="tp=-1",
