@@ -27,7 +27,7 @@ from jaxpar.ring.order import (
     Order,
     Send,
     Work,
-    unforeseen_zero,
+    known_after,
     written_after,
 )
 from jaxpar.schedule import CompiledProgram, Memory, Target, read_trace
@@ -113,8 +113,8 @@ class SerialOrder(Order):
         leaving = written_after(index, leaving)
         arrived = send(leaving)
         leaving = written_after(arrived, leaving)
-        made = work.compute(index, leaving, work.take(index + unforeseen_zero(arrived)))
-        return index + unforeseen_zero((made, arrived)), made, arrived
+        made = work.compute(index, leaving, work.take(known_after(arrived, index)))
+        return known_after((made, arrived), index), made, arrived
 
 
 @contextmanager

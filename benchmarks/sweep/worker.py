@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import jaxpar
 from jaxpar import Axis
 from jaxpar.axis.traced_links import traced_links
-from jaxpar.choose.sites import NAMED
 from jaxpar.compiler.tuning import versions
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
@@ -100,16 +99,24 @@ def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, 
         yield ONE_RING, own(Axis(ring, "bidirectional")), operands, common
     yield "auto", own(Axis(ring)), operands, common
     if ways:
-        both = product(NAMED, NAMED) if point.grad else zip(NAMED, NAMED, strict=True)
-        for mode, backward in both:
-            # Of two passes each is one piece of what the other one is beside: not all pairs.
-            if mode == backward or "naive" in (mode, backward):
-                name = mode if mode == backward else f"{mode} | {backward}"
-                yield name, own(Axis(ring, mode, backward=backward)), operands, common
+        table = jaxpar.ways(own(Axis(ring)), *operands, target=target, compiler_options=common)
+        for mode in candidates(table, point.grad):
+            yield mode, own(Axis(ring, mode)), operands, common
+
+
+def candidates(table: Any, grad: bool) -> list[str]:
+    """Names the algorithms that `auto` chooses from, of both passes where there are gradients."""
+    parts = {"forward", "backward"} if grad else {"forward"}
+    out = {a.name for s in table.sites if s.part in parts for a in s.algorithms if a.out}
+    names = dict.fromkeys(a.name for site in table.sites for a in site.algorithms)
+    return [name for name in names if name not in out and name != "naive"]  # which is a peer
 
 
 def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields a record of each form of each point."""
+    # Programs are kept by their text. Without this it has the library's lines, and each edit of the
+    # library would have all of them compiled again.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     compiler = Compiler(Path(task["cache"]))
     for entry in task["points"]:
         point = point_from(entry)

@@ -21,7 +21,7 @@ from jaxpar.arguments.types import Flag, Mode
 from jaxpar.axis.traced_links import traced_links
 from jaxpar.axis.varying import vary_alike
 from jaxpar.axis.wire import LowBit, WireLike, as_wire, gathered_by, rounded_by, summed_as
-from jaxpar.mesh.walk import Walk
+from jaxpar.mesh.walk import Walk, moved_on
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")
@@ -134,12 +134,12 @@ class Ring(Axis):
 
     def index(self) -> jax.Array:
         """The logical index of the device that runs the program."""
-        return lax.axis_index(self.names)
+        return lax.axis_index(self.names[0] if len(self.names) == 1 else self.names)
 
     def behind(self, index: jax.Array, distance: Any) -> jax.Array:
         """The logical index of the device so many places behind that of an index."""
         if self.walk is None:
-            return (index - distance) % self.size
+            return moved_on(index, -distance, self.size)
         return self.walk.behind(index, distance)
 
     @property

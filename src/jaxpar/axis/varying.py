@@ -24,7 +24,8 @@ def varying_axes(*trees: Any) -> frozenset[str]:
 
 def checks_varying(axis: tuple[str, ...]) -> bool:
     """Tells whether the enclosing `jax.shard_map` has `check_vma=True`."""
-    return bool(varying_axes(lax.axis_index(axis)))
+    # Asked of a type alone: an index would be an equation of the program, at each cast.
+    return bool(varying_axes(jax.eval_shape(lambda: lax.axis_index(axis))))
 
 
 def vary_over(axes: Iterable[str], tree: Any) -> Any:
@@ -35,12 +36,14 @@ def vary_over(axes: Iterable[str], tree: Any) -> Any:
     Under `check_vma=False` there is nothing to cast.
     """
 
-    wanted = tuple(sorted(axes))
-    if not wanted or not checks_varying(wanted):
+    wanted = frozenset(axes)
+    if not any(wanted - varying_axes(x) for x in jax.tree.leaves(tree)):
+        return tree
+    if not checks_varying(tuple(sorted(wanted))):
         return tree
 
     def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(name for name in wanted if name not in varying_axes(x))
+        missing = tuple(sorted(wanted - varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)

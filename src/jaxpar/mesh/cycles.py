@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Int
 
 from jaxpar.mesh.torus_split import split_torus
-from jaxpar.mesh.walk import Place, Walk
+from jaxpar.mesh.walk import Place, Walk, moved_on
 
 
 class Cycle(Walk):
@@ -48,7 +48,7 @@ class Cycle(Walk):
         return [int(self.device(step)) for step in range(self.size)]
 
     def behind(self, device: Place, distance: Any) -> Place:
-        return self.device((self.step(device) - distance) % self.size)
+        return self.device(moved_on(self.step(device), -distance, self.size))
 
     def next(self, device: int, direction: int, hops: Any) -> int:
         return int(self.device((self.step(device) + direction) % self.size))
@@ -76,7 +76,7 @@ class AlongOne(Walk):
 
     def behind(self, device: Place, distance: Any) -> Place:
         place = self.place(device)
-        return device + ((place - distance) % self.around - place) * self._apart
+        return device + (moved_on(place, -distance, self.around) - place) * self._apart
 
     def next(self, device: int, direction: int, hops: Any) -> int:
         return int(self.behind(device, -direction))

@@ -193,8 +193,14 @@ class Gather:
 
                 return [_moved(phase, leaves(leg), leg, t.distance) for leg in t.blocks]
 
+            known: list[Any] = []  # an index, and where blocks lie: traced once for each index
+
             def places(index: Array) -> list[Positions]:
-                return [self._place(index, phase, t, at, leg, share) for leg, share in come]
+                if not known or known[0] is not index:
+                    of_all = [self._place(index, phase, t, at, leg, share) for leg, share in come]
+                    known[:] = index, of_all
+                found: list[Positions] = known[1]
+                return found
 
             def take_all(index: Array) -> list[Any]:
                 return [use.take(positions) for positions in places(index)]

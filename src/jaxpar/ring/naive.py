@@ -214,7 +214,7 @@ class Naive(Way):
         blocks = jax.tree.map(lambda x: all_gather(x, axes), block)  # [n, ...]
 
         def step(distance: Array, state: Any) -> Any:
-            owner = (index - distance.astype("int32")) % self.ring.size
+            owner = self.ring.behind(index, distance.astype("int32"))
             at = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, owner, keepdims=False), blocks)
             return consume(state, [(at, owner, take(owner))])
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxpar.compiler import control_flow
@@ -161,7 +162,7 @@ class CpuOrder(Order):
         index, made, arrived = super().beside(index, leaving, send, work)
         if work.sums is not None:
             arrived = written_after(work.sums(made), arrived)
-        return index + unforeseen_zero(made), made, arrived
+        return known_after(made, index), made, arrived
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class ClusterOrder(Order):
         # The cut is in use until the transfers are over. What the matmul frees earlier would be
         # given to what arrives, which then waits for the matmul: one allocation, two tenants,
         #     product = dot(cut, block); arrived = collective-permute(leaving)  # where cut was
-        return index + unforeseen_zero((made, arrived)), made, written_after(cut, arrived)
+        return known_after((made, arrived), index), made, written_after(cut, arrived)
 
 
 # By the beginning of `device_kind`; the last is for TPUs that nobody has compiled for.
@@ -215,25 +216,31 @@ def spec_of(x: Array) -> tuple[Any, ...]:
     return spec + (None,) * (x.ndim - len(spec))
 
 
-def unforeseen_zero(tree: Any) -> Array:
-    """Returns a 0 that the compiler cannot know before every array of `tree` is there: int32[]."""
-    leaves = [x for x in jax.tree.leaves(tree) if x.size and not any(spec_of(x))]
-    firsts = [lax.squeeze(_first(x), range(x.ndim)) for x in leaves]
-    nonzero = [(first != jnp.zeros((), first.dtype)).astype("int32") for first in firsts]
-    return sum((jnp.minimum(n, jnp.int32(0)) for n in nonzero), start=jnp.int32(0))
+def known_after(tree: Any, index: Array) -> Array:
+    """Returns `index`, int32[], which no compiler can know before every array of `tree` is there.
+
+    It is the least of the index and of itself with a count of elements that are not zero.
+    """
+    for x in jax.tree.leaves(tree):
+        if x.size and not any(spec_of(x)):
+            first = lax.squeeze(_first(x), range(x.ndim))
+            nonzero = lax.convert_element_type(lax.ne(first, np.zeros((), x.dtype)), "int32")
+            index = lax.min(index, lax.add(index, nonzero))
+    return index
 
 
 def written_after(before: Any, tree: Any) -> Any:
     """Returns `tree`, none of whose arrays is there before every array of `before`."""
     if not jax.tree.leaves(before):
         return tree
-    start = unforeseen_zero(before)
+    start = known_after(before, jnp.int32(0))
 
     def rewritten(x: Array) -> Array:
         """`x` with its first element written onto itself, in place, at the position 0."""
         if not x.size or any(spec_of(x)):
             return x
-        return lax.dynamic_update_slice(x, _first(x), [start] * x.ndim)
+        start_of_all = [start] * x.ndim
+        return lax.dynamic_update_slice(x, _first(x), start_of_all, allow_negative_indices=False)
 
     return jax.tree.map(rewritten, tree)
 

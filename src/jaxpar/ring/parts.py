@@ -7,11 +7,12 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler.compat import empty_like_blocks
+from jaxpar.mesh.walk import as_int32
 from jaxpar.ring.order import spec_of
 
 
@@ -29,13 +30,15 @@ class Span:
         """Returns these positions of `dim` of the whole `x`."""
         if self.size == x.shape[dim]:
             return x
-        return lax.dynamic_slice_in_dim(x, self.start, self.size, dim)
+        return _cut_at(x, self.start, self.size, dim)
 
     def of_blocks(self, x: Array, dim: int, length: int) -> Array:
         """Returns what `x` has one of along `dim` for each block of `length` positions."""
         if self.size == x.shape[dim] * length:
             return x
-        return lax.dynamic_slice_in_dim(x, self.start // length, 1, dim)
+        is_known = isinstance(self.start, int)
+        block = self.start // length if is_known else lax.div(self.start, np.int32(length))
+        return _cut_at(x, block, 1, dim)
 
     @property
     def blocks(self) -> int:
@@ -47,7 +50,10 @@ class Span:
         if part.shape[dim] == length:
             return part
         into = _unwritten(whole, part, dim, length)
-        return lax.dynamic_update_slice_in_dim(into, part, self.start, dim)
+        # No position is negative, which JAX would ask of each by three equations.
+        return lax.dynamic_update_slice_in_dim(
+            into, part, self.start, dim, allow_negative_indices=False
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ class Slab:
         if (span := self._span) is not None:
             return span.cut(x, dim)
         apart, starts, sizes = self._apart(x, dim)
-        cut = lax.dynamic_slice(apart, starts, sizes)
+        cut = lax.dynamic_slice(apart, starts, sizes, allow_negative_indices=False)
         return cut.reshape((*x.shape[:dim], prod(self.sizes), *x.shape[dim + 1 :]))
 
     def of_blocks(self, x: Array, dim: int, length: int) -> Array:
@@ -127,7 +133,10 @@ class Slab:
             return span.place(whole, part, dim, length)
         into = _unwritten(whole, part, dim, length)
         apart, starts, sizes = self._apart(into, dim)
-        return lax.dynamic_update_slice(apart, part.reshape(sizes), starts).reshape(into.shape)
+        placed = lax.dynamic_update_slice(
+            apart, part.reshape(sizes), starts, allow_negative_indices=False
+        )
+        return placed.reshape(into.shape)
 
     @property
     def _span(self) -> Span | None:
@@ -142,8 +151,14 @@ class Slab:
         """`x` with `dim` as all dimensions of the whole; in it, starts and sizes."""
         before, behind = x.shape[:dim], x.shape[dim + 1 :]
         # All of one dtype, also where numbers have 64 bits.
-        starts = [*map(jnp.int32, (*[0] * len(before), *self.starts, *[0] * len(behind)))]
+        starts = [*map(as_int32, (*[0] * len(before), *self.starts, *[0] * len(behind)))]
         return x.reshape(*before, *self.shape, *behind), starts, [*before, *self.sizes, *behind]
+
+
+def _cut_at(x: Array, start: Any, size: int, dim: int) -> Array:
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + size, axis=dim)
+    return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
 
 
 def split_dim(x: Array, dim: int, parts: int) -> Array:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 from jaxpar.axis.axis import Ring
 from jaxpar.ring.order import Beside, Send, Work
@@ -39,7 +40,10 @@ class Phase:
 
         Of each block of `length` the piece is `size` positions from `start` on.
         """
-        return Span(owner * length + start, size)
+        # The product as the last operation, or the compiler does not see of what the start is a
+        # multiple; and in `lax`, whose operands JAX does not convert.
+        first = lax.mul(owner, np.int32(length))
+        return Span(lax.add(first, np.int32(start)) if start else first, size)
 
     def sides(self, ring: int) -> tuple[int, ...]:
         """Of the torus of whose devices a ring's blocks or sums are."""
