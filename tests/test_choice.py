@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import ring_shift
 from jaxpar.axis.axis import MODES, Ring
 from jaxpar.axis.traced_links import AxisLinks
-from jaxpar.choose.choice import choose_stages, choose_way, choose_ways
+from jaxpar.choose.choice import choose_way, choose_ways
 from jaxpar.choose.of_experts import applies_experts_in_stages
 from jaxpar.choose.problem import Kind, Problem
 from jaxpar.choose.row_chunks import choose_row_chunks
+from jaxpar.choose.stages import choose_stages
 from jaxpar.compiler.options import compiled_with, options_of
 from jaxpar.layers import fsdp_linear
 from jaxpar.matmul import (

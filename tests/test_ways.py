@@ -13,7 +13,7 @@ import jaxpar
 from jaxpar import Axis, Tuning, all_gather_matmul, ways
 from jaxpar.axis.axis import Ring
 from jaxpar.choose.choice import RULES, Predictions, way_of
-from jaxpar.choose.decisions import noting
+from jaxpar.choose.noted import noting
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import NAMED
 from jaxpar.layers import fsdp_gather, gated_mlp

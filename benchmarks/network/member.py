@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpar import make_mesh
-from jaxpar.choose import choice
+from jaxpar.ring import of_mode
 from jaxpar.ring.order import (
     Beside,
     Order,
@@ -120,13 +120,13 @@ class SerialOrder(Order):
 @contextmanager
 def serial_rings() -> Generator[None, None, None]:
     """Has rings that are traced inside wait for their transfers."""
-    traced_order = choice.traced_order
+    traced_order = of_mode.traced_order
     jax.clear_caches()  # or a ring that was traced before would be taken from there
-    choice.traced_order = SerialOrder
+    of_mode.traced_order = SerialOrder
     try:
         yield
     finally:
-        choice.traced_order = traced_order
+        of_mode.traced_order = traced_order
         jax.clear_caches()
 
 

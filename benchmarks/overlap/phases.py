@@ -25,7 +25,7 @@ def make_matmul(mesh, op, along, rows=16384):
     def matmul(x, w):
         # In place of what the cost model decides.
         form = mock.patch(
-            "jaxpar.choose.choice.with_phases",
+            "jaxpar.ring.of_mode.with_phases",
             lambda problem, way, flows: replace(way, blocks_along=sides, sums_along=sides),
         )
         with form:

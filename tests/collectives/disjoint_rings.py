@@ -22,11 +22,11 @@ from jax import lax  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jaxpar  # noqa: E402
-from jaxpar.choose import choice  # noqa: E402
-from jaxpar.choose.choice import with_phases  # noqa: E402
 from jaxpar.layers import ring_attention  # noqa: E402
 from jaxpar.matmul import _arrivals  # noqa: E402
 from jaxpar.matmul._arrivals import joining_is_cheaper  # noqa: E402
+from jaxpar.ring import of_mode  # noqa: E402
+from jaxpar.ring.of_mode import with_phases  # noqa: E402
 from jaxpar.ring.order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 
 MODE = "multi-ring"
@@ -98,8 +98,8 @@ def attended(q, k, v, left, right):
 
 def going(blocks=None, sums=None, order=CPU):
     """Has blocks and sums go along these sides, or round rings, and turns have an order."""
-    choice.traced_order = lambda: order
-    choice.with_phases = lambda _, way, __: replace(way, blocks_along=blocks, sums_along=sums)
+    of_mode.traced_order = lambda: order
+    of_mode.with_phases = lambda _, way, __: replace(way, blocks_along=blocks, sums_along=sums)
 
 
 def gather(rows, order, along=None):
@@ -283,7 +283,7 @@ OF_KIND = {
 
 def collectives():
     """Those of arrays by themselves, to the bit of lax's: sums of small integers are exact."""
-    choice.traced_order, choice.with_phases = traced_order, with_phases
+    of_mode.traced_order, of_mode.with_phases = traced_order, with_phases
     x = RNG.integers(-4, 5, (N, N, 5)).astype(float)
 
     def ours(x):

@@ -20,7 +20,7 @@ from jaxpar import (
     matmul_reduce_scatter,
     quantize,
 )
-from jaxpar.choose import choice
+from jaxpar.ring import of_mode
 from jaxpar.ring.order import CpuOrder, TpuOrder
 
 MESH = make_mesh("tp=4", devices=jax.devices()[:4])
@@ -517,7 +517,7 @@ def test_rows_that_explicit_axes_shard(mode, columns):
 def test_sums_in_8_bits_on_request(mode, order, monkeypatch):
     """Rounded once by a collective, at every hop of a ring; in one and in two pieces."""
     if order is not None:
-        monkeypatch.setattr(choice, "traced_order", lambda: order)
+        monkeypatch.setattr(of_mode, "traced_order", lambda: order)
     wire = LowBit("int8", sums="int8")
     rng = np.random.default_rng(0)
     x, w = (rng.standard_normal(shape).astype("float32") for shape in ((64, 64), (64, 96)))

@@ -25,7 +25,8 @@ def varying_axes(*trees: Any) -> frozenset[str]:
 def checks_varying(axis: tuple[str, ...]) -> bool:
     """Tells whether the enclosing `jax.shard_map` has `check_vma=True`."""
     # Asked of a type alone: an index would be an equation of the program, at each cast.
-    return bool(varying_axes(jax.eval_shape(lambda: lax.axis_index(axis))))
+    kind = jax.eval_shape(lambda: lax.axis_index(axis)).manual_axis_type
+    return kind is not None and bool(kind.varying)
 
 
 def vary_over(axes: Iterable[str], tree: Any) -> Any:

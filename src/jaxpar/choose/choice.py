@@ -6,27 +6,23 @@ Of all others the one that is predicted to take the least is taken: a way says i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jaxpar.arguments.types import Mode
 from jaxpar.axis.axis import CHUNKED, Ring
-from jaxpar.choose.decisions import Decision, WayRow, note
+from jaxpar.choose.decisions import notes
 from jaxpar.choose.problem import Kind, Problem
 from jaxpar.choose.sites import NAMED, settled
 from jaxpar.compiler.options import traced_asynchronous
 from jaxpar.mesh.chips import traced_chip
 from jaxpar.ring.flow import Flow
-from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.naive import InChunks, Naive, Stationary
-from jaxpar.ring.order import traced_order
-from jaxpar.ring.seconds import hop_time
+from jaxpar.ring.seconds import MARGIN
 from jaxpar.ring.ways import Way
 
-# What another way than a collective is predicted to take must be less than this share of that.
-MARGIN = 0.96
 # Disjoint rings cut blocks into smaller pieces than one ring, which is preferred where both win.
 MARGIN_OF_RINGS = 0.91
 
@@ -50,12 +46,13 @@ def choose_way(problem: Problem) -> Way:
 def choose_ways(problem: Problem) -> Ways:
     """Returns the ways of the forward and of the backward pass."""
     named = settled(problem)
-    ways = _ways(named)
-    note(lambda: decisions(problem, ways, named.ring != problem.ring))
+    ways = ways_of_passes(named)
+    if notes.value is not None:
+        notes.value.passes(problem, ways, named.ring != problem.ring)
     return ways
 
 
-def _ways(problem: Problem) -> Ways:
+def ways_of_passes(problem: Problem) -> Ways:
     forward, backward = problem.ring.mode, problem.ring.backward or problem.ring.mode
     if problem.told is None and {forward, backward} & CHUNKED.keys():
         traced_asynchronous()  # warns where nothing says so, and each chunk may be waited for
@@ -80,30 +77,6 @@ def ways_of(problem: Problem, mode: Mode, flows: Flows) -> list[Way]:
     rule = RULES[problem.kind]
     # Of ways that take the same, the one that comes first.
     return [way_of(problem, mode, flows) for mode in NAMED if not rule(problem, mode, flows)]
-
-
-def decisions(problem: Problem, taken: Ways, tuned: bool) -> Iterator[Decision]:
-    """Yields the tables from which the ways of a problem were taken."""
-    auto = replace(problem, ring=replace(problem.ring, mode="auto", backward=None))
-    predictions = Predictions(auto)
-    passes = {"forward": problem.forward, "backward": problem.backward}
-    mode: Any = taken[0].mode
-    for (part, flows), way in zip(passes.items(), taken, strict=True):
-        if part == "forward" or flows:
-            first = None if part == "forward" else way_of(auto, mode, problem.forward)
-            rows = tuple(_row(predictions, named, flows, first) for named in NAMED)
-            yield Decision(problem, part, rows, way.mode, tuned)
-
-
-def _row(predictions: Predictions, mode: Mode, flows: Flows, first: Way | None) -> WayRow:
-    """The row of a mode, of a backward pass after the `first` way of the forward pass."""
-    problem = predictions.problem
-    out = RULES[problem.kind](problem, mode, flows)
-    if problem.chip is None or not flows or (mode == "multi-ring" and not problem.spans_a_torus):
-        return WayRow(mode, None, out)
-    way = way_of(problem, mode, flows)
-    kept = predictions.kept(first, way) if first else 0
-    return WayRow(mode, predictions.seconds(way, flows, kept), out)
 
 
 @dataclass(frozen=True)
@@ -161,81 +134,9 @@ def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
         return Stationary(problem.ring)
     if mode in CHUNKED:
         return InChunks(problem.ring, CHUNKED[mode])
-    if problem.near is not None and mode != "multi-ring":
-        directions, reach = problem.near
-        return InTurns(problem.ring, directions, traced_order(), reach=reach)
-    rings = problem.ring.disjoint() if mode == "multi-ring" else None
-    one_way = mode == "unidirectional" or (rings and rings[0].crosses_a_cube)
-    directions = (1,) if one_way else (1, -1)
-    covered = _opposite_is_covered(problem, flows)
-    way = InTurns(problem.ring, directions, traced_order(), covered, rings)
-    return way if mode != "multi-ring" else with_phases(problem, way, flows)
+    from jaxpar.ring.of_mode import in_turns  # where a program has any
 
-
-def with_phases(problem: Problem, way: InTurns, flows: Flows) -> InTurns:
-    """Returns a way of disjoint rings with what blocks and sums had better go by.
-
-    Along one dimension after the other pieces are larger by the side of the torus; but less of
-    the transfers is beside work.
-    """
-    sides = tuple(ring.size for ring in problem.ring.stages())
-    if problem.chip is None or len(sides) < 2 or min(sides) < 3 or len(set(sides)) > 1:
-        return way
-    # Turns need permutes alone: a mode that is named does not ask for compiler options.
-    told = replace(problem, told=frozenset())
-    scattered = [flow for flow in flows if flow.kind != "gather"]
-    gathered = [flow for flow in flows if flow.kind == "gather"]
-    sums, blocks = replace(way, sums_along=sides), replace(way, blocks_along=sides)
-    if sums.seconds(told, scattered) < way.seconds(told, scattered):
-        way = sums
-    # Of blocks the model is less sure: copies between dimensions are laid out as a compiler likes.
-    if blocks.seconds(told, gathered) < MARGIN * way.seconds(told, gathered):
-        way = replace(way, blocks_along=sides)
-    return way
-
-
-def choose_stages(problem: Problem) -> tuple[Way, ...]:
-    """Returns the ways of weights over a ring of several axes, one after the other.
-
-    A collective takes all axes at once, and so do disjoint rings; in turns, blocks of the last
-    axis, which are neighbours, go round before those of the others. Axes of one device have no
-    stage.
-    """
-    named = settled(problem)
-    stages = _stages(named)
-    if stages:
-        note(lambda: decisions(problem, (stages[0], stages[0]), named.ring != problem.ring))
-    return stages
-
-
-def _stages(problem: Problem) -> tuple[Way, ...]:
-    rings = problem.ring.stages()
-    if not rings:
-        return ()
-    longest = max(rings, key=lambda ring: ring.size)
-    of_each = problem.ring.mode != "multi-ring" and not isinstance(
-        _ways(replace(problem, ring=longest))[0], Naive
-    )
-    rings = rings if of_each else [problem.ring]
-    return tuple(_ways(replace(problem, ring=ring))[0] for ring in rings)
-
-
-def _opposite_is_covered(problem: Problem, flows: Flows) -> bool:
-    """Whether the last block of an even ring had better come whole, not in halves."""
-    chip = problem.chip
-    if problem.kind == "weights":  # cutting costs two passes over memory, and nothing is beside
-        return True
-    flows = flows or problem.forward
-    # Halves of 8 bits save half of the time on the wire, and cutting them takes what wide ones do.
-    if any(flow.quantized and flow.kind == "gather" for flow in flows):
-        return True
-    if chip is None or not all(flow.flops for flow in flows) or not flows:
-        return False
-    # The work of one turn both ways, two blocks, covers a transfer of a whole block.
-    return all(
-        2 * flow.flops / problem.ring.size / chip.flops >= hop_time(chip, flow.block_bytes)
-        for flow in flows
-    )
+    return in_turns(problem, mode, flows)
 
 
 def beside_a_matmul(problem: Problem, mode: Mode, flows: Flows) -> str:

@@ -1,7 +1,7 @@
 """What `auto` chooses of experts: how tokens get to them, and how they are applied."""
 
 from jaxpar.arguments.types import Dispatch
-from jaxpar.choose.decisions import Decision, WayRow, note
+from jaxpar.choose.decisions import notes
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import DISPATCHES, settled_dispatch
 from jaxpar.mesh.chips import Chip, traced_chip, traced_for_cpu
@@ -18,8 +18,11 @@ def choose_dispatch(problem: Problem) -> Dispatch:
     best, tuned = _dispatch(problem), settled_dispatch(problem)
     taken = tuned or best
     why = "it sends more bytes"
-    rows = tuple(WayRow(way, out="" if way == best else why) for way in DISPATCHES)
-    note(lambda: [Decision(problem, "dispatch", rows, taken, tuned is not None)])
+    if notes.value is not None:
+        from jaxpar.choose.noted import WayRow
+
+        rows = [WayRow(way, out="" if way == best else why) for way in DISPATCHES]
+        notes.value.part(problem, "dispatch", rows, taken, tuned is not None)
     return taken
 
 

@@ -1,9 +1,7 @@
 """In how many chunks the rows of a block of layers go through all of it."""
 
-from collections.abc import Iterable
-
 from jaxpar.choose.choice import is_asynchronous
-from jaxpar.choose.decisions import Decision, WayRow, note
+from jaxpar.choose.decisions import notes
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import ROW_CHUNKS, settled_chunks
 from jaxpar.ring.seconds import collective_time, fitted_to, work_time
@@ -26,16 +24,16 @@ def choose_row_chunks(problem: Problem) -> int:
     def seconds(chunks: int) -> float:
         return row_chunks_time(problem, chunks)
 
-    def table() -> Iterable[Decision]:
+    tuned = None if named else settled_chunks(problem)
+    taken = tuned or (1 if out else min(ROW_CHUNKS, key=seconds))
+    if notes.value is not None:
+        from jaxpar.choose.noted import WayRow
+
         known = chip is not None and bool(problem.forward)
         rows = [
             WayRow(str(n), seconds(n) if known else None, out if n > 1 else "") for n in ROW_CHUNKS
         ]
-        return [Decision(problem, "row chunks", tuple(rows), str(taken), bool(tuned))]
-
-    tuned = None if named else settled_chunks(problem)
-    taken = tuned or (1 if out else min(ROW_CHUNKS, key=seconds))
-    note(table)
+        notes.value.part(problem, "row chunks", rows, str(taken), bool(tuned))
     return taken
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.arguments.types import Dispatch, Mode
 from jaxpar.axis.axis import MODES
 from jaxpar.axis.wire import LowBit, is_low_bit
-from jaxpar.choose.decisions import AUTO, decide, imposed, is_tuning
+from jaxpar.choose.decisions import AUTO, Asked, decide, imposed, is_tuning
 
 if TYPE_CHECKING:
     from jaxpar.axis.axis import Ring
@@ -89,4 +89,4 @@ def settled_dispatch(problem: Problem) -> Dispatch | None:
 
 
 def _decide(problem: Problem, part: str, ways: tuple[str, ...]) -> Any:
-    return decide(site_of(problem), part, ways, sum(map(prod, problem.shapes)))
+    return decide(Asked(site_of(problem), part, ways, sum(map(prod, problem.shapes))))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
-from jaxpar.choose.decisions import is_trying
+from jaxpar.choose.trials import is_trying
 from jaxpar.compiler.options import (
     Options,
     enclosing_options,

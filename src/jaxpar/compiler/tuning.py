@@ -16,7 +16,8 @@ import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.arguments.on_demand import open_types
-from jaxpar.choose.decisions import is_trying, using
+from jaxpar.choose.decisions import AUTO, Asked, using
+from jaxpar.choose.trials import is_trying
 from jaxpar.compiler.files import write_text
 from jaxpar.compiler.options import traced_options
 
@@ -84,6 +85,17 @@ class Tuning:
     def write(self, path: str | Path) -> None:
         """Writes a file that a person can read, and change."""
         write_text(path, self._text() + "\n")
+
+    def decide(self, asked: Asked) -> str:
+        """Returns the way of a part of a site, or raises where it is none that there is."""
+        way = self.way(asked.site, asked.part)
+        if way != AUTO and way not in asked.ways:
+            known = ", ".join((*asked.ways, AUTO))
+            raise value_error(
+                f"{self.name} has {way!r} for the {asked.part} of {asked.site!r}; write one of "
+                f"{known}"
+            )
+        return way
 
     def way(self, site: str, part: str) -> str:
         """Returns what was chosen, for a program that is being traced.

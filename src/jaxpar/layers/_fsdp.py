@@ -22,8 +22,8 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.quantized import MaybeQuantized, as_operand, scales_among
 from jaxpar.axis.varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar.axis.wire import check_wire
-from jaxpar.choose.choice import choose_stages
 from jaxpar.choose.problem import Problem
+from jaxpar.choose.stages import choose_stages
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels
 from jaxpar.ring.blocks import Blocks, Group, gather_blocks, group_leaves, scatter_sums

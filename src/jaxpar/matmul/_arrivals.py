@@ -9,9 +9,8 @@ import jax
 from jax import Array, lax
 
 from jaxpar.axis.quantized import Quantized
-from jaxpar.matmul._product import Left, Out, Product, Right, multiply
+from jaxpar.matmul._product import Left, Out, Product, Right, multiply, unused_label
 from jaxpar.matmul._ring_einsum import RingEinsum
-from jaxpar.matmul._stationary import unused_label
 from jaxpar.ring.parts import join_dims, split_dim
 from jaxpar.ring.scales import Scales, join
 from jaxpar.ring.seconds import joining_is_cheaper

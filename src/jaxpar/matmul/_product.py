@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from string import ascii_letters
 from typing import Any
 
 import jax.numpy as jnp
@@ -141,3 +142,8 @@ def sizes_of(product: Product, left: Left, right: Right) -> dict[str, int]:
 def flops_of(sizes: Iterable[dict[str, int]]) -> float:
     """The FLOPs of products whose labels have such sizes."""
     return sum(2.0 * prod(of.values()) for of in sizes)
+
+
+def unused_label(*labels: str) -> str:
+    """Returns a letter that is none of the labels."""
+    return next(letter for letter in ascii_letters if letter not in "".join(labels))

@@ -4,27 +4,35 @@ Few rows that meet a large weight, whose blocks are sharded, are the smaller mes
 multiplies all devices' rows by its own block, and reads no more of the weight than that.
 """
 
-from string import ascii_letters
-
 from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar.axis.axis import Ring
 from jaxpar.compiler.compat import all_gather, psum_scatter
+from jaxpar.matmul._product import Left, Out, Product, Right, multiply, unused_label
+from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.ring.parts import join_dims, split_dim
 
 
-def unused_label(*labels: str) -> str:
-    """Returns a letter that is none of the labels."""
-    return next(letter for letter in ascii_letters if letter not in "".join(labels))
+def stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
+    """Computes one product of a gather, `left` staying where it is."""
+    ring, label = method.way.ring, method.label
+    dims = [x.index(label) if label in x else None for x in (product.right, product.out)]
+    device = unused_label(product.left, product.right)
+    right_apart, out_apart = (_with_devices(x, label, device) for x in (product.right, product.out))
+    apart = Product(product.left, right_apart, out_apart, product.dtype)
+    # Results travel in their own dtype, and partial sums, which lack the label, in the wire's.
+    wire = product.dtype if dims[1] is not None else ring.wire(product.dtype)
+    y = multiply(method.arithmetic, apart, left, _send_partner(ring, right, dims[0]), wire)
+    return _return_result(ring, y, dims[1]).astype(product.dtype)
 
 
-def with_devices(labels: str, label: str, devices: str) -> str:
+def _with_devices(labels: str, label: str, devices: str) -> str:
     """Returns labels with one more, of devices: in front of the ring's, or of all."""
     return labels.replace(label, devices + label) if label in labels else devices + labels
 
 
-def send_partner(ring: Ring, x: Num[Array, "*right"], dim: int | None) -> Num[Array, "*apart"]:
+def _send_partner(ring: Ring, x: Num[Array, "*right"], dim: int | None) -> Num[Array, "*apart"]:
     """Returns what this device's block meets of all devices' `x`.
 
     That is all of it, with devices in front; or, where the ring's label is dimension `dim` of x,
@@ -36,7 +44,7 @@ def send_partner(ring: Ring, x: Num[Array, "*right"], dim: int | None) -> Num[Ar
     return split_dim(lax.all_to_all(x, ring.names, dim, dim, tiled=True), dim, ring.size)
 
 
-def return_result(ring: Ring, y: Num[Array, "*apart"], dim: int | None) -> Num[Array, "*out"]:
+def _return_result(ring: Ring, y: Num[Array, "*apart"], dim: int | None) -> Num[Array, "*out"]:
     """Sends every device what was computed for it; devices are dimension `dim` of y, or the first.
 
     Blocks make a whole along `dim`; without one, they are partial sums.

@@ -20,6 +20,8 @@ INSTRUCTION = 1e-6
 # Blocks that were kept are joined, contracted, while they are no longer than this together: more
 # would be copied first, less is a sum of float32 for each. And no more than so many blocks.
 KEPT_JOINED, KEPT_TOGETHER = 768, 4
+# What another way than a collective is predicted to take must be less than this share of that.
+MARGIN = 0.96
 # Passes over a block's bytes in HBM that quantizing it takes: of 16 bits, it is read twice.
 QUANTIZING = 6.0
 

@@ -1,0 +1,106 @@
+"""The tables from which `auto` chooses, for who wants to see them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.arguments.types import Mode
+from jaxpar.choose.choice import RULES, Flows, Predictions, Ways, way_of
+from jaxpar.choose.decisions import notes
+from jaxpar.choose.problem import Problem
+from jaxpar.choose.sites import NAMED
+
+if TYPE_CHECKING:
+    from jaxpar.ring.ways import Way
+
+
+@dataclass(frozen=True)
+class WayRow:
+    """A way in the table of a decision.
+
+    Attributes:
+      way: its name.
+      seconds: that it is predicted to take; None: nothing is predicted of it.
+      out: why it may not be taken; "" if it may.
+    """
+
+    way: str
+    seconds: float | None = None
+    out: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided of a part of a call site, and what there was to choose from.
+
+    Attributes:
+      problem: of the site.
+      part: such as "forward".
+      rows: of all ways.
+      taken: the way that was taken.
+      tuned: whether a file of `jaxpar tune` says so.
+      frames: of the stack that asked, the innermost last: file, line and function.
+    """
+
+    problem: Problem
+    part: str
+    rows: tuple[WayRow, ...]
+    taken: str
+    tuned: bool
+    frames: tuple[tuple[str, int, str], ...]
+
+    @property
+    def asked(self) -> str:
+        """The way that the program names, "auto" where it names none."""
+        ring = self.problem.ring
+        return (ring.backward or ring.mode) if self.part == "backward" else ring.mode
+
+
+@dataclass(eq=False)
+class Notes:
+    """The decisions of what is traced."""
+
+    decisions: list[Decision] = field(default_factory=list[Decision])
+
+    def part(
+        self, problem: Problem, part: str, rows: Iterable[WayRow], taken: str, tuned: bool = False
+    ) -> None:
+        """Adds the decision of a part of a site, and where the program asks for it."""
+        stack = traceback.extract_stack()
+        frames = tuple((f.filename, f.lineno or 0, f.name) for f in stack)
+        self.decisions.append(Decision(problem, part, tuple(rows), taken, tuned, frames))
+
+    def passes(self, problem: Problem, taken: Ways, tuned: bool) -> None:
+        """Adds what was decided of both passes, and of all ways that there were."""
+        auto = replace(problem, ring=replace(problem.ring, mode="auto", backward=None))
+        predictions = Predictions(auto)
+        passes = {"forward": problem.forward, "backward": problem.backward}
+        mode: Any = taken[0].mode
+        for (part, flows), way in zip(passes.items(), taken, strict=True):
+            if part == "forward" or flows:
+                first = None if part == "forward" else way_of(auto, mode, problem.forward)
+                rows = [_row(predictions, named, flows, first) for named in NAMED]
+                self.part(problem, part, rows, way.mode, tuned)
+
+
+@contextmanager
+def noting() -> Generator[Notes]:
+    """Notes the decisions of what is traced here, each with its table."""
+    found = Notes()
+    with notes(found):
+        yield found
+
+
+def _row(predictions: Predictions, mode: Mode, flows: Flows, first: Way | None) -> WayRow:
+    """The row of a mode, of a backward pass after the `first` way of the forward pass."""
+    problem = predictions.problem
+    out = RULES[problem.kind](problem, mode, flows)
+    if problem.chip is None or not flows or (mode == "multi-ring" and not problem.spans_a_torus):
+        return WayRow(mode, None, out)
+    way = way_of(problem, mode, flows)
+    kept = predictions.kept(first, way) if first else 0
+    return WayRow(mode, predictions.seconds(way, flows, kept), out)

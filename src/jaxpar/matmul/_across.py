@@ -1,0 +1,103 @@
+"""Chunks of another label than the ring's: a collective for each, of a part of all blocks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax import Array, lax
+from jaxtyping import Num
+
+from jaxpar.matmul._arrivals import cut_operand
+from jaxpar.matmul._product import Left, Out, Product, partial_dtype, sizes_of
+from jaxpar.matmul._ring_einsum import RingEinsum
+from jaxpar.matmul._work import flow_of
+from jaxpar.ring.flow import FlowKind
+from jaxpar.ring.naive import Naive
+from jaxpar.ring.parts import Span, even_cuts
+
+
+def label_of_chunks(
+    method: RingEinsum,
+    kind: FlowKind,
+    products: Sequence[Product],
+    pairs: Sequence[tuple[Array, Array]],
+) -> str:
+    """Returns the label of what travels along which chunks are cut, at the least cost."""
+    ring, width = method.way.ring, pairs[0][0].dtype.itemsize
+    sizes: list[dict[str, int]] = []
+    for p, (left, right) in zip(products, pairs, strict=True):
+        sizes.append(sizes_of(p, left, right))
+        if kind == "gather":
+            sizes[-1][method.label] = left.shape[p.left.index(method.label)] * ring.size
+    flow = flow_of(kind, method.label, ring.size, products, sizes, width, width)
+    return flow.in_chunks(method.way.chunks).along
+
+
+def at_once(method: RingEinsum) -> RingEinsum:
+    """The naive way, for one chunk of arrays that are cut along another label than the ring's."""
+    way = Naive(method.way.ring)
+    return replace(method, way=way, backward=way, underived=way)
+
+
+def gather_across(
+    run: Callable[..., tuple[Array, ...]],
+    method: RingEinsum,
+    along: str,
+    products: tuple[Product, ...],
+    left: Left,
+    rights: tuple[Num[Array, "..."], ...],
+) -> tuple[Num[Array, "..."], ...]:
+    """A gather, by `run`, for each chunk of another label than the ring's.
+
+    Of all operands that have it.
+    """
+    once = at_once(method)
+    length = left.shape[products[0].left.index(along)]
+    wide = [
+        p if along in p.out else replace(p, dtype=partial_dtype(method.arithmetic, left, right))
+        for p, right in zip(products, rights, strict=True)
+    ]
+    results: list[Any] = [None] * len(products)
+    for start, size in even_cuts(length, method.way.chunks):
+        chunk = Span(start, size)
+        parts = run(
+            once,
+            tuple(wide),
+            cut_operand(along, left, products[0].left, chunk),
+            tuple(
+                cut_operand(along, r, p.right, chunk) for p, r in zip(products, rights, strict=True)
+            ),
+        )
+        for number, (p, part) in enumerate(zip(products, parts, strict=True)):
+            result = results[number]
+            if along in p.out:
+                results[number] = chunk.place(result, part, p.out.index(along), length)
+            else:
+                results[number] = part if result is None else result + part
+    return tuple(r.astype(p.dtype) for r, p in zip(results, products, strict=True))
+
+
+def scatter_across(
+    run: Callable[..., Out],
+    method: RingEinsum,
+    along: str,
+    products: tuple[Product, ...],
+    pairs: tuple[tuple[Array, Array], ...],
+) -> Out:
+    """A scatter, by `run`, for each chunk of another label than the ring's.
+
+    Of all operands that have it.
+    """
+    once, length = at_once(method), sizes_of(products[0], *pairs[0])[along]
+    parts = [
+        run(
+            once,
+            products,
+            tuple(
+                (cut_operand(along, left, p.left, chunk), cut_operand(along, right, p.right, chunk))
+                for p, (left, right) in zip(products, pairs, strict=True)
+            ),
+        )
+        for chunk in (Span(*cut) for cut in even_cuts(length, method.way.chunks))
+    ]
+    return lax.concatenate(parts, products[0].out.index(along))

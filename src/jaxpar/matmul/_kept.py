@@ -1,0 +1,161 @@
+"""A gather that keeps what it brings for its derivative, which then gathers nothing.
+
+That is a scatter, beside whose transfers what was kept is used, in steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+
+from jaxpar.arguments.types import Leaf
+from jaxpar.axis.quantized import Quantized
+from jaxpar.compiler.derivatives import as_residuals, with_derivative
+from jaxpar.matmul._arrivals import take_partners, use_arrivals
+from jaxpar.matmul._primitive import (
+    as_of,
+    gather_blocks,
+    gather_einsum,
+    gradients,
+    scatter_beside,
+)
+from jaxpar.matmul._product import Left, Product, gradients_of_gather
+from jaxpar.matmul._ring_einsum import RingEinsum
+from jaxpar.ring.parts import Span, even_cuts
+from jaxpar.ring.scales import Scales
+from jaxpar.ring.seconds import joins_kept
+from jaxpar.ring.steps import Step, at_once
+from jaxpar.ring.ways import Arrivals
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GatheredBlocks:
+    """What a gather brought: the whole, or blocks as they came, if not the own; and all scales."""
+
+    blocks: list[Leaf]
+    scales: Scales | None
+
+
+def steps_of(
+    method: RingEinsum,
+    products: tuple[Product, ...],
+    kept: list[Array],
+    scales: Scales | None,
+    cts: Any,
+) -> list[Step]:
+    """Returns the work on blocks that were kept, in steps: of as many as are best joined."""
+    dim, way = products[0].left.index(method.label), method.way
+    adds = method.label not in products[0].out
+    whole = sum(block.shape[dim] for block in kept)
+    blocks = list(zip(kept, way.places(whole // way.ring.size), strict=True))
+    cuts: list[Span | None] = [None] * len(blocks)
+    if len(blocks) == 1:  # the whole, of which each turn gets a part
+        cuts = [Span(*cut) for cut in even_cuts(whole, method.backward.parts)]
+        blocks = [(kept[0], lambda _, at=cut: at) for cut in cuts]
+
+    def step(numbers: list[int]) -> Step:
+        def take(index: Array) -> Any:
+            places = [blocks[number][1](index) for number in numbers]
+            return [take_partners(method, products, cts, scales, at) for at in places]
+
+        def fold(index: Array, taken: Any, results: list[Any] | None) -> list[Any]:
+            arrivals: Arrivals = []
+            for number, at in zip(numbers, taken, strict=True):
+                (block, place), cut = blocks[number], cuts[number]
+                # Cut here, not taken: as part of the matmul it is no copy.
+                block = block if cut is None else cut.cut(block, dim)
+                arrivals.append((block, place(index), at))
+            return use_arrivals(method, products, results, arrivals, whole)
+
+        return Step(take, fold, adds=adds)
+
+    def finish(results: list[Array]) -> list[Array]:
+        return [x.astype(p.dtype) for x, p in zip(results, products, strict=True)]
+
+    groups: list[list[int]] = [[0]]
+    for number in range(1, len(blocks)):
+        joined = [blocks[n][0].shape[dim] for n in groups[-1]]
+        if adds and joins_kept(joined) and cuts[number] is None:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return [*map(step, groups[:-1]), step(groups[-1])._replace(finish=finish)]
+
+
+def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any) -> Any:
+    """A gather that returns what it brought, too, for its own derivative."""
+    blocks: list[Array] = []
+    results, scales = gather_blocks(method, products, method.sent(left), rights, blocks)
+    # The own block, which is used first, is kept anyway.
+    return results, GatheredBlocks(blocks[1:] if method.way.keeps_own_first else blocks, scales)
+
+
+def _keep_fwd(method: RingEinsum, products: Any, left: Any, rights: Any) -> Any:
+    out, kept = _gather_and_keep(method, products, left, rights)
+    return (out, kept), as_residuals((left, rights, kept))
+
+
+def _keep_bwd(method: RingEinsum, products: Any, residuals: Any, cts: Any) -> Any:
+    return _gather_bwd(method, products, residuals, cts[0])
+
+
+def _gather_fwd(method: RingEinsum, products: Any, left: Any, rights: Any) -> Any:
+    out, kept = _gather_and_keep(method, products, left, rights)
+    return method.forward_first(out, (left, rights, kept))
+
+
+def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
+    left, rights, kept = residuals
+    of_left, of_rights = _gradients_by_kept(method, products, left, rights, tuple(cts), kept)
+    return as_of(left, of_left), of_rights
+
+
+def _by_kept(
+    method: RingEinsum,
+    products: tuple[Product, ...],
+    left: Any,
+    rights: Any,
+    cts: Any,
+    kept: GatheredBlocks,
+) -> Any:
+    """Returns the same of what was kept: the gradients of the right operands send nothing.
+
+    They are made, a few blocks a turn, beside the transfers of the left one's.
+    """
+    for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
+    own = left.values if isinstance(left, Quantized) else method.sent(left)
+    blocks = [own, *kept.blocks] if method.way.keeps_own_first else kept.blocks
+    steps = steps_of(method, for_rights, blocks, kept.scales, cts)
+    back = method.derivative()
+    if isinstance(left, Quantized) and left.exact is None:
+        of_left, made = None, at_once(steps, back.way.ring.index())
+    else:
+        pairs = tuple(zip(cts, rights, strict=True))
+        of_left, made = scatter_beside(back, steps, for_left, pairs)
+    results: Any = made
+    return of_left, tuple(results)
+
+
+def _by_kept_fwd(
+    method: RingEinsum, products: Any, left: Any, rights: Any, cts: Any, kept: GatheredBlocks
+) -> Any:
+    return _gradients_by_kept(method, products, left, rights, cts, kept), as_residuals(
+        (left, rights, cts)
+    )
+
+
+def _by_kept_bwd(method: RingEinsum, products: Any, residuals: Any, cts: Any) -> Any:
+    # What was kept is a function of the left operand, and so everything goes on to that.
+    _, backward = jax.vjp(partial(gradients, method.derivative(), products), *residuals)
+    return *backward(cts), None
+
+
+_gather_and_keep = with_derivative(_keep, _keep_fwd, _keep_bwd, statics=2)
+_gradients_by_kept = with_derivative(_by_kept, _by_kept_fwd, _by_kept_bwd, statics=2)
+# The same as `gather_einsum`, but for its derivative.
+gather_and_keep = with_derivative(gather_einsum, _gather_fwd, _gather_bwd, statics=2)

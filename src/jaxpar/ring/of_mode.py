@@ -1,0 +1,68 @@
+"""Which turns a mode stands for: one way round, both ways, or by disjoint rings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jaxpar.arguments.types import Mode
+from jaxpar.ring.flow import Flow
+from jaxpar.ring.in_turns import InTurns
+from jaxpar.ring.order import traced_order
+from jaxpar.ring.seconds import MARGIN, hop_time
+
+if TYPE_CHECKING:
+    from jaxpar.choose.problem import Problem
+
+
+def in_turns(problem: Problem, mode: Mode, flows: tuple[Flow, ...]) -> InTurns:
+    """Returns the way of a mode in turns, for the flows of a pass."""
+    if problem.near is not None and mode != "multi-ring":
+        directions, reach = problem.near
+        return InTurns(problem.ring, directions, traced_order(), reach=reach)
+    rings = problem.ring.disjoint() if mode == "multi-ring" else None
+    one_way = mode == "unidirectional" or (rings and rings[0].crosses_a_cube)
+    directions = (1,) if one_way else (1, -1)
+    covered = _opposite_is_covered(problem, flows)
+    way = InTurns(problem.ring, directions, traced_order(), covered, rings)
+    return way if mode != "multi-ring" else with_phases(problem, way, flows)
+
+
+def with_phases(problem: Problem, way: InTurns, flows: tuple[Flow, ...]) -> InTurns:
+    """Returns a way of disjoint rings with what blocks and sums had better go by.
+
+    Along one dimension after the other pieces are larger by the side of the torus; but less of
+    the transfers is beside work.
+    """
+    sides = tuple(ring.size for ring in problem.ring.stages())
+    if problem.chip is None or len(sides) < 2 or min(sides) < 3 or len(set(sides)) > 1:
+        return way
+    # Turns need permutes alone: a mode that is named does not ask for compiler options.
+    told = replace(problem, told=frozenset())
+    scattered = [flow for flow in flows if flow.kind != "gather"]
+    gathered = [flow for flow in flows if flow.kind == "gather"]
+    sums, blocks = replace(way, sums_along=sides), replace(way, blocks_along=sides)
+    if sums.seconds(told, scattered) < way.seconds(told, scattered):
+        way = sums
+    # Of blocks the model is less sure: copies between dimensions are laid out as a compiler likes.
+    if blocks.seconds(told, gathered) < MARGIN * way.seconds(told, gathered):
+        way = replace(way, blocks_along=sides)
+    return way
+
+
+def _opposite_is_covered(problem: Problem, flows: tuple[Flow, ...]) -> bool:
+    """Whether the last block of an even ring had better come whole, not in halves."""
+    chip = problem.chip
+    if problem.kind == "weights":  # cutting costs two passes over memory, and nothing is beside
+        return True
+    flows = flows or problem.forward
+    # Halves of 8 bits save half of the time on the wire, and cutting them takes what wide ones do.
+    if any(flow.quantized and flow.kind == "gather" for flow in flows):
+        return True
+    if chip is None or not all(flow.flops for flow in flows) or not flows:
+        return False
+    # The work of one turn both ways, two blocks, covers a transfer of a whole block.
+    return all(
+        2 * flow.flops / problem.ring.size / chip.flops >= hop_time(chip, flow.block_bytes)
+        for flow in flows
+    )
