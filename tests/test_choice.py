@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import ring_shift
 from jaxpar.axis.axis import MODES, Ring
-from jaxpar.axis.traced_links import AxisLinks
 from jaxpar.choose.choice import choose_way, choose_ways
 from jaxpar.choose.of_experts import applies_experts_in_stages
 from jaxpar.choose.problem import Kind, Problem
@@ -35,11 +34,13 @@ from jaxpar.matmul import (
 from jaxpar.matmul._product import Product
 from jaxpar.matmul._work import flow_of
 from jaxpar.mesh.chips import CHIPS, with_measured_links
-from jaxpar.ring.flow import Flow
+from jaxpar.mesh.walk import AxisLinks
+from jaxpar.ring.in_chunks import InChunks
 from jaxpar.ring.in_turns import InTurns
-from jaxpar.ring.naive import InChunks, Naive, Stationary
+from jaxpar.ring.naive import Naive
 from jaxpar.ring.order import Order, TpuOrder, traced_order
-from jaxpar.ring.seconds import collective_time, copy_time, hop_time, joining_is_cheaper
+from jaxpar.ring.seconds import Flow, collective_time, copy_time, hop_time, joining_is_cheaper
+from jaxpar.ring.staying import Stationary
 from jaxpar.ring.turns import gather_turns
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.testing import count_collectives

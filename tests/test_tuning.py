@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar import Axis, Tuning, layers, moe
 from jaxpar.axis.axis import Ring
-from jaxpar.choose.decisions import AUTO
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.sites import site_of
+from jaxpar.choose.sites import AUTO, site_of
 from jaxpar.choose.stages import choose_stages
-from jaxpar.choose.trials import Trial, trying
+from jaxpar.choose.trying import Trial, trying
 from jaxpar.compiler.tuning import versions
 
 MESH = jaxpar.make_mesh("tp=8")

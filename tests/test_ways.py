@@ -17,7 +17,7 @@ from jaxpar.choose.noted import noting
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import NAMED
 from jaxpar.layers import fsdp_gather, gated_mlp
-from jaxpar.ring.flow import Flow
+from jaxpar.ring.seconds import Flow
 from jaxpar.schedule import target
 from jaxpar.tools.cli.main import main
 

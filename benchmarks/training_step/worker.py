@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, compiler_options
-from jaxpar.compiler.options import WHOLE_MATMULS
+from jaxpar.compiler.told import WHOLE_MATMULS
 from jaxpar.layers import (
     fsdp_gather,
     fsdp_scan,

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from jaxpar.arguments.types import Mode as Mode
     from jaxpar.axis.axis import Axis
     from jaxpar.axis.axis import AxisLike as AxisLike
-    from jaxpar.axis.quantized import Quantized, quantize
+    from jaxpar.axis.quantized import Quantized
+    from jaxpar.axis.rounding import quantize
     from jaxpar.axis.wire import LowBit
     from jaxpar.collectives import (
         all_gather,

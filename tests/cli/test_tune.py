@@ -12,7 +12,7 @@ import pytest
 
 import jaxpar
 from jaxpar.choose import choice
-from jaxpar.choose.decisions import AUTO, Asked
+from jaxpar.choose.sites import AUTO, Asked
 from jaxpar.compiler.tuning import Tuning
 from jaxpar.schedule import target
 from jaxpar.tools.cli import tune_command, tune_worker

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import all_gather, all_reduce, make_mesh, reduce_scatter
 from jaxpar.axis.axis import bind
+from jaxpar.ring.in_chunks import InChunks
 from jaxpar.ring.in_turns import InTurns
-from jaxpar.ring.naive import InChunks, Naive
+from jaxpar.ring.naive import Naive
 from jaxpar.ring.order import ClusterOrder, CpuOrder, Order, TpuOrder
 from jaxpar.ring.ways import as_it_is
 from jaxpar.testing import assert_matches_reference, count_collectives

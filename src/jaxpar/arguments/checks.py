@@ -1,4 +1,4 @@
-"""What public functions check of their arguments, in one wording."""
+"""What all public functions check of their arguments, in one wording."""
 
 import operator
 from collections.abc import Callable
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jaxtyping import Integer as Integers
 
 from jaxpar.arguments.calls import called, type_error, value_error
 from jaxpar.axis.axis import Ring
@@ -100,36 +99,6 @@ def _as_integer(argument: str, given: Any) -> int:
     )
 
 
-def check_number(
-    argument: str, given: Any, high: float | None = None, *, finite: str = ""
-) -> float:
-    """Returns a number from 0 to `high` that is known while tracing.
-
-    Infinity is one, but where `finite` says what to give instead.
-    """
-    if isinstance(given, bool) or not isinstance(given, int | float | np.number):
-        raise type_error(
-            f"{argument} must be a number known while tracing, got {given!r} of type "
-            f"{type(given).__name__}"
-        )
-    if not given >= 0 or (high is not None and given > high):
-        most = "" if high is None else f" and at most {high}"
-        raise value_error(f"{argument}={given} must be at least 0{most}")
-    if finite and given == float("inf"):
-        raise value_error(f"{argument}={given} must be finite; {finite}")
-    return float(given)
-
-
-def check_softcap(given: Any, otherwise: str) -> float | None:
-    """Returns a bound of scores or logits, None for none; `otherwise` says what that leaves."""
-    if given is None:
-        return None
-    softcap = check_number("softcap", given, finite=otherwise)
-    if not softcap:
-        raise value_error(f"softcap={given} must be above 0; {otherwise}")
-    return softcap
-
-
 def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pass one") -> Array:
     """Returns what a user gave as an array, or raises if it is none, or has no such `use`."""
     try:
@@ -153,33 +122,6 @@ def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pas
     if use == "sum" and x.dtype == bool:  # some of JAX's own count, some are an "or", some raise
         raise type_error(f"{argument} is bool{list(x.shape)}, which has no sum; cast it to int32")
     return x
-
-
-def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
-    """Returns an array of integers, or raises for what is none.
-
-    Of NumPy's integers of 64 bits JAX keeps 32, without a word, unless it is told to have 64.
-    """
-    x = as_array(argument, given, use="")
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
-    if isinstance(given, np.ndarray) and not np.array_equal(given, given.astype(x.dtype)):
-        raise value_error(
-            f"{argument} are {given.dtype} from {given.min()} to {given.max()}, of which "
-            f"{x.dtype} does not hold all; number them anew, or set jax_enable_x64"
-        )
-    return x
-
-
-def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
-    """Raises if `tokens` are typed as varying over the ring."""
-    varying = sorted(varying_axes(tokens) & set(ring.names))
-    if varying:
-        raise value_error(
-            f"{argument} of local shape {tokens.shape} vary over {varying}, but "
-            f"every device of {ring} needs the same; give them whole, from in_specs without that "
-            "axis or through gather_region"
-        )
 
 
 def check_own(
@@ -224,21 +166,3 @@ def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any
         if found:
             refused = refused.rpartition(_SAY_SO)[0]  # of a transform in there
             raise ValueError(f"{refused}{_SAY_SO} before {called()}{found}{how}") from None
-
-
-def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:
-    """Returns the dimension counted from the front, which must not be the last, or None."""
-    if sequence_dim is None:
-        return None
-    dim = check_dim("sequence_dim", sequence_dim, shape)
-    if dim == len(shape) - 1:
-        raise value_error(
-            f"sequence_dim={sequence_dim} is the last dimension of {argument}, local "
-            f"shape {shape}, which holds features; choose one before it, such as -2"
-        )
-    return dim
-
-
-def as_signed(tokens: Array) -> Array:
-    """`tokens` in a signed dtype of 32 bits or more: differences of them can be negative."""
-    return tokens.astype("int64" if tokens.dtype.itemsize == 8 else "int32")

@@ -6,7 +6,8 @@ import jax
 
 from jaxpar.arguments.checks import as_array, check_own
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.quantized import Quantized, scales_among
+from jaxpar.axis.quantized import Quantized
+from jaxpar.axis.rounding import scales_among
 
 
 def as_arrays(argument: str, tree: Any, use: str = "") -> Any:

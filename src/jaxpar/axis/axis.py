@@ -18,10 +18,9 @@ from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.arguments.dtypes import as_dtype, is_wide_float
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Flag, Mode
-from jaxpar.axis.traced_links import traced_links
 from jaxpar.axis.varying import vary_alike
 from jaxpar.axis.wire import LowBit, WireLike, as_wire, gathered_by, rounded_by, summed_as
-from jaxpar.mesh.walk import Walk, moved_on
+from jaxpar.mesh.walk import Walk, moved_on, traced_links
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")

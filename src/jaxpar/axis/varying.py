@@ -50,6 +50,12 @@ def vary_over(axes: Iterable[str], tree: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
+def spec_of(x: jax.Array) -> tuple[Any, ...]:
+    """The explicit mesh axes that shard each dimension of `x` beyond the manual ones."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
 def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
     """Returns x in the dtype of sums, varying over `axes`: its derivative sums in that dtype."""
     return vary_over(axes, x.astype(addition_dtype(x.dtype)))

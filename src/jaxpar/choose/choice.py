@@ -13,14 +13,12 @@ from typing import TypeVar
 
 from jaxpar.arguments.types import Mode
 from jaxpar.axis.axis import CHUNKED, Ring
-from jaxpar.choose.decisions import notes
 from jaxpar.choose.problem import Kind, Problem
-from jaxpar.choose.sites import NAMED, settled
-from jaxpar.compiler.options import traced_asynchronous
+from jaxpar.choose.sites import NAMED, notes, settled
+from jaxpar.compiler.told import traced_asynchronous
 from jaxpar.mesh.chips import traced_chip
-from jaxpar.ring.flow import Flow
-from jaxpar.ring.naive import InChunks, Naive, Stationary
-from jaxpar.ring.seconds import MARGIN
+from jaxpar.ring.naive import Naive
+from jaxpar.ring.seconds import MARGIN, Flow
 from jaxpar.ring.ways import Way
 
 # Disjoint rings cut blocks into smaller pieces than one ring, which is preferred where both win.
@@ -130,11 +128,16 @@ def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
     """Returns the way of a mode that is named, for the flows of a pass."""
     if mode == "naive":
         return Naive(problem.ring)
+    # Other ways are loaded where a program may have them.
     if mode == "stationary":
+        from jaxpar.ring.staying import Stationary
+
         return Stationary(problem.ring)
     if mode in CHUNKED:
+        from jaxpar.ring.in_chunks import InChunks
+
         return InChunks(problem.ring, CHUNKED[mode])
-    from jaxpar.ring.of_mode import in_turns  # where a program has any
+    from jaxpar.ring.of_mode import in_turns
 
     return in_turns(problem, mode, flows)
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.arguments.types import Mode
 from jaxpar.choose.choice import RULES, Flows, Predictions, Ways, way_of
-from jaxpar.choose.decisions import notes
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.sites import NAMED
+from jaxpar.choose.sites import NAMED, notes
 
 if TYPE_CHECKING:
     from jaxpar.ring.ways import Way

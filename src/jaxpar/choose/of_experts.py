@@ -1,9 +1,8 @@
 """What `auto` chooses of experts: how tokens get to them, and how they are applied."""
 
 from jaxpar.arguments.types import Dispatch
-from jaxpar.choose.decisions import notes
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.sites import DISPATCHES, settled_dispatch
+from jaxpar.choose.sites import DISPATCHES, notes, settled_dispatch
 from jaxpar.mesh.chips import Chip, traced_chip, traced_for_cpu
 
 

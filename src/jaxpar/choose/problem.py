@@ -7,10 +7,10 @@ from typing import Literal
 import jax
 
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.traced_links import AxisLinks, How, traced_links
-from jaxpar.compiler.options import traced_asynchronous
+from jaxpar.compiler.told import traced_asynchronous
 from jaxpar.mesh.chips import Chip, traced_chip
-from jaxpar.ring.flow import Flow
+from jaxpar.mesh.walk import AxisLinks, How, traced_links
+from jaxpar.ring.seconds import Flow
 
 Kind = Literal["matmul", "projection", "attention", "collective", "weights", "loss", "experts"]
 Shape = tuple[int, ...]

@@ -1,9 +1,8 @@
 """In how many chunks the rows of a block of layers go through all of it."""
 
 from jaxpar.choose.choice import is_asynchronous
-from jaxpar.choose.decisions import notes
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.sites import ROW_CHUNKS, settled_chunks
+from jaxpar.choose.sites import ROW_CHUNKS, notes, settled_chunks
 from jaxpar.ring.seconds import collective_time, fitted_to, work_time
 
 # Of the time in which gradients of weights are added up, what is not beside transfers.

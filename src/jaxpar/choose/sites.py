@@ -1,24 +1,69 @@
-"""Call sites: what a problem is called in a file of ways that were tried out, and what that says.
+"""Call sites: their names, and what decides there in the place of a model.
 
-Two problems of one name are one site, and get one way. So the name has all by which the fastest way
-may differ, but for the chip, the mesh and the compiler, which hold for a whole file.
+A way is decided by the program, which names a mode; by a file of `jaxpar tune`, or a trial that
+writes one; or by the model. Two problems of one name are one site, and get one way. So the name has
+all by which the fastest way may differ, but for the chip, the mesh and the compiler, which hold for
+a whole file.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxpar.arguments.types import Dispatch, Mode
 from jaxpar.axis.axis import MODES
 from jaxpar.axis.wire import LowBit, is_low_bit
-from jaxpar.choose.decisions import AUTO, Asked, decide, imposed, is_tuning
 
 if TYPE_CHECKING:
     from jaxpar.axis.axis import Ring
     from jaxpar.choose.problem import Problem
+
+
+AUTO = "auto"
+
+# JAX keeps traced programs; it traces again where the value of such a context is another one.
+using: Any = jax.make_user_context(default_value=None)  # what has `decide`: a file, or a trial
+imposing: Any = jax.make_user_context(default_value=None)  # a trial that has `imposed` a mode
+notes: Any = jax.make_user_context(default_value=None)  # `Notes`, where somebody wants to know
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A decision that a program asks for: the part of a site, and what there is to choose from.
+
+    Attributes:
+      size: how large the operands are, to try the largest first.
+    """
+
+    site: str
+    part: str
+    ways: tuple[str, ...]
+    size: int = 0
+
+
+def decide(asked: Asked) -> Any:
+    """Returns the way of a part of a site, `auto` where nothing was tried out."""
+    return AUTO if using.value is None else using.value.decide(asked)
+
+
+def imposed() -> Mode | None:
+    """Returns the mode that is tried in the place of all others; None: no mode is."""
+    trial = imposing.value
+    if trial is None:
+        return None
+    trial.met = True
+    mode: Mode | None = trial.imposed
+    return mode
+
+
+def is_tuning() -> bool:
+    """Whether anything is to be decided by what was tried out, or is being tried out."""
+    return using.value is not None
 
 
 NAMED: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != AUTO)

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from jaxpar.choose.choice import ways_of_passes
-from jaxpar.choose.decisions import notes
 from jaxpar.choose.problem import Problem
-from jaxpar.choose.sites import settled
+from jaxpar.choose.sites import notes, settled
 from jaxpar.ring.naive import Naive
 from jaxpar.ring.ways import Way
 

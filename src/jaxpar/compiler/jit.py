@@ -12,15 +12,9 @@ from typing import Any
 import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
-from jaxpar.choose.trials import is_trying
-from jaxpar.compiler.options import (
-    Options,
-    enclosing_options,
-    kind_of,
-    options_like,
-    options_of,
-    telling,
-)
+from jaxpar.choose.trying import is_trying
+from jaxpar.compiler.options import kind_of, options_like, options_of
+from jaxpar.compiler.told import Options, enclosing_options, telling
 from jaxpar.compiler.tuning import Tuning, TuningLike, load
 from jaxpar.compiler.tuning import tuned as tuned_by
 

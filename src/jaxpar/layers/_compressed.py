@@ -16,7 +16,7 @@ from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
-from jaxpar.axis.quantized import check_chance, codes_of
+from jaxpar.axis.rounding import check_chance, codes_of
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.axis.wire import LowBit, gathered_by
 from jaxpar.compiler.compat import optimization_barrier

@@ -19,7 +19,8 @@ from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Tree, TreeDim
 from jaxpar.axis.axis import AxisLike, Ring, bind
-from jaxpar.axis.quantized import MaybeQuantized, as_operand, scales_among
+from jaxpar.axis.quantized import MaybeQuantized, as_operand
+from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar.axis.wire import check_wire
 from jaxpar.choose.problem import Problem

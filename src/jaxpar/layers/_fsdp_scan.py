@@ -19,7 +19,7 @@ from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Tree, TreeDim
 from jaxpar.axis.axis import AxisLike, bind
-from jaxpar.axis.quantized import scales_among
+from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.compiler.jaxprs import type_of

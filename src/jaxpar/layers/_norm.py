@@ -12,7 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_number
+from jaxpar.arguments.checks import as_array
+from jaxpar.arguments.checks_of_layers import check_number
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.types import Number

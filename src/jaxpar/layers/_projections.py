@@ -11,7 +11,8 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar.arguments.calls import type_error, value_error
-from jaxpar.arguments.checks import as_array, check_dim, check_own, check_sequence_dim
+from jaxpar.arguments.checks import as_array, check_dim, check_own
+from jaxpar.arguments.checks_of_layers import check_sequence_dim
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
@@ -21,8 +22,8 @@ from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
 from jaxpar.matmul._product import Product, multiply
-from jaxpar.ring.flow import Flow
 from jaxpar.ring.parts import even_cuts
+from jaxpar.ring.seconds import Flow
 
 Weights = Mapping[str, Array]  # by the names that errors use
 Biases = tuple[Array | None, ...]

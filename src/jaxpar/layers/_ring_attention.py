@@ -12,15 +12,8 @@ from jaxtyping import Float, Int, Int32
 from jaxtyping import Integer as Integers
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import (
-    as_array,
-    as_integers,
-    check_own,
-    check_precision,
-    check_replicated,
-    check_softcap,
-    check_whole,
-)
+from jaxpar.arguments.checks import as_array, check_own, check_precision, check_whole
+from jaxpar.arguments.checks_of_layers import as_integers, check_replicated, check_softcap
 from jaxpar.arguments.dtypes import sum_dtype
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.types import Flag, Integer, Number, SequenceOrder, Values
@@ -32,7 +25,7 @@ from jaxpar.choose.problem import Problem
 from jaxpar.layers._attention_block import Keys, Scores
 from jaxpar.layers._attention_passes import attention
 from jaxpar.layers._attention_tiles import RingAttention
-from jaxpar.ring.flow import Flow
+from jaxpar.ring.seconds import Flow
 from jaxpar.ring.ways import Way
 
 

@@ -12,17 +12,14 @@ from jax.lax import PrecisionLike
 from jaxtyping import Int, Num
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import (
-    as_array,
+from jaxpar.arguments.checks import as_array, check_divides, check_own, check_whole
+from jaxpar.arguments.checks_of_layers import (
     as_integers,
     as_signed,
-    check_divides,
     check_number,
-    check_own,
     check_replicated,
     check_sequence_dim,
     check_softcap,
-    check_whole,
 )
 from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
 from jaxpar.arguments.types import Integer, Number

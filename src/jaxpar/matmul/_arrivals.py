@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import Array, lax
@@ -12,9 +12,11 @@ from jaxpar.axis.quantized import Quantized
 from jaxpar.matmul._product import Left, Out, Product, Right, multiply, unused_label
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.ring.parts import join_dims, split_dim
-from jaxpar.ring.scales import Scales, join
 from jaxpar.ring.seconds import joining_is_cheaper
 from jaxpar.ring.ways import Arrivals, Positions
+
+if TYPE_CHECKING:
+    from jaxpar.ring.scales import Scales
 
 
 def take_partners(
@@ -79,7 +81,7 @@ def _use_blocks(
         apart = arrivals[0][2].blocks
         dims = product.left.index(label), product.right.index(label)
         if len(blocks) > 1 and joining_is_cheaper(blocks[0].shape[dims[0]]):
-            blocks, rights = [join(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
+            blocks, rights = [_joined(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
             apart = 1
         for block, right in zip(blocks, rights, strict=True):
             # The whole at once is rounded by the matmul; sums are, when they are finished.
@@ -88,6 +90,14 @@ def _use_blocks(
             result = part if result is None else result + part
     assert result is not None
     return result
+
+
+def _joined(blocks: list[Any], dim: int) -> Any:
+    if isinstance(blocks[0], Quantized):
+        from jaxpar.ring.scales import join
+
+        return join(blocks, dim)
+    return lax.concatenate(blocks, dim)
 
 
 def multiply_part(

@@ -18,7 +18,7 @@ from jaxpar.arguments.checks import (
 from jaxpar.arguments.dtypes import as_dtype, check_holds, result_dtype, sum_dtype
 from jaxpar.arguments.types import Operand
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.quantized import MaybeQuantized, Quantized, straight_through, values_of
+from jaxpar.axis.quantized import MaybeQuantized, Quantized, values_of
 from jaxpar.axis.varying import vary_alike
 from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import choose_ways, may_keep
@@ -35,7 +35,7 @@ from jaxpar.matmul._product import (
 )
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.matmul._work import flow_of
-from jaxpar.ring.flow import Flow
+from jaxpar.ring.seconds import Flow
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,10 @@ def gather(
         product = Product(labels.rhs, labels.lhs, labels.out, dtype)
 
     travels = ring.gathered_as(left.dtype)
-    left = straight_through(ring.low_bit(left.dtype), left, product.left.index(label))
+    if (how := ring.low_bit(left.dtype)) is not None:
+        from jaxpar.axis.rounding import straight_through
+
+        left = straight_through(how, left, product.left.index(label))
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), rights[0].dtype.itemsize
     sent = 1 if low_bit else width

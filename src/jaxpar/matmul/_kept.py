@@ -5,6 +5,7 @@ That is a scatter, beside whose transfers what was kept is used, in steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,9 +26,10 @@ from jaxpar.matmul._primitive import (
 )
 from jaxpar.matmul._product import Left, Product, gradients_of_gather
 from jaxpar.matmul._ring_einsum import RingEinsum
+from jaxpar.mesh.chips import traced_chip
 from jaxpar.ring.parts import Span, even_cuts
 from jaxpar.ring.scales import Scales
-from jaxpar.ring.seconds import joins_kept
+from jaxpar.ring.seconds import KEPT_JOINED, KEPT_TOGETHER
 from jaxpar.ring.steps import Step, at_once
 from jaxpar.ring.ways import Arrivals
 
@@ -80,11 +82,18 @@ def steps_of(
     groups: list[list[int]] = [[0]]
     for number in range(1, len(blocks)):
         joined = [blocks[n][0].shape[dim] for n in groups[-1]]
-        if adds and joins_kept(joined) and cuts[number] is None:
+        if adds and _joins_kept(joined) and cuts[number] is None:
             groups[-1].append(number)
         else:
             groups.append([number])
     return [*map(step, groups[:-1]), step(groups[-1])._replace(finish=finish)]
+
+
+def _joins_kept(lengths: Sequence[int]) -> bool:
+    """Whether blocks that were kept, of these lengths, are better joined with one more."""
+    chip = traced_chip()
+    few = len(lengths) < KEPT_TOGETHER and sum(lengths) <= KEPT_JOINED
+    return chip is not None and chip.torus and few
 
 
 def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any) -> Any:

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import Array
 from jaxtyping import Num
 
-from jaxpar.axis.quantized import Quantized, exact_of, straight_through
+from jaxpar.axis.quantized import Quantized, exact_of
 from jaxpar.compiler.derivatives import with_derivative
 from jaxpar.matmul._arrivals import cut_operand, multiply_part, take_partners, use_arrivals
 from jaxpar.matmul._product import (
@@ -34,9 +34,11 @@ from jaxpar.matmul._product import (
     sizes_of,
 )
 from jaxpar.matmul._ring_einsum import RingEinsum
-from jaxpar.ring.scales import Scales, gather_scales
-from jaxpar.ring.steps import Step, at_once
 from jaxpar.ring.ways import Arrivals, Positions
+
+if TYPE_CHECKING:
+    from jaxpar.ring.scales import Scales
+    from jaxpar.ring.steps import Step
 
 
 def _gather(
@@ -82,6 +84,8 @@ def gather_blocks(
     dim, scales = products[0].left.index(method.label), None
     whole = left.shape[dim] * method.way.ring.size
     if isinstance(left, Quantized):
+        from jaxpar.ring.scales import gather_scales
+
         (left,), (scales,) = gather_scales(method.way.ring.names, [left], dim)
 
     def take(positions: Positions) -> Any:
@@ -130,6 +134,7 @@ def scatter_beside(
     """As a scatter, beside whose transfers steps of other work are taken; returns theirs, too."""
     if method.way.chunks > 1:
         from jaxpar.matmul._across import label_of_chunks, scatter_across
+        from jaxpar.ring.steps import at_once
 
         along = label_of_chunks(method, "scatter", products, pairs)
         if along != method.label:
@@ -218,6 +223,8 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
     gradients = gradients_of_scatter(products, [(left.dtype, right.dtype) for left, right in pairs])
     partners = tuple(x for left, right in pairs for x in (right, left))
     if method.low_bit:
+        from jaxpar.axis.rounding import straight_through
+
         how = method.way.ring.low_bit_cotangents(ct.dtype)
         ct = straight_through(how, ct, products[0].out.index(method.label))
     grads: Any = gather_einsum(method, gradients, ct, partners)

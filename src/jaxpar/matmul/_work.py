@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import prod
 
 from jaxpar.matmul._product import Product, flops_of
-from jaxpar.ring.flow import LANES, Flow, FlowKind
+from jaxpar.ring.seconds import LANES, Flow, FlowKind
 
 
 def flow_of(

@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Int32, Shaped
 
 from jaxpar.arguments.calls import public, readable, type_error, value_error
-from jaxpar.arguments.checks import as_array, as_integers, as_signed, check_whole
+from jaxpar.arguments.checks import as_array, check_whole
+from jaxpar.arguments.checks_of_layers import as_integers, as_signed
 from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Integer, Leaf, Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind

@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Int32, Num
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array, as_integers
+from jaxpar.arguments.checks import as_array
+from jaxpar.arguments.checks_of_layers import as_integers
 from jaxpar.arguments.dtypes import loses_parts, result_dtype
 from jaxpar.arguments.types import Implementation, Values
 from jaxpar.axis.varying import vary_alike, zeros_alike

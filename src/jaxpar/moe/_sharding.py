@@ -13,14 +13,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_number, check_own, check_whole
+from jaxpar.arguments.checks import as_array, check_own, check_whole
+from jaxpar.arguments.checks_of_layers import check_number
 from jaxpar.arguments.trees import check_own_leaves
 from jaxpar.arguments.types import Integer, Values
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_over, varying_axes
-from jaxpar.choose.decisions import AUTO
-from jaxpar.choose.sites import DISPATCHES
+from jaxpar.choose.sites import AUTO, DISPATCHES
 from jaxpar.layers import fsdp_gather
 from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.moe._experts import check_shapes

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Shaped, UInt
 
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.quantized import decoded, encoded
+from jaxpar.axis.rounding import decoded, encoded
 from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.axis.wire import LowBit
 from jaxpar.collectives._ragged import Slices, exchange_rows

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar.arguments.dtypes import addition_dtype
-from jaxpar.axis.quantized import Quantized, encoded
-from jaxpar.axis.varying import checks_varying, vary_over
+from jaxpar.axis.quantized import Quantized
+from jaxpar.axis.rounding import encoded
+from jaxpar.axis.varying import checks_varying, spec_of, vary_over
 from jaxpar.axis.wire import LowBit, summed_as
 from jaxpar.compiler.derivatives import linear_pair, with_derivative
-from jaxpar.ring.order import spec_of
 from jaxpar.ring.scales import Scales, gather_scales
 from jaxpar.ring.ways import Arrivals, Positions, Way
 

@@ -11,8 +11,9 @@ import jax
 from jax import Array
 
 from jaxpar.ring.order import Work
-from jaxpar.ring.parts import cut_out, half_of, join_halves, like_finished
+from jaxpar.ring.parts import cut_out, like_finished
 from jaxpar.ring.phase import Ordering, Phase, freely
+from jaxpar.ring.pieces import half_of, join_halves
 from jaxpar.ring.run import run
 from jaxpar.ring.turns import Leg, Turn, gather_turns
 from jaxpar.ring.ways import Arrivals, Pick, Positions, Take, as_it_is, take_nothing

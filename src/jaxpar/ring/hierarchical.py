@@ -9,10 +9,18 @@ from jax import Array
 from jaxpar.axis.axis import Ring
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.cycles import AlongOne
-from jaxpar.ring.flow import SCATTERED_SHARE, Flow
-from jaxpar.ring.parts import Slab
 from jaxpar.ring.phase import Phase
-from jaxpar.ring.seconds import INSTRUCTION, copy_time, fitted_to, hop_time, joins, work_time
+from jaxpar.ring.seconds import (
+    INSTRUCTION,
+    SCATTERED_SHARE,
+    Flow,
+    copy_time,
+    fitted_to,
+    hop_time,
+    joins,
+    work_time,
+)
+from jaxpar.ring.slab import Slab
 
 # Of the time in which sums are added that go along a second dimension, what is not beside matmuls.
 PHASES_SHARE = 3 / 4

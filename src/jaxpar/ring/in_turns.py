@@ -13,17 +13,18 @@ from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
 from jaxpar.mesh.chips import Chip
-from jaxpar.ring.flow import Flow
 from jaxpar.ring.gather import Gather, Use
 from jaxpar.ring.order import Beside, Order, Work
-from jaxpar.ring.parts import Span, cut_out, equal_pieces, of_types, shares_of
+from jaxpar.ring.parts import Span, cut_out, of_types
 from jaxpar.ring.phase import Phase
+from jaxpar.ring.pieces import equal_pieces, shares_of
 from jaxpar.ring.run import loops, run
 from jaxpar.ring.scatter import Scatter
 from jaxpar.ring.seconds import (
     INSTRUCTION,
     KEPT_JOINED,
     KEPT_TOGETHER,
+    Flow,
     copy_time,
     fitted_to,
     gathered_again,

@@ -1,14 +1,11 @@
-"""The naive way over a ring, a collective of `jax.lax`, and what is made of it.
-
-Stationary, another operand travels; in chunks, there is a collective for each.
-"""
+"""The naive way over a ring: a collective of `jax.lax`, at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import hypot, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,21 +18,16 @@ from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import all_gather, psum_scatter
 from jaxpar.mesh.chips import ADDED, Chip
-from jaxpar.ring.flow import SCATTERED_SHARE, Flow, FlowKind
-from jaxpar.ring.parts import Comb, Span, even_cuts, split_dim
+from jaxpar.ring.parts import Span, split_dim
 from jaxpar.ring.seconds import (
-    MATMUL_SHARE,
-    all_to_all_time,
+    Flow,
+    FlowKind,
     collective_time,
-    copy_time,
-    fitted_to,
-    gathered_again,
     last_copy_time,
     quantizing_time,
     work_on_kept,
     work_time,
 )
-from jaxpar.ring.steps import Step, at_once
 from jaxpar.ring.ways import (
     Arrivals,
     Pick,
@@ -53,6 +45,7 @@ from jaxpar.ring.ways import (
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
+    from jaxpar.ring.steps import Step
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Naive(Way):
         work = [work_time(chip, flow, 1, 0.0) for flow in flows]
         if kept and len(flows) > 1:
             work[1] = work_on_kept(chip, flows[1], kept)
-        sent = [_sent_time(problem, flow, flow.kind) for flow in flows]
+        sent = [sent_time(problem, flow, flow.kind) for flow in flows]
         if len(flows) < 2:
             # By a SparseCore, what is summed for all devices is left to be copied.
             apart = [flow for flow in flows if flow.kind == "all-reduce" and flow.kind in beside]
@@ -124,7 +117,11 @@ class Naive(Way):
         steps: Sequence[Step] = (),
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
-        carry = at_once(steps, self.ring.index()) if steps else None
+        carry = None
+        if steps:
+            from jaxpar.ring.steps import at_once  # of a gather that another way has kept
+
+            carry = at_once(steps, self.ring.index())
         parts = [
             self._scattered(produce(take(positions)), dim, size, dtype)
             for _, size, positions in self._parts(length)
@@ -221,90 +218,6 @@ class Naive(Way):
         return control_flow.fori_loop(1, self.ring.size, step, state)
 
 
-@dataclass(frozen=True)
-class Stationary(Naive):
-    """The naive way, but that of a matmul the operand stays that would be gathered.
-
-    Where its partners and its results are less than what its blocks make together.
-    """
-
-    stays = True
-
-    @property
-    def mode(self) -> str:
-        return "stationary"
-
-    def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
-        return sum((self._staying(problem, flow, kept > 0) for flow in flows), 0.0)
-
-    def _staying(self, problem: Problem, flow: Flow, kept: bool) -> float:
-        """Seconds of a flow whose gathered operand stays, and of its sums, which stay with it."""
-        chip, size = problem.figures, self.ring.size
-        if flow.kind != "gather" and not kept:
-            return work_time(chip, flow, 1, 0.0) + _sent_time(problem, flow, flow.kind)
-        moved = flow.block_bytes + size * (flow.partners + flow.exchanged)
-        computed = flow.flops / (MATMUL_SHARE * chip.flops)
-        # Of what is contracted the partners are sums, which are scattered.
-        travels = "scatter" if flow.sums else "gather"
-        sent = _sent_time(problem, replace(flow, block_bytes=flow.partners), travels)
-        sent += all_to_all_time(chip, flow.exchanged, size)
-        return hypot(computed, moved / chip.hbm) + (sent if flow.kind == "gather" else 0.0)
-
-
-@dataclass(frozen=True)
-class InChunks(Naive):
-    """A collective for each of some chunks of the blocks, beside the work on the one before.
-
-    For compilers that make collectives asynchronous. A chunk is the same part of every block, so
-    that it is a collective over all devices, and its positions are a comb. A matmul may cut along
-    another of its labels instead, and run a naive one for each chunk.
-    """
-
-    chunks: int = 1
-    derived_by_jax = False
-
-    @property
-    def mode(self) -> str:
-        return f"chunked-{self.chunks}"
-
-    def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
-        chip = problem.figures
-        if kept:
-            first, last = flows
-            return self._in_chunks(problem, first) + work_on_kept(chip, last, kept)
-        ahead = quantizing_time(chip, flows)
-        return ahead + sum(self._in_chunks(problem, flow) for flow in flows)
-
-    def _in_chunks(self, problem: Problem, flow: Flow) -> float:
-        """Seconds of a flow, a chunk of which travels beside the work on the one before."""
-        chip, shared = problem.figures, problem.messages("collective")
-        size, chunks, comb = self.ring.size, self.chunks, flow
-        flow = flow.in_chunks(chunks)
-        fit = chunks * flow.sums <= chip.vmem
-        work = work_time(chip, flow, chunks, fitted_to(chip.kind).chunk_passes, kept=fit)
-        kind = "gather" if flow.kind == "gather" else "scatter"
-        sent = _sent_time(problem, flow, kind)
-        # Chunks are cut out of the block, or joined to it; of blocks, which lie apart, more slowly.
-        moved = flow.block_bytes
-        copied = copy_time(chip, moved) if flow is comb else 2 * moved / chip.hbm
-        rest = copied + chunks * chip.start
-        rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
-        # Each is written by itself, and placed, and the whole is copied once more.
-        rest += 2 * copy_time(chip, flow.unaligned) if flow is comb else 0.0
-        rest += gathered_again(chip, flow, size, shared)
-        if ("all-gather" if kind == "gather" else "reduce-scatter") not in problem.beside:
-            return work + sent + rest
-        return rest + (work + sent + (chunks - 1) * max(work, sent)) / chunks
-
-    def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
-        cuts = even_cuts(length, self.chunks)
-        return [(start, size, Comb(start, size, self.ring.size)) for start, size in cuts]
-
-    @in_scope
-    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
-        return Way.reduce(self, produce, in_blocks)
-
-
 def _cut(x: Array, start: int, size: int, dim: int) -> Array:
     """Returns positions of a dimension, of which it may have no more."""
     if size == x.shape[dim]:
@@ -312,7 +225,7 @@ def _cut(x: Array, start: int, size: int, dim: int) -> Array:
     return lax.slice_in_dim(x, start, start + size, axis=dim)
 
 
-def _sent_time(problem: Problem, flow: Flow, kind: FlowKind) -> float:
+def sent_time(problem: Problem, flow: Flow, kind: FlowKind) -> float:
     """Seconds of a collective of XLA's own, for each of whose blocks a flow says what it has."""
     chip, size, shared = problem.figures, problem.ring.size, problem.messages("collective")
     once = collective_time(chip, flow, size, shared)

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxpar.arguments.types import Mode
-from jaxpar.ring.flow import Flow
 from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.order import traced_order
-from jaxpar.ring.seconds import MARGIN, hop_time
+from jaxpar.ring.seconds import MARGIN, Flow, hop_time
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxpar.axis.varying import spec_of
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import cuts_within_matmuls
 from jaxpar.mesh.chips import traced_for_cpu, traced_for_cpu_cluster
@@ -208,12 +209,6 @@ def traced_order() -> Order:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = "" if device is None else device.device_kind
     return next((order for name, order in ORDERS.items() if kind.startswith(name)), Order())
-
-
-def spec_of(x: Array) -> tuple[Any, ...]:
-    """The explicit mesh axes that shard each dimension of `x` beyond the manual ones."""
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return spec + (None,) * (x.ndim - len(spec))
 
 
 def known_after(tree: Any, index: Array) -> Array:

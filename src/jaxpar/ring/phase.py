@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax import Array, lax
 
 from jaxpar.axis.axis import Ring
 from jaxpar.ring.order import Beside, Send, Work
-from jaxpar.ring.parts import Slab, Span
+from jaxpar.ring.parts import Span
+
+if TYPE_CHECKING:
+    from jaxpar.ring.slab import Slab
 
 Ordering = Callable[[Array, Any, Send, Work], Beside]  # as `Order.beside`
 

@@ -86,10 +86,8 @@ def _joined_along(dim: int, rows: Array, shape: tuple[int, ...]) -> Array:
     return apart.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def join(blocks: Sequence[Any], dim: int) -> Any:
-    """Returns blocks one behind the other along a dimension, quantized if they are."""
-    if not isinstance(blocks[0], Quantized):
-        return lax.concatenate(blocks, dim)
+def join(blocks: Sequence[Quantized], dim: int) -> Quantized:
+    """Returns quantized blocks one behind the other along a dimension."""
 
     def of_each(x: Quantized) -> Array:
         """Its scales, one for each position of the dimension: there may be one for a block."""

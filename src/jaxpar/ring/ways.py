@@ -17,12 +17,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.quantized import Quantized, encoded
-from jaxpar.ring.flow import Flow
-from jaxpar.ring.steps import Step
+from jaxpar.ring.seconds import Flow
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
+    from jaxpar.ring.steps import Step
 
 # Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
 Positions = Any  # Span | Comb | Slab | Array
@@ -234,8 +233,12 @@ class Way:
     def _quantized(self, x: Any, dim: int, dtype: DTypeLike) -> Any:
         """Returns sums that are scattered along `dim` as they travel, quantized where asked."""
         how = self.ring.low_bit_sums(dtype)
-        coded = x if how is None else encoded(how, x, dim)
-        return coded if isinstance(coded, Quantized) else self._wire(x, dtype)
+        if how is None:
+            return self._wire(x, dtype)
+        from jaxpar.axis.rounding import encoded
+
+        coded = encoded(how, x, dim)
+        return self._wire(x, dtype) if coded is x else coded
 
     def _psum(self, x: Array) -> Array:
         return lax.psum(x, self.ring.names)

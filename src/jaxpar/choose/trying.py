@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jaxpar.arguments.types import Mode
-from jaxpar.choose.decisions import AUTO, Asked, imposing, using
+from jaxpar.choose.sites import AUTO, Asked, imposing, using
 
 # What is decided at a call site: for each part of it, such as its forward pass, a way.
 Choices = Mapping[str, Mapping[str, str]]

@@ -1,0 +1,88 @@
+"""What layers and experts check of their arguments besides: numbers, tokens, sequences."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Integer as Integers
+
+from jaxpar.arguments.calls import type_error, value_error
+from jaxpar.arguments.checks import as_array, check_dim
+from jaxpar.axis.axis import Ring
+from jaxpar.axis.varying import varying_axes
+
+
+def check_number(
+    argument: str, given: Any, high: float | None = None, *, finite: str = ""
+) -> float:
+    """Returns a number from 0 to `high` that is known while tracing.
+
+    Infinity is one, but where `finite` says what to give instead.
+    """
+    if isinstance(given, bool) or not isinstance(given, int | float | np.number):
+        raise type_error(
+            f"{argument} must be a number known while tracing, got {given!r} of type "
+            f"{type(given).__name__}"
+        )
+    if not given >= 0 or (high is not None and given > high):
+        most = "" if high is None else f" and at most {high}"
+        raise value_error(f"{argument}={given} must be at least 0{most}")
+    if finite and given == float("inf"):
+        raise value_error(f"{argument}={given} must be finite; {finite}")
+    return float(given)
+
+
+def check_softcap(given: Any, otherwise: str) -> float | None:
+    """Returns a bound of scores or logits, None for none; `otherwise` says what that leaves."""
+    if given is None:
+        return None
+    softcap = check_number("softcap", given, finite=otherwise)
+    if not softcap:
+        raise value_error(f"softcap={given} must be above 0; {otherwise}")
+    return softcap
+
+
+def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
+    """Returns an array of integers, or raises for what is none.
+
+    Of NumPy's integers of 64 bits JAX keeps 32, without a word, unless it is told to have 64.
+    """
+    x = as_array(argument, given, use="")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
+    if isinstance(given, np.ndarray) and not np.array_equal(given, given.astype(x.dtype)):
+        raise value_error(
+            f"{argument} are {given.dtype} from {given.min()} to {given.max()}, of which "
+            f"{x.dtype} does not hold all; number them anew, or set jax_enable_x64"
+        )
+    return x
+
+
+def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
+    """Raises if `tokens` are typed as varying over the ring."""
+    varying = sorted(varying_axes(tokens) & set(ring.names))
+    if varying:
+        raise value_error(
+            f"{argument} of local shape {tokens.shape} vary over {varying}, but "
+            f"every device of {ring} needs the same; give them whole, from in_specs without that "
+            "axis or through gather_region"
+        )
+
+
+def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:
+    """Returns the dimension counted from the front, which must not be the last, or None."""
+    if sequence_dim is None:
+        return None
+    dim = check_dim("sequence_dim", sequence_dim, shape)
+    if dim == len(shape) - 1:
+        raise value_error(
+            f"sequence_dim={sequence_dim} is the last dimension of {argument}, local "
+            f"shape {shape}, which holds features; choose one before it, such as -2"
+        )
+    return dim
+
+
+def as_signed(tokens: Array) -> Array:
+    """`tokens` in a signed dtype of 32 bits or more: differences of them can be negative."""
+    return tokens.astype("int64" if tokens.dtype.itemsize == 8 else "int32")

@@ -1,0 +1,152 @@
+"""Arrays rounded to 8 bits with scales: by a user, and where they travel so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jaxpar.arguments.calls import public, type_error
+from jaxpar.arguments.checks import as_array, check_dim
+from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.arguments.types import Integer
+from jaxpar.axis.quantized import Quantized, spread
+from jaxpar.axis.wire import LowBit, gathered_by
+
+# Rows of fewer numbers are those of weights of experts, or of scales: a few bytes, and exact.
+SHORT = 32
+
+
+@public
+def quantize(
+    x: Array,
+    dtype: DTypeLike = "int8",
+    *,
+    dim: Integer = -1,
+    columns: Integer | None = None,
+    key: Array | None = None,
+) -> Quantized:
+    """Rounds an array to 8 bits, in blocks along a dimension that have a scale each.
+
+    Args:
+      x: floats of any shape; local, or not.
+      dtype: `"int8"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
+      dim: the dimension whose neighbours share a scale.
+      columns: how many do at most: the largest divisor of the dimension. None: all.
+      key: of `jax.random`, for int8: rounds up or down by chance, so that the mean over many
+        roundings is exact. None: to the nearest.
+
+    Returns:
+      A `Quantized`, which has no derivative. The scale is the largest magnitude of a block over the
+      largest number of the dtype; a block with a number that is not finite is NaN.
+
+    Raises:
+      TypeError: an array of no floats, an option of the wrong type, a key with float8.
+      ValueError: a dim out of range, fewer columns than 1.
+
+    Cost: x is read twice, and a quarter of float32 written.
+
+    Example:
+      >>> q = quantize(jnp.array([[1.0, -2.0], [100.0, 50.0]]))
+      >>> q.values, float(q.scales[1, 0] * 127)
+      (Array([[  64, -127],
+             [ 127,   64]], dtype=int8), 100.0)
+
+    Source: as `LowBit`; rounding by chance as in Gupta et al., "Deep learning with limited
+    numerical precision" (2015).
+    """
+    how = LowBit(dtype, columns)
+    x = as_array("x", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise type_error(f"x is {x.dtype}{list(x.shape)}; give floats")
+    along = check_dim("dim", dim, x.shape)
+    check_chance(how, key)
+    return codes_of(how, x, along, key)
+
+
+def check_chance(how: LowBit, key: Any) -> None:
+    """Raises where a key is given for what is not rounded by chance."""
+    if key is not None and how.dtype != "int8":
+        raise type_error(f"a key rounds int8 by chance, and not {how.dtype}; leave it out")
+
+
+def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quantized:
+    """Quantizes x in blocks along `dim`."""
+    wide = x.astype(addition_dtype(x.dtype))
+    block = columns_of(how, x.shape[dim])
+    apart = (*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])
+    # Infinity in the place of NaN, which the maximum of some thousand numbers loses on CPU.
+    magnitudes = jnp.where(jnp.isnan(wide), jnp.inf, jnp.abs(wide))
+    largest = jnp.max(magnitudes.reshape(apart), axis=dim + 1, initial=0)
+    whole = jnp.issubdtype(how.dtype, jnp.integer)
+    limit = float(jnp.iinfo(how.dtype).max if whole else jnp.finfo(how.dtype).max)
+    # Smaller scales are no normal numbers: hardware takes them for zero, and divides by it. Of
+    # larger ones the limit's multiple may be infinite.
+    range_of = jnp.finfo(wide.dtype)
+    top = float(range_of.max) / limit * (1 - float(range_of.eps))
+    scales = jnp.clip(largest / limit, range_of.tiny, top)
+    scales = jnp.where(jnp.isfinite(largest), scales, largest - largest)  # NaN of infinity
+    scaled = wide / spread(scales, x.shape)
+    if key is not None:
+        scaled = jnp.floor(scaled + jax.random.uniform(key, x.shape, wide.dtype))
+        scaled = jnp.clip(scaled, -limit, limit)  # 127 plus almost 1 is 128 in float32
+    values = (jnp.rint(scaled) if whole else scaled).astype(how.dtype)
+    return Quantized(values, scales, dtype=x.dtype)
+
+
+def columns_of(how: LowBit, length: int) -> int:
+    """How many neighbours of a row share a scale: of blocks that are alike, the longest."""
+    most = max(1, min(how.columns or length, length))
+    return next(block for block in range(most, 0, -1) if length % block == 0)
+
+
+def row_dim(ndim: int, dim: int) -> int:
+    """The dimension of a row of an array that is gathered along `dim`: the last other one."""
+    return ndim - 1 if dim != ndim - 1 else ndim - 2
+
+
+def encoded(wire: Any, x: Any, dim: int) -> Any:
+    """Returns x as it is gathered along `dim`, a `Quantized` if the wire is of 8 bits."""
+    return x if isinstance(x, Quantized) else _encoded(wire, x, dim)
+
+
+def _encoded(wire: Any, x: Array, dim: int) -> Array | Quantized:
+    how = gathered_by(wire, x.dtype)
+    if how is None or x.ndim < 2 or not x.size:
+        return x
+    row = row_dim(x.ndim, dim)
+    block, width = columns_of(how, x.shape[row]), x.dtype.itemsize
+    if x.shape[row] < SHORT or block + addition_dtype(x.dtype).itemsize >= block * width:
+        return x
+    return codes_of(how, lax.stop_gradient(x), row)
+
+
+def straight_through(wire: Any, x: Any, dim: int) -> Any:
+    """Returns x as it is gathered along `dim`, with the derivative of x as it is."""
+    codes = encoded(wire, x, dim)
+    return replace(codes, exact=x) if codes is not x else x
+
+
+def decoded(tree: Any) -> Any:
+    """Returns a pytree with what is quantized of it as arrays."""
+    return jax.tree.map(
+        lambda x: x.dequantized() if _is_quantized(x) else x, tree, is_leaf=_is_quantized
+    )
+
+
+def scales_among(tree: Any) -> list[bool]:
+    """Tells of each leaf of a pytree whether it is the scales of quantized values."""
+
+    def marks(x: Any) -> Any:
+        marked = jax.tree.map(lambda _: False, x)
+        return replace(marked, scales=True) if _is_quantized(x) else marked
+
+    return jax.tree.leaves(jax.tree.map(marks, tree, is_leaf=_is_quantized))
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, Quantized)

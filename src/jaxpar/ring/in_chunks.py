@@ -1,0 +1,119 @@
+"""The way over a ring in chunks: a collective for each, beside the work on the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jax import Array, lax
+
+from jaxpar.ring.naive import Naive, sent_time
+from jaxpar.ring.parts import even_cuts, join_dims, split_dim, unwritten
+from jaxpar.ring.seconds import (
+    SCATTERED_SHARE,
+    Flow,
+    copy_time,
+    fitted_to,
+    gathered_again,
+    quantizing_time,
+    work_on_kept,
+    work_time,
+)
+from jaxpar.ring.ways import Positions, Way, in_scope
+
+if TYPE_CHECKING:
+    from jaxpar.choose.problem import Problem
+
+
+@dataclass(frozen=True)
+class Comb:
+    """The same positions of each of the `blocks` of a whole: `size` of each from `start` on.
+
+    Where they are cut, multiplied and placed, blocks are a dimension of their own, as positions are
+    neighbours within a block alone. Flattened, what a matmul makes would be placed in a pass of its
+    own:
+
+        convolution.1 = bf16[n*size, cols] fusion(chunk, rhs); fusion.2 = dynamic-update-slice(...)
+    """
+
+    start: int
+    size: int
+    blocks: int
+
+    def cut(self, x: Array, dim: int) -> Array:
+        """As that of a span."""
+        if self.size * self.blocks == x.shape[dim]:
+            return x
+        apart = split_dim(x, dim, self.blocks)
+        cut = lax.slice_in_dim(apart, self.start, self.start + self.size, axis=dim + 1)
+        return join_dims(cut, dim)
+
+    def of_blocks(self, x: Array, dim: int, length: int) -> Array:
+        """As that of a span."""
+        return x
+
+    def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
+        """As that of a span."""
+        if part.shape[dim] == length:
+            return part
+        into = split_dim(unwritten(whole, part, dim, length), dim, self.blocks)
+        start = [0] * into.ndim
+        start[dim + 1] = self.start
+        return join_dims(
+            lax.dynamic_update_slice(into, split_dim(part, dim, self.blocks), start), dim
+        )
+
+
+@dataclass(frozen=True)
+class InChunks(Naive):
+    """A collective for each of some chunks of the blocks, beside the work on the one before.
+
+    For compilers that make collectives asynchronous. A chunk is the same part of every block, so
+    that it is a collective over all devices, and its positions are a comb. A matmul may cut along
+    another of its labels instead, and run a naive one for each chunk.
+    """
+
+    chunks: int = 1
+    derived_by_jax = False
+
+    @property
+    def mode(self) -> str:
+        return f"chunked-{self.chunks}"
+
+    def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
+        chip = problem.figures
+        if kept:
+            first, last = flows
+            return self._in_chunks(problem, first) + work_on_kept(chip, last, kept)
+        ahead = quantizing_time(chip, flows)
+        return ahead + sum(self._in_chunks(problem, flow) for flow in flows)
+
+    def _in_chunks(self, problem: Problem, flow: Flow) -> float:
+        """Seconds of a flow, a chunk of which travels beside the work on the one before."""
+        chip, shared = problem.figures, problem.messages("collective")
+        size, chunks, comb = self.ring.size, self.chunks, flow
+        flow = flow.in_chunks(chunks)
+        fit = chunks * flow.sums <= chip.vmem
+        work = work_time(chip, flow, chunks, fitted_to(chip.kind).chunk_passes, kept=fit)
+        kind = "gather" if flow.kind == "gather" else "scatter"
+        sent = sent_time(problem, flow, kind)
+        # Chunks are cut out of the block, or joined to it; of blocks, which lie apart, more slowly.
+        moved = flow.block_bytes
+        copied = copy_time(chip, moved) if flow is comb else 2 * moved / chip.hbm
+        rest = copied + chunks * chip.start
+        rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
+        # Each is written by itself, and placed, and the whole is copied once more.
+        rest += 2 * copy_time(chip, flow.unaligned) if flow is comb else 0.0
+        rest += gathered_again(chip, flow, size, shared)
+        if ("all-gather" if kind == "gather" else "reduce-scatter") not in problem.beside:
+            return work + sent + rest
+        return rest + (work + sent + (chunks - 1) * max(work, sent)) / chunks
+
+    def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
+        cuts = even_cuts(length, self.chunks)
+        return [(start, size, Comb(start, size, self.ring.size)) for start, size in cuts]
+
+    @in_scope
+    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
+        return Way.reduce(self, produce, in_blocks)

@@ -1,0 +1,70 @@
+"""Positions of a whole that are a box of the blocks of a torus' devices."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from jax import Array, lax
+
+from jaxpar.mesh.walk import as_int32
+from jaxpar.ring.parts import Span, unwritten
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A box of the blocks of a torus' devices, and of each of them the same positions.
+
+    The whole has the `shape` of the torus, the last side fastest, and of a block. The slab is
+    `sizes` of it from `starts` on, integers or int32[].
+    """
+
+    shape: tuple[int, ...]
+    starts: tuple[Any, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def blocks(self) -> int:
+        """As that of a span."""
+        return prod(self.sizes[:-1])
+
+    def cut(self, x: Array, dim: int) -> Array:
+        """As that of a span."""
+        if (span := self._span) is not None:
+            return span.cut(x, dim)
+        apart, starts, sizes = self._apart(x, dim)
+        cut = lax.dynamic_slice(apart, starts, sizes, allow_negative_indices=False)
+        return cut.reshape((*x.shape[:dim], prod(self.sizes), *x.shape[dim + 1 :]))
+
+    def of_blocks(self, x: Array, dim: int, length: int) -> Array:
+        """As that of a span."""
+        shape, starts, sizes = (of[:-1] for of in (self.shape, self.starts, self.sizes))
+        return Slab((*shape, 1), (*starts, 0), (*sizes, 1)).cut(x, dim)
+
+    def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
+        """As that of a span."""
+        if part.shape[dim] == length:
+            return part
+        if (span := self._span) is not None:
+            return span.place(whole, part, dim, length)
+        into = unwritten(whole, part, dim, length)
+        apart, starts, sizes = self._apart(into, dim)
+        placed = lax.dynamic_update_slice(
+            apart, part.reshape(sizes), starts, allow_negative_indices=False
+        )
+        return placed.reshape(into.shape)
+
+    @property
+    def _span(self) -> Span | None:
+        """The same positions where they follow one another."""
+        first, *others = range(len(self.shape))
+        if self.sizes[first] > 1 or any(self.sizes[d] < self.shape[d] for d in others):
+            return None
+        size = prod(self.sizes)
+        return Span(self.starts[first] * size, size)
+
+    def _apart(self, x: Array, dim: int) -> tuple[Array, list[Any], list[int]]:
+        """`x` with `dim` as all dimensions of the whole; in it, starts and sizes."""
+        before, behind = x.shape[:dim], x.shape[dim + 1 :]
+        # All of one dtype, also where numbers have 64 bits.
+        starts = [*map(as_int32, (*[0] * len(before), *self.starts, *[0] * len(behind)))]
+        return x.reshape(*before, *self.shape, *behind), starts, [*before, *self.sizes, *behind]

@@ -1,0 +1,44 @@
+"""The way over a ring by which of a matmul another operand travels than the sharded one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import hypot
+from typing import TYPE_CHECKING
+
+from jaxpar.ring.naive import Naive, sent_time
+from jaxpar.ring.seconds import MATMUL_SHARE, Flow, all_to_all_time, work_time
+
+if TYPE_CHECKING:
+    from jaxpar.choose.problem import Problem
+
+
+@dataclass(frozen=True)
+class Stationary(Naive):
+    """The naive way, but that of a matmul the operand stays that would be gathered.
+
+    Where its partners and its results are less than what its blocks make together.
+    """
+
+    stays = True
+
+    @property
+    def mode(self) -> str:
+        return "stationary"
+
+    def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
+        return sum((self._staying(problem, flow, kept > 0) for flow in flows), 0.0)
+
+    def _staying(self, problem: Problem, flow: Flow, kept: bool) -> float:
+        """Seconds of a flow whose gathered operand stays, and of its sums, which stay with it."""
+        chip, size = problem.figures, self.ring.size
+        if flow.kind != "gather" and not kept:
+            return work_time(chip, flow, 1, 0.0) + sent_time(problem, flow, flow.kind)
+        moved = flow.block_bytes + size * (flow.partners + flow.exchanged)
+        computed = flow.flops / (MATMUL_SHARE * chip.flops)
+        # Of what is contracted the partners are sums, which are scattered.
+        travels = "scatter" if flow.sums else "gather"
+        sent = sent_time(problem, replace(flow, block_bytes=flow.partners), travels)
+        sent += all_to_all_time(chip, flow.exchanged, size)
+        return hypot(computed, moved / chip.hbm) + (sent if flow.kind == "gather" else 0.0)
