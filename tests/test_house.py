@@ -30,7 +30,7 @@ PUBLIC = {
     *("jaxpar.schedule", "jaxpar.testing", "jaxpar.collectives", "jaxpar.matmul"),
 }
 CIRCLES = [2, 3, 21]  # explain and its text, the guard, and a layout with what it delegates to
-RING = 81.2
+RING = 46.5
 TWICE = set()
 
 
@@ -111,11 +111,11 @@ def check_ceiling(what, found, most, least=0.99):
 @pytest.mark.parametrize(
     ("name", "module", "files", "lines"),
     [
-        ("all_gather_matmul", "jaxpar.matmul._matmuls", 46, 7743),
-        ("LayoutMap", "jaxpar.layout._map", 34, 5341),
-        ("gated_mlp", "jaxpar.layers._tensor", 52, 8421),
-        ("moe_layer", "jaxpar.moe._layer", 71, 13333),
-        ("ring_attention", "jaxpar.layers._ring_attention", 38, 6653),
+        ("all_gather_matmul", "jaxpar.matmul._matmuls", 30, 4697),
+        ("LayoutMap", "jaxpar.layout._map", 32, 5282),
+        ("gated_mlp", "jaxpar.layers._tensor", 41, 6065),
+        ("moe_layer", "jaxpar.moe._layer", 60, 10984),
+        ("ring_attention", "jaxpar.layers._ring_attention", 27, 4451),
     ],
 )
 def test_what_a_name_loads(name, module, files, lines):
@@ -291,7 +291,7 @@ def test_tracing_a_ring():
         return equations(jax.make_jaxpr(function)(jnp.ones((128, 16)), jnp.ones((16, 64))).jaxpr)
 
     found = traced("bidirectional") / traced("naive")
-    # With jax 0.12 it is 80.0.
+    # Of one naive matmul there are 10, of the ring 465; with jax 0.12 as many.
     check_ceiling("equations of a ring for one of naive", found, RING, 0.98)
 
 

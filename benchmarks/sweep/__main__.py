@@ -1,6 +1,7 @@
 """`auto` against its strongest peers over hundreds of matmuls, the losers first.
 
     python benchmarks/sweep [--points N] [--ways] [--jobs 2] [--json F]
+    python benchmarks/sweep --fit
 
 Compiles every form of matmul over slices of four TPU generations, rows from 256 to 65536 and rings
 of 4, 8 and 16, forward and with strict gradients, with the chip's compiler options and without; and
@@ -23,6 +24,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
+from sweep import times
 from sweep.points import Point, point_from, points
 from sweep.worker import PEERS
 from tables import Table, made_by, rewrite, update
@@ -83,6 +85,10 @@ def ratio(forms: dict[str, dict[str, Any]], others: Sequence[str]) -> tuple[floa
     return forms["auto"]["total"] / times[best], best
 
 
+def _seconds(forms: dict[str, dict[str, Any]]) -> dict[str, float]:
+    return {form: record["total"] for form, record in forms.items() if "total" in record}
+
+
 def losers(found: Found) -> Table:
     """The points at which `auto` is behind a peer by more than it may be, the worst first."""
     rows: list[tuple[float, list[str]]] = []
@@ -122,16 +128,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sweep", description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, metavar="N", help="the first N (default: all)")
     parser.add_argument("--slices", help="of these alone, such as v5p:8x8x8,v6e:2x4")
-    parser.add_argument("--ways", action="store_true", help="every way that can be named, too")
+    parser.add_argument(
+        "--ways", action="store_true", help="all that auto chooses from, too; kept in times/"
+    )
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the model's numbers to times/; compiles nothing"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--json", metavar="F", help="write all that was found to this file")
     args = parser.parse_args(argv)
     require_positive(parser, args, "jobs")
+    if args.fit:
+        from sweep.fit import cases_of, fit
+
+        fit(cases_of(times.read(times.here()))).print(width=120)
+        return 0
     some = args.points is not None or args.slices is not None
     if not some:
         rewrite(README.read_text(), SECTION, "")  # before hours of work: it has the markers
     chosen = [p for p in points() if args.slices is None or p.slice in args.slices.split(",")]
     found = compile_all(chosen[: args.points], args.ways, args.jobs)
+    if args.ways:
+        times.write(times.here(), {point: _seconds(forms) for point, forms in found.items()})
     write_json(args.json, [{**p.record(), "forms": forms} for p, forms in found.items()])
     behind, table = losers(found), summary(found, args.ways)
     behind.print(width=140)

@@ -24,10 +24,11 @@ def hashes() -> dict[str, str]:
     import jax
 
     from jaxpar import Axis, compiled_with, compiler_options
+    from jaxpar.choose.sites import NAMED
     from jaxpar.schedule import target
     from overlap import peers
     from sweep.points import points
-    from sweep.worker import NAMED, OPS, with_gradients
+    from sweep.worker import OPS, with_gradients
 
     found = {}
     for number, point in enumerate(points()):

@@ -194,10 +194,10 @@ def in_turn(names, rows, first=0):
 
 def have_order(monkeypatch, *, sliced, whole=False, within=False):
     order = TpuOrder(delays_transfers=sliced, cuts_first=sliced)
-    monkeypatch.setattr("jaxpar.choose.choice.traced_order", lambda: order)
+    monkeypatch.setattr("jaxpar.ring.of_mode.traced_order", lambda: order)
     monkeypatch.setattr("jaxpar.ring.order.cuts_within_matmuls", lambda: within)
     if whole:
-        monkeypatch.setattr("jaxpar.choose.choice._opposite_is_covered", lambda *_: True)
+        monkeypatch.setattr("jaxpar.ring.of_mode._opposite_is_covered", lambda *_: True)
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ class Asked(TpuOrder):
 def test_an_order_hears_what_a_sum_takes(op, flops, monkeypatch):
     """Of two pieces for each of four devices."""
     order = Asked()
-    monkeypatch.setattr("jaxpar.choose.choice.traced_order", lambda: order)
+    monkeypatch.setattr("jaxpar.ring.of_mode.traced_order", lambda: order)
     form = op(4, 6, mode="bidirectional")
     arrays = operands(form[2])
 
@@ -323,7 +323,7 @@ def test_an_order_hears_what_a_sum_takes(op, flops, monkeypatch):
 
 def test_a_loop_keeps_the_order(monkeypatch, loops):
     order = Asked()
-    monkeypatch.setattr("jaxpar.choose.choice.traced_order", lambda: order)
+    monkeypatch.setattr("jaxpar.ring.of_mode.traced_order", lambda: order)
     form = scatter_rows(7, 2, mode="bidirectional")
     jax.eval_shape(mapped(form, 7), *operands(form[2]))
     assert not order.asked
@@ -343,7 +343,7 @@ def test_pieces_of_any_length(op, length, mode, sliced):
 
 
 def test_one_piece_of_a_long_block(monkeypatch):
-    monkeypatch.setattr("jaxpar.choose.choice.traced_order", CpuOrder)
+    monkeypatch.setattr("jaxpar.ring.of_mode.traced_order", CpuOrder)
     check(scatter_rows, 3, 1001, BOTH_WAYS, check_vma=True)
 
 

@@ -211,12 +211,12 @@ class Ring(Axis):
         """The rings over one axis each, those of one device left out."""
         if len(self.names) == 1:
             return [self] if self.size > 1 else []
-        rings = [replace(self, names=(name,), size=lax.axis_size(name)) for name in self.names]
-        return [ring for ring in rings if ring.size > 1]
+        return [ring for name in self.names if (ring := self.over((name,))).size > 1]
 
     def over(self, names: tuple[str, ...]) -> Ring:
         """The ring over some of the axes, or others."""
-        return replace(self, names=names, size=prod(lax.axis_size(name) for name in names))
+        sizes = jax.sharding.get_abstract_mesh().shape
+        return replace(self, names=names, size=prod(sizes[name] for name in names))
 
     def shift(self, tree: Any, offset: int) -> Any:
         """Moves every leaf `offset` devices on: device `i` receives what `i - offset` held."""

@@ -21,9 +21,6 @@ from jaxpar.ring.naive import Naive
 from jaxpar.ring.seconds import MARGIN, Flow
 from jaxpar.ring.ways import Way
 
-# Disjoint rings cut blocks into smaller pieces than one ring, which is preferred where both win.
-MARGIN_OF_RINGS = 0.91
-
 # The compiler of GPUs joins the sums of more than two chunks again, and of two that have fewer
 # bytes than this together.
 JOINED = 2**28
@@ -119,9 +116,7 @@ class Predictions:
         return first.kept_pieces(problem.backward[-1], second) if keeps else 0
 
     def _compared(self, way: Way, seconds: float) -> float:
-        naive = way == Naive(self.problem.ring)
-        margin = MARGIN_OF_RINGS if way.mode == "multi-ring" else MARGIN
-        return seconds if naive else seconds / margin
+        return seconds if way == Naive(self.problem.ring) else seconds / MARGIN
 
 
 def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:

@@ -5,9 +5,6 @@ from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import ROW_CHUNKS, notes, settled_chunks
 from jaxpar.ring.seconds import collective_time, fitted_to, work_time
 
-# Of the time in which gradients of weights are added up, what is not beside transfers.
-GRADIENTS_SHARE = 2 / 3
-
 
 def choose_row_chunks(problem: Problem) -> int:
     """Returns in how many chunks the rows of a block of layers had better go through all of it.
@@ -57,6 +54,6 @@ def row_chunks_time(problem: Problem, chunks: int) -> float:
     beside = sent * (chunks - 1) / chunks
     # Backward each chunk has gradients of all weights, which are added up: a third of three passes.
     passes = fitted_to(chip.kind).chunk_passes
-    added = (chunks - 1) * sum(flow.whole for flow in flows) / chip.hbm * passes * GRADIENTS_SHARE
+    added = (chunks - 1) * sum(flow.whole for flow in flows) / chip.hbm * passes
     starts = (chunks - 1) * len(flows) * chip.start
     return sent - beside + max(work, beside) + added + starts

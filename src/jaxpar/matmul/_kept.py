@@ -20,7 +20,7 @@ from jaxpar.matmul._arrivals import take_partners, use_arrivals
 from jaxpar.matmul._primitive import (
     as_of,
     gather_blocks,
-    gather_einsum,
+    gather_underived,
     gradients,
     scatter_beside,
 )
@@ -167,4 +167,4 @@ def _by_kept_bwd(method: RingEinsum, products: Any, residuals: Any, cts: Any) ->
 _gather_and_keep = with_derivative(_keep, _keep_fwd, _keep_bwd, statics=2)
 _gradients_by_kept = with_derivative(_by_kept, _by_kept_fwd, _by_kept_bwd, statics=2)
 # The same as `gather_einsum`, but for its derivative.
-gather_and_keep = with_derivative(gather_einsum, _gather_fwd, _gather_bwd, statics=2)
+gather_and_keep = with_derivative(gather_underived, _gather_fwd, _gather_bwd, statics=2)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from jaxpar.ring.steps import Step
 
 
-def _gather(
+def gather_underived(
     method: RingEinsum,
     products: tuple[Product, ...],
     left: Left | Quantized,
@@ -66,7 +66,7 @@ def _gather(
         along = label_of_chunks(method, "gather", products, [(left, r) for r in rights])
         if along != method.label:
             with jax.named_scope(method.way.mode):
-                return gather_across(_gather, method, along, products, left, rights)
+                return gather_across(gather_underived, method, along, products, left, rights)
     return gather_blocks(method, products, left, rights, None)[0]
 
 
@@ -231,5 +231,5 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
     return (tuple(zip(grads[::2], grads[1::2], strict=True)),)
 
 
-gather_einsum = with_derivative(_gather, _gather_fwd, _gather_bwd, statics=2)
+gather_einsum = with_derivative(gather_underived, _gather_fwd, _gather_bwd, statics=2)
 scatter_einsum = with_derivative(_scatter, _scatter_fwd, _scatter_bwd, statics=2)

@@ -22,9 +22,6 @@ from jaxpar.ring.seconds import (
 )
 from jaxpar.ring.slab import Slab
 
-# Of the time in which sums are added that go along a second dimension, what is not beside matmuls.
-PHASES_SHARE = 3 / 4
-
 
 @dataclass(frozen=True)
 class AlongDimensions(Phase):
@@ -111,7 +108,7 @@ def time_of_sums(
         sent /= side
         # More shares are less often of whole tiles.
         one = 1.5 * copy_time(chip, sent) + (shares - 1) * fitted.piece
-        adds = made * one * PHASES_SHARE
+        adds = made * one
         seconds += max(adds, (side - 1) * hop(sent)) + hop(sent)
     # Columns of the blocks of a slab lie apart.
     return seconds + flow.minor / (SCATTERED_SHARE * chip.hbm)

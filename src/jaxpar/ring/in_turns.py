@@ -53,8 +53,6 @@ from jaxpar.ring.ways import (
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
 
-# Of the time of copies, how much joining blocks takes: small ones are on the chip.
-JOINED_SHARE = 0.4
 FLOAT32 = 2  # times the bytes of sums in 16 bits
 UNROLLED_CIRCULATING = 6  # fewer than of other turns: such a one holds more matmuls
 
@@ -322,8 +320,7 @@ class InTurns(Way):
         if flow.kind == "gather" and flow.sums and joins(chip, flow.length // (size * rings)):
             pieces = 1  # what comes by several rings is multiplied at once
             if rings > 1:
-                copied = copy_time(chip, size * flow.block_bytes)
-                joined = INSTRUCTION * size * rings + JOINED_SHARE * copied
+                joined = INSTRUCTION * size * rings
         fits = flow.kind == "gather" and 2 * flow.sums <= chip.vmem
         work = work_time(chip, flow, size * pieces, fitted.turn_passes, kept=fits) + joined
         work = (work + beside) / size

@@ -80,9 +80,6 @@ MATMUL_SHARE = 0.9
 # Of a GPU's link, what large collectives reach, and permutes of more than so many bytes; smaller
 # permutes reach so many bytes per second. XLA's own tables of H100 and B200 have it so.
 PORT_SHARE, SMALL, SMALL_PERMUTE = 0.7, 2**26, 7.5e10
-# How much faster than from HBM each piece feeds an operand from VMEM to the matrix units, however
-# few rows it multiplies.
-VMEM_SPEED = 3.5
 # Seconds of an instruction of its own that cuts, joins or lays out, and of a turn of a loop.
 INSTRUCTION = 1e-6
 # Blocks that were kept are joined, contracted, while they are no longer than this together: more
@@ -115,7 +112,7 @@ class Fitted:
 
 
 _OTHERS = Fitted(chunk_passes=2.0)
-_BY_KIND = {
+BY_KIND = {
     "TPU v5 lite": Fitted(turn_passes=2.0, chunk_passes=0.5, resident=0.5),
     "TPU v5": Fitted(within=0.5, piece=1.8e-6),
     "TPU v6 lite": Fitted(turn_passes=1.0, chunk_passes=1.0, resident=0.5),
@@ -125,7 +122,7 @@ _BY_KIND = {
 
 def fitted_to(kind: str) -> Fitted:
     """Returns the figures of a kind of chip, those of most where none were fitted to it."""
-    return _BY_KIND.get(kind, _OTHERS)
+    return BY_KIND.get(kind, _OTHERS)
 
 
 def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = False) -> float:
@@ -137,8 +134,6 @@ def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool 
     """
     computed = flow.flops / (MATMUL_SHARE * chip.flops)
     fits = flow.whole <= fitted_to(chip.kind).resident * chip.vmem
-    if fits:
-        computed = max(computed, pieces * flow.whole / (VMEM_SPEED * chip.hbm))
     reads = 1 if fits else pieces
     again = 0.0 if kept else 2.0 * (pieces - 1) * flow.sums
     moved = reads * flow.whole + flow.shared + flow.sums

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
+from jaxpar.axis.quantized import Quantized
 from jaxpar.ring.seconds import Flow
 
 if TYPE_CHECKING:
@@ -233,12 +234,11 @@ class Way:
     def _quantized(self, x: Any, dim: int, dtype: DTypeLike) -> Any:
         """Returns sums that are scattered along `dim` as they travel, quantized where asked."""
         how = self.ring.low_bit_sums(dtype)
-        if how is None:
-            return self._wire(x, dtype)
-        from jaxpar.axis.rounding import encoded
+        if how is not None:
+            from jaxpar.axis.rounding import encoded
 
-        coded = encoded(how, x, dim)
-        return self._wire(x, dtype) if coded is x else coded
+            x = encoded(how, x, dim)
+        return x if isinstance(x, Quantized) else self._wire(x, dtype)
 
     def _psum(self, x: Array) -> Array:
         return lax.psum(x, self.ring.names)

@@ -1,0 +1,195 @@
+"""The numbers of the model of `auto`, fitted to compiled times, and what a choice by it costs.
+
+Two thirds of the points fit the numbers, the last third judges. One number after the other is
+changed by a factor where that makes the choices of the points faster, or as fast and the model
+nearer to what was compiled.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from math import exp, log
+from typing import Any
+
+import jax
+
+import jaxpar
+from jaxpar.choose import choice
+from jaxpar.choose.noted import noting
+from jaxpar.choose.sites import NAMED
+from jaxpar.matmul import _kept
+from jaxpar.ring import hierarchical, in_chunks, in_turns, of_mode, order, seconds, staying
+from jaxpar.schedule import Target
+from jaxpar.schedule import target as describe
+from sweep.points import Point
+from sweep.times import Times
+from sweep.worker import forms
+from tables import Table
+
+MODULES = (seconds, choice, in_turns, in_chunks, of_mode, staying, hierarchical, order, _kept)
+# Of all chips; those of each are the fields of `seconds.Fitted`.
+SHARED = (
+    *("MATMUL_SHARE", "SCATTERED_SHARE", "INSTRUCTION", "KEPT_JOINED", "KEPT_TOGETHER", "MARGIN"),
+    "FLOPS_WITHIN",
+)
+FACTORS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)
+ADDED = {"within": 0.5, "turn_passes": 1.0, "chunk_passes": 1.0}  # to a number that is 0
+# Of two sets of numbers that choose alike, the one that is nearer to the compiled times.
+WEIGHT = 0.02
+LEAST = 1e-4  # by which a number must better the score to be changed
+
+
+@dataclass(frozen=True)
+class Case:
+    """A point, what its algorithms take, and what is to be chosen from."""
+
+    point: Point
+    target: Target
+    options: dict[str, Any]
+    problem: Any
+    compiled: dict[str, float]
+
+    @property
+    def judges(self) -> bool:
+        """Whether the point is of the third that judges."""
+        return sha256(self.point.label.encode()).digest()[0] % 3 == 0
+
+    def predicted(self, mode: Any) -> float:
+        """The seconds of an algorithm in both passes, as the model has them."""
+        problem, predictions = self.problem, choice.Predictions(self.problem)
+        first = choice.way_of(problem, mode, problem.forward)
+        total = predictions.seconds(first, problem.forward)
+        if self.point.grad and problem.backward:
+            second = choice.way_of(problem, mode, problem.backward)
+            kept = predictions.kept(first, second)
+            total += predictions.seconds(second, problem.backward, kept)
+        return total
+
+    def regret(self) -> tuple[float, float]:
+        """Returns log(what the choice takes / the least), and the mean error of the logarithms."""
+        with jax.set_mesh(self.target.mesh), jaxpar.compiled_with(self.options):
+            predicted = {mode: self.predicted(mode) for mode in self.compiled}
+        margins = {mode: 1.0 if mode == "naive" else choice.MARGIN for mode in predicted}
+        taken = min(predicted, key=lambda mode: predicted[mode] / margins[mode])
+        errors = [abs(log(predicted[mode] / s)) for mode, s in self.compiled.items()]
+        late = log(self.compiled[taken] / min(self.compiled.values()))
+        return late, sum(errors) / len(errors)
+
+
+def cases_of(times: Times) -> list[Case]:
+    """Traces the points of which several algorithms were compiled."""
+    found: list[Case] = []
+    for point, of_forms in times.items():
+        target = describe(point.slice, point.mesh)
+        function, operands, options = next(
+            rest for form, *rest in forms(point, target, ways=False) if form == "auto"
+        )
+        with noting() as notes, jax.set_mesh(target.mesh), jaxpar.compiled_with(options):
+            function.trace(*operands)
+        decisions = [d for d in notes.decisions if d.part == "forward"]
+        # Of a trace with gradients there is a decision for both passes, and one for none.
+        problem = max((d.problem for d in decisions), key=lambda p: len(p.backward) * point.grad)
+        parts = [d for d in notes.decisions if d.part == "forward" or point.grad]
+        out = {row.way for d in parts for row in d.rows if row.out}
+        compiled = {m: of_forms[m] for m in NAMED if m in of_forms and m not in out}
+        if len(compiled) > 1:
+            found.append(Case(point, target, options, problem, compiled))
+    return found
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What choices cost: geometric means and the worst, over the best algorithm of each point."""
+
+    points: int
+    regret: float
+    worst: float
+    error: float
+
+    @property
+    def score(self) -> float:
+        """The less, the better."""
+        return log(self.regret) + WEIGHT * self.error
+
+    def __str__(self) -> str:
+        return (
+            f"{self.points} points, regret {self.regret:.4f}, worst {self.worst:.2f}, "
+            f"error {self.error:.1%}"
+        )
+
+
+def judge(cases: list[Case]) -> Judgement:
+    """Returns what the numbers as they are cost at some points."""
+    late, errors = zip(*(case.regret() for case in cases), strict=True)
+    n = len(cases)
+    return Judgement(n, exp(sum(late) / n), exp(max(late)), sum(errors) / n)
+
+
+@contextmanager
+def with_number(name: str, kind: str, value: float) -> Iterator[None]:
+    """Has the model use another number, of one kind of chip or of all."""
+    if name in SHARED:
+        holders = [(m, getattr(m, name)) for m in MODULES if hasattr(m, name)]
+        for module, _ in holders:
+            setattr(module, name, value)
+        try:
+            yield
+        finally:
+            for module, old in holders:
+                setattr(module, name, old)
+    else:
+        old = seconds.fitted_to(kind)
+        seconds.BY_KIND[kind] = replace(old, **{name: value})
+        try:
+            yield
+        finally:
+            seconds.BY_KIND[kind] = old
+
+
+def number(name: str, kind: str) -> float:
+    """A number as it is."""
+    of = (
+        seconds.fitted_to(kind)
+        if name not in SHARED
+        else next(m for m in MODULES if hasattr(m, name))
+    )
+    found: float = getattr(of, name)
+    return found
+
+
+def fit(cases: list[Case], tell: Callable[[str], None] = print) -> Table:
+    """Fits the numbers of each chip, and then those of all chips; returns the ones that change."""
+    kinds = sorted({case.problem.chip.kind for case in cases})
+    rows: list[list[str]] = []
+    with ExitStack() as stack:
+        for kind in [*kinds, ""]:
+            own = [case for case in cases if case.problem.chip.kind == kind or not kind]
+            fitting = [case for case in own if not case.judges]
+            judging = [case for case in own if case.judges]
+            if not fitting or not judging:
+                continue
+            tell(f"{kind or 'all chips'}: {judge(fitting)}; of those that judge: {judge(judging)}")
+            names = [f.name for f in fields(seconds.Fitted)] if kind else [*SHARED]
+            for name in names:
+                now = number(name, kind)
+                best = _best(name, kind, fitting)
+                if best != now:
+                    stack.enter_context(with_number(name, kind, best))
+                    after = judge(judging)
+                    row = [f"{kind or 'all'} {name}", f"{now:.3g}", f"{best:.3g}"]
+                    rows.append([*row, f"{after.regret:.4f}", f"{after.worst:.2f}"])
+            tell(f"  fitted: {judge(fitting)}; of those that judge: {judge(judging)}")
+    return Table(["number", "is", "fits", "regret of those that judge", "worst"], rows)
+
+
+def _best(name: str, kind: str, cases: list[Case]) -> float:
+    """The value of a number with which the choices at some points cost the least."""
+    now = number(name, kind)
+    best, least = now, judge(cases).score
+    for value in [now * factor for factor in FACTORS] if now else [ADDED.get(name, 0.0)]:
+        with with_number(name, kind, value):
+            score = judge(cases).score
+        if score < least - LEAST:
+            best, least = value, score
+    return best
