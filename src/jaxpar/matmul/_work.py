@@ -49,8 +49,9 @@ def flow_of(
                     cut += numbers * width if stays else 0
                     last = not travels and labels.endswith(along)
                     minor += numbers * width if last and along == label else 0
-                    odd = kind == "gather" and role == "out" and numbers_of[labels[-1]] % LANES
-                    unaligned += numbers * width if odd and not last else 0
+                    apart = numbers_of[labels[-1]] % LANES or moving.endswith(along)
+                    placed = kind == "gather" and role == "out" and not last
+                    unaligned += numbers * width if placed and apart else 0
                     sliced += numbers * width if last and stays else 0
                 elif role == "out":
                     sums += numbers * 4
