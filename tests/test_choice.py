@@ -736,17 +736,17 @@ def test_a_batch_of_one_changes_no_choice(call, kind, monkeypatch):
     ("kind", "devices", "size", "beside", "times"),
     [
         ("TPU v5 lite", 16, 4, NONE, 2),  # 4x4, along one dimension
-        ("TPU v5 lite", 16, 16, NONE, 2),  # all of it: its corners have two links
+        ("TPU v5 lite", 16, 16, NONE, 2.5),  # all of it: its corners have two links
         ("TPU v6 lite", 8, 8, ALL, 2),
         ("TPU v6 lite", 256, 16, ALL, 2),
-        ("TPU v6 lite", 256, 256, ALL, 1),
+        ("TPU v6 lite", 256, 256, ALL, 1.25),
         ("TPU v6 lite", 32, 8, ALL, 2),
         ("TPU v5", 64, 16, NONE, 1),
         ("TPU v5", 512, 8, ALL, 2),
-        ("TPU v5", 8, 8, NONE, 2 / 3),  # a cube
-        ("TPU v5", 4, 4, NONE, 1),
+        ("TPU v5", 8, 8, NONE, 5 / 3),  # a cube
+        ("TPU v5", 4, 4, NONE, 2),
         ("TPU v5", 64, 8, NONE, 2),  # one side of 4, and half of another
-        ("TPU7x", 16, 8, ALL, 1),
+        ("TPU7x", 16, 8, ALL, 2),
         ("NVIDIA H100", 8, 8, ALL, 2),
     ],
 )

@@ -86,7 +86,11 @@ def ratio(forms: dict[str, dict[str, Any]], others: Sequence[str]) -> tuple[floa
 
 
 def _seconds(forms: dict[str, dict[str, Any]]) -> dict[str, float]:
-    return {form: record["total"] for form, record in forms.items() if "total" in record}
+    """The seconds of forms, those of `auto` by what it has taken, too."""
+    found = {form: record["total"] for form, record in forms.items() if "total" in record}
+    if "auto" in found and "taken" in forms["auto"]:
+        found.setdefault(forms["auto"]["taken"], found["auto"])
+    return found
 
 
 def losers(found: Found) -> Table:

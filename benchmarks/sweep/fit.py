@@ -16,15 +16,13 @@ import jax
 
 import jaxpar
 from jaxpar.choose import choice
-from jaxpar.choose.noted import noting
-from jaxpar.choose.sites import NAMED
 from jaxpar.matmul import _kept
 from jaxpar.ring import hierarchical, in_chunks, in_turns, of_mode, order, seconds, staying
 from jaxpar.schedule import Target
 from jaxpar.schedule import target as describe
 from sweep.points import Point
 from sweep.times import Times
-from sweep.worker import forms
+from sweep.worker import candidates, decided, forms
 from tables import Table
 
 MODULES = (seconds, choice, in_turns, in_chunks, of_mode, staying, hierarchical, order, _kept)
@@ -55,13 +53,14 @@ class Case:
         """Whether the point is of the third that judges."""
         return sha256(self.point.label.encode()).digest()[0] % 3 == 0
 
-    def predicted(self, mode: Any) -> float:
-        """The seconds of an algorithm in both passes, as the model has them."""
+    def predicted(self, name: str) -> float:
+        """The seconds of an algorithm, or of one for each pass, as the model has them."""
+        modes: list[Any] = name.split(" | ")
         problem, predictions = self.problem, choice.Predictions(self.problem)
-        first = choice.way_of(problem, mode, problem.forward)
+        first = choice.way_of(problem, modes[0], problem.forward)
         total = predictions.seconds(first, problem.forward)
-        if self.point.grad and problem.backward:
-            second = choice.way_of(problem, mode, problem.backward)
+        if problem.backward:
+            second = choice.way_of(problem, modes[-1], problem.backward)
             kept = predictions.kept(first, second)
             total += predictions.seconds(second, problem.backward, kept)
         return total
@@ -70,7 +69,8 @@ class Case:
         """Returns log(what the choice takes / the least), and the mean error of the logarithms."""
         with jax.set_mesh(self.target.mesh), jaxpar.compiled_with(self.options):
             predicted = {mode: self.predicted(mode) for mode in self.compiled}
-        margins = {mode: 1.0 if mode == "naive" else choice.MARGIN for mode in predicted}
+        naive = {"naive", "naive | naive"}
+        margins = {mode: 1.0 if mode in naive else choice.MARGIN for mode in predicted}
         taken = min(predicted, key=lambda mode: predicted[mode] / margins[mode])
         errors = [abs(log(predicted[mode] / s)) for mode, s in self.compiled.items()]
         late = log(self.compiled[taken] / min(self.compiled.values()))
@@ -85,16 +85,11 @@ def cases_of(times: Times) -> list[Case]:
         function, operands, options = next(
             rest for form, *rest in forms(point, target, ways=False) if form == "auto"
         )
-        with noting() as notes, jax.set_mesh(target.mesh), jaxpar.compiled_with(options):
-            function.trace(*operands)
-        decisions = [d for d in notes.decisions if d.part == "forward"]
-        # Of a trace with gradients there is a decision for both passes, and one for none.
-        problem = max((d.problem for d in decisions), key=lambda p: len(p.backward) * point.grad)
-        parts = [d for d in notes.decisions if d.part == "forward" or point.grad]
-        out = {row.way for d in parts for row in d.rows if row.out}
-        compiled = {m: of_forms[m] for m in NAMED if m in of_forms and m not in out}
+        decisions = decided(function, operands, target, options, point.grad)
+        allowed = {"naive", *candidates(decisions)}
+        compiled = {name: of_forms[name] for name in of_forms if set(name.split(" | ")) <= allowed}
         if len(compiled) > 1:
-            found.append(Case(point, target, options, problem, compiled))
+            found.append(Case(point, target, options, decisions[0].problem, compiled))
     return found
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import jaxpar
 from jaxpar import Axis
+from jaxpar.choose.noted import Decision, noting
 from jaxpar.compiler.tuning import versions
 from jaxpar.mesh.walk import traced_links
 from jaxpar.schedule import Target, compile_for, timeline
@@ -99,17 +100,28 @@ def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, 
         yield ONE_RING, own(Axis(ring, "bidirectional")), operands, common
     yield "auto", own(Axis(ring)), operands, common
     if ways:
-        table = jaxpar.ways(own(Axis(ring)), *operands, target=target, compiler_options=common)
-        for mode in candidates(table, point.grad):
+        for mode in candidates(decided(own(Axis(ring)), operands, target, common, point.grad)):
             yield mode, own(Axis(ring, mode)), operands, common
 
 
-def candidates(table: Any, grad: bool) -> list[str]:
-    """Names the algorithms that `auto` chooses from, of both passes where there are gradients."""
-    parts = {"forward", "backward"} if grad else {"forward"}
-    out = {a.name for s in table.sites if s.part in parts for a in s.algorithms if a.out}
-    names = dict.fromkeys(a.name for site in table.sites for a in site.algorithms)
-    return [name for name in names if name not in out and name != "naive"]  # which is a peer
+def decided(
+    function: Any, operands: Any, target: Target, options: dict[str, Any], grad: bool
+) -> list[Decision]:
+    """Returns the decisions of a function of one matmul that count: of its passes.
+
+    One without gradients asks for both passes, in case that they are taken, and then for one alone.
+    """
+    with noting() as notes, jax.set_mesh(target.mesh), jaxpar.compiled_with(options):
+        function.trace(*operands)
+    both = [d for d in notes.decisions if d.problem.backward]
+    return both if grad and both else [d for d in notes.decisions if not d.problem.backward]
+
+
+def candidates(decisions: list[Decision]) -> list[str]:
+    """Names the algorithms that `auto` chooses from in all passes, but for naive: it is a peer."""
+    out = {row.way for d in decisions for row in d.rows if row.out}
+    names = dict.fromkeys(row.way for d in decisions for row in d.rows)
+    return [name for name in names if name not in out and name != "naive"]
 
 
 def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -124,6 +136,9 @@ def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for form, function, operands, options in forms(point, target, task["ways"]):
             record: dict[str, Any] = {"point": entry, "form": form}
             try:
+                if form == "auto":
+                    found = decided(function, operands, target, options, point.grad)
+                    record["taken"] = " | ".join(d.taken for d in found)
                 record["key"], found = compiler.figures(function, target, operands, options)
                 record |= found
             except Exception as reason:  # each compiler has its own

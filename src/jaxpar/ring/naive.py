@@ -243,20 +243,18 @@ def _passes(problem: Problem, kind: FlowKind) -> float:
     devices = max(problem.devices, size)
     if not chip.torus or kind == "gather":
         return 2.0 if kind == "all-reduce" else 1.0
-    if kind == "all-reduce":
-        return 2 / _spanned(chip, size, devices)
     side = round(size ** (1 / max(1, chip.dimensions)))
-    if size < devices or side**chip.dimensions != size or side < 2:
-        return 1.0
-    closed = side == 16 if chip.dimensions == 2 else side % 4 == 0
-    return 2 / (ADDED * chip.dimensions * (1 + closed) / 2)
+    if size == devices and side**chip.dimensions == size and side > 1:
+        closed = side == 16 if chip.dimensions == 2 else side % 4 == 0
+        return 2 / (ADDED * chip.dimensions * (1 + closed) / 2)
+    return 2 / _spanned(chip, size, devices) if kind == "all-reduce" else 1.0
 
 
 def _spanned(chip: Chip, size: int, devices: int) -> int:
-    """How many dimensions of the torus a ring probably spans: XLA all-reduces over all their links.
+    """How many dimensions of the torus a ring probably spans.
 
-    Over one, a reduce-scatter and an all-gather follow each other. Tracing does not see where
-    devices are: the slice is taken for one whose sides are as even as can be.
+    Tracing does not see where devices are: the slice is taken for one whose sides are as even as
+    can be.
     """
     if chip.dimensions == 2:  # whose dimensions close where they are 16 long
         return 2 if size >= 256 else 1
@@ -264,5 +262,6 @@ def _spanned(chip: Chip, size: int, devices: int) -> int:
     while prod(sides) < devices:
         sides[sides.index(min(sides))] *= 2
     sides = sorted((side for side in sides if side > 1), reverse=True)
-    # Those that it fills: part of one is no closed ring.
-    return max([n for n in range(1, len(sides) + 1) if prod(sides[:n]) <= size], default=1)
+    # Those that it fills, and that are more than one link: part of one is no closed ring.
+    filled = (n for n in range(1, len(sides) + 1) if prod(sides[:n]) <= size and sides[n - 1] > 2)
+    return max(filled, default=1)
