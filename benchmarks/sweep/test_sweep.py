@@ -3,6 +3,7 @@
 import pytest
 
 from sweep import __main__ as command
+from sweep import fit, times
 from sweep.points import LAYERS, Point, grid, point_from, points
 from tables import rewrite
 
@@ -80,6 +81,47 @@ def test_the_summary_counts_peers_and_ways_apart():
     peers = command.summary({SOME: times}, ways=False)
     assert peers.rows == [row[:-1]]
     assert "ways" not in " ".join(peers.titles)
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return fit.cases_of(times.read(times.newest()))
+
+
+def test_what_choices_cost(cases):
+    """Regret over the best compiled algorithm of each point, of those that fit no number."""
+    assert len(cases) > 500
+    judging = [case for case in cases if case.judges]
+    for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
+        found = fit.judge([case for case in judging if case.problem.chip.kind == kind])
+        assert found.regret <= 1.02, kind
+    found = fit.judge(cases)
+    assert found.regret <= 1.01
+    assert found.worst <= 1.5
+    assert found.error <= 0.12
+
+
+def test_a_number_that_is_wrong_costs_more_and_is_fitted_again(cases):
+    some = [case for case in cases if case.point.slice == "v5e:4x4"][:24]
+    least = fit.judge(some).score
+    with fit.with_number("piece", "TPU v5 lite", 5e-5):
+        assert fit.judge(some).score > least
+        table = fit.fit(some, tell=lambda text: None)
+        assert "TPU v5 lite piece" in [row[0] for row in table.rows]
+    assert fit.judge(some).score == least
+
+
+def test_times_are_kept_by_point(tmp_path):
+    path = tmp_path / "times" / "some.jsonl"
+    assert times.read(path) == {}
+    times.write(path, {SOME: {"naive": 1.23456e-5, "chunked-2 | naive": 2e-5}})
+    other = points()[5]
+    times.write(path, {other: {"naive": 1.0}})
+    assert times.read(path) == {
+        SOME: {"naive": 1.235e-5, "chunked-2 | naive": 2e-5},
+        other: {"naive": 1.0},
+    }
+    assert "libtpu" in path.read_text().splitlines()[0]
 
 
 def test_the_readme_has_the_markers():

@@ -34,9 +34,8 @@ class Flow:
       partners: bytes that are gathered, or summed and scattered, where the operand stays that
         would be gathered; as one device's block of them.
       exchanged: bytes of one device that go all to all there.
-      unaligned: bytes, of those that are shared, of results in which the matmul does not place
-        chunks by itself: their last dimension is no whole number of lanes, or what travels has the
-        label last.
+      unaligned: bytes, of those, of results in which no matmul places chunks by itself: of a last
+        dimension that is no whole number of lanes, or where what travels has the label last.
       quantized: whether what travels is, with scales.
       along: the label of what is cut into pieces, of arrays that have labels.
       length: of that label, of the whole; 0: not known.
