@@ -20,7 +20,7 @@ from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Flag, Mode
 from jaxpar.axis.varying import vary_alike
 from jaxpar.axis.wire import LowBit, WireLike, as_wire, gathered_by, rounded_by, summed_as
-from jaxpar.mesh.walk import Walk, moved_on, traced_links
+from jaxpar.mesh.walk import Index, Walk, moved_on, traced_links
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")
@@ -131,11 +131,11 @@ class Ring(Axis):
         name = self.names[0] if len(self.names) == 1 else self.names
         return f"axis {name!r} ({self.size})"
 
-    def index(self) -> jax.Array:
+    def index(self) -> Index:
         """The logical index of the device that runs the program."""
         return lax.axis_index(self.names[0] if len(self.names) == 1 else self.names)
 
-    def behind(self, index: jax.Array, distance: Any) -> jax.Array:
+    def behind(self, index: Index, distance: Any) -> Index:
         """The logical index of the device so many places behind that of an index."""
         if self.walk is None:
             return moved_on(index, -distance, self.size)

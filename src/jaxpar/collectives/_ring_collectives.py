@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from jaxpar.arguments.calls import public, type_error
 from jaxpar.arguments.checks import PARTIAL_SUMS, check_dim, check_divides
@@ -21,6 +21,7 @@ from jaxpar.axis.wire import WireLike, check_wire, summed_as
 from jaxpar.choose.choice import choose_way
 from jaxpar.choose.problem import Problem
 from jaxpar.ring import blocks
+from jaxpar.ring.parts import Block, Whole
 from jaxpar.ring.ways import Way
 
 
@@ -119,7 +120,7 @@ def all_gather(
     check_own_leaves("x", x, ring, "a block")
     (x,) = vary_alike(ring.names, x)
 
-    def gather(x: Array, exact: bool) -> Array:
+    def gather(x: Block, exact: bool) -> Whole:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
         over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
         way = _way("all-gather", over, x)
@@ -187,7 +188,7 @@ def reduce_scatter(
     check_own_leaves("x", x, ring, "a partial sum", PARTIAL_SUMS)
     (x,) = vary_alike(ring.names, x)
 
-    def scatter(x: Array) -> Array:
+    def scatter(x: Whole) -> Block:
         along = check_dim("dim", dim, x.shape)
         out = blocks.scatter_along(_way("reduce-scatter", ring, x), x, along)
         return out if tiled else lax.squeeze(out, [along])
@@ -245,6 +246,6 @@ def all_reduce(
     return jax.tree.map(lambda x: blocks.all_reduce(_way("all-reduce", ring, x), x), x)
 
 
-def _way(collective: str, ring: Ring, x: Array) -> Way:
+def _way(collective: str, ring: Ring, x: Block | Whole) -> Way:
     what = f"{collective} of {x.dtype}"
     return choose_way(Problem("collective", ring, (x.shape,), what=what))

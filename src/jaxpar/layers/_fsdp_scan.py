@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jaxpar.arguments.calls import of_user, public, type_error, value_error
@@ -32,6 +32,7 @@ from jaxpar.layers._fsdp import (
     scatter_gradients,
     vary_sharded,
 )
+from jaxpar.mesh.walk import Index
 
 Arrays = list[Any]
 
@@ -269,7 +270,7 @@ def _run(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Arrays
 def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Any:
     """Returns the last state, and what the backward pass needs."""
 
-    def step(given: Arrays, index: Array) -> tuple[Arrays, tuple[Arrays, Any]]:
+    def step(given: Arrays, index: Index) -> tuple[Arrays, tuple[Arrays, Any]]:
         weights, given = layer.gather(stacked, index, given)
         out, kept = layer.keep(consts, weights, given)
         return out, (given, kept)

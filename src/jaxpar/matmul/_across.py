@@ -51,6 +51,9 @@ def gather_across(
 
     Of all operands that have it.
     """
+    # Rows over the ring, [m/n, k] and [k, c]: cut along k, each chunk is a whole matmul of some of
+    # what is contracted, and its result is added; along a batch or c, it is placed. Either way a
+    # gather brings rows that lie together, where chunks of the rows themselves come as n pieces.
     once = at_once(method)
     length = left.shape[products[0].left.index(along)]
     wide = [

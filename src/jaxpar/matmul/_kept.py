@@ -27,6 +27,7 @@ from jaxpar.matmul._primitive import (
 from jaxpar.matmul._product import Left, Product, gradients_of_gather
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.mesh.chips import traced_chip
+from jaxpar.mesh.walk import Index
 from jaxpar.ring.parts import Span, even_cuts
 from jaxpar.ring.scales import Scales
 from jaxpar.ring.seconds import KEPT_JOINED, KEPT_TOGETHER
@@ -56,16 +57,18 @@ def steps_of(
     whole = sum(block.shape[dim] for block in kept)
     blocks = list(zip(kept, way.places(whole // way.ring.size), strict=True))
     cuts: list[Span | None] = [None] * len(blocks)
+    # Blocks of a ring that is unrolled come as they are, one after the other; a longer one, and a
+    # collective, leave the whole in one array.
     if len(blocks) == 1:  # the whole, of which each turn gets a part
         cuts = [Span(*cut) for cut in even_cuts(whole, method.backward.parts)]
         blocks = [(kept[0], lambda _, at=cut: at) for cut in cuts]
 
     def step(numbers: list[int]) -> Step:
-        def take(index: Array) -> Any:
+        def take(index: Index) -> Any:
             places = [blocks[number][1](index) for number in numbers]
             return [take_partners(method, products, cts, scales, at) for at in places]
 
-        def fold(index: Array, taken: Any, results: list[Any] | None) -> list[Any]:
+        def fold(index: Index, taken: Any, results: list[Any] | None) -> list[Any]:
             arrivals: Arrivals = []
             for number, at in zip(numbers, taken, strict=True):
                 (block, place), cut = blocks[number], cuts[number]
@@ -79,6 +82,8 @@ def steps_of(
     def finish(results: list[Array]) -> list[Array]:
         return [x.astype(p.dtype) for x, p in zip(results, products, strict=True)]
 
+    # A ring of 8, contracted: 8 blocks of 256 rows in two groups of four give two sums, not
+    # 8. Where results are placed, and nothing is added, each block is a step.
     groups: list[list[int]] = [[0]]
     for number in range(1, len(blocks)):
         joined = [blocks[n][0].shape[dim] for n in groups[-1]]
@@ -159,7 +164,8 @@ def _by_kept_fwd(
 
 
 def _by_kept_bwd(method: RingEinsum, products: Any, residuals: Any, cts: Any) -> Any:
-    # What was kept is a function of the left operand, and so everything goes on to that.
+    # What was kept is a function of the left operand, and so everything goes on to that. Were it
+    # taken for a constant, second derivatives would lack what comes through it, without an error.
     _, backward = jax.vjp(partial(gradients, method.derivative(), products), *residuals)
     return *backward(cts), None
 

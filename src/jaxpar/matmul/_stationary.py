@@ -23,6 +23,9 @@ def stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
     apart = Product(product.left, right_apart, out_apart, product.dtype)
     # Results travel in their own dtype, and partial sums, which lack the label, in the wire's.
     wire = product.dtype if dims[1] is not None else ring.wire(product.dtype)
+    # Four devices, y = x w with w [k/4, c] on each, x [m/4, k]: device 0 gets of all rows their
+    # first k/4 columns, [4, m/4, k/4], multiplies them by its w, and sends [4, m/4, c] of partial
+    # sums back, to be added where their rows are. Nothing of w moves.
     y = multiply(method.arithmetic, apart, left, _send_partner(ring, right, dims[0]), wire)
     return _return_result(ring, y, dims[1]).astype(product.dtype)
 

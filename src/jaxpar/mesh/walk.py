@@ -12,7 +12,9 @@ import jax
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
+from jaxtyping import Int32
 
+Index = Int32[Array, ""]  # the logical index of a device
 Place = Any  # an integer, or an int32[]: counted over the dimensions, the last one fastest
 
 

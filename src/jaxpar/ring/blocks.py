@@ -13,6 +13,7 @@ from jaxpar.axis.rounding import encoded
 from jaxpar.axis.varying import checks_varying, spec_of, vary_over
 from jaxpar.axis.wire import LowBit, summed_as
 from jaxpar.compiler.derivatives import linear_pair, with_derivative
+from jaxpar.ring.parts import Block, Whole
 from jaxpar.ring.scales import Scales, gather_scales
 from jaxpar.ring.ways import Arrivals, Positions, Way
 
@@ -112,7 +113,9 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         dtype = parts[0].dtype if group.dtypes is None else group.dtypes[0]
         wide = dtype if blocks.derived_by_jax else addition_dtype(dtype)
         wire = summed_as(blocks.stages[0].ring.wire_dtype, dtype) if blocks.stages else None
-        between = wide if wire == wide else dtype  # a wide wire: rounded once, in the last stage
+        # Over several stages sums are in the dtype of the leaves between them, as one collective
+        # after the other would have them; on a wide wire they are rounded once, in the last stage.
+        between = wide if wire == wide else dtype
         parts = group.laid_out(parts)
         for way in blocks.stages:
             out = dtype if way is blocks.stages[-1] else between
@@ -183,14 +186,14 @@ def _scatter_group(
     return group.split(sums)
 
 
-def gather_along(way: Way, x: Array, dim: int) -> Array:
+def gather_along(way: Way, x: Block, dim: int) -> Whole:
     """Returns the blocks of all devices along `dim`."""
     low_bit = way.ring.low_bit(x.dtype)
     by_jax = way.derived_by_jax and low_bit is None
     return gather_blocks(_one(way, dim, by_jax, low_bit), None, [x])[0]
 
 
-def scatter_along(way: Way, x: Array, dim: int) -> Array:
+def scatter_along(way: Way, x: Whole, dim: int) -> Block:
     """Returns this device's block, along `dim`, of the sum of all devices' arrays."""
     ring = way.ring
     low_bit = ring.low_bit_cotangents(x.dtype)
@@ -198,7 +201,7 @@ def scatter_along(way: Way, x: Array, dim: int) -> Array:
     return scatter_sums(_one(way, dim, by_jax, low_bit), None, [x])[0]
 
 
-def all_reduce(way: Way, x: Array) -> Array:
+def all_reduce(way: Way, x: Whole) -> Whole:
     """Returns the sum of `x` over the devices, typed as replicated."""
 
     def in_blocks() -> Array:
@@ -215,14 +218,14 @@ def all_reduce(way: Way, x: Array) -> Array:
     return way.reduce(partial_sum, in_blocks if x.size else None).astype(x.dtype)
 
 
-def scatter_and_gather(blocks: Blocks, x: Array) -> Array:
+def scatter_and_gather(blocks: Blocks, x: Whole) -> Whole:
     """Sums `x` over the devices of a ring, each a block, and gives every device the whole."""
     if checks_varying(blocks.stages[0].ring.names):
         return _replicated_sum(blocks, x)
     return gather_blocks(blocks, None, scatter_sums(blocks, None, [x]))[0]
 
 
-def gather_replicated(way: Way, block: Array, dim: int) -> Array:
+def gather_replicated(way: Way, block: Block, dim: int) -> Whole:
     """Gathers blocks of sums, typed as replicated under `check_vma=True`.
 
     Only `lax.all_gather` can be typed so.
@@ -238,16 +241,16 @@ def _one(way: Way, dim: int, derived_by_jax: bool = False, low_bit: LowBit | Non
     return Blocks((way,), (Group((0,), dim),), derived_by_jax, low_bit)
 
 
-def _sum(blocks: Blocks, x: Array) -> Array:
+def _sum(blocks: Blocks, x: Whole) -> Whole:
     (block,), (way,), (group,) = scatter_sums(blocks, None, [x]), blocks.stages, blocks.groups
     return gather_replicated(way, block, group.dim)
 
 
-def _sum_fwd(blocks: Blocks, x: Array) -> tuple[Array, None]:
+def _sum_fwd(blocks: Blocks, x: Whole) -> tuple[Whole, None]:
     return _replicated_sum(blocks, x), None
 
 
-def _sum_bwd(blocks: Blocks, _: None, ct: Array) -> tuple[Array]:
+def _sum_bwd(blocks: Blocks, _: None, ct: Whole) -> tuple[Whole]:
     # The cotangent is replicated: each device has the gradient of its own partial sum already.
     return (vary_over(blocks.stages[0].ring.names, ct),)
 
@@ -267,6 +270,9 @@ def group_leaves(
     """
     groups = _buckets(leaves, dims, size)
     bucketed = {n for group in groups for n in group.members}
+    # Query [d, 8, 64] and key [d, 2, 64], cut along d, differ in dimension 1 alone: one array of
+    # [d, 10, 64] travels in the place of two. The output's [8, 64, d], cut along its last one, is
+    # a group by itself.
     left = [n for n, dim in enumerate(dims) if dim is not None and n not in bucketed]
     while left:
         first = left[0]

@@ -8,8 +8,8 @@ from operator import getitem
 from typing import Any
 
 import jax
-from jax import Array
 
+from jaxpar.mesh.walk import Index
 from jaxpar.ring.order import Work
 from jaxpar.ring.parts import cut_out, like_finished
 from jaxpar.ring.phase import Ordering, Phase, freely
@@ -18,7 +18,7 @@ from jaxpar.ring.run import run
 from jaxpar.ring.turns import Leg, Turn, gather_turns
 from jaxpar.ring.ways import Arrivals, Pick, Positions, Take, as_it_is, take_nothing
 
-At = Callable[[Array, int | None], Positions]  # of an owner and a share; None: its whole block
+At = Callable[[Index, int | None], Positions]  # of an owner and a share; None: its whole block
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Gather:
             *(phase.around, self.directions), rings=rings, whole_opposite=whole, reach=self.reach
         )
 
-    def places(self, length: int) -> list[Callable[[Array], Positions]]:
+    def places(self, length: int) -> list[Callable[[Index], Positions]]:
         """Where what comes lies in the whole, in its order, for blocks of a length."""
         last, at = self.phases[-1], self._positions(length)
         return [
@@ -74,7 +74,7 @@ class Gather:
 
     def run(
         self,
-        index: Array,
+        index: Index,
         block: Any,
         share_of: Callable[[Any, int], Any],
         beside: Ordering,
@@ -84,7 +84,7 @@ class Gather:
         """Returns the last carry of what is made of all blocks.
 
         Args:
-          index: this device's logical index, int32[].
+          index: this device's logical index.
           block: its block.
           share_of: a block and the number of a share to that.
           beside: as an order says.
@@ -111,7 +111,7 @@ class Gather:
 
         last = self.phases[-1]
 
-        def at(owner: Array, share: int | None) -> Positions:
+        def at(owner: Index, share: int | None) -> Positions:
             if self.dim is None:
                 return owner
             if share is None:
@@ -120,12 +120,12 @@ class Gather:
 
         return at
 
-    def _collected(self, phase: Phase, index: Array, parts: list[Any]) -> list[Any]:
+    def _collected(self, phase: Phase, index: Index, parts: list[Any]) -> list[Any]:
         """Returns of each share the blocks of all devices that a phase brings, in their order."""
         dim = self.dim
         assert dim is not None
 
-        def at(owner: Array, share: int | None) -> Positions:
+        def at(owner: Index, share: int | None) -> Positions:
             assert share is not None
             size = self.cuts[share][1]
             return share, phase.positions(owner, share, size, 0, size)
@@ -155,7 +155,7 @@ class Gather:
     def _past(
         self,
         phase: Phase,
-        index: Array,
+        index: Index,
         own: list[Any],
         share_of: Callable[[list[Any], int], Any],
         at: At,
@@ -169,6 +169,8 @@ class Gather:
         """
         ways = len(self.directions)
 
+        # `blocks` are those that have come, one for each leg of the turn, in the order of its legs:
+        # both ways of ring 0, then both of ring 1. In the first turn they are this device's own.
         def turn(state: Any, t: Turn) -> Any:
             index, carry, blocks = state
             come = self._arrivals(t, phase)
@@ -181,7 +183,7 @@ class Gather:
                     )
                     for number in range(len(phase.rings))
                 ]
-            if kept is not None:
+            if kept is not None:  # in the order of `places`, on which the derivative relies
                 kept.extend(blocks)
             done = use.finish if not t.blocks else as_it_is
 
@@ -196,20 +198,20 @@ class Gather:
 
             known: list[Any] = []  # an index, and where blocks lie: traced once for each index
 
-            def places(index: Array) -> list[Positions]:
+            def places(index: Index) -> list[Positions]:
                 if not known or known[0] is not index:
                     of_all = [self._place(index, phase, t, at, leg, share) for leg, share in come]
                     known[:] = index, of_all
                 found: list[Positions] = known[1]
                 return found
 
-            def take_all(index: Array) -> list[Any]:
+            def take_all(index: Index) -> list[Any]:
                 return [use.take(positions) for positions in places(index)]
 
             # Starts are computed here once more, and not taken: one that comes through a barrier,
             # or into a conditional, is not known to be a multiple of `length`, and the TPU compiler
             # then writes what was made in a pass of its own, not as the matmul makes it.
-            def compute(index: Array, blocks: list[Any], taken: list[Any]) -> Any:
+            def compute(index: Index, blocks: list[Any], taken: list[Any]) -> Any:
                 arrivals = list(zip(blocks, places(index), taken, strict=True))
                 return done(use.consume(carry, arrivals))
 
@@ -237,7 +239,7 @@ class Gather:
 
     def _place(
         self,
-        index: Array,
+        index: Index,
         phase: Phase,
         t: Turn,
         at: At,

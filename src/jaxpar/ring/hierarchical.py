@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jax import Array
-
 from jaxpar.axis.axis import Ring
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.cycles import AlongOne
+from jaxpar.mesh.walk import Index
 from jaxpar.ring.phase import Phase
 from jaxpar.ring.seconds import (
     INSTRUCTION,
@@ -47,7 +46,7 @@ class AlongDimensions(Phase):
         dimensions = tuple(of for of in self.dimensions for _ in (0, 1))
         return AlongDimensions(rings, dimensions, halves=True)
 
-    def positions(self, owner: Array, ring: int, length: int, start: int, size: int) -> Slab:
+    def positions(self, owner: Index, ring: int, length: int, start: int, size: int) -> Slab:
         walk, dimensions = self.rings[ring].walk, self.dimensions[ring]
         assert isinstance(walk, AlongOne)
         starts, sizes = [0 for _ in dimensions], [*self.sides(ring)]
@@ -70,6 +69,16 @@ def phases_over(ring: Ring, sides: tuple[int, ...], shares: int) -> list[AlongDi
 
     No two of them are at the same dimension at a time, and so share no link.
     """
+    # A scatter over 4 x 4 devices, whose owners are the places (row, column), in two shares:
+    #
+    #     phase 0   share 0 along rows:     a device sums, with the 3 others of its column, what all
+    #                                       make for the 4 owners of its row
+    #               share 1 along columns:  and, with those of its row, for the owners of its column
+    #     phase 1   share 0 along columns:  of those 4 owners, with the 3 others of its row, its own
+    #               share 1 along rows
+    #
+    # 16 owners, then 4, then 1. Both shares are at different links at all times. A gather is this
+    # backwards: 1 block, then 4 of a row or a column, then all 16.
     phases: list[AlongDimensions] = []
     for number in range(len(sides)):
         orders = [

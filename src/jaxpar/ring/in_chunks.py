@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jax import Array, lax
 
 from jaxpar.ring.naive import Naive, sent_time
-from jaxpar.ring.parts import even_cuts, join_dims, split_dim, unwritten
+from jaxpar.ring.parts import Block, Whole, even_cuts, join_dims, split_dim, unwritten
 from jaxpar.ring.seconds import (
     SCATTERED_SHARE,
     Flow,
@@ -41,7 +41,7 @@ class Comb:
     size: int
     blocks: int
 
-    def cut(self, x: Array, dim: int) -> Array:
+    def cut(self, x: Whole, dim: int) -> Block:
         """As that of a span."""
         if self.size * self.blocks == x.shape[dim]:
             return x
@@ -49,11 +49,11 @@ class Comb:
         cut = lax.slice_in_dim(apart, self.start, self.start + self.size, axis=dim + 1)
         return join_dims(cut, dim)
 
-    def of_blocks(self, x: Array, dim: int, length: int) -> Array:
+    def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
         """As that of a span."""
         return x
 
-    def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
+    def place(self, whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
         """As that of a span."""
         if part.shape[dim] == length:
             return part

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
 from jaxpar.mesh.chips import Chip
+from jaxpar.mesh.walk import Index
 from jaxpar.ring.gather import Gather, Use
 from jaxpar.ring.order import Beside, Order, Work
 from jaxpar.ring.parts import Span, cut_out, of_types
@@ -188,6 +189,12 @@ class InTurns(Way):
         steps: Sequence[Step] = (),
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
+        # A block of 12 rows, two rings, two pieces: each ring carries half of it, in two pieces of
+        # 3.
+        #
+        #     rows   0 1 2   3 4 5 | 6 7 8   9 10 11
+        #            ring 0        | ring 1
+        #            a       b     | a       b
         pieces, shares = self.order.pieces if self.ring.size > 1 else 1, len(self._shares(length))
         pieces = max(1, min(pieces, length // shares))
         parts = equal_pieces(length, shares * pieces)
@@ -208,7 +215,7 @@ class InTurns(Way):
             before, steps = at_once(steps, self.ring.index()), ()
         spare = Spare(steps, self.ring.index(), len(turns), before)
 
-        def beside(index: Array, leaving: Any, send: Any, work: Work) -> Beside:
+        def beside(index: Index, leaving: Any, send: Any, work: Work) -> Beside:
             return spare.within(partial(order.beside, index, leaving, send), work)
 
         quantize = partial(self._quantized, dim=dim, dtype=dtype)
@@ -234,6 +241,7 @@ class InTurns(Way):
             parts, join = [block] * len(self.directions), _added
         else:
             parts = split(block, len(self.directions) * rings)
+        # What cannot be split goes one way round one ring: its sums could not be joined either.
         if len(parts) < len(self.directions) * rings:  # one part a ring, or one
             rings = min(rings, len(parts))
             parts = split(block, rings)
@@ -255,7 +263,7 @@ class InTurns(Way):
             leaving = parts if t.blocks else [], wired
             here = () if t.blocks else parts  # what is not sent on is used where it is
 
-            def on(index: Array, leaving: Any, _: Any) -> Any:
+            def on(index: Index, leaving: Any, _: Any) -> Any:
                 return compute(index, here or leaving[0])
 
             work = Work(lambda _: (), on, as_it_is, like)
@@ -271,7 +279,7 @@ class InTurns(Way):
         def turn(state: Any, t: Turn) -> Any:
             _, carry, parts, _ = state
 
-            def compute(index: Array, parts: list[Any]) -> Any:
+            def compute(index: Index, parts: list[Any]) -> Any:
                 owners = [self._owner(index, leg, t) for leg in t.legs]
                 return visit(carry, list(zip(parts, owners, strict=True)))
 
@@ -398,8 +406,8 @@ class InTurns(Way):
 
         return phases_over(self.ring, self.sums_along, shares)
 
-    def _owner(self, index: Array, leg: Leg, t: Turn) -> Array:
-        """The logical index of the owner behind a turn's leg: int32[]."""
+    def _owner(self, index: Index, leg: Leg, t: Turn) -> Array:
+        """The logical index of the owner behind a turn's leg."""
         return self._ring(leg).behind(index, leg.direction * t.distance)
 
     def _moved(self, x: Any, leg: Leg, hops: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import all_gather, psum_scatter
 from jaxpar.mesh.chips import ADDED, Chip
+from jaxpar.mesh.walk import Index
 from jaxpar.ring.parts import Span, split_dim
 from jaxpar.ring.seconds import (
     Flow,
@@ -95,8 +95,8 @@ class Naive(Way):
         carry = None
         if dim is not None:
             for start, size, positions in self._parts(jax.tree.leaves(block)[0].shape[dim]):
-                cut = partial(_cut, start=start, size=size, dim=dim)
-                part = jax.tree.map(lambda x, cut=cut: self._gathered(cut(x), dim), block)
+                own = Span(start, size)
+                part = jax.tree.map(lambda x, own=own: self._gathered(own.cut(x, dim), dim), block)
                 if kept is not None:
                     kept.append(part)
                 carry = consume(carry, [(part, positions, take(positions))])
@@ -178,7 +178,7 @@ class Naive(Way):
         if self.ring.size == 1:
             return carry, own
 
-        def put(sums: Any, made: Any, owner: Array) -> Any:
+        def put(sums: Any, made: Any, owner: Index) -> Any:
             return jax.tree.map(
                 lambda x, y: lax.dynamic_update_index_in_dim(x, y, owner, 0), sums, made
             )
@@ -216,13 +216,6 @@ class Naive(Way):
             return consume(state, [(at, owner, take(owner))])
 
         return control_flow.fori_loop(1, self.ring.size, step, state)
-
-
-def _cut(x: Array, start: int, size: int, dim: int) -> Array:
-    """Returns positions of a dimension, of which it may have no more."""
-    if size == x.shape[dim]:
-        return x
-    return lax.slice_in_dim(x, start, start + size, axis=dim)
 
 
 def sent_time(problem: Problem, flow: Flow, kind: FlowKind) -> float:

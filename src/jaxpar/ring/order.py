@@ -21,9 +21,10 @@ from jaxpar.axis.varying import spec_of
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import cuts_within_matmuls
 from jaxpar.mesh.chips import traced_for_cpu, traced_for_cpu_cluster
+from jaxpar.mesh.walk import Index
 
 Send = Callable[[Any], Any]
-Beside = tuple[Array, Any, Any]  # the index, what was made, what arrived
+Beside = tuple[Index, Any, Any]  # the index, what was made, what arrived
 
 
 class Work(NamedTuple):
@@ -38,8 +39,8 @@ class Work(NamedTuple):
         continues nothing that is there already.
     """
 
-    take: Callable[[Array], Any]
-    compute: Callable[[Array, Any, Any], Any]
+    take: Callable[[Index], Any]
+    compute: Callable[[Index, Any, Any], Any]
     sums: Callable[[Any], Any] | None = None
     like: Callable[[], Any] | None = None
 
@@ -64,10 +65,10 @@ class Order:
     pieces = 1  # in how many parts sums are made and sent
     cuts_first = False  # whether operands are cut by an instruction of their own
 
-    def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
+    def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
         """Computes while a transfer is under way.
 
-        `index` is this device's logical index, int32[]; `send(leaving)` starts the transfers of
+        `index` is this device's logical index; `send(leaving)` starts the transfers of
         what leaves, and returns what arrives. All that the next turn does must depend on the index
         that is returned, which comes after both.
         """
@@ -114,14 +115,14 @@ class TpuOrder(Order):
     #     fusion.45 = fusion(lhs, start, rhs), kind=kOutput  # dynamic-slice and convolution
     cuts_first: bool = False
 
-    def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
+    def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
         arriving = send(leaving)
         take, like = work.take, work.like
         if self.cuts_first:
             cut = lax.optimization_barrier(take(index))
             take = lambda _: cut  # noqa: E731
 
-        def compute(index: Array) -> Any:
+        def compute(index: Index) -> Any:
             return work.compute(index, leaving, take(index))
 
         if like is not None and (work.sums is not None or self.delays_transfers):
@@ -159,7 +160,7 @@ class CpuOrder(Order):
         collective-permute.1; ...; collective-permute.7; dot.1; ...; dot.8; add.1; ...
     """
 
-    def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
+    def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
         index, made, arrived = super().beside(index, leaving, send, work)
         if work.sums is not None:
             arrived = written_after(work.sums(made), arrived)
@@ -175,7 +176,7 @@ class ClusterOrder(Order):
     would wait for its end.
     """
 
-    def beside(self, index: Array, leaving: Any, send: Send, work: Work) -> Beside:
+    def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
         # Without the barrier fusion has the tie cut for itself, and wait for nothing; so it does
         # before jax 0.12, which drops the barrier:
         #     leaving = fusion(block, lhs, index); product = dot(fusion(lhs, index), block)
@@ -211,8 +212,8 @@ def traced_order() -> Order:
     return next((order for name, order in ORDERS.items() if kind.startswith(name)), Order())
 
 
-def known_after(tree: Any, index: Array) -> Array:
-    """Returns `index`, int32[], which no compiler can know before every array of `tree` is there.
+def known_after(tree: Any, index: Index) -> Array:
+    """Returns `index`, which no compiler can know before every array of `tree` is there.
 
     It is the least of the index and of itself with a count of elements that are not zero.
     """

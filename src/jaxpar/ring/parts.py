@@ -7,9 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Shaped
 
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler.compat import empty_like_blocks
+
+Block = Shaped[Array, "*block"]  # what one device has of an array
+Whole = Shaped[Array, "*whole"]  # what all have together
 
 
 @dataclass(frozen=True)
@@ -22,13 +26,13 @@ class Span:
     start: Any
     size: int
 
-    def cut(self, x: Array, dim: int) -> Array:
+    def cut(self, x: Whole, dim: int) -> Block:
         """Returns these positions of `dim` of the whole `x`."""
         if self.size == x.shape[dim]:
             return x
         return _cut_at(x, self.start, self.size, dim)
 
-    def of_blocks(self, x: Array, dim: int, length: int) -> Array:
+    def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
         """Returns what `x` has one of along `dim` for each block of `length` positions."""
         if self.size == x.shape[dim] * length:
             return x
@@ -41,7 +45,7 @@ class Span:
         """How many blocks positions lie in, apart from one another in the whole."""
         return 1
 
-    def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
+    def place(self, whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
         """Writes `part` at these positions of `dim`, of `length`; None: a whole yet unwritten."""
         if part.shape[dim] == length:
             return part
@@ -52,7 +56,7 @@ class Span:
         )
 
 
-def _cut_at(x: Array, start: Any, size: int, dim: int) -> Array:
+def _cut_at(x: Whole, start: Any, size: int, dim: int) -> Block:
     if isinstance(start, int):
         return lax.slice_in_dim(x, start, start + size, axis=dim)
     return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
@@ -68,7 +72,7 @@ def join_dims(x: Array, dim: int) -> Array:
     return x.reshape((*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))
 
 
-def unwritten(whole: Array | None, part: Array, dim: int, length: int) -> Array:
+def unwritten(whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
     """Returns the whole; if there is none yet, memory for one, of which all will be written."""
     if whole is None:
         # Not zeros: filling what every turn overwrites would be one more pass over the result.
@@ -87,7 +91,7 @@ def even_cuts(length: int, most: int) -> list[tuple[int, int]]:
     return [(number * (length // parts), length // parts) for number in range(parts)]
 
 
-def empty_result(piece: Array, dim: int, length: int) -> Array:
+def empty_result(piece: Block, dim: int, length: int) -> Whole:
     """Unwritten memory of a `length` along `dim`, of which this is one piece of several."""
     pieces = -(-length // piece.shape[dim])
     whole = vary_over(varying_axes(piece), empty_like_blocks(piece, dim, pieces))

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from jaxpar.axis.axis import Ring
+from jaxpar.mesh.walk import Index
 from jaxpar.ring.order import Beside, Send, Work
 from jaxpar.ring.parts import Span
 
 if TYPE_CHECKING:
     from jaxpar.ring.slab import Slab
 
-Ordering = Callable[[Array, Any, Send, Work], Beside]  # as `Order.beside`
+Ordering = Callable[[Index, Any, Send, Work], Beside]  # as `Order.beside`
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Phase:
         """How many devices a sum goes past, its owner among them."""
         return self.rings[0].around
 
-    def positions(self, owner: Array, ring: int, length: int, start: int, size: int) -> Span | Slab:
+    def positions(self, owner: Index, ring: int, length: int, start: int, size: int) -> Span | Slab:
         """Where a piece of a ring's blocks is in the whole of all, for a turn's owner.
 
         Of each block of `length` the piece is `size` positions from `start` on.
@@ -53,6 +54,6 @@ class Phase:
         return (self.around,)
 
 
-def freely(index: Array, leaving: Any, send: Send, work: Work) -> Beside:
+def freely(index: Index, leaving: Any, send: Send, work: Work) -> Beside:
     """Leaves it to the compiler when what only adds or places is done: no matmul waits for it."""
     return index, work.compute(index, leaving, work.take(index)), send(leaving)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.quantized import read_as
+from jaxpar.mesh.walk import Index
 from jaxpar.ring.order import Work
 from jaxpar.ring.parts import Span, empty_result
 from jaxpar.ring.phase import Ordering, Phase, freely
@@ -44,18 +45,18 @@ class Scatter:
     def run(
         self,
         phases: Sequence[Phase],
-        index: Array,
+        index: Index,
         beside: Ordering,
         take: Callable[[Any], Any],
         produce: Callable[[Any], Array],
     ) -> Array:
-        """Returns the sum of all devices' partial sums for the device of an index, int32[].
+        """Returns the sum of all devices' partial sums for the device of an index.
 
         Those of a phase that is not the first are the sums that the one before has left.
         """
         first, *others = phases
 
-        def needed(owner: Array, share: int, piece: int) -> Any:
+        def needed(owner: Index, share: int, piece: int) -> Any:
             start, size = self.cuts[share][piece]
             return take(first.positions(owner, share, self.length, start, size))
 
@@ -66,7 +67,7 @@ class Scatter:
         return made
 
     def _left(
-        self, phase: Phase, sums: list[list[Array]], owner: Array, share: int, piece: int
+        self, phase: Phase, sums: list[list[Array]], owner: Index, share: int, piece: int
     ) -> Array:
         """What the phase before has left of a piece for an owner."""
         size = self.cuts[share][piece][1]
@@ -75,9 +76,9 @@ class Scatter:
     def _phase(
         self,
         phase: Phase,
-        index: Array,
+        index: Index,
         beside: Ordering,
-        take: Callable[[Array, int, int], Any],
+        take: Callable[[Index, int, int], Any],
         produce: Callable[[Any], Array],
         *,
         place: bool,
@@ -90,7 +91,9 @@ class Scatter:
 
         def send(leaving: Sums, t: Turn) -> Sums:
             def hops(leg: Leg) -> Any:
-                # A sum of a later half than the turn's is for an owner one place farther.
+                # How many hops a sum has before it: a walk that is no plain ring needs to know
+                # which is next. A sum of a later half than the turn's is for an owner one place
+                # farther.
                 return t.distance - (1 if leg.half is not None and leg.half <= t.piece else 0)
 
             return {
@@ -98,7 +101,7 @@ class Scatter:
                 for leg, x in leaving.items()
             }
 
-        def take_all(index: Array, t: Turn) -> list[Any]:
+        def take_all(index: Index, t: Turn) -> list[Any]:
             def owner(leg: Leg) -> Array:
                 return rings[leg.ring].behind(index, -leg.direction * t.distance)
 
@@ -117,6 +120,7 @@ class Scatter:
                     made[number] += read_as(came[leg], made[number].dtype)
             return made
 
+        # State of one piece: the index, and the sums that leave in the next turn.
         def in_one(state: Any, t: Turn) -> Any:
             """What was sent is under way while this turn computes, and added once it is here."""
             index, leaving = state
@@ -125,11 +129,15 @@ class Scatter:
             made = add(made, came, t)
             return index, dict(zip(t.legs, made, strict=True)) if t.legs else made
 
+        # State of two pieces: the index; `leaving`, what the turn before has made; `came`, by the
+        # legs by which they came, sums that nothing was added to yet; and `done`, the block with
+        # what is finished of it. A sum is in `came` for a turn or two, as its piece takes turns
+        # with the other.
         def in_two(state: Any, t: Turn) -> Any:
             """What is added came in the turns before, while the other piece was computed."""
             index, leaving, came, done = state
             result: Any = done
-            if place and not t.legs and not t.piece:
+            if place and not t.legs and not t.piece:  # the first own piece: the block is begun
                 some = next(iter(came.values()))
                 result = empty_result(read_as(some, self.dtype), self.dim, self.length)
 

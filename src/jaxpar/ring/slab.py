@@ -7,7 +7,7 @@ from typing import Any
 from jax import Array, lax
 
 from jaxpar.mesh.walk import as_int32
-from jaxpar.ring.parts import Span, unwritten
+from jaxpar.ring.parts import Block, Span, Whole, unwritten
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Slab:
         """As that of a span."""
         return prod(self.sizes[:-1])
 
-    def cut(self, x: Array, dim: int) -> Array:
+    def cut(self, x: Whole, dim: int) -> Block:
         """As that of a span."""
         if (span := self._span) is not None:
             return span.cut(x, dim)
@@ -35,12 +35,12 @@ class Slab:
         cut = lax.dynamic_slice(apart, starts, sizes, allow_negative_indices=False)
         return cut.reshape((*x.shape[:dim], prod(self.sizes), *x.shape[dim + 1 :]))
 
-    def of_blocks(self, x: Array, dim: int, length: int) -> Array:
+    def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
         """As that of a span."""
         shape, starts, sizes = (of[:-1] for of in (self.shape, self.starts, self.sizes))
         return Slab((*shape, 1), (*starts, 0), (*sizes, 1)).cut(x, dim)
 
-    def place(self, whole: Array | None, part: Array, dim: int, length: int) -> Array:
+    def place(self, whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
         """As that of a span."""
         if part.shape[dim] == length:
             return part

@@ -5,8 +5,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from jax import Array
-
+from jaxpar.mesh.walk import Index
 from jaxpar.ring.order import Beside, Work, traced_order
 from jaxpar.ring.parts import like_finished
 
@@ -25,19 +24,19 @@ class Step(NamedTuple):
       adds: whether it adds to the carry, and does not only write into it.
     """
 
-    take: Callable[[Array], Any]
-    fold: Callable[[Array, Any, Any], Any]
+    take: Callable[[Index], Any]
+    fold: Callable[[Index, Any, Any], Any]
     finish: Callable[[Any], Any] = _as_it_is
     adds: bool = True
 
-    def next(self, index: Array, taken: Any, carry: Any) -> Any:
+    def next(self, index: Index, taken: Any, carry: Any) -> Any:
         """Returns the next carry, of what was taken."""
         return self.finish(self.fold(index, taken, carry))
 
     def work(self, carry: Any) -> Work:
         """The step by itself, as an order sees it."""
 
-        def compute(index: Array, _: Any, taken: Any) -> Any:
+        def compute(index: Index, _: Any, taken: Any) -> Any:
             return self.next(index, taken, carry)
 
         if not self.adds:  # in one instruction all that was written before would be copied
@@ -46,7 +45,7 @@ class Step(NamedTuple):
         return Work(self.take, compute, _as_it_is, like)
 
 
-def at_once(steps: Sequence[Step], index: Array) -> Any:
+def at_once(steps: Sequence[Step], index: Index) -> Any:
     """Returns the last carry of steps, beside nothing or what a compiler finds."""
     order, carry = traced_order(), None
     for step in steps:
@@ -60,7 +59,7 @@ class Spare:
     The first step is ahead of them all, and makes the arrays to which the others add.
     """
 
-    def __init__(self, steps: Sequence[Step], index: Array, turns: int, carry: Any = None):
+    def __init__(self, steps: Sequence[Step], index: Index, turns: int, carry: Any = None):
         self.carry = carry
         if steps:
             self.carry = steps[0].next(index, steps[0].take(index), None)
@@ -72,10 +71,10 @@ class Spare:
         if not steps:
             return beside(work)
 
-        def take(index: Array) -> Any:
+        def take(index: Index) -> Any:
             return work.take(index), [step.take(index) for step in steps]
 
-        def compute(index: Array, leaving: Any, taken: Any) -> Any:
+        def compute(index: Index, leaving: Any, taken: Any) -> Any:
             folded = carry
             for step, at in zip(steps, taken[1], strict=True):
                 folded = step.next(index, at, folded)

@@ -85,6 +85,14 @@ def gather_turns(
     costs no cutting and half a transfer more, by the first direction, of several rings by one after
     the other. Of those each brings its own share of all blocks in this way.
     """
+    # Four devices, both ways, as device 0 has it:
+    #
+    #     turn   uses              meanwhile
+    #        0   its own block     that leaves, to 1 and to 3
+    #        1   those of 3 and 1  a half of each goes one further: of 3 to 1, of 1 to 3
+    #        2   that of 2         nothing: one half has come by 3, the other by 1
+    #
+    # Five devices have no opposite one: in turn 1 whole blocks go further, in turn 2 two are used.
     legs = _legs(directions, rings)
     halves = tuple(
         Leg(direction, half, ring)
@@ -118,6 +126,20 @@ def scatter_turns(
     Staggered, of the sums for the devices before that one those are made first to which nothing
     comes: so its first half has a turn more to arrive.
     """
+    # Four devices, both ways, in two pieces, as device 0 has it. 2a is the first half of the sum
+    # for device 2; what comes holds the shares of all devices that it has been at:
+    #
+    #     makes     adds what came                              meanwhile
+    #     2a                                                    nothing
+    #     2b                                                    2a leaves to 1
+    #     3a                                                    2b leaves to 3
+    #     1a        to 1a, from 3                               3a leaves to 3
+    #     3b, 1b    to 3b, from 1                               1a leaves to 1
+    #     0a        from 1 and, with the share of 2, from 3     3b leaves to 3, 1b to 1
+    #     0b        from 3 and, with the share of 2, from 1     nothing
+    #
+    # So each sum that comes has had a turn's work to hide behind before it is added to. In one
+    # piece, 1a would be made while the share of 3 is still under way.
     hops, opposite = divmod(size - 1, len(directions))
     halves = range(pieces) if pieces > 1 else [None]
 
@@ -151,6 +173,14 @@ def circulate_turns(
     the last turn, when the blocks are home again but for one place, sums take the last leg. Blocks
     that go no farther than a `reach` have their sums come home from there at once.
     """
+    # Four devices, one way, as device 0 has it; 3' is what it adds to the sums of device 3:
+    #
+    #     turn   works on          block leaves   sums leave, to 1
+    #        0   its own, a share  0
+    #        1   that of 3         3
+    #        2   that of 2         2              3'
+    #        3   that of 1         none: it is    2', with 3's share
+    #        4   its own, the rest                1', home, with the shares of all
     legs, last = _legs(directions, rings), size - 1 if reach is None else reach
     return [
         Turn(0, blocks=legs if last else ()),

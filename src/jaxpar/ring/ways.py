@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import Quantized
+from jaxpar.mesh.walk import Index
 from jaxpar.ring.seconds import Flow
 
 if TYPE_CHECKING:
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 # Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
 Positions = Any  # Span | Comb | Slab | Array
 Arrivals = list[tuple[Any, Positions, Any]]  # (block, its positions, what `take` gave for them)
-Visits = list[tuple[Any, Array]]  # (part of a block, the logical index of its owner)
+Visits = list[tuple[Any, Index]]  # (part of a block, the logical index of its owner)
 Take = Callable[[Positions], Any]
 Pick = Callable[[Any], Any]
 Split = Callable[[Any, int], list[Any]]
-Place = Callable[[Array], Positions]  # of this device's logical index
+Place = Callable[[Index], Positions]  # of this device's logical index
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
