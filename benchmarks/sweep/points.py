@@ -64,6 +64,15 @@ SINGLE = (
     # Vocabularies.
     ("v6e:2x4", "tp=8", "tp", "gather-lhs-rows", (4096, 4096, 128256), True),
     ("v5p:8x8x8", "dp=64,tp=8", "tp", "gather-lhs-rows", (4096, 8192, 128256), False),
+    # Operands that have what is contracted first, and two weights that share one gather.
+    ("v6e:4x4", "dp=4,tp=4", "tp", "gather-transposed", (16384, 4096, 14336), False),
+    ("v6e:2x4", "tp=8", "tp", "gather-transposed", (4096, 8192, 28672), True),
+    ("v5p:8x8x8", "dp=64,tp=8", "tp", "gather-transposed", (16384, 8192, 28672), False),
+    ("v5e:2x4", "tp=8", "tp", "gather-transposed", (16384, 4096, 14336), False),
+    ("v6e:2x4", "tp=8", "tp", "gather-for-two", (8192, 4096, 14336), True),
+    ("v5p:8x8x8", "dp=64,tp=8", "tp", "gather-for-two", (16384, 8192, 28672), False),
+    ("v5e:2x4", "tp=8", "tp", "gather-for-two", (4096, 4096, 14336), False),
+    ("h100:8", "tp=8", "tp", "gather-for-two", (8192, 8192, 28672), True),
     # GPUs.
     ("h100:8", "tp=8", "tp", "gather-lhs-rows", (8192, 8192, 28672), False),
     ("h100:8", "tp=8", "tp", "gather-lhs-rows", (8192, 8192, 28672), True),

@@ -5,6 +5,7 @@ import pytest
 from sweep import __main__ as command
 from sweep import fit, times
 from sweep.points import LAYERS, Point, grid, point_from, points
+from sweep.special import SPECIAL
 from tables import rewrite
 
 SOME = Point("v5e:2x4", "tp=8", "gather-lhs-rows", (256, 4096, 14336), grad=False, options=True)
@@ -53,6 +54,7 @@ def test_what_is_on_no_grid():
     assert min(p.shape[0] for p in found) == 8
     assert any(p.shape[2] // 8 % 128 for p in found)
     assert {p.grad for p in found} == {False, True}
+    assert {p.op for p in found} > SPECIAL.keys()
     labels = {p.label for p in found}
     assert "v6e:4x4 x=4,y=4 over x,y scatter-rows 8192x13824x5120 forward" in labels
     assert "v6e:2x4 tp=8 gather-rhs-k 4096x4096x4096 float32 forward" in labels

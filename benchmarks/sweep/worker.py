@@ -21,6 +21,7 @@ from jaxpar.tools.cli.ops import OPS, with_gradients
 from jaxpar.tools.cli.workers import answer, one_line
 from overlap import peers
 from sweep.points import Point, point_from
+from sweep.special import SPECIAL
 from workers import KEPT
 
 ONE_RING = "one ring"
@@ -70,6 +71,9 @@ def _model() -> str:
 def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yields name, jitted function, operands and compiler options of each form of a point."""
     common = jaxpar.compiler_options(target) if point.options else {}
+    if point.op in SPECIAL:
+        yield from special_forms(point, target, ways, common)
+        return
     op, ring, dtype = OPS[point.op], tuple(point.ring.split(",")), jnp.dtype(point.dtype)
     matmul = point.op, point.shape, dtype, target.mesh, ring
     operands = peers.operands(*matmul)[: 3 if point.grad else 2]
@@ -98,6 +102,30 @@ def forms(point: Point, target: Target, ways: bool) -> Iterator[tuple[str, Any, 
         all_links = len(ring) > 1 or traced_links().walks.get(*ring)
     if all_links:
         yield ONE_RING, own(Axis(ring, "bidirectional")), operands, common
+    yield "auto", own(Axis(ring)), operands, common
+    if ways:
+        for mode in candidates(decided(own(Axis(ring)), operands, target, common, point.grad)):
+            yield mode, own(Axis(ring, mode)), operands, common
+
+
+def special_forms(
+    point: Point, target: Target, ways: bool, common: dict[str, Any]
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yields the forms of a matmul that is no `Op`."""
+    special, ring, mesh = SPECIAL[point.op], tuple(point.ring.split(",")), target.mesh
+    operands = special.operands(point.shape, jnp.dtype(point.dtype), mesh, ring)
+    operands = operands[: 3 if point.grad else 2]
+    how = mesh, ring, point.shape, point.grad
+
+    def own(axis: Axis) -> Any:
+        return special.mapped(lambda x, w: special.own(x, w, axis), *how)
+
+    naive = special.mapped(lambda x, w: special.naive(x, w, ring), *how)
+    yield "naive", naive, operands, common
+    if point.slice.startswith(TPUS):
+        yield "XLA post_spmd", naive, operands, common | peers.POST_SPMD
+    for options in peers.plain_options(common):
+        yield "XLA plain jit", special.plain_jit(*how), operands, options
     yield "auto", own(Axis(ring)), operands, common
     if ways:
         for mode in candidates(decided(own(Axis(ring)), operands, target, common, point.grad)):
