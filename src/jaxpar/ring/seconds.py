@@ -113,7 +113,7 @@ class Fitted:
 
 _OTHERS = Fitted(chunk_passes=2.0)
 BY_KIND = {
-    "TPU v5 lite": Fitted(turn_passes=2.0, chunk_passes=0.5, resident=0.5),
+    "TPU v5 lite": Fitted(turn_passes=2.0, chunk_passes=0.25, resident=0.5),
     "TPU v5": Fitted(within=0.5, piece=1.8e-6),
     "TPU v6 lite": Fitted(turn_passes=1.0, chunk_passes=1.0, piece=4.2e-6, resident=0.5),
     "TPU7x": Fitted(turn_passes=1.0, chunk_passes=1.0),
