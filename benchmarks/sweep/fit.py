@@ -53,26 +53,24 @@ class Case:
         """Whether the point is of the third that judges."""
         return sha256(self.point.label.encode()).digest()[0] % 3 == 0
 
-    def predicted(self, name: str) -> float:
-        """The seconds of an algorithm, or of one for each pass, as the model has them."""
-        modes: list[Any] = name.split(" | ")
-        problem, predictions = self.problem, choice.Predictions(self.problem)
-        first = choice.way_of(problem, modes[0], problem.forward)
-        total = predictions.seconds(first, problem.forward)
-        if problem.backward:
-            second = choice.way_of(problem, modes[-1], problem.backward)
-            kept = predictions.kept(first, second)
-            total += predictions.seconds(second, problem.backward, kept)
-        return total
-
     def regret(self) -> tuple[float, float]:
         """Returns log(what the choice takes / the least), and the mean error of the logarithms."""
+        problem, predictions = self.problem, choice.Predictions(self.problem)
+        compared: dict[str, float] = {}
+        errors: list[float] = []
         with jax.set_mesh(self.target.mesh), jaxpar.compiled_with(self.options):
-            predicted = {mode: self.predicted(mode) for mode in self.compiled}
-        naive = {"naive", "naive | naive"}
-        margins = {mode: 1.0 if mode in naive else choice.MARGIN for mode in predicted}
-        taken = min(predicted, key=lambda mode: predicted[mode] / margins[mode])
-        errors = [abs(log(predicted[mode] / s)) for mode, s in self.compiled.items()]
+            for name, compiled in self.compiled.items():  # an algorithm, or one for each pass
+                modes: list[Any] = name.split(" | ")
+                first = choice.way_of(problem, modes[0], problem.forward)
+                seconds = predictions.seconds(first, problem.forward)
+                compared[name] = predictions.forward(first)
+                if problem.backward:
+                    second = choice.way_of(problem, modes[-1], problem.backward)
+                    kept = predictions.kept(first, second)
+                    seconds += predictions.seconds(second, problem.backward, kept)
+                    compared[name] += predictions.backward(second, first)
+                errors.append(abs(log(seconds / compiled)))
+        taken = min(compared, key=lambda name: compared[name])
         late = log(self.compiled[taken] / min(self.compiled.values()))
         return late, sum(errors) / len(errors)
 

@@ -13,7 +13,7 @@ from programs import run_worker
 
 import jaxpar
 from jaxpar.compiler.options import compiled_with
-from jaxpar.ring.parts import equal_pieces, shares_of
+from jaxpar.ring.pieces import equal_pieces, shares_of
 from jaxpar.schedule import compile_for, matmul_floor, target, timeline
 
 WORKER = Path(__file__).with_name("disjoint_rings.py")

@@ -1,7 +1,6 @@
 """Walks over the links of a mesh's axes, and what is known of those where programs are traced.
 
-Tracing sees no coordinates: `make_mesh` notes it, by names and sizes of the axes and the kind of
-the devices.
+Tracing sees no coordinates: `make_mesh` notes it.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,8 +57,7 @@ def as_int32(x: Any) -> Any:
 
 # The one ring over axes, disjoint rings, or a collective of XLA's own.
 How = Literal["ring", "rings", "collective"]
-# Names of axes, in the order of a ring, and how they send; to how many messages share the busiest
-# link.
+# Axes in the order of a ring, and how they send; to how many messages share the busiest link.
 Sharing = Callable[[tuple[str, ...], How], int]
 
 

@@ -113,9 +113,7 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         dtype = parts[0].dtype if group.dtypes is None else group.dtypes[0]
         wide = dtype if blocks.derived_by_jax else addition_dtype(dtype)
         wire = summed_as(blocks.stages[0].ring.wire_dtype, dtype) if blocks.stages else None
-        # Over several stages sums are in the dtype of the leaves between them, as one collective
-        # after the other would have them; on a wide wire they are rounded once, in the last stage.
-        between = wide if wire == wide else dtype
+        between = wide if wire == wide else dtype  # a wide wire: rounded once, in the last stage
         parts = group.laid_out(parts)
         for way in blocks.stages:
             out = dtype if way is blocks.stages[-1] else between
@@ -270,9 +268,7 @@ def group_leaves(
     """
     groups = _buckets(leaves, dims, size)
     bucketed = {n for group in groups for n in group.members}
-    # Query [d, 8, 64] and key [d, 2, 64], cut along d, differ in dimension 1 alone: one array of
-    # [d, 10, 64] travels in the place of two. The output's [8, 64, d], cut along its last one, is
-    # a group by itself.
+    # Query [d, 8, 64] and key [d, 2, 64], cut along d: one array of [d, 10, 64] travels for both.
     left = [n for n, dim in enumerate(dims) if dim is not None and n not in bucketed]
     while left:
         first = left[0]

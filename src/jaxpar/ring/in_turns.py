@@ -241,7 +241,6 @@ class InTurns(Way):
             parts, join = [block] * len(self.directions), _added
         else:
             parts = split(block, len(self.directions) * rings)
-        # What cannot be split goes one way round one ring: its sums could not be joined either.
         if len(parts) < len(self.directions) * rings:  # one part a ring, or one
             rings = min(rings, len(parts))
             parts = split(block, rings)

@@ -86,14 +86,17 @@ class Scatter:
         """Runs the program of a phase, of sums that `produce` makes of `take(owner, share, piece)`.
 
         Returns the block where sums are to be placed in it; or of each piece those of the shares.
+
+        The state between turns of one piece is the index, and the sums that leave in the next turn.
+        Of two pieces it is the index; what the turn before has made; by legs, the sums that came
+        and to which nothing was added yet, for a turn or two, as pieces take turns; and what is
+        finished.
         """
         pieces, shares, rings = len(self.cuts[0]), range(len(self.cuts)), phase.rings
 
         def send(leaving: Sums, t: Turn) -> Sums:
             def hops(leg: Leg) -> Any:
-                # How many hops a sum has before it: a walk that is no plain ring needs to know
-                # which is next. A sum of a later half than the turn's is for an owner one place
-                # farther.
+                # A sum of a later half than the turn's is for an owner one place farther.
                 return t.distance - (1 if leg.half is not None and leg.half <= t.piece else 0)
 
             return {
@@ -120,7 +123,6 @@ class Scatter:
                     made[number] += read_as(came[leg], made[number].dtype)
             return made
 
-        # State of one piece: the index, and the sums that leave in the next turn.
         def in_one(state: Any, t: Turn) -> Any:
             """What was sent is under way while this turn computes, and added once it is here."""
             index, leaving = state
@@ -129,10 +131,6 @@ class Scatter:
             made = add(made, came, t)
             return index, dict(zip(t.legs, made, strict=True)) if t.legs else made
 
-        # State of two pieces: the index; `leaving`, what the turn before has made; `came`, by the
-        # legs by which they came, sums that nothing was added to yet; and `done`, the block with
-        # what is finished of it. A sum is in `came` for a turn or two, as its piece takes turns
-        # with the other.
         def in_two(state: Any, t: Turn) -> Any:
             """What is added came in the turns before, while the other piece was computed."""
             index, leaving, came, done = state
