@@ -48,11 +48,6 @@ class Case:
     problem: Any
     compiled: dict[str, float]
 
-    @property
-    def judges(self) -> bool:
-        """Whether the point is of the third that judges."""
-        return sha256(self.point.label.encode()).digest()[0] % 3 == 0
-
     def regret(self) -> tuple[float, float]:
         """Returns log(what the choice takes / the least), and the mean error of the logarithms."""
         problem, predictions = self.problem, choice.Predictions(self.problem)
@@ -73,6 +68,11 @@ class Case:
         taken = min(compared, key=lambda name: compared[name])
         late = log(self.compiled[taken] / min(self.compiled.values()))
         return late, sum(errors) / len(errors)
+
+
+def judges(point: Point) -> bool:
+    """Whether a point is of the third that judges."""
+    return sha256(point.label.encode()).digest()[0] % 3 == 0
 
 
 def cases_of(times: Times) -> list[Case]:
@@ -158,15 +158,15 @@ def fit(cases: list[Case], tell: Callable[[str], None] = print) -> Table:
     with ExitStack() as stack:
         for kind in [*kinds, ""]:
             own = [case for case in cases if case.problem.chip.kind == kind or not kind]
-            fitting = [case for case in own if not case.judges]
-            judging = [case for case in own if case.judges]
+            fitting = [case for case in own if not judges(case.point)]
+            judging = [case for case in own if judges(case.point)]
             if not fitting or not judging:
                 continue
             tell(f"{kind or 'all chips'}: {judge(fitting)}; of those that judge: {judge(judging)}")
             names = [f.name for f in fields(seconds.Fitted)] if kind else [*SHARED]
             for name in names:
                 now = number(name, kind)
-                best = _best(name, kind, fitting)
+                best = best_value(name, kind, fitting)
                 if best != now:
                     stack.enter_context(with_number(name, kind, best))
                     after = judge(judging)
@@ -176,7 +176,7 @@ def fit(cases: list[Case], tell: Callable[[str], None] = print) -> Table:
     return Table(["number", "is", "fits", "regret of those that judge", "worst"], rows)
 
 
-def _best(name: str, kind: str, cases: list[Case]) -> float:
+def best_value(name: str, kind: str, cases: list[Case]) -> float:
     """The value of a number with which the choices at some points cost the least."""
     now = number(name, kind)
     best, least = now, judge(cases).score

@@ -90,15 +90,15 @@ def cases():
     # Meshes that other tests have made look like these, whose links would be noted for both.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxpar.mesh.walk._known", {})
-        yield fit.cases_of(times.read(times.newest()))
+        known = times.read(times.newest())
+        yield fit.cases_of({p: s for p, s in known.items() if fit.judges(p)})
 
 
 def test_what_choices_cost(cases):
     """Regret over the best compiled algorithm of each point, of those that fit no number."""
-    assert len(cases) > 500
-    judging = [case for case in cases if case.judges]
+    assert len(cases) > 150
     for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"):
-        found = fit.judge([case for case in judging if case.problem.chip.kind == kind])
+        found = fit.judge([case for case in cases if case.problem.chip.kind == kind])
         assert found.regret <= 1.02, kind
     found = fit.judge(cases)
     assert found.regret <= 1.01
@@ -107,12 +107,11 @@ def test_what_choices_cost(cases):
 
 
 def test_a_number_that_is_wrong_costs_more_and_is_fitted_again(cases):
-    some = [case for case in cases if case.point.slice == "v5e:4x4"][:24]
+    some = [case for case in cases if case.point.slice == "v5e:4x4"]
     least = fit.judge(some).score
     with fit.with_number("piece", "TPU v5 lite", 5e-5):
         assert fit.judge(some).score > least
-        table = fit.fit(some, tell=lambda text: None)
-        assert "TPU v5 lite piece" in [row[0] for row in table.rows]
+        assert fit.best_value("piece", "TPU v5 lite", some) < 5e-5
     assert fit.judge(some).score == least
 
 
