@@ -177,12 +177,10 @@ def of_attention(problem: Problem, mode: Mode, flows: Flows) -> str:
 def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
     """The rule of a layer's matmuls: at once, but for sums in chunks of another label.
 
-    Where the compiler makes collectives asynchronous, what is before and behind a matmul hides them
-    as well as its own pieces would. And pieces cost copies to and from the layouts of their
-    neighbours, on every TPU: two layers of Llama 3 8B by `beside_a_matmul` took 6% longer on v6e,
-    four of them 5% longer on v4 and v5e, where a collective is waited for. Sums that are scattered
-    may go in chunks of another label than the sequence's, which cost next to nothing (1% less time
-    on v6e); not on GPUs, whose compiler joins the chunks' collectives again.
+    What is before and behind a matmul hides its collectives as well as its own pieces would. And
+    pieces cost copies to and from the layouts of their neighbours: layers of Llama 3 8B by
+    `beside_a_matmul` took 5 to 6% longer on v4, v5e and v6e. Sums that are scattered may go in
+    chunks of another label than the sequence's, but on GPUs, whose compiler joins them again.
     """
     if mode == "naive":
         return ""
@@ -200,8 +198,7 @@ def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
 def by_links(problem: Problem, mode: Mode, flows: Flows) -> str:
     """The rule of a ring collective by itself: the ring that uses the chip's links best.
 
-    On a torus both directions have links of their own. Behind a switch permutes are slower than
-    one collective.
+    Behind a switch permutes are slower than one collective.
     """
     chip = problem.chip
     best: Mode = "multi-ring" if problem.spans_a_torus else "bidirectional"
@@ -278,9 +275,8 @@ def _not_by_disjoint_rings(problem: Problem, flows: Flows) -> str:
 def _is_synchronous(problem: Problem) -> bool:
     """Whether the compiler makes permutes synchronous there, so that a ring can only lose.
 
-    Tracing does not see where devices are. A slice of eight times the dimension has it; a ring of
-    all of it closes over its wrap-around links, and so does a shorter one with gaps. What is longer
-    turns corners, and what is shorter has links of its own.
+    A slice of eight times the dimension has it; a ring of all of it closes over its wrap-around
+    links, and so does a shorter one with gaps. What is longer turns corners.
     """
     around, size = problem.figures.synchronous_around, problem.ring.size
     if around is None or problem.devices < 8 * around:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -80,7 +81,10 @@ def _use_blocks(
         blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
         apart = arrivals[0][2].blocks
         dims = product.left.index(label), product.right.index(label)
-        if len(blocks) > 1 and joining_is_cheaper(blocks[0].shape[dims[0]]):
+        names, lengths = product.left + product.right, (*blocks[0].shape, *rights[0].shape)
+        shape = dict(zip(names, lengths, strict=True))
+        times = prod(shape[name] for name in product.out) / max(1, rights[0].size)
+        if len(blocks) > 1 and joining_is_cheaper(shape[label], times):
             blocks, rights = [_joined(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
             apart = 1
         for block, right in zip(blocks, rights, strict=True):

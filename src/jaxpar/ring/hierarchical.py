@@ -145,7 +145,7 @@ def time_of_blocks(
         seconds += shares * copy_time(chip, sent) / 2
         pieces *= 2
     joined = 0.0
-    if flow.sums and joins(chip, flow.length // pieces):
+    if joins(chip, flow.length // pieces, pieces * flow.sums / 2 / max(1, flow.cut)):
         # Each is laid out beside others, and so is what it is multiplied by.
         joined = 2 * INSTRUCTION * pieces + copy_time(chip, size * flow.block_bytes)
         pieces = side

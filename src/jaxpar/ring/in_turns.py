@@ -324,7 +324,9 @@ class InTurns(Way):
         sent_in = 1 if flow.kind == "gather" else self.order.pieces  # messages of a block
         pieces = rings * sent_in
         fitted, joined = fitted_to(chip.kind), 0.0
-        if flow.kind == "gather" and flow.sums and joins(chip, flow.length // (size * rings)):
+        # Sums of float32 over what one block is multiplied by, of 16 bits, in numbers.
+        times = size * rings * flow.sums / 2 / max(1, flow.cut)
+        if flow.kind == "gather" and joins(chip, flow.length // (size * rings), times):
             pieces = 1  # what comes by several rings is multiplied at once
             if rings > 1:
                 joined = INSTRUCTION * size * rings
