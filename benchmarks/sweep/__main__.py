@@ -145,6 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fit:
         from sweep.fit import cases_of, fit
 
+        if not times.here().exists():
+            parser.error(
+                f"there is no {times.here()}: compile with --ways, or install its versions"
+            )
         fit(cases_of(times.read(times.here()))).print(width=120)
         return 0
     some = args.points is not None or args.slices is not None

@@ -1,14 +1,16 @@
 """Compiled times of the sweep, kept in the repository: a file for each compiler.
 
-The first line has the versions, each other one a point: of each form, and of each algorithm that
-`auto` chose from, the seconds of its schedule on the model of the chip.
+The first line has the versions and a hash of the model of the chips, each other one a point: the
+seconds of each form, and of each algorithm that `auto` chose from, by its schedule on that model.
 """
 
 import json
+import re
 from pathlib import Path
 
 from jaxpar.compiler.tuning import versions
 from sweep.points import Point, point_from
+from sweep.worker import model_of_chips
 
 FOLDER = Path(__file__).parent / "times"
 PACKAGES = ("jax", "libtpu")
@@ -22,8 +24,12 @@ def here() -> Path:
 
 
 def newest() -> Path:
-    """The file that was written last, by its name; of versions that need not be installed."""
-    return sorted(FOLDER.glob("*.jsonl"))[-1]
+    """The file of the newest versions, which need not be installed."""
+
+    def numbers(path: Path) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", path.stem)]
+
+    return max(FOLDER.glob("*.jsonl"), key=numbers)
 
 
 def read(path: Path) -> Times:
@@ -34,9 +40,11 @@ def read(path: Path) -> Times:
 
 
 def write(path: Path, times: Times) -> None:
-    """Writes times, and keeps those of other points that the file has."""
-    known = read(path) | times
-    lines = [json.dumps(versions(*PACKAGES))]
+    """Writes times, and keeps those of other points that the file has of the same model."""
+    head = json.dumps(versions(*PACKAGES) | {"model": model_of_chips()[:16]})
+    is_same = path.exists() and path.read_text().startswith(head)
+    known = (read(path) if is_same else {}) | times
+    lines = [head]
     for point in sorted(known, key=lambda point: point.label):
         seconds = {form: float(f"{s:.4g}") for form, s in known[point].items()}
         lines.append(json.dumps({"point": point.record(), "seconds": seconds}))

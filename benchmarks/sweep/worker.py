@@ -35,7 +35,7 @@ class Compiler:
     def __init__(self, cache: Path) -> None:
         lines = cache.read_text().splitlines() if cache.exists() else []
         self.known: dict[str, dict[str, Any]] = dict(map(json.loads, lines))
-        self.versions = json.dumps(versions("jax", "libtpu")) + _model()
+        self.versions = json.dumps(versions("jax", "libtpu")) + model_of_chips()
 
     def figures(
         self, function: Any, target: Target, operands: Any, options: dict[str, Any]
@@ -58,7 +58,7 @@ class Compiler:
         return key, self.known[key]
 
 
-def _model() -> str:
+def model_of_chips() -> str:
     """A hash of the code that says what an instruction takes: other code, other times."""
     package = Path(jaxpar.__file__).parent
     files = [package / "mesh" / "chips.py"]

@@ -373,7 +373,7 @@ def test_joined_arrivals(op, n, sliced, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "jaxpar.matmul._arrivals.joining_is_cheaper",
-        lambda length, times: not asked.append(length),
+        lambda length, sums: not asked.append(length),
     )
     check(op, n, 3, "bidirectional", check_vma=(n == 4) != sliced)
     assert asked

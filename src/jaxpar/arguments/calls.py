@@ -176,8 +176,7 @@ def as_one_program(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """Calls a function as one compiled program where JAX would evaluate operation by operation.
 
     That is in a `jax.shard_map` that is evaluated without `jax.jit`: hundreds of compilations for
-    one ring, at every call. Like JAX, it keeps nothing for the next call: functions among the
-    arguments may read values that change in between.
+    one ring, at every call. Nothing is kept for the next call: functions may read what changes.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function(*args, **kwargs)

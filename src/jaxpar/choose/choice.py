@@ -76,11 +76,7 @@ def ways_of(problem: Problem, mode: Mode, flows: Flows) -> list[Way]:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the ways of a problem are predicted to take, each of them once.
-
-    Attributes:
-      problem: on a chip that is in the table.
-    """
+    """What the ways of a problem, on a chip that is in the table, are predicted to take."""
 
     problem: Problem
     _known: dict[tuple[Way, Flows, int], float] = field(default_factory=dict)
@@ -287,8 +283,8 @@ def _is_synchronous(problem: Problem) -> bool:
 def may_keep(ring: Ring) -> bool:
     """Whether a matmul may keep what it gathered for a derivative of its own, whatever its ways.
 
-    `auto` on a TPU alone: a GPU adds sums in passes of their own, and gathers again beside other
-    work (8192x8192x28672 over 8 H100: 1510 us, 1770 by what was kept).
+    `auto` on a TPU alone: a GPU adds sums in passes, and gathers again beside other work
+    (8192x8192x28672 over 8 H100: 1510 us, 1770 by what was kept).
     """
     if ring.keep_gathered is not None:
         return ring.keep_gathered

@@ -40,10 +40,12 @@ def use_arrivals(
     results: list[Any] | None,
     arrivals: Arrivals,
     whole: int,
+    *,
+    joined: bool = False,
 ) -> list[Any]:
     """Multiplies blocks by their partners in all products, and places or adds what they give.
 
-    `whole` is the length of the ring's label.
+    `whole` is the length of the ring's label. Several are `joined` that are added, or if cheaper.
     """
     results = [None] * len(products) if results is None else results
     blocks = [
@@ -57,7 +59,7 @@ def use_arrivals(
         for number in range(len(products))
     ]
     return [
-        _use_blocks(method, product, result, use, whole)
+        _use_blocks(method, product, result, use, whole, joined)
         for product, result, use in zip(products, results, uses, strict=True)
     ]
 
@@ -68,8 +70,8 @@ def _use_blocks(
     result: Out | None,
     arrivals: list[tuple[Any, Array, Positions]],  # blocks of a ring's share, which may differ
     whole: int,
+    joined: bool,
 ) -> Out:
-    """Multiplies blocks by their partners, and places or adds what they give."""
     label = method.label
     if label in product.out:
         for block, right, positions in arrivals:
@@ -82,9 +84,9 @@ def _use_blocks(
         apart = arrivals[0][2].blocks
         dims = product.left.index(label), product.right.index(label)
         names, lengths = product.left + product.right, (*blocks[0].shape, *rights[0].shape)
-        shape = dict(zip(names, lengths, strict=True))
-        times = prod(shape[name] for name in product.out) / max(1, rights[0].size)
-        if len(blocks) > 1 and joining_is_cheaper(shape[label], times):
+        sizes = dict(zip(names, lengths, strict=True))
+        sums = 4 * prod(sizes[name] for name in product.out)  # bytes of float32
+        if len(blocks) > 1 and (joined or joining_is_cheaper(sizes[label], sums)):
             blocks, rights = [_joined(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
             apart = 1
         for block, right in zip(blocks, rights, strict=True):

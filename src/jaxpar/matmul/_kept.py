@@ -75,7 +75,7 @@ def steps_of(
                 # Cut here, not taken: as part of the matmul it is no copy.
                 block = block if cut is None else cut.cut(block, dim)
                 arrivals.append((block, place(index), at))
-            return use_arrivals(method, products, results, arrivals, whole)
+            return use_arrivals(method, products, results, arrivals, whole, joined=True)
 
         return Step(take, fold, adds=adds)
 

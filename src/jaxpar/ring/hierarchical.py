@@ -124,7 +124,7 @@ def time_of_sums(
 
 
 def time_of_blocks(
-    chip: Chip, flow: Flow, size: int, sides: tuple[int, ...], messages: int
+    chip: Chip, flow: Flow, size: int, sides: tuple[int, ...], messages: int, cuts_first: bool
 ) -> float:
     """Seconds of blocks that come along one dimension of a torus after the other."""
     side, shares = sides[0], len(sides)
@@ -145,7 +145,7 @@ def time_of_blocks(
         seconds += shares * copy_time(chip, sent) / 2
         pieces *= 2
     joined = 0.0
-    if joins(chip, flow.length // pieces, pieces * flow.sums / 2 / max(1, flow.cut)):
+    if flow.sums and joins(chip, flow.length // pieces, flow.sums, cuts_first):
         # Each is laid out beside others, and so is what it is multiplied by.
         joined = 2 * INSTRUCTION * pieces + copy_time(chip, size * flow.block_bytes)
         pieces = side

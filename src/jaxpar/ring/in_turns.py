@@ -312,7 +312,8 @@ class InTurns(Way):
             from jaxpar.ring import hierarchical  # on tori alone
 
             if flow.kind == "gather":
-                seconds = hierarchical.time_of_blocks(chip, flow, size, along, messages)
+                cut = self.order.cuts_first
+                seconds = hierarchical.time_of_blocks(chip, flow, size, along, messages, cut)
             else:
                 rest = self.order.pieces, messages, beside
                 seconds = hierarchical.time_of_sums(chip, flow, size, along, *rest)
@@ -324,9 +325,8 @@ class InTurns(Way):
         sent_in = 1 if flow.kind == "gather" else self.order.pieces  # messages of a block
         pieces = rings * sent_in
         fitted, joined = fitted_to(chip.kind), 0.0
-        # Sums of float32 over what one block is multiplied by, of 16 bits, in numbers.
-        times = size * rings * flow.sums / 2 / max(1, flow.cut)
-        if flow.kind == "gather" and joins(chip, flow.length // (size * rings), times):
+        length, cut = flow.length // (size * rings), self.order.cuts_first
+        if flow.kind == "gather" and flow.sums and joins(chip, length, flow.sums, cut):
             pieces = 1  # what comes by several rings is multiplied at once
             if rings > 1:
                 joined = INSTRUCTION * size * rings

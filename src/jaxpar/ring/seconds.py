@@ -142,14 +142,15 @@ def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool 
     return max(work, (moved + again) / chip.hbm) + added + (pieces - 1) * fitted_to(chip.kind).piece
 
 
-def joins(chip: Chip, length: int, times: float) -> bool:
+def joins(chip: Chip, length: int, sums: float, cuts_first: bool) -> bool:
     """Whether blocks of `length` are better joined along it, contracted, and multiplied once.
 
     A sum of M x N float32 is read and written, 8 M N bytes, while 2 M N `length` FLOPs run. Beyond
-    half of their time joining is cheaper on a TPU, where sums are twice what a block is multiplied
-    by, which is copied: of so many `times` its numbers.
+    half of their time joining is cheaper on a TPU. It copies what blocks are multiplied by, unless
+    that is cut first anyway: not worth it where the `sums`, in bytes, stay on the chip.
     """
-    return chip.torus and 8 * chip.flops / chip.hbm > length and times > 2
+    adds = cuts_first or 2 * sums > chip.vmem
+    return chip.torus and 8 * chip.flops / chip.hbm > length and adds
 
 
 def collective_time(chip: Chip, flow: Flow, size: int, messages: int = 1) -> float:
@@ -210,7 +211,9 @@ def work_on_kept(chip: Chip, flow: Flow, pieces: int, *, in_turns: bool = False)
     return cut + work_time(chip, flow, pieces, max(2.0, fitted.turn_passes))
 
 
-def joining_is_cheaper(length: int, times: float) -> bool:
+def joining_is_cheaper(length: int, sums: int) -> bool:
     """Whether two blocks of `length` are better joined along it, contracted, than added."""
+    from jaxpar.ring.order import traced_order  # there already, where two blocks come at once
+
     chip = traced_chip()
-    return chip is not None and joins(chip, length, times)
+    return chip is not None and joins(chip, length, sums, traced_order().cuts_first)
