@@ -35,7 +35,8 @@ def compiled(monkeypatch):
     """Compiles a matmul of bfloat16 as an order has it."""
 
     def compile_as(order, name, op, m, k, n, *, mode="bidirectional", gradients=False):
-        monkeypatch.setattr("jaxpar.ring.of_mode.traced_order", lambda: order)
+        for module in ("of_mode", "order"):
+            monkeypatch.setattr(f"jaxpar.ring.{module}.traced_order", lambda: order)
         jax.clear_caches()
         described = target(name)
         shapes = ((m, k), (k, n), (m, n))
@@ -207,7 +208,8 @@ def on_cpu(monkeypatch):
     """Compiles a matmul of float32, one way round, for CPU devices."""
 
     def compile_as(order, op, n, size):
-        monkeypatch.setattr("jaxpar.ring.of_mode.traced_order", lambda: order)
+        for module in ("of_mode", "order"):
+            monkeypatch.setattr(f"jaxpar.ring.{module}.traced_order", lambda: order)
         jax.clear_caches()
         mesh = make_mesh({"tp": n}, devices=jax.devices()[:n])
         args = [

@@ -15,7 +15,7 @@ from jaxpar.ring.in_chunks import InChunks
 from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.naive import Naive
 from jaxpar.ring.order import ClusterOrder, CpuOrder, Order, TpuOrder
-from jaxpar.ring.ways import as_it_is
+from jaxpar.ring.ways import Round, Use, as_it_is
 from jaxpar.testing import assert_matches_reference, count_collectives
 
 
@@ -95,7 +95,7 @@ def test_a_gather_says_whose_block_it_brings(n, mode, loops):
                 return carry
 
             block = {"a": x, "b": [jnp.full((1, 3), -1, jnp.int32) * x]}
-            return way.gather(block, consume, sums=as_it_is)
+            return way.gather(block, Use(consume, sums=as_it_is))
 
         return tuple(seen(way) for way in ways(mode))
 
@@ -119,7 +119,7 @@ def test_a_gather_says_which_positions_it_brings(n, mode, loops):
             def take(positions):
                 return positions.cut(home, 0)
 
-            return way.gather(x, consume, take=take, dim=0, sums=as_it_is)[None]
+            return way.gather(x, Use(consume, take, as_it_is), dim=0)[None]
 
         return tuple(dotted(way) for way in ways(mode))
 
@@ -179,11 +179,12 @@ def test_sums_follow_a_block_home(n, mode, monkeypatch, loops):
                     seen = seen + jnp.sum(part) * (owner + 1)
                 return seen, [part * place for part, _ in visits]
 
-            seen, sums = way.circulate(
-                *(x, 0 * x[0], 0 * x, begin, visit, end),
+            turns = Round(
+                *(begin, visit, end),
                 split=lambda x, parts: list(x.reshape(parts, -1)),
                 join=jnp.concatenate,
             )
+            seen, sums = way.circulate(x, 0 * x[0], 0 * x, turns)
             return jnp.concatenate([seen[None], sums])[None]
 
         return tuple(once(way) for way in ways(mode))

@@ -75,7 +75,7 @@ class Quantized:
 
     def dequantized(self, dtype: DTypeLike | None = None) -> Array:
         """Returns values times scales, in the array's dtype or another one."""
-        wide = addition_dtype(self.scales.dtype)
+        wide = addition_dtype(self.scales.dtype)  # float32 of bfloat16
         x = self.values.astype(wide) * spread(self.scales.astype(wide), self.shape)
         return x.astype(self.dtype if dtype is None else dtype)
 
@@ -84,7 +84,7 @@ def spread(scales: Array, shape: tuple[int, ...]) -> Array:
     """Returns scales one for each number of a shape, or 1 for all along a dimension."""
     for dim, (have, want) in enumerate(zip(scales.shape, shape, strict=True)):
         if have not in (1, want):
-            apart = jnp.expand_dims(scales, dim + 1)
+            apart = jnp.expand_dims(scales, dim + 1)  # [..., have, 1, ...]
             apart = jnp.broadcast_to(
                 apart, (*apart.shape[: dim + 1], want // have, *apart.shape[dim + 2 :])
             )

@@ -40,11 +40,11 @@ def vary_over(axes: Iterable[str], tree: Any) -> Any:
     wanted = frozenset(axes)
     if not any(wanted - varying_axes(x) for x in jax.tree.leaves(tree)):
         return tree
-    if not checks_varying(tuple(sorted(wanted))):
+    if not checks_varying(tuple(sorted(wanted))):  # under check_vma=False
         return tree
 
     def vary(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(wanted - varying_axes(x)))
+        missing = tuple(sorted(wanted - varying_axes(x)))  # sorted: one program on all hosts
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
@@ -69,8 +69,8 @@ def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Arra
     """
     check_wire(wire_dtype, x.dtype)
     asked = summed_as(wire_dtype, x.dtype)
-    wire = x.dtype if asked is None else common_dtype(x.dtype, asked)
-    return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))
+    wire = x.dtype if asked is None else common_dtype(x.dtype, asked)  # the wider
+    return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))  # psum between casts
 
 
 def vary_alike(axis: tuple[str, ...], *trees: Any) -> Any:

@@ -110,7 +110,7 @@ def summed_as(wire: Any, dtype: Any) -> Any:
     Integers keep their own over int8, which is for floats with scales: they would wrap around.
     """
     if isinstance(wire, LowBit):
-        wire = wire.sums
+        wire = wire.sums  # of what is gathered it says nothing here
     if not is_low_bit(wire):
         return wire
     is_own = jnp.issubdtype(dtype, jnp.floating) or kind_of_dtype(wire) == kind_of_dtype(dtype)
@@ -120,7 +120,7 @@ def summed_as(wire: Any, dtype: Any) -> Any:
 def rounded_by(wire: Any, dtype: Any) -> LowBit | None:
     """How sums of a dtype travel over a wire that quantizes them, None where it does not."""
     how = gathered_by(wire, dtype)
-    return how if how is not None and is_low_bit(how.sums) else None
+    return how if how is not None and is_low_bit(how.sums) else None  # at every hop
 
 
 def check_wire(wire: Any, summed: Any) -> None:

@@ -82,7 +82,7 @@ class Predictions:
     _known: dict[tuple[Way, Flows, int], float] = field(default_factory=dict)
 
     def seconds(self, way: Way, flows: Flows, kept: int = 0) -> float:
-        """The seconds of a pass, of which what the last flow gathers may be kept in pieces."""
+        """The seconds of a pass, of which what the last flow gathers may be kept in blocks."""
         key = way, flows, kept
         if key not in self._known:
             self._known[key] = way.seconds(self.problem, flows, kept)
@@ -103,13 +103,15 @@ class Predictions:
         return self.forward(first) + self.backward(second, first)
 
     def kept(self, first: Way, second: Way) -> int:
-        """In how many pieces a backward pass finds what a forward pass gathered; 0: it does not."""
+        """In how many blocks a backward pass finds what a forward pass gathered; 0: it does not."""
         problem = self.problem
+        if not problem.forward or problem.forward[0].kind != "gather":
+            return 0
+        kept = first.kept(problem.forward[0].length // problem.ring.size)
+        if problem.keeps and kept is not None:
+            return len(kept.places)
         # A forward pass by collectives keeps what it gathers for a backward pass that is alike.
-        by_jax = problem.keeps_by_jax and first == second and first.derived_by_jax
-        gathered = bool(problem.forward) and problem.forward[0].kind == "gather"
-        keeps = gathered and (by_jax or (problem.keeps and first.keeps))
-        return first.kept_pieces(problem.backward[-1], second) if keeps else 0
+        return int(problem.keeps_by_jax and first == second and first.derived_by_jax)
 
     def _compared(self, way: Way, seconds: float) -> float:
         if way == Naive(self.problem.ring):

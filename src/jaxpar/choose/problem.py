@@ -81,7 +81,7 @@ class Problem:
         if len(axes) == 1:
             return bool(self.links.walks.get(axes[0].names[0]))
         known = self.links.messages is not None and self.ring.has_disjoint
-        return known and len(axes) * self.messages("ring") > self.messages("rings")
+        return known and len(axes) * self.messages("ring") > self.messages("rings")  # links in use
 
     @cached_property
     def beside(self) -> frozenset[str]:
@@ -99,5 +99,5 @@ class Problem:
         """Whether devices of the ring are next to each other in the mesh: no axis is within it."""
         sizes = dict(jax.sharding.get_abstract_mesh().shape)
         axes = [name for name, size in sizes.items() if size > 1]
-        within = [name for name in self.ring.names if sizes.get(name, 1) > 1]
+        within = [name for name in self.ring.names if sizes.get(name, 1) > 1]  # of one device: none
         return set(axes[len(axes) - len(within) :]) == set(within)

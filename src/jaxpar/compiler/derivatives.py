@@ -45,7 +45,7 @@ def linear_pair(one: Function, other: Function) -> tuple[Function, Function]:
         return first(how, given, x), given
 
     def bwd_one(how: Any, given: Any, cts: Any) -> Any:
-        return None, second(how, given, _differentiable(cts))
+        return None, second(how, given, _differentiable(cts))  # integers have none
 
     def fwd_other(how: Any, given: Any, x: Any) -> Any:
         return second(how, given, x), given

@@ -32,7 +32,7 @@ from jaxpar.layers._attention_block import (
     merge,
 )
 from jaxpar.layers._attention_tiles import RingAttention, run_of
-from jaxpar.ring.ways import Arrivals, Visits, as_it_is
+from jaxpar.ring.ways import Arrivals, Round, Use, Visits, as_it_is, forward_first
 
 # Of keys and values, to travel with these.
 KeySums = tuple[OfKeys, OfValues]
@@ -104,16 +104,15 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
             state = join_sinks(state, sinks)
         return state._replace(out=state.out.astype(q.dtype))
 
-    return method.way.gather(
-        keys, consume, split=method.split, sums=as_it_is, finish=finish, like=like
-    )
+    use = Use(consume, sums=as_it_is, finish=finish, like=like)
+    return method.way.gather(keys, use, split=method.split)
 
 
 def _fwd(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> Any:
     # Named here, and not by who calls: a policy of `jax.checkpoint` sees what the backward pass
     # reads, and a name given to the result is another array.
     state = checkpoint_name(_forward(method, q, keys, sinks), KEPT)
-    return method.way.forward_first(state.out, (q, keys, sinks, state))
+    return forward_first([method.way], state.out, (q, keys, sinks, state))
 
 
 def _bwd(
@@ -166,12 +165,8 @@ def _bwd(
         return add_tiles(second, dq, own)
 
     dq, own = _zeros(q, dtype), (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
-    dq, (dk, dv) = method.way.circulate(
-        *(keys, dq, own, begin, visit, end),
-        split=method.split,
-        join=method.join,
-        summed=lambda keys: (keys.k, keys.v),
-    )
+    turns = Round(begin, visit, end, method.split, method.join, lambda keys: (keys.k, keys.v))
+    dq, (dk, dv) = method.way.circulate(keys, dq, own, turns)
     of_sinks = None if sinks is None else gradient_of_sinks(sinks, at)
     of_keys = Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype))
     return dq.astype(q.dtype), of_keys, of_sinks

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax import Array, lax
 from jaxtyping import Num
 
+from jaxpar.axis.quantized import Quantized
 from jaxpar.matmul._arrivals import cut_operand
 from jaxpar.matmul._product import Left, Out, Product, partial_dtype, sizes_of
 from jaxpar.matmul._ring_einsum import RingEinsum
@@ -16,11 +18,12 @@ from jaxpar.ring.parts import Span, even_cuts
 from jaxpar.ring.seconds import FlowKind
 
 
-def label_of_chunks(
+def _label_of_chunks(
     method: RingEinsum,
     kind: FlowKind,
     products: Sequence[Product],
     pairs: Sequence[tuple[Array, Array]],
+    chunks: int,
 ) -> str:
     """Returns the label of what travels along which chunks are cut, at the least cost."""
     ring, width = method.way.ring, pairs[0][0].dtype.itemsize
@@ -30,10 +33,10 @@ def label_of_chunks(
         if kind == "gather":
             sizes[-1][method.label] = left.shape[p.left.index(method.label)] * ring.size
     flow = flow_of(kind, method.label, ring.size, products, sizes, width, width)
-    return flow.in_chunks(method.way.chunks).along
+    return flow.in_chunks(chunks).along
 
 
-def at_once(method: RingEinsum) -> RingEinsum:
+def _at_once(method: RingEinsum) -> RingEinsum:
     """The naive way, for one chunk of arrays that are cut along another label than the ring's."""
     way = Naive(method.way.ring)
     return replace(method, way=way, backward=way, underived=way)
@@ -42,26 +45,32 @@ def at_once(method: RingEinsum) -> RingEinsum:
 def gather_across(
     run: Callable[..., tuple[Array, ...]],
     method: RingEinsum,
-    along: str,
+    chunks: int,
     products: tuple[Product, ...],
-    left: Left,
+    left: Left | Quantized,
     rights: tuple[Num[Array, "..."], ...],
-) -> tuple[Num[Array, "..."], ...]:
-    """A gather, by `run`, for each chunk of another label than the ring's.
+) -> tuple[Num[Array, "..."], ...] | None:
+    """A gather, by `run`, for each of so many chunks of another label than the ring's.
 
-    Of all operands that have it.
+    Of all operands that have it. None: chunks had better be of the ring's.
     """
+    if isinstance(left, Quantized):
+        return None
+    pairs = [(left, right) for right in rights]
+    along = _label_of_chunks(method, "gather", products, pairs, chunks)
+    if along == method.label:
+        return None
     # Rows over the ring, [m/n, k] and [k, c]: cut along k, each chunk is a whole matmul of some of
     # what is contracted, and its result is added; along a batch or c, it is placed. Either way a
     # gather brings rows that lie together, where chunks of the rows themselves come as n pieces.
-    once = at_once(method)
+    once, run = _at_once(method), jax.named_scope(method.way.mode)(run)
     length = left.shape[products[0].left.index(along)]
     wide = [
         p if along in p.out else replace(p, dtype=partial_dtype(method.arithmetic, left, right))
         for p, right in zip(products, rights, strict=True)
     ]
     results: list[Any] = [None] * len(products)
-    for start, size in even_cuts(length, method.way.chunks):
+    for start, size in even_cuts(length, chunks):
         chunk = Span(start, size)
         parts = run(
             once,
@@ -83,15 +92,19 @@ def gather_across(
 def scatter_across(
     run: Callable[..., Out],
     method: RingEinsum,
-    along: str,
+    chunks: int,
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
-) -> Out:
-    """A scatter, by `run`, for each chunk of another label than the ring's.
+) -> Out | None:
+    """A scatter, by `run`, for each of so many chunks of another label than the ring's.
 
-    Of all operands that have it.
+    Of all operands that have it. None: chunks had better be of the ring's.
     """
-    once, length = at_once(method), sizes_of(products[0], *pairs[0])[along]
+    along = _label_of_chunks(method, "scatter", products, pairs, chunks)
+    if along == method.label:
+        return None
+    once, run = _at_once(method), jax.named_scope(method.way.mode)(run)
+    length = sizes_of(products[0], *pairs[0])[along]
     parts = [
         run(
             once,
@@ -101,6 +114,6 @@ def scatter_across(
                 for p, (left, right) in zip(products, pairs, strict=True)
             ),
         )
-        for chunk in (Span(*cut) for cut in even_cuts(length, method.way.chunks))
+        for chunk in (Span(*cut) for cut in even_cuts(length, chunks))
     ]
     return lax.concatenate(parts, products[0].out.index(along))

@@ -12,6 +12,7 @@ gather one after the other, and JAX differentiates the two.
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Num
@@ -26,18 +27,16 @@ from jaxpar.ring.blocks import gather_replicated
 
 def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
     """Sums the product over all devices and gives every device the whole."""
-    wire = method.way.ring.wire(product.dtype)
-
-    def partial_sum() -> Out:
-        return multiply(method.arithmetic, product, left, right, wire)
-
-    def in_blocks() -> Out:
-        # Under check_vma=False nothing says what is replicated.
-        checked = checks_varying(method.way.ring.names)
-        return (_replicated_sum if checked else _sum)(method, product, left, right)
-
-    empty = not all(_shape(product, left, right))
-    return method.way.reduce(partial_sum, None if empty else in_blocks).astype(product.dtype)
+    way = method.way
+    if way.derived_by_jax or not all(_shape(product, left, right)):
+        with jax.named_scope(way.mode):
+            wire = way.ring.wire(product.dtype)
+            sums = multiply(method.arithmetic, product, left, right, wire)
+            total = lax.psum(sums, way.ring.names)
+    else:  # under check_vma=False nothing says what is replicated
+        add = _replicated_sum if checks_varying(way.ring.names) else _sum
+        total = add(method, product, left, right)
+    return total.astype(product.dtype)
 
 
 def _shape(product: Product, left: Left, right: Right) -> list[int]:

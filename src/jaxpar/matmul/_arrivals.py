@@ -73,7 +73,7 @@ def _use_blocks(
     joined: bool,
 ) -> Out:
     label = method.label
-    if label in product.out:
+    if label in product.out:  # each block makes its own part of the result
         for block, right, positions in arrivals:
             part = multiply_part(
                 method, product, block, right, product.dtype, blocks=positions.blocks
@@ -81,19 +81,19 @@ def _use_blocks(
             result = positions.place(result, part, product.out.index(label), whole)
     else:
         blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
-        apart = arrivals[0][2].blocks
+        apart = arrivals[0][2].blocks  # of a comb n, whose positions lie in all blocks
         dims = product.left.index(label), product.right.index(label)
         names, lengths = product.left + product.right, (*blocks[0].shape, *rights[0].shape)
         sizes = dict(zip(names, lengths, strict=True))
         sums = 4 * prod(sizes[name] for name in product.out)  # bytes of float32
         if len(blocks) > 1 and (joined or joining_is_cheaper(sizes[label], sums)):
             blocks, rights = [_joined(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
-            apart = 1
+            apart = 1  # joined, they are neighbours
         for block, right in zip(blocks, rights, strict=True):
             # The whole at once is rounded by the matmul; sums are, when they are finished.
             dtype = product.dtype if block.shape[dims[0]] == whole else None
             part = multiply_part(method, product, block, right, dtype, blocks=apart)
-            result = part if result is None else result + part
+            result = part if result is None else result + part  # by the matmul's epilogue, on TPUs
     assert result is not None
     return result
 
@@ -123,7 +123,7 @@ def multiply_part(
     if blocks == 1:
         return multiply(method.arithmetic, product, left, right, dtype)
     label, texts = method.label, (product.left, product.right, product.out)
-    block = unused_label(*texts)
+    block = unused_label(*texts)  # "ak,kn->an", cut along a: "Aak,kn->Aan"
     apart: list[Any] = [
         jax.tree.map(partial(split_dim, dim=labels.index(label), parts=blocks), x)
         if label in labels

@@ -77,10 +77,11 @@ class EinsumOptions:
             kind, self.ring, shapes, forward, backward, what=what, keeps=keeps, keeps_by_jax=may
         )
         way, back = choose_ways(problem)
-        underived, _ = choose_ways(replace(problem, backward=()))
+        underived, _ = choose_ways(replace(problem, backward=()))  # nothing is kept then
         how = label, self.arithmetic, self.recomputed, low_bit, travels
         method = RingEinsum(way, back, underived, *how)
-        if forward[0].kind != "gather" or not way.keeps or method.left_to_jax:
+        length = forward[0].length // self.ring.size
+        if forward[0].kind != "gather" or method.left_to_jax or way.kept(length) is None:
             return method
         # Naive both ways keeps, in 8 bits too, whose derivative JAX's own could not be.
         return replace(method, keeps=keeps or (may and way == back and way.derived_by_jax))
@@ -161,7 +162,7 @@ def gather(
         left = straight_through(how, left, product.left.index(label))
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), rights[0].dtype.itemsize
-    sent = 1 if low_bit else width
+    sent = 1 if low_bit else width  # bytes of a number
     forth = flow_of("gather", label, ring.size, products, sizes, width, sent, quantized=low_bit)
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     rounds = ring.low_bit_sums(left.dtype) is not None
@@ -170,7 +171,7 @@ def gather(
         flow_of("scatter", label, ring.size, for_left, sizes, width, wire, quantized=rounds),
         flow_of("gather", label, ring.size, for_rights, sizes, width, sent, quantized=low_bit),
     )
-    travels = None if low_bit or travels == left.dtype else travels
+    travels = None if low_bit or travels == left.dtype else travels  # None: no cast
     how: Any = {"low_bit": low_bit, "travels": travels}
     method = call.method(label, (left, *rights), (forth,), back, **how)
     run = gather_einsum
@@ -182,8 +183,7 @@ def gather(
     ) -> tuple[Num[Array, "..."], ...]:
         return run(method, (product,) * len(rights), left, rights)
 
-    # Rules of our own gather again anyway, and an operand that stays is gathered nowhere.
-    regather = call.gathers_again and method.left_to_jax and not method.way.stays
+    regather = call.gathers_again and method.left_to_jax  # rules of our own gather again anyway
     return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
 
 

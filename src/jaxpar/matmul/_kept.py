@@ -32,7 +32,7 @@ from jaxpar.ring.parts import Span, even_cuts
 from jaxpar.ring.scales import Scales
 from jaxpar.ring.seconds import KEPT_JOINED, KEPT_TOGETHER
 from jaxpar.ring.steps import Step, at_once
-from jaxpar.ring.ways import Arrivals
+from jaxpar.ring.ways import Arrivals, Kept, Place
 
 
 @jax.tree_util.register_dataclass
@@ -47,21 +47,24 @@ class GatheredBlocks:
 def steps_of(
     method: RingEinsum,
     products: tuple[Product, ...],
-    kept: list[Array],
+    blocks: list[tuple[Array, Place]],
     scales: Scales | None,
     cts: Any,
+    parts: int,
 ) -> list[Step]:
-    """Returns the work on blocks that were kept, in steps: of as many as are best joined."""
-    dim, way = products[0].left.index(method.label), method.way
+    """Returns the work on blocks that were kept, and have their places, in steps.
+
+    Each is of as many as are best joined. A whole is cut into `parts`.
+    """
+    dim = products[0].left.index(method.label)
     adds = method.label not in products[0].out
-    whole = sum(block.shape[dim] for block in kept)
-    blocks = list(zip(kept, way.places(whole // way.ring.size), strict=True))
+    whole = sum(block.shape[dim] for block, _ in blocks)
     cuts: list[Span | None] = [None] * len(blocks)
     # Blocks of a ring that is unrolled come as they are, one after the other; a longer one, and a
     # collective, leave the whole in one array.
     if len(blocks) == 1:  # the whole, of which each turn gets a part
-        cuts = [Span(*cut) for cut in even_cuts(whole, method.backward.parts)]
-        blocks = [(kept[0], lambda _, at=cut: at) for cut in cuts]
+        cuts = [Span(*cut) for cut in even_cuts(whole, parts)]
+        blocks = [(blocks[0][0], lambda _, at=cut: at) for cut in cuts]
 
     def step(numbers: list[int]) -> Step:
         def take(index: Index) -> Any:
@@ -94,6 +97,13 @@ def steps_of(
     return [*map(step, groups[:-1]), step(groups[-1])._replace(finish=finish)]
 
 
+def _kept(method: RingEinsum, products: tuple[Product, ...], left: Any) -> Kept:
+    """What a gather of this device's `left` keeps."""
+    kept = method.way.kept(left.shape[products[0].left.index(method.label)])
+    assert kept is not None, "a way that keeps nothing was not asked to"
+    return kept
+
+
 def _joins_kept(lengths: Sequence[int]) -> bool:
     """Whether blocks that were kept, of these lengths, are better joined with one more."""
     chip = traced_chip()
@@ -106,7 +116,8 @@ def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any
     blocks: list[Array] = []
     results, scales = gather_blocks(method, products, method.sent(left), rights, blocks)
     # The own block, which is used first, is kept anyway.
-    return results, GatheredBlocks(blocks[1:] if method.way.keeps_own_first else blocks, scales)
+    own_first = _kept(method, products, left).own_first
+    return results, GatheredBlocks(blocks[1:] if own_first else blocks, scales)
 
 
 def _keep_fwd(method: RingEinsum, products: Any, left: Any, rights: Any) -> Any:
@@ -143,11 +154,12 @@ def _by_kept(
     """
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     own = left.values if isinstance(left, Quantized) else method.sent(left)
-    blocks = [own, *kept.blocks] if method.way.keeps_own_first else kept.blocks
-    steps = steps_of(method, for_rights, blocks, kept.scales, cts)
+    places, own_first = _kept(method, products, left)
+    blocks = zip([own, *kept.blocks] if own_first else kept.blocks, places, strict=True)
+    steps = partial(steps_of, method, for_rights, list(blocks), kept.scales, cts)
     back = method.derivative()
     if isinstance(left, Quantized) and left.exact is None:
-        of_left, made = None, at_once(steps, back.way.ring.index())
+        of_left, made = None, at_once(steps(1), back.way.ring.index())
     else:
         pairs = tuple(zip(cts, rights, strict=True))
         of_left, made = scatter_beside(back, steps, for_left, pairs)

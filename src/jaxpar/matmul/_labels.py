@@ -103,7 +103,7 @@ def local_sizes(
     for name, x, letters in (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs)):
         for dim, label in enumerate(letters):
             size = x.shape[dim] * (ring.size if (name, label) == gathered else 1)
-            if sizes.setdefault(label, size) != size:
+            if sizes.setdefault(label, size) != size:  # contracted, or on both sides
                 raise value_error(_size_mismatch(labels, lhs, rhs, ring, label, gathered))
     return sizes
 

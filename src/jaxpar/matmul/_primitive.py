@@ -12,7 +12,6 @@ own, which keeps the gathered operand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,11 +33,10 @@ from jaxpar.matmul._product import (
     sizes_of,
 )
 from jaxpar.matmul._ring_einsum import RingEinsum
-from jaxpar.ring.ways import Arrivals, Positions
+from jaxpar.ring.ways import Arrivals, Positions, Steps, Use
 
 if TYPE_CHECKING:
     from jaxpar.ring.scales import Scales
-    from jaxpar.ring.steps import Step
 
 
 def gather_underived(
@@ -53,21 +51,22 @@ def gather_underived(
     label whole where they have it. All operands vary over the same axes, the ring's among them.
     """
     method, left = replace(method, way=method.underived), method.sent(left)
-    if method.way.stays and all(x.size for x in (left, *rights)):
-        from jaxpar.matmul._stationary import stay  # where another operand travels
 
-        return tuple(
-            stay(method, p, exact_of(left), right)
-            for p, right in zip(products, rights, strict=True)
-        )
-    if method.way.chunks > 1 and not isinstance(left, Quantized):
-        from jaxpar.matmul._across import gather_across, label_of_chunks
+    def in_blocks() -> tuple[Out, ...]:
+        return gather_blocks(method, products, left, rights, None)[0]
 
-        along = label_of_chunks(method, "gather", products, [(left, r) for r in rights])
-        if along != method.label:
-            with jax.named_scope(method.way.mode):
-                return gather_across(gather_underived, method, along, products, left, rights)
-    return gather_blocks(method, products, left, rights, None)[0]
+    def across(chunks: int) -> tuple[Out, ...]:
+        from jaxpar.matmul._across import gather_across
+
+        run = gather_underived
+        return gather_across(run, method, chunks, products, left, rights) or in_blocks()
+
+    def staying() -> tuple[Out, ...]:
+        from jaxpar.matmul._stationary import stay
+
+        return stay(method, products, exact_of(left), rights) or in_blocks()
+
+    return method.way.perform(in_blocks, across=across, staying=staying)
 
 
 def gather_blocks(
@@ -82,14 +81,11 @@ def gather_blocks(
     Returns the results, and the scales of all blocks where they are quantized.
     """
     dim, scales = products[0].left.index(method.label), None
-    whole = left.shape[dim] * method.way.ring.size
+    whole = left.shape[dim] * method.way.ring.size  # left [m/n, k]: m
     if isinstance(left, Quantized):
         from jaxpar.ring.scales import gather_scales
 
         (left,), (scales,) = gather_scales(method.way.ring.names, [left], dim)
-
-    def take(positions: Positions) -> Any:
-        return take_partners(method, products, rights, scales, positions)
 
     def consume(results: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         return use_arrivals(method, products, results, arrivals, whole)
@@ -100,16 +96,10 @@ def gather_blocks(
     def finish(results: list[Array]) -> list[Array]:
         return [r.astype(p.dtype) for r, p in zip(results, products, strict=True)]
 
-    adds = any(method.label not in p.out for p in products)
-    results = method.way.gather(
-        left,
-        consume,
-        take=take,
-        dim=dim,
-        sums=sums if adds else None,
-        finish=finish,
-        kept=kept,
-    )
+    adds = any(method.label not in p.out for p in products)  # contracted: nothing is placed
+    take = partial(take_partners, method, products, rights, scales)
+    use = Use(consume, take, sums if adds else None, finish)
+    results = method.way.gather(left, use, dim=dim, kept=kept)
     return tuple(results), scales
 
 
@@ -121,26 +111,38 @@ def _scatter(
     Operands have `method.label` whole where they have it; the result is the block along it. All
     operands vary over the same axes, the ring's among them.
     """
-
-    return scatter_beside(replace(method, way=method.underived), (), products, pairs)[0]
+    return scatter_beside(replace(method, way=method.underived), None, products, pairs)[0]
 
 
 def scatter_beside(
     method: RingEinsum,
-    steps: Sequence[Step],
+    steps: Steps | None,
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
 ) -> tuple[Out, Any]:
     """As a scatter, beside whose transfers steps of other work are taken; returns theirs, too."""
-    if method.way.chunks > 1:
-        from jaxpar.matmul._across import label_of_chunks, scatter_across
+
+    def across(chunks: int) -> tuple[Out, Any]:
+        from jaxpar.matmul._across import scatter_across
         from jaxpar.ring.steps import at_once
 
-        along = label_of_chunks(method, "scatter", products, pairs)
-        if along != method.label:
-            with jax.named_scope(method.way.mode):
-                sums = scatter_across(_scatter, method, along, products, pairs)
-            return sums, at_once(steps, method.way.ring.index())
+        sums = scatter_across(_scatter, method, chunks, products, pairs)
+        if sums is None:  # the same part of every block
+            return scatter_blocks(method, steps, products, pairs, method.way.ring.size)
+        return sums, None if steps is None else at_once(steps(1), method.way.ring.index())
+
+    in_blocks = partial(scatter_blocks, method, steps, products, pairs)
+    return method.way.perform(in_blocks, across=across, staying=in_blocks)
+
+
+def scatter_blocks(
+    method: RingEinsum,
+    steps: Steps | None,
+    products: tuple[Product, ...],
+    pairs: tuple[tuple[Array, Array], ...],
+    blocks: int = 1,
+) -> tuple[Out, Any]:
+    """As `scatter_beside`, along the ring's label; each part is of so many blocks."""
 
     def take(positions: Positions) -> list[tuple[Array, Array]]:
         return [
@@ -151,7 +153,6 @@ def scatter_beside(
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
 
-    blocks = method.way.ring.size if method.way.chunks > 1 else 1
     # One product of which nothing is added on this device is rounded as it travels.
     alone = len(products) == 1 and not method.way.relays
     dtype = method.way.ring.wire(products[0].dtype) if alone else None
@@ -161,10 +162,9 @@ def scatter_beside(
             multiply_part(method, p, left, right, dtype, blocks=blocks)
             for p, (left, right) in zip(products, taken, strict=True)
         ]
-        return sum(parts[1:], start=parts[0])
+        return sum(parts[1:], start=parts[0])  # before they travel: one sum leaves
 
-    # All products have the result's labels, and so any of them knows its shape.
-    first, label = products[0], method.label
+    first, label = products[0], method.label  # all have the result's labels
     sizes = [sizes_of(p, *pair) for p, pair in zip(products, pairs, strict=True)]
     return method.way.scatter(
         produce,
@@ -187,7 +187,7 @@ def _gather_fwd(method: RingEinsum, products: Any, left: Left | Quantized, right
 def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
     if method.left_to_jax:
         return residuals(cts)
-    left, rights = residuals
+    left, rights = residuals  # shards: what was gathered is not kept
     of_left, of_rights = gradients(method, products, left, rights, tuple(cts))
     return as_of(left, of_left), of_rights
 
@@ -205,7 +205,7 @@ def gradients(
     """Returns the gradients of a gather's operands; the left one is gathered once more."""
     method = method.derivative()
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
-    of_rights = gather_einsum(method, for_rights, left, cts)
+    of_rights = gather_einsum(method, for_rights, left, cts)  # by the one gather
     if isinstance(left, Quantized) and left.exact is None:
         return None, of_rights
     return scatter_einsum(method, for_left, tuple(zip(cts, rights, strict=True))), of_rights
@@ -221,14 +221,14 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
         return residuals(ct)
     pairs, method = residuals, method.derivative()
     gradients = gradients_of_scatter(products, [(left.dtype, right.dtype) for left, right in pairs])
-    partners = tuple(x for left, right in pairs for x in (right, left))
+    partners = tuple(x for left, right in pairs for x in (right, left))  # of the cotangent
     if method.low_bit:
         from jaxpar.axis.rounding import straight_through
 
         how = method.way.ring.low_bit_cotangents(ct.dtype)
         ct = straight_through(how, ct, products[0].out.index(method.label))
     grads: Any = gather_einsum(method, gradients, ct, partners)
-    return (tuple(zip(grads[::2], grads[1::2], strict=True)),)
+    return (tuple(zip(grads[::2], grads[1::2], strict=True)),)  # of each pair
 
 
 gather_einsum = with_derivative(gather_underived, _gather_fwd, _gather_bwd, statics=2)

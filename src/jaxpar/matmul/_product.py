@@ -73,16 +73,16 @@ def _multiply_quantized(
     Both are part of the matmul. The values, of 8 bits, are exact in every dtype of the right one.
     """
     given = right.dtype
-    sums = partial_dtype(arithmetic, right, right)
+    sums = partial_dtype(arithmetic, right, right)  # int8 has no sums of its own
     scaled = [name for name, n in zip(product.left, left.scales.shape, strict=True) if n > 1]
     if sums.itemsize < 4 or not set(scaled) <= set(product.out):
         return multiply(arithmetic, product, left.dequantized(given), right, dtype)
-    out = multiply(arithmetic, product, left.values.astype(given), right)
+    out = multiply(arithmetic, product, left.values.astype(given), right)  # not scaled yet
     kept = [name for name in product.left if name in product.out]
     within = tuple(
         n if name in scaled else 1 for name, n in zip(product.left, left.shape, strict=True)
     )
-    others = [dim for dim, name in enumerate(product.left) if name not in kept]
+    others = [dim for dim, name in enumerate(product.left) if name not in kept]  # of one scale
     scales = lax.squeeze(spread(left.scales, within), others)
     scales = scales.transpose([kept.index(name) for name in product.out if name in kept])
     scales = lax.expand_dims(scales, [d for d, name in enumerate(product.out) if name not in kept])
@@ -122,8 +122,8 @@ def gradients_of_scatter(
         gradient
         for p, (left, right) in zip(products, dtypes, strict=True)
         for gradient in (
-            Product(p.out, p.right, p.left, left),
-            Product(p.out, p.left, p.right, right),
+            Product(p.out, p.right, p.left, left),  # dx = dy w^T
+            Product(p.out, p.left, p.right, right),  # dw = dy^T x, as labels say
         )
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.compiler.derivatives import as_residuals
 from jaxpar.matmul._product import Arithmetic
-from jaxpar.ring.ways import Way
+from jaxpar.ring.ways import Way, forward_first
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,4 @@ class RingEinsum:
         """Returns both, the residuals not before the result, unless nobody waits for that."""
         if self.recomputed:
             return out, residuals
-        residuals = as_residuals(residuals)
-        for way in dict.fromkeys((self.way, self.backward)):
-            out, residuals = way.forward_first(out, residuals)
-        return out, residuals
+        return forward_first((self.way, self.backward), out, as_residuals(residuals))

@@ -14,8 +14,17 @@ from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.ring.parts import join_dims, split_dim
 
 
-def stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
-    """Computes one product of a gather, `left` staying where it is."""
+def stay(
+    method: RingEinsum, products: tuple[Product, ...], left: Left, rights: tuple[Right, ...]
+) -> tuple[Out, ...] | None:
+    """Computes the products of a gather, `left` staying where it is; None: there is nothing."""
+    if not all(x.size for x in (left, *rights)):
+        return None
+    pairs = zip(products, rights, strict=True)
+    return tuple(_stay(method, product, left, right) for product, right in pairs)
+
+
+def _stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
     ring, label = method.way.ring, method.label
     dims = [x.index(label) if label in x else None for x in (product.right, product.out)]
     device = unused_label(product.left, product.right)

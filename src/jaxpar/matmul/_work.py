@@ -34,7 +34,7 @@ def flow_of(
       quantized: whether they are, with scales.
     """
     moving = products[0].left if kind == "gather" else products[0].out
-    block = prod(sizes[0][name] for name in moving) // size * wire
+    block = prod(sizes[0][name] for name in moving) // size * wire  # bytes of one device's
 
     def cut_along(along: str) -> Flow:
         whole, shared, sums, minor, cut, sliced, partners, exchanged, unaligned = (0,) * 9
@@ -43,9 +43,9 @@ def flow_of(
                 labels = getattr(product, role)
                 numbers = prod(numbers_of[name] for name in labels)
                 travels = kind == "gather" and role == "left"
-                stays = role != "out" and not travels
+                stays = role != "out" and not travels  # read at home
                 if along in labels:
-                    shared += numbers * width
+                    shared += numbers * width  # each piece its own part
                     cut += numbers * width if stays else 0
                     last = not travels and labels.endswith(along)
                     minor += numbers * width if last and along == label else 0
@@ -54,9 +54,9 @@ def flow_of(
                     unaligned += numbers * width if placed and apart else 0
                     sliced += numbers * width if last and stays else 0
                 elif role == "out":
-                    sums += numbers * 4
+                    sums += numbers * 4  # float32
                 else:
-                    whole += numbers * width
+                    whole += numbers * width  # each piece reads all of it
                 if kind == "gather" and not travels:
                     exchanged += numbers * width if label in labels else 0
                     partners += 0 if label in labels else numbers * width

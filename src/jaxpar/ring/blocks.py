@@ -15,7 +15,7 @@ from jaxpar.axis.wire import LowBit, summed_as
 from jaxpar.compiler.derivatives import linear_pair, with_derivative
 from jaxpar.ring.parts import Block, Whole
 from jaxpar.ring.scales import Scales, gather_scales
-from jaxpar.ring.ways import Arrivals, Positions, Way
+from jaxpar.ring.ways import Arrivals, Positions, Use, Way
 
 Leaves = list[Any]  # arrays
 # Bytes of a whole leaf, norms' scales and biases, for which a collective has more latency than
@@ -165,7 +165,7 @@ def _gather_group(
             ]
         return wholes
 
-    return way.gather(group.join(parts), place, take=take, dim=group.dim)
+    return way.gather(group.join(parts), Use(place, take), dim=group.dim)
 
 
 def _scatter_group(
@@ -201,19 +201,14 @@ def scatter_along(way: Way, x: Whole, dim: int) -> Block:
 
 def all_reduce(way: Way, x: Whole) -> Whole:
     """Returns the sum of `x` over the devices, typed as replicated."""
-
-    def in_blocks() -> Array:
-        for dim, size in enumerate(x.shape):
-            if size % way.ring.size == 0:
-                return scatter_and_gather(_one(way, dim), x)
-        flat = jnp.pad(x.reshape(-1), (0, -x.size % way.ring.size))
-        whole = scatter_and_gather(_one(way, 0), flat)
-        return whole[: x.size].reshape(x.shape)
-
-    def partial_sum() -> Array:
-        return x.astype(way.ring.wire(x.dtype))
-
-    return way.reduce(partial_sum, in_blocks if x.size else None).astype(x.dtype)
+    if way.derived_by_jax or not x.size:
+        with jax.named_scope(way.mode):
+            return lax.psum(x.astype(way.ring.wire(x.dtype)), way.ring.names).astype(x.dtype)
+    for dim, size in enumerate(x.shape):
+        if size % way.ring.size == 0:
+            return scatter_and_gather(_one(way, dim), x)
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % way.ring.size))
+    return scatter_and_gather(_one(way, 0), flat)[: x.size].reshape(x.shape)
 
 
 def scatter_and_gather(blocks: Blocks, x: Whole) -> Whole:

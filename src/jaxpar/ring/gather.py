@@ -16,20 +16,9 @@ from jaxpar.ring.phase import Ordering, Phase, freely
 from jaxpar.ring.pieces import half_of, join_halves
 from jaxpar.ring.run import run
 from jaxpar.ring.turns import Leg, Turn, gather_turns
-from jaxpar.ring.ways import Arrivals, Pick, Positions, Take, as_it_is, take_nothing
+from jaxpar.ring.ways import Arrivals, Positions, Use, as_it_is
 
 At = Callable[[Index, int | None], Positions]  # of an owner and a share; None: its whole block
-
-
-@dataclass(frozen=True)
-class Use:
-    """What is made of blocks that come, as `Way.gather` has it."""
-
-    consume: Callable[[Any, Arrivals], Any]
-    take: Take = take_nothing
-    sums: Pick | None = None
-    finish: Pick = as_it_is
-    like: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jax import Array, lax
+from jax import lax
 
 from jaxpar.ring.naive import Naive, sent_time
 from jaxpar.ring.parts import Block, Whole, even_cuts, join_dims, split_dim, unwritten
@@ -20,7 +20,7 @@ from jaxpar.ring.seconds import (
     work_on_kept,
     work_time,
 )
-from jaxpar.ring.ways import Positions, Way, in_scope
+from jaxpar.ring.ways import Positions, Result
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
@@ -114,6 +114,14 @@ class InChunks(Naive):
         cuts = even_cuts(length, self.chunks)
         return [(start, size, Comb(start, size, self.ring.size)) for start, size in cuts]
 
-    @in_scope
-    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
-        return Way.reduce(self, produce, in_blocks)
+    def perform(
+        self,
+        in_blocks: Callable[[], Result],
+        *,
+        across: Callable[[int], Result],
+        staying: Callable[[], Result],
+    ) -> Result:
+        return across(self.chunks)
+
+    def kept(self, length: int) -> None:
+        return None

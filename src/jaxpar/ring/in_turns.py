@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxpar.axis.axis import Ring
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.walk import Index
-from jaxpar.ring.gather import Gather, Use
+from jaxpar.ring.gather import Gather
 from jaxpar.ring.order import Beside, Order, Work
 from jaxpar.ring.parts import Span, cut_out, of_types
 from jaxpar.ring.phase import Phase
@@ -23,8 +23,6 @@ from jaxpar.ring.run import loops, run
 from jaxpar.ring.scatter import Scatter
 from jaxpar.ring.seconds import (
     INSTRUCTION,
-    KEPT_JOINED,
-    KEPT_TOGETHER,
     Flow,
     copy_time,
     fitted_to,
@@ -35,20 +33,20 @@ from jaxpar.ring.seconds import (
     work_on_kept,
     work_time,
 )
-from jaxpar.ring.steps import Spare, Step, at_once
+from jaxpar.ring.steps import Spare, at_once
 from jaxpar.ring.turns import Leg, Turn, circulate_turns, gather_turns, scatter_turns
 from jaxpar.ring.ways import (
     Arrivals,
-    Pick,
-    Place,
+    Kept,
+    Round,
     Split,
+    Steps,
     Take,
-    Visits,
+    Use,
     Way,
     as_it_is,
     in_one_part,
     in_scope,
-    take_nothing,
 )
 
 if TYPE_CHECKING:
@@ -94,44 +92,25 @@ class InTurns(Way):
         chip = problem.figures
         if kept:
             first, last = flows
-            work = work_on_kept(chip, last, kept, in_turns=True)
+            work = work_on_kept(chip, last, kept, self._parts, in_turns=True)
             return self._turns_time(problem, first, work)
         ahead = quantizing_time(chip, flows)
         return ahead + sum(self._turns_time(problem, flow) for flow in flows)
-
-    def kept_pieces(self, flow: Flow, backward: Way) -> int:
-        if self.keeps_whole:
-            return backward.parts
-        if self.blocks_along:  # slabs, in halves if they can be
-            side = self.blocks_along[0]
-            pieces = side * len(self.blocks_along) * (2 - side % 2)
-        else:
-            pieces = self.ring.size * len(self.rings or [self.ring])
-        if not flow.sums:
-            return pieces
-        joined = KEPT_JOINED // max(1, flow.length // pieces) + 1
-        return -(-pieces // min(joined, KEPT_TOGETHER))
 
     @in_scope
     def gather(
         self,
         block: Any,
-        consume: Callable[[Any, Arrivals], Any],
+        use: Use,
         *,
-        take: Take = take_nothing,
         dim: int | None = None,
         split: Split = in_one_part,
-        sums: Pick | None = None,
-        finish: Pick = as_it_is,
-        like: Callable[[], Any] | None = None,
         kept: list[Any] | None = None,
     ) -> Any:
         length = 0 if dim is None else jax.tree.leaves(block)[0].shape[dim]
-        if kept is not None and self.keeps_whole:
-            consume, sums, finish = placing(consume, sums, finish, dim, length * self.ring.size)
-            carry, whole = self.gather(
-                block, consume, take=take, dim=dim, sums=sums, finish=finish, like=like
-            )
+        if kept is not None and self._keeps_whole:
+            use = placing(use, dim, length * self.ring.size)
+            carry, whole = self.gather(block, use, dim=dim)
             kept.append(whole)
             return carry
         cuts = [] if dim is None else self._shares(length)
@@ -146,7 +125,6 @@ class InTurns(Way):
             return cut_out(block, start, size, dim)
 
         gather = self._gather(cuts, shares, dim)
-        use = Use(consume, take, sums, finish, like)
         return gather.run(self.ring.index(), block, share_of, self.order.beside, use, kept)
 
     @property
@@ -154,28 +132,26 @@ class InTurns(Way):
         return self.rings is not None and self.rings[0].crosses_a_cube
 
     @property
-    def parts(self) -> int:
+    def _parts(self) -> int:
+        """Into how many other work is cut that is to be beside a scatter's transfers."""
         around, pieces = self._sum_phases(1)[0].around, self.order.pieces
         looped = loops(scatter_turns(around, self.directions, pieces), pieces)
         # A whole that was kept of a longer gather is not cut for fewer turns: the gradients of a
         # gather of 16384x8192x8192 over 8 x 8 v5p took 2089 us so, and 2003.
-        return 1 if looped or self.keeps_whole else around
+        return 1 if looped or self._keeps_whole else around
 
     @property
-    def keeps_own_first(self) -> bool:
-        return not self.keeps_whole and self.blocks_along is None
-
-    @property
-    def keeps_whole(self) -> bool:
+    def _keeps_whole(self) -> bool:
         """Whether what comes is kept as one array: turns that run in a loop hand out none."""
         gather = self._gather([], len(self.rings or [self.ring]), 0)
         return loops(gather.turns())
 
-    def places(self, length: int) -> list[Place]:
-        if self.keeps_whole:
-            return [lambda _: Span(0, self.ring.size * length)]
+    def kept(self, length: int) -> Kept | None:
+        if self._keeps_whole:
+            return Kept([lambda _: Span(0, self.ring.size * length)])
         cuts = self._shares(length)
-        return self._gather(cuts, len(cuts), 0).places(length)
+        places = self._gather(cuts, len(cuts), 0).places(length)
+        return Kept(places, own_first=self.blocks_along is None)
 
     @in_scope
     def scatter(
@@ -186,7 +162,7 @@ class InTurns(Way):
         dim: int,
         length: int,
         dtype: DTypeLike,
-        steps: Sequence[Step] = (),
+        steps: Steps | None = None,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
         # A block of 12 rows, two rings, two pieces: each ring carries half of it, in two pieces of
@@ -200,9 +176,10 @@ class InTurns(Way):
         parts = equal_pieces(length, shares * pieces)
         cuts = [parts[share * pieces :][:pieces] for share in range(shares)]
         phases = self._sum_phases(shares)
+        work = () if steps is None else steps(self._parts)
         # Steps fill the time that staggered sums do, but for the first one, which is ahead of all
         # turns; and quantizing sums in one more turn costs more than it.
-        staggered = len(steps) < 2 and self.ring.low_bit_sums(dtype) is None
+        staggered = len(work) < 2 and self.ring.low_bit_sums(dtype) is None
         turns = scatter_turns(
             phases[0].around, self.directions, pieces, rings=shares, staggered=staggered
         )
@@ -211,9 +188,9 @@ class InTurns(Way):
             # Shares of several rings are counted as one sum: in smaller ones two rings took 1746 us
             # for 1687 of a scatter of 65536x14336x4096.
             order = order.for_sums(flops / (phases[0].around * pieces))
-        elif steps:  # no turn is there by itself to take one
-            before, steps = at_once(steps, self.ring.index()), ()
-        spare = Spare(steps, self.ring.index(), len(turns), before)
+        elif work:  # no turn is there by itself to take one
+            before, work = at_once(work, self.ring.index()), ()
+        spare = Spare(work, self.ring.index(), len(turns), before)
 
         def beside(index: Index, leaving: Any, send: Any, work: Work) -> Beside:
             return spare.within(partial(order.beside, index, leaving, send), work)
@@ -223,20 +200,8 @@ class InTurns(Way):
         return scatter.run(phases, self.ring.index(), beside, take, produce), spare.carry
 
     @in_scope
-    def circulate(
-        self,
-        block: Any,
-        carry: Any,
-        own: Any,
-        begin: Callable[[Any, Any], tuple[Any, Any]],
-        visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
-        end: Callable[[Any, Any], tuple[Any, Any]],
-        *,
-        split: Split,
-        join: Callable[[list[Any]], Any],
-        summed: Pick = as_it_is,
-    ) -> tuple[Any, Any]:
-        rings = len(self.rings or [self.ring])
+    def circulate(self, block: Any, carry: Any, own: Any, turns: Round) -> tuple[Any, Any]:
+        (begin, visit, end, split, join, summed), rings = turns, len(self.rings or [self.ring])
         if self.reach is not None:
             parts, join = [block] * len(self.directions), _added
         else:
@@ -298,9 +263,6 @@ class InTurns(Way):
         if sums:
             own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, join(sums))
         return carry, own
-
-    def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
-        return self.order.forward_first(out, residuals)
 
     def _turns_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
         """Seconds of turns, to which so many seconds of other work are dealt out."""
@@ -429,23 +391,18 @@ def _added(parts: list[Any]) -> Any:
     return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *parts)
 
 
-def placing(
-    consume: Callable[[Any, Arrivals], Any],
-    sums: Pick | None,
-    finish: Pick,
-    dim: int | None,
-    length: int,
-) -> tuple[Callable[[Any, Arrivals], Any], Pick | None, Pick]:
+def placing(use: Use, dim: int | None, length: int) -> Use:
     """Has a fold place what arrives in a whole, too, the second part of its carry."""
 
     def both(carry: Any, arrivals: Arrivals) -> Any:
         made, whole = (None, None) if carry is None else carry
         for block, at, _ in arrivals:
             whole = at.place(whole, block, dim, length)
-        return consume(made, arrivals), whole
+        return use.consume(made, arrivals), whole
 
-    return (
-        both,
-        None if sums is None else lambda carry: sums(carry[0]),
-        lambda carry: (finish(carry[0]), carry[1]),
+    sums = use.sums
+    return use._replace(
+        consume=both,
+        sums=None if sums is None else lambda carry: sums(carry[0]),
+        finish=lambda carry: (use.finish(carry[0]), carry[1]),
     )

@@ -30,14 +30,14 @@ from jaxpar.ring.seconds import (
 )
 from jaxpar.ring.ways import (
     Arrivals,
-    Pick,
-    Place,
+    Kept,
     Positions,
+    Round,
     Split,
+    Steps,
     Take,
-    Visits,
+    Use,
     Way,
-    as_it_is,
     in_one_part,
     in_scope,
     take_nothing,
@@ -45,7 +45,6 @@ from jaxpar.ring.ways import (
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
-    from jaxpar.ring.steps import Step
 
 
 @dataclass(frozen=True)
@@ -82,14 +81,10 @@ class Naive(Way):
     def gather(
         self,
         block: Any,
-        consume: Callable[[Any, Arrivals], Any],
+        use: Use,
         *,
-        take: Take = take_nothing,
         dim: int | None = None,
         split: Split = in_one_part,
-        sums: Pick | None = None,
-        finish: Pick = as_it_is,
-        like: Callable[[], Any] | None = None,
         kept: list[Any] | None = None,
     ) -> Any:
         carry = None
@@ -99,11 +94,11 @@ class Naive(Way):
                 part = jax.tree.map(lambda x, own=own: self._gathered(own.cut(x, dim), dim), block)
                 if kept is not None:
                     kept.append(part)
-                carry = consume(carry, [(part, positions, take(positions))])
-            return finish(carry)
+                carry = use.consume(carry, [(part, positions, use.take(positions))])
+            return use.finish(carry)
         index = self.ring.index()
-        first = consume(None, [(block, index, take(index))])
-        return finish(self._visit(block, consume, take, first))
+        first = use.consume(None, [(block, index, use.take(index))])
+        return use.finish(self._visit(block, use.consume, use.take, first))
 
     @in_scope
     def scatter(
@@ -114,22 +109,22 @@ class Naive(Way):
         dim: int,
         length: int,
         dtype: DTypeLike,
-        steps: Sequence[Step] = (),
+        steps: Steps | None = None,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
         carry = None
         if steps:
             from jaxpar.ring.steps import at_once  # of a gather that another way has kept
 
-            carry = at_once(steps, self.ring.index())
+            carry = at_once(steps(1), self.ring.index())
         parts = [
             self._scattered(produce(take(positions)), dim, size, dtype)
             for _, size, positions in self._parts(length)
         ]
         return (lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]), carry
 
-    def places(self, length: int) -> list[Place]:
-        return [lambda _, at=positions: at for _, _, positions in self._parts(length)]
+    def kept(self, length: int) -> Kept | None:
+        return Kept([lambda _: Span(0, length * self.ring.size)])
 
     def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
         """The parts of a block of `length` that travel one after the other: start and size.
@@ -157,24 +152,8 @@ class Naive(Way):
         return jnp.sum(replace(wide, dtype=wide.scales.dtype).dequantized(), axis=0)
 
     @in_scope
-    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
-        return self._psum(produce())
-
-    @in_scope
-    def circulate(
-        self,
-        block: Any,
-        carry: Any,
-        own: Any,
-        begin: Callable[[Any, Any], tuple[Any, Any]],
-        visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
-        end: Callable[[Any, Any], tuple[Any, Any]],
-        *,
-        split: Split,
-        join: Callable[[list[Any]], Any],
-        summed: Pick = as_it_is,
-    ) -> tuple[Any, Any]:
-        carry, own = end(*begin(carry, own))
+    def circulate(self, block: Any, carry: Any, own: Any, turns: Round) -> tuple[Any, Any]:
+        carry, own = turns.end(*turns.begin(carry, own))
         if self.ring.size == 1:
             return carry, own
 
@@ -186,7 +165,7 @@ class Naive(Way):
         def consume(state: Any, arrivals: Arrivals) -> Any:
             carry, sums = state
             [(part, owner, _)] = arrivals
-            carry, [made] = visit(carry, [(part, owner)])
+            carry, [made] = turns.visit(carry, [(part, owner)])
             return carry, put(sums, made, owner)
 
         # [n, ...]: a share for each owner.
@@ -195,7 +174,7 @@ class Naive(Way):
         carry, sums = self._visit(block, consume, take_nothing, (carry, sums))
         axes = self.ring.names
         return carry, jax.tree.map(
-            lambda x, like: psum_scatter(self._wire(x, like.dtype), axes), sums, summed(block)
+            lambda x, like: psum_scatter(self._wire(x, like.dtype), axes), sums, turns.summed(block)
         )
 
     def _gathered(self, x: Array, dim: int) -> Array:

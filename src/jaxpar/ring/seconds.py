@@ -201,9 +201,17 @@ def quantizing_time(chip: Chip, flows: Sequence[Flow]) -> float:
     return sum((QUANTIZING * flow.block_bytes / chip.hbm for flow in gathered), 0.0)
 
 
-def work_on_kept(chip: Chip, flow: Flow, pieces: int, *, in_turns: bool = False) -> float:
-    """Seconds of the work on what was gathered before; in turns sums stay in VMEM if they fit."""
-    fitted = fitted_to(chip.kind)
+def work_on_kept(
+    chip: Chip, flow: Flow, kept: int, parts: int = 1, *, in_turns: bool = False
+) -> float:
+    """Seconds of the work on what was gathered before, in so many blocks, or a whole in `parts`.
+
+    In turns sums stay in VMEM if they fit.
+    """
+    pieces, fitted = parts if kept == 1 else kept, fitted_to(chip.kind)
+    if kept > 1 and flow.sums:
+        joined = KEPT_JOINED // max(1, flow.length // kept) + 1
+        pieces = -(-kept // min(joined, KEPT_TOGETHER))
     cut = copy_time(chip, flow.cut) if pieces > 1 else 0.0
     if in_turns:
         fits = 2 * flow.sums <= chip.vmem

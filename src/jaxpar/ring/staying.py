@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 from typing import TYPE_CHECKING
 
 from jaxpar.ring.naive import Naive, sent_time
 from jaxpar.ring.seconds import MATMUL_SHARE, Flow, all_to_all_time, work_time
+from jaxpar.ring.ways import Result
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
@@ -21,14 +22,24 @@ class Stationary(Naive):
     Where its partners and its results are less than what its blocks make together.
     """
 
-    stays = True
-
     @property
     def mode(self) -> str:
         return "stationary"
 
     def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
         return sum((self._staying(problem, flow, kept > 0) for flow in flows), 0.0)
+
+    def perform(
+        self,
+        in_blocks: Callable[[], Result],
+        *,
+        across: Callable[[int], Result],
+        staying: Callable[[], Result],
+    ) -> Result:
+        return staying()
+
+    def kept(self, length: int) -> None:
+        return None
 
     def _staying(self, problem: Problem, flow: Flow, kept: bool) -> float:
         """Seconds of a flow whose gathered operand stays, and of its sums, which stay with it."""

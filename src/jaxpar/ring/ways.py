@@ -1,8 +1,7 @@
 """Ways over a ring: what every one of them does.
 
 Three flows of data are all that the package needs of a ring: blocks that arrive, sums that leave,
-and both a turn apart. Who uses them does not know which way they go. A sum that all devices need
-is one collective, or a scatter and a gather (`reduce`).
+and both a turn apart. Who uses them does not know which way they go.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
@@ -33,6 +32,7 @@ Take = Callable[[Positions], Any]
 Pick = Callable[[Any], Any]
 Split = Callable[[Any, int], list[Any]]
 Place = Callable[[Index], Positions]  # of this device's logical index
+Steps = Callable[[int], "Sequence[Step]"]  # of the number of parts into which it is cut
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -53,6 +53,15 @@ def as_it_is(x: Any) -> Any:
     return x
 
 
+def forward_first(ways: Sequence[Way], out: Any, residuals: Any) -> tuple[Any, Any]:
+    """Returns both, in an order that keeps a backward pass behind its forward pass."""
+    if not any(way.relays for way in ways):
+        return out, residuals
+    from jaxpar.ring.order import traced_order
+
+    return traced_order().forward_first(out, residuals)
+
+
 def in_scope(
     method: Callable[Concatenate[Self, Given], Result],
 ) -> Callable[Concatenate[Self, Given], Result]:
@@ -66,6 +75,59 @@ def in_scope(
     return call
 
 
+class Use(NamedTuple):
+    """What is made of blocks that come.
+
+    Attributes:
+      consume: `(carry, arrivals)` to the next carry. The first carry is None. Each arrival is a
+        block, or several side by side, with its positions in the whole and what `take` gives for
+        them.
+      take: positions of the whole to what stays at home and is used there.
+      sums: picks, of the carry, that which is added to, not only written into; None: nothing.
+      finish: what is done with the carry in the end.
+      like: makes arrays of the types of the first carry, where it is made of sums.
+    """
+
+    consume: Callable[[Any, Arrivals], Any]
+    take: Take = take_nothing
+    sums: Pick | None = None
+    finish: Pick = as_it_is
+    like: Callable[[], Any] | None = None
+
+
+class Round(NamedTuple):
+    """What is done with blocks that go past all devices, and with their sums.
+
+    Attributes:
+      begin: `(carry, own)` to both: a share of the work on the own block, for the first turn.
+      visit: `(carry, visits)` to the carry and, for each visiting part, what this device adds to
+        the sums of its owner, in the dtypes of `own`.
+      end: like `begin`: the other share, for the last turn.
+      split: deals a block out to at most so many parts, which may go different ways.
+      join: the inverse of `split`, for sums.
+      summed: picks of a block what has sums.
+    """
+
+    begin: Callable[[Any, Any], tuple[Any, Any]]
+    visit: Callable[[Any, Visits], tuple[Any, list[Any]]]
+    end: Callable[[Any, Any], tuple[Any, Any]]
+    split: Split
+    join: Callable[[list[Any]], Any]
+    summed: Pick = as_it_is
+
+
+class Kept(NamedTuple):
+    """The blocks that a gather hands out, in the order in which it does.
+
+    Attributes:
+      places: where each of them lies in the whole; of one place it is the whole.
+      own_first: whether the first is this device's own, as it is.
+    """
+
+    places: list[Place]
+    own_first: bool = False
+
+
 @dataclass(frozen=True)
 class Way:
     """How blocks and sums get round a ring, of one pass; static.
@@ -74,19 +136,11 @@ class Way:
       derived_by_jax: whether JAX's own derivatives of what it does are as good as any.
       relays: whether devices pass on what others sent, and add to sums on their way, as no
         collective has them do. Arrays that travel at once had better be joined into one then.
-      stays: whether of a matmul the operand stays that would be gathered.
-      chunks: of how many parts of a block each has a collective of its own.
-      parts: into how many other work is cut that is to be beside a scatter's transfers.
-      keeps_own_first: of blocks that a gather keeps, the first is this device's own as it is.
     """
 
     ring: Ring
     derived_by_jax = False
     relays = True
-    stays = False
-    chunks = 1
-    parts = 1
-    keeps_own_first = False
 
     @property
     def mode(self) -> str:
@@ -99,62 +153,39 @@ class Way:
         Args:
           problem: whose chip, mesh and compiler are reckoned with.
           flows: a gather, a scatter, or a scatter and then a gather that does not wait for it.
-          kept: in how many pieces what the last one gathers is there already; 0: it is not.
+          kept: in how many blocks what the last one gathers is there already; 0: it is not.
         """
         raise NotImplementedError
-
-    def kept_pieces(self, flow: Flow, backward: Way) -> int:
-        """In how many pieces a derivative's flow uses what a gather by this way has kept."""
-        return backward.parts
 
     def gather(
         self,
         block: Any,
-        consume: Callable[[Any, Arrivals], Any],
+        use: Use,
         *,
-        take: Take = take_nothing,
         dim: int | None = None,
         split: Split = in_one_part,
-        sums: Pick | None = None,
-        finish: Pick = as_it_is,
-        like: Callable[[], Any] | None = None,
         kept: list[Any] | None = None,
     ) -> Any:
-        """Brings all devices' blocks here, and folds `consume(carry, arrivals)` over them.
+        """Brings all devices' blocks here, and folds `use.consume` over them.
 
         Args:
           block: pytree of arrays, this device's block.
-          consume: `(carry, arrivals)` to the next carry. The first carry is None. Each arrival is a
-            block, or several side by side, with its positions in the whole and what `take` gives
-            for them.
-          take: positions of the whole to what stays at home and is used there.
+          use: what is made of all blocks.
           dim: along which the blocks of all devices make a whole, of which positions are a `Span`,
             a `Comb` or a `Slab`. None: blocks are used one by one, and in place of positions there
             is the logical index of their owner, int32[].
           split: without `dim`, deals a block out to at most so many parts, which may go different
             ways and are consumed one by one.
-          sums: picks, of the carry, that which is added to, not only written into; None: nothing.
-          finish: what is done with the carry in the end.
-          like: makes arrays of the types of the first carry, where it is made of sums.
-          kept: a list to which, with `dim`, all blocks are added in the order in which they come,
-            where `keeps` says that they can be.
+          kept: a list to which, with `dim`, all blocks are added as `Way.kept` has them.
 
         Returns:
           The last carry, finished.
         """
         raise NotImplementedError
 
-    @property
-    def keeps(self) -> bool:
-        """Whether a gather can hand out the blocks that come, instead of consuming them alone."""
-        return not self.stays and self.chunks == 1
-
-    def places(self, length: int) -> list[Place]:
-        """Returns, for blocks in the order in which a gather keeps them, where they lie.
-
-        `length` is that of one device's block.
-        """
-        raise NotImplementedError
+    def kept(self, length: int) -> Kept | None:
+        """Returns what a gather of blocks of a length can hand out; None: it only uses them."""
+        return None
 
     def scatter(
         self,
@@ -164,7 +195,7 @@ class Way:
         dim: int,
         length: int,
         dtype: DTypeLike,
-        steps: Sequence[Step] = (),
+        steps: Steps | None = None,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
         """Sums for each device what all devices produce for it, and takes steps of other work.
@@ -176,7 +207,7 @@ class Way:
           dim: the dimension of what is produced that is dealt out to the devices.
           length: how many positions each device owns.
           dtype: of the result.
-          steps: of work that waits for nothing, beside the transfers.
+          steps: of work that waits for nothing, beside the transfers, in as many parts as fit.
           flops: of `produce` for all positions; 0: it multiplies nothing.
 
         Returns:
@@ -185,48 +216,35 @@ class Way:
         """
         raise NotImplementedError
 
-    def reduce(self, produce: Callable[[], Array], in_blocks: Callable[[], Array] | None) -> Array:
-        """Returns the sum of all devices' partial sums, everywhere.
-
-        `in_blocks` makes the same by a scatter and a gather; None where there is nothing to cut.
-        """
-        return self._psum(produce()) if in_blocks is None else in_blocks()
-
-    def circulate(
+    def perform(
         self,
-        block: Any,
-        carry: Any,
-        own: Any,
-        begin: Callable[[Any, Any], tuple[Any, Any]],
-        visit: Callable[[Any, Visits], tuple[Any, list[Any]]],
-        end: Callable[[Any, Any], tuple[Any, Any]],
+        in_blocks: Callable[[], Result],
         *,
-        split: Split,
-        join: Callable[[list[Any]], Any],
-        summed: Pick = as_it_is,
-    ) -> tuple[Any, Any]:
+        across: Callable[[int], Result],
+        staying: Callable[[], Result],
+    ) -> Result:
+        """Returns what is made of operands, of which one travels, and of which several could.
+
+        Args:
+          in_blocks: makes it of blocks, by a gather or a scatter of this way.
+          across: makes it in so many chunks, which may be parts of another dimension.
+          staying: makes it where the operand stays that would travel, and another one does.
+        """
+        return in_blocks()  # as most do
+
+    def circulate(self, block: Any, carry: Any, own: Any, turns: Round) -> tuple[Any, Any]:
         """Takes every device's block past all others, and sums for its owner what each makes of it.
 
         Args:
           block: pytree of arrays, this device's block.
           carry: what stays here and is folded over all blocks.
           own: zeros like what is `summed` of the block: this device's share of its own sums.
-          begin: `(carry, own)` to both: a share of the work on the own block, for the first turn.
-          visit: `(carry, visits)` to the carry and, for each visiting part, what this device adds
-            to the sums of its owner, in the dtypes of `own`.
-          end: like `begin`: the other share, for the last turn.
-          split: deals a block out to at most so many parts, which may go different ways.
-          join: the inverse of `split`, for sums.
-          summed: picks of a block what has sums.
+          turns: what is done in them.
 
         Returns:
           The carry, and the sums of all devices for this device's block.
         """
         raise NotImplementedError
-
-    def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
-        """Returns both, in an order that keeps a backward pass behind its forward pass."""
-        return out, residuals
 
     def _wire(self, x: Array, dtype: DTypeLike) -> Array:
         """Returns sums in the dtype in which they travel, that of their result if none is asked."""
@@ -238,8 +256,5 @@ class Way:
         if how is not None:
             from jaxpar.axis.rounding import encoded
 
-            x = encoded(how, x, dim)
+            x = encoded(how, x, dim)  # values and scales: a block of two arrays
         return x if isinstance(x, Quantized) else self._wire(x, dtype)
-
-    def _psum(self, x: Array) -> Array:
-        return lax.psum(x, self.ring.names)
