@@ -326,14 +326,16 @@ def test_no_time_is_below_the_floor(chip, n, block_bytes):
 
 @pytest.mark.parametrize("mode", ["naive", "chunked-4", "bidirectional"])
 def test_what_every_piece_reads_counts_for_every_piece(mode):
-    """A weight that is read once in one matmul is read in each turn and by each chunk."""
+    """Of a weight that is read once in one matmul each turn and chunk reads what is not kept."""
     v6e, size = chip("TPU v6 lite"), 10**8
     way = chosen(described("TPU v6 lite"), 8, TINY, mode)
     without, with_it = (
         time_of(v6e, (gather(1.0, 8, whole=whole),), way, ALL) for whole in (0, size)
     )
     pieces = {"naive": 1, "chunked-4": 4, "bidirectional": 8}[mode]
-    assert with_it - without == pytest.approx(pieces * size / v6e.hbm, rel=0.01)
+    beyond = size - v6e.vmem / 2
+    read = size + (pieces - 1) * beyond
+    assert with_it - without == pytest.approx(read / v6e.hbm, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -392,15 +394,15 @@ def test_each_pass_has_the_mode_that_is_named():
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
-def test_a_layer_s_matmuls_are_at_once_and_one_by_itself_in_pieces(kind):
+def test_rows_for_a_layer_go_round_a_ring_where_the_compiler_waits_for_nothing(kind):
     flops, block = LARGE[0] * 8, LARGE[1]
 
     def found(work, beside):
         forward = (gather(flops, block),)
         return named(choose_way(Problem(work, ring(8), (), forward, told=beside)))
 
-    for beside in (ALL, NONE):
-        assert traced(lambda beside=beside: found("projection", beside), described(kind)) == "naive"
+    assert traced(lambda: found("projection", ALL), described(kind)) == "bidirectional"
+    assert traced(lambda: found("projection", NONE), described(kind)) == "naive"
     assert traced(lambda: found("matmul", NONE), described(kind)) == "bidirectional"
 
 
@@ -755,10 +757,10 @@ def test_sums_over_a_whole_slice_of_equal_sides_are_all_reduced(kind, size, devi
 
 @pytest.mark.parametrize(
     ("kind", "times"),
-    [("TPU v6 lite", 1), ("TPU v5", 1), ("TPU v4", 8)],
+    [("TPU v6 lite", 1), ("TPU v5", 1), ("TPU v4", 1 + 7 * 0.7)],
 )
 def test_a_weight_that_stays_on_the_chip_is_read_once(kind, times):
-    """From HBM, where it fits."""
+    """Of 16 MiB, of which a v4 keeps 4.8, the rest is read for each of eight pieces."""
     ring_way = chosen(described(kind), 8, TINY, "unidirectional")
     without, with_it = (
         time_of(chip(kind), (gather(1.0, 8, whole=whole),), ring_way, NONE) for whole in (0, 2**24)

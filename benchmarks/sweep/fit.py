@@ -50,12 +50,14 @@ class Case:
 
     def regret(self) -> tuple[float, float]:
         """Returns log(what the choice takes / the least), and the mean error of the logarithms."""
-        problem, predictions = self.problem, choice.Predictions(self.problem)
         compared: dict[str, float] = {}
         errors: list[float] = []
         with jax.set_mesh(self.target.mesh), jaxpar.compiled_with(self.options):
             for name, compiled in self.compiled.items():  # an algorithm, or one for each pass
                 modes: list[Any] = name.split(" | ")
+                # A mode that is named keeps what JAX does, no more.
+                problem = self.problem if len(modes) > 1 else replace(self.problem, keeps=False)
+                predictions = choice.Predictions(problem)
                 first = choice.way_of(problem, modes[0], problem.forward)
                 seconds = predictions.seconds(first, problem.forward)
                 compared[name] = predictions.forward(first)

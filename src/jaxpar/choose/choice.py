@@ -173,22 +173,24 @@ def of_attention(problem: Problem, mode: Mode, flows: Flows) -> str:
 
 
 def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """The rule of a layer's matmuls: at once, but for sums in chunks of another label.
+    """The rule of a layer's matmuls: at once, but for rows that are gathered, and sums in chunks.
 
-    What is before and behind a matmul hides its collectives as well as its own pieces would. And
-    pieces cost copies to and from the layouts of their neighbours: layers of Llama 3 8B by
-    `beside_a_matmul` took 5 to 6% longer on v4, v5e and v6e. Sums that are scattered may go in
-    chunks of another label than the sequence's, but on GPUs, whose compiler joins them again.
+    What is before and behind a matmul hides its collectives, and its own pieces cost copies: by
+    `beside_a_matmul` layers took 5 to 6% longer on v4, v5e and v6e. But nothing hides the gather in
+    front of attention, and sums may go in chunks of another label than the sequence's, if on TPUs.
     """
     if mode == "naive":
         return ""
+    gathers = bool(problem.forward) and problem.forward[0].kind == "gather"
     # Two chunks are predicted to be as fast where four are, but leave more of the sums exposed.
     scatters = bool(flows) and all(flow.kind == "scatter" for flow in flows)
-    chip = problem.chip
-    if mode != "chunked-4" or not scatters or chip is None or not chip.torus:
+    pieces = mode == "bidirectional" if gathers else mode == "chunked-4" and scatters
+    if not pieces or problem.chip is None or not problem.chip.torus:
         return "a layer's other matmuls hide its collectives"
     if not is_asynchronous(problem):
         return "the compiler runs no collective beside other work"
+    if gathers:
+        return _not_in_turns(problem)
     across = all(flow.in_chunks(CHUNKED[mode]).along != flow.along for flow in flows)
     return "" if across else "chunks of rows are placed apart"
 

@@ -308,7 +308,11 @@ class InTurns(Way):
             ]
             # A torus has a link each way; on a GPU both ways leave by one port.
             sent = max(hops, default=0.0) if chip.torus else sum(hops, 0.0)
-            return max(work * max(1, whole), sent)
+            computed = work * max(1, whole)
+            if not turn.legs and sent <= work * len(self.directions):
+                # Of sums in pieces only the last one's come beside its own, if none were late.
+                return max(computed, sent / sent_in + computed * (1 - 1 / sent_in))
+            return max(computed, sent)
 
         halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
         # The opposite block is cut in two, and joined again.

@@ -101,19 +101,19 @@ class Fitted:
         matmul, in turns; not at all where the compiler adds in its epilogue at full speed.
       chunk_passes: the same in chunks.
       piece: seconds that one more piece of work costs beyond what it computes, reads and writes.
-      resident: of VMEM, what an operand takes at most that is read from HBM once for all pieces.
+      resident: of VMEM, what keeps an operand for all pieces; the rest of it is read for each.
     """
 
     within: float = 0.0
     turn_passes: float = 0.0
     chunk_passes: float = 0.0
     piece: float = 3e-6
-    resident: float = 0.4
+    resident: float = 0.3
 
 
 _OTHERS = Fitted(chunk_passes=2.0)
 BY_KIND = {
-    "TPU v5 lite": Fitted(turn_passes=2.0, chunk_passes=0.25, resident=0.5),
+    "TPU v5 lite": Fitted(turn_passes=2.0, chunk_passes=0.25),
     "TPU v5": Fitted(within=0.5, piece=1.8e-6),
     "TPU v6 lite": Fitted(turn_passes=1.0, chunk_passes=1.0, piece=4.2e-6, resident=0.5),
     "TPU7x": Fitted(turn_passes=1.0, chunk_passes=1.0),
@@ -133,10 +133,9 @@ def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool 
     where there are none, or not at all where they are `kept` on the chip until the last piece.
     """
     computed = flow.flops / (MATMUL_SHARE * chip.flops)
-    fits = flow.whole <= fitted_to(chip.kind).resident * chip.vmem
-    reads = 1 if fits else pieces
+    beyond = max(0.0, flow.whole - fitted_to(chip.kind).resident * chip.vmem)
     again = 0.0 if kept else 2.0 * (pieces - 1) * flow.sums
-    moved = reads * flow.whole + flow.shared + flow.sums
+    moved = flow.whole + (pieces - 1) * beyond + flow.shared + flow.sums
     work = hypot(computed, moved / chip.hbm)
     added = again * passes / chip.hbm
     return max(work, (moved + again) / chip.hbm) + added + (pieces - 1) * fitted_to(chip.kind).piece
