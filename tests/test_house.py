@@ -205,7 +205,7 @@ def test_a_package_shows_its_public_names_alone(package):
     [
         ("jaxpar.ring.ways.Way", 10),
         ("jaxpar.ring.order.Work", 4),
-        ("jaxpar.ring.in_turns.InTurns", 7),
+        ("jaxpar.ring.in_turns.InTurns", 5),
         ("jaxpar.choose.problem.Problem", 14),
         ("jaxpar.ring.seconds.Flow", 16),
         ("jaxpar.ring.seconds.Fitted", 5),

@@ -5,7 +5,6 @@ than the tests.
 """
 
 import sys
-from dataclasses import replace
 from math import prod
 
 import jax
@@ -26,6 +25,7 @@ from jaxpar.layers import ring_attention  # noqa: E402
 from jaxpar.matmul import _arrivals  # noqa: E402
 from jaxpar.matmul._arrivals import joining_is_cheaper  # noqa: E402
 from jaxpar.ring import of_mode  # noqa: E402
+from jaxpar.ring.hierarchical import Hierarchical  # noqa: E402
 from jaxpar.ring.of_mode import with_phases  # noqa: E402
 from jaxpar.ring.order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 
@@ -99,7 +99,12 @@ def attended(q, k, v, left, right):
 def going(blocks=None, sums=None, order=CPU):
     """Has blocks and sums go along these sides, or round rings, and turns have an order."""
     of_mode.traced_order = lambda: order
-    of_mode.with_phases = lambda _, way, __: replace(way, blocks_along=blocks, sums_along=sums)
+
+    def along(_, way, __):
+        how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
+        return Hierarchical(*how, sides=blocks or sums, blocks=bool(blocks), sums=bool(sums))
+
+    of_mode.with_phases = along
 
 
 def gather(rows, order, along=None):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from jaxpar.axis.axis import Ring
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.cycles import AlongOne
 from jaxpar.mesh.walk import Index
+from jaxpar.ring.gather import Gather
+from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.phase import Phase
 from jaxpar.ring.seconds import (
     INSTRUCTION,
@@ -15,11 +19,60 @@ from jaxpar.ring.seconds import (
     Flow,
     copy_time,
     fitted_to,
+    gathered_again,
     hop_time,
     joins,
     work_time,
 )
 from jaxpar.ring.slab import Slab
+
+if TYPE_CHECKING:
+    from jaxpar.choose.problem import Problem
+
+
+@dataclass(frozen=True)
+class Hierarchical(InTurns):
+    """Blocks, sums, or both go along one dimension of a torus after the other.
+
+    Each share goes along another one, at all times.
+
+    Attributes:
+      sides: of the torus.
+      blocks: whether blocks do; they go round disjoint rings otherwise.
+      sums: whether sums do.
+    """
+
+    sides: tuple[int, ...] = ()
+    blocks: bool = False
+    sums: bool = False
+
+    def _turns_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
+        if not (self.blocks if flow.kind == "gather" else self.sums):
+            return super()._turns_time(problem, flow, beside)
+        chip, size, messages = problem.figures, self.ring.size, problem.messages("rings")
+        if flow.kind == "gather":
+            cuts_first = self.order.cuts_first
+            seconds = time_of_blocks(chip, flow, size, self.sides, messages, cuts_first)
+        else:
+            pieces = self.order.pieces
+            seconds = time_of_sums(chip, flow, size, self.sides, pieces, messages, beside)
+            seconds += gathered_again(chip, flow, size, problem.messages("collective"))
+        return seconds + self._cut_time(chip, flow, len(self.sides))
+
+    def _gather(self, cuts: Sequence[tuple[int, int]], shares: int, dim: int | None) -> Gather:
+        if dim is None or not self.blocks:
+            return super()._gather(cuts, shares, dim)
+        last, *earlier = phases_over(self.ring, self.sides, shares)
+        if self.sides[0] % 2 == 0:
+            # The halves in which the opposite device's slab comes are two arrays from the first
+            # turn on. Cut where they leave, and joined where they come, they would be copied twice.
+            last = last.in_halves()
+        return Gather([*earlier[::-1], last], self.directions, cuts, dim, whole_opposite=True)
+
+    def _sum_phases(self, shares: int) -> Sequence[Phase]:
+        if not self.sums:
+            return super()._sum_phases(shares)
+        return phases_over(self.ring, self.sides, shares)
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,6 @@ class InTurns(Way):
       whole_opposite: the last block of an even ring comes whole, as matmuls cover it.
       rings: which devices are neighbours. Of several rings over the same devices, that share no
         link, each carries its own share of every block. None: the one in logical order.
-      blocks_along: sides of the torus of those devices, where blocks do not go round such rings,
-        but along one dimension after the other, each share along another one. None: they do.
-      sums_along: the same for sums.
       reach: the number of hops that blocks go each way, for work that needs only those of near
         devices. They go whole, in all directions. None: past all devices.
     """
@@ -77,8 +74,6 @@ class InTurns(Way):
     order: Order
     whole_opposite: bool = False
     rings: tuple[Ring, ...] | None = None
-    blocks_along: tuple[int, ...] | None = None
-    sums_along: tuple[int, ...] | None = None
     reach: int | None = None
 
     @property
@@ -150,8 +145,8 @@ class InTurns(Way):
         if self._keeps_whole:
             return Kept([lambda _: Span(0, self.ring.size * length)])
         cuts = self._shares(length)
-        places = self._gather(cuts, len(cuts), 0).places(length)
-        return Kept(places, own_first=self.blocks_along is None)
+        gather = self._gather(cuts, len(cuts), 0)
+        return Kept(gather.places(length), own_first=len(gather.phases) == 1)
 
     @in_scope
     def scatter(
@@ -269,18 +264,6 @@ class InTurns(Way):
         chip, size = problem.figures, self.ring.size
         messages = problem.messages("ring" if self.rings is None else "rings")
         again = gathered_again(chip, flow, size, problem.messages("collective"))
-        along = self.blocks_along if flow.kind == "gather" else self.sums_along
-        if along:
-            from jaxpar.ring import hierarchical  # on tori alone
-
-            if flow.kind == "gather":
-                cut = self.order.cuts_first
-                seconds = hierarchical.time_of_blocks(chip, flow, size, along, messages, cut)
-            else:
-                rest = self.order.pieces, messages, beside
-                seconds = hierarchical.time_of_sums(chip, flow, size, along, *rest)
-                seconds += again
-            return seconds + self._cut_time(chip, flow, len(along))
         # Each of several rings has its own links, and a share of every block.
         rings, whole = len(self.rings or [self.ring]), self.whole_opposite
         turns = gather_turns(size, self.directions, rings=rings, whole_opposite=whole)
@@ -330,7 +313,7 @@ class InTurns(Way):
         """Seconds in which what stays is cut, or a matmul takes longer that cuts it by itself."""
         fitted, order, pieces = fitted_to(chip.kind), self.order, self.order.pieces
         if flow.kind != "gather":
-            around = self.sums_along[0] if self.sums_along else self.ring.size
+            around = self._sum_phases(rings)[0].around
             turns = scatter_turns(around, self.directions, pieces, rings=rings)
             looped = loops(turns, pieces)
             if not looped:
@@ -353,25 +336,11 @@ class InTurns(Way):
 
     def _gather(self, cuts: Sequence[tuple[int, int]], shares: int, dim: int | None) -> Gather:
         """What runs a gather of blocks in so many shares, along `dim` of which those are cut."""
-        if dim is None or self.blocks_along is None:
-            phase = Phase((self.rings or (self.ring,))[:shares])
-            whole = self.whole_opposite
-            return Gather([phase], self.directions, cuts, dim, whole, self.reach)
-        from jaxpar.ring.hierarchical import phases_over
-
-        last, *earlier = phases_over(self.ring, self.blocks_along, shares)
-        if self.blocks_along[0] % 2 == 0:
-            # The halves in which the opposite device's slab comes are two arrays from the first
-            # turn on. Cut where they leave, and joined where they come, they would be copied twice.
-            last = last.in_halves()
-        return Gather([*earlier[::-1], last], self.directions, cuts, dim, whole_opposite=True)
+        phase = Phase((self.rings or (self.ring,))[:shares])
+        return Gather([phase], self.directions, cuts, dim, self.whole_opposite, self.reach)
 
     def _sum_phases(self, shares: int) -> Sequence[Phase]:
-        if self.sums_along is None:
-            return [Phase(self.rings or (self.ring,))]
-        from jaxpar.ring.hierarchical import phases_over
-
-        return phases_over(self.ring, self.sums_along, shares)
+        return [Phase(self.rings or (self.ring,))]
 
     def _owner(self, index: Index, leg: Leg, t: Turn) -> Array:
         """The logical index of the owner behind a turn's leg."""

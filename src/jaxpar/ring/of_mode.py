@@ -40,13 +40,14 @@ def with_phases(problem: Problem, way: InTurns, flows: tuple[Flow, ...]) -> InTu
     told = replace(problem, told=frozenset())
     scattered = [flow for flow in flows if flow.kind != "gather"]
     gathered = [flow for flow in flows if flow.kind == "gather"]
-    sums, blocks = replace(way, sums_along=sides), replace(way, blocks_along=sides)
-    if sums.seconds(told, scattered) < way.seconds(told, scattered):
-        way = sums
+    from jaxpar.ring.hierarchical import Hierarchical
+
+    how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
+    along = Hierarchical(*how, sides=sides, blocks=True, sums=True)
+    sums = along.seconds(told, scattered) < way.seconds(told, scattered)
     # Of blocks the model is less sure: copies between dimensions are laid out as a compiler likes.
-    if blocks.seconds(told, gathered) < MARGIN * way.seconds(told, gathered):
-        way = replace(way, blocks_along=sides)
-    return way
+    blocks = along.seconds(told, gathered) < MARGIN * way.seconds(told, gathered)
+    return replace(along, blocks=blocks, sums=sums) if blocks or sums else way
 
 
 def _opposite_is_covered(problem: Problem, flows: tuple[Flow, ...]) -> bool:
