@@ -1,10 +1,10 @@
 """Varying mesh axes: what `jax.shard_map` with `check_vma=True` tracks of each value's type.
 
-A value that differs from device to device along an axis *varies* over it. Reading and widening
-that set is all that jaxpar needs of the type system, and it is done here only.
+That set is read and widened here only.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import jax
@@ -25,18 +25,19 @@ def varying_axes(*trees: Any) -> frozenset[str]:
 def checks_varying(axis: tuple[str, ...]) -> bool:
     """Tells whether the enclosing `jax.shard_map` has `check_vma=True`."""
     # Asked of a type alone: an index would be an equation of the program, at each cast.
-    kind = jax.eval_shape(lambda: lax.axis_index(axis)).manual_axis_type
+    kind = _index_over(axis).eval_shape().manual_axis_type
     return kind is not None and bool(kind.varying)
+
+
+_index_over = cache(lambda axis: jax.jit(lambda: lax.axis_index(axis)))  # JAX keeps its types
 
 
 def vary_over(axes: Iterable[str], tree: Any) -> Any:
     """Types every leaf as varying over `axes`, and over what it varies over already.
 
-    The derivative is a psum over the axes that were added: casting the inputs of a custom_vjp this
-    way leaves it to JAX to sum the gradient of a replicated input over the devices that used it.
-    Under `check_vma=False` there is nothing to cast.
+    The derivative is a psum over the axes that were added: casting the inputs of a custom_vjp has
+    JAX sum the gradient of a replicated input over the devices that used it.
     """
-
     wanted = frozenset(axes)
     if not any(wanted - varying_axes(x) for x in jax.tree.leaves(tree)):
         return tree
@@ -64,8 +65,7 @@ def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
 def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Array:
     """Returns x in the dtype of sums, varying over `axes`.
 
-    Its derivative adds in that dtype what is on this device, and sums over devices in that of x, or
-    in `wire_dtype` if it is wider. Raises if that is of another kind.
+    Its derivative sums over devices in the dtype of x, or in a wider `wire_dtype`, of its kind.
     """
     check_wire(wire_dtype, x.dtype)
     asked = summed_as(wire_dtype, x.dtype)
