@@ -3,7 +3,6 @@
 jaxpar predict overlap.phases:scatter_by_rings --target v5p:8x8x4 --mesh dp=4,x=8,y=8
 """
 
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -13,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import all_gather_matmul, matmul_reduce_scatter
+from jaxpar.ring.hierarchical import along_dimensions
 
 DEPTH = COLUMNS = 8192
 
@@ -20,13 +20,13 @@ DEPTH = COLUMNS = 8192
 def make_matmul(mesh, op, along, rows=16384):
     """A matmul and its operands: over all axes but dp, along one after the other or not."""
     axes = tuple(name for name in mesh.axis_names if name != "dp")
-    sides = tuple(mesh.shape[name] for name in axes) if along else None
+    sides = tuple(mesh.shape[name] for name in axes)
 
     def matmul(x, w):
         # In place of what the cost model decides.
         form = mock.patch(
             "jaxpar.ring.of_mode.with_phases",
-            lambda problem, way, flows: replace(way, blocks_along=sides, sums_along=sides),
+            lambda problem, way, flows: along_dimensions(way, sides) if along else way,
         )
         with form:
             return op(x, w, axes, mode="multi-ring")

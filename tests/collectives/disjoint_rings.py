@@ -5,6 +5,7 @@ than the tests.
 """
 
 import sys
+from dataclasses import replace
 from math import prod
 
 import jax
@@ -25,7 +26,7 @@ from jaxpar.layers import ring_attention  # noqa: E402
 from jaxpar.matmul import _arrivals  # noqa: E402
 from jaxpar.matmul._arrivals import joining_is_cheaper  # noqa: E402
 from jaxpar.ring import of_mode  # noqa: E402
-from jaxpar.ring.hierarchical import Hierarchical  # noqa: E402
+from jaxpar.ring.hierarchical import along_dimensions  # noqa: E402
 from jaxpar.ring.of_mode import with_phases  # noqa: E402
 from jaxpar.ring.order import CpuOrder, TpuOrder, traced_order  # noqa: E402
 
@@ -101,8 +102,8 @@ def going(blocks=None, sums=None, order=CPU):
     of_mode.traced_order = lambda: order
 
     def along(_, way, __):
-        how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
-        return Hierarchical(*how, sides=blocks or sums, blocks=bool(blocks), sums=bool(sums))
+        found = along_dimensions(way, blocks or sums)
+        return replace(found, blocks=bool(blocks), sums=bool(sums))
 
     of_mode.with_phases = along
 

@@ -75,6 +75,12 @@ class Hierarchical(InTurns):
         return phases_over(self.ring, self.sides, shares)
 
 
+def along_dimensions(way: InTurns, sides: tuple[int, ...]) -> Hierarchical:
+    """Returns a way of disjoint rings as it is where blocks and sums do not go round them."""
+    how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
+    return Hierarchical(*how, sides=sides, blocks=True, sums=True)
+
+
 @dataclass(frozen=True)
 class AlongDimensions(Phase):
     """A phase over a torus whose sides are alike: each share goes along another dimension.

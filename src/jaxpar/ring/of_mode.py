@@ -40,10 +40,9 @@ def with_phases(problem: Problem, way: InTurns, flows: tuple[Flow, ...]) -> InTu
     told = replace(problem, told=frozenset())
     scattered = [flow for flow in flows if flow.kind != "gather"]
     gathered = [flow for flow in flows if flow.kind == "gather"]
-    from jaxpar.ring.hierarchical import Hierarchical
+    from jaxpar.ring.hierarchical import along_dimensions
 
-    how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
-    along = Hierarchical(*how, sides=sides, blocks=True, sums=True)
+    along = along_dimensions(way, sides)
     sums = along.seconds(told, scattered) < way.seconds(told, scattered)
     # Of blocks the model is less sure: copies between dimensions are laid out as a compiler likes.
     blocks = along.seconds(told, gathered) < MARGIN * way.seconds(told, gathered)
