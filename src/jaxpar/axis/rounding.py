@@ -34,7 +34,7 @@ def quantize(
 
     Args:
       x: floats of any shape; local, or not.
-      dtype: `"int8"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
+      dtype: `"int8"` or `"float8_e4m3fn"`.
       dim: the dimension whose neighbours share a scale.
       columns: how many do at most: the largest divisor of the dimension. None: all.
       key: of `jax.random`, for int8: rounds up or down by chance, so that the mean over many

@@ -13,7 +13,7 @@ from jaxpar.arguments.dtypes import as_dtype, kind_of_dtype
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Flag, Integer
 
-LOW_BIT = ("int8", "float8_e4m3fn", "float8_e5m2")
+LOW_BIT = ("int8", "float8_e4m3fn")
 
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class LowBit:
     For `wire_dtype`, in whose place the dtype alone has the defaults of the rest.
 
     Args:
-      dtype: `"int8"`, or `"float8_e4m3fn"` and `"float8_e5m2"`, which are less exact but for rows
-        whose largest numbers are hundreds of times the others.
+      dtype: `"int8"`, or `"float8_e4m3fn"`, which is less exact but for rows whose largest numbers
+        are hundreds of times the others.
       columns: at most so many neighbours along a row share a scale, the largest divisor of its
         length. None: all of a row.
       sums: the dtype in which partial sums travel. None: their own. Of 8 bits, with scales as what
@@ -39,19 +39,16 @@ class LowBit:
         must be the same.
       cotangents: whether what the backward pass gathers of cotangents travels so, too.
 
-    A row is along the last dimension of an array other than the one along which it is gathered. The
-    scale is the largest magnitude of a block over the largest number of the dtype, in float32; a
-    block with a number that is not finite arrives as NaN. Arrays of one dimension, of integers or
-    complex numbers, and with rows so short that scales take what the values save, travel as they
-    are.
+    A row is along an array's last dimension other than the gathered one. The scale is the largest
+    magnitude of a block over the largest number of the dtype, in float32; one that is not finite
+    makes its block NaN. Arrays of one dimension, integers, complex numbers, short rows stay exact.
 
     Raises:
       TypeError: another dtype, or other sums of 8 bits.
       ValueError: fewer columns than 1.
 
-    Cost: a block is read twice and written once before it leaves; of bfloat16 half of the bytes
-    travel, and 4 a block. Gathered values are rounded once, by at most 1/254 of their block's
-    largest magnitude (int8), however many devices there are.
+    Cost: a block is read twice and written once before it leaves; half of bfloat16's bytes travel,
+    and 4 a block. Values are rounded once, int8 by at most 1/254 of their block's largest.
 
     Example:
       >>> Axis("tp", wire_dtype=LowBit("int8", columns=256)).wire_dtype.columns
@@ -92,16 +89,19 @@ def is_low_bit(dtype: Any) -> bool:
 
 def as_wire(argument: str, wire: Any) -> Any:
     """Returns what a user gave for a wire as a dtype, a `LowBit` or None."""
-    return wire if isinstance(wire, LowBit) else as_dtype(argument, wire)
+    if wire is None or isinstance(wire, LowBit):
+        return wire
+    dtype, of = as_dtype(argument, wire), ", ".join(LOW_BIT)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2 and not is_low_bit(dtype):
+        raise type_error(f"{argument}={dtype} has no scales; choose {of}, or 16 bits or more")
+    return dtype
 
 
 def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
     """How blocks of a dtype are gathered over a wire, None where they travel as they are."""
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
         return None
-    if isinstance(wire, LowBit):
-        return wire
-    return LowBit(wire) if is_low_bit(wire) else None
+    return wire if isinstance(wire, LowBit) else LowBit(wire) if is_low_bit(wire) else None
 
 
 def summed_as(wire: Any, dtype: Any) -> Any:

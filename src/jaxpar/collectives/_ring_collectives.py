@@ -86,8 +86,8 @@ def all_gather(
         `"naive"` (`lax.all_gather`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
         `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the links, both
         ways on a torus, one way on CPU, and XLA's own on GPUs.
-      wire_dtype: `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or a `LowBit`: floats travel in 8
-        bits with scales, rounded once, and the derivative is as if they were not. None, or any
+      wire_dtype: `"int8"`, `"float8_e4m3fn"` or a `LowBit`: floats travel in 8 bits with
+        scales, rounded once, and the derivative is as if they were not. None, or any
         other dtype, which is that of the derivative's sums: that of `axis`; their own.
 
     Returns:

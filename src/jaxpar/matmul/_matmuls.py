@@ -56,8 +56,8 @@ def all_gather_matmul(
         16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
       precision: as in `jax.lax.dot_general`.
       wire_dtype: the dtype in which the partial sums of the backward reduce-scatter travel. None:
-        that of `axis`, or that of the gradient. Or `"int8"`, `"float8_e4m3fn"`, `"float8_e5m2"` or
-        a `LowBit`: then what is gathered, forward and backward, travels in 8 bits with a scale for
+        that of `axis`, or that of the gradient. Or `"int8"`, `"float8_e4m3fn"` or a
+        `LowBit`: then what is gathered, forward and backward, travels in 8 bits with a scale for
         each row, and is rounded once. The derivative is as if it were not. An operand that stays
         (`"stationary"`) is not rounded.
 

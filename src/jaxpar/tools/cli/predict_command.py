@@ -82,7 +82,7 @@ def add_parser(commands: Any) -> None:
     add_dtype(add, "bfloat16")
     add(
         "--wire-dtype",
-        help="dtype in which partial sums travel; of int8, float8_e4m3fn or float8_e5m2: in which "
+        help="dtype in which partial sums travel; of int8 or float8_e4m3fn: in which "
         "floats are gathered, with scales",
     )
     add("--grad", action="store_true", help="forward and backward, with all gradients")
