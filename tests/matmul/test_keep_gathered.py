@@ -228,6 +228,21 @@ def test_weights_are_gathered_again_unless_they_are_asked_for(mode):
     assert residuals(mode, True) == 4 * (M * K // 4 + K * N)
 
 
+@pytest.mark.parametrize("keep", [None, True, False])
+def test_what_stays_is_sent_no_second_time(keep):
+    mesh = make_mesh("x=4", devices=jax.devices()[:4])
+    axis = Axis("x", "stationary", keep_gathered=keep)
+    fn = jax.shard_map(
+        lambda x, w: fsdp_linear(x, w, axis),
+        mesh=mesh,
+        in_specs=(P("x"), P("x")),
+        out_specs=P("x"),
+    )
+    found = count_collectives(fn, normal(M, K), normal(K, N))
+    assert dict(found.forward) == {"all_to_all": 1, "psum_scatter": 1}
+    assert dict(found.backward) == {"all_gather": 1, "all_to_all": 1}
+
+
 def sent_on_tpus(call, dims, axis, sizes, plane):
     """How often a program and its gradients, traced for TPUs with their options, send."""
     rows, across, *_ = specs = [along("tp", dim) for dim in dims]

@@ -55,10 +55,10 @@ class Axis:
         after the other, where axes are of one length and that is predicted to be faster), or
         `"auto"`: what is predicted to be the fastest.
       backward: the mode in the backward pass of matmuls. None: `mode`.
-      wire_dtype: the dtype in which partial sums travel. None: that of the result, as
-        `jax.lax`'s own collectives send them. What a device adds it adds in float32 at least. Or
-        `"int8"`, `"float8_e4m3fn"` or a `LowBit`: then blocks of floats that are
-        gathered travel in 8 bits with scales, and sums as with None.
+      wire_dtype: the dtype in which partial sums travel. None: that of the result, as `jax.lax`'s
+        own collectives send them. What a device adds it adds in float32 at least. Or `"int8"`,
+        `"float8_e4m3fn"` or a `LowBit`: then blocks of floats that are gathered travel in 8 bits
+        with scales, and sums as with None.
       keep_gathered: whether a matmul keeps what it gathered for its derivative, which then does not
         gather it again, but has the whole of it in memory until then. None: where both passes turn
         out `"naive"`, or both `"stationary"`, and on TPUs where the forward pass is `"auto"`; one

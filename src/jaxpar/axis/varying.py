@@ -80,5 +80,4 @@ def vary_alike(axis: tuple[str, ...], *trees: Any) -> Any:
 
 def zeros_alike(shape: tuple[int, ...], dtype: DTypeLike, *like: Any) -> jax.Array:
     """Zeros that vary over all mesh axes that any of `like` does, as the carry of a loop must."""
-    zeros: jax.Array = vary_over(varying_axes(*like), jnp.zeros(shape, dtype))
-    return zeros
+    return vary_over(varying_axes(*like), jnp.zeros(shape, dtype))

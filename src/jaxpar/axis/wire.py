@@ -40,8 +40,9 @@ class LowBit:
       cotangents: whether what the backward pass gathers of cotangents travels so, too.
 
     A row is along an array's last dimension other than the gathered one. The scale is the largest
-    magnitude of a block over the largest number of the dtype, in float32; one that is not finite
-    makes its block NaN. Arrays of one dimension, integers, complex numbers, short rows stay exact.
+    magnitude of a block over the largest number of the dtype, in float32. A number that is not
+    finite makes its block NaN. Arrays of one dimension, integers, complex numbers, and rows of
+    fewer than 32 numbers travel as they are.
 
     Raises:
       TypeError: another dtype, or other sums of 8 bits.

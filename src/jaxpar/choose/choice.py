@@ -107,8 +107,7 @@ class Predictions:
         problem = self.problem
         if not problem.forward or problem.forward[0].kind != "gather":
             return 0
-        kept = first.kept(problem.forward[0].length // problem.ring.size)
-        if problem.keeps and kept is not None:
+        if problem.keeps and (kept := first.kept(problem.forward[0].length // problem.ring.size)):
             return len(kept.places)
         # A forward pass by collectives keeps what it gathers for a backward pass that is alike.
         return int(problem.keeps_by_jax and first == second and first.derived_by_jax)

@@ -57,8 +57,7 @@ def imposed() -> Mode | None:
     if trial is None:
         return None
     trial.met = True
-    mode: Mode | None = trial.imposed
-    return mode
+    return trial.imposed
 
 
 def is_tuning() -> bool:

@@ -10,7 +10,7 @@ import jax
 from jax import Array, lax
 
 from jaxpar.axis.quantized import Quantized
-from jaxpar.matmul._product import Left, Out, Product, Right, multiply, unused_label
+from jaxpar.matmul._product import Left, Out, Product, Right, multiply, sizes_of, unused_label
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.ring.parts import join_dims, split_dim
 from jaxpar.ring.seconds import joining_is_cheaper
@@ -83,8 +83,7 @@ def _use_blocks(
         blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
         apart = arrivals[0][2].blocks  # of a comb n, whose positions lie in all blocks
         dims = product.left.index(label), product.right.index(label)
-        names, lengths = product.left + product.right, (*blocks[0].shape, *rights[0].shape)
-        sizes = dict(zip(names, lengths, strict=True))
+        sizes = sizes_of(product, blocks[0], rights[0])
         sums = 4 * prod(sizes[name] for name in product.out)  # bytes of float32
         if len(blocks) > 1 and (joined or joining_is_cheaper(sizes[label], sums)):
             blocks, rights = [_joined(blocks, dims[0])], [lax.concatenate(rights, dims[1])]

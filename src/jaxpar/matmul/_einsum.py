@@ -36,6 +36,7 @@ from jaxpar.matmul._product import (
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.matmul._work import flow_of
 from jaxpar.ring.seconds import Flow
+from jaxpar.ring.ways import Forms
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,7 @@ def gather(
         flow_of("gather", label, ring.size, for_rights, sizes, width, sent, quantized=low_bit),
     )
     travels = None if low_bit or travels == left.dtype else travels  # None: no cast
-    how: Any = {"low_bit": low_bit, "travels": travels}
-    method = call.method(label, (left, *rights), (forth,), back, **how)
+    method = call.method(label, (left, *rights), (forth,), back, low_bit=low_bit, travels=travels)
     run = gather_einsum
     if method.keeps:
         from jaxpar.matmul._kept import gather_and_keep as run  # by `auto` on TPUs
@@ -183,7 +183,9 @@ def gather(
     ) -> tuple[Num[Array, "..."], ...]:
         return run(method, (product,) * len(rights), left, rights)
 
-    regather = call.gathers_again and method.left_to_jax  # rules of our own gather again anyway
+    # Rules of our own gather again anyway, and an operand that stays is gathered nowhere.
+    stays = method.way.perform(Forms(lambda: False, lambda _: False, lambda: True))
+    regather = call.gathers_again and method.left_to_jax and not stays
     return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
 
 

@@ -33,7 +33,7 @@ from jaxpar.matmul._product import (
     sizes_of,
 )
 from jaxpar.matmul._ring_einsum import RingEinsum
-from jaxpar.ring.ways import Arrivals, Positions, Steps, Use
+from jaxpar.ring.ways import Arrivals, Forms, Positions, Steps, Use
 
 if TYPE_CHECKING:
     from jaxpar.ring.scales import Scales
@@ -66,7 +66,7 @@ def gather_underived(
 
         return stay(method, products, exact_of(left), rights) or in_blocks()
 
-    return method.way.perform(in_blocks, across=across, staying=staying)
+    return method.way.perform(Forms(in_blocks, across, staying))
 
 
 def gather_blocks(
@@ -132,7 +132,7 @@ def scatter_beside(
         return sums, None if steps is None else at_once(steps(1), method.way.ring.index())
 
     in_blocks = partial(scatter_blocks, method, steps, products, pairs)
-    return method.way.perform(in_blocks, across=across, staying=in_blocks)
+    return method.way.perform(Forms(in_blocks, across, in_blocks))
 
 
 def scatter_blocks(

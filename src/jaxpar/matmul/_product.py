@@ -134,7 +134,7 @@ def partial_dtype(arithmetic: Arithmetic, left: Left, right: Right) -> Any:
     return sum_dtype(common_dtype(left.dtype, right.dtype)) if sums is None else sums
 
 
-def sizes_of(product: Product, left: Left, right: Right) -> dict[str, int]:
+def sizes_of(product: Product, left: Left | Quantized, right: Right) -> dict[str, int]:
     """The size of each label of two arrays."""
     return dict(zip(product.left + product.right, left.shape + right.shape, strict=True))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from jaxpar.ring.seconds import (
     work_on_kept,
     work_time,
 )
-from jaxpar.ring.ways import Positions, Result
+from jaxpar.ring.ways import Forms, Positions, Result
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
@@ -114,14 +114,8 @@ class InChunks(Naive):
         cuts = even_cuts(length, self.chunks)
         return [(start, size, Comb(start, size, self.ring.size)) for start, size in cuts]
 
-    def perform(
-        self,
-        in_blocks: Callable[[], Result],
-        *,
-        across: Callable[[int], Result],
-        staying: Callable[[], Result],
-    ) -> Result:
-        return across(self.chunks)
+    def perform(self, forms: Forms[Result]) -> Result:
+        return forms.across(self.chunks)
 
     def kept(self, length: int) -> None:
         return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 from typing import TYPE_CHECKING
 
 from jaxpar.ring.naive import Naive, sent_time
 from jaxpar.ring.seconds import MATMUL_SHARE, Flow, all_to_all_time, work_time
-from jaxpar.ring.ways import Result
+from jaxpar.ring.ways import Forms, Result
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
@@ -29,14 +29,8 @@ class Stationary(Naive):
     def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
         return sum((self._staying(problem, flow, kept > 0) for flow in flows), 0.0)
 
-    def perform(
-        self,
-        in_blocks: Callable[[], Result],
-        *,
-        across: Callable[[int], Result],
-        staying: Callable[[], Result],
-    ) -> Result:
-        return staying()
+    def perform(self, forms: Forms[Result]) -> Result:
+        return forms.staying()
 
     def kept(self, length: int) -> None:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax import Array
@@ -79,9 +79,8 @@ class Use(NamedTuple):
     """What is made of blocks that come.
 
     Attributes:
-      consume: `(carry, arrivals)` to the next carry. The first carry is None. Each arrival is a
-        block, or several side by side, with its positions in the whole and what `take` gives for
-        them.
+      consume: `(carry, arrivals)` to the next carry; the first one is None. Several blocks may come
+        at once.
       take: positions of the whole to what stays at home and is used there.
       sums: picks, of the carry, that which is added to, not only written into; None: nothing.
       finish: what is done with the carry in the end.
@@ -114,6 +113,20 @@ class Round(NamedTuple):
     split: Split
     join: Callable[[list[Any]], Any]
     summed: Pick = as_it_is
+
+
+class Forms(NamedTuple, Generic[Result]):
+    """How a matmul can be done, of whose operands or sums one travels.
+
+    Attributes:
+      in_blocks: by a gather or a scatter of blocks.
+      across: in so many chunks, which may be parts of another dimension.
+      staying: another operand travels.
+    """
+
+    in_blocks: Callable[[], Result]
+    across: Callable[[int], Result]
+    staying: Callable[[], Result]
 
 
 class Kept(NamedTuple):
@@ -216,21 +229,9 @@ class Way:
         """
         raise NotImplementedError
 
-    def perform(
-        self,
-        in_blocks: Callable[[], Result],
-        *,
-        across: Callable[[int], Result],
-        staying: Callable[[], Result],
-    ) -> Result:
-        """Returns what is made of operands, of which one travels, and of which several could.
-
-        Args:
-          in_blocks: makes it of blocks, by a gather or a scatter of this way.
-          across: makes it in so many chunks, which may be parts of another dimension.
-          staying: makes it where the operand stays that would travel, and another one does.
-        """
-        return in_blocks()  # as most do
+    def perform(self, forms: Forms[Result]) -> Result:
+        """Returns what a matmul makes, in the form that goes this way."""
+        return forms.in_blocks()
 
     def circulate(self, block: Any, carry: Any, own: Any, turns: Round) -> tuple[Any, Any]:
         """Takes every device's block past all others, and sums for its owner what each makes of it.
