@@ -5,10 +5,10 @@
 
 Compiles every form of matmul over slices of four TPU generations, rows from 256 to 65536 and rings
 of 4, 8 and 16, forward and with strict gradients, with the chip's compiler options and without; and
-rewrites the summary of README.md. Each program is compiled once, and kept in the user's folder for
-caches: a change of the model plays it again. What was found is kept in benchmarks/sweep/.cache, so
-that a run that was stopped goes on where it was. With --points, some are shown and nothing is
-rewritten.
+rewrites the summary of README.md. With --fit the summary is of kept times, and `auto` is decided
+anew. Each program is compiled once, and kept in the user's folder for caches: a change of the model
+plays it again. What was found is kept in benchmarks/sweep/.cache, so that a run that was stopped
+goes on where it was. With --points, some are shown and nothing is rewritten.
 Nothing runs: what is compared is the compiler's schedule on a model of the chips.
 """
 
@@ -127,6 +127,16 @@ def summary(found: Found, ways: bool) -> Table:
     return Table(titles + ["above 1.05 of ways"] * ways, rows)
 
 
+def show(found: Found, command: str, ways: bool = False) -> None:
+    """Shows the losers and the summary, and rewrites README.md, if a command is to stand there."""
+    behind, table = losers(found), summary(found, ways)
+    behind.print(width=140)
+    table.print(width=140)
+    if command:
+        line = made_by(command, "libtpu")
+        update(README, SECTION, f"{line}\n\n{table.markdown()}\n\n{behind.markdown()}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="sweep", description=__doc__.splitlines()[0])
@@ -143,13 +153,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     require_positive(parser, args, "jobs")
     if args.fit:
-        from sweep.fit import cases_of, fit
+        from sweep.fit import cases_of, fit, standing
 
         if not times.here().exists():
             parser.error(
                 f"there is no {times.here()}: compile with --ways, or install its versions"
             )
-        fit(cases_of(times.read(times.here()))).print(width=120)
+        kept = times.read(times.here())
+        fit(cases_of(kept)).print(width=120)
+        show(standing(kept), "python benchmarks/sweep --fit")
         return 0
     some = args.points is not None or args.slices is not None
     if not some:
@@ -159,13 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.ways:
         times.write(times.here(), {point: _seconds(forms) for point, forms in found.items()})
     write_json(args.json, [{**p.record(), "forms": forms} for p, forms in found.items()])
-    behind, table = losers(found), summary(found, args.ways)
-    behind.print(width=140)
-    table.print(width=140)
-    if not some:
-        command = "python benchmarks/sweep" + (" --ways" if args.ways else "")
-        line = made_by(command, "libtpu")
-        update(README, SECTION, f"{line}\n\n{table.markdown()}\n\n{behind.markdown()}")
+    command = "python benchmarks/sweep" + (" --ways" if args.ways else "")
+    show(found, "" if some else command, args.ways)
     return 0
 
 

@@ -20,9 +20,9 @@ from jaxpar.matmul import _kept
 from jaxpar.ring import hierarchical, in_chunks, in_turns, of_mode, order, seconds, staying
 from jaxpar.schedule import Target
 from jaxpar.schedule import target as describe
-from sweep.points import Point
+from sweep.points import Point, grid
 from sweep.times import Times
-from sweep.worker import candidates, decided, forms
+from sweep.worker import ONE_RING, candidates, decided, forms
 from tables import Table
 
 MODULES = (seconds, choice, in_turns, in_chunks, of_mode, staying, hierarchical, order, _kept)
@@ -90,6 +90,29 @@ def cases_of(times: Times) -> list[Case]:
         compiled = {name: of_forms[name] for name in of_forms if set(name.split(" | ")) <= allowed}
         if len(compiled) > 1:
             found.append(Case(point, target, options, decisions[0].problem, compiled))
+    return found
+
+
+def standing(times: Times) -> dict[Point, dict[str, dict[str, float]]]:
+    """What a run would find of the points of the grid, by kept times; `auto` is decided anew.
+
+    Without `auto` where what it takes now was never compiled.
+    """
+    found: dict[Point, dict[str, dict[str, float]]] = {}
+    for point in grid():
+        known, target = times.get(point, {}), describe(point.slice, point.mesh)
+        programs = {form: rest for form, *rest in forms(point, target, ways=False)}
+        function, operands, options = programs["auto"]
+        decisions = decided(function, operands, target, options, point.grad)
+        taken = [decision.taken for decision in decisions]
+        names = {form: [form] for form in programs} | {ONE_RING: ["bidirectional"]}
+        names["auto"] = [" | ".join(taken)]
+        if set(taken) == {"naive"} or not point.grad:  # named, it keeps as much
+            names["auto"].append(taken[0])
+        seconds = {
+            form: [known[name] for name in names[form] if name in known] for form in programs
+        }
+        found[point] = {form: {"total": s[0]} for form, s in seconds.items() if s}
     return found
 
 

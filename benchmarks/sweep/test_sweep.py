@@ -115,6 +115,19 @@ def test_a_number_that_is_wrong_costs_more_and_is_fitted_again(cases):
     assert fit.judge(some).score == least
 
 
+def test_auto_is_decided_anew(monkeypatch):
+    """What it took when its time was kept does not count, and what was never compiled has none."""
+    kept = times.read(times.newest())
+    label = "v6e:2x4 tp=8 gather-lhs-rows 4096x8192x28672 forward"
+    point = next(p for p in kept if p.label == label)
+    monkeypatch.setattr("sweep.fit.grid", lambda: [point])
+    found = fit.standing({point: kept[point] | {"auto": 1.0}})[point]
+    assert found["auto"]["total"] == kept[point]["chunked-8"] < found["naive"]["total"]
+    assert found["naive"]["total"] == kept[point]["naive"]
+    found = fit.standing({point: {"naive": 1.0, "auto": 1.0}})[point]
+    assert set(found) == {"naive"}
+
+
 def test_times_are_kept_by_point(tmp_path):
     path = tmp_path / "times" / "some.jsonl"
     assert times.read(path) == {}
