@@ -70,7 +70,7 @@ def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Arra
     check_wire(wire_dtype, x.dtype)
     asked = summed_as(wire_dtype, x.dtype)
     wire = x.dtype if asked is None else common_dtype(x.dtype, asked)  # the wider
-    return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))  # psum between casts
+    return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))  # psum before
 
 
 def vary_alike(axis: tuple[str, ...], *trees: Any) -> Any:

@@ -121,7 +121,7 @@ def summed_as(wire: Any, dtype: Any) -> Any:
 def rounded_by(wire: Any, dtype: Any) -> LowBit | None:
     """How sums of a dtype travel over a wire that quantizes them, None where it does not."""
     how = gathered_by(wire, dtype)
-    return how if how is not None and is_low_bit(how.sums) else None  # at every hop
+    return how if how is not None and is_low_bit(how.sums) else None
 
 
 def check_wire(wire: Any, summed: Any) -> None:

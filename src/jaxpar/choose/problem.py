@@ -81,7 +81,7 @@ class Problem:
         if len(axes) == 1:
             return bool(self.links.walks.get(axes[0].names[0]))
         known = self.links.messages is not None and self.ring.has_disjoint
-        return known and len(axes) * self.messages("ring") > self.messages("rings")  # links in use
+        return known and len(axes) * self.messages("ring") > self.messages("rings")  # more links
 
     @cached_property
     def beside(self) -> frozenset[str]:

@@ -45,7 +45,7 @@ def use_arrivals(
 ) -> list[Any]:
     """Multiplies blocks by their partners in all products, and places or adds what they give.
 
-    `whole` is the length of the ring's label. Several are `joined` that are added, or if cheaper.
+    `whole` is the length of the ring's label. Blocks that are added are `joined`, or if cheaper.
     """
     results = [None] * len(products) if results is None else results
     blocks = [

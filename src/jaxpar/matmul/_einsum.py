@@ -78,7 +78,7 @@ class EinsumOptions:
             kind, self.ring, shapes, forward, backward, what=what, keeps=keeps, keeps_by_jax=may
         )
         way, back = choose_ways(problem)
-        underived, _ = choose_ways(replace(problem, backward=()))  # nothing is kept then
+        underived, _ = choose_ways(replace(problem, backward=()))  # no derivative
         how = label, self.arithmetic, self.recomputed, low_bit, travels
         method = RingEinsum(way, back, underived, *how)
         length = forward[0].length // self.ring.size

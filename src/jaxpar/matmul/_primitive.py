@@ -228,7 +228,7 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
         how = method.way.ring.low_bit_cotangents(ct.dtype)
         ct = straight_through(how, ct, products[0].out.index(method.label))
     grads: Any = gather_einsum(method, gradients, ct, partners)
-    return (tuple(zip(grads[::2], grads[1::2], strict=True)),)  # of each pair
+    return (tuple(zip(grads[::2], grads[1::2], strict=True)),)  # (left, right) of each
 
 
 gather_einsum = with_derivative(gather_underived, _gather_fwd, _gather_bwd, statics=2)

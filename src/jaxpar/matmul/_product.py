@@ -73,7 +73,7 @@ def _multiply_quantized(
     Both are part of the matmul. The values, of 8 bits, are exact in every dtype of the right one.
     """
     given = right.dtype
-    sums = partial_dtype(arithmetic, right, right)  # int8 has no sums of its own
+    sums = partial_dtype(arithmetic, right, right)  # of int8 values: the partner's
     scaled = [name for name, n in zip(product.left, left.scales.shape, strict=True) if n > 1]
     if sums.itemsize < 4 or not set(scaled) <= set(product.out):
         return multiply(arithmetic, product, left.dequantized(given), right, dtype)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Hierarchical(InTurns):
     """Blocks, sums, or both go along one dimension of a torus after the other.
 
-    Each share goes along another one, at all times.
+    At any time each share goes along another one.
 
     Attributes:
       sides: of the torus.
@@ -76,7 +76,7 @@ class Hierarchical(InTurns):
 
 
 def along_dimensions(way: InTurns, sides: tuple[int, ...]) -> Hierarchical:
-    """Returns a way of disjoint rings as it is where blocks and sums do not go round them."""
+    """Returns the way along one dimension after the other, in the place of disjoint rings."""
     how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
     return Hierarchical(*how, sides=sides, blocks=True, sums=True)
 

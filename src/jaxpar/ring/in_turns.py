@@ -293,7 +293,7 @@ class InTurns(Way):
             sent = max(hops, default=0.0) if chip.torus else sum(hops, 0.0)
             computed = work * max(1, whole)
             if not turn.legs and sent <= work * len(self.directions):
-                # Of sums in pieces only the last one's come beside its own, if none were late.
+                # No sum was waited for: in the last turn only the last piece's are under way.
                 return max(computed, sent / sent_in + computed * (1 - 1 / sent_in))
             return max(computed, sent)
 

@@ -101,7 +101,7 @@ class Fitted:
         matmul, in turns; not at all where the compiler adds in its epilogue at full speed.
       chunk_passes: the same in chunks.
       piece: seconds that one more piece of work costs beyond what it computes, reads and writes.
-      resident: of VMEM, what keeps an operand for all pieces; the rest of it is read for each.
+      resident: the share of VMEM that keeps an operand; what is beyond it is read for each piece.
     """
 
     within: float = 0.0
@@ -145,8 +145,8 @@ def joins(chip: Chip, length: int, sums: float, cuts_first: bool) -> bool:
     """Whether blocks of `length` are better joined along it, contracted, and multiplied once.
 
     A sum of M x N float32 is read and written, 8 M N bytes, while 2 M N `length` FLOPs run. Beyond
-    half of their time joining is cheaper on a TPU. It copies what blocks are multiplied by, unless
-    that is cut first anyway: not worth it where the `sums`, in bytes, stay on the chip.
+    half of their time joining is cheaper on a TPU. But it copies what blocks are multiplied by, if
+    that is not cut first anyway. That is not worth it where `sums`, in bytes, stay on the chip.
     """
     adds = cuts_first or 2 * sums > chip.vmem
     return chip.torus and 8 * chip.flops / chip.hbm > length and adds
