@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from jaxpar.axis.wire import LOW_BIT
+from jaxpar.arguments.dtypes import LOW_BIT
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.shared_options import add_processes, parse_processes, require_folders
 from language_model.config import DTYPES, Model, Training

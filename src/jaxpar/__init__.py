@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from jaxpar import moe as moe
     from jaxpar import schedule as schedule
     from jaxpar import testing as testing
+    from jaxpar.arguments.dtypes import LowBit
     from jaxpar.arguments.types import Mode as Mode
     from jaxpar.axis.axis import Axis
     from jaxpar.axis.axis import AxisLike as AxisLike
     from jaxpar.axis.quantized import Quantized
     from jaxpar.axis.rounding import quantize
-    from jaxpar.axis.wire import LowBit
     from jaxpar.collectives import (
         all_gather,
         all_reduce,

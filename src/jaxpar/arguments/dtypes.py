@@ -1,17 +1,28 @@
-"""The numerical contract: in which dtype sums are kept and travel, and results are returned."""
+"""The numerical contract: in which dtype sums are kept, results are returned, and data travel."""
 
-from typing import Any
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxpar.arguments.calls import type_error
+from jaxpar.arguments.calls import called, naming, readable, type_error, value_error
+from jaxpar.arguments.on_demand import open_types
+from jaxpar.arguments.types import Flag, Integer
+
+LOW_BIT = ("int8", "float8_e4m3fn")
+
+if TYPE_CHECKING:
+    WireLike: TypeAlias = "DTypeLike | LowBit | None"
+else:
+    globals().update(open_types(__name__))
 
 
 def sum_dtype(dtype: DTypeLike) -> Any:
     """The dtype of a matmul's partial sums: float32 or int32 for what is narrower."""
-    dtype = jnp.dtype(dtype)
-    return jnp.dtype("float32") if _is_narrow_float(dtype) else result_dtype(dtype)
+    return result_dtype(addition_dtype(dtype))
 
 
 def addition_dtype(dtype: DTypeLike) -> Any:
@@ -20,7 +31,8 @@ def addition_dtype(dtype: DTypeLike) -> Any:
     Integers need no more room than the result has: they wrap around alike.
     """
     dtype = jnp.dtype(dtype)
-    return jnp.dtype("float32") if _is_narrow_float(dtype) else dtype
+    narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
+    return jnp.dtype("float32") if narrow else dtype
 
 
 def result_dtype(dtype: DTypeLike) -> Any:
@@ -69,6 +81,19 @@ def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
         )
 
 
+def dtypes_of_sums(given: Any, preferred: Any, wire: Any) -> tuple[Any, Any]:
+    """Returns the dtype of a matmul's result, and that in which its partial sums travel.
+
+    Raises unless a `preferred` one can hold products of operands that are `given`, and a wire their
+    sums.
+    """
+    if preferred is not None:
+        check_holds("preferred_element_type", preferred, given, "products")
+    check_wire(wire, sum_dtype(given) if preferred is None else preferred)
+    result = result_dtype(given) if preferred is None else preferred
+    return result, jnp.dtype(summed_as(wire, result) or result)
+
+
 def loses_parts(added: Any, dtype: Any) -> bool:
     """Whether sums of `dtype` lose fractions or imaginary parts of what is added, or are none."""
     is_less = _KINDS.index(kind_of_dtype(dtype)) < _KINDS.index(kind_of_dtype(added))
@@ -89,5 +114,114 @@ def is_wide_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize > 1
 
 
-def _is_narrow_float(dtype: Any) -> bool:
-    return dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
+@readable
+@dataclass(frozen=True)
+class LowBit:
+    """How floats travel in 8 bits: in blocks of a row, each with a scale of its own.
+
+    For `wire_dtype`, in whose place the dtype alone has the defaults of the rest.
+
+    Args:
+      dtype: `"int8"`, or `"float8_e4m3fn"`, which is less exact but for rows whose largest numbers
+        are hundreds of times the others.
+      columns: at most so many neighbours along a row share a scale, the largest divisor of its
+        length. None: all of a row.
+      sums: the dtype in which partial sums travel. None: their own. Of 8 bits, with scales as what
+        is gathered, they are rounded at every hop of a ring, and once by a collective; `dtype`
+        must be the same.
+      cotangents: whether what the backward pass gathers of cotangents travels so, too.
+
+    A row is along an array's last dimension other than the gathered one. The scale is the largest
+    magnitude of a block over the largest number of the dtype, in float32. A number that is not
+    finite makes its block NaN. Arrays of one dimension, integers, complex numbers, and rows of
+    fewer than 32 numbers travel as they are.
+
+    Raises:
+      TypeError: another dtype, or other sums of 8 bits.
+      ValueError: fewer columns than 1.
+
+    Cost: a block is read twice and written once before it leaves; half of bfloat16's bytes travel,
+    and 4 a block. Values are rounded once, int8 by at most 1/254 of their block's largest.
+
+    Example:
+      >>> Axis("tp", wire_dtype=LowBit("int8", columns=256)).wire_dtype.columns
+      256
+
+    Source: block-wise scales as in Dettmers et al., "8-bit optimizers via block-wise quantization"
+    (2022); quantized gathers of weights as in Wang et al., "ZeRO++" (2023).
+    """
+
+    dtype: DTypeLike
+    columns: Integer | None = None
+    sums: DTypeLike | None = None
+    cotangents: Flag = True
+
+    def __post_init__(self) -> None:
+        with naming(called("LowBit")):
+            given: Any = self.columns
+            if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+                raise type_error(f"columns must be an integer or None, got {given!r}")
+            if given is not None and given < 1:
+                raise value_error(f"columns must be 1 or more, got {given}; None: a row")
+            dtype, sums = as_dtype("dtype", self.dtype), as_dtype("sums", self.sums)
+            if not is_low_bit(dtype):
+                raise type_error(f"dtype={dtype} must be one of {', '.join(LOW_BIT)}")
+            if sums is not None and sums.itemsize < 2 and sums != dtype:
+                raise type_error(
+                    f"sums={sums} cannot have scales beside dtype={dtype}; choose {dtype}, 16 bits "
+                    "or more, or None"
+                )
+            object.__setattr__(self, "dtype", dtype)
+            object.__setattr__(self, "sums", sums)
+
+
+def is_low_bit(dtype: Any) -> bool:
+    """Whether a dtype is one of those in which floats can travel with scales."""
+    return dtype is not None and str(dtype) in LOW_BIT
+
+
+def as_wire(argument: str, wire: Any) -> Any:
+    """Returns what a user gave for a wire as a dtype, a `LowBit` or None."""
+    if wire is None or isinstance(wire, LowBit):
+        return wire
+    dtype, of = as_dtype(argument, wire), ", ".join(LOW_BIT)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2 and not is_low_bit(dtype):
+        raise type_error(f"{argument}={dtype} has no scales; choose {of}, or 16 bits or more")
+    return dtype
+
+
+def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
+    """How blocks of a dtype are gathered over a wire, None where they travel as they are."""
+    if not is_wide_float(dtype):
+        return None
+    return wire if isinstance(wire, LowBit) else LowBit(wire) if is_low_bit(wire) else None
+
+
+def summed_as(wire: Any, dtype: Any) -> Any:
+    """The dtype in which a wire sends sums of a dtype; None: their own.
+
+    Integers keep their own over int8, which is for floats with scales: they would wrap around.
+    """
+    if isinstance(wire, LowBit):
+        wire = wire.sums  # of what is gathered it says nothing here
+    if not is_low_bit(wire):
+        return wire
+    is_own = jnp.issubdtype(dtype, jnp.floating) or kind_of_dtype(wire) == kind_of_dtype(dtype)
+    return None if is_own else wire
+
+
+def check_wire(wire: Any, summed: Any) -> None:
+    """Raises unless sums of dtype `summed` can travel as a wire asks for: both of one kind."""
+    wire = summed_as(wire, summed)
+    if wire is None:
+        return
+    if jnp.issubdtype(wire, jnp.bool_) or kind_of_dtype(wire) != kind_of_dtype(summed):
+        raise type_error(
+            f"wire_dtype={wire} cannot carry sums of {summed}; choose {kind_of_dtype(summed)} "
+            "dtype, or None"
+        )
+    if jnp.issubdtype(summed, jnp.integer) and wire.itemsize < jnp.dtype(summed).itemsize:
+        raise type_error(
+            f"wire_dtype={wire} cannot carry sums of {summed}, which would wrap around; choose an "
+            f"integer dtype of {8 * jnp.dtype(summed).itemsize} bits or more, or None"
+        )

@@ -15,11 +15,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
-from jaxpar.arguments.dtypes import as_dtype, is_wide_float
+from jaxpar.arguments.dtypes import (
+    LowBit,
+    WireLike,
+    as_dtype,
+    as_wire,
+    gathered_by,
+    is_low_bit,
+    is_wide_float,
+    summed_as,
+)
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Flag, Mode
 from jaxpar.axis.varying import vary_alike
-from jaxpar.axis.wire import LowBit, WireLike, as_wire, gathered_by, rounded_by, summed_as
 from jaxpar.mesh.walk import Index, Walk, moved_on, traced_links
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
@@ -189,7 +197,8 @@ class Ring(Axis):
 
     def low_bit_sums(self, dtype: Any) -> LowBit | None:
         """How sums of a dtype travel, None where they are not quantized."""
-        return rounded_by(self.wire_dtype, dtype) if self.size > 1 else None
+        how = self.low_bit(dtype)
+        return how if how is not None and is_low_bit(how.sums) else None
 
     def low_bit_cotangents(self, dtype: Any) -> LowBit | None:
         """The same of cotangents, which are gathered where sums were scattered."""

@@ -12,10 +12,9 @@ from jax.typing import DTypeLike
 
 from jaxpar.arguments.calls import public, type_error
 from jaxpar.arguments.checks import as_array, check_dim
-from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.arguments.dtypes import LowBit, addition_dtype, gathered_by
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.quantized import Quantized, spread
-from jaxpar.axis.wire import LowBit, gathered_by
 
 # Rows of fewer numbers are those of weights of experts, or of scales: a few bytes, and exact.
 SHORT = 32
@@ -76,9 +75,9 @@ def check_chance(how: LowBit, key: Any) -> None:
 
 def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quantized:
     """Quantizes x in blocks along `dim`."""
-    wide = x.astype(addition_dtype(x.dtype))
     block = columns_of(how, x.shape[dim])
     apart = (*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])
+    wide = x.astype(addition_dtype(x.dtype))
     # Infinity in the place of NaN, which the maximum of some thousand numbers loses on CPU.
     magnitudes = jnp.where(jnp.isnan(wide), jnp.inf, jnp.abs(wide))
     largest = jnp.max(magnitudes.reshape(apart), axis=dim + 1, initial=0)
@@ -111,16 +110,14 @@ def row_dim(ndim: int, dim: int) -> int:
 
 def encoded(wire: Any, x: Any, dim: int) -> Any:
     """Returns x as it is gathered along `dim`, a `Quantized` if the wire is of 8 bits."""
-    return x if isinstance(x, Quantized) else _encoded(wire, x, dim)
-
-
-def _encoded(wire: Any, x: Array, dim: int) -> Array | Quantized:
+    if isinstance(x, Quantized):
+        return x
     how = gathered_by(wire, x.dtype)
     if how is None or x.ndim < 2 or not x.size:
         return x
     row = row_dim(x.ndim, dim)
     block, width = columns_of(how, x.shape[row]), x.dtype.itemsize
-    if x.shape[row] < SHORT or block + addition_dtype(x.dtype).itemsize >= block * width:
+    if x.shape[row] < SHORT or block + max(4, width) >= block * width:  # a scale has 4 bytes or 8
         return x
     return codes_of(how, lax.stop_gradient(x), row)
 

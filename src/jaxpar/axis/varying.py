@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxpar.arguments.dtypes import addition_dtype, common_dtype
-from jaxpar.axis.wire import check_wire, summed_as
+from jaxpar.arguments.dtypes import addition_dtype, check_wire, common_dtype, summed_as
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
@@ -68,9 +67,9 @@ def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Arra
     Its derivative sums over devices in the dtype of x, or in a wider `wire_dtype`, of its kind.
     """
     check_wire(wire_dtype, x.dtype)
-    asked = summed_as(wire_dtype, x.dtype)
+    asked, wide = summed_as(wire_dtype, x.dtype), addition_dtype(x.dtype)
     wire = x.dtype if asked is None else common_dtype(x.dtype, asked)  # the wider
-    return vary_over(axes, x.astype(wire)).astype(addition_dtype(x.dtype))  # psum before
+    return vary_over(axes, x.astype(wire)).astype(wide)  # psum before
 
 
 def vary_alike(axis: tuple[str, ...], *trees: Any) -> Any:

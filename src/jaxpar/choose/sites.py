@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxpar.arguments.dtypes import LowBit, is_low_bit
 from jaxpar.arguments.types import Dispatch, Mode
 from jaxpar.axis.axis import MODES
-from jaxpar.axis.wire import LowBit, is_low_bit
 
 if TYPE_CHECKING:
     from jaxpar.axis.axis import Ring

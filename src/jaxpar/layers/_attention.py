@@ -338,7 +338,7 @@ def parallel_attention(
     for argument, w in weights.items():
         own.check(argument, w, into)
     shared = () if own.layout.kv_sharded else ("w_k", "w_v")
-    results = layer.columns(x, weights, tuple(b_qkv), into, own.select, shared)
+    results = layer.columns(as_array("x", x), weights, tuple(b_qkv), into, own.select, shared)
     q, k, v = (
         y.reshape(*y.shape[:-1], count, y.shape[-1] // count)
         for y, count in zip(results, (own.count, own.kv_count, own.kv_count), strict=True)

@@ -12,13 +12,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.arguments.dtypes import LowBit, addition_dtype, gathered_by
 from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.rounding import check_chance, codes_of
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
-from jaxpar.axis.wire import LowBit, gathered_by
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.layers._reduction import spec_axes, sum_leaves
 

@@ -14,7 +14,7 @@ from jaxtyping import Num
 
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim, check_own
-from jaxpar.arguments.dtypes import loses_parts
+from jaxpar.arguments.dtypes import check_wire, loses_parts
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Tree, TreeDim
@@ -22,7 +22,6 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.quantized import MaybeQuantized, as_operand
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.varying import checks_varying, vary_over, vary_wide, varying_axes
-from jaxpar.axis.wire import check_wire
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.stages import choose_stages
 from jaxpar.matmul import _einsum

@@ -13,6 +13,7 @@ from jaxtyping import Num
 from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim, check_own
 from jaxpar.arguments.checks_of_layers import check_sequence_dim
+from jaxpar.arguments.dtypes import dtypes_of_sums
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
@@ -56,7 +57,6 @@ class Projection:
         `select(name, whole)` takes of a weight, or of its bias, the columns that are used here. All
         devices have those weights that are `shared`.
         """
-        x, weights = as_array("x", x), as_weights(weights)
         along = self._check(x, weights, fsdp_dim)
         if self.sequence_dim is not None:
             check_own("x", x, self.ring, "a part of the sequence", SHARDED_SEQUENCE)
@@ -80,7 +80,6 @@ class Projection:
         self, x: Array, weights: Weights, bias: Array | None, fsdp_dim: Integer
     ) -> Num[Array, "*tokens columns"]:
         """Multiplies x by the one weight, sums over the axis, and adds the bias once."""
-        x, weights = as_array("x", x), as_weights(weights)
         along = self._check(x, weights, fsdp_dim)
         ((name, w),) = weights.items()
         check_own(name, w, self.ring, "rows")
@@ -133,33 +132,34 @@ class Projection:
     def _into_columns(
         self, x: Num[Array, "*tokens d"], weights: tuple[Num[Array, "d _"], ...]
     ) -> tuple[Num[Array, "..."], ...]:
-        labels = matmul_labels(x, *weights)
-        call = self._call(labels)
         dim = check_sequence_dim("x", self.sequence_dim, x.shape)
+        labels, call = self._call(x, *weights)
         if dim is not None:
             return _einsum.gather(call, "lhs", labels.lhs[dim], x, weights)
-        product = Product(labels.lhs, labels.rhs, labels.out, call.result_dtype(x))
+        preferred, wire = call.arithmetic.preferred_element_type, self.ring.wire_dtype
+        dtype, _ = dtypes_of_sums(x.dtype, preferred, wire)
+        product = Product(labels.lhs, labels.rhs, labels.out, dtype)
         # The derivative adds over weights in float32, and sums over the axis.
         axes = varying_axes(x, weights, self.ring.index())
-        wide = vary_on_wire(axes, x, self.ring.wire_dtype)
+        wide = vary_on_wire(axes, x, wire)
         return tuple(
-            multiply(call.arithmetic, product, wide.astype(x.dtype), w, product.dtype)
+            multiply(call.arithmetic, product, wide.astype(x.dtype), w, dtype)
             for w in vary_over(axes, weights)
         )
 
     def _out_of_rows(
         self, x: Num[Array, "*tokens d"], w: Num[Array, "d columns"]
     ) -> Num[Array, "*out columns"]:
-        labels = matmul_labels(x, w)
-        call = self._call(labels)
         dim = check_sequence_dim("x", self.sequence_dim, x.shape)
+        labels, call = self._call(x, w)
         if dim is None:
             return _einsum.all_reduce(call, x, w)
         return _einsum.scatter(call, labels.out[dim], x, w)
 
-    def _call(self, labels: Labels) -> _einsum.EinsumOptions:
+    def _call(self, x: Array, *weights: Array) -> tuple[Labels, _einsum.EinsumOptions]:
+        labels = matmul_labels(x, *weights)
         call = _einsum.make_call(labels, self.ring, *self.options)
-        return replace(call, recomputed=self.fsdp is not None, in_layer=True)
+        return labels, replace(call, recomputed=self.fsdp is not None, in_layer=True)
 
     def _recomputed(self, product: Callable[..., Any]) -> Callable[..., Any]:
         """Weights that were gathered are not kept for the backward pass, but gathered again.

@@ -13,12 +13,11 @@ from jaxtyping import Float, Num
 
 from jaxpar.arguments.calls import called, public, type_error, value_error
 from jaxpar.arguments.checks import check_whole
-from jaxpar.arguments.dtypes import addition_dtype, common_dtype
+from jaxpar.arguments.dtypes import addition_dtype, check_wire, common_dtype
 from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Tree
 from jaxpar.axis.axis import AxisLike, bind, bind_any
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
-from jaxpar.axis.wire import check_wire
 
 
 @public

@@ -14,12 +14,11 @@ from jaxtyping import Integer as Integers
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_own, check_precision, check_whole
 from jaxpar.arguments.checks_of_layers import as_integers, check_replicated, check_softcap
-from jaxpar.arguments.dtypes import sum_dtype
+from jaxpar.arguments.dtypes import check_wire, sum_dtype
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.types import Flag, Integer, Number, SequenceOrder, Values
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike, zeros_alike
-from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import choose_way
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._attention_block import Keys, Scores

@@ -98,7 +98,7 @@ def column_parallel_linear(
         weights, biases = {"w": w}, as_biases("bias", (bias,), ("w",))
     if not weights:
         raise value_error("w is an empty tuple; give at least one weight")
-    results: Any = layer.columns(x, weights, biases, fsdp_dim)
+    results: Any = layer.columns(as_array("x", x), as_weights(weights), biases, fsdp_dim)
     return results if isinstance(w, tuple) else results[0]
 
 
@@ -159,7 +159,7 @@ def row_parallel_linear(
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
     (given,) = as_biases("bias", (bias,), ("w",))
-    return layer.rows(x, {"w": w}, given, fsdp_dim)
+    return layer.rows(as_array("x", x), as_weights({"w": w}), given, fsdp_dim)
 
 
 @public

@@ -21,12 +21,11 @@ from jaxpar.arguments.checks_of_layers import (
     check_sequence_dim,
     check_softcap,
 )
-from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
+from jaxpar.arguments.dtypes import addition_dtype, check_wire, sum_dtype
 from jaxpar.arguments.types import Integer, Number
 from jaxpar.axis.axis import AxisLike, bind
 from jaxpar.axis.padded_tables import check_no_padding, check_no_padding_between
 from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
-from jaxpar.axis.wire import check_wire
 from jaxpar.compiler.compat import psum_scatter
 from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
 from jaxpar.layers._projections import SHARDED_SEQUENCE

@@ -15,12 +15,11 @@ from jaxpar.arguments.checks import (
     check_own,
     check_precision,
 )
-from jaxpar.arguments.dtypes import as_dtype, check_holds, result_dtype, sum_dtype
+from jaxpar.arguments.dtypes import as_dtype, dtypes_of_sums
 from jaxpar.arguments.types import Operand
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import MaybeQuantized, Quantized, values_of
 from jaxpar.axis.varying import vary_alike
-from jaxpar.axis.wire import check_wire
 from jaxpar.choose.choice import choose_ways, may_keep
 from jaxpar.choose.problem import Problem
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
@@ -87,21 +86,6 @@ class EinsumOptions:
         # Naive both ways keeps, in 8 bits too, whose derivative JAX's own could not be.
         return replace(method, keeps=keeps or (may and way == back and way.derived_by_jax))
 
-    def result_dtype(self, lhs: MaybeQuantized) -> Any:
-        """The dtype of the result."""
-        preferred = self.arithmetic.preferred_element_type
-        if preferred is None:
-            return result_dtype(lhs.dtype)
-        check_holds("preferred_element_type", preferred, lhs.dtype, "products")
-        return preferred
-
-    def wire_dtype(self, lhs: MaybeQuantized) -> Any:
-        """The dtype in which partial sums travel."""
-        preferred = self.arithmetic.preferred_element_type
-        summed = sum_dtype(lhs.dtype) if preferred is None else preferred
-        check_wire(self.ring.wire_dtype, summed)
-        return self.ring.wire(self.result_dtype(lhs))
-
 
 def make_call(
     labels: Labels,
@@ -143,20 +127,22 @@ def gather(
 ) -> tuple[Array, ...]:
     """Multiplies lhs by each of `rhs`, `operand` being gathered along `label` first."""
     ring, labels = call.ring, call.labels
-    lhs, rhs = _read_alike(operand, lhs, rhs)
-    seen, weights = _as_gathered(ring, operand, lhs, rhs)
-    sizes = [local_sizes(labels, seen, w, ring, gathered=(operand, label)) for w in weights]
-    dtype, _ = call.result_dtype(seen), call.wire_dtype(seen)
-    name, block = (call.names[0], lhs) if operand == "lhs" else (call.names[1], rhs[0])
-    check_own(name, values_of(block), ring, "a block")
-    lhs, rhs = vary_alike(ring.names, lhs, rhs)
-    if operand == "lhs":
-        left, rights, product = lhs, rhs, Product(labels.lhs, labels.rhs, labels.out, dtype)
+    # The gathered operand is on the left of a product, whichever it is of the user's.
+    swapped = operand == "rhs"
+    left, partners = (rhs[0], (lhs,)) if swapped else (lhs, rhs)
+    rights = tuple(as_array("lhs" if swapped else "rhs", x) for x in partners)
+    if isinstance(left, Quantized):  # read as its partner, in whose dtype it is multiplied
+        seen = left = replace(left, dtype=rights[0].dtype)
     else:
-        (left,), rights = rhs, (lhs,)
-        product = Product(labels.rhs, labels.lhs, labels.out, dtype)
+        seen = jax.ShapeDtypeStruct(left.shape, ring.gathered_as(left.dtype))
+    operands = [(right, seen) if swapped else (seen, right) for right in rights]
+    sizes = [local_sizes(labels, *pair, ring, gathered=(operand, label)) for pair in operands]
+    dtype, _ = dtypes_of_sums(seen.dtype, call.arithmetic.preferred_element_type, ring.wire_dtype)
+    check_own(call.names[1 if swapped else 0], values_of(left), ring, "a block")
+    left, rights = vary_alike(ring.names, left, rights)
+    letters = (labels.rhs, labels.lhs) if swapped else (labels.lhs, labels.rhs)
+    product = Product(*letters, labels.out, dtype)
 
-    travels = ring.gathered_as(left.dtype)
     if (how := ring.low_bit(left.dtype)) is not None:
         from jaxpar.axis.rounding import straight_through
 
@@ -164,15 +150,15 @@ def gather(
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), rights[0].dtype.itemsize
     sent = 1 if low_bit else width  # bytes of a number
-    forth = flow_of("gather", label, ring.size, products, sizes, width, sent, quantized=low_bit)
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
+    forth = flow_of("gather", label, ring.size, products, sizes, width, sent, quantized=low_bit)
     rounds = ring.low_bit_sums(left.dtype) is not None
     wire = 1 if rounds else ring.wire(left.dtype).itemsize
     back = (
         flow_of("scatter", label, ring.size, for_left, sizes, width, wire, quantized=rounds),
         flow_of("gather", label, ring.size, for_rights, sizes, width, sent, quantized=low_bit),
     )
-    travels = None if low_bit or travels == left.dtype else travels  # None: no cast
+    travels = None if low_bit or seen.dtype == left.dtype else seen.dtype  # None: no cast
     method = call.method(label, (left, *rights), (forth,), back, low_bit=low_bit, travels=travels)
     run = gather_einsum
     if method.keeps:
@@ -189,33 +175,14 @@ def gather(
     return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
 
 
-def _read_alike(operand: Operand, lhs: Any, rhs: tuple[Any, ...]) -> Any:
-    """Has an operand that comes quantized, which the gathered one may, be read as its partner."""
-    if operand == "lhs":
-        rhs = tuple(as_array("rhs", x) for x in rhs)
-        return replace(lhs, dtype=rhs[0].dtype) if isinstance(lhs, Quantized) else lhs, rhs
-    lhs, (w,) = as_array("lhs", lhs), rhs
-    return lhs, (replace(w, dtype=lhs.dtype) if isinstance(w, Quantized) else w,)
-
-
-def _as_gathered(ring: Ring, operand: Operand, lhs: Any, rhs: tuple[Any, ...]) -> Any:
-    """Shapes and dtypes of the operands as they are multiplied: of one as it is gathered."""
-
-    def seen(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, ring.gathered_as(x.dtype))
-
-    if operand == "lhs":
-        return lhs if isinstance(lhs, Quantized) else seen(lhs), rhs
-    return lhs, tuple(w if isinstance(w, Quantized) else seen(w) for w in rhs)
-
-
 def scatter(call: EinsumOptions, label: str, lhs: Array, rhs: Array) -> Out:
     """Multiplies, sums over the ring, and keeps this device's block along `label`."""
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
     dim, shape = labels.out.index(label), tuple(sizes[name] for name in labels.out)
     check_divides("the result", shape, dim, ring)
-    dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
+    preferred = call.arithmetic.preferred_element_type
+    dtype, wire = dtypes_of_sums(lhs.dtype, preferred, ring.wire_dtype)
     check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", PARTIAL_SUMS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
@@ -237,7 +204,8 @@ def all_reduce(call: EinsumOptions, lhs: Array, rhs: Array) -> Out:
     """Multiplies, and sums over the ring."""
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
-    dtype, wire = call.result_dtype(lhs), call.wire_dtype(lhs)
+    preferred = call.arithmetic.preferred_element_type
+    dtype, wire = dtypes_of_sums(lhs.dtype, preferred, ring.wire_dtype)
     check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", PARTIAL_SUMS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)

@@ -10,10 +10,10 @@ from jax.typing import DTypeLike
 
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim
+from jaxpar.arguments.dtypes import WireLike
 from jaxpar.arguments.types import Integer, Label, Mode, Operand, Subscripts, Weights
 from jaxpar.axis.axis import AxisLike, bind
 from jaxpar.axis.quantized import MaybeQuantized, as_operand
-from jaxpar.axis.wire import WireLike
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels, parse_labels
 

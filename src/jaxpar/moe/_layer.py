@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int32
 
 from jaxpar.arguments.calls import public
 from jaxpar.arguments.checks import as_array
-from jaxpar.arguments.dtypes import common_dtype, sum_dtype
+from jaxpar.arguments.dtypes import check_wire, common_dtype, sum_dtype
 from jaxpar.arguments.types import (
     Dispatch,
     Implementation,
@@ -27,7 +27,6 @@ from jaxpar.arguments.types import (
 )
 from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.varying import vary_over, varying_axes
-from jaxpar.axis.wire import check_wire
 from jaxpar.choose.of_experts import applies_experts_in_stages, choose_dispatch
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._activation import Activation

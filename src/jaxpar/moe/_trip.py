@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Shaped, UInt
 
+from jaxpar.arguments.dtypes import LowBit
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.rounding import decoded, encoded
 from jaxpar.axis.varying import vary_alike, zeros_alike
-from jaxpar.axis.wire import LowBit
 from jaxpar.collectives._ragged import Slices, exchange_rows
 from jaxpar.compiler.derivatives import linear_pair
 from jaxpar.compiler.unwritten_memory import unwritten

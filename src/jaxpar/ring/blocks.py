@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.arguments.dtypes import LowBit, addition_dtype, summed_as
 from jaxpar.axis.quantized import Quantized
 from jaxpar.axis.rounding import encoded
 from jaxpar.axis.varying import checks_varying, spec_of, vary_over
-from jaxpar.axis.wire import LowBit, summed_as
 from jaxpar.compiler.derivatives import linear_pair, with_derivative
 from jaxpar.ring.parts import Block, Whole
 from jaxpar.ring.scales import Scales, gather_scales

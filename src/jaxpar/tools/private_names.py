@@ -9,6 +9,7 @@ from jaxpar.arguments.calls import type_error as type_error
 from jaxpar.arguments.calls import value_error as value_error
 from jaxpar.arguments.checks import check_whole as check_whole
 from jaxpar.arguments.checks_of_layers import check_number as check_number
+from jaxpar.arguments.dtypes import gathered_by as gathered_by
 from jaxpar.arguments.extras import distribution as distribution
 from jaxpar.arguments.extras import install_command as install_command
 from jaxpar.arguments.extras import installed as installed
@@ -26,7 +27,6 @@ from jaxpar.axis.axis import AxisLike as AxisLike
 from jaxpar.axis.axis import axis_names as axis_names
 from jaxpar.axis.padding import PaddedDim as PaddedDim
 from jaxpar.axis.varying import varying_axes as varying_axes
-from jaxpar.axis.wire import gathered_by as gathered_by
 from jaxpar.choose.noted import Decision as Decision
 from jaxpar.choose.noted import WayRow as WayRow
 from jaxpar.choose.noted import noting as noting
