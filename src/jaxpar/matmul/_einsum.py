@@ -132,7 +132,8 @@ def gather(
     left, partners = (rhs[0], (lhs,)) if swapped else (lhs, rhs)
     rights = tuple(as_array("lhs" if swapped else "rhs", x) for x in partners)
     if isinstance(left, Quantized):  # read as its partner, in whose dtype it is multiplied
-        seen = left = replace(left, dtype=rights[0].dtype)
+        seen: Any = replace(left, dtype=rights[0].dtype)
+        left = seen
     else:
         seen = jax.ShapeDtypeStruct(left.shape, ring.gathered_as(left.dtype))
     operands = [(right, seen) if swapped else (seen, right) for right in rights]
