@@ -51,7 +51,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.ring.turns import gather_turns  # the program, to draw it: not for your own code
+from jaxpar.ring.steps import gather_steps  # the program, to draw it: not for your own code
 from jaxpar.schedule import compile_for, matmul_floor, target, timeline
 
 plt.rcParams.update({"figure.dpi": 150, "font.size": 11})
@@ -187,30 +187,30 @@ except ValueError as error:
 # ## 4. What travels when
 #
 # Each ring carries its own half of every block, both ways round. Both follow one program, a list of
-# turns. In print, `+1` is a transfer to the next device of a ring, `-1` one to the device before,
+# steps. In print, `+1` is a transfer to the next device of a ring, `-1` one to the device before,
 # `/0` and `/1` are halves of what the ring carries, and rings count from 0.
 
 # %%
-program = gather_turns(16, (1, -1), rings=2)
-for turn in (*program[:2], *program[-2:]):
-    print(turn)
+program = gather_steps(16, (1, -1), rings=2)
+for step in (*program[:2], *program[-2:]):
+    print(step)
 
 # %% [markdown]
-# The same program as device 0 sees it: in each turn what comes in over its four links, and what
+# The same program as device 0 sees it: in each step what comes in over its four links, and what
 # its matmul computes meanwhile. Numbers are those of the devices whose blocks they are.
 
 
 # %% tags=["docs/links_turns.png"]
-def owner(leg, distance):
-    """Whose block comes to device 0 by a leg, from so many places away."""
-    return int((one, other)[leg.ring][-leg.direction * distance % 16])
+def owner(hop, distance):
+    """Whose block comes to device 0 by a hop, from so many places away."""
+    return int((one, other)[hop.ring][-hop.direction * distance % 16])
 
 
-def box(panel, turn, top, height, text, ring=None):
+def box(panel, step, top, height, text, ring=None):
     style = {"fc": "0.85"} if ring is None else {"fc": RINGS[ring], "hatch": (None, "////")[ring]}
-    panel.add_patch(plt.Rectangle((turn + 0.04, top), 0.92, height, ec="white", **style))
+    panel.add_patch(plt.Rectangle((step + 0.04, top), 0.92, height, ec="white", **style))
     behind = {"boxstyle": f"round,pad={0.2 * height}", "fc": "white", "ec": "none"}
-    place, size = (turn + 0.5, top + height / 2), 10 if height > 0.5 else 8
+    place, size = (step + 0.5, top + height / 2), 10 if height > 0.5 else 8
     panel.text(*place, text, ha="center", va="center_baseline", size=size, bbox=behind)
 
 
@@ -218,19 +218,19 @@ LANES = [(ring, direction) for ring in (0, 1) for direction in (1, -1)]
 SHARE = 0.9  # the height of half a block
 figure, panel = plt.subplots(figsize=(9, 4.6))
 used = []
-for number, turn in enumerate(program):
-    for leg in turn.blocks:  # under way beside this turn's matmul, used in the next turn
-        height = SHARE if leg.half is None else SHARE / 2
-        top = LANES.index((leg.ring, leg.direction)) + (SHARE - height) / 2
-        box(panel, number, top, height, owner(leg, turn.distance + 1), leg.ring)
+for number, step in enumerate(program):
+    for hop in step.blocks:  # under way beside this step's matmul, used in the next step
+        height = SHARE if hop.half is None else SHARE / 2
+        top = LANES.index((hop.ring, hop.direction)) + (SHARE - height) / 2
+        box(panel, number, top, height, owner(hop, step.distance + 1), hop.ring)
     # Two halves of what a ring carries, one from each side, are one owner's.
-    legs = turn.legs[::2] if turn.legs and turn.legs[0].half is not None else turn.legs
-    if not legs:
+    hops = step.hops[::2] if step.hops and step.hops[0].half is not None else step.hops
+    if not hops:
         box(panel, number, 5, 2 * SHARE, "its own\nblock")
         used += [(0, 0), (0, 1)]
-    for place, leg in enumerate(legs):
-        box(panel, number, 5 + SHARE * 1.03 * place, SHARE, owner(leg, turn.distance), leg.ring)
-        used.append((owner(leg, turn.distance), leg.ring))
+    for place, hop in enumerate(hops):
+        box(panel, number, 5 + SHARE * 1.03 * place, SHARE, owner(hop, step.distance), hop.ring)
+        used.append((owner(hop, step.distance), hop.ring))
 assert sorted(used) == [(device, ring) for device in range(16) for ring in (0, 1)]
 
 names = [f"ring {ring + 1}, {'forward' if way > 0 else 'backward'}" for ring, way in LANES]
@@ -246,9 +246,9 @@ plt.show()
 
 # %% [markdown]
 # A box is half a block: ring 1 has the first half of the rows, ring 2 the second one. What comes in
-# during a turn is multiplied in the next. Turn 0 has this device's own block to compute with, turns
+# during a step is multiplied in the next. Step 0 has this device's own block to compute with, steps
 # 1 to 7 four halves each. The block of the device opposite comes from both sides of each ring, in
-# quarters. In turn 8 nothing is left to send.
+# quarters. In step 8 nothing is left to send.
 #
 # ## 5. The same result
 #
@@ -274,7 +274,7 @@ np.testing.assert_allclose(results["multi-ring"], results["naive"], rtol=1e-5, a
 np.testing.assert_allclose(results["naive"], x @ w, rtol=1e-4, atol=1e-4)
 sends = str(jax.make_jaxpr(gathered("multi-ring"))(x, w)).count("ppermute")
 print(f"equal; {sends} transfers in the program")
-assert sends == sum(len(turn.blocks) for turn in program) == 4 * 8
+assert sends == sum(len(step.blocks) for step in program) == 4 * 8
 
 # %% [markdown]
 # ## 6. The timelines, and their floors

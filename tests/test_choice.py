@@ -35,12 +35,12 @@ from jaxpar.matmul._work import flow_of
 from jaxpar.mesh.chips import CHIPS, with_measured_links
 from jaxpar.mesh.walk import AxisLinks
 from jaxpar.ring.in_chunks import InChunks
-from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.naive import Naive
 from jaxpar.ring.order import Order, TpuOrder, traced_order
 from jaxpar.ring.seconds import Flow, collective_time, copy_time, hop_time, joining_is_cheaper
 from jaxpar.ring.staying import Stationary
-from jaxpar.ring.turns import gather_turns
+from jaxpar.ring.steps import gather_steps
+from jaxpar.ring.stepwise import Stepwise
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.testing import count_collectives
 
@@ -174,7 +174,7 @@ def test_a_mode_that_is_asked_for_is_taken(n, work, kind):
 def test_without_a_mesh_auto_is_naive_and_rings_are_plain():
     assert choose_way(problem(8, *LARGE)) == Naive(ring(8))
     both = "bidirectional"
-    assert choose_way(problem(8, *LARGE, both)) == InTurns(ring(8, both), (1, -1), Order())
+    assert choose_way(problem(8, *LARGE, both)) == Stepwise(ring(8, both), (1, -1), Order())
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_the_choice_is_never_predicted_to_be_slower_than_naive(chip, n, flops, b
     assert not isinstance(way, InChunks) or "all-gather" in beside
     for mode in ("unidirectional", "bidirectional", "chunked-4") if chip.torus else ():
         other = chosen(mesh, n, (flops, block_bytes), mode)
-        if not (isinstance(other, InTurns) and n == 2):
+        if not (isinstance(other, Stepwise) and n == 2):
             assert time(way) <= time(other) * (1 + 1e-9)
 
 
@@ -301,17 +301,17 @@ def test_the_choice_is_never_predicted_to_be_slower_than_naive(chip, n, flops, b
 def test_no_time_is_below_the_floor(chip, n, block_bytes):
     """No way computes faster than peak, or moves its bytes faster than the links do."""
     ways = [
-        InTurns(ring(n), directions, Order(), whole)
+        Stepwise(ring(n), directions, Order(), whole)
         for directions in ((1,), (1, -1))
         for whole in (False, True)
     ]
     for way in ways:
-        turns = gather_turns(n, way.directions, whole_opposite=way.whole_opposite)
+        steps = gather_steps(n, way.directions, whole_opposite=way.whole_opposite)
         by_first = sum(
-            1.0 if leg.half is None else 0.5
-            for turn in turns
-            for leg in turn.blocks
-            if leg.direction == 1
+            1.0 if hop.half is None else 0.5
+            for step in steps
+            for hop in step.blocks
+            if hop.direction == 1
         )
         assert by_first >= (n - 1) / len(way.directions)
         moved = by_first * block_bytes / chip.link
@@ -326,7 +326,7 @@ def test_no_time_is_below_the_floor(chip, n, block_bytes):
 
 @pytest.mark.parametrize("mode", ["naive", "chunked-4", "bidirectional"])
 def test_what_every_piece_reads_counts_for_every_piece(mode):
-    """Of a weight that is read once in one matmul each turn and chunk reads what is not kept."""
+    """Of a weight that is read once in one matmul each step and chunk reads what is not kept."""
     v6e, size = chip("TPU v6 lite"), 10**8
     way = chosen(described("TPU v6 lite"), 8, TINY, mode)
     without, with_it = (
@@ -613,7 +613,7 @@ def test_every_kind_of_work_has_a_rule(kind):
         ("auto", (4, 2), [("ab", "naive")]),  # a collective takes all at once
     ],
 )
-def test_weights_in_turns_have_a_stage_for_each_axis(mode, sizes, stages):
+def test_weights_stepwise_have_a_stage_for_each_axis(mode, sizes, stages):
     def found():
         over = Ring(("a", "b"), mode, size=sizes[0] * sizes[1])
         return [

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import layers, moe
-from jaxpar.ring.run import run as run_turns
-from jaxpar.ring.turns import Turn
+from jaxpar.ring.run import run as run_steps
+from jaxpar.ring.steps import Step
 
 LINE = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
 BESIDE = {kind: jaxpar.make_mesh("x=4,left=2", axis_types=kind) for kind in AxisType}
@@ -240,10 +240,10 @@ def test_all_that_computes_is_tried():
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_long_rings_without_jit(check_vma):
     """Turns that are a loop, whose number is no array where it is taken in Python."""
-    turns = [Turn(distance) for distance in range(40)]
+    steps = [Step(distance) for distance in range(40)]
 
     def total(x):
-        return run_turns(turns, x, lambda state, turn: state + turn.distance)
+        return run_steps(steps, x, lambda state, step: state + step.distance)
 
     mapped = jax.shard_map(total, mesh=LINE, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
     with jax.disable_jit():

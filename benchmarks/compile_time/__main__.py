@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import all_gather_matmul, make_mesh, matmul_reduce_scatter
 from jaxpar.ring import run
-from jaxpar.ring.turns import gather_turns, stretches
+from jaxpar.ring.steps import gather_steps, stretches
 from jaxpar.tools.cli.ops import with_gradients
 
 MODES = ("unidirectional", "bidirectional")
@@ -107,7 +107,7 @@ def steps(size: int, mode: str) -> int:
 
 def alike(size: int, mode: str) -> int:
     """The most turns that differ in distance alone."""
-    return max(times for _, times, _ in stretches(gather_turns(size, DIRECTIONS[mode])))
+    return max(times for _, times, _ in stretches(gather_steps(size, DIRECTIONS[mode])))
 
 
 def measure_all(sizes: Sequence[int], repeats: int) -> Iterator[Row]:

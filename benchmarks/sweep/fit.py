@@ -17,7 +17,7 @@ import jax
 import jaxpar
 from jaxpar.choose import choice
 from jaxpar.matmul import _kept
-from jaxpar.ring import hierarchical, in_chunks, in_turns, of_mode, order, seconds, staying
+from jaxpar.ring import hierarchical, in_chunks, of_mode, order, seconds, staying, stepwise
 from jaxpar.schedule import Target
 from jaxpar.schedule import target as describe
 from sweep.points import Point, grid
@@ -25,14 +25,14 @@ from sweep.times import Times
 from sweep.worker import ONE_RING, candidates, decided, forms
 from tables import Table
 
-MODULES = (seconds, choice, in_turns, in_chunks, of_mode, staying, hierarchical, order, _kept)
+MODULES = (seconds, choice, stepwise, in_chunks, of_mode, staying, hierarchical, order, _kept)
 # Of all chips; those of each are the fields of `seconds.Fitted`.
 SHARED = (
     *("MATMUL_SHARE", "SCATTERED_SHARE", "INSTRUCTION", "KEPT_JOINED", "KEPT_TOGETHER", "MARGIN"),
     "FLOPS_WITHIN",
 )
 FACTORS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)
-ADDED = {"within": 0.5, "turn_passes": 1.0, "chunk_passes": 1.0}  # to a number that is 0
+ADDED = {"within": 0.5, "step_passes": 1.0, "chunk_passes": 1.0}  # to a number that is 0
 # Of two sets of numbers that choose alike, the one that is nearer to the compiled times.
 WEIGHT = 0.02
 LEAST = 1e-4  # by which a number must better the score to be changed

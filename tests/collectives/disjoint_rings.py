@@ -98,7 +98,7 @@ def attended(q, k, v, left, right):
 
 
 def going(blocks=None, sums=None, order=CPU):
-    """Has blocks and sums go along these sides, or round rings, and turns have an order."""
+    """Has blocks and sums go along these sides, or round rings, and steps have an order."""
     of_mode.traced_order = lambda: order
 
     def along(_, way, __):

@@ -166,7 +166,7 @@ def test_an_operand_is_cut_before_its_matmul(compiled):
 def test_sums_of_one_size_are_not_late(compiled, monkeypatch):
     case = (V5P, "v5p:2x2x2", "scatter-rows", 4104, 4096, 4096)  # 513 rows
     alike = timeline(compiled(*case))
-    monkeypatch.setattr("jaxpar.ring.in_turns.equal_pieces", lambda *_: [(0, 257), (257, 256)])
+    monkeypatch.setattr("jaxpar.ring.stepwise.equal_pieces", lambda *_: [(0, 257), (257, 256)])
     uneven = timeline(compiled(*case))
     assert alike.total < 0.95 * uneven.total
 
@@ -291,7 +291,7 @@ class Untied(ClusterOrder):
 
 
 def without_tie(monkeypatch, number):
-    """Has `ClusterOrder` leave out one of the two ties of a turn: what leaves, or what arrived."""
+    """Has `ClusterOrder` leave out one of the two ties of a step: what leaves, or what arrived."""
     calls, tied = count(), written_after
 
     def tie(before, tree):

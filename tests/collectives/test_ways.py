@@ -1,4 +1,4 @@
-"""The flows over a ring, every way, and the loop that long rings run instead of unrolled turns."""
+"""The flows over a ring, every way, and the loop that long rings run instead of unrolled steps."""
 
 from itertools import product
 
@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import all_gather, all_reduce, make_mesh, reduce_scatter
 from jaxpar.axis.axis import bind
 from jaxpar.ring.in_chunks import InChunks
-from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.naive import Naive
 from jaxpar.ring.order import ClusterOrder, CpuOrder, Order, TpuOrder
+from jaxpar.ring.stepwise import Stepwise
 from jaxpar.ring.ways import Round, Use, as_it_is
 from jaxpar.testing import assert_matches_reference, count_collectives
 
@@ -50,11 +50,11 @@ def ways(mode):
     if mode == "naive":
         return [Naive(ring), InChunks(ring, 2), InChunks(ring, 3), InChunks(ring, 8)]
     directions = {"unidirectional": (1,), "bidirectional": (1, -1)}[mode]
-    in_turns = [InTurns(ring, directions, order) for order in ORDERS]
-    return [*in_turns, InTurns(ring, directions, Order(), whole_opposite=True)]
+    stepwise = [Stepwise(ring, directions, order) for order in ORDERS]
+    return [*stepwise, Stepwise(ring, directions, Order(), whole_opposite=True)]
 
 
-# Rings of 1, 2, odd and even, with a turn between the first and the last, for which both ways five
+# Rings of 1, 2, odd and even, with a step between the first and the last, for which both ways five
 # are needed. A loop needs 7 or more both ways, and one way 5. The naive way has none.
 UNROLLED = [
     *product(["naive", "unidirectional"], [1, 2, 3, 4], ["unrolled"]),
@@ -161,7 +161,7 @@ def test_a_scatter_adds_what_every_device_made_for_an_owner(n, length, mode, loo
 def test_sums_follow_a_block_home(n, mode, monkeypatch, loops):
     """Device j adds `10^j` times what it sees, and keeps a count weighted by whose it was."""
     if loops:
-        monkeypatch.setattr("jaxpar.ring.in_turns.UNROLLED_CIRCULATING", 1)
+        monkeypatch.setattr("jaxpar.ring.stepwise.UNROLLED_CIRCULATING", 1)
 
     def run(x):
         index = lax.axis_index("x")
@@ -179,12 +179,12 @@ def test_sums_follow_a_block_home(n, mode, monkeypatch, loops):
                     seen = seen + jnp.sum(part) * (owner + 1)
                 return seen, [part * place for part, _ in visits]
 
-            turns = Round(
+            steps = Round(
                 *(begin, visit, end),
                 split=lambda x, parts: list(x.reshape(parts, -1)),
                 join=jnp.concatenate,
             )
-            seen, sums = way.circulate(x, 0 * x[0], 0 * x, turns)
+            seen, sums = way.circulate(x, 0 * x[0], 0 * x, steps)
             return jnp.concatenate([seen[None], sums])[None]
 
         return tuple(once(way) for way in ways(mode))

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh
 from jaxpar.layers import head_layout, parallel_attention, ring_attention, zigzag_order
-from jaxpar.ring import in_turns, run
+from jaxpar.ring import run, stepwise
 from jaxpar.testing import count_collectives, tolerance
 
 
@@ -143,7 +143,7 @@ def test_16_bits_and_sums_in_them():
 
 def test_long_rings_run_loops(monkeypatch):
     monkeypatch.setattr(run, "UNROLLED", 1)
-    monkeypatch.setattr(in_turns, "UNROLLED_CIRCULATING", 1)
+    monkeypatch.setattr(stepwise, "UNROLLED_CIRCULATING", 1)
     how = {"causal": False, "window": (3, 2)}
     with jax.enable_x64(True):
         check(8, "auto", "contiguous", how, operands(8, 1, 1, (2, 3), batch=1))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import Axis
 from jaxpar.axis.varying import vary_over
 from jaxpar.layers import ring_attention, zigzag_order
-from jaxpar.ring import in_turns, run
+from jaxpar.ring import run, stepwise
 from jaxpar.testing import assert_matches_reference, count_collectives, tolerance
 
 
@@ -149,7 +149,7 @@ def test_several_axes_in_any_order(sizes, mode):
 
 def test_long_rings_run_loops(monkeypatch):
     monkeypatch.setattr(run, "UNROLLED", 1)
-    monkeypatch.setattr(in_turns, "UNROLLED_CIRCULATING", 1)
+    monkeypatch.setattr(stepwise, "UNROLLED_CIRCULATING", 1)
     check(line(7), Axis("x", mode="bidirectional"), (1, 4, 2, 2), 1, check_vma=True)
 
 

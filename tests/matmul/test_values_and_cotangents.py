@@ -303,7 +303,7 @@ def line(n):
 @pytest.mark.parametrize("n", range(1, 9))
 def test_every_ring_size(n):
     """With one row a device, so that no half of a block has the size of the other."""
-    # One way round, a turn is like any other: not on 4 and more devices.
+    # One way round, a step is like any other: not on 4 and more devices.
     modes = ["bidirectional", "unidirectional"][: 1 if n > 3 else 2]
 
     def fn(x, w, a, b):

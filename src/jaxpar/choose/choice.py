@@ -133,9 +133,9 @@ def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
         from jaxpar.ring.in_chunks import InChunks
 
         return InChunks(problem.ring, CHUNKED[mode])
-    from jaxpar.ring.of_mode import in_turns
+    from jaxpar.ring.of_mode import stepwise
 
-    return in_turns(problem, mode, flows)
+    return stepwise(problem, mode, flows)
 
 
 def beside_a_matmul(problem: Problem, mode: Mode, flows: Flows) -> str:
@@ -152,7 +152,7 @@ def beside_a_matmul(problem: Problem, mode: Mode, flows: Flows) -> str:
         return "" if moves else "no other operand can travel"
     if mode in CHUNKED:
         return _not_in_chunks(problem, CHUNKED[mode], flows)
-    if out := _not_in_turns(problem):
+    if out := _not_stepwise(problem):
         return out
     if mode == "multi-ring":
         return _not_by_disjoint_rings(problem, flows)
@@ -189,7 +189,7 @@ def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
     if not is_asynchronous(problem):
         return "the compiler runs no collective beside other work"
     if gathers:
-        return _not_in_turns(problem)
+        return _not_stepwise(problem)
     across = all(flow.in_chunks(CHUNKED[mode]).along != flow.along for flow in flows)
     return "" if across else "chunks of rows are placed apart"
 
@@ -244,7 +244,7 @@ def _not_in_chunks(problem: Problem, chunks: int, flows: Flows) -> str:
     return "each chunk would wait for the one before" if waits else ""
 
 
-def _not_in_turns(problem: Problem) -> str:
+def _not_stepwise(problem: Problem) -> str:
     """Why no ring can win."""
     chip, size = problem.figures, problem.ring.size
     if size == 2:
@@ -275,7 +275,7 @@ def _is_synchronous(problem: Problem) -> bool:
     """Whether the compiler makes permutes synchronous there, so that a ring can only lose.
 
     A slice of eight times the dimension has it; a ring of all of it closes over its wrap-around
-    links, and so does a shorter one with gaps. What is longer turns corners.
+    links, and so does a shorter one with gaps. What is longer steps corners.
     """
     around, size = problem.figures.synchronous_around, problem.ring.size
     if around is None or problem.devices < 8 * around:

@@ -12,7 +12,7 @@ from jaxpar.ring.ways import Way
 def choose_stages(problem: Problem) -> tuple[Way, ...]:
     """Returns the ways of weights over a ring of several axes, one after the other.
 
-    A collective takes all axes at once, and so do disjoint rings; in turns, blocks of the last
+    A collective takes all axes at once, and so do disjoint rings; in steps, blocks of the last
     axis, which are neighbours, go round before those of the others. Axes of one device have no
     stage.
     """

@@ -165,8 +165,8 @@ def _bwd(
         return add_tiles(second, dq, own)
 
     dq, own = _zeros(q, dtype), (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
-    turns = Round(begin, visit, end, method.split, method.join, lambda keys: (keys.k, keys.v))
-    dq, (dk, dv) = method.way.circulate(keys, dq, own, turns)
+    steps = Round(begin, visit, end, method.split, method.join, lambda keys: (keys.k, keys.v))
+    dq, (dk, dv) = method.way.circulate(keys, dq, own, steps)
     of_sinks = None if sinks is None else gradient_of_sinks(sinks, at)
     of_keys = Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype))
     return dq.astype(q.dtype), of_keys, of_sinks

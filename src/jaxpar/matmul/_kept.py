@@ -1,6 +1,6 @@
 """A gather that keeps what it brings for its derivative, which then gathers nothing.
 
-That is a scatter, beside whose transfers what was kept is used, in steps.
+That is a scatter, beside whose transfers what was kept is used, in tasks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxpar.mesh.walk import Index
 from jaxpar.ring.parts import Span, even_cuts
 from jaxpar.ring.scales import Scales
 from jaxpar.ring.seconds import KEPT_JOINED, KEPT_TOGETHER
-from jaxpar.ring.steps import Step, at_once
+from jaxpar.ring.tasks import Task, at_once
 from jaxpar.ring.ways import Arrivals, Kept, Place
 
 
@@ -44,15 +44,15 @@ class GatheredBlocks:
     scales: Scales | None
 
 
-def steps_of(
+def tasks_of(
     method: RingEinsum,
     products: tuple[Product, ...],
     blocks: list[tuple[Array, Place]],
     scales: Scales | None,
     cts: Any,
     parts: int,
-) -> list[Step]:
-    """Returns the work on blocks that were kept, and have their places, in steps.
+) -> list[Task]:
+    """Returns the work on blocks that were kept, and have their places, in tasks.
 
     Each is of as many as are best joined. A whole is cut into `parts`.
     """
@@ -62,11 +62,11 @@ def steps_of(
     cuts: list[Span | None] = [None] * len(blocks)
     # Blocks of a ring that is unrolled come as they are, one after the other; a longer one, and a
     # collective, leave the whole in one array.
-    if len(blocks) == 1:  # the whole, of which each turn gets a part
+    if len(blocks) == 1:  # the whole, of which each step gets a part
         cuts = [Span(*cut) for cut in even_cuts(whole, parts)]
         blocks = [(blocks[0][0], lambda _, at=cut: at) for cut in cuts]
 
-    def step(numbers: list[int]) -> Step:
+    def task(numbers: list[int]) -> Task:
         def take(index: Index) -> Any:
             places = [blocks[number][1](index) for number in numbers]
             return [take_partners(method, products, cts, scales, at) for at in places]
@@ -80,13 +80,13 @@ def steps_of(
                 arrivals.append((block, place(index), at))
             return use_arrivals(method, products, results, arrivals, whole, joined=True)
 
-        return Step(take, fold, adds=adds)
+        return Task(take, fold, adds=adds)
 
     def finish(results: list[Array]) -> list[Array]:
         return [x.astype(p.dtype) for x, p in zip(results, products, strict=True)]
 
     # A ring of 8, contracted: 8 blocks of 256 rows in two groups of four give two sums, not
-    # 8. Where results are placed, and nothing is added, each block is a step.
+    # 8. Where results are placed, and nothing is added, each block is a task.
     groups: list[list[int]] = [[0]]
     for number in range(1, len(blocks)):
         joined = [blocks[n][0].shape[dim] for n in groups[-1]]
@@ -94,7 +94,7 @@ def steps_of(
             groups[-1].append(number)
         else:
             groups.append([number])
-    return [*map(step, groups[:-1]), step(groups[-1])._replace(finish=finish)]
+    return [*map(task, groups[:-1]), task(groups[-1])._replace(finish=finish)]
 
 
 def _kept(method: RingEinsum, products: tuple[Product, ...], left: Any) -> Kept:
@@ -150,19 +150,19 @@ def _by_kept(
 ) -> Any:
     """Returns the same of what was kept: the gradients of the right operands send nothing.
 
-    They are made, a few blocks a turn, beside the transfers of the left one's.
+    They are made, a few blocks a step, beside the transfers of the left one's.
     """
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     own = left.values if isinstance(left, Quantized) else method.sent(left)
     places, own_first = _kept(method, products, left)
     blocks = zip([own, *kept.blocks] if own_first else kept.blocks, places, strict=True)
-    steps = partial(steps_of, method, for_rights, list(blocks), kept.scales, cts)
+    tasks = partial(tasks_of, method, for_rights, list(blocks), kept.scales, cts)
     back = method.derivative()
     if isinstance(left, Quantized) and left.exact is None:
-        of_left, made = None, at_once(steps(1), back.way.ring.index())
+        of_left, made = None, at_once(tasks(1), back.way.ring.index())
     else:
         pairs = tuple(zip(cts, rights, strict=True))
-        of_left, made = scatter_beside(back, steps, for_left, pairs)
+        of_left, made = scatter_beside(back, tasks, for_left, pairs)
     results: Any = made
     return of_left, tuple(results)
 

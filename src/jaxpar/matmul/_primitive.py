@@ -33,7 +33,7 @@ from jaxpar.matmul._product import (
     sizes_of,
 )
 from jaxpar.matmul._ring_einsum import RingEinsum
-from jaxpar.ring.ways import Arrivals, Forms, Positions, Steps, Use
+from jaxpar.ring.ways import Arrivals, Forms, Positions, Tasks, Use
 
 if TYPE_CHECKING:
     from jaxpar.ring.scales import Scales
@@ -116,28 +116,28 @@ def _scatter(
 
 def scatter_beside(
     method: RingEinsum,
-    steps: Steps | None,
+    tasks: Tasks | None,
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
 ) -> tuple[Out, Any]:
-    """As a scatter, beside whose transfers steps of other work are taken; returns theirs, too."""
+    """As a scatter, beside whose transfers tasks of other work are taken; returns theirs, too."""
 
     def across(chunks: int) -> tuple[Out, Any]:
         from jaxpar.matmul._across import scatter_across
-        from jaxpar.ring.steps import at_once
+        from jaxpar.ring.tasks import at_once
 
         sums = scatter_across(_scatter, method, chunks, products, pairs)
         if sums is None:  # the same part of every block
-            return scatter_blocks(method, steps, products, pairs, method.way.ring.size)
-        return sums, None if steps is None else at_once(steps(1), method.way.ring.index())
+            return scatter_blocks(method, tasks, products, pairs, method.way.ring.size)
+        return sums, None if tasks is None else at_once(tasks(1), method.way.ring.index())
 
-    in_blocks = partial(scatter_blocks, method, steps, products, pairs)
+    in_blocks = partial(scatter_blocks, method, tasks, products, pairs)
     return method.way.perform(Forms(in_blocks, across, in_blocks))
 
 
 def scatter_blocks(
     method: RingEinsum,
-    steps: Steps | None,
+    tasks: Tasks | None,
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
     blocks: int = 1,
@@ -172,7 +172,7 @@ def scatter_blocks(
         dim=first.out.index(label),
         length=sizes[0][label] // method.way.ring.size,
         dtype=first.dtype,
-        steps=steps,
+        tasks=tasks,
         flops=flops_of(sizes),
     )
 

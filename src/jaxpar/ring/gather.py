@@ -1,4 +1,4 @@
-"""A gather in turns: blocks come past all devices, each of which uses them while they go on."""
+"""A gather in steps: blocks come past all devices, each of which uses them while they go on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxpar.ring.parts import cut_out, like_finished
 from jaxpar.ring.phase import Ordering, Phase, freely
 from jaxpar.ring.pieces import half_of, join_halves
 from jaxpar.ring.run import run
-from jaxpar.ring.turns import Leg, Turn, gather_turns
+from jaxpar.ring.steps import Hop, Step, gather_steps
 from jaxpar.ring.ways import Arrivals, Positions, Use, as_it_is
 
 At = Callable[[Index, int | None], Positions]  # of an owner and a share; None: its whole block
@@ -44,11 +44,11 @@ class Gather:
     whole_opposite: bool = False
     reach: int | None = None
 
-    def turns(self, phase: Phase | None = None) -> list[Turn]:
+    def steps(self, phase: Phase | None = None) -> list[Step]:
         """The program of a phase, of the last one if it is not said of which."""
         phase = phase or self.phases[-1]
         rings, whole = len(phase.rings), self.whole_opposite
-        return gather_turns(
+        return gather_steps(
             *(phase.around, self.directions), rings=rings, whole_opposite=whole, reach=self.reach
         )
 
@@ -56,9 +56,9 @@ class Gather:
         """Where what comes lies in the whole, in its order, for blocks of a length."""
         last, at = self.phases[-1], self._positions(length)
         return [
-            partial(self._place, phase=last, t=t, at=at, leg=leg, share=share)
-            for t in self.turns()
-            for leg, share in self._arrivals(t, last)
+            partial(self._place, phase=last, t=t, at=at, hop=hop, share=share)
+            for t in self.steps()
+            for hop, share in self._arrivals(t, last)
         ]
 
     def run(
@@ -154,16 +154,16 @@ class Gather:
     ) -> Any:
         """Runs the program of a phase.
 
-        What the first turn uses is this device's `own`: the shares, or the block that they are of.
+        What the first step uses is this device's `own`: the shares, or the block that they are of.
         """
         ways = len(self.directions)
 
-        # `blocks` are those that have come, one for each leg of the turn, in the order of its legs:
-        # both ways of ring 0, then both of ring 1. In the first turn they are this device's own.
-        def turn(state: Any, t: Turn) -> Any:
+        # `blocks` are those that have come, one for each hop of the step, in the order of its hops:
+        # both ways of ring 0, then both of ring 1. In the first step they are this device's own.
+        def step(state: Any, t: Step) -> Any:
             index, carry, blocks = state
             come = self._arrivals(t, phase)
-            if len(come) < len(t.legs):  # two halves of one block have come by each ring
+            if len(come) < len(t.hops):  # two halves of one block have come by each ring
                 blocks = [
                     jax.tree.map(
                         lambda x, *xs: join_halves(xs, x),
@@ -177,19 +177,19 @@ class Gather:
             done = use.finish if not t.blocks else as_it_is
 
             def send(blocks: list[Any]) -> list[Any]:
-                # One block for each leg of the turn before; at first the own one for all.
-                def leaves(leg: Leg) -> Any:
-                    if not t.legs:
-                        return share_of(blocks, leg.ring)
-                    return blocks[t.legs.index(Leg(leg.direction, None, leg.ring))]
+                # One block for each hop of the step before; at first the own one for all.
+                def leaves(hop: Hop) -> Any:
+                    if not t.hops:
+                        return share_of(blocks, hop.ring)
+                    return blocks[t.hops.index(Hop(hop.direction, None, hop.ring))]
 
-                return [_moved(phase, leaves(leg), leg, t.distance) for leg in t.blocks]
+                return [_moved(phase, leaves(hop), hop, t.distance) for hop in t.blocks]
 
             known: list[Any] = []  # an index, and where blocks lie: traced once for each index
 
             def places(index: Index) -> list[Positions]:
                 if not known or known[0] is not index:
-                    of_all = [self._place(index, phase, t, at, leg, share) for leg, share in come]
+                    of_all = [self._place(index, phase, t, at, hop, share) for hop, share in come]
                     known[:] = index, of_all
                 found: list[Positions] = known[1]
                 return found
@@ -206,41 +206,41 @@ class Gather:
 
             alike = use.like if carry is None else partial(like_finished, done, carry)
             if not t.blocks and use.sums is None:
-                # Nothing is under way beside the last turn, which only writes: a turn in one piece
+                # Nothing is under way beside the last step, which only writes: a step in one piece
                 # would copy all that was written before.
                 alike = None
             return beside(index, blocks, send, Work(take_all, compute, use.sums, alike))
 
-        _, carry, _ = run(self.turns(phase), (index, None, own), turn)
+        _, carry, _ = run(self.steps(phase), (index, None, own), step)
         return carry
 
-    def _arrivals(self, t: Turn, phase: Phase) -> list[tuple[Leg | None, int | None]]:
-        """By which legs blocks have come to a turn, and of which share they are.
+    def _arrivals(self, t: Step, phase: Phase) -> list[tuple[Hop | None, int | None]]:
+        """By which hops blocks have come to a step, and of which share they are.
 
         To the first one the own block, by none; or its shares, where there are several phases. Of
-        two halves there is one leg.
+        two halves there is one hop.
         """
-        if not t.legs:
+        if not t.hops:
             own = [None] if len(self.phases) == 1 else range(len(phase.rings))
             return [(None, share) for share in own]
-        legs = t.legs[:: len(self.directions)] if t.legs[0].half is not None else t.legs
-        return [(leg, leg.ring) for leg in legs]
+        hops = t.hops[:: len(self.directions)] if t.hops[0].half is not None else t.hops
+        return [(hop, hop.ring) for hop in hops]
 
     def _place(
         self,
         index: Index,
         phase: Phase,
-        t: Turn,
+        t: Step,
         at: At,
-        leg: Leg | None,
+        hop: Hop | None,
         share: int | None,
     ) -> Positions:
-        if leg is None:
+        if hop is None:
             return at(index, share)
-        return at(phase.rings[leg.ring].behind(index, leg.direction * t.distance), share)
+        return at(phase.rings[hop.ring].behind(index, hop.direction * t.distance), share)
 
 
-def _moved(phase: Phase, x: Any, leg: Leg, hops: Any) -> Any:
-    if leg.half is not None:
-        x = jax.tree.map(partial(half_of, half=leg.half), x)
-    return phase.rings[leg.ring].hop(x, leg.direction, hops)
+def _moved(phase: Phase, x: Any, hop: Hop, distance: Any) -> Any:
+    if hop.half is not None:
+        x = jax.tree.map(partial(half_of, half=hop.half), x)
+    return phase.rings[hop.ring].hop(x, hop.direction, distance)

@@ -11,7 +11,6 @@ from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.cycles import AlongOne
 from jaxpar.mesh.walk import Index
 from jaxpar.ring.gather import Gather
-from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.phase import Phase
 from jaxpar.ring.seconds import (
     INSTRUCTION,
@@ -25,13 +24,14 @@ from jaxpar.ring.seconds import (
     work_time,
 )
 from jaxpar.ring.slab import Slab
+from jaxpar.ring.stepwise import Stepwise
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
 
 
 @dataclass(frozen=True)
-class Hierarchical(InTurns):
+class Hierarchical(Stepwise):
     """Blocks, sums, or both go along one dimension of a torus after the other.
 
     At any time each share goes along another one.
@@ -46,9 +46,9 @@ class Hierarchical(InTurns):
     blocks: bool = False
     sums: bool = False
 
-    def _turns_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
+    def _steps_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
         if not (self.blocks if flow.kind == "gather" else self.sums):
-            return super()._turns_time(problem, flow, beside)
+            return super()._steps_time(problem, flow, beside)
         chip, size, messages = problem.figures, self.ring.size, problem.messages("rings")
         if flow.kind == "gather":
             cuts_first = self.order.cuts_first
@@ -65,7 +65,7 @@ class Hierarchical(InTurns):
         last, *earlier = phases_over(self.ring, self.sides, shares)
         if self.sides[0] % 2 == 0:
             # The halves in which the opposite device's slab comes are two arrays from the first
-            # turn on. Cut where they leave, and joined where they come, they would be copied twice.
+            # step on. Cut where they leave, and joined where they come, they would be copied twice.
             last = last.in_halves()
         return Gather([*earlier[::-1], last], self.directions, cuts, dim, whole_opposite=True)
 
@@ -75,7 +75,7 @@ class Hierarchical(InTurns):
         return phases_over(self.ring, self.sides, shares)
 
 
-def along_dimensions(way: InTurns, sides: tuple[int, ...]) -> Hierarchical:
+def along_dimensions(way: Stepwise, sides: tuple[int, ...]) -> Hierarchical:
     """Returns the way along one dimension after the other, in the place of disjoint rings."""
     how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
     return Hierarchical(*how, sides=sides, blocks=True, sums=True)
@@ -162,16 +162,16 @@ def time_of_sums(
     side, shares = sides[0], len(sides)
     fitted = fitted_to(chip.kind)
     made = side * shares * pieces
-    work = work_time(chip, flow, made, fitted.turn_passes)
+    work = work_time(chip, flow, made, fitted.step_passes)
     each = (work + beside) / made  # of a sum
     sent = flow.block_bytes * size / made  # of a sum, in bytes
-    turn = 2 * shares * each  # both ways round of each share
+    step = 2 * shares * each  # both ways round of each share
 
     def hop(sent: float) -> float:
         return hop_time(chip, sent * messages)
 
-    # The first turn that adds waits for what the first one made; half a turn is before, and behind.
-    seconds = 2 * turn + hop(sent) + (side - 2) * max(turn, hop(sent))
+    # The first step that adds waits for what the first one made; half a step is before, and behind.
+    seconds = 2 * step + hop(sent) + (side - 2) * max(step, hop(sent))
     for _ in sides[1:]:
         sent /= side
         # More shares are less often of whole tiles.
@@ -208,7 +208,7 @@ def time_of_blocks(
         # Each is laid out beside others, and so is what it is multiplied by.
         joined = 2 * INSTRUCTION * pieces + copy_time(chip, size * flow.block_bytes)
         pieces = side
-    work = (work_time(chip, flow, pieces, fitted.turn_passes) + joined) / side  # of a turn, one way
+    work = (work_time(chip, flow, pieces, fitted.step_passes) + joined) / side  # of a step, one way
     seconds += max(work, hop(sent)) + (hops - 1) * max(2 * work, hop(sent))
     if opposite:
         seconds += max(2 * work, hop(sent / 2)) + work

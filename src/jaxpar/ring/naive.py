@@ -34,8 +34,8 @@ from jaxpar.ring.ways import (
     Positions,
     Round,
     Split,
-    Steps,
     Take,
+    Tasks,
     Use,
     Way,
     in_one_part,
@@ -109,14 +109,14 @@ class Naive(Way):
         dim: int,
         length: int,
         dtype: DTypeLike,
-        steps: Steps | None = None,
+        tasks: Tasks | None = None,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
         carry = None
-        if steps:
-            from jaxpar.ring.steps import at_once  # of a gather that another way has kept
+        if tasks:
+            from jaxpar.ring.tasks import at_once  # of a gather that another way has kept
 
-            carry = at_once(steps(1), self.ring.index())
+            carry = at_once(tasks(1), self.ring.index())
         parts = [
             self._scattered(produce(take(positions)), dim, size, dtype)
             for _, size, positions in self._parts(length)
@@ -152,8 +152,8 @@ class Naive(Way):
         return jnp.sum(replace(wide, dtype=wide.scales.dtype).dequantized(), axis=0)
 
     @in_scope
-    def circulate(self, block: Any, carry: Any, own: Any, turns: Round) -> tuple[Any, Any]:
-        carry, own = turns.end(*turns.begin(carry, own))
+    def circulate(self, block: Any, carry: Any, own: Any, steps: Round) -> tuple[Any, Any]:
+        carry, own = steps.end(*steps.begin(carry, own))
         if self.ring.size == 1:
             return carry, own
 
@@ -165,7 +165,7 @@ class Naive(Way):
         def consume(state: Any, arrivals: Arrivals) -> Any:
             carry, sums = state
             [(part, owner, _)] = arrivals
-            carry, [made] = turns.visit(carry, [(part, owner)])
+            carry, [made] = steps.visit(carry, [(part, owner)])
             return carry, put(sums, made, owner)
 
         # [n, ...]: a share for each owner.
@@ -174,7 +174,7 @@ class Naive(Way):
         carry, sums = self._visit(block, consume, take_nothing, (carry, sums))
         axes = self.ring.names
         return carry, jax.tree.map(
-            lambda x, like: psum_scatter(self._wire(x, like.dtype), axes), sums, turns.summed(block)
+            lambda x, like: psum_scatter(self._wire(x, like.dtype), axes), sums, steps.summed(block)
         )
 
     def _gathered(self, x: Array, dim: int) -> Array:

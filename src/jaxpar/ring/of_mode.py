@@ -1,4 +1,4 @@
-"""Which turns a mode stands for: one way round, both ways, or by disjoint rings."""
+"""Which steps a mode stands for: one way round, both ways, or by disjoint rings."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxpar.arguments.types import Mode
-from jaxpar.ring.in_turns import InTurns
 from jaxpar.ring.order import traced_order
 from jaxpar.ring.seconds import MARGIN, Flow, hop_time
+from jaxpar.ring.stepwise import Stepwise
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
 
 
-def in_turns(problem: Problem, mode: Mode, flows: tuple[Flow, ...]) -> InTurns:
-    """Returns the way of a mode in turns, for the flows of a pass."""
+def stepwise(problem: Problem, mode: Mode, flows: tuple[Flow, ...]) -> Stepwise:
+    """Returns the way of a mode in steps, for the flows of a pass."""
     if problem.near is not None and mode != "multi-ring":
         directions, reach = problem.near
-        return InTurns(problem.ring, directions, traced_order(), reach=reach)
+        return Stepwise(problem.ring, directions, traced_order(), reach=reach)
     rings = problem.ring.disjoint() if mode == "multi-ring" else None
     one_way = mode == "unidirectional" or (rings and rings[0].crosses_a_cube)
     directions = (1,) if one_way else (1, -1)
     covered = _opposite_is_covered(problem, flows)
-    way = InTurns(problem.ring, directions, traced_order(), covered, rings)
+    way = Stepwise(problem.ring, directions, traced_order(), covered, rings)
     return way if mode != "multi-ring" else with_phases(problem, way, flows)
 
 
-def with_phases(problem: Problem, way: InTurns, flows: tuple[Flow, ...]) -> InTurns:
+def with_phases(problem: Problem, way: Stepwise, flows: tuple[Flow, ...]) -> Stepwise:
     """Returns a way of disjoint rings with what blocks and sums had better go by.
 
     Along one dimension after the other pieces are larger by the side of the torus; but less of
@@ -60,7 +60,7 @@ def _opposite_is_covered(problem: Problem, flows: tuple[Flow, ...]) -> bool:
         return True
     if chip is None or not all(flow.flops for flow in flows) or not flows:
         return False
-    # The work of one turn both ways, two blocks, covers a transfer of a whole block.
+    # The work of one step both ways, two blocks, covers a transfer of a whole block.
     return all(
         2 * flow.flops / problem.ring.size / chip.flops >= hop_time(chip, flow.block_bytes)
         for flow in flows

@@ -28,10 +28,10 @@ Beside = tuple[Index, Any, Any]  # the index, what was made, what arrived
 
 
 class Work(NamedTuple):
-    """What a turn computes while its transfers are under way.
+    """What a step computes while its transfers are under way.
 
     Attributes:
-      take: cuts what the turn needs of what stays at home; depends on the index alone.
+      take: cuts what the step needs of what stays at home; depends on the index alone.
       compute: `(index, leaving, take(index))` to what is made of them.
       sums: picks, of what is made, that which is added to and not only written into; None where
         nothing is.
@@ -54,7 +54,7 @@ FLOPS_WITHIN = 1e10
 
 @dataclass(frozen=True)
 class Order:
-    """A barrier a turn: the transfers of the next one start when this one's work is done.
+    """A barrier a step: the transfers of the next one start when this one's work is done.
 
     Without it, in the HLO for 8 devices:
 
@@ -69,7 +69,7 @@ class Order:
         """Computes while a transfer is under way.
 
         `index` is this device's logical index; `send(leaving)` starts the transfers of
-        what leaves, and returns what arrives. All that the next turn does must depend on the index
+        what leaves, and returns what arrives. All that the next step does must depend on the index
         that is returned, which comes after both.
         """
         arriving = send(leaving)
@@ -77,7 +77,7 @@ class Order:
         return lax.optimization_barrier((index, made, arriving))
 
     def for_sums(self, flops: float) -> "Order":
-        """Returns the order for the unrolled turns of a scatter, each of whose sums takes `flops`.
+        """Returns the order for the unrolled steps of a scatter, each of whose sums takes `flops`.
 
         0: nothing is multiplied.
         """
@@ -90,7 +90,7 @@ class Order:
 
 @dataclass(frozen=True)
 class TpuOrder(Order):
-    """A turn that adds is one instruction: a conditional whose predicate the compiler cannot prove.
+    """A step that adds is one instruction: a conditional whose predicate the compiler cannot prove.
 
     Without it, the addition of a sum that has arrived is a pass over memory of its own, a third of
     a matmul, where in the matmul's epilogue it is free:
@@ -106,7 +106,7 @@ class TpuOrder(Order):
 
     pieces = 2
     # The scheduler reckons with half of a transfer's time, and delays its start to the last
-    # instruction that covers that; a turn that only places is one instruction, too. Without it:
+    # instruction that covers that; a step that only places is one instruction, too. Without it:
     #     matmul.8; collective-permute-start; matmul.9; collective-permute-done
     delays_transfers: bool = False
     # A long matmul that cuts its operand is slower by more than the cut takes (376 us for 24 + 272;
@@ -126,9 +126,9 @@ class TpuOrder(Order):
             return work.compute(index, leaving, take(index))
 
         if like is not None and (work.sums is not None or self.delays_transfers):
-            # Arrays by closure: an operand that a turn does not use would be kept. With jax 0.12.0
+            # Arrays by closure: an operand that a step does not use would be kept. With jax 0.12.0
             # `scheduling_group` does not replace this: it changes no program. `must_fuse_call` does
-            # where a turn makes one sum, as fast; where it makes two, compilation fails.
+            # where a step makes one sum, as fast; where it makes two, compilation fails.
             made = control_flow.cond(index >= 0, compute, lambda _: like(), index)
         else:
             made = compute(index)
@@ -169,7 +169,7 @@ class CpuOrder(Order):
 
 @dataclass(frozen=True)
 class ClusterOrder(Order):
-    """Nothing leaves before the matmul beside it can start, and the next turn waits for both.
+    """Nothing leaves before the matmul beside it can start, and the next step waits for both.
 
     The executor of CPU devices runs what is ready in the order in which it became so, and a
     transfer between processes blocks the thread that runs it: a matmul that is ready only later

@@ -75,7 +75,7 @@ def join_dims(x: Array, dim: int) -> Array:
 def unwritten(whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
     """Returns the whole; if there is none yet, memory for one, of which all will be written."""
     if whole is None:
-        # Not zeros: filling what every turn overwrites would be one more pass over the result.
+        # Not zeros: filling what every step overwrites would be one more pass over the result.
         return empty_result(part, dim, length)
     return vary_over(varying_axes(part), whole)
 

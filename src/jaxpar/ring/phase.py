@@ -40,7 +40,7 @@ class Phase:
         return self.rings[0].around
 
     def positions(self, owner: Index, ring: int, length: int, start: int, size: int) -> Span | Slab:
-        """Where a piece of a ring's blocks is in the whole of all, for a turn's owner.
+        """Where a piece of a ring's blocks is in the whole of all, for a step's owner.
 
         Of each block of `length` the piece is `size` positions from `start` on.
         """

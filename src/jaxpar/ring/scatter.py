@@ -1,4 +1,4 @@
-"""A scatter in turns: sums on their way to their owners, to which each device adds its share."""
+"""A scatter in steps: sums on their way to their owners, to which each device adds its share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from jaxpar.ring.order import Work
 from jaxpar.ring.parts import Span, empty_result
 from jaxpar.ring.phase import Ordering, Phase, freely
 from jaxpar.ring.run import run
-from jaxpar.ring.turns import Leg, Turn
+from jaxpar.ring.steps import Hop, Step
 from jaxpar.ring.ways import as_it_is
 
-Sums = dict[Leg, Any]  # by the legs by which they leave or came, as they travel
+Sums = dict[Hop, Any]  # by the hops by which they leave or came, as they travel
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Scatter:
     """What all phases of a scatter share.
 
     Attributes:
-      turns: the program, of each of them.
+      steps: the program, of each of them.
       cuts: of each share its pieces, one or two, as starts and sizes in a block: all of one size.
       dim: along which the blocks of all devices make a whole.
       length: of a block.
@@ -35,7 +35,7 @@ class Scatter:
       encode: sums, as they travel.
     """
 
-    turns: Sequence[Turn]
+    steps: Sequence[Step]
     cuts: Sequence[Sequence[tuple[int, int]]]
     dim: int
     length: int
@@ -87,71 +87,71 @@ class Scatter:
 
         Returns the block where sums are to be placed in it; or of each piece those of the shares.
 
-        The state between turns of one piece is the index, and the sums that leave in the next turn.
-        Of two pieces it is the index; what the turn before has made; by legs, the sums that came
-        and to which nothing was added yet, for a turn or two, as pieces take turns; and what is
+        The state between steps of one piece is the index, and the sums that leave in the next step.
+        Of two pieces it is the index; what the step before has made; by hops, the sums that came
+        and to which nothing was added yet, for a step or two, as pieces take turns; and what is
         finished.
         """
         pieces, shares, rings = len(self.cuts[0]), range(len(self.cuts)), phase.rings
 
-        def send(leaving: Sums, t: Turn) -> Sums:
-            def hops(leg: Leg) -> Any:
-                # A sum of a later half than the turn's is for an owner one place farther.
-                return t.distance - (1 if leg.half is not None and leg.half <= t.piece else 0)
+        def send(leaving: Sums, t: Step) -> Sums:
+            def places_on(hop: Hop) -> Any:
+                # A sum of a later half than the step's is for an owner one place farther.
+                return t.distance - (1 if hop.half is not None and hop.half <= t.piece else 0)
 
             return {
-                leg: rings[leg.ring].hop(self.encode(x), leg.direction, hops(leg))
-                for leg, x in leaving.items()
+                hop: rings[hop.ring].hop(self.encode(x), hop.direction, places_on(hop))
+                for hop, x in leaving.items()
             }
 
-        def take_all(index: Index, t: Turn) -> list[Any]:
-            def owner(leg: Leg) -> Array:
-                return rings[leg.ring].behind(index, -leg.direction * t.distance)
+        def take_all(index: Index, t: Step) -> list[Any]:
+            def owner(hop: Hop) -> Array:
+                return rings[hop.ring].behind(index, -hop.direction * t.distance)
 
-            owners = [(owner(leg), leg.ring) for leg in t.legs] or [(index, n) for n in shares]
+            owners = [(owner(hop), hop.ring) for hop in t.hops] or [(index, n) for n in shares]
             return [take(at, share, t.piece) for at, share in owners]
 
-        def added(t: Turn) -> list[list[Leg]]:
-            """By which legs what is added to each sum comes; to one for this device, by all."""
-            if t.legs:
-                return [[leg] if leg in t.adds else [] for leg in t.legs]
-            return [[leg for leg in t.adds if leg.ring == ring] for ring in shares]
+        def added(t: Step) -> list[list[Hop]]:
+            """By which hops what is added to each sum comes; to one for this device, by all."""
+            if t.hops:
+                return [[hop] if hop in t.adds else [] for hop in t.hops]
+            return [[hop for hop in t.adds if hop.ring == ring] for ring in shares]
 
-        def add(made: list[Array], came: Sums, t: Turn) -> list[Array]:
-            for number, legs in enumerate(added(t)):
-                for leg in legs:
-                    made[number] += read_as(came[leg], made[number].dtype)
+        def add(made: list[Array], came: Sums, t: Step) -> list[Array]:
+            for number, hops in enumerate(added(t)):
+                for hop in hops:
+                    made[number] += read_as(came[hop], made[number].dtype)
             return made
 
-        def in_one(state: Any, t: Turn) -> Any:
-            """What was sent is under way while this turn computes, and added once it is here."""
+        def in_one(state: Any, t: Step) -> Any:
+            """What was sent is under way while this step computes, and added once it is here."""
             index, leaving = state
             work = Work(partial(take_all, t=t), lambda _, __, taken: [produce(x) for x in taken])
             index, made, came = beside(index, leaving, partial(send, t=t), work)
             made = add(made, came, t)
-            return index, dict(zip(t.legs, made, strict=True)) if t.legs else made
+            return index, dict(zip(t.hops, made, strict=True)) if t.hops else made
 
-        def in_two(state: Any, t: Turn) -> Any:
-            """What is added came in the turns before, while the other piece was computed."""
+        def in_two(state: Any, t: Step) -> Any:
+            """What is added came in the steps before, while the other piece was computed."""
             index, leaving, came, done = state
             result: Any = done
-            if place and not t.legs and not t.piece:  # the first own piece: the block is begun
+            if place and not t.hops and not t.piece:  # the first own piece: the block is begun
                 some = next(iter(came.values()))
                 result = empty_result(read_as(some, self.dtype), self.dim, self.length)
 
             def compute(_: Array, leaving: Sums, taken: list[Any]) -> Any:
                 sums = add([produce(x) for x in taken], came, t)
-                if t.legs:
+                if t.hops:
                     return [self.encode(x) for x in sums]
                 return self._placed(result, sums, t.piece) if place else self._rounded(sums)
 
             def like() -> Any:
-                if place and not t.legs:
+                if place and not t.hops:
                     return result
                 # Other arrays wherever there are: one that is returned twice is copied.
-                alike = {n: cycle([leg for leg in t.adds if leg.ring == n]) for n in shares}
-                if t.legs:
-                    return [came[next(alike[leg.ring])] for leg in t.legs]
+                alike = {n: cycle([hop for hop in t.adds if hop.ring == n]) for n in shares}
+                if t.hops:
+                    return [came[next(alike[hop.ring])] for hop in t.hops]
                 return [read_as(came[next(alike[n])], self.dtype) for n in shares]
 
             work = Work(partial(take_all, t=t), compute, as_it_is, like if t.adds else None)
@@ -160,18 +160,18 @@ class Scatter:
             else:
                 arriving = send(leaving, t)
                 index, made, _ = beside(index, {}, as_it_is, work)
-            came = {leg: x for leg, x in came.items() if leg not in t.adds} | arriving
-            if t.legs:
-                return index, dict(zip(t.legs, made, strict=True)), came, done
+            came = {hop: x for hop, x in came.items() if hop not in t.adds} | arriving
+            if t.hops:
+                return index, dict(zip(t.hops, made, strict=True)), came, done
             return index, {}, came, made if place else [*done, made]
 
         if pieces == 1:
-            _, sums = run(self.turns, (index, {}), in_one)
+            _, sums = run(self.steps, (index, {}), in_one)
             sums = self._rounded(sums)
             if not place:
                 return [sums]
             return self._placed(None, sums, 0)
-        return run(self.turns, (index, {}, {}, []), in_two, period=2)[-1]
+        return run(self.steps, (index, {}, {}, []), in_two, period=2)[-1]
 
     def _wide(self, x: Array) -> Array:
         return x.astype(addition_dtype(x.dtype))

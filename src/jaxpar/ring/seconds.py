@@ -80,7 +80,7 @@ MATMUL_SHARE = 0.9
 # Of a GPU's link, what large collectives reach, and permutes of more than so many bytes; smaller
 # permutes reach so many bytes per second. XLA's own tables of H100 and B200 have it so.
 PORT_SHARE, SMALL, SMALL_PERMUTE = 0.7, 2**26, 7.5e10
-# Seconds of an instruction of its own that cuts, joins or lays out, and of a turn of a loop.
+# Seconds of an instruction of its own that cuts, joins or lays out, and of a step of a loop.
 INSTRUCTION = 1e-6
 # Blocks that were kept are joined, contracted, while they are no longer than this together: more
 # would be copied first, less is a sum of float32 for each. And no more than so many blocks.
@@ -97,15 +97,15 @@ class Fitted:
 
     Attributes:
       within: of a copy of what stays, how much longer a matmul takes that cuts it by itself.
-      turn_passes: how often sums of float32 are read and written for each piece, apart from the
-        matmul, in turns; not at all where the compiler adds in its epilogue at full speed.
+      step_passes: how often sums of float32 are read and written for each piece, apart from the
+        matmul, in steps; not at all where the compiler adds in its epilogue at full speed.
       chunk_passes: the same in chunks.
       piece: seconds that one more piece of work costs beyond what it computes, reads and writes.
       resident: the share of VMEM that keeps an operand; what is beyond it is read for each piece.
     """
 
     within: float = 0.0
-    turn_passes: float = 0.0
+    step_passes: float = 0.0
     chunk_passes: float = 0.0
     piece: float = 3e-6
     resident: float = 0.3
@@ -113,10 +113,10 @@ class Fitted:
 
 _OTHERS = Fitted(chunk_passes=2.0)
 BY_KIND = {
-    "TPU v5 lite": Fitted(turn_passes=2.0, chunk_passes=0.25),
+    "TPU v5 lite": Fitted(step_passes=2.0, chunk_passes=0.25),
     "TPU v5": Fitted(within=0.5, piece=1.8e-6),
-    "TPU v6 lite": Fitted(turn_passes=1.0, chunk_passes=1.0, piece=4.2e-6, resident=0.5),
-    "TPU7x": Fitted(turn_passes=1.0, chunk_passes=1.0),
+    "TPU v6 lite": Fitted(step_passes=1.0, chunk_passes=1.0, piece=4.2e-6, resident=0.5),
+    "TPU7x": Fitted(step_passes=1.0, chunk_passes=1.0),
 }
 
 
@@ -201,21 +201,21 @@ def quantizing_time(chip: Chip, flows: Sequence[Flow]) -> float:
 
 
 def work_on_kept(
-    chip: Chip, flow: Flow, kept: int, parts: int = 1, *, in_turns: bool = False
+    chip: Chip, flow: Flow, kept: int, parts: int = 1, *, stepwise: bool = False
 ) -> float:
     """Seconds of the work on what was gathered before, in so many blocks, or a whole in `parts`.
 
-    In turns sums stay in VMEM if they fit.
+    In steps sums stay in VMEM if they fit.
     """
     pieces, fitted = parts if kept == 1 else kept, fitted_to(chip.kind)
     if kept > 1 and flow.sums:
         joined = KEPT_JOINED // max(1, flow.length // kept) + 1
         pieces = -(-kept // min(joined, KEPT_TOGETHER))
     cut = copy_time(chip, flow.cut) if pieces > 1 else 0.0
-    if in_turns:
+    if stepwise:
         fits = 2 * flow.sums <= chip.vmem
-        return cut + work_time(chip, flow, pieces, fitted.turn_passes, kept=fits)
-    return cut + work_time(chip, flow, pieces, max(2.0, fitted.turn_passes))
+        return cut + work_time(chip, flow, pieces, fitted.step_passes, kept=fits)
+    return cut + work_time(chip, flow, pieces, max(2.0, fitted.step_passes))
 
 
 def joining_is_cheaper(length: int, sums: int) -> bool:

@@ -1,7 +1,7 @@
 """Ways over a ring: what every one of them does.
 
 Three flows of data are all that the package needs of a ring: blocks that arrive, sums that leave,
-and both a turn apart. Who uses them does not know which way they go.
+and both a step apart. Who uses them does not know which way they go.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from jaxpar.ring.seconds import Flow
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
-    from jaxpar.ring.steps import Step
 
 # Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
 Positions = Any  # Span | Comb | Slab | Array
@@ -32,7 +31,7 @@ Take = Callable[[Positions], Any]
 Pick = Callable[[Any], Any]
 Split = Callable[[Any, int], list[Any]]
 Place = Callable[[Index], Positions]  # of this device's logical index
-Steps = Callable[[int], "Sequence[Step]"]  # of the number of parts into which it is cut
+Tasks = Callable[[int], "Sequence[Step]"]  # of the number of parts into which it is cut
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -98,10 +97,10 @@ class Round(NamedTuple):
     """What is done with blocks that go past all devices, and with their sums.
 
     Attributes:
-      begin: `(carry, own)` to both: a share of the work on the own block, for the first turn.
+      begin: `(carry, own)` to both: a share of the work on the own block, for the first step.
       visit: `(carry, visits)` to the carry and, for each visiting part, what this device adds to
         the sums of its owner, in the dtypes of `own`.
-      end: like `begin`: the other share, for the last turn.
+      end: like `begin`: the other share, for the last step.
       split: deals a block out to at most so many parts, which may go different ways.
       join: the inverse of `split`, for sums.
       summed: picks of a block what has sums.
@@ -208,10 +207,10 @@ class Way:
         dim: int,
         length: int,
         dtype: DTypeLike,
-        steps: Steps | None = None,
+        tasks: Tasks | None = None,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
-        """Sums for each device what all devices produce for it, and takes steps of other work.
+        """Sums for each device what all devices produce for it, and takes tasks of other work.
 
         Args:
           produce: what `take` gave, to this device's partial sums for its positions.
@@ -220,11 +219,11 @@ class Way:
           dim: the dimension of what is produced that is dealt out to the devices.
           length: how many positions each device owns.
           dtype: of the result.
-          steps: of work that waits for nothing, beside the transfers, in as many parts as fit.
+          tasks: of work that waits for nothing, beside the transfers, in as many parts as fit.
           flops: of `produce` for all positions; 0: it multiplies nothing.
 
         Returns:
-          The sum of all devices' partial sums for this device's positions, and the steps' last
+          The sum of all devices' partial sums for this device's positions, and the tasks' last
           carry.
         """
         raise NotImplementedError
@@ -233,14 +232,14 @@ class Way:
         """Returns what a matmul makes, in the form that goes this way."""
         return forms.in_blocks()
 
-    def circulate(self, block: Any, carry: Any, own: Any, turns: Round) -> tuple[Any, Any]:
+    def circulate(self, block: Any, carry: Any, own: Any, steps: Round) -> tuple[Any, Any]:
         """Takes every device's block past all others, and sums for its owner what each makes of it.
 
         Args:
           block: pytree of arrays, this device's block.
           carry: what stays here and is folded over all blocks.
           own: zeros like what is `summed` of the block: this device's share of its own sums.
-          turns: what is done in them.
+          steps: what is done in them.
 
         Returns:
           The carry, and the sums of all devices for this device's block.

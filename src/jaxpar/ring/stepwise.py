@@ -1,4 +1,4 @@
-"""The way round a ring in turns: every transfer beside the work on what came before it."""
+"""The way round a ring in steps: every transfer beside the work on what came before it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from jaxpar.ring.seconds import (
     work_on_kept,
     work_time,
 )
-from jaxpar.ring.steps import Spare, at_once
-from jaxpar.ring.turns import Leg, Turn, circulate_turns, gather_turns, scatter_turns
+from jaxpar.ring.steps import Hop, Step, circulate_steps, gather_steps, scatter_steps
+from jaxpar.ring.tasks import Spare, at_once
 from jaxpar.ring.ways import (
     Arrivals,
     Kept,
     Round,
     Split,
-    Steps,
     Take,
+    Tasks,
     Use,
     Way,
     as_it_is,
@@ -53,16 +53,16 @@ if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
 
 FLOAT32 = 2  # times the bytes of sums in 16 bits
-UNROLLED_CIRCULATING = 6  # fewer than of other turns: such a one holds more matmuls
+UNROLLED_CIRCULATING = 6  # fewer than of other steps: such a one holds more matmuls
 
 
 @dataclass(frozen=True)
-class InTurns(Way):
+class Stepwise(Way):
     """Blocks and sums go from neighbour to neighbour, one way or both ways round.
 
     Attributes:
       directions: of the transfers of a gather, (1,) or (1, -1); sums go the other way.
-      order: how a turn's transfers are kept beside its work.
+      order: how a step's transfers are kept beside its work.
       whole_opposite: the last block of an even ring comes whole, as matmuls cover it.
       rings: which devices are neighbours. Of several rings over the same devices, that share no
         link, each carries its own share of every block. None: the one in logical order.
@@ -87,10 +87,10 @@ class InTurns(Way):
         chip = problem.figures
         if kept:
             first, last = flows
-            work = work_on_kept(chip, last, kept, self._parts, in_turns=True)
-            return self._turns_time(problem, first, work)
+            work = work_on_kept(chip, last, kept, self._parts, stepwise=True)
+            return self._steps_time(problem, first, work)
         ahead = quantizing_time(chip, flows)
-        return ahead + sum(self._turns_time(problem, flow) for flow in flows)
+        return ahead + sum(self._steps_time(problem, flow) for flow in flows)
 
     @in_scope
     def gather(
@@ -130,16 +130,16 @@ class InTurns(Way):
     def _parts(self) -> int:
         """Into how many other work is cut that is to be beside a scatter's transfers."""
         around, pieces = self._sum_phases(1)[0].around, self.order.pieces
-        looped = loops(scatter_turns(around, self.directions, pieces), pieces)
-        # A whole that was kept of a longer gather is not cut for fewer turns: the gradients of a
+        looped = loops(scatter_steps(around, self.directions, pieces), pieces)
+        # A whole that was kept of a longer gather is not cut for fewer steps: the gradients of a
         # gather of 16384x8192x8192 over 8 x 8 v5p took 2089 us so, and 2003.
         return 1 if looped or self._keeps_whole else around
 
     @property
     def _keeps_whole(self) -> bool:
-        """Whether what comes is kept as one array: turns that run in a loop hand out none."""
+        """Whether what comes is kept as one array: steps that run in a loop hand out none."""
         gather = self._gather([], len(self.rings or [self.ring]), 0)
-        return loops(gather.turns())
+        return loops(gather.steps())
 
     def kept(self, length: int) -> Kept | None:
         if self._keeps_whole:
@@ -157,7 +157,7 @@ class InTurns(Way):
         dim: int,
         length: int,
         dtype: DTypeLike,
-        steps: Steps | None = None,
+        tasks: Tasks | None = None,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
         # A block of 12 rows, two rings, two pieces: each ring carries half of it, in two pieces of
@@ -171,32 +171,32 @@ class InTurns(Way):
         parts = equal_pieces(length, shares * pieces)
         cuts = [parts[share * pieces :][:pieces] for share in range(shares)]
         phases = self._sum_phases(shares)
-        work = () if steps is None else steps(self._parts)
-        # Steps fill the time that staggered sums do, but for the first one, which is ahead of all
-        # turns; and quantizing sums in one more turn costs more than it.
+        work = () if tasks is None else tasks(self._parts)
+        # Tasks fill the time that staggered sums do, but for the first one, which is ahead of all
+        # steps; and quantizing sums in one more step costs more than it.
         staggered = len(work) < 2 and self.ring.low_bit_sums(dtype) is None
-        turns = scatter_turns(
+        steps = scatter_steps(
             phases[0].around, self.directions, pieces, rings=shares, staggered=staggered
         )
         before, order = None, self.order
-        if not loops(turns, pieces):
+        if not loops(steps, pieces):
             # Shares of several rings are counted as one sum: in smaller ones two rings took 1746 us
             # for 1687 of a scatter of 65536x14336x4096.
             order = order.for_sums(flops / (phases[0].around * pieces))
-        elif work:  # no turn is there by itself to take one
+        elif work:  # no step is there by itself to take one
             before, work = at_once(work, self.ring.index()), ()
-        spare = Spare(work, self.ring.index(), len(turns), before)
+        spare = Spare(work, self.ring.index(), len(steps), before)
 
         def beside(index: Index, leaving: Any, send: Any, work: Work) -> Beside:
             return spare.within(partial(order.beside, index, leaving, send), work)
 
         quantize = partial(self._quantized, dim=dim, dtype=dtype)
-        scatter = Scatter(turns, cuts, dim, length, dtype, quantize)
+        scatter = Scatter(steps, cuts, dim, length, dtype, quantize)
         return scatter.run(phases, self.ring.index(), beside, take, produce), spare.carry
 
     @in_scope
-    def circulate(self, block: Any, carry: Any, own: Any, turns: Round) -> tuple[Any, Any]:
-        (begin, visit, end, split, join, summed), rings = turns, len(self.rings or [self.ring])
+    def circulate(self, block: Any, carry: Any, own: Any, steps: Round) -> tuple[Any, Any]:
+        (begin, visit, end, split, join, summed), rings = steps, len(self.rings or [self.ring])
         if self.reach is not None:
             parts, join = [block] * len(self.directions), _added
         else:
@@ -205,18 +205,18 @@ class InTurns(Way):
             rings = min(rings, len(parts))
             parts = split(block, rings)
         dtypes = [jax.tree.map(lambda x: x.dtype, summed(part)) for part in parts]  # of results
-        first, *between, last = circulate_turns(
+        first, *between, last = circulate_steps(
             self.ring.size, self.directions[: len(parts) // rings], rings=rings, reach=self.reach
         )
 
-        def send(leaving: Any, t: Turn) -> Any:
+        def send(leaving: Any, t: Step) -> Any:
             blocks, sums = leaving
             return (
-                [self._moved(x, leg, t.distance) for x, leg in zip(blocks, t.blocks, strict=True)],
-                [self._followed(x, leg, t) for x, leg in zip(sums, t.sums, strict=True)],
+                [self._moved(x, hop, t.distance) for x, hop in zip(blocks, t.blocks, strict=True)],
+                [self._followed(x, hop, t) for x, hop in zip(sums, t.sums, strict=True)],
             )
 
-        def beside(state: Any, t: Turn, compute: Any, like: Callable[[], Any]) -> Any:
+        def beside(state: Any, t: Step, compute: Any, like: Callable[[], Any]) -> Any:
             index, _, parts, sums = state
             wired = jax.tree.map(self._wire, sums, dtypes[: len(sums)])
             leaving = parts if t.blocks else [], wired
@@ -228,18 +228,18 @@ class InTurns(Way):
             work = Work(lambda _: (), on, as_it_is, like)
             return self.order.beside(index, leaving, partial(send, t=t), work)
 
-        def at_home(state: Any, t: Turn, share: Any, own: Any) -> Any:
+        def at_home(state: Any, t: Step, share: Any, own: Any) -> Any:
             carry = state[1]
             index, (carry, own), arrived = beside(
                 state, t, lambda *_: share(carry, own), lambda: (carry, own)
             )
             return (index, carry, *arrived), own
 
-        def turn(state: Any, t: Turn) -> Any:
+        def step(state: Any, t: Step) -> Any:
             _, carry, parts, _ = state
 
             def compute(index: Index, parts: list[Any]) -> Any:
-                owners = [self._owner(index, leg, t) for leg in t.legs]
+                owners = [self._owner(index, hop, t) for hop in t.hops]
                 return visit(carry, list(zip(parts, owners, strict=True)))
 
             def like() -> Any:
@@ -253,20 +253,20 @@ class InTurns(Way):
         state, own = at_home((self.ring.index(), carry, parts, []), first, begin, own)
         # Over a cube each hop is another one.
         unrolled = None if self._crosses_a_cube else UNROLLED_CIRCULATING
-        state = run(between, state, turn, unrolled=unrolled)
+        state = run(between, state, step, unrolled=unrolled)
         (_, carry, _, sums), own = at_home(state, last, end, own)
         if sums:
             own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, join(sums))
         return carry, own
 
-    def _turns_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
-        """Seconds of turns, to which so many seconds of other work are dealt out."""
+    def _steps_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
+        """Seconds of steps, to which so many seconds of other work are dealt out."""
         chip, size = problem.figures, self.ring.size
         messages = problem.messages("ring" if self.rings is None else "rings")
         again = gathered_again(chip, flow, size, problem.messages("collective"))
         # Each of several rings has its own links, and a share of every block.
         rings, whole = len(self.rings or [self.ring]), self.whole_opposite
-        turns = gather_turns(size, self.directions, rings=rings, whole_opposite=whole)
+        steps = gather_steps(size, self.directions, rings=rings, whole_opposite=whole)
         sent_in = 1 if flow.kind == "gather" else self.order.pieces  # messages of a block
         pieces = rings * sent_in
         fitted, joined = fitted_to(chip.kind), 0.0
@@ -276,50 +276,50 @@ class InTurns(Way):
             if rings > 1:
                 joined = INSTRUCTION * size * rings
         fits = flow.kind == "gather" and 2 * flow.sums <= chip.vmem
-        work = work_time(chip, flow, size * pieces, fitted.turn_passes, kept=fits) + joined
+        work = work_time(chip, flow, size * pieces, fitted.step_passes, kept=fits) + joined
         work = (work + beside) / size
         block = flow.block_bytes / rings * messages
 
-        def time_of(turn: Turn) -> float:
+        def time_of(step: Step) -> float:
             # Two halves are one block's work, and so are the shares of all rings.
-            whole = len([leg for leg in turn.legs if leg.half is None]) / rings
-            hops = [
+            whole = len([hop for hop in step.hops if hop.half is None]) / rings
+            distance = [
                 sent_in * hop_time(chip, block / sent_in)
-                if leg.half is None
+                if hop.half is None
                 else hop_time(chip, block / 2)
-                for leg in turn.blocks
+                for hop in step.blocks
             ]
             # A torus has a link each way; on a GPU both ways leave by one port.
-            sent = max(hops, default=0.0) if chip.torus else sum(hops, 0.0)
+            sent = max(distance, default=0.0) if chip.torus else sum(distance, 0.0)
             computed = work * max(1, whole)
-            if not turn.legs and sent <= work * len(self.directions):
-                # No sum was waited for: in the last turn only the last piece's are under way.
+            if not step.hops and sent <= work * len(self.directions):
+                # No sum was waited for: in the last step only the last piece's are under way.
                 return max(computed, sent / sent_in + computed * (1 - 1 / sent_in))
             return max(computed, sent)
 
-        halves = any(leg.half is not None for turn in turns for leg in turn.blocks)
+        halves = any(hop.half is not None for step in steps for hop in step.blocks)
         # The opposite block is cut in two, and joined again.
         copied = 2 * copy_time(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
         copied += self._cut_time(chip, flow, rings)
-        if flow.kind == "gather" and loops(turns):
-            copied += len(turns) * INSTRUCTION
+        if flow.kind == "gather" and loops(steps):
+            copied += len(steps) * INSTRUCTION
         # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
         added = 0 if chip.torus or flow.kind == "gather" else FLOAT32 * size * flow.block_bytes
         copied += 2 * added / chip.hbm
         copied += again
-        return sum(map(time_of, turns), 0.0) + copied
+        return sum(map(time_of, steps), 0.0) + copied
 
     def _cut_time(self, chip: Chip, flow: Flow, rings: int) -> float:
         """Seconds in which what stays is cut, or a matmul takes longer that cuts it by itself."""
         fitted, order, pieces = fitted_to(chip.kind), self.order, self.order.pieces
         if flow.kind != "gather":
             around = self._sum_phases(rings)[0].around
-            turns = scatter_turns(around, self.directions, pieces, rings=rings)
-            looped = loops(turns, pieces)
+            steps = scatter_steps(around, self.directions, pieces, rings=rings)
+            looped = loops(steps, pieces)
             if not looped:
                 order = order.for_sums(flow.flops / (around * pieces))
             elif order.cuts_first:
-                return copy_time(chip, flow.cut) + 2 * len(turns) * INSTRUCTION
+                return copy_time(chip, flow.cut) + 2 * len(steps) * INSTRUCTION
         if order.cuts_first:
             cut = flow.cut
         elif flow.kind == "gather" or not chip.torus:  # columns are
@@ -342,21 +342,21 @@ class InTurns(Way):
     def _sum_phases(self, shares: int) -> Sequence[Phase]:
         return [Phase(self.rings or (self.ring,))]
 
-    def _owner(self, index: Index, leg: Leg, t: Turn) -> Array:
-        """The logical index of the owner behind a turn's leg."""
-        return self._ring(leg).behind(index, leg.direction * t.distance)
+    def _owner(self, index: Index, hop: Hop, t: Step) -> Array:
+        """The logical index of the owner behind a step's hop."""
+        return self._ring(hop).behind(index, hop.direction * t.distance)
 
-    def _moved(self, x: Any, leg: Leg, hops: Any) -> Any:
-        return self._ring(leg).hop(x, leg.direction, hops)
+    def _moved(self, x: Any, hop: Hop, distance: Any) -> Any:
+        return self._ring(hop).hop(x, hop.direction, distance)
 
-    def _followed(self, x: Any, leg: Leg, t: Turn) -> Any:
+    def _followed(self, x: Any, hop: Hop, t: Step) -> Any:
         """Moves sums after their block, by one hop, or from the last device home."""
-        if self.reach is None or t.legs:
-            return self._moved(x, leg, t.distance - 1)
-        return self.ring.shift(x, -leg.direction * self.reach)
+        if self.reach is None or t.hops:
+            return self._moved(x, hop, t.distance - 1)
+        return self.ring.shift(x, -hop.direction * self.reach)
 
-    def _ring(self, leg: Leg) -> Ring:
-        return self.ring if self.rings is None else self.rings[leg.ring]
+    def _ring(self, hop: Hop) -> Ring:
+        return self.ring if self.rings is None else self.rings[hop.ring]
 
 
 def _added(parts: list[Any]) -> Any:
