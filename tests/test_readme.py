@@ -12,22 +12,15 @@ import jaxpar
 ROOT = Path(__file__).parents[1]
 
 
-PRINTED = {
-    "README.md": "(4, 16, 32)\n",
-    "docs/all.md": "(50260, 32) {'key': P('fsdp', 'tp'), 'norm': P(), 'output': P('tp', 'fsdp'), "
-    "'query': P('fsdp', 'tp')} P(('tp', 'fsdp'), None)\n",
-}
-
-
 def test_the_readme_is_short_and_has_its_commands():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 100
     assert "pip install -e '.[bench]' && python -m jaxpar bench\n" in text
     assert "pip install nox && nox -s tests\n" in text
 
 
 @pytest.mark.parametrize(
-    "page", [*PRINTED, "notebooks/README.md", "docs/how_to.md", "docs/links.md"]
+    "page", ["README.md", "notebooks/README.md", "docs/how_to.md", "docs/links.md"]
 )
 def test_links_to_files_lead_somewhere(page):
     text = (ROOT / page).read_text()
@@ -36,12 +29,11 @@ def test_links_to_files_lead_somewhere(page):
     assert not [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
 
 
-@pytest.mark.parametrize("page", PRINTED)
-def test_example_runs_as_pasted(page):
-    text = (ROOT / page).read_text()
+def test_example_runs_as_pasted():
+    text = (ROOT / "README.md").read_text()
     [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(example.splitlines()) <= 30
-    assert printed(example).replace("PartitionSpec(", "P(") == PRINTED[page]
+    assert len(example.splitlines()) <= 20
+    assert printed(example) == "(4, 16, 32)\n"
 
 
 def test_the_rings_of_the_page_are_there():
