@@ -21,6 +21,18 @@ def tests(session: nox.Session) -> None:
     session.run(*PYTEST, *session.posargs)
 
 
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Runs what is nearest to users, in five minutes: matmuls, layers, operands, the house."""
+    session.install("-e", ".[test]")
+    found = (
+        "matmul",
+        "layers",
+        *(f"test_{name}.py" for name in ("house", "operands", "quantized")),
+    )
+    session.run(*PYTEST, *(f"tests/{name}" for name in found), *session.posargs)
+
+
 @nox.session(python=["3.11", "3.12", "3.13"])
 def tests_all(session: nox.Session) -> None:
     """Runs the tests on 3.11 with the oldest supported jax, on 3.12 and 3.13 with the newest."""
@@ -73,9 +85,14 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session
 def site(session: nox.Session) -> None:
-    """Builds the site from the repository's pages, with warnings and dead links as errors."""
-    session.install("-e", ".[docs]")
-    session.run("mkdocs", "build", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+    """Builds the site, and checks links, searches and, where a browser is, widths of its pages."""
+    session.install("-e", ".[docs]", "playwright>=1.49")
+    session.run("mkdocs", "build", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("python", "docs/site/check.py")
+    if any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        session.run("python", "docs/site/look.py")
+    else:
+        session.warn("neither Chromium nor Chrome is on the PATH: widths are not checked")
 
 
 @nox.session
