@@ -200,7 +200,7 @@ for step in (*program[:2], *program[-2:]):
 # its matmul computes meanwhile. Numbers are those of the devices whose blocks they are.
 
 
-# %% tags=["docs/links_turns.png"]
+# %% tags=["docs/links_steps.png"]
 def owner(hop, distance):
     """Whose block comes to device 0 by a hop, from so many places away."""
     return int((one, other)[hop.ring][-hop.direction * distance % 16])
@@ -236,7 +236,7 @@ assert sorted(used) == [(device, ring) for device in range(16) for ring in (0, 1
 names = [f"ring {ring + 1}, {'forward' if way > 0 else 'backward'}" for ring, way in LANES]
 panel.set_yticks([*np.arange(4) + 0.45, 6.8], [*names, "the matmul"])
 panel.set_xticks(np.arange(9) + 0.5, range(9))
-panel.set(xlim=(0, 9), ylim=(8.8, -0.7), xlabel="turn")
+panel.set(xlim=(0, 9), ylim=(8.8, -0.7), xlabel="step")
 panel.text(0.04, -0.2, "comes in:", size=10, color="0.3")
 panel.text(0.04, 4.8, "is computed meanwhile:", size=10, color="0.3")
 panel.tick_params(length=0)
