@@ -25,6 +25,7 @@
 # 3. three kinds of axes: auto, explicit, manual
 # 4. inside `jax.shard_map`: local shapes, and values that vary
 # 5. an axis that stays with the compiler
+# 6. looking at a sharding, and changing it
 #
 # Everything runs on eight CPU devices in one process; a laptop will do. Claims are followed by
 # `assert`, so the text cannot drift away from the code.
@@ -242,6 +243,26 @@ np.testing.assert_allclose(result, x @ w)
 print("tp by hand, dp by the compiler:", result.sharding.spec)
 
 # %% [markdown]
+# ## 6. Looking at a sharding, and changing it
+#
+# `jax.set_mesh` names the mesh once. Specs alone are enough then. `x.sharding` says how a global
+# array is cut, and `x.addressable_shards` has the blocks (`jax.debug.visualize_array_sharding`
+# draws them). `jax.sharding.reshard` moves an array to another spec; here each device sends most of
+# its columns to its neighbours of `tp`, and receives rows.
+
+# %%
+with jax.set_mesh(explicit):
+    rows = jax.device_put(x, P(("dp", "tp")))
+    columns = jax.jit(lambda x: jax.sharding.reshard(x, P("dp", "tp")))(rows)
+for array in (rows, columns):
+    first, last = array.addressable_shards[0], array.addressable_shards[-1]
+    print(array.sharding.spec, "device", first.device.id, first.data.shape, first.index)
+    print(" " * 8, "device", last.device.id, last.data.shape, last.index)
+np.testing.assert_array_equal(rows, columns)
+
+# %% [markdown]
+# Inside `jax.shard_map` there is no `reshard`: you write the collective, `lax.all_to_all` here.
+#
 # ## In short
 #
 # - A mesh names devices, a spec names what cuts a dimension; the order of several axes counts.

@@ -122,10 +122,12 @@ assert counts["replicated"].forward == counts["replicated"].backward == {"psum":
 #
 # ## 2. The sequence in between
 #
-# An all-reduce is a reduce-scatter and an all-gather. Leave the gather for later, and between
-# regions each device has its own positions: an eighth of the activations to keep, an eighth of each
-# norm to compute, and the same bytes. Best of all, a gather in front of a matmul and a scatter
-# behind one can be overlapped with it.
+# An all-reduce is a reduce-scatter and an all-gather. Do the gather later. Then each device has an
+# eighth of the positions between regions. It computes an eighth of each norm, and sends the same
+# bytes. A gather in front of a matmul can overlap with it, and so can a scatter behind one.
+#
+# Both forms save equally much for the backward pass here, because the gathered `x` is an operand of
+# a matmul. What is between regions, the residual stream and the norms, is an eighth in the second.
 
 
 # %%

@@ -1,1 +1,1 @@
-"""Which algorithm `mode="auto"` takes: a cost model, and what `jaxpar tune` has found."""
+"""Chooses the algorithm of `mode="auto"`, by a cost model or by what `jaxpar tune` found."""

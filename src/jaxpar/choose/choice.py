@@ -1,7 +1,7 @@
-"""What `auto` means: every choice of a way over a ring, and all that it may depend on.
+"""Chooses the algorithm of `mode="auto"` for each pass over a ring.
 
-A `Problem` says what is to be done. A rule for its kind says of each mode why it is out, if it is.
-Of all others the one that is predicted to take the least is taken: a way says itself what it takes.
+A rule for each kind of `Problem` excludes modes. Of the others, the one with the least predicted
+time is taken.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from jaxpar.ring.naive import Naive
 from jaxpar.ring.seconds import MARGIN, Flow
 from jaxpar.ring.ways import Way
 
-# The compiler of GPUs joins the sums of more than two chunks again, and of two that have fewer
-# bytes than this together.
+# The GPU compiler joins the sums of more than two chunks again, and of two chunks with fewer bytes
+# than this together.
 JOINED = 2**28
 
 T = TypeVar("T")
 Flows = tuple[Flow, ...]
-Ways = tuple[Way, Way]  # of the forward and of the backward pass
-# Of a problem, a mode and the flows of a pass: why the mode is out, in words for a user; or
-# nothing, and then the fastest of those is taken.
+Ways = tuple[Way, Way]  # forward and backward pass
+# `(problem, mode, flows of a pass)` to the reason why the mode is excluded, in words for a user.
+# "" if it is not. The fastest of these is taken.
 Rule = Callable[[Problem, Mode, Flows], str]
 
 
 def choose_way(problem: Problem) -> Way:
-    """Returns the way of the ring's mode, of `auto` that which is predicted to be the fastest."""
+    """Returns the algorithm of the ring's mode; for `auto`, the fastest by prediction."""
     return choose_ways(problem)[0]
 
 
 def choose_ways(problem: Problem) -> Ways:
-    """Returns the ways of the forward and of the backward pass."""
+    """Returns the algorithms of both passes."""
     named = settled(problem)
     ways = ways_of_passes(named)
     if notes.value is not None:
@@ -50,7 +50,7 @@ def choose_ways(problem: Problem) -> Ways:
 def ways_of_passes(problem: Problem) -> Ways:
     forward, backward = problem.ring.mode, problem.ring.backward or problem.ring.mode
     if problem.told is None and {forward, backward} & CHUNKED.keys():
-        traced_asynchronous()  # warns where nothing says so, and each chunk may be waited for
+        traced_asynchronous()  # warns if no option makes collectives asynchronous
     predicted = Predictions(problem)
     firsts = ways_of(problem, forward, problem.forward)
     if not problem.backward:
@@ -61,70 +61,69 @@ def ways_of_passes(problem: Problem) -> Ways:
 
 
 def _least(some: list[T], seconds: Callable[[T], float]) -> T:
-    """The one of the least seconds; the only one, of which nothing need be known."""
     return some[0] if len(some) == 1 else min(some, key=seconds)
 
 
 def ways_of(problem: Problem, mode: Mode, flows: Flows) -> list[Way]:
-    """Returns the way of a mode that is named, of `auto` all that may be taken."""
+    """Returns a named mode's algorithm, or all that `auto` may take."""
     if mode != "auto":
         return [way_of(problem, mode, flows)]
     rule = RULES[problem.kind]
-    # Of ways that take the same, the one that comes first.
+    # Among algorithms of equal time, the first one is taken.
     return [way_of(problem, mode, flows) for mode in NAMED if not rule(problem, mode, flows)]
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the ways of a problem, on a chip that is in the table, are predicted to take."""
+    """The predicted seconds of a problem's algorithms."""
 
     problem: Problem
     _known: dict[tuple[Way, Flows, int], float] = field(default_factory=dict)
 
     def seconds(self, way: Way, flows: Flows, kept: int = 0) -> float:
-        """The seconds of a pass, of which what the last flow gathers may be kept in blocks."""
+        """Returns the seconds of a pass, with `kept` saved blocks for its last flow."""
         key = way, flows, kept
         if key not in self._known:
             self._known[key] = way.seconds(self.problem, flows, kept)
         return self._known[key]
 
     def forward(self, way: Way) -> float:
-        """The seconds of a forward pass, as they are compared."""
+        """Returns the seconds of a forward pass, for comparison."""
         return self._compared(way, self.seconds(way, self.problem.forward))
 
     def backward(self, way: Way, first: Way) -> float:
-        """The seconds of a backward pass after a forward pass, as they are compared."""
+        """Returns the seconds of a backward pass after a forward pass, for comparison."""
         kept = self.kept(first, way)
         return self._compared(way, self.seconds(way, self.problem.backward, kept))
 
     def of_both(self, pair: Ways) -> float:
-        """The seconds of both passes, as they are compared."""
+        """Returns the seconds of both passes, for comparison."""
         first, second = pair
         return self.forward(first) + self.backward(second, first)
 
     def kept(self, first: Way, second: Way) -> int:
-        """In how many blocks a backward pass finds what a forward pass gathered; 0: it does not."""
+        """Returns the number of blocks that a forward pass saves."""
         problem = self.problem
         if not problem.forward or problem.forward[0].kind != "gather":
             return 0
         if problem.keeps and (kept := first.kept(problem.forward[0].length // problem.ring.size)):
             return len(kept.places)
-        # A forward pass by collectives keeps what it gathers for a backward pass that is alike.
+        # A forward pass by collectives saves its gathered array for a backward pass like itself.
         return int(problem.keeps_by_jax and first == second and first.derived_by_jax)
 
     def _compared(self, way: Way, seconds: float) -> float:
         if way == Naive(self.problem.ring):
             return seconds
-        # Across a cube blocks are cut into thirds, which are laid out as a compiler likes.
+        # Across a cube, blocks are cut into thirds, whose layout the compiler chooses.
         thirds = way.mode == "multi-ring" and self.problem.ring.disjoint()[0].crosses_a_cube
         return seconds / (MARGIN**2 if thirds else MARGIN)
 
 
 def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
-    """Returns the way of a mode that is named, for the flows of a pass."""
+    """Returns a named mode's algorithm, for the flows of a pass."""
     if mode == "naive":
         return Naive(problem.ring)
-    # Other ways are loaded where a program may have them.
+    # Other algorithms are loaded only if a program may use them.
     if mode == "stationary":
         from jaxpar.ring.staying import Stationary
 
@@ -139,7 +138,7 @@ def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
 
 
 def beside_a_matmul(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """The rule of work beside which something travels."""
+    """Returns why a matmul over a ring may not take a mode."""
     chip, size = problem.chip, problem.ring.size
     if mode == "naive":
         return ""
@@ -162,26 +161,22 @@ def beside_a_matmul(problem: Problem, mode: Mode, flows: Flows) -> str:
 
 
 def of_attention(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """The rule of attention: only blocks of near devices, if a window needs no others.
-
-    They are fewer bytes than a collective brings.
-    """
+    """Returns why attention may not take a mode."""
     if problem.near is None:
         return beside_a_matmul(problem, mode, flows)
     return "" if mode == "unidirectional" else "the blocks of near devices are fewer bytes"
 
 
 def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """The rule of a layer's matmuls: at once, but for rows that are gathered, and sums in chunks.
+    """Returns why a layer's matmul may not take a mode.
 
-    What is before and behind a matmul hides its collectives, and its own pieces cost copies: by
-    `beside_a_matmul` layers took 5 to 6% longer on v4, v5e and v6e. But nothing hides the gather in
-    front of attention, and sums may go in chunks of another label than the sequence's, if on TPUs.
+    Other matmuls hide a layer's collectives, except the gather in front of attention. On TPUs, sums
+    may go in chunks of another label than the sequence's.
     """
     if mode == "naive":
         return ""
     gathers = bool(problem.forward) and problem.forward[0].kind == "gather"
-    # Two chunks are predicted to be as fast where four are, but leave more of the sums exposed.
+    # Two chunks are predicted to be as fast as four, but leave more of the sums exposed.
     scatters = bool(flows) and all(flow.kind == "scatter" for flow in flows)
     pieces = mode == "bidirectional" if gathers else mode == "chunked-4" and scatters
     if not pieces or problem.chip is None or not problem.chip.torus:
@@ -195,9 +190,9 @@ def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
 
 
 def by_links(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """The rule of a ring collective by itself: the ring that uses the chip's links best.
+    """Returns why a collective by itself may not take a mode.
 
-    Behind a switch permutes are slower than one collective.
+    Behind a switch, permutes are slower than one collective.
     """
     chip = problem.chip
     best: Mode = "multi-ring" if problem.spans_a_torus else "bidirectional"
@@ -207,7 +202,7 @@ def by_links(problem: Problem, mode: Mode, flows: Flows) -> str:
 
 
 def naively(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """The rule of what has nothing to hide behind."""
+    """Returns why work that hides no transfer may not take a mode."""
     return "" if mode == "naive" else "it has no work of its own to hide behind"
 
 
@@ -223,7 +218,7 @@ RULES: dict[Kind, Rule] = {
 
 
 def is_asynchronous(problem: Problem) -> bool:
-    """Whether the compiler runs what gathers and scatters beside other work."""
+    """Returns whether gathers and scatters overlap with other work."""
     return {"all-gather", "reduce-scatter"} <= problem.beside
 
 
@@ -239,13 +234,13 @@ def _not_in_chunks(problem: Problem, chunks: int, flows: Flows) -> str:
     sent = sum(flow.block_bytes * problem.ring.size for flow in flows if flow.kind == "scatter")
     if 0 < sent < JOINED:
         return f"the compiler joins sums of less than {JOINED >> 20} MiB again"
-    # A gather that adds has each chunk wait for what is multiplied before.
+    # If a gather's products are added, each chunk waits for the product before.
     waits = any(f.kind == "all-reduce" or (f.kind == "gather" and f.sums) for f in flows)
     return "each chunk would wait for the one before" if waits else ""
 
 
 def _not_stepwise(problem: Problem) -> str:
-    """Why no ring can win."""
+    """Returns why no ring can win."""
     chip, size = problem.figures, problem.ring.size
     if size == 2:
         return "two devices have one transfer, and nothing that hides it"
@@ -259,10 +254,10 @@ def _not_stepwise(problem: Problem) -> str:
 def _not_by_disjoint_rings(problem: Problem, flows: Flows) -> str:
     if not problem.spans_a_torus:
         return "its axes are not known to have the links of more than one ring"
-    # One ring hides behind attention, whose matmuls are far from peak; shares of blocks only cost.
+    # Attention's matmuls are far from peak and hide one ring. More rings only cost.
     if problem.kind == "attention":
         return "one ring hides"
-    # Across a cube, thirds that are not rows take more passes over memory than predicted.
+    # Across a cube, thirds that are not rows need more passes over memory than predicted.
     rows = not any(flow.sums or flow.minor for flow in flows)
     if (rows and {flow.kind for flow in flows} in ({"gather"}, {"scatter"})) or (
         not problem.ring.disjoint()[0].crosses_a_cube
@@ -272,10 +267,10 @@ def _not_by_disjoint_rings(problem: Problem, flows: Flows) -> str:
 
 
 def _is_synchronous(problem: Problem) -> bool:
-    """Whether the compiler makes permutes synchronous there, so that a ring can only lose.
+    """Returns whether the compiler makes permutes synchronous here, so that a ring only loses.
 
-    A slice of eight times the dimension has it; a ring of all of it closes over its wrap-around
-    links, and so does a shorter one with gaps. What is longer steps corners.
+    It does on wrap-around links, in a slice of eight times the dimension. A ring that fills the
+    dimension uses them, and so does a shorter one with gaps.
     """
     around, size = problem.figures.synchronous_around, problem.ring.size
     if around is None or problem.devices < 8 * around:
@@ -284,11 +279,11 @@ def _is_synchronous(problem: Problem) -> bool:
 
 
 def may_keep(ring: Ring) -> bool:
-    """Whether a matmul may keep what it gathered for a derivative of its own, whatever its ways.
+    """Returns whether a matmul may save what it gathered for a special derivative.
 
-    `auto` on a TPU alone: a GPU adds sums in passes, and gathers again beside other work
-    (8192x8192x28672 over 8 H100: 1510 us, 1770 by what was kept).
+    `auto` does so on TPUs only: a GPU adds sums in separate passes, and gathers again meanwhile.
     """
+    # On a GPU, 8192x8192x28672 over 8 H100 takes 1510 us, and 1770 us with what was saved.
     if ring.keep_gathered is not None:
         return ring.keep_gathered
     chip = traced_chip()

@@ -1,4 +1,4 @@
-"""The tables from which `auto` chooses, for who wants to see them."""
+"""Records the tables from which `auto` chooses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WayRow:
-    """A way in the table of a decision.
+    """An algorithm in a decision's table.
 
     Attributes:
-      way: its name.
-      seconds: that it is predicted to take; None: nothing is predicted of it.
-      out: why it may not be taken; "" if it may.
+      seconds: None: no prediction.
+      out: why it is excluded; "" if it is not.
     """
 
     way: str
@@ -34,15 +33,11 @@ class WayRow:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided of a part of a call site, and what there was to choose from.
+    """A decision for a part of a call site, such as "forward".
 
     Attributes:
-      problem: of the site.
-      part: such as "forward".
-      rows: of all ways.
-      taken: the way that was taken.
-      tuned: whether a file of `jaxpar tune` says so.
-      frames: of the stack that asked, the innermost last: file, line and function.
+      tuned: whether a file of `jaxpar tune` decided.
+      frames: of the stack, the innermost last: file, line and function.
     """
 
     problem: Problem
@@ -54,27 +49,27 @@ class Decision:
 
     @property
     def asked(self) -> str:
-        """The way that the program names, "auto" where it names none."""
+        """Returns the mode that the program names, or "auto"."""
         ring = self.problem.ring
         return (ring.backward or ring.mode) if self.part == "backward" else ring.mode
 
 
 @dataclass(eq=False)
 class Notes:
-    """The decisions of what is traced."""
+    """The decisions of a traced program."""
 
     decisions: list[Decision] = field(default_factory=list[Decision])
 
     def part(
         self, problem: Problem, part: str, rows: Iterable[WayRow], taken: str, tuned: bool = False
     ) -> None:
-        """Adds the decision of a part of a site, and where the program asks for it."""
+        """Adds the decision of a site's part, with the current stack."""
         stack = traceback.extract_stack()
         frames = tuple((f.filename, f.lineno or 0, f.name) for f in stack)
         self.decisions.append(Decision(problem, part, tuple(rows), taken, tuned, frames))
 
     def passes(self, problem: Problem, taken: Ways, tuned: bool) -> None:
-        """Adds what was decided of both passes, and of all ways that there were."""
+        """Adds the decisions of both passes."""
         auto = replace(problem, ring=replace(problem.ring, mode="auto", backward=None))
         predictions = Predictions(auto)
         passes = {"forward": problem.forward, "backward": problem.backward}
@@ -88,14 +83,13 @@ class Notes:
 
 @contextmanager
 def noting() -> Generator[Notes]:
-    """Notes the decisions of what is traced here, each with its table."""
+    """Records the decisions of what is traced here."""
     found = Notes()
     with notes(found):
         yield found
 
 
 def _row(predictions: Predictions, mode: Mode, flows: Flows, first: Way | None) -> WayRow:
-    """The row of a mode, of a backward pass after the `first` way of the forward pass."""
     problem = predictions.problem
     out = RULES[problem.kind](problem, mode, flows)
     if problem.chip is None or not flows or (mode == "multi-ring" and not problem.spans_a_torus):

@@ -1,4 +1,4 @@
-"""What `auto` chooses of experts: how tokens get to them, and how they are applied."""
+"""Chooses how tokens get to experts, and how experts are applied."""
 
 from jaxpar.arguments.types import Dispatch
 from jaxpar.choose.problem import Problem
@@ -7,12 +7,11 @@ from jaxpar.mesh.chips import Chip, traced_chip, traced_for_cpu
 
 
 def choose_dispatch(problem: Problem) -> Dispatch:
-    """Returns how tokens get to experts: all to all devices where that costs no more.
+    """Returns the dispatch of tokens to experts: all-to-all (`ragged`), if it costs no more.
 
-    It is so where nearly every token needs nearly every device. Around a ring of links, which an
-    axis is on slices of two dimensions, a row goes n/4 places to each device that it needs, and
-    one way or the other past all of them in n - 1. Behind a switch a row leaves once for each
-    device, and copies for a ragged exchange cost their passes over memory.
+    All-gather wins if nearly every token needs nearly every device. On a ring of links, a row goes
+    n/4 places to each device that it needs, and n - 1 past all. Behind a switch, copies for a
+    ragged exchange cost passes over memory.
     """
     best, tuned = _dispatch(problem), settled_dispatch(problem)
     taken = tuned or best
@@ -34,30 +33,30 @@ def _dispatch(problem: Problem) -> Dispatch:
 
 
 def _dispatch_behind_a_switch(problem: Problem, chip: Chip) -> Dispatch:
-    """The dispatch that is faster by seconds a token and byte of a row, there and back."""
+    """Returns the faster dispatch, by seconds per token and byte of a row."""
     needed, n = problem.needed, problem.ring.size
     link = chip.link if chip.switched is None or n <= chip.switched else chip.network
-    copies = min([n, *(shape[1] for shape in problem.shapes[1:])])  # as many as there can be
-    # Copies are written and read, rows read and sums written; what arrives is masked on one of two
-    # ways.
+    copies = min([n, *(shape[1] for shape in problem.shapes[1:])])  # the most there can be
+    # Copies are written and read, rows are read, and sums are written. Arrivals are masked on the
+    # way there or on the way back, not on both.
     ragged = 2 * needed * (n - 1) / n / link + (2 * copies + 2 + needed) / chip.hbm
     return "ragged" if ragged < 2 * (n - 1) / link else "all_gather"
 
 
 def applies_experts_in_stages(chunks: int) -> bool:
-    """Whether each of two exchanges gets half of the experts' work to hide behind.
+    """Returns whether each of two exchanges overlaps with half of the experts' work.
 
-    A TPU has one ragged all-to-all under way at a time, so that each needs work of its own.
+    A TPU runs one exchange at a time.
     """
     chip = traced_chip()
     return chunks > 1 and chip is not None and chip.torus
 
 
 def applies_experts_in_slots(average: float) -> bool:
-    """Whether experts that have `average` rows each are applied to a static number of rows at once.
+    """Returns whether experts with `average` rows are applied to a static number of rows.
 
-    A TPU has a kernel for groups of any size; what is in no table may have one too. Slots read the
-    weights of experts that have no rows, which most have where the average is below one.
+    TPUs have a kernel for groups of any size. Slots read the weights of experts without rows: most
+    of them, below an average of one.
     """
     chip = traced_chip()
     without_kernel = traced_for_cpu() if chip is None else not chip.torus
@@ -65,9 +64,6 @@ def applies_experts_in_slots(average: float) -> bool:
 
 
 def gathers_apart() -> bool:
-    """Whether rows that are summed are better gathered by an instruction of their own.
-
-    A TPU gathers rows by itself; elsewhere a gather is part of the loop that adds.
-    """
+    """Returns whether a separate instruction should gather rows that are summed, as on TPUs."""
     chip = traced_chip()
     return not traced_for_cpu() if chip is None else chip.torus

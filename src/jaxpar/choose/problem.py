@@ -1,4 +1,4 @@
-"""What is to be done over a ring, as one device sees it."""
+"""Describes work over a ring, from one device's view."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,27 +22,20 @@ def _traced_devices() -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """Work over a ring, as one device sees it: all that a choice may depend on.
+    """Work over a ring, from one device's view: everything on which a choice may depend.
 
     Attributes:
-      kind: what is to be done: a collective beside a matmul, one of a layer, or attention, one by
-        itself, weights that are gathered for a layer, a loss over a vocabulary, tokens sent to
-        experts.
-      ring: the devices.
-      shapes: of the local operands, where they are known; of tokens and their choices for experts.
-      forward: what the forward pass does.
-      backward: what the backward pass does; nothing where one way serves both.
-      needed: of experts, to how many devices a token must go, on average.
-      chip: that the program is traced for; None: not in the table.
+      shapes: of the local operands; for experts, of tokens and their choices.
+      forward: flows of the forward pass.
+      backward: flows of the backward pass; empty if one algorithm serves both.
+      needed: average number of devices that a token needs.
+      chip: None: unknown.
       devices: of the whole mesh.
-      told: the collectives that the compiler runs beside other work; None: those of the program
-        that is traced.
-      what: by which it differs from other work of equal shapes, in words.
-      links: what is known of those of the mesh.
-      keeps: whether the forward pass may keep what it gathers for a backward pass of its own.
-      keeps_by_jax: whether it does where the derivative is left to JAX.
-      near: for work that needs only blocks of near devices: the directions in which they travel,
-        and the number of hops; None: past all devices.
+      told: collectives that overlap with other work; None: as the traced program's options say.
+      what: tells it from other work of equal shapes.
+      keeps: whether the forward pass may save gathered blocks for a special backward pass.
+      keeps_by_jax: whether it does if JAX derives it.
+      near: directions and number of hops, if only near devices are needed.
     """
 
     kind: Kind
@@ -61,10 +54,9 @@ class Problem:
     near: tuple[tuple[int, ...], int] | None = None
 
     def messages(self, how: How) -> int:
-        """How many share the busiest link, where all rings over its axes send so at once.
+        """Returns how many messages share the busiest link, if all rings over these axes send.
 
-        Several where hops are over several links, or devices of one chip send at once; one where
-        nothing is known of the mesh.
+        An unknown mesh has 1.
         """
         names = tuple(ring.names[0] for ring in self.ring.stages())
         if self.links.messages is None or not names:
@@ -73,10 +65,8 @@ class Problem:
 
     @cached_property
     def spans_a_torus(self) -> bool:
-        """Whether disjoint rings over its axes are known to have more links than one ring.
-
-        Two devices of a chip that are on one axis may have all there is by one ring.
-        """
+        """Returns whether disjoint rings are known to have more links than one ring."""
+        # One ring may have all links of two devices of a chip on one axis.
         axes = self.ring.stages()
         if len(axes) == 1:
             return bool(self.links.walks.get(axes[0].names[0]))
@@ -85,19 +75,19 @@ class Problem:
 
     @cached_property
     def beside(self) -> frozenset[str]:
-        """The collectives that the compiler runs beside other work."""
+        """Returns the collectives that overlap with other work."""
         return traced_asynchronous() if self.told is None else self.told
 
     @property
     def figures(self) -> Chip:
-        """Those of a chip that is in the table."""
+        """Returns the chip, which must be known."""
         assert self.chip is not None, "nothing is predicted of a chip that is in no table"
         return self.chip
 
     @property
     def innermost(self) -> bool:
-        """Whether devices of the ring are next to each other in the mesh: no axis is within it."""
+        """Returns whether the ring's devices are neighbours in the mesh: its axes are the last."""
         sizes = dict(jax.sharding.get_abstract_mesh().shape)
         axes = [name for name, size in sizes.items() if size > 1]
-        within = [name for name in self.ring.names if sizes.get(name, 1) > 1]  # of one device: none
+        within = [name for name in self.ring.names if sizes.get(name, 1) > 1]  # more than a device
         return set(axes[len(axes) - len(within) :]) == set(within)

@@ -1,4 +1,4 @@
-"""In how many chunks the rows of a block of layers go through all of it."""
+"""Chooses the number of chunks in which rows go through a block of layers."""
 
 from jaxpar.choose.choice import is_asynchronous
 from jaxpar.choose.problem import Problem
@@ -7,11 +7,10 @@ from jaxpar.ring.seconds import collective_time, fitted_to, work_time
 
 
 def choose_row_chunks(problem: Problem) -> int:
-    """Returns in how many chunks the rows of a block of layers had better go through all of it.
+    """Returns the number of chunks in which rows should go through a block of layers.
 
-    The block gathers rows, multiplies, and scatters sums, which are two flows; a chunk of the rows
-    needs no other. So all collectives but those of the first and of the last chunk are beside
-    matmuls, forward and backward, and nothing is placed: but each chunk reads all weights.
+    Chunks are independent, so that all collectives but the first and last chunk's overlap with
+    matmuls. But each chunk reads all weights.
     """
     chip, ring = problem.chip, problem.ring
     named = ring.mode != "auto" or ring.backward not in (None, "auto")
@@ -34,7 +33,7 @@ def choose_row_chunks(problem: Problem) -> int:
 
 
 def _not_in_chunks(problem: Problem) -> str:
-    """Why one chunk of all rows is the fastest, whatever it takes."""
+    """Returns why one chunk is the fastest."""
     chip = problem.chip
     if problem.ring.size == 1:
         return "one device"
@@ -46,13 +45,13 @@ def _not_in_chunks(problem: Problem) -> str:
 
 
 def row_chunks_time(problem: Problem, chunks: int) -> float:
-    """Seconds of flows, one behind the other, through which rows go in chunks."""
+    """Predicts the seconds of flows in chunks of rows."""
     chip, flows, size = problem.figures, problem.forward, problem.ring.size
     shared = problem.messages("collective")
     work = sum((work_time(chip, flow, chunks, 0.0) for flow in flows), 0.0)
     sent = sum((collective_time(chip, flow, size, shared) for flow in flows), 0.0)
     beside = sent * (chunks - 1) / chunks
-    # Backward each chunk has gradients of all weights, which are added up: a third of three passes.
+    # In the backward pass, each chunk adds gradients of all weights: a third of three passes.
     passes = fitted_to(chip.kind).chunk_passes
     added = (chunks - 1) * sum(flow.whole for flow in flows) / chip.hbm * passes
     starts = (chunks - 1) * len(flows) * chip.start

@@ -1,9 +1,7 @@
-"""Call sites: their names, and what decides there in the place of a model.
+"""Call sites: their names, and decisions that replace the model's.
 
-A way is decided by the program, which names a mode; by a file of `jaxpar tune`, or a trial that
-writes one; or by the model. Two problems of one name are one site, and get one way. So the name has
-all by which the fastest way may differ, but for the chip, the mesh and the compiler, which hold for
-a whole file.
+Problems of one name get one algorithm. The name has everything that may change the fastest one,
+except chip, mesh and compiler, which hold for a whole file.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-# JAX keeps traced programs; it traces again where the value of such a context is another one.
-using: Any = jax.make_user_context(default_value=None)  # what has `decide`: a file, or a trial
-imposing: Any = jax.make_user_context(default_value=None)  # a trial that has `imposed` a mode
-notes: Any = jax.make_user_context(default_value=None)  # `Notes`, where somebody wants to know
+# JAX caches traced programs. It traces again if the value of such a context changes.
+using: Any = jax.make_user_context(default_value=None)  # a file or a trial, with `decide`
+imposing: Any = jax.make_user_context(default_value=None)  # a trial that imposes a mode
+notes: Any = jax.make_user_context(default_value=None)  # `Notes`, if decisions are recorded
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A decision that a program asks for: the part of a site, and what there is to choose from.
+    """A decision that a program asks for.
 
     Attributes:
-      size: how large the operands are, to try the largest first.
+      size: of the operands; trials start with the largest.
     """
 
     site: str
@@ -47,12 +45,12 @@ class Asked:
 
 
 def decide(asked: Asked) -> Any:
-    """Returns the way of a part of a site, `auto` where nothing was tried out."""
+    """Returns the decision for a site's part, `auto` if nothing was tried."""
     return AUTO if using.value is None else using.value.decide(asked)
 
 
 def imposed() -> Mode | None:
-    """Returns the mode that is tried in the place of all others; None: no mode is."""
+    """Returns the mode that a trial imposes on all sites, if any."""
     trial = imposing.value
     if trial is None:
         return None
@@ -61,7 +59,7 @@ def imposed() -> Mode | None:
 
 
 def is_tuning() -> bool:
-    """Whether anything is to be decided by what was tried out, or is being tried out."""
+    """Returns whether a file or a trial decides."""
     return using.value is not None
 
 
@@ -81,7 +79,6 @@ def site_of(problem: Problem) -> str:
 
 
 def _wire_text(wire: Any) -> str:
-    """Returns what is said of a wire, nothing of one that leaves all as it is."""
     if not isinstance(wire, LowBit):
         sums = "" if wire is None else f"sums in {wire}"
         return f"{wire} on the wire" if is_low_bit(wire) else sums
@@ -92,10 +89,7 @@ def _wire_text(wire: Any) -> str:
 
 
 def settled(problem: Problem) -> Problem:
-    """Names the modes that were found to be the fastest, where the ring's is `auto`.
-
-    One that is imposed takes the place of all others.
-    """
+    """Replaces `auto` by the fastest modes that were found, or all modes by an imposed one."""
     ring = problem.ring
     if ring.size > 1 and (mode := imposed()) is not None:
         return replace(problem, ring=replace(ring, mode=mode, backward=mode))
@@ -107,17 +101,16 @@ def settled(problem: Problem) -> Problem:
     if backward == AUTO and problem.backward:
         backward = _decide(problem, "backward", _modes_of(ring))
     elif backward == ring.mode == AUTO:
-        backward = forward  # one way for both
+        backward = forward  # one algorithm for both
     return replace(problem, ring=replace(ring, mode=forward, backward=backward))
 
 
 def _modes_of(ring: Ring) -> tuple[str, ...]:
-    """All modes that a ring can have."""
     return tuple(mode for mode in NAMED if mode != "multi-ring" or ring.has_disjoint)
 
 
 def settled_chunks(problem: Problem) -> int | None:
-    """Returns in how many chunks rows were the fastest, None where that is for `auto` to say."""
+    """Returns the fastest number of row chunks that was found; None: `auto` decides."""
     if not is_tuning() or problem.ring.size == 1:
         return None
     chunks = _decide(problem, "row chunks", tuple(map(str, ROW_CHUNKS)))
@@ -125,7 +118,7 @@ def settled_chunks(problem: Problem) -> int | None:
 
 
 def settled_dispatch(problem: Problem) -> Dispatch | None:
-    """Returns how tokens were the fastest at their experts, None where `auto` is to say."""
+    """Returns the fastest dispatch of tokens that was found; None: `auto` decides."""
     if not is_tuning() or problem.ring.size == 1:
         return None
     dispatch: Any = _decide(problem, "dispatch", DISPATCHES)

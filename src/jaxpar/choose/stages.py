@@ -1,4 +1,4 @@
-"""The ways of weights over a ring of several axes."""
+"""Chooses the algorithms of weights over several axes."""
 
 from dataclasses import replace
 
@@ -10,11 +10,9 @@ from jaxpar.ring.ways import Way
 
 
 def choose_stages(problem: Problem) -> tuple[Way, ...]:
-    """Returns the ways of weights over a ring of several axes, one after the other.
+    """Returns the algorithms of weights over several axes, in a scatter's order.
 
-    A collective takes all axes at once, and so do disjoint rings; in steps, blocks of the last
-    axis, which are neighbours, go round before those of the others. Axes of one device have no
-    stage.
+    A collective and disjoint rings take all axes at once. In steps, each axis is a stage.
     """
     named = settled(problem)
     stages = _stages(named)

@@ -1,4 +1,4 @@
-"""Ways that are tried out in the place of what a model would take."""
+"""Trials: programs traced with other algorithms than the model's."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from jaxpar.arguments.types import Mode
 from jaxpar.choose.sites import AUTO, Asked, imposing, using
 
-# What is decided at a call site: for each part of it, such as its forward pass, a way.
+# For each call site, and each part of it (such as its forward pass), the algorithm.
 Choices = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(eq=False)
 class Trial:
-    """Ways that are tried out, `auto` for the rest; and what a program asks for meanwhile.
+    """Algorithms to try, and the decisions that a program asks for meanwhile.
 
     Attributes:
-      imposed: a mode that is tried in the place of all others, of those that are named, too.
-      met: whether the program has anything that it was imposed on.
+      imposed: a mode that replaces all others.
+      met: whether the program has a site for it.
     """
 
     choices: Choices
@@ -28,18 +28,18 @@ class Trial:
     met: bool = False
 
     def decide(self, asked: Asked) -> str:
-        """Returns what is tried here."""
+        """Returns the algorithm to try here, or `auto`."""
         self.asked.setdefault((asked.site, asked.part), asked)
         return self.choices.get(asked.site, {}).get(asked.part, AUTO)
 
 
 @contextmanager
 def trying(trial: Trial) -> Generator[None]:
-    """Has what is traced here take the ways of a trial, whatever `tuned` says inside."""
+    """Traces with a trial's algorithms; `tuned` inside has no effect."""
     with using(trial), imposing(None if trial.imposed is None else trial):
         yield
 
 
 def is_trying() -> bool:
-    """Whether ways are being tried out."""
+    """Returns whether a trial is under way."""
     return isinstance(using.value, Trial)

@@ -1,1 +1,1 @@
-"""What differs between versions of jax, and what compilers are told."""
+"""Hides differences between versions of jax, and tells compilers their options."""

@@ -1,6 +1,6 @@
 """Loops and branches of `jax.lax` that stay compiled under `jax.disable_jit`.
 
-There JAX runs them in Python, which cannot read bounds and conditions that differ by device.
+Otherwise JAX runs them in Python, which cannot read conditions that differ by device.
 """
 
 from collections.abc import Callable

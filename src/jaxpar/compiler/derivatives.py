@@ -1,4 +1,4 @@
-"""Derivatives that are declared: of any function, and of two that are each other's."""
+"""Declares derivatives: of any function, and of two that are each other's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ Function = Callable[..., Any]
 
 
 def with_derivative(function: Function, fwd: Function, bwd: Function, statics: int = 1) -> Function:
-    """Returns `function(how, *operands)` with the derivative of `fwd` and `bwd`.
+    """Returns `function(how, *operands)` with the derivative of `fwd` and `bwd`, as in
+    `jax.custom_vjp`.
 
-    They are those of `jax.custom_vjp`, whose first `statics` arguments are static. JAX's own
-    derivative, which has a forward mode too, is left where `how.derived_by_jax` says that it does.
+    The first `statics` arguments are static. If `how.derived_by_jax`, JAX derives the function.
     """
     ruled = jax.custom_vjp(function, nondiff_argnums=tuple(range(statics)))
     ruled.defvjp(fwd, bwd)
@@ -26,19 +26,19 @@ def with_derivative(function: Function, fwd: Function, bwd: Function, statics: i
 
 
 def as_residuals(operands: Any) -> Any:
-    """Returns operands as what a rule keeps for the derivative.
+    """Returns operands as residuals of a rule.
 
-    As they came in, JAX mistakes them for others where a scan is differentiated twice: on 0.10 to
-    0.12.0 the backward rule of the second derivative gets a scalar in the place of an operand.
+    Without it, on jax 0.10 to 0.12.0, JAX passes a scalar for an operand when a scan is
+    differentiated twice.
     """
     return optimization_barrier(operands)
 
 
 def linear_pair(one: Function, other: Function) -> tuple[Function, Function]:
-    """Returns two functions, each the derivative of the other with respect to its last operand.
+    """Returns two functions, each the derivative of the other in its last operand.
 
-    Both are `(how, given, x)`, linear in the pytree x: `how` is static, and what is `given`, a
-    pytree of integers, has no derivative. Of the leaves of x those that are no floats have none.
+    Both are `(how, given, x)`, linear in the pytree `x`. `how` is static, and `given` a pytree of
+    integers. Integers have no derivative.
     """
 
     def fwd_one(how: Any, given: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writes files completely or not at all."""
 
 import os
 from collections.abc import Generator
@@ -8,16 +8,16 @@ from pathlib import Path
 
 @contextmanager
 def written(path: str | Path) -> Generator[Path, None, None]:
-    """Yields a name to write under; the file takes the place of `path` once the block is through.
+    """Yields a temporary name; at the end, its file replaces `path`.
 
-    An interrupted block leaves `path` as it was. What is no regular file, as /dev/stdout, is
-    written directly.
+    An interrupted block leaves `path` unchanged. Special files such as /dev/stdout are written
+    directly.
     """
     final = Path(path).resolve()
     if final.exists() and not final.is_file():
         yield Path(path)
         return
-    # The ending stays last: matplotlib tells the format by it.
+    # The suffix stays last: matplotlib chooses the format by it.
     half = final.with_name(f".{final.stem}.{os.getpid()}{final.suffix}")
     try:
         yield half
@@ -27,6 +27,6 @@ def written(path: str | Path) -> Generator[Path, None, None]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a text whole or not at all."""
+    """Writes a text completely or not at all."""
     with written(path) as half:
         half.write_text(text)

@@ -1,12 +1,12 @@
-"""The jaxprs inside the equations of a jaxpr, and the collectives among its primitives."""
+"""Jaxprs inside equations, and the names of collectives among primitives."""
 
 from typing import Any
 
 import jax
 from jax.extend import core
 
-# Primitives on the left differ from the `jax.lax` functions that bind them, by version and by
-# whether varying axes are checked.
+# Primitives on the left have other names than the `jax.lax` functions that bind them. Names depend
+# on the version and on whether varying axes are checked.
 LAX_NAMES = {
     "all_gather_invariant": "all_gather",
     "all_gather_reduced": "all_gather",
@@ -33,9 +33,9 @@ def subjaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:
 
 
 def named_axes(jaxpr: core.Jaxpr) -> set[str]:
-    """Returns the texts that equations have as parameters: among them all axes that they name.
+    """Returns all texts in equations' parameters, among them the axes that they name.
 
-    Not the names that users give to functions and values, which may be that of an axis.
+    Names of functions and values are left out, because they may equal an axis' name.
     """
     named: set[str] = set()
     for eqn in jaxpr.eqns:
@@ -46,5 +46,5 @@ def named_axes(jaxpr: core.Jaxpr) -> set[str]:
 
 
 def type_of(x: core.Var | core.Literal) -> Any:
-    """Returns the type of a variable or literal, with its shape and dtype."""
+    """Returns the type of a variable or literal, with shape and dtype."""
     return x.aval

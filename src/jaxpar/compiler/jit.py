@@ -1,4 +1,4 @@
-"""`jax.jit` with what a chip's compiler should be told, and `mode="auto"` told of it."""
+"""`jax.jit` with the compiler options of the chip."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ def jit(
     tuned: TuningLike | None = None,
     **settings: Any,
 ) -> Any:
-    """`jax.jit` with the compiler options of the chip, and `mode="auto"` told of them.
+    """Jits a function with the chip's compiler options, and tells `mode="auto"` of them.
 
     Args:
-      fun: a function of global arrays. JAX takes compiler options at the outermost `jit` alone:
-        called from another function of `jaxpar.jit` it has the options of that one, from one of
-        `jax.jit` it is refused where the chip has options. None: a decorator is returned, as by
-        `jax.jit`.
-      mesh: for whose devices. None: the context mesh where it is called or traced
-        (`jax.set_mesh`), and without one the default devices.
-      compiler_options: a mapping: more options, or other values; `{}` for those of the chip alone.
-      tuned: a file of `jaxpar tune`, as for `jaxpar.tuned`. None: what holds around it.
+      fun: a function of global arrays. Inside another function of `jaxpar.jit`, it has that one's
+        options. Inside `jax.jit`, it is refused if the chip has options. None: a decorator is
+        returned.
+      mesh: of the program's devices. None: the context mesh (`jax.set_mesh`), or the default
+        devices.
+      compiler_options: a mapping of more options, or of other values; `{}` for none.
+      tuned: a file of `jaxpar tune`, as for `jaxpar.tuned`. None: the surrounding one.
       **settings: as for `jax.jit`.
 
     Returns:
@@ -47,9 +46,8 @@ def jit(
     Raises:
       TypeError: `fun` is no function, `mesh` no mesh, options are no mapping, or `jax.jit` has no
         such setting.
-      ValueError: as soon as it is called or traced, `tuned` is stale, the program is for another
-        kind of device than the one whose options it got, or it has options of its own that the
-        function which calls it has not.
+      ValueError: at a call or trace: `tuned` is stale, the program is for another device kind than
+        its options, or it has options that its caller lacks.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -88,16 +86,16 @@ class Jitted:
         update_wrapper(self, fun)
         self._fun, self._mesh, self._more, self._settings = fun, mesh, more, settings
         self._tuning, self._base = tuning, base
-        self._jitted: dict[str, tuple[Options, Any]] = {}  # by the kind of chip
-        self._within: Any = jax.jit(fun, **settings)  # called from another of these
+        self._jitted: dict[str, tuple[Options, Any]] = {}  # by kind of chip
+        self._within: Any = jax.jit(fun, **settings)  # for calls from another `Jitted`
 
     def over(self, base: Options) -> tuple[Jitted, Options]:
-        """The same with `base` in the place of the chip's options; and what it compiles with."""
+        """Returns the function with `base` instead of the chip's options, and its options."""
         new = Jitted(self._fun, self._mesh, self._more, self._tuning, self._settings, base)
         return new, {**base, **self._more}
 
     def calling(self, caller: Callable[..., Any]) -> Jitted:
-        """Jits a function that calls this one, with the same but for settings."""
+        """Jits a function that calls this one, without its settings."""
         return Jitted(caller, self._mesh, self._more, self._tuning, {}, self._base)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,32 +104,32 @@ class Jitted:
             return jitted(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method of an instance, which is then the first argument."""
+        """Binds the function to an instance."""
         return self if instance is None else MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of `jax.jit`."""
+        """Traces like `jax.jit`."""
         with self.ready() as jitted:
             return jitted.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of `jax.jit`; what it returns compiles with the options."""
+        """Lowers like `jax.jit`; the result compiles with the options."""
         with self.ready() as jitted:
             return jitted.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of `jax.jit`."""
+        """Returns shapes like `jax.jit`."""
         with self.ready() as jitted:
             return jitted.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """As that of `jax.jit`."""
+        """Clears the cache like `jax.jit`."""
         for jitted in (self._within, *(jitted for _, jitted in self._jitted.values())):
             jitted.clear_cache()
 
     @contextmanager
     def ready(self) -> Generator[Any]:
-        """Gives the jitted function, and says with what it is compiled and tuned."""
+        """Yields the jitted function while its options and tuning hold."""
         with ExitStack() as said:
             outer = enclosing_options()
             if outer is None:
@@ -147,7 +145,7 @@ class Jitted:
             yield jitted
 
     def _require(self, outer: Options) -> None:
-        """Refuses options of its own where the outermost function is compiled without them."""
+        """Raises if the outermost function lacks this one's options."""
         missing = {name: value for name, value in self._more.items() if outer.get(name) != value}
         if missing:
             name = getattr(self._fun, "__name__", self._fun)
@@ -166,22 +164,19 @@ class Jitted:
 
 
 def jitted_with(fn: Any, options: Options) -> tuple[Any, Options]:
-    """Returns `fn` jitted, if it is not yet, and the options it compiles with.
-
-    Those are `options`, and what a function of `jaxpar.jit` got besides the chip's.
-    """
+    """Returns `fn` jitted, and its options: `options`, and its own from `jaxpar.jit`."""
     if isinstance(fn, Jitted):
         return fn.over(options)
     return fn if hasattr(fn, "trace") else Jitted(fn, None, {}, None, {}, options), options
 
 
 def jitted_like(fn: Any, caller: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `caller`, which calls `fn`, with what `fn` got from `jaxpar.jit` if it did."""
+    """Returns `caller`, which calls `fn`, jitted like `fn` if that is of `jaxpar.jit`."""
     return fn.calling(caller) if isinstance(fn, Jitted) else caller
 
 
 @contextmanager
 def enclosing(fn: Any) -> Generator[None]:
-    """Has `fn`, if it is of `jaxpar.jit`, traced here as a part of others, with its own options."""
+    """Traces `fn` as a part of others, with its own options if it is of `jaxpar.jit`."""
     with fn.ready() if isinstance(fn, Jitted) else nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""What the compiler should be told on each chip."""
+"""The compiler options of each chip."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.types import Integer
 from jaxpar.compiler.told import Options, compiler_of, telling
 
-# Bytes of a whole array that takes no longer than a SparseCore's start: 128x8192x8192 over v6e:2x4
-# takes 33 us with the offload and 30 without, 512 rows 70 and 70 (`jaxpar predict --mesh tp=8
-# --ops scatter-rows --modes naive`, and that with `--compiler-options none`).
+# Bytes of a full array whose transfer takes no longer than a SparseCore's start. Over v6e:2x4,
+# 128x8192x8192 takes 33 us with the offload and 30 without; 512 rows take 70 with and without it
+# (`jaxpar predict --mesh tp=8 --ops scatter-rows --modes naive`, then `--compiler-options none`).
 FEW = 2**22
 
 
 @readable
 def compiler_options(devices: Any = None, *, largest: Integer | None = None) -> Options:
-    """Returns the compiler options that programs with overlapped communication should have.
+    """Returns the compiler options for programs whose communication overlaps with work.
 
     Args:
       devices: a `jax.sharding.Mesh`, one of its devices, or a `jaxpar.schedule.Target`. None: the
-        context mesh (`jax.set_mesh`), and without one the default devices.
-      largest: bytes of the largest array that the program gathers or sums, of all devices together.
-        Up to 4 MiB, as where 128 rows are decoded, SparseCores are told to send nothing: there is
-        nothing to hide, and each collective would wait some microseconds for them. None: larger.
+        context mesh (`jax.set_mesh`), or the default devices.
+      largest: bytes of the largest array that the program gathers or sums, on all devices together.
+        Up to 4 MiB, SparseCores send nothing: each collective would wait microseconds for them.
+        None: larger.
 
     Returns:
-      A new dictionary for `jax.jit(compiler_options=...)`, by the kind of chip. Empty where the
-      compiler needs none, or none is known to help. On TPUs one of them is for plain `jit`:
-      `xla_jf_spmd_threshold_for_windowed_einsum_mib` keeps matmuls of gathered operands whole.
+      A new dictionary for `jax.jit(compiler_options=...)`, empty if no option is known to help. On
+      TPUs, `xla_jf_spmd_threshold_for_windowed_einsum_mib` keeps matmuls of gathered operands in
+      one piece in plain `jit`.
 
     Raises:
-      TypeError: what is no mesh, device or target, or no whole number of bytes.
+      TypeError: `devices` is no mesh, device or target, or `largest` no whole number.
 
-    Tracing cannot see options, and `mode="auto"` chooses by what they make of collectives:
-    `jaxpar.jit` gives both to a program, `jaxpar.compiled_with` says it where programs are lowered
-    and compiled by hand.
+    Tracing cannot see options, but `mode="auto"` depends on them. `jaxpar.jit` gives them to both.
+    Use `jaxpar.compiled_with` if you lower and compile by hand.
 
     Example:
       >>> from jaxpar.schedule import target
@@ -63,20 +62,18 @@ def compiler_options(devices: Any = None, *, largest: Integer | None = None) -> 
 @readable
 @contextmanager
 def compiled_with(options: Any) -> Generator[None]:
-    """Says with which compiler options what is traced here will be compiled.
+    """States the compiler options of what is traced here.
 
     Args:
       options: a mapping, as for `jax.jit(compiler_options=...)`; `{}` for none.
 
     Raises:
-      TypeError: what is no mapping.
+      TypeError: `options` is no mapping.
 
-    Cost: programs are traced again that were traced with other options.
+    Cost: programs that were traced with other options are traced again.
 
-    `mode="auto"` takes other ways where the compiler makes collectives asynchronous, which depends
-    on its options, which tracing cannot see. Where nothing says what they are, it looks for them
-    in the environment (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`), reckons without them, and warns on chips
-    that should have some.
+    `mode="auto"` depends on options, which tracing cannot see. Without this, it reads them from the
+    environment (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`), and warns on chips that need some.
 
     Example:
       >>> options = compiler_options()
@@ -91,7 +88,7 @@ def compiled_with(options: Any) -> Generator[None]:
 
 
 def options_like(options: Any) -> Options:
-    """Returns a new dictionary of compiler options, or raises a `TypeError` of what is none."""
+    """Returns a new dictionary of compiler options, or raises a `TypeError`."""
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise type_error(
             f"compiler options must be a mapping of names to values, got {options!r}; pass what "
@@ -101,12 +98,12 @@ def options_like(options: Any) -> Options:
 
 
 def options_of(kind: str) -> Options:
-    """The options that programs for a kind of chip should have."""
+    """Returns the options for a kind of chip."""
     return {option.name: option.value for option in compiler_of(kind).options}
 
 
 def kind_of(devices: Any, argument: str = "devices") -> str:
-    """The `device_kind` of a mesh, a device or a target; of None that of the context."""
+    """Returns the `device_kind` of a mesh, device or target; None: of the context."""
     if devices is None:
         device = jax.sharding.get_abstract_mesh().abstract_device
         return jax.devices()[0].device_kind if device is None else device.device_kind

@@ -1,4 +1,4 @@
-"""What the compiler is told where a program is traced, and what it then runs beside other work."""
+"""Compiler options for a traced program, and the collectives that then overlap with other work."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 
 @dataclass(frozen=True)
 class Option:
-    """An option of the compiler that programs on a chip should have.
+    """A compiler option for programs on a chip.
 
     Attributes:
-      reason: what goes without it.
-      frees: the collective that it makes asynchronous, None if it does something else.
+      reason: what happens without it.
+      frees: the collective that it makes asynchronous, if any.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Compiler:
-    """What is known of the compiler of one kind of chip: `options`, and what needs none of them.
+    """The known facts of the compiler for one kind of chip.
 
     Attributes:
-      frees: the collectives that are asynchronous in any case.
+      frees: collectives that are asynchronous without options.
     """
 
     options: tuple[Option, ...] = ()
@@ -64,8 +64,8 @@ _PERMUTES = Option(
     "16",
     "without it at most five permutes are under way, and three rings that share no link have six",
 )
-# Steps of plain jit with FSDP take up to a third less with it. One with tp alone took 4% more
-# (v5e). What is written in shard_map is the same either way.
+# Steps of plain jit with FSDP take up to a third less with it. A step with tp alone takes 4% more
+# (v5e). Code in shard_map is the same with and without it.
 WHOLE_MATMULS = Option(
     "xla_jf_spmd_threshold_for_windowed_einsum_mib",
     "1000000",
@@ -79,15 +79,15 @@ _EARLY_STARTS = Option(
     "there",
 )
 
-# By the beginning of `device_kind`; seen in programs of jax 0.10.0, 0.10.2 and 0.12.0.1. What is
-# missing was tried, and is refused or changes nothing: the offload on v4 and v5e, the "async
-# collective fusion" on v5e (no change), v5p and v6e (refused).
+# By the beginning of `device_kind`; seen in programs of jax 0.10.0, 0.10.2 and 0.12.0.1. Other
+# options are refused or change nothing: the offload on v4 and v5e, the "async collective fusion"
+# on v5e (no change), v5p and v6e (refused).
 COMPILERS = {
     "TPU v4": Compiler((_PERMUTES, WHOLE_MATMULS)),
     "TPU v5 lite": Compiler((WHOLE_MATMULS,), frees=frozenset({"all-gather"})),  # with a matmul
     "TPU v5": Compiler((*_SPARSE_CORES, _PERMUTES, WHOLE_MATMULS)),
     "TPU v6 lite": Compiler((*_SPARSE_CORES, WHOLE_MATMULS)),
-    # A SparseCore sends them without being told.
+    # A SparseCore sends them without an option.
     "TPU7x": Compiler((_PERMUTES, WHOLE_MATMULS), frees=frozenset(COLLECTIVES)),
     "NVIDIA": Compiler((_EARLY_STARTS,), frozenset(COLLECTIVES)),
 }
@@ -95,11 +95,11 @@ COMPILERS = {
 
 @dataclass(frozen=True)
 class _Told:
-    """Options that are said.
+    """Stated options.
 
     Attributes:
-      kind: for which kind of device they were looked up, if they were.
-      enclosing: whether what is traced now is part of the function that they are compiled with.
+      kind: the kind of device for which they were looked up.
+      enclosing: whether the traced program is part of the function compiled with them.
     """
 
     options: tuple[tuple[str, Any], ...]
@@ -107,29 +107,29 @@ class _Told:
     enclosing: bool = False
 
 
-# JAX traces again where the value of such a context is another one: a program that was traced with
-# other options is not taken for this one.
+# JAX traces again if the value of such a context changes. So a program that was traced with other
+# options is not reused.
 _told: Any = jax.make_user_context(default_value=None)
 
 
 @contextmanager
 def telling(options: Options, kind: str | None = None, enclosing: bool = False) -> Generator[None]:
-    """Says the options of what is traced here, as `_Told` has them."""
+    """Sets the options of what is traced here, as in `_Told`."""
     with _told(_Told(tuple(sorted(options.items())), kind, enclosing)):
         yield
 
 
 def enclosing_options() -> Options | None:
-    """Returns the options of the function of `jaxpar.jit` that is traced here, None if none is."""
+    """Returns the options of the enclosing function of `jaxpar.jit`, if any."""
     told: _Told | None = _told.value
     return dict(told.options) if told is not None and told.enclosing else None
 
 
 def traced_asynchronous() -> frozenset[str]:
-    """Returns the collectives that the compiler runs beside other work, where it is traced.
+    """Returns the collectives that overlap with other work in the traced program.
 
-    They are those of the chip that the enclosing `shard_map` is traced for and of the options that
-    are said, or found in the environment. On a chip that should have some, none found is a warning.
+    They depend on the chip, and on options that are stated or in the environment. Warns if a chip
+    needs some and none are found.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     compiler = Compiler() if device is None else compiler_of(device.device_kind)
@@ -151,9 +151,9 @@ def traced_asynchronous() -> frozenset[str]:
 
 
 def traced_options(names: Collection[str]) -> dict[str, Any]:
-    """Returns the options that are said, where it is traced; or those of `names` found elsewhere.
+    """Returns the stated options, or those of `names` in the environment.
 
-    The environment has options of other programs, too: there only those count that are asked for.
+    The environment may have options of other programs.
     """
     told: _Told | None = _told.value
     found = environment_options() if told is None else dict(told.options)
@@ -161,7 +161,7 @@ def traced_options(names: Collection[str]) -> dict[str, Any]:
 
 
 def _warn() -> None:
-    # The line of the user's, behind however many of the package's.
+    # Points at the user's line, behind all frames of the package.
     package, frame, level = str(Path(__file__).parent), currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
@@ -174,12 +174,12 @@ def _warn() -> None:
 
 
 def environment_options() -> Options:
-    """The options of `--name=value` and `--name` in the variables that XLA reads."""
+    """Returns options like `--name=value` and `--name` in the variables that XLA reads."""
     words = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {os.environ.get('XLA_FLAGS', '')}".split()
     given = [word.removeprefix("--").partition("=") for word in words]
     return {name: value or "true" for name, _, value in given}
 
 
 def compiler_of(kind: str) -> Compiler:
-    """Returns what is known of the compiler of a kind of chip; of an unknown kind nothing."""
+    """Returns the facts of a kind of chip's compiler, or none."""
     return next((found for name, found in COMPILERS.items() if kind.startswith(name)), Compiler())

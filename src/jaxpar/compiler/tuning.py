@@ -1,4 +1,4 @@
-"""What `jaxpar tune` found to be the fastest, and how `mode="auto"` is told of it."""
+"""Reads what `jaxpar tune` found to be the fastest, for `mode="auto"`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ else:
 @readable
 @dataclass(frozen=True)
 class Tuning:
-    """The ways that were the fastest in a program, and for what they were.
+    """The fastest modes found for a program, and its conditions.
 
     Attributes:
       name: of the file.
       command: that writes it again.
-      versions: of the packages on which compiled programs depend.
+      versions: of the packages on which programs depend.
       device_kind: of the devices.
       mesh: axes and sizes.
-      compiler_options: with which the program was compiled.
-      sites: for each call site, and each of its parts (forward, backward, row chunks, dispatch),
-        the way, as one would name it; `"auto"` where nothing else was faster.
+      compiler_options: of the program.
+      sites: for each call site and part (forward, backward, row chunks, dispatch), the fastest
+        choice; `"auto"` if nothing was faster.
       clock: `"predicted"`, or `"measured"`.
-      milliseconds: of the whole program, all by `auto`, and with these ways.
-      tried: of each part of each site what was tried and what the whole program took with it, or
-        why there is no time. For who reads the file.
+      milliseconds: of the program by `auto`, and with these choices.
+      tried: for readers, the program's time with each trial, or why there is none.
 
     Example:
       >>> tuning = Tuning("by hand", "-", {}, "TPU v6 lite", {"tp": 4}, {}, {})
@@ -68,7 +67,7 @@ class Tuning:
 
     @staticmethod
     def read(path: str | Path) -> Tuning:
-        """Reads the file that `write` wrote, or raises a `ValueError` that says what it is."""
+        """Reads a file that `write` wrote, or raises a `ValueError` with the reason."""
         with naming("tuned"):
             again = f"write it: jaxpar tune module:function -o {path}"
             try:
@@ -83,11 +82,11 @@ class Tuning:
             return Tuning(str(path), **record)
 
     def write(self, path: str | Path) -> None:
-        """Writes a file that a person can read, and change."""
+        """Writes a file that people can read and change."""
         write_text(path, self._text() + "\n")
 
     def decide(self, asked: Asked) -> str:
-        """Returns the way of a part of a site, or raises where it is none that there is."""
+        """Returns the choice for a site's part, or raises if it is unknown."""
         way = self.way(asked.site, asked.part)
         if way != AUTO and way not in asked.ways:
             known = ", ".join((*asked.ways, AUTO))
@@ -98,10 +97,10 @@ class Tuning:
         return way
 
     def way(self, site: str, part: str) -> str:
-        """Returns what was chosen, for a program that is being traced.
+        """Returns the choice for a traced program.
 
         Raises:
-          ValueError: the program is traced for something else, or the site is none of those known.
+          ValueError: the program is traced for something else, or the site is unknown.
         """
         self._check_traced()
         chosen = self.sites.get(site, {}).get(part)
@@ -112,7 +111,7 @@ class Tuning:
         return chosen
 
     def check_versions(self) -> None:
-        """Raises where other versions are installed than those of the file."""
+        """Raises if other versions are installed than the file's."""
         for package, wanted in self.versions.items():
             found = versions(package).get(package, "not installed")
             if found != wanted:
@@ -136,7 +135,7 @@ class Tuning:
         return value_error(f"{self.name} {why}; write it again: {self.command}")
 
     @cached_property
-    def _hash(self) -> int:  # asked for in each call of a jitted function
+    def _hash(self) -> int:  # needed in each call of a jitted function
         return hash(self._text())
 
     def _text(self) -> str:
@@ -180,7 +179,7 @@ def _mapping_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
 
 
-# What JSON has of each field, and how to say so.
+# For each field, a check of its JSON, and its description in errors.
 _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
     "command": (_is_text, "the command that writes it"),
     "versions": (_mapping_of(_is_text), "the version of each package"),
@@ -204,20 +203,20 @@ _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
 @readable
 @contextmanager
 def tuned(tuning: TuningLike) -> Generator[None]:
-    """Has `mode="auto"` take, in what is traced here, the ways that `jaxpar tune` found.
+    """Gives `mode="auto"` the modes that `jaxpar tune` found, for what is traced here.
 
     Args:
-      tuning: the file that it wrote, or what `Tuning.read` makes of it.
+      tuning: the file, or what `Tuning.read` returns.
 
-    A mode that is named goes before it. `jaxpar.jit(step, tuned=path)` does the same for one
-    program. What is stale is refused, never repaired: other versions of jax or of the compiler at
-    once; another kind of device, mesh, compiler options or shapes while a program is traced.
+    A named mode takes precedence. `jaxpar.jit(step, tuned=path)` does the same for one program.
 
     Raises:
-      TypeError: what is neither.
-      ValueError: no such file, or a stale one; the message has the command that writes it again.
+      TypeError: `tuning` is neither.
+      ValueError: the file is missing or stale: of other versions of jax or the compiler, or, while
+        tracing, of another device kind, mesh, compiler options or shapes. The message has the
+        command that writes it again.
 
-    Cost: a file is read, and programs are traced again that were traced without it.
+    Cost: a file is read, and programs that were traced without it are traced again.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -229,7 +228,7 @@ def tuned(tuning: TuningLike) -> Generator[None]:
       ...     jax.jit(gather)(jnp.ones((16, 4)), jnp.ones((4, 32))).shape
       (16, 32)
     """
-    if is_trying():  # the file may be what is being written
+    if is_trying():  # the trial may be writing this file
         yield
         return
     with using(load(tuning)):
@@ -237,7 +236,7 @@ def tuned(tuning: TuningLike) -> Generator[None]:
 
 
 def load(tuning: TuningLike) -> Tuning:
-    """Returns what a file has, or raises if it is of other versions than those that are here."""
+    """Returns a file's tuning, or raises if it is of other versions."""
     with naming("tuned"):
         given: Any = tuning
         if not isinstance(given, (str, Path, Tuning)):
@@ -248,7 +247,7 @@ def load(tuning: TuningLike) -> Tuning:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of those that are installed."""
+    """Returns the versions of installed packages."""
     found = {package: _version(package) for package in packages}
     return {package: text for package, text in found.items() if text is not None}
 

@@ -1,4 +1,4 @@
-"""Memory that nobody wrote, which reads as anything: in tests as the worst that it can be."""
+"""Unwritten memory, which tests fill with the worst values."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ poisoned = False  # read while tracing; set by `jaxpar.testing.poisoned_rows`
 def unwritten(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Returns memory for an array, not yet varying over any mesh axis.
 
-    On CPU it usually reads as zero, which hides that somebody read it. Poisoned it reads as NaN, or
-    as an integer so large that it indexes nothing, or as True.
+    On CPU it usually reads as zero, which hides a wrong read. Poisoned memory reads as NaN, True,
+    or an integer too large for an index.
     """
     if not poisoned:
         return lax.empty(shape, dtype)
@@ -24,7 +24,7 @@ def _poison(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return True
     if jnp.issubdtype(dtype, jnp.integer):
-        # 0x7f..., for unsigned ones too: they carry bits, and of any float dtype these are NaN.
+        # 0x7f..., for unsigned ones too: they carry bits, which are NaN in any float dtype.
         info = jnp.iinfo(dtype)
         return info.max if info.min else info.max >> 1
     return jnp.nan

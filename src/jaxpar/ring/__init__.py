@@ -1,1 +1,1 @@
-"""The core: ring programs as data, and what runs them."""
+"""The core: ring programs as data, and the code that runs them."""

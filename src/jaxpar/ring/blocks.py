@@ -1,4 +1,4 @@
-"""Blocks of arrays gathered, and sums of arrays scattered: each the derivative of the other."""
+"""Gathers and scatters of arrays in blocks: each is the derivative of the other."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,32 +17,31 @@ from jaxpar.ring.scales import Scales, gather_scales
 from jaxpar.ring.ways import Arrivals, Positions, Use, Way
 
 Leaves = list[Any]  # arrays
-# Bytes of a whole leaf, norms' scales and biases, for which a collective has more latency than
-# bytes: they travel in one. Not of a weight, whose passes over memory on each side cost more.
+# Leaves of up to so many bytes travel in one collective, because latency dominates: the scales of
+# norms, and biases. Weights are larger, and joining them would cost more passes over memory.
 SMALL = 2**18
 
 
 @dataclass(frozen=True)
 class Group:
-    """Leaves that travel as one array, joined along a dimension other than the one they are cut in.
+    """Leaves that travel as one array, joined along a dimension in which they are not cut.
 
-    A transfer of each would wait for the same links, and a compiler that reckons with links of
-    their own would start them too late.
+    Separate transfers would wait for the same links, and start too late.
     """
 
     members: tuple[int, ...]
     dim: int  # along which they are cut
     joined: int = 0  # along which they are joined
     lengths: tuple[int, ...] = (0,)  # of the members along it
-    # Of a bucket, of blocks of any shapes in a row each: those of the members, and where they are
-    # cut. None: members travel in their own shapes.
+    # A bucket has blocks of any shapes, one in a row. These are the members' block shapes, and the
+    # dimensions in which they are cut. None: members travel in their own shapes.
     flat: tuple[tuple[tuple[int, ...], int], ...] | None = None
-    exact: bool = False  # they are not quantized: small ones, and scales
-    # Those of the members, and of what they are gathered to. None: one, whatever comes.
+    exact: bool = False  # members are not quantized: small ones, and scales
+    # Dtypes of the members and of the gathered arrays. None: the dtype of the input, for both.
     dtypes: tuple[Any, Any] | None = None
 
     def laid_out(self, parts: list[Array]) -> list[Array]:
-        """Returns members as they travel: of a bucket [blocks, numbers of a block]."""
+        """Returns members as they travel: in a bucket, [blocks, numbers of a block]."""
         if self.flat is None:
             return parts
         rows: list[Array] = []
@@ -71,13 +70,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How leaves are cut into blocks, one a device, and how those travel.
+    """How leaves are cut into blocks, and how blocks travel.
 
     Attributes:
-      stages: the ways to gather, one after the other; the last one brings what are neighbours.
-      groups: the leaves that are cut. All others are whole, and stay as they are.
-      derived_by_jax: JAX's derivatives and dtypes of sums are left as they are.
-      low_bit: how floats travel that are gathered; None: as they are.
+      stages: one algorithm per axis, for a scatter. A gather starts with the last.
+      groups: leaves that are cut. Others are replicated and stay.
+      derived_by_jax: whether JAX derives the function, and sums keep their dtypes.
+      low_bit: how gathered floats are quantized.
     """
 
     stages: tuple[Way, ...]
@@ -87,7 +86,7 @@ class Blocks:
 
 
 def _gather(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
-    """Returns the whole leaves; None stays None."""
+    """Returns the full leaves; None stays None."""
     whole = list(leaves)
     for group in blocks.groups:
         parts = [leaves[n] for n in group.members]
@@ -103,7 +102,7 @@ def _gather(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
 
 
 def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
-    """Returns this device's blocks of the sums of whole leaves; None stays None."""
+    """Returns this device's blocks of the sums of leaves; None stays None."""
     scattered = list(leaves)
     for group in blocks.groups:
         parts = [leaves[n] for n in group.members]
@@ -112,12 +111,12 @@ def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
         dtype = parts[0].dtype if group.dtypes is None else group.dtypes[0]
         wide = dtype if blocks.derived_by_jax else addition_dtype(dtype)
         wire = summed_as(blocks.stages[0].ring.wire_dtype, dtype) if blocks.stages else None
-        between = wide if wire == wide else dtype  # a wide wire: rounded once, in the last stage
+        between = wide if wire == wide else dtype  # with a wide wire, only the last stage rounds
         parts = group.laid_out(parts)
         for way in blocks.stages:
             out = dtype if way is blocks.stages[-1] else between
             parts = _scatter_group(group, parts, way, wide, out)
-        parts = [x.astype(dtype) for x in parts]  # where there is one device
+        parts = [x.astype(dtype) for x in parts]  # for one device, which has no stages
         for number, part in zip(group.members, group.as_they_were(parts), strict=True):
             scattered[number] = part
     return scattered
@@ -129,7 +128,7 @@ gather_blocks, scatter_sums = linear_pair(_gather, _scatter)
 def _encode(
     blocks: Blocks, group: Group, parts: list[Array]
 ) -> tuple[list[Array], list[Scales] | None]:
-    """Returns what travels of blocks, and the scales of all devices where they are quantized."""
+    """Returns the arrays that travel, and all devices' scales."""
     dtype = parts[0].dtype if group.dtypes is None else group.dtypes[1]
     as_they_are = [x.astype(dtype) for x in parts]
     if blocks.low_bit is None or group.exact or not blocks.stages:
@@ -211,7 +210,7 @@ def all_reduce(way: Way, x: Whole) -> Whole:
 
 
 def scatter_and_gather(blocks: Blocks, x: Whole) -> Whole:
-    """Sums `x` over the devices of a ring, each a block, and gives every device the whole."""
+    """Returns the sum of `x`: each device sums a block, and gathers all."""
     if checks_varying(blocks.stages[0].ring.names):
         return _replicated_sum(blocks, x)
     return gather_blocks(blocks, None, scatter_sums(blocks, None, [x]))[0]
@@ -243,7 +242,7 @@ def _sum_fwd(blocks: Blocks, x: Whole) -> tuple[Whole, None]:
 
 
 def _sum_bwd(blocks: Blocks, _: None, ct: Whole) -> tuple[Whole]:
-    # The cotangent is replicated: each device has the gradient of its own partial sum already.
+    # The cotangent is replicated: each device already has the gradient of its partial sum.
     return (vary_over(blocks.stages[0].ring.names, ct),)
 
 
@@ -253,16 +252,14 @@ _replicated_sum = with_derivative(_sum, _sum_fwd, _sum_bwd)
 def group_leaves(
     leaves: Leaves, dims: list[int | None], scales: list[bool], *, size: int, join: bool
 ) -> tuple[Group, ...]:
-    """Returns the groups of the leaves that are cut along `dims`, None for those that are whole.
+    """Groups the leaves that are cut along `dims`; None: a leaf is replicated.
 
-    Those that are `scales` of quantized values are no groups with others.
-
-    To `join`, leaves must be of one dtype and differ in one dimension, not the one they are cut in.
-    Small ones of one dtype make a bucket; `size` devices have a block each.
+    Leaves that `join` have one dtype, and differ in one dimension, not the one that is cut.
+    `scales` marks scales, which join only each other.
     """
     groups = _buckets(leaves, dims, size)
     bucketed = {n for group in groups for n in group.members}
-    # Query [d, 8, 64] and key [d, 2, 64], cut along d: one array of [d, 10, 64] travels for both.
+    # Query [d, 8, 64] and key [d, 2, 64], cut along d, travel as one array [d, 10, 64].
     left = [n for n, dim in enumerate(dims) if dim is not None and n not in bucketed]
     while left:
         first = left[0]
@@ -283,7 +280,6 @@ def group_leaves(
 
 
 def _buckets(leaves: Leaves, dims: list[int | None], size: int) -> list[Group]:
-    """A bucket for all small leaves of a type, where there are several."""
     alike: dict[Any, list[int]] = {}
     for number, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is not None and x.size and _is_small(x, size) and not any(spec_of(x)):

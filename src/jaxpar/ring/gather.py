@@ -1,4 +1,4 @@
-"""A gather in steps: blocks come past all devices, each of which uses them while they go on."""
+"""A gather in steps: a device uses each block that arrives while it sends the block on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,23 +18,20 @@ from jaxpar.ring.run import run
 from jaxpar.ring.steps import Hop, Step, gather_steps
 from jaxpar.ring.ways import Arrivals, Positions, Use, as_it_is
 
-At = Callable[[Index, int | None], Positions]  # of an owner and a share; None: its whole block
+At = Callable[[Index, int | None], Positions]  # from an owner and a share; None: its full block
 
 
 @dataclass(frozen=True)
 class Gather:
-    """How the blocks of all devices come past each, in phases.
-
-    Those of the first phases are laid out for the next one, which brings as many more at a time;
-    those of the last one are used as they come.
+    """A gather of all devices' blocks, in phases. The last phase uses them.
 
     Attributes:
-      phases: the first one first.
-      directions: of the transfers.
-      cuts: of each share its start and size in a block.
-      dim: along which the blocks of all devices make a whole; None: they are used one by one.
-      whole_opposite: the last block of an even ring comes whole.
-      reach: the number of hops that blocks go each way; None: past all devices.
+      phases: only one, unless blocks go along one torus dimension after the other. Early phases
+        collect blocks, so that the next one sends more at a time.
+      cuts: start and size of each share in a block.
+      dim: along which blocks form the full array; None: blocks are used one by one.
+      whole_opposite: as in `Stepwise`.
+      reach: as in `Stepwise`.
     """
 
     phases: Sequence[Phase]
@@ -45,7 +42,7 @@ class Gather:
     reach: int | None = None
 
     def steps(self, phase: Phase | None = None) -> list[Step]:
-        """The program of a phase, of the last one if it is not said of which."""
+        """Returns the program of a phase, by default of the last one."""
         phase = phase or self.phases[-1]
         rings, whole = len(phase.rings), self.whole_opposite
         return gather_steps(
@@ -53,7 +50,7 @@ class Gather:
         )
 
     def places(self, length: int) -> list[Callable[[Index], Positions]]:
-        """Where what comes lies in the whole, in its order, for blocks of a length."""
+        """Returns where arriving blocks of a `length` lie in the full array, in their order."""
         last, at = self.phases[-1], self._positions(length)
         return [
             partial(self._place, phase=last, t=t, at=at, hop=hop, share=share)
@@ -70,21 +67,19 @@ class Gather:
         use: Use,
         kept: list[Any] | None,
     ) -> Any:
-        """Returns the last carry of what is made of all blocks.
+        """Returns the last carry.
 
         Args:
           index: this device's logical index.
-          block: its block.
-          share_of: a block and the number of a share to that.
-          beside: as an order says.
-          use: what is made of blocks.
-          kept: where those are added that come.
+          share_of: maps `(block, number)` to a share of it.
+          beside: `Order.beside`.
+          kept: a list for arriving blocks.
         """
         *earlier, last = self.phases
         length = 0 if self.dim is None else jax.tree.leaves(block)[0].shape[self.dim]
         at = self._positions(length)
         if not earlier:
-            # Cut of the blocks that an order has leave, which may come after others.
+            # Shares are cut from the arrays that the order passes on, which may wait for others.
             return self._past(
                 last, index, [block], lambda own, n: share_of(own[0], n), at, beside, use, kept
             )
@@ -96,8 +91,6 @@ class Gather:
         return self._past(last, index, parts, getitem, at, beside, use, kept)
 
     def _positions(self, length: int) -> At:
-        """Where, in the whole of blocks of a length, a share is that comes in the last phase."""
-
         last = self.phases[-1]
 
         def at(owner: Index, share: int | None) -> Positions:
@@ -110,7 +103,7 @@ class Gather:
         return at
 
     def _collected(self, phase: Phase, index: Index, parts: list[Any]) -> list[Any]:
-        """Returns of each share the blocks of all devices that a phase brings, in their order."""
+        """Returns each share of all blocks that a phase collects."""
         dim = self.dim
         assert dim is not None
 
@@ -135,7 +128,6 @@ class Gather:
         return self._past(phase, index, parts, getitem, at, freely, Use(place), None)
 
     def _halves(self, part: Any) -> list[Any]:
-        """The first half of a slab's blocks and the last, as `Phase.positions` has them."""
         dim = self.dim
         assert dim is not None
         length = jax.tree.leaves(part)[0].shape[dim]
@@ -152,18 +144,15 @@ class Gather:
         use: Use,
         kept: list[Any] | None,
     ) -> Any:
-        """Runs the program of a phase.
-
-        What the first step uses is this device's `own`: the shares, or the block that they are of.
-        """
+        """Runs a phase. `own` is the local block, or its shares."""
         ways = len(self.directions)
 
-        # `blocks` are those that have come, one for each hop of the step, in the order of its hops:
-        # both ways of ring 0, then both of ring 1. In the first step they are this device's own.
+        # `blocks` are the arrivals, one for each hop of the step, in the order of its hops: both
+        # directions of ring 0, then both of ring 1. In the first step they are the local block.
         def step(state: Any, t: Step) -> Any:
             index, carry, blocks = state
             come = self._arrivals(t, phase)
-            if len(come) < len(t.hops):  # two halves of one block have come by each ring
+            if len(come) < len(t.hops):  # each ring has brought two halves of one block
                 blocks = [
                     jax.tree.map(
                         lambda x, *xs: join_halves(xs, x),
@@ -172,12 +161,12 @@ class Gather:
                     )
                     for number in range(len(phase.rings))
                 ]
-            if kept is not None:  # in the order of `places`, on which the derivative relies
+            if kept is not None:  # in the order of `places`: the derivative relies on it
                 kept.extend(blocks)
             done = use.finish if not t.blocks else as_it_is
 
             def send(blocks: list[Any]) -> list[Any]:
-                # One block for each hop of the step before; at first the own one for all.
+                # One block for each hop of the step before. At first the local block serves all.
                 def leaves(hop: Hop) -> Any:
                     if not t.hops:
                         return share_of(blocks, hop.ring)
@@ -185,7 +174,7 @@ class Gather:
 
                 return [_moved(phase, leaves(hop), hop, t.distance) for hop in t.blocks]
 
-            known: list[Any] = []  # an index, and where blocks lie: traced once for each index
+            known: list[Any] = []  # an index, and its positions: traced once for each index
 
             def places(index: Index) -> list[Positions]:
                 if not known or known[0] is not index:
@@ -197,17 +186,17 @@ class Gather:
             def take_all(index: Index) -> list[Any]:
                 return [use.take(positions) for positions in places(index)]
 
-            # Starts are computed here once more, and not taken: one that comes through a barrier,
-            # or into a conditional, is not known to be a multiple of `length`, and the TPU compiler
-            # then writes what was made in a pass of its own, not as the matmul makes it.
+            # Starts are computed again here. The compiler does not know that a start from behind a
+            # barrier, or from outside a conditional, is a multiple of `length`. Then the TPU
+            # compiler writes the result by a separate pass, not from the matmul.
             def compute(index: Index, blocks: list[Any], taken: list[Any]) -> Any:
                 arrivals = list(zip(blocks, places(index), taken, strict=True))
                 return done(use.consume(carry, arrivals))
 
             alike = use.like if carry is None else partial(like_finished, done, carry)
             if not t.blocks and use.sums is None:
-                # Nothing is under way beside the last step, which only writes: a step in one piece
-                # would copy all that was written before.
+                # The last step has no transfers, and only writes. As one instruction, it would copy
+                # all that was written before.
                 alike = None
             return beside(index, blocks, send, Work(take_all, compute, use.sums, alike))
 
@@ -215,11 +204,7 @@ class Gather:
         return carry
 
     def _arrivals(self, t: Step, phase: Phase) -> list[tuple[Hop | None, int | None]]:
-        """By which hops blocks have come to a step, and of which share they are.
-
-        To the first one the own block, by none; or its shares, where there are several phases. Of
-        two halves there is one hop.
-        """
+        """Returns the hop and share of each arriving block. The local one has no hop."""
         if not t.hops:
             own = [None] if len(self.phases) == 1 else range(len(phase.rings))
             return [(None, share) for share in own]

@@ -1,4 +1,4 @@
-"""Gathers and scatters along one dimension of a torus after the other, and what they take."""
+"""Gathers and scatters along one dimension of a torus after the other, and their cost."""
 
 from __future__ import annotations
 
@@ -32,14 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hierarchical(Stepwise):
-    """Blocks, sums, or both go along one dimension of a torus after the other.
+    """Blocks, sums, or both go along one torus dimension after the other.
 
-    At any time each share goes along another one.
-
-    Attributes:
-      sides: of the torus.
-      blocks: whether blocks do; they go round disjoint rings otherwise.
-      sums: whether sums do.
+    At any time, each share uses a different dimension. Otherwise, blocks or sums use disjoint
+    rings.
     """
 
     sides: tuple[int, ...] = ()
@@ -64,8 +60,8 @@ class Hierarchical(Stepwise):
             return super()._gather(cuts, shares, dim)
         last, *earlier = phases_over(self.ring, self.sides, shares)
         if self.sides[0] % 2 == 0:
-            # The halves in which the opposite device's slab comes are two arrays from the first
-            # step on. Cut where they leave, and joined where they come, they would be copied twice.
+            # The opposite device's slab arrives in halves, which are two arrays from the first step
+            # on. Cutting before a transfer, and joining after it, would copy them twice.
             last = last.in_halves()
         return Gather([*earlier[::-1], last], self.directions, cuts, dim, whole_opposite=True)
 
@@ -76,31 +72,28 @@ class Hierarchical(Stepwise):
 
 
 def along_dimensions(way: Stepwise, sides: tuple[int, ...]) -> Hierarchical:
-    """Returns the way along one dimension after the other, in the place of disjoint rings."""
+    """Returns the hierarchical form of disjoint rings."""
     how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
     return Hierarchical(*how, sides=sides, blocks=True, sums=True)
 
 
 @dataclass(frozen=True)
 class AlongDimensions(Phase):
-    """A phase over a torus whose sides are alike: each share goes along another dimension.
+    """A phase over a torus of equal sides.
 
-    There is one for each dimension. The first one of a scatter leaves each device the sums of a
-    slab of owners, of which the next one deals out as many less; a gather's are the same, the last
-    one first.
+    A scatter's first phase leaves each device the sums for a slab of owners. The next ones divide
+    it. A gather has the same phases, the last one first.
 
     Attributes:
-      dimensions: of each ring those of the torus over whose devices its sums are still of all, or
-        its blocks will be.
-      halves: a share's slab is two arrays, of the first half of its blocks and of the last, with
-        two rings that are alike.
+      dimensions: torus dimensions of each ring's slab.
+      halves: whether a share is two arrays, half of the slab each.
     """
 
     dimensions: tuple[tuple[int, ...], ...] = ()
     halves: bool = False
 
     def in_halves(self) -> AlongDimensions:
-        """The same, with shares of which each is two arrays, one behind the other."""
+        """Returns the phase with each share as two arrays."""
         rings = tuple(ring for ring in self.rings for _ in (0, 1))
         dimensions = tuple(of for of in self.dimensions for _ in (0, 1))
         return AlongDimensions(rings, dimensions, halves=True)
@@ -111,7 +104,7 @@ class AlongDimensions(Phase):
         starts, sizes = [0 for _ in dimensions], [*self.sides(ring)]
         along = dimensions.index(walk.dimension)
         starts[along], sizes[along] = walk.place(owner), 1
-        if self.halves:  # of the first of the other sides: each half is in one stretch of a slab
+        if self.halves:  # along the first other side: each half is one stretch of a slab
             other = 1 if along == 0 else 0
             sizes[other] //= 2
             starts[other] = ring % 2 * sizes[other]
@@ -124,20 +117,18 @@ class AlongDimensions(Phase):
 
 
 def phases_over(ring: Ring, sides: tuple[int, ...], shares: int) -> list[AlongDimensions]:
-    """The phases of a scatter whose shares take dimensions in turn, each from another one on.
-
-    No two of them are at the same dimension at a time, and so share no link.
-    """
-    # A scatter over 4 x 4 devices, whose owners are the places (row, column), in two shares:
+    """Returns the phases of a scatter; no two shares use one dimension at a time."""
+    # A scatter over 4 x 4 devices at places (row, column), in two shares:
     #
-    #     phase 0   share 0 along rows:     a device sums, with the 3 others of its column, what all
-    #                                       make for the 4 owners of its row
-    #               share 1 along columns:  and, with those of its row, for the owners of its column
-    #     phase 1   share 0 along columns:  of those 4 owners, with the 3 others of its row, its own
-    #               share 1 along rows
+    #     phase 0   share 0 along rows:     a device and the 3 others of its column sum for the 4
+    #                                       owners of its row
+    #               share 1 along columns:  a device and the 3 others of its row sum for the 4
+    #                                       owners of its column
+    #     phase 1   share 0 along columns:  a device and the 3 others of its row sum for 1 owner
+    #               share 1 along rows:     a device and the 3 others of its column do so
     #
-    # 16 owners, then 4, then 1. Both shares are at different links at all times. A gather is this
-    # backwards: 1 block, then 4 of a row or a column, then all 16.
+    # A device holds sums for 16 owners, then for 4, then for 1. The two shares always use different
+    # links. A gather is this backwards: 1 block, then 4 of a row or a column, then all 16.
     phases: list[AlongDimensions] = []
     for number in range(len(sides)):
         orders = [
@@ -158,23 +149,23 @@ def time_of_sums(
     messages: int,
     beside: float,
 ) -> float:
-    """Seconds of sums that go along one dimension of a torus after the other."""
+    """Predicts the seconds of sums."""
     side, shares = sides[0], len(sides)
     fitted = fitted_to(chip.kind)
     made = side * shares * pieces
     work = work_time(chip, flow, made, fitted.step_passes)
-    each = (work + beside) / made  # of a sum
-    sent = flow.block_bytes * size / made  # of a sum, in bytes
-    step = 2 * shares * each  # both ways round of each share
+    each = (work + beside) / made  # seconds of a sum
+    sent = flow.block_bytes * size / made  # bytes of a sum
+    step = 2 * shares * each  # both directions of each share
 
     def hop(sent: float) -> float:
         return hop_time(chip, sent * messages)
 
-    # The first step that adds waits for what the first one made; half a step is before, and behind.
+    # The first step that adds waits for the first sum. Half a step is before, and half behind.
     seconds = 2 * step + hop(sent) + (side - 2) * max(step, hop(sent))
     for _ in sides[1:]:
         sent /= side
-        # More shares are less often of whole tiles.
+        # With more shares, fewer are whole tiles.
         one = 1.5 * copy_time(chip, sent) + (shares - 1) * fitted.piece
         adds = made * one
         seconds += max(adds, (side - 1) * hop(sent)) + hop(sent)
@@ -185,11 +176,11 @@ def time_of_sums(
 def time_of_blocks(
     chip: Chip, flow: Flow, size: int, sides: tuple[int, ...], messages: int, cuts_first: bool
 ) -> float:
-    """Seconds of blocks that come along one dimension of a torus after the other."""
+    """Predicts the seconds of blocks."""
     side, shares = sides[0], len(sides)
     fitted = fitted_to(chip.kind)
     hops, opposite = divmod(side - 1, 2)
-    sent = flow.block_bytes / shares  # of a share, in bytes
+    sent = flow.block_bytes / shares  # bytes of a share
 
     def hop(sent: float) -> float:
         return hop_time(chip, sent * messages)
@@ -200,15 +191,15 @@ def time_of_blocks(
         seconds += hop(sent) + max(placed, (hops + opposite - 1) * hop(sent))
         sent *= side
     pieces = side * shares
-    if opposite:  # slabs are cut in halves, the second one beside transfers
+    if opposite:  # slabs are cut in halves, the second one during transfers
         seconds += shares * copy_time(chip, sent) / 2
         pieces *= 2
     joined = 0.0
     if flow.sums and joins(chip, flow.length // pieces, flow.sums, cuts_first):
-        # Each is laid out beside others, and so is what it is multiplied by.
+        # Each slab is joined to others, and so is the operand that multiplies it.
         joined = 2 * INSTRUCTION * pieces + copy_time(chip, size * flow.block_bytes)
         pieces = side
-    work = (work_time(chip, flow, pieces, fitted.step_passes) + joined) / side  # of a step, one way
+    work = (work_time(chip, flow, pieces, fitted.step_passes) + joined) / side  # one direction
     seconds += max(work, hop(sent)) + (hops - 1) * max(2 * work, hop(sent))
     if opposite:
         seconds += max(2 * work, hop(sent / 2)) + work

@@ -1,4 +1,4 @@
-"""The way over a ring in chunks: a collective for each, beside the work on the one before."""
+"""The algorithm with one collective for each chunk of the blocks."""
 
 from __future__ import annotations
 
@@ -28,21 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Comb:
-    """The same positions of each of the `blocks` of a whole: `size` of each from `start` on.
+    """The same positions of each of the `blocks`: `size` of each from `start` on."""
 
-    Where they are cut, multiplied and placed, blocks are a dimension of their own, as positions are
-    neighbours within a block alone. Flattened, what a matmul makes would be placed in a pass of its
-    own:
-
-        convolution.1 = bf16[n*size, cols] fusion(chunk, rhs); fusion.2 = dynamic-update-slice(...)
-    """
-
+    # Blocks are a dimension of their own when positions are cut, multiplied and placed. Flattened,
+    # a matmul's result is placed by a separate pass:
+    #     convolution.1 = bf16[n*size, cols] fusion(chunk, rhs)
+    #     fusion.2 = dynamic-update-slice(...)
     start: int
     size: int
     blocks: int
 
     def cut(self, x: Whole, dim: int) -> Block:
-        """As that of a span."""
+        """Returns these positions."""
         if self.size * self.blocks == x.shape[dim]:
             return x
         apart = split_dim(x, dim, self.blocks)
@@ -50,11 +47,11 @@ class Comb:
         return join_dims(cut, dim)
 
     def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
-        """As that of a span."""
+        """Returns all entries, one per block."""
         return x
 
     def place(self, whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
-        """As that of a span."""
+        """Writes `part` at these positions."""
         if part.shape[dim] == length:
             return part
         into = split_dim(unwritten(whole, part, dim, length), dim, self.blocks)
@@ -67,11 +64,9 @@ class Comb:
 
 @dataclass(frozen=True)
 class InChunks(Naive):
-    """A collective for each of some chunks of the blocks, beside the work on the one before.
+    """Each chunk's collective overlaps with work on the chunk before, if it is asynchronous.
 
-    For compilers that make collectives asynchronous. A chunk is the same part of every block, so
-    that it is a collective over all devices, and its positions are a comb. A matmul may cut along
-    another of its labels instead, and run a naive one for each chunk.
+    A chunk is the same part of every block. A matmul may cut along another label instead.
     """
 
     chunks: int = 1
@@ -90,7 +85,6 @@ class InChunks(Naive):
         return ahead + sum(self._in_chunks(problem, flow) for flow in flows)
 
     def _in_chunks(self, problem: Problem, flow: Flow) -> float:
-        """Seconds of a flow, a chunk of which travels beside the work on the one before."""
         chip, shared = problem.figures, problem.messages("collective")
         size, chunks, comb = self.ring.size, self.chunks, flow
         flow = flow.in_chunks(chunks)
@@ -98,12 +92,12 @@ class InChunks(Naive):
         work = work_time(chip, flow, chunks, fitted_to(chip.kind).chunk_passes, kept=fit)
         kind = "gather" if flow.kind == "gather" else "scatter"
         sent = sent_time(problem, flow, kind)
-        # Chunks are cut out of the block, or joined to it; of blocks, which lie apart, more slowly.
+        # Chunks are cut from the block, or joined to it: slower if they lie apart in blocks.
         moved = flow.block_bytes
         copied = copy_time(chip, moved) if flow is comb else 2 * moved / chip.hbm
         rest = copied + chunks * chip.start
         rest += 2 * flow.minor / (SCATTERED_SHARE * chip.hbm)
-        # Each is written by itself, and placed, and the whole is copied once more.
+        # Each chunk is written alone and placed, and the full array is copied once more.
         rest += 2 * copy_time(chip, flow.unaligned) if flow is comb else 0.0
         rest += gathered_again(chip, flow, size, shared)
         if ("all-gather" if kind == "gather" else "reduce-scatter") not in problem.beside:

@@ -1,4 +1,4 @@
-"""The naive way over a ring: a collective of `jax.lax`, at once."""
+"""The naive algorithm over a ring: one collective of `jax.lax`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Naive(Way):
-    """All at once, by a collective: gather and then use, make and then sum and scatter."""
+    """Gathers everything and then uses it, or computes everything and then scatters the sum."""
 
     derived_by_jax = True
     relays = False
@@ -66,12 +66,12 @@ class Naive(Way):
             work[1] = work_on_kept(chip, flows[1], kept)
         sent = [sent_time(problem, flow, flow.kind) for flow in flows]
         if len(flows) < 2:
-            # By a SparseCore, what is summed for all devices is left to be copied.
+            # After an all-reduce by a SparseCore, the result is copied.
             apart = [flow for flow in flows if flow.kind == "all-reduce" and flow.kind in beside]
             copied = sum(last_copy_time(chip, flow, size) for flow in apart)
             return ahead + sum(work, 0.0) + sum(sent, 0.0) + copied
-        # A scatter and a gather: the gather is under way while the scatter's work is done, the sums
-        # leave while the gather's work is done.
+        # A scatter and a gather: the gather overlaps with the scatter's work, and then the sums
+        # travel while the gather's work is done.
         gathering = 0.0 if kept else sent[1]
         first = max(work[0], gathering) if "all-gather" in beside else work[0] + gathering
         second = max(work[1], sent[0]) if "reduce-scatter" in beside else work[1] + sent[0]
@@ -114,7 +114,7 @@ class Naive(Way):
     ) -> tuple[Array, Any]:
         carry = None
         if tasks:
-            from jaxpar.ring.tasks import at_once  # of a gather that another way has kept
+            from jaxpar.ring.tasks import at_once  # uses blocks that another algorithm saved
 
             carry = at_once(tasks(1), self.ring.index())
         parts = [
@@ -127,14 +127,11 @@ class Naive(Way):
         return Kept([lambda _: Span(0, length * self.ring.size)])
 
     def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
-        """The parts of a block of `length` that travel one after the other: start and size.
-
-        With them, where those of all devices lie in the whole.
-        """
+        """Returns, for each part that travels, its start and size in a block, and its positions."""
         return [(0, length, Span(0, length * self.ring.size))]
 
     def _scattered(self, sums: Array, dim: int, length: int, dtype: DTypeLike) -> Array:
-        if not sums.size:  # XLA does not scatter nothing
+        if not sums.size:  # XLA does not scatter empty arrays
             return lax.slice_in_dim(sums, 0, length, axis=dim).astype(dtype)
         axes = self.ring.names
         sums = self._quantized(sums, dim, dtype)
@@ -143,7 +140,7 @@ class Naive(Way):
         return psum_scatter(sums, axes, dim).astype(dtype)
 
     def _summed(self, sums: Quantized, dim: int) -> Array:
-        """Sends every device its blocks of all, which no collective adds, and adds them up."""
+        """Sends quantized blocks to their owners, and adds them there."""
 
         def apart(x: Array) -> Array:
             return lax.all_to_all(split_dim(x, dim, self.ring.size), self.ring.names, dim, 0)
@@ -168,7 +165,7 @@ class Naive(Way):
             carry, [made] = steps.visit(carry, [(part, owner)])
             return carry, put(sums, made, owner)
 
-        # [n, ...]: a share for each owner.
+        # [n, ...]: this device's share of the sums of each owner.
         sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(self.ring.size, *x.shape)), own)
         sums = put(vary_over(varying_axes(own), sums), own, self.ring.index())
         carry, sums = self._visit(block, consume, take_nothing, (carry, sums))
@@ -178,12 +175,12 @@ class Naive(Way):
         )
 
     def _gathered(self, x: Array, dim: int) -> Array:
-        if not x.size:  # nor gather it
+        if not x.size:  # nor does it gather them
             return lax.concatenate([x] * self.ring.size, dim)
         return all_gather(x, self.ring.names, dim)
 
     def _visit(self, block: Any, consume: Any, take: Take, state: Any) -> Any:
-        """Gathers the blocks of all devices, then consumes those of others one by one."""
+        """Gathers all blocks, and consumes those of other devices one by one."""
         if self.ring.size == 1:
             return state
         index, axes = self.ring.index(), self.ring.names
@@ -198,18 +195,17 @@ class Naive(Way):
 
 
 def sent_time(problem: Problem, flow: Flow, kind: FlowKind) -> float:
-    """Seconds of a collective of XLA's own, for each of whose blocks a flow says what it has."""
+    """Predicts the seconds of a collective of XLA, for a flow of this kind."""
     chip, size, shared = problem.figures, problem.ring.size, problem.messages("collective")
     once = collective_time(chip, flow, size, shared)
     return once if flow.quantized else _passes(problem, kind) * once
 
 
 def _passes(problem: Problem, kind: FlowKind) -> float:
-    """How often what is summed goes round, in times of one ring both ways.
+    """Returns the time of a collective, relative to one ring in both directions.
 
-    XLA all-reduces over the links of all dimensions; over one, a reduce-scatter and an all-gather
-    follow each other. Sums that are scattered over a whole slice of equal sides are all-reduced,
-    too, and each device takes its own.
+    XLA all-reduces over the links of all dimensions, or over one by a reduce-scatter and an
+    all-gather. A scatter over a full slice of equal sides is an all-reduce too.
     """
     chip, size = problem.figures, problem.ring.size
     devices = max(problem.devices, size)
@@ -223,17 +219,16 @@ def _passes(problem: Problem, kind: FlowKind) -> float:
 
 
 def _spanned(chip: Chip, size: int, devices: int) -> int:
-    """How many dimensions of the torus a ring probably spans.
+    """Guesses how many torus dimensions a ring spans.
 
-    Tracing does not see where devices are: the slice is taken for one whose sides are as even as
-    can be.
+    Tracing does not see coordinates, so the sides are taken to be as even as possible.
     """
-    if chip.dimensions == 2:  # whose dimensions close where they are 16 long
+    if chip.dimensions == 2:  # these dimensions close only if they are 16 long
         return 2 if size >= 256 else 1
     sides = [1] * max(1, chip.dimensions)
     while prod(sides) < devices:
         sides[sides.index(min(sides))] *= 2
     sides = sorted((side for side in sides if side > 1), reverse=True)
-    # Those that it fills, and that are more than one link: part of one is no closed ring.
+    # Only dimensions that the ring fills, of more than one link: part of one is no closed ring.
     filled = (n for n in range(1, len(sides) + 1) if prod(sides[:n]) <= size and sides[n - 1] > 2)
     return max(filled, default=1)

@@ -1,4 +1,4 @@
-"""Which steps a mode stands for: one way round, both ways, or by disjoint rings."""
+"""The steps of a mode: in one direction, in both, or over disjoint rings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stepwise(problem: Problem, mode: Mode, flows: tuple[Flow, ...]) -> Stepwise:
-    """Returns the way of a mode in steps, for the flows of a pass."""
+    """Returns a mode's algorithm for the flows of a pass."""
     if problem.near is not None and mode != "multi-ring":
         directions, reach = problem.near
         return Stepwise(problem.ring, directions, traced_order(), reach=reach)
@@ -28,15 +28,14 @@ def stepwise(problem: Problem, mode: Mode, flows: tuple[Flow, ...]) -> Stepwise:
 
 
 def with_phases(problem: Problem, way: Stepwise, flows: tuple[Flow, ...]) -> Stepwise:
-    """Returns a way of disjoint rings with what blocks and sums had better go by.
+    """Returns disjoint rings, or one torus dimension after the other if that is faster.
 
-    Along one dimension after the other pieces are larger by the side of the torus; but less of
-    the transfers is beside work.
+    Pieces are then larger, but less of the transfers overlaps with work.
     """
     sides = tuple(ring.size for ring in problem.ring.stages())
     if problem.chip is None or len(sides) < 2 or min(sides) < 3 or len(set(sides)) > 1:
         return way
-    # Turns need permutes alone: a mode that is named does not ask for compiler options.
+    # Steps need only permutes: a named mode does not ask for compiler options.
     told = replace(problem, told=frozenset())
     scattered = [flow for flow in flows if flow.kind != "gather"]
     gathered = [flow for flow in flows if flow.kind == "gather"]
@@ -44,23 +43,23 @@ def with_phases(problem: Problem, way: Stepwise, flows: tuple[Flow, ...]) -> Ste
 
     along = along_dimensions(way, sides)
     sums = along.seconds(told, scattered) < way.seconds(told, scattered)
-    # Of blocks the model is less sure: copies between dimensions are laid out as a compiler likes.
+    # The model is less sure of blocks: the compiler lays out copies between dimensions.
     blocks = along.seconds(told, gathered) < MARGIN * way.seconds(told, gathered)
     return replace(along, blocks=blocks, sums=sums) if blocks or sums else way
 
 
 def _opposite_is_covered(problem: Problem, flows: tuple[Flow, ...]) -> bool:
-    """Whether the last block of an even ring had better come whole, not in halves."""
+    """Returns whether the opposite device's block should arrive in one piece."""
     chip = problem.chip
-    if problem.kind == "weights":  # cutting costs two passes over memory, and nothing is beside
+    if problem.kind == "weights":  # cutting costs two passes over memory, and hides nothing
         return True
     flows = flows or problem.forward
-    # Halves of 8 bits save half of the time on the wire, and cutting them takes what wide ones do.
+    # 8-bit halves save half the wire time of wide ones, but take as long to cut.
     if any(flow.quantized and flow.kind == "gather" for flow in flows):
         return True
     if chip is None or not all(flow.flops for flow in flows) or not flows:
         return False
-    # The work of one step both ways, two blocks, covers a transfer of a whole block.
+    # One step's work on two blocks covers the transfer of a full block.
     return all(
         2 * flow.flops / problem.ring.size / chip.flops >= hop_time(chip, flow.block_bytes)
         for flow in flows

@@ -1,11 +1,7 @@
-"""How a platform is told to keep a transfer beside a computation: all that compilers need.
+"""Keeps transfers overlapped with work: all that compilers must be told.
 
-An algorithm says what leaves, what is computed meanwhile, and what of that is added to. An order
-says in which form a compiler must see it. `Order` is enough for GPUs and for chips that nobody
-knows; a platform that needs more is a class more, and `ORDERS` says which chip it is for.
-
-All of this is about transfers beside work. A barrier that keeps memory low or a layout apart, and a
-kernel that one platform has, stand where their arrays are: `_ragged.py`, `layers/`, `moe/`.
+An `Order` gives a step the form that a platform's compiler needs. `Order` itself is for GPUs and
+unknown chips. Barriers for memory or layout stand next to their arrays.
 """
 
 from collections.abc import Callable
@@ -24,19 +20,17 @@ from jaxpar.mesh.chips import traced_for_cpu, traced_for_cpu_cluster
 from jaxpar.mesh.walk import Index
 
 Send = Callable[[Any], Any]
-Beside = tuple[Index, Any, Any]  # the index, what was made, what arrived
+Beside = tuple[Index, Any, Any]  # the index, the results, the arrivals
 
 
 class Work(NamedTuple):
     """What a step computes while its transfers are under way.
 
     Attributes:
-      take: cuts what the step needs of what stays at home; depends on the index alone.
-      compute: `(index, leaving, take(index))` to what is made of them.
-      sums: picks, of what is made, that which is added to and not only written into; None where
-        nothing is.
-      like: makes arrays of the types of what is made, of any values; None where what is made
-        continues nothing that is there already.
+      take: maps the index to the step's operands; depends on nothing else.
+      compute: maps `(index, leaving, take(index))` to the results.
+      sums: picks the results that are added to; None: none.
+      like: makes arrays of the results' types; None: nothing continues earlier arrays.
     """
 
     take: Callable[[Index], Any]
@@ -45,42 +39,38 @@ class Work(NamedTuple):
     like: Callable[[], Any] | None = None
 
 
-# A scatter's sum of up to so many FLOPs had better have its matmul cut the operand by itself. A cut
-# of its own takes a microsecond and a pass over memory; one within has a long matmul read memory
-# again and again. All sums of a ring of 8 v5p, cut first and within: 139 and 127 us with 2 GFLOP
-# each, 429 and 421 with 7.5, 1307 and 1388 with 30, 2444 and 3080 with 60.
+# For a scatter's sum of up to so many FLOPs, the matmul should cut its operand itself. A separate
+# cut takes a microsecond and a pass over memory. A cut within a long matmul reads memory again and
+# again. All sums of a ring of 8 v5p, by GFLOP of each sum, in us:
+#
+#     GFLOP        2  7.5    30    60
+#     cut first  139  429  1307  2444
+#     within     127  421  1388  3080
 FLOPS_WITHIN = 1e10
 
 
 @dataclass(frozen=True)
 class Order:
-    """A barrier a step: the transfers of the next one start when this one's work is done.
+    """One barrier a step: transfers start when the previous step's work is done."""
 
-    Without it, in the HLO for 8 devices:
-
-        H100  7 x collective-permute, of which none has a -start; one gemm of all 8 blocks
-        v5p   6 x collective-permute-start and -done, beside nothing, and then 6 matmuls
-    """
-
-    pieces = 1  # in how many parts sums are made and sent
-    cuts_first = False  # whether operands are cut by an instruction of their own
+    # Without the barrier, in the HLO for 8 devices:
+    #     H100  7 x collective-permute, of which none has a -start; one gemm of all 8 blocks
+    #     v5p   6 x collective-permute-start and -done, which overlap with nothing; then 6 matmuls
+    pieces = 1  # number of parts in which sums are made and sent
+    cuts_first = False  # whether operands are cut by a separate instruction
 
     def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
-        """Computes while a transfer is under way.
+        """Computes while a transfer is under way; returns an index, the results and the arrivals.
 
-        `index` is this device's logical index; `send(leaving)` starts the transfers of
-        what leaves, and returns what arrives. All that the next step does must depend on the index
-        that is returned, which comes after both.
+        `send(leaving)` starts the transfers, and returns what arrives. The next step must depend
+        only on the returned index, which comes after both.
         """
         arriving = send(leaving)
         made = work.compute(index, leaving, work.take(index))
         return lax.optimization_barrier((index, made, arriving))
 
     def for_sums(self, flops: float) -> "Order":
-        """Returns the order for the unrolled steps of a scatter, each of whose sums takes `flops`.
-
-        0: nothing is multiplied.
-        """
+        """Returns the order for unrolled steps of a scatter with `flops` per sum; 0: no matmul."""
         return self
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
@@ -90,28 +80,25 @@ class Order:
 
 @dataclass(frozen=True)
 class TpuOrder(Order):
-    """A step that adds is one instruction: a conditional whose predicate the compiler cannot prove.
+    """A step that adds is one instruction, a conditional with an unprovable predicate.
 
-    Without it, the addition of a sum that has arrived is a pass over memory of its own, a third of
-    a matmul, where in the matmul's epilogue it is free:
-
-        fusion.2 = f32[256,4096] fusion(cut, rhs), kind=kOutput          # the matmul
-        add_fusion.10 = bf16[256,4096] fusion(fusion.2, arrived), kind=kLoop
-
-    For the same reason sums travel in two pieces that take turns: one is added in the epilogue
-    while the other is under way. One piece is added only when it has come:
-
-        fusion.2 = ...; collective-permute-done; add_fusion.10 = ...; collective-permute-start
+    So the addition of an arrived sum is free, in the matmul's epilogue. Sums travel in two
+    alternating pieces: one is added while the other is under way.
     """
 
+    # Without the conditional, the addition is a separate pass over memory:
+    #     fusion.2 = f32[256,4096] fusion(cut, rhs), kind=kOutput          # the matmul
+    #     add_fusion.10 = bf16[256,4096] fusion(fusion.2, arrived), kind=kLoop
+    # A single piece is added only after it arrives:
+    #     fusion.2 = ...; collective-permute-done; add_fusion.10 = ...; collective-permute-start
     pieces = 2
-    # The scheduler reckons with half of a transfer's time, and delays its start to the last
-    # instruction that covers that; a step that only places is one instruction, too. Without it:
+    # The scheduler assumes half of a transfer's time, and delays its start to the last instruction
+    # that covers this. So a step that only places is one instruction too. Without it:
     #     matmul.8; collective-permute-start; matmul.9; collective-permute-done
     delays_transfers: bool = False
-    # A long matmul that cuts its operand is slower by more than the cut takes (376 us for 24 + 272;
-    # short ones: `for_sums`).
-    # Without it there is one instruction for both, which reads memory where the cut stays in VMEM:
+    # A long matmul that cuts its operand takes longer than both apart (376 us, not 24 + 272; for
+    # short ones see `for_sums`). A separate cut stays in VMEM. Without it, one instruction for both
+    # reads memory:
     #     fusion.45 = fusion(lhs, start, rhs), kind=kOutput  # dynamic-slice and convolution
     cuts_first: bool = False
 
@@ -126,9 +113,9 @@ class TpuOrder(Order):
             return work.compute(index, leaving, take(index))
 
         if like is not None and (work.sums is not None or self.delays_transfers):
-            # Arrays by closure: an operand that a step does not use would be kept. With jax 0.12.0
-            # `scheduling_group` does not replace this: it changes no program. `must_fuse_call` does
-            # where a step makes one sum, as fast; where it makes two, compilation fails.
+            # Arrays come by closure: otherwise a step would hold operands that it does not use.
+            # In jax 0.12.0 `scheduling_group` is no replacement, because it changes no program.
+            # `must_fuse_call` is as fast for steps of one sum. For two sums, compilation fails.
             made = control_flow.cond(index >= 0, compute, lambda _: like(), index)
         else:
             made = compute(index)
@@ -139,28 +126,22 @@ class TpuOrder(Order):
         return replace(self, cuts_first=self.cuts_first and not within)
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
-        # Without it a backward pass whose cotangent does not depend on the result is interleaved
-        # with the forward pass, their transfers wait for the same links, and memory holds both:
+        # Without it, a backward pass whose cotangent does not depend on the result interleaves with
+        # the forward pass. Their transfers wait for the same links, and memory holds both:
         #     forward's collective-permute-start.1; backward's collective-permute-start.9; ...
         return lax.optimization_barrier((out, residuals))
 
 
 @dataclass(frozen=True)
 class CpuOrder(Order):
-    """Data that depend on one another: before jax 0.12 the CPU compiler drops all barriers.
-
-    Without the tie of the index, all operands are cut before the first matmul (temporaries of a
-    scatter over 8 devices: 16 MiB for 4.3, and 6.0 for 2.3 since jax 0.12):
-
-        slice.1; slice.2; ...; slice.8; dot.1; collective-permute.1; dot.2; ...
-
-    Without that of sums all blocks arrive before the first is used, and all products are held
-    before they are added (14.3 MiB for 6.3; nothing since jax 0.12):
-
-        collective-permute.1; ...; collective-permute.7; dot.1; ...; dot.8; add.1; ...
-    """
+    """Data dependencies replace barriers, which the CPU compiler drops before jax 0.12."""
 
     def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
+        # Without the tie of the index, all operands are cut before the first matmul:
+        #     slice.1; slice.2; ...; slice.8; dot.1; collective-permute.1; dot.2; ...
+        # Before jax 0.12, without the tie of sums, all blocks arrive before the first is used, and
+        # all products are held:
+        #     collective-permute.1; ...; collective-permute.7; dot.1; ...; dot.8; add.1; ...
         index, made, arrived = super().beside(index, leaving, send, work)
         if work.sums is not None:
             arrived = written_after(work.sums(made), arrived)
@@ -169,28 +150,27 @@ class CpuOrder(Order):
 
 @dataclass(frozen=True)
 class ClusterOrder(Order):
-    """Nothing leaves before the matmul beside it can start, and the next step waits for both.
+    """A transfer starts only when the matmul that overlaps with it can start.
 
-    The executor of CPU devices runs what is ready in the order in which it became so, and a
-    transfer between processes blocks the thread that runs it: a matmul that is ready only later
-    would wait for its end.
+    The CPU executor runs instructions in the order in which they become ready, and a transfer
+    between processes blocks its thread. A matmul that is ready later would wait for its end.
     """
 
     def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
-        # Without the barrier fusion has the tie cut for itself, and wait for nothing; so it does
-        # before jax 0.12, which drops the barrier:
+        # Without the barrier, fusion cuts the operand twice, and the tie waits for nothing. This
+        # happens before jax 0.12, where the compiler drops the barrier:
         #     leaving = fusion(block, lhs, index); product = dot(fusion(lhs, index), block)
         cut = lax.optimization_barrier(work.take(index))
         leaving = written_after((index, cut), leaving)
         work = work._replace(take=lambda _: cut)
         index, made, arrived = super().beside(index, leaving, send, work)
-        # The cut is in use until the transfers are over. What the matmul frees earlier would be
-        # given to what arrives, which then waits for the matmul: one allocation, two tenants,
+        # The cut stays in use until the transfers are over. Otherwise an arrival gets the memory
+        # that the matmul frees, and waits for the matmul:
         #     product = dot(cut, block); arrived = collective-permute(leaving)  # where cut was
         return known_after((made, arrived), index), made, written_after(cut, arrived)
 
 
-# By the beginning of `device_kind`; the last is for TPUs that nobody has compiled for.
+# By the beginning of `device_kind`. The last one is for unknown TPUs.
 ORDERS = {
     "TPU v4": TpuOrder(delays_transfers=True),
     "TPU v5 lite": TpuOrder(),
@@ -213,10 +193,8 @@ def traced_order() -> Order:
 
 
 def known_after(tree: Any, index: Index) -> Array:
-    """Returns `index`, which no compiler can know before every array of `tree` is there.
-
-    It is the least of the index and of itself with a count of elements that are not zero.
-    """
+    """Returns `index`, unknown to any compiler before every array of `tree` is there."""
+    # The minimum of the index, and of the index plus a count of nonzero elements.
     for x in jax.tree.leaves(tree):
         if x.size and not any(spec_of(x)):
             first = lax.squeeze(_first(x), range(x.ndim))
@@ -229,10 +207,10 @@ def written_after(before: Any, tree: Any) -> Any:
     """Returns `tree`, none of whose arrays is there before every array of `before`."""
     if not jax.tree.leaves(before):
         return tree
-    start = known_after(before, jnp.int32(0))
+    start = known_after(before, jnp.int32(0))  # no compiler knows that it is 0
 
     def rewritten(x: Array) -> Array:
-        """`x` with its first element written onto itself, in place, at the position 0."""
+        """Writes the first element of `x` onto itself, in place."""
         if not x.size or any(spec_of(x)):
             return x
         start_of_all = [start] * x.ndim
@@ -242,5 +220,4 @@ def written_after(before: Any, tree: Any) -> Any:
 
 
 def _first(x: Array) -> Array:
-    """The first element of `x`, in an array of as many dimensions."""
     return lax.slice(x, [0] * x.ndim, [1] * x.ndim)

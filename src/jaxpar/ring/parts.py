@@ -1,4 +1,4 @@
-"""Parts of arrays: positions in a whole, where they are cut and placed."""
+"""Positions of blocks in the full array: how they are cut out and placed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,28 +12,25 @@ from jaxtyping import Shaped
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler.compat import empty_like_blocks
 
-Block = Shaped[Array, "*block"]  # what one device has of an array
-Whole = Shaped[Array, "*whole"]  # what all have together
+Block = Shaped[Array, "*block"]  # one device's part of an array
+Whole = Shaped[Array, "*whole"]  # the full array, of all blocks
 
 
 @dataclass(frozen=True)
 class Span:
-    """Positions of a whole that follow one another: `size` of them from `start` on.
-
-    `start` is an integer or an int32[].
-    """
+    """Consecutive positions: `size` from `start` on, an integer or an int32[]."""
 
     start: Any
     size: int
 
     def cut(self, x: Whole, dim: int) -> Block:
-        """Returns these positions of `dim` of the whole `x`."""
+        """Returns these positions of `dim`."""
         if self.size == x.shape[dim]:
             return x
         return _cut_at(x, self.start, self.size, dim)
 
     def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
-        """Returns what `x` has one of along `dim` for each block of `length` positions."""
+        """Returns the entry of these positions, where `x` has one for each block of `length`."""
         if self.size == x.shape[dim] * length:
             return x
         is_known = isinstance(self.start, int)
@@ -42,15 +39,15 @@ class Span:
 
     @property
     def blocks(self) -> int:
-        """How many blocks positions lie in, apart from one another in the whole."""
+        """Returns the number of separate blocks that hold the positions."""
         return 1
 
     def place(self, whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
-        """Writes `part` at these positions of `dim`, of `length`; None: a whole yet unwritten."""
+        """Writes `part` at these positions of `dim`, of `length`; None: into unwritten memory."""
         if part.shape[dim] == length:
             return part
         into = unwritten(whole, part, dim, length)
-        # No position is negative, which JAX would ask of each by three equations.
+        # No position is negative. Otherwise JAX adds three equations for each to check it.
         return lax.dynamic_update_slice_in_dim(
             into, part, self.start, dim, allow_negative_indices=False
         )
@@ -63,19 +60,19 @@ def _cut_at(x: Whole, start: Any, size: int, dim: int) -> Block:
 
 
 def split_dim(x: Array, dim: int, parts: int) -> Array:
-    """Returns `x` with `dim` as two dimensions, the first of them of so many `parts`."""
+    """Returns `x` with `dim` split into two dimensions, the first of size `parts`."""
     return x.reshape((*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :]))
 
 
 def join_dims(x: Array, dim: int) -> Array:
-    """Returns `x` with `dim` and the one behind it as one."""
+    """Returns `x` with `dim` and the next dimension joined."""
     return x.reshape((*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))
 
 
 def unwritten(whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
-    """Returns the whole; if there is none yet, memory for one, of which all will be written."""
+    """Returns the full array, or new memory that later steps write completely."""
     if whole is None:
-        # Not zeros: filling what every step overwrites would be one more pass over the result.
+        # Not zeros: every step overwrites them, and filling is one more pass over the result.
         return empty_result(part, dim, length)
     return vary_over(varying_axes(part), whole)
 
@@ -86,25 +83,25 @@ def cut_out(tree: Any, start: int, size: int, dim: int) -> Any:
 
 
 def even_cuts(length: int, most: int) -> list[tuple[int, int]]:
-    """Starts and sizes of as many equal parts of `length` as there can be, at `most` so many."""
+    """Returns starts and sizes of equal parts of `length`, as many as possible up to `most`."""
     parts = next(parts for parts in range(most, 0, -1) if length % parts == 0)
     return [(number * (length // parts), length // parts) for number in range(parts)]
 
 
 def empty_result(piece: Block, dim: int, length: int) -> Whole:
-    """Unwritten memory of a `length` along `dim`, of which this is one piece of several."""
+    """Returns unwritten memory of `length` along `dim`, for pieces like this one."""
     pieces = -(-length // piece.shape[dim])
     whole = vary_over(varying_axes(piece), empty_like_blocks(piece, dim, pieces))
     return lax.slice_in_dim(whole, 0, length, axis=dim)
 
 
 def of_types(types: Any, tree: Any) -> Any:
-    """Returns a pytree in the dtypes of another one."""
+    """Returns a pytree in the dtypes of `types`."""
     return jax.tree.map(lambda x, y: y.astype(x.dtype), types, tree)
 
 
 def like_finished(finish: Callable[[Any], Any], carry: Any) -> Any:
-    """Returns arrays of the types of `finish(carry)`, of any values."""
+    """Returns arrays of any values, in the types of `finish(carry)`."""
 
     def empty(x: Array, finished: Any) -> Array:
         if x.dtype == finished.dtype or not x.ndim:

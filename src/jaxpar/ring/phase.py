@@ -1,4 +1,4 @@
-"""The rings by which the shares of blocks or sums go at the same time."""
+"""The rings by which shares of blocks or sums go at the same time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,9 @@ Ordering = Callable[[Index, Any, Send, Work], Beside]  # as `Order.beside`
 
 @dataclass(frozen=True)
 class Phase:
-    """The rings by which the shares of all blocks or sums go, at the same time.
-
-    One phase is all there is where rings go through all devices; `hierarchical.py` has others.
+    """The rings of all shares at one time; one phase, unless a torus has several.
 
     Attributes:
-      rings: of each share its own.
       halves: whether a share is two arrays.
     """
 
@@ -36,24 +33,24 @@ class Phase:
 
     @property
     def around(self) -> int:
-        """How many devices a sum goes past, its owner among them."""
+        """Returns the number of devices on a sum's path, with its owner."""
         return self.rings[0].around
 
     def positions(self, owner: Index, ring: int, length: int, start: int, size: int) -> Span | Slab:
-        """Where a piece of a ring's blocks is in the whole of all, for a step's owner.
+        """Returns where an owner's piece lies in the full array.
 
-        Of each block of `length` the piece is `size` positions from `start` on.
+        The piece is `size` positions from `start` on, in a block of `length`.
         """
-        # The product as the last operation, or the compiler does not see of what the start is a
-        # multiple; and in `lax`, whose operands JAX does not convert.
+        # The product comes last where it can: the compiler then sees that the start is a multiple
+        # of `length`. By `lax`, because JAX does not convert its operands.
         first = lax.mul(owner, np.int32(length))
         return Span(lax.add(first, np.int32(start)) if start else first, size)
 
     def sides(self, ring: int) -> tuple[int, ...]:
-        """Of the torus of whose devices a ring's blocks or sums are."""
+        """Returns the sides of the torus whose devices own a ring's blocks or sums."""
         return (self.around,)
 
 
 def freely(index: Index, leaving: Any, send: Send, work: Work) -> Beside:
-    """Leaves it to the compiler when what only adds or places is done: no matmul waits for it."""
+    """Lets the compiler schedule work that only adds or places."""
     return index, work.compute(index, leaving, work.take(index)), send(leaving)

@@ -1,4 +1,4 @@
-"""How blocks and sums are dealt out to transfers: shares of rings, pieces of a sum, two halves."""
+"""Cuts blocks and sums for transfers: shares of rings, pieces of a sum, halves."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,13 +7,13 @@ from jax import Array, lax
 
 from jaxpar.axis.varying import spec_of
 
-TILE = 8  # rows of a TPU's; what begins or ends within one is shifted
+TILE = 8  # rows of a TPU's tile; data that begin or end within a tile are shifted
 
 
 def shares_of(length: int, shares: int) -> list[tuple[int, int]]:
-    """Starts and sizes of parts of `length` as equal as can be, the longest first.
+    """Returns starts and sizes of parts of `length`, the longest first, none of them empty.
 
-    None of them is empty. They are whole tiles where there are enough.
+    They are as equal as possible, and whole tiles if there are enough.
     """
     unit = TILE if length % TILE == 0 and length >= 5 * TILE * shares else 1
     units = length // unit
@@ -23,23 +23,24 @@ def shares_of(length: int, shares: int) -> list[tuple[int, int]]:
 
 
 def equal_pieces(length: int, pieces: int) -> list[tuple[int, int]]:
-    """Starts and sizes of pieces of one size that cover `length`: the last ones may overlap.
+    """Returns starts and sizes of pieces of one size that cover `length`. The last may overlap.
 
-    The TPU compiler delays transfers of sums where they are of several sizes, and a matmul waits
-    for them: 16392x8192x8192 over a ring of 8 v5p took 1694 us in pieces of 1025 and 1024 rows, and
-    takes 1536 in two of 1032. They are whole tiles where that is at most a hundredth more.
+    With several sizes, the TPU compiler delays transfers, and a matmul waits. Pieces are whole
+    tiles if that adds at most a hundredth.
     """
+    # 16392x8192x8192 over a ring of 8 v5p takes 1694 us in pieces of 1025 and 1024 rows, and
+    # 1536 us in two pieces of 1032.
     size = -(-length // pieces)
     tiles = -(-size // TILE) * TILE
     if tiles * pieces <= 1.01 * length:
-        size = min(tiles, length)  # of one piece it is all
+        size = min(tiles, length)  # one piece is all of it
     return [(min(number * size, length - size), size) for number in range(pieces)]
 
 
 def half_of(block: Array, half: int) -> Array:
-    """Returns the first or the second half of a block, along a dimension that has two if any has.
+    """Returns a half of a block, along an even dimension if there is one.
 
-    Not along one that explicit mesh axes shard: a half of it would be resharded.
+    Dimensions that explicit mesh axes shard are avoided: a half would be resharded.
     """
     dim = _halved_dim(block)
     size = block.shape[dim]
@@ -49,7 +50,7 @@ def half_of(block: Array, half: int) -> Array:
 
 
 def join_halves(halves: Sequence[Array], like: Array) -> Array:
-    """Returns the block, like another one, that was cut into these halves."""
+    """Returns the block of these halves, which is shaped like `like`."""
     return lax.concatenate(halves, _halved_dim(like))
 
 

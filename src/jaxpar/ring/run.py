@@ -1,4 +1,4 @@
-"""Runs a program of steps: unrolled while tracing, or as a loop where many are alike."""
+"""Runs a program of steps: unrolled while tracing, or as a loop if many steps are alike."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,8 +8,8 @@ from jax import Array
 from jaxpar.compiler import control_flow
 from jaxpar.ring.steps import Step, moved, stretches
 
-# How many steps that differ in distance alone are unrolled while tracing; more run in a loop.
-# benchmarks/compile_time/README.md has compile time and program size on both sides of it.
+# So many steps that differ only in distance are unrolled while tracing. More run in a loop.
+# benchmarks/compile_time/README.md shows compile time and program size on both sides.
 UNROLLED = 15
 
 
@@ -21,7 +21,7 @@ def run(
     period: int = 1,
     unrolled: int | None = None,
 ) -> Any:
-    """Folds `step(state, t)` over a program; many that differ in distance alone are a loop."""
+    """Folds `step(state, t)` over a program; many steps that differ only in distance are a loop."""
     unrolled = UNROLLED if unrolled is None else unrolled
     for first, times, growth in stretches(steps, period):
         if times > unrolled:
@@ -34,7 +34,7 @@ def run(
 
 
 def loops(steps: Sequence[Step], period: int = 1) -> bool:
-    """Whether some of the steps are a loop, not unrolled."""
+    """Returns whether some steps run in a loop."""
     return any(times > UNROLLED for _, times, _ in stretches(steps, period))
 
 
@@ -44,5 +44,5 @@ def _loop(first: list[Step], times: int, growth: int, state: Any, step: Any) -> 
             state = step(state, t)
         return state
 
-    # Two times a trip: with one, the compilers copy the carried block before each send.
+    # Two periods an iteration: with one, compilers copy the carried block before each send.
     return control_flow.fori_loop(0, times, trip, state, unroll=2)

@@ -1,4 +1,4 @@
-"""Scales of blocks that are gathered in 8 bits: all devices' are gathered ahead of the values."""
+"""Scales of 8-bit blocks: all devices' scales are gathered before the values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +22,13 @@ from jaxpar.compiler.compat import optimization_barrier
 )
 @dataclass(frozen=True)
 class Scales:
-    """The scales of all devices' blocks along the dimension that is gathered.
+    """The scales of all devices' blocks.
 
     Attributes:
-      whole: all of them.
-      dim: that dimension.
+      dim: the dimension that is gathered.
       length: of a block's values along it.
-      apart: whether there is one for each of its positions, not for each block.
-      dtype: of what they and the values stand for.
+      apart: whether each position has a scale, not only each block.
+      dtype: of the dequantized values.
     """
 
     whole: Leaf
@@ -39,13 +38,13 @@ class Scales:
     dtype: Any
 
     def at(self, positions: Any) -> Array:
-        """Returns those of positions, one for each or for all of them."""
+        """Returns the scales of these positions."""
         if self.apart:
             return positions.cut(self.whole, self.dim)
         return positions.of_blocks(self.whole, self.dim, self.length)
 
     def read(self, values: Array, scales: Array) -> Array:
-        """Returns what values of positions stand for, of which the scales are."""
+        """Returns the values, dequantized."""
         return Quantized(values, scales, dtype=self.dtype).dequantized()
 
 
@@ -54,8 +53,8 @@ def gather_scales(
 ) -> tuple[list[Array], list[Scales]]:
     """Gathers the scales of blocks that will be gathered along `dim`; returns values and scales.
 
-    The values leave once all scales are here: few bytes, in one collective. Beside a block they
-    would wait for the links that it is on, and the first matmul with them.
+    Scales arrive before values leave. Otherwise they wait for the links of blocks, and the first
+    matmul waits for them.
     """
     for x in blocks:
         have, length = x.scales.shape[dim], x.shape[dim]
@@ -66,7 +65,7 @@ def gather_scales(
                 f"along another dimension than {dim}, or repeat the scales"
             )
     if any(any(jax.typeof(x.scales).sharding.spec) for x in blocks):
-        # Explicit axes shard another dimension, and flat rows would be resharded.
+        # Explicit axes shard another dimension: flat rows would be resharded.
         wholes = [lax.all_gather(x.scales, names, axis=dim, tiled=True) for x in blocks]
     else:
         flat = [x.scales.reshape(-1) for x in blocks]
@@ -81,16 +80,15 @@ def gather_scales(
 
 
 def _joined_along(dim: int, rows: Array, shape: tuple[int, ...]) -> Array:
-    """Returns blocks of a shape, each a flat row, one behind the other along a dimension."""
     apart = jnp.moveaxis(rows.reshape(-1, *shape), 0, dim)
     return apart.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def join(blocks: Sequence[Quantized], dim: int) -> Quantized:
-    """Returns quantized blocks one behind the other along a dimension."""
+    """Returns quantized blocks joined along a dimension."""
 
     def of_each(x: Quantized) -> Array:
-        """Its scales, one for each position of the dimension: there may be one for a block."""
+        """Returns a scale for each position of `dim`."""
         shape = (*x.scales.shape[:dim], x.shape[dim], *x.scales.shape[dim + 1 :])
         return jnp.broadcast_to(spread(x.scales, shape), shape)
 

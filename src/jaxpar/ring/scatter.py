@@ -1,4 +1,4 @@
-"""A scatter in steps: sums on their way to their owners, to which each device adds its share."""
+"""A scatter in steps: each device adds its share to the sums that travel to their owners."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,20 +19,19 @@ from jaxpar.ring.run import run
 from jaxpar.ring.steps import Hop, Step
 from jaxpar.ring.ways import as_it_is
 
-Sums = dict[Hop, Any]  # by the hops by which they leave or came, as they travel
+Sums = dict[Hop, Any]  # encoded sums, by the hops by which they leave or arrived
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """What all phases of a scatter share.
+    """A scatter of all devices' sums, in phases.
 
     Attributes:
-      steps: the program, of each of them.
-      cuts: of each share its pieces, one or two, as starts and sizes in a block: all of one size.
-      dim: along which the blocks of all devices make a whole.
+      cuts: pieces of each share, all of one size, as start and size in a block.
+      dim: along which blocks form the full array.
       length: of a block.
       dtype: of the result.
-      encode: sums, as they travel.
+      encode: converts sums to their wire form.
     """
 
     steps: Sequence[Step]
@@ -50,10 +49,7 @@ class Scatter:
         take: Callable[[Any], Any],
         produce: Callable[[Any], Array],
     ) -> Array:
-        """Returns the sum of all devices' partial sums for the device of an index.
-
-        Those of a phase that is not the first are the sums that the one before has left.
-        """
+        """Returns the sum of all devices' partial sums for this device."""
         first, *others = phases
 
         def needed(owner: Index, share: int, piece: int) -> Any:
@@ -61,7 +57,7 @@ class Scatter:
             return take(first.positions(owner, share, self.length, start, size))
 
         made = self._phase(first, index, beside, needed, produce, place=not others)
-        for phase in others:
+        for phase in others:  # each scatters the sums that the phase before has left
             left = partial(self._left, phase, made)
             made = self._phase(phase, index, freely, left, self._wide, place=phase is phases[-1])
         return made
@@ -69,7 +65,6 @@ class Scatter:
     def _left(
         self, phase: Phase, sums: list[list[Array]], owner: Index, share: int, piece: int
     ) -> Array:
-        """What the phase before has left of a piece for an owner."""
         size = self.cuts[share][piece][1]
         return phase.positions(owner, share, size, 0, size).cut(sums[piece][share], self.dim)
 
@@ -83,20 +78,17 @@ class Scatter:
         *,
         place: bool,
     ) -> Any:
-        """Runs the program of a phase, of sums that `produce` makes of `take(owner, share, piece)`.
+        """Runs a phase on sums `produce(take(owner, share, piece))`.
 
-        Returns the block where sums are to be placed in it; or of each piece those of the shares.
-
-        The state between steps of one piece is the index, and the sums that leave in the next step.
-        Of two pieces it is the index; what the step before has made; by hops, the sums that came
-        and to which nothing was added yet, for a step or two, as pieces take turns; and what is
-        finished.
+        Returns the block if sums are placed in it, otherwise the sums of each piece and share.
         """
+        # With one piece, the state is the index and the sums that leave next. With two, it is the
+        # index, the last sums, the sums to be added, and the finished ones.
         pieces, shares, rings = len(self.cuts[0]), range(len(self.cuts)), phase.rings
 
         def send(leaving: Sums, t: Step) -> Sums:
             def places_on(hop: Hop) -> Any:
-                # A sum of a later half than the step's is for an owner one place farther.
+                # If its half is later than the step's piece, a sum is for an owner one farther.
                 return t.distance - (1 if hop.half is not None and hop.half <= t.piece else 0)
 
             return {
@@ -112,7 +104,7 @@ class Scatter:
             return [take(at, share, t.piece) for at, share in owners]
 
         def added(t: Step) -> list[list[Hop]]:
-            """By which hops what is added to each sum comes; to one for this device, by all."""
+            """Returns, for each sum, the hops of its additions."""
             if t.hops:
                 return [[hop] if hop in t.adds else [] for hop in t.hops]
             return [[hop for hop in t.adds if hop.ring == ring] for ring in shares]
@@ -124,7 +116,7 @@ class Scatter:
             return made
 
         def in_one(state: Any, t: Step) -> Any:
-            """What was sent is under way while this step computes, and added once it is here."""
+            """Adds a sum when it arrives."""
             index, leaving = state
             work = Work(partial(take_all, t=t), lambda _, __, taken: [produce(x) for x in taken])
             index, made, came = beside(index, leaving, partial(send, t=t), work)
@@ -132,10 +124,10 @@ class Scatter:
             return index, dict(zip(t.hops, made, strict=True)) if t.hops else made
 
         def in_two(state: Any, t: Step) -> Any:
-            """What is added came in the steps before, while the other piece was computed."""
+            """Adds sums that arrived earlier, while the other piece was computed."""
             index, leaving, came, done = state
             result: Any = done
-            if place and not t.hops and not t.piece:  # the first own piece: the block is begun
+            if place and not t.hops and not t.piece:  # this device's first piece starts the block
                 some = next(iter(came.values()))
                 result = empty_result(read_as(some, self.dtype), self.dim, self.length)
 
@@ -148,7 +140,7 @@ class Scatter:
             def like() -> Any:
                 if place and not t.hops:
                     return result
-                # Other arrays wherever there are: one that is returned twice is copied.
+                # Different arrays where possible: an array that is returned twice is copied.
                 alike = {n: cycle([hop for hop in t.adds if hop.ring == n]) for n in shares}
                 if t.hops:
                     return [came[next(alike[hop.ring])] for hop in t.hops]
@@ -180,7 +172,7 @@ class Scatter:
         return [x.astype(self.dtype) for x in sums]
 
     def _placed(self, block: Array | None, sums: list[Array], piece: int) -> Array:
-        """Writes a piece of each share where it belongs; None: in a block that is yet unwritten."""
+        """Writes a piece of each share into the block."""
         for x, cuts in zip(self._rounded(sums), self.cuts, strict=True):
             block = Span(*cuts[piece]).place(block, x, self.dim, self.length)
         assert block is not None  # there is a share

@@ -1,4 +1,7 @@
-"""Flows: the work of a device beside which blocks come or sums leave, and its seconds."""
+"""Flows, and the cost model that predicts their seconds.
+
+A flow is one device's work that overlaps with arriving blocks or leaving sums.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,39 +10,33 @@ from typing import Literal
 
 from jaxpar.mesh.chips import PERMUTE_STARTS, REACHED, Chip, traced_chip
 
-# Where pieces are placed by a pass of its own, of rows whose parts lie apart in memory.
+# Share of HBM bandwidth of a pass that places pieces whose rows lie apart in memory.
 SCATTERED_SHARE = 0.2
 
-LANES = 128  # of a TPU's registers, along the last dimension
+LANES = 128  # size of a TPU's registers along the last dimension
 
 FlowKind = Literal["gather", "scatter", "all-reduce"]
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Work of one device beside which blocks come or sums leave.
+    """One device's work that overlaps with arriving blocks or leaving sums. Sizes are in bytes.
 
     Attributes:
-      kind: blocks that are gathered, or sums that are scattered, or summed for all devices.
-      flops: over all pieces.
-      block_bytes: of one device's block on the wire.
-      whole: bytes that every piece reads, however small it is: an operand that has no part in what
-        travels, such as a weight beside rows.
-      shared: bytes of which each piece reads or writes its own share.
-      sums: bytes of what every piece adds to.
-      minor: bytes, of those that are shared, of arrays whose last dimension is dealt out: a chunk
-        of every block lies in many places there.
-      cut: bytes, of those that are shared, of operands that stay and are cut for each piece.
-      sliced: bytes, of those, of operands whose last dimension is cut.
-      partners: bytes that are gathered, or summed and scattered, where the operand stays that
-        would be gathered; as one device's block of them.
-      exchanged: bytes of one device that go all to all there.
-      unaligned: bytes, of those, of results in which no matmul places chunks by itself: of a last
-        dimension that is no whole number of lanes, or where what travels has the label last.
-      quantized: whether what travels is, with scales.
-      along: the label of what is cut into pieces, of arrays that have labels.
-      length: of that label, of the whole; 0: not known.
-      across: the same work, cut along another label of what travels, as only chunks can be.
+      block_bytes: of one block on the wire.
+      whole: read by every piece, such as a weight.
+      shared: each piece has its share.
+      sums: every piece adds to them.
+      minor: part of `shared` that is split along the last dimension.
+      cut: part of `shared` in operands that are cut for each piece.
+      sliced: part of `cut` that is cut along the last dimension.
+      partners: travels, per device, if the gathered operand stays.
+      exchanged: then goes all to all, per device.
+      unaligned: part of `shared` in results into which no matmul writes chunks. Their last
+        dimension is no multiple of the lanes, or the travelling array ends with the label.
+      along: the label that is cut.
+      length: of this label in the full array; 0: unknown.
+      across: the same work, cut along other labels.
     """
 
     kind: FlowKind
@@ -60,48 +57,43 @@ class Flow:
     across: tuple["Flow", ...] = ()
 
     def in_chunks(self, chunks: int) -> "Flow":
-        """The flow in chunks along the label with which they move the fewest bytes.
-
-        Along the ring's label blocks can be cut into parts that differ; along another one not.
-        """
+        """Returns the flow whose chunks move the fewest bytes."""
         even = [flow for flow in self.across if flow.length % chunks == 0]
         return min((*even, self), key=lambda flow: flow._moved_by(chunks, flow is self))
 
     def _moved_by(self, chunks: int, comb: bool) -> float:
-        """Bytes of HBM that chunks move, and one piece does not."""
-        # Of the ring's label each block has its part of a chunk: it is cut and placed with blocks
-        # as a dimension of their own.
+        # Along the ring's label, each block has a part of every chunk. The parts lie apart, and are
+        # cut and placed with blocks as a dimension of their own.
         apart = self.shared + 2 * self.minor / SCATTERED_SHARE if comb else 0.0
         return (chunks - 1) * (self.whole + 2.5 * self.sums) + apart
 
 
-# Of peak, what large matmuls reach.
+# Share of peak that large matmuls reach.
 MATMUL_SHARE = 0.9
-# Of a GPU's link, what large collectives reach, and permutes of more than so many bytes; smaller
-# permutes reach so many bytes per second. XLA's own tables of H100 and B200 have it so.
+# Share of a GPU's link that large collectives reach, and permutes of more than SMALL bytes. Smaller
+# permutes reach SMALL_PERMUTE bytes per second. Source: XLA's tables of H100 and B200.
 PORT_SHARE, SMALL, SMALL_PERMUTE = 0.7, 2**26, 7.5e10
-# Seconds of an instruction of its own that cuts, joins or lays out, and of a step of a loop.
+# Seconds of a separate instruction that cuts, joins or lays out, and of a step in a loop.
 INSTRUCTION = 1e-6
-# Blocks that were kept are joined, contracted, while they are no longer than this together: more
-# would be copied first, less is a sum of float32 for each. And no more than so many blocks.
+# Saved blocks are joined, contracted, up to this length together, and up to so many blocks. Longer
+# ones would be copied first. Shorter ones need a float32 sum for each block.
 KEPT_JOINED, KEPT_TOGETHER = 768, 4
-# What another way than a collective is predicted to take must be less than this share of that.
+# Another algorithm is chosen only if its predicted time is below this share of a collective's.
 MARGIN = 0.96
-# Passes over a block's bytes in HBM that quantizing it takes: of 16 bits, it is read twice.
+# Passes over a block's bytes in HBM to quantize it. A block of 16 bits is read twice.
 QUANTIZING = 6.0
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The figures of one kind of chip.
+    """Fitted constants of one kind of chip.
 
     Attributes:
-      within: of a copy of what stays, how much longer a matmul takes that cuts it by itself.
-      step_passes: how often sums of float32 are read and written for each piece, apart from the
-        matmul, in steps; not at all where the compiler adds in its epilogue at full speed.
+      within: time that a matmul loses by cutting an operand, relative to a copy.
+      step_passes: separate passes over float32 sums per piece, in steps; 0: the epilogue adds.
       chunk_passes: the same in chunks.
-      piece: seconds that one more piece of work costs beyond what it computes, reads and writes.
-      resident: the share of VMEM that keeps an operand; what is beyond it is read for each piece.
+      piece: seconds of overhead per piece.
+      resident: share of VMEM that holds an operand.
     """
 
     within: float = 0.0
@@ -121,16 +113,15 @@ BY_KIND = {
 
 
 def fitted_to(kind: str) -> Fitted:
-    """Returns the figures of a kind of chip, those of most where none were fitted to it."""
+    """Returns the constants of a kind of chip."""
     return BY_KIND.get(kind, _OTHERS)
 
 
 def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = False) -> float:
-    """Seconds of all pieces: of each its FLOPs, or what it reads and writes, and what it adds to.
+    """Predicts the seconds of all pieces, by a roofline.
 
-    Near the ridge of the roofline neither is hidden by the other: hence the root of squares. Sums
-    are read and written again for each piece: in `passes` of their own, in the matmul's epilogue
-    where there are none, or not at all where they are `kept` on the chip until the last piece.
+    Near the ridge neither FLOPs nor bytes hide the other, hence the root of squares. Sums are read
+    and written in `passes`, in the matmul's epilogue (0), or not at all if `kept` on the chip.
     """
     computed = flow.flops / (MATMUL_SHARE * chip.flops)
     beyond = max(0.0, flow.whole - fitted_to(chip.kind).resident * chip.vmem)
@@ -142,19 +133,19 @@ def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool 
 
 
 def joins(chip: Chip, length: int, sums: float, cuts_first: bool) -> bool:
-    """Whether blocks of `length` are better joined along it, contracted, and multiplied once.
+    """Returns whether to join blocks of `length`, and multiply them once.
 
-    A sum of M x N float32 is read and written, 8 M N bytes, while 2 M N `length` FLOPs run. Beyond
-    half of their time joining is cheaper on a TPU. But it copies what blocks are multiplied by, if
-    that is not cut first anyway. That is not worth it where `sums`, in bytes, stay on the chip.
+    Adding an M x N float32 sum moves 8 M N bytes during 2 M N `length` FLOPs. On a TPU, joining is
+    cheaper if this takes over half of their time. It copies the other operand, unless `cuts_first`.
+    Small `sums`, in bytes, stay on the chip.
     """
     adds = cuts_first or 2 * sums > chip.vmem
     return chip.torus and 8 * chip.flops / chip.hbm > length and adds
 
 
 def collective_time(chip: Chip, flow: Flow, size: int, messages: int = 1) -> float:
-    """Seconds of a collective by itself, where so many messages share each link of a torus."""
-    if flow.quantized and flow.kind == "scatter":  # sums that nothing adds on their way
+    """Predicts the seconds of a collective; `messages` share each link of a torus."""
+    if flow.quantized and flow.kind == "scatter":  # no collective adds quantized sums
         return all_to_all_time(chip, size * flow.block_bytes, size)
     if not chip.torus:
         return (size - 1) * (flow.block_bytes / (PORT_SHARE * chip.link) + chip.latency)
@@ -163,7 +154,7 @@ def collective_time(chip: Chip, flow: Flow, size: int, messages: int = 1) -> flo
 
 
 def hop_time(chip: Chip, sent: float) -> float:
-    """Seconds in which a permute brings so many bytes to a neighbour."""
+    """Predicts the seconds of a permute to a neighbour."""
     if not chip.torus:
         reached = PORT_SHARE * chip.link
         return sent / (min(SMALL_PERMUTE, reached) if sent <= SMALL else reached) + chip.latency
@@ -171,31 +162,31 @@ def hop_time(chip: Chip, sent: float) -> float:
 
 
 def all_to_all_time(chip: Chip, sent: float, size: int) -> float:
-    """Seconds in which one device's bytes go all to all."""
-    # A byte crosses a quarter of the ring on average, one way or the other.
+    """Predicts the seconds of an all-to-all of one device's bytes."""
+    # A byte crosses a quarter of the ring on average, in one of two directions.
     around = size / 8 if chip.torus else 1.0
     return chip.start + sent * around / chip.link + size / 2 * chip.latency
 
 
 def gathered_again(chip: Chip, flow: Flow, size: int, messages: int) -> float:
-    """Seconds in which sums that all devices need are gathered again."""
+    """Predicts the seconds to gather sums that all devices need."""
     if flow.kind != "all-reduce":
         return 0.0
     return collective_time(chip, flow, size, messages) + last_copy_time(chip, flow, size)
 
 
 def last_copy_time(chip: Chip, flow: Flow, size: int) -> float:
-    """Seconds in which what all devices have at the end becomes the result of a program."""
+    """Predicts the seconds of the copy into a program's result."""
     return copy_time(chip, size * flow.block_bytes) if chip.torus else 0.0
 
 
 def copy_time(chip: Chip, size: float) -> float:
-    """Seconds to read and write so many bytes in a pass of its own."""
+    """Predicts the seconds to read and write so many bytes."""
     return 2 * size / (REACHED * chip.hbm)
 
 
 def quantizing_time(chip: Chip, flows: Sequence[Flow]) -> float:
-    """Seconds in which the blocks of gathers are quantized, before any of them leaves."""
+    """Predicts the seconds to quantize blocks of gathers."""
     gathered = [flow for flow in flows if flow.quantized and flow.kind == "gather"]
     return sum((QUANTIZING * flow.block_bytes / chip.hbm for flow in gathered), 0.0)
 
@@ -203,10 +194,7 @@ def quantizing_time(chip: Chip, flows: Sequence[Flow]) -> float:
 def work_on_kept(
     chip: Chip, flow: Flow, kept: int, parts: int = 1, *, stepwise: bool = False
 ) -> float:
-    """Seconds of the work on what was gathered before, in so many blocks, or a whole in `parts`.
-
-    In steps sums stay in VMEM if they fit.
-    """
+    """Predicts the seconds of work on so many saved blocks, or on a full array in `parts`."""
     pieces, fitted = parts if kept == 1 else kept, fitted_to(chip.kind)
     if kept > 1 and flow.sums:
         joined = KEPT_JOINED // max(1, flow.length // kept) + 1
@@ -219,8 +207,8 @@ def work_on_kept(
 
 
 def joining_is_cheaper(length: int, sums: int) -> bool:
-    """Whether two blocks of `length` are better joined along it, contracted, than added."""
-    from jaxpar.ring.order import traced_order  # there already, where two blocks come at once
+    """Returns whether two blocks should be joined; see `joins`."""
+    from jaxpar.ring.order import traced_order  # already loaded if two blocks arrive at once
 
     chip = traced_chip()
     return chip is not None and joins(chip, length, sums, traced_order().cuts_first)

@@ -1,4 +1,4 @@
-"""Positions of a whole that are a box of the blocks of a torus' devices."""
+"""Positions in the full array that are a box of a torus' blocks."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,10 +12,10 @@ from jaxpar.ring.parts import Block, Span, Whole, unwritten
 
 @dataclass(frozen=True)
 class Slab:
-    """A box of the blocks of a torus' devices, and of each of them the same positions.
+    """A box of a torus' blocks, with the same positions of each block.
 
-    The whole has the `shape` of the torus, the last side fastest, and of a block. The slab is
-    `sizes` of it from `starts` on, integers or int32[].
+    The full array has the `shape` of the torus, the last side fastest, and of a block. `starts` are
+    integers or int32[].
     """
 
     shape: tuple[int, ...]
@@ -24,11 +24,11 @@ class Slab:
 
     @property
     def blocks(self) -> int:
-        """As that of a span."""
+        """Returns the number of separate blocks."""
         return prod(self.sizes[:-1])
 
     def cut(self, x: Whole, dim: int) -> Block:
-        """As that of a span."""
+        """Returns these positions."""
         if (span := self._span) is not None:
             return span.cut(x, dim)
         apart, starts, sizes = self._apart(x, dim)
@@ -36,12 +36,12 @@ class Slab:
         return cut.reshape((*x.shape[:dim], prod(self.sizes), *x.shape[dim + 1 :]))
 
     def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
-        """As that of a span."""
+        """Returns their entries, one per block."""
         shape, starts, sizes = (of[:-1] for of in (self.shape, self.starts, self.sizes))
         return Slab((*shape, 1), (*starts, 0), (*sizes, 1)).cut(x, dim)
 
     def place(self, whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
-        """As that of a span."""
+        """Writes `part` at these positions."""
         if part.shape[dim] == length:
             return part
         if (span := self._span) is not None:
@@ -55,7 +55,7 @@ class Slab:
 
     @property
     def _span(self) -> Span | None:
-        """The same positions where they follow one another."""
+        """Returns the positions as a span, if they are consecutive."""
         first, *others = range(len(self.shape))
         if self.sizes[first] > 1 or any(self.sizes[d] < self.shape[d] for d in others):
             return None
@@ -63,8 +63,8 @@ class Slab:
         return Span(self.starts[first] * size, size)
 
     def _apart(self, x: Array, dim: int) -> tuple[Array, list[Any], list[int]]:
-        """`x` with `dim` as all dimensions of the whole; in it, starts and sizes."""
+        """Returns `x` with `dim` as all dimensions of the torus, with starts and sizes there."""
         before, behind = x.shape[:dim], x.shape[dim + 1 :]
-        # All of one dtype, also where numbers have 64 bits.
+        # All of one dtype, also if integers have 64 bits.
         starts = [*map(as_int32, (*[0] * len(before), *self.starts, *[0] * len(behind)))]
         return x.reshape(*before, *self.shape, *behind), starts, [*before, *self.sizes, *behind]

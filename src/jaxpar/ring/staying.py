@@ -1,4 +1,4 @@
-"""The way over a ring by which of a matmul another operand travels than the sharded one."""
+"""The algorithm in which a matmul's other operand travels, not the one that is sharded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stationary(Naive):
-    """The naive way, but that of a matmul the operand stays that would be gathered.
-
-    Where its partners and its results are less than what its blocks make together.
-    """
+    """The gathered operand stays, because its partners and results have fewer bytes."""
 
     @property
     def mode(self) -> str:
@@ -36,13 +33,12 @@ class Stationary(Naive):
         return None
 
     def _staying(self, problem: Problem, flow: Flow, kept: bool) -> float:
-        """Seconds of a flow whose gathered operand stays, and of its sums, which stay with it."""
         chip, size = problem.figures, self.ring.size
         if flow.kind != "gather" and not kept:
             return work_time(chip, flow, 1, 0.0) + sent_time(problem, flow, flow.kind)
         moved = flow.block_bytes + size * (flow.partners + flow.exchanged)
         computed = flow.flops / (MATMUL_SHARE * chip.flops)
-        # Of what is contracted the partners are sums, which are scattered.
+        # If the flow adds, its partners are sums, which are scattered.
         travels = "scatter" if flow.sums else "gather"
         sent = sent_time(problem, replace(flow, block_bytes=flow.partners), travels)
         sent += all_to_all_time(chip, flow.exchanged, size)

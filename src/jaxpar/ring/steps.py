@@ -1,14 +1,11 @@
-"""A ring program as data: in each step whose blocks are worked on, and what travels meanwhile.
+"""Ring programs as data: each step's work, and the transfers that overlap with it.
 
-`gather_steps(4, (1, -1))` is the program that brings the blocks of four devices past each of them,
-both ways round:
+A block is one device's part of a sharded array; that device is its owner. This program brings four
+blocks to all devices, in both directions, `gather_steps(4, (1, -1))`:
 
-    Step(0, blocks=[+1, -1])                 # the own block is used while it leaves both ways
-    Step(1, hops=[+1, -1], blocks=[+1/0, -1/1])  # two have come; half of each goes one further
-    Step(2, hops=[+1/0, -1/1])               # the halves are the block of the opposite device
-
-Nothing here knows what is computed, nor on which platform: `stepwise.py` runs a program, and
-`order.py` says how a platform keeps a step's transfers beside its work.
+    Step(0, blocks=[+1, -1])                     # uses the local block while it leaves
+    Step(1, hops=[+1, -1], blocks=[+1/0, -1/1])  # uses two blocks, sends half of each on
+    Step(2, hops=[+1/0, -1/1])                   # uses two halves: the opposite device's block
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +16,12 @@ from typing import Any
 
 @dataclass(frozen=True, repr=False, order=True)
 class Hop:
-    """A transfer to a neighbour: of a block or a sum, or of one half of it.
+    """A transfer of a block or a sum to a neighbour.
 
     Attributes:
       direction: 1 towards higher logical indices, -1 towards lower ones.
-      half: 0 or 1, the half that travels; None: all of it.
-      ring: which of several rings it is of, each of which carries its own share of every block.
+      half: the half that travels; None: all.
+      ring: its number. Each ring carries its own share of every block.
     """
 
     direction: int
@@ -38,20 +35,18 @@ class Hop:
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """The work between two waits, and the transfers beside it.
+    """The work between two waits, and the transfers that overlap with it.
 
     Attributes:
-      distance: how many places away the owners are whose blocks are used, or for whom sums are
-        made; 0 is this device. An integer, traced where steps run in a loop.
-      hops: the ways between here and those owners. Of a gather those by which their blocks came,
-        of a scatter those by which the sums that are made now will leave; none for this device's
-        own. Two halves that come by two hops are one owner's block.
-      blocks: by which blocks leave while the step computes.
-      sums: by which sums leave that the step before made.
-      adds: by which the sums came that are added to those that are made now.
-      piece: which piece of the owner's block the sums are for.
-      awaited: whether the next step waits for what leaves in this one. Not while sums go one way at
-        a time: those of the next steps take other links, or follow over the same one.
+      distance: number of places to the owners; traced in a loop.
+      hops: by which the blocks arrived (gather), or the sums will leave (scatter). Empty for this
+        device's own.
+      blocks: hops of blocks that leave meanwhile.
+      sums: hops of the previous step's sums, which leave meanwhile.
+      adds: hops of arrived sums that are added.
+      piece: number of a sum's piece.
+      awaited: whether the next step waits for these transfers. Not while each step sends one way:
+        the next sum takes another link, or follows.
     """
 
     distance: Any
@@ -76,23 +71,20 @@ def gather_steps(
     whole_opposite: bool = False,
     reach: int | None = None,
 ) -> list[Step]:
-    """Returns the program that brings every device's block past every other.
+    """Returns the program that brings all blocks, or those within `reach` hops, to every device.
 
-    Or, each way, past so many as the `reach` is.
-
-    Both ways round an even ring, the block of the opposite device is left in the end. It comes in
-    halves, one from each side, so that each link carries (size - 1) / 2 blocks; or whole, which
-    costs no cutting and half a transfer more, by the first direction, of several rings by one after
-    the other. Of those each brings its own share of all blocks in this way.
+    With two directions and an even size, the opposite device's block arrives in halves, one from
+    each side: each link carries (size - 1) / 2 blocks. With `whole_opposite` it is not cut, but
+    takes half a transfer more.
     """
-    # Four devices, both ways, as device 0 has it:
+    # Four devices, both directions, seen from device 0:
     #
-    #     step   uses              meanwhile
-    #        0   its own block     that leaves, to 1 and to 3
-    #        1   those of 3 and 1  a half of each goes one further: of 3 to 1, of 1 to 3
-    #        2   that of 2         nothing: one half has come by 3, the other by 1
+    #     step   uses            meanwhile
+    #        0   block 0         block 0 is sent to 1 and to 3
+    #        1   blocks 3 and 1  half of each is sent on: of block 3 to 1, of block 1 to 3
+    #        2   block 2         nothing: one half arrived from 3, the other from 1
     #
-    # Five devices have no opposite one: in step 1 whole blocks go further, in step 2 two are used.
+    # Five devices have no opposite one: step 1 sends full blocks on, and step 2 uses two blocks.
     hops = _hops(directions, rings)
     halves = tuple(
         Hop(direction, half, ring)
@@ -117,19 +109,16 @@ def scatter_steps(
     rings: int = 1,
     staggered: bool = True,
 ) -> list[Step]:
-    """Returns the program that sends to every device the sum of what all devices make for it.
+    """Returns the program that sends each device the sum of all devices' shares for it.
 
-    It is a gather's, backwards: the sum for the farthest owner is made first, and each device on
-    its way adds its share. With one piece a sum is still under way while the share that is added to
-    it is made. With two pieces, the halves, which take turns, it has come by then. The halves of
-    the opposite device's sum take the directions in turn, the first one by the last of them.
-    Staggered, of the sums for the devices before that one those are made first to which nothing
-    comes: so its first half has a step more to arrive.
+    With one piece, a sum is under way while the share added to it is computed. With two alternating
+    pieces, it has arrived by then. `staggered` makes sums without an addition first, which gives
+    the opposite device's first half one step more to arrive.
     """
-    # Four devices, both ways, in two pieces, as device 0 has it. 2a is the first half of the sum
-    # for device 2; what comes holds the shares of all devices that it has been at:
+    # Four devices, both directions, two pieces, seen from device 0. 2a is the first half of the sum
+    # for device 2. A sum that arrives holds the shares of all devices on its path so far:
     #
-    #     makes     adds what came                              meanwhile
+    #     makes     adds what arrived                           meanwhile
     #     2a                                                    nothing
     #     2b                                                    2a leaves to 1
     #     3a                                                    2b leaves to 3
@@ -138,8 +127,8 @@ def scatter_steps(
     #     0a        from 1 and, with the share of 2, from 3     3b leaves to 3, 1b to 1
     #     0b        from 3 and, with the share of 2, from 1     nothing
     #
-    # So each sum that comes has had a step's work to hide behind before it is added to. In one
-    # piece, 1a would be made while the share of 3 is still under way.
+    # So each transfer of a sum overlaps with one step's work before the sum is used. With one
+    # piece, sum 1 would be made while the share of device 3 is still under way.
     reached, opposite = divmod(size - 1, len(directions))
     halves = range(pieces) if pieces > 1 else [None]
 
@@ -167,20 +156,18 @@ def scatter_steps(
 def circulate_steps(
     size: int, directions: tuple[int, ...], *, rings: int = 1, reach: int | None = None
 ) -> list[Step]:
-    """Returns the program in which blocks go all the way round and sums follow them home.
+    """Returns the program in which blocks visit all devices, and sums follow one step behind.
 
-    A sum is a step behind its block, so that its transfer has the next step's work beside it. In
-    the last step, when the blocks are home again but for one place, sums take the last hop. Blocks
-    that go no farther than a `reach` have their sums come home from there at once.
+    With a `reach`, blocks stop there, and their sums return in one transfer.
     """
-    # Four devices, one way, as device 0 has it; 3' is what it adds to the sums of device 3:
+    # Four devices, one direction, seen from device 0. 3' is its addition to the sums of device 3:
     #
-    #     step   works on          block leaves   sums leave, to 1
-    #        0   its own, a share  0
-    #        1   that of 3         3
-    #        2   that of 2         2              3'
-    #        3   that of 1         none: it is    2', with 3's share
-    #        4   its own, the rest                1', home, with the shares of all
+    #     step   works on           block leaves   sums leave, to 1
+    #        0   block 0, a share   0
+    #        1   block 3            3
+    #        2   block 2            2              3'
+    #        3   block 1            none           2', with 3's share
+    #        4   block 0, the rest                 1', to its owner, with all shares
     hops, last = _hops(directions, rings), size - 1 if reach is None else reach
     return [
         Step(0, blocks=hops if last else ()),
@@ -193,15 +180,13 @@ def circulate_steps(
 
 
 def _hops(directions: tuple[int, ...], rings: int, half: int | None = None) -> tuple[Hop, ...]:
-    """All ways of all rings, those of one ring side by side."""
     return tuple(Hop(direction, half, ring) for ring in range(rings) for direction in directions)
 
 
 def stretches(steps: Sequence[Step], period: int = 1) -> Iterator[tuple[list[Step], int, int]]:
-    """Cuts a program where steps differ from those a `period` before in more than distance.
+    """Yields stretches of a program in which only the distance grows.
 
-    Yields, of each stretch, its first `period` steps (fewer at the end of a program), how often
-    they come, and by how much their distance grows from one time to the next.
+    Each is its first `period` steps, how often they repeat, and the growth each time.
     """
     number = 0
     while number < len(steps):
@@ -216,7 +201,7 @@ def stretches(steps: Sequence[Step], period: int = 1) -> Iterator[tuple[list[Ste
 
 
 def moved(steps: Sequence[Step], by: Any) -> list[Step]:
-    """Returns the steps for owners so many places farther away."""
+    """Returns the steps for owners `by` places farther away."""
     return [replace(step, distance=step.distance + by) for step in steps]
 
 

@@ -1,4 +1,4 @@
-"""The way round a ring in steps: every transfer beside the work on what came before it."""
+"""Runs ring programs step by step: each transfer overlaps with work on earlier arrivals."""
 
 from __future__ import annotations
 
@@ -52,22 +52,20 @@ from jaxpar.ring.ways import (
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
 
-FLOAT32 = 2  # times the bytes of sums in 16 bits
-UNROLLED_CIRCULATING = 6  # fewer than of other steps: such a one holds more matmuls
+FLOAT32 = 2  # bytes of a sum in float32, relative to 16 bits
+UNROLLED_CIRCULATING = 6  # fewer than other steps, because each of these holds more matmuls
 
 
 @dataclass(frozen=True)
 class Stepwise(Way):
-    """Blocks and sums go from neighbour to neighbour, one way or both ways round.
+    """Blocks and sums go from neighbour to neighbour, in one direction or in both.
 
     Attributes:
-      directions: of the transfers of a gather, (1,) or (1, -1); sums go the other way.
-      order: how a step's transfers are kept beside its work.
-      whole_opposite: the last block of an even ring comes whole, as matmuls cover it.
-      rings: which devices are neighbours. Of several rings over the same devices, that share no
-        link, each carries its own share of every block. None: the one in logical order.
-      reach: the number of hops that blocks go each way, for work that needs only those of near
-        devices. They go whole, in all directions. None: past all devices.
+      directions: of a gather, (1,) or (1, -1). Sums go the other way.
+      whole_opposite: whether the opposite device's block arrives in one piece.
+      rings: disjoint rings, which share no link. Each carries its own share of every block. None:
+        one ring in logical order.
+      reach: number of hops in each direction; None: to all devices.
     """
 
     directions: tuple[int, ...]
@@ -78,7 +76,7 @@ class Stepwise(Way):
 
     @property
     def mode(self) -> str:
-        """One way round, both ways, or both ways round several rings."""
+        """Returns the mode's name."""
         if self.rings is not None:
             return "multi-ring"
         return "unidirectional" if len(self.directions) == 1 else "bidirectional"
@@ -128,16 +126,15 @@ class Stepwise(Way):
 
     @property
     def _parts(self) -> int:
-        """Into how many other work is cut that is to be beside a scatter's transfers."""
         around, pieces = self._sum_phases(1)[0].around, self.order.pieces
         looped = loops(scatter_steps(around, self.directions, pieces), pieces)
-        # A whole that was kept of a longer gather is not cut for fewer steps: the gradients of a
-        # gather of 16384x8192x8192 over 8 x 8 v5p took 2089 us so, and 2003.
+        # A full array that a longer gather saved is not cut for fewer steps. The gradients of a
+        # gather of 16384x8192x8192 over 8 x 8 v5p take 2003 us uncut, and 2089 us cut.
         return 1 if looped or self._keeps_whole else around
 
     @property
     def _keeps_whole(self) -> bool:
-        """Whether what comes is kept as one array: steps that run in a loop hand out none."""
+        """Returns whether a gather saves one full array: steps in a loop hand out no blocks."""
         gather = self._gather([], len(self.rings or [self.ring]), 0)
         return loops(gather.steps())
 
@@ -160,8 +157,8 @@ class Stepwise(Way):
         tasks: Tasks | None = None,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
-        # A block of 12 rows, two rings, two pieces: each ring carries half of it, in two pieces of
-        # 3.
+        # A block of 12 rows, two rings, two pieces. Each ring carries half of the block, in two
+        # pieces of 3 rows:
         #
         #     rows   0 1 2   3 4 5 | 6 7 8   9 10 11
         #            ring 0        | ring 1
@@ -172,18 +169,18 @@ class Stepwise(Way):
         cuts = [parts[share * pieces :][:pieces] for share in range(shares)]
         phases = self._sum_phases(shares)
         work = () if tasks is None else tasks(self._parts)
-        # Tasks fill the time that staggered sums do, but for the first one, which is ahead of all
-        # steps; and quantizing sums in one more step costs more than it.
+        # Staggering fills waiting time, and so do all tasks but the first, which runs ahead of the
+        # steps. Quantized sums are not staggered: one more quantization costs more than it saves.
         staggered = len(work) < 2 and self.ring.low_bit_sums(dtype) is None
         steps = scatter_steps(
             phases[0].around, self.directions, pieces, rings=shares, staggered=staggered
         )
         before, order = None, self.order
         if not loops(steps, pieces):
-            # Shares of several rings are counted as one sum: in smaller ones two rings took 1746 us
-            # for 1687 of a scatter of 65536x14336x4096.
+            # The shares of several rings count as one sum. Counted apart, a scatter of
+            # 65536x14336x4096 over two rings takes 1746 us, not 1687.
             order = order.for_sums(flops / (phases[0].around * pieces))
-        elif work:  # no step is there by itself to take one
+        elif work:  # steps in a loop cannot take tasks
             before, work = at_once(work, self.ring.index()), ()
         spare = Spare(work, self.ring.index(), len(steps), before)
 
@@ -220,7 +217,7 @@ class Stepwise(Way):
             index, _, parts, sums = state
             wired = jax.tree.map(self._wire, sums, dtypes[: len(sums)])
             leaving = parts if t.blocks else [], wired
-            here = () if t.blocks else parts  # what is not sent on is used where it is
+            here = () if t.blocks else parts  # blocks that are not sent on are used in place
 
             def on(index: Index, leaving: Any, _: Any) -> Any:
                 return compute(index, here or leaving[0])
@@ -246,12 +243,12 @@ class Stepwise(Way):
                 return carry, [of_types(own, summed(part)) for part in parts]
 
             index, (carry, made), (parts, sums) = beside(state, t, compute, like)
-            if sums:  # added here, not before: a sum still under way would hold the matmuls up
+            if sums:  # added here, not in `visit`: its matmuls would wait for sums under way
                 made = jax.tree.map(lambda x, y: x + y.astype(x.dtype), made, sums)
             return index, carry, parts, made
 
         state, own = at_home((self.ring.index(), carry, parts, []), first, begin, own)
-        # Over a cube each hop is another one.
+        # Across a cube each distance has its own neighbour, so that steps are unrolled.
         unrolled = None if self._crosses_a_cube else UNROLLED_CIRCULATING
         state = run(between, state, step, unrolled=unrolled)
         (_, carry, _, sums), own = at_home(state, last, end, own)
@@ -260,11 +257,11 @@ class Stepwise(Way):
         return carry, own
 
     def _steps_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
-        """Seconds of steps, to which so many seconds of other work are dealt out."""
+        """Predicts the seconds of steps, with `beside` seconds of tasks."""
         chip, size = problem.figures, self.ring.size
         messages = problem.messages("ring" if self.rings is None else "rings")
         again = gathered_again(chip, flow, size, problem.messages("collective"))
-        # Each of several rings has its own links, and a share of every block.
+        # Each ring has its own links, and carries a share of every block.
         rings, whole = len(self.rings or [self.ring]), self.whole_opposite
         steps = gather_steps(size, self.directions, rings=rings, whole_opposite=whole)
         sent_in = 1 if flow.kind == "gather" else self.order.pieces  # messages of a block
@@ -272,7 +269,7 @@ class Stepwise(Way):
         fitted, joined = fitted_to(chip.kind), 0.0
         length, cut = flow.length // (size * rings), self.order.cuts_first
         if flow.kind == "gather" and flow.sums and joins(chip, length, flow.sums, cut):
-            pieces = 1  # what comes by several rings is multiplied at once
+            pieces = 1  # blocks from several rings are joined, and multiplied at once
             if rings > 1:
                 joined = INSTRUCTION * size * rings
         fits = flow.kind == "gather" and 2 * flow.sums <= chip.vmem
@@ -281,7 +278,7 @@ class Stepwise(Way):
         block = flow.block_bytes / rings * messages
 
         def time_of(step: Step) -> float:
-            # Two halves are one block's work, and so are the shares of all rings.
+            # Two halves are one block of work. The shares of all rings are one block too.
             whole = len([hop for hop in step.hops if hop.half is None]) / rings
             distance = [
                 sent_in * hop_time(chip, block / sent_in)
@@ -289,28 +286,28 @@ class Stepwise(Way):
                 else hop_time(chip, block / 2)
                 for hop in step.blocks
             ]
-            # A torus has a link each way; on a GPU both ways leave by one port.
+            # A torus has one link per direction. On a GPU both directions share one port.
             sent = max(distance, default=0.0) if chip.torus else sum(distance, 0.0)
             computed = work * max(1, whole)
             if not step.hops and sent <= work * len(self.directions):
-                # No sum was waited for: in the last step only the last piece's are under way.
+                # No sum was waited for: in the last step only the last piece is under way.
                 return max(computed, sent / sent_in + computed * (1 - 1 / sent_in))
             return max(computed, sent)
 
         halves = any(hop.half is not None for step in steps for hop in step.blocks)
-        # The opposite block is cut in two, and joined again.
+        # The opposite device's block is cut in halves, which are joined again.
         copied = 2 * copy_time(chip, flow.block_bytes) if halves and flow.kind == "gather" else 0.0
         copied += self._cut_time(chip, flow, rings)
         if flow.kind == "gather" and loops(steps):
             copied += len(steps) * INSTRUCTION
-        # A GPU writes what it multiplies, and reads it again to add it to the sums that have come.
+        # A GPU writes each product, and reads it again to add it to the sums that arrived.
         added = 0 if chip.torus or flow.kind == "gather" else FLOAT32 * size * flow.block_bytes
         copied += 2 * added / chip.hbm
         copied += again
         return sum(map(time_of, steps), 0.0) + copied
 
     def _cut_time(self, chip: Chip, flow: Flow, rings: int) -> float:
-        """Seconds in which what stays is cut, or a matmul takes longer that cuts it by itself."""
+        """Predicts the seconds that cutting operands takes, or adds to matmuls."""
         fitted, order, pieces = fitted_to(chip.kind), self.order, self.order.pieces
         if flow.kind != "gather":
             around = self._sum_phases(rings)[0].around
@@ -322,20 +319,18 @@ class Stepwise(Way):
                 return copy_time(chip, flow.cut) + 2 * len(steps) * INSTRUCTION
         if order.cuts_first:
             cut = flow.cut
-        elif flow.kind == "gather" or not chip.torus:  # columns are
+        elif flow.kind == "gather" or not chip.torus:  # only columns cost a cut
             cut = flow.sliced
         else:
             cut = fitted.within * flow.cut
         return copy_time(chip, cut)
 
     def _shares(self, length: int) -> list[tuple[int, int]]:
-        """Starts and sizes of what each ring carries of a block of `length`."""
         if self.rings is None or self.ring.size == 1:
             return [(0, length)]
         return shares_of(length, len(self.rings))
 
     def _gather(self, cuts: Sequence[tuple[int, int]], shares: int, dim: int | None) -> Gather:
-        """What runs a gather of blocks in so many shares, along `dim` of which those are cut."""
         phase = Phase((self.rings or (self.ring,))[:shares])
         return Gather([phase], self.directions, cuts, dim, self.whole_opposite, self.reach)
 
@@ -343,14 +338,13 @@ class Stepwise(Way):
         return [Phase(self.rings or (self.ring,))]
 
     def _owner(self, index: Index, hop: Hop, t: Step) -> Array:
-        """The logical index of the owner behind a step's hop."""
         return self._ring(hop).behind(index, hop.direction * t.distance)
 
     def _moved(self, x: Any, hop: Hop, distance: Any) -> Any:
         return self._ring(hop).hop(x, hop.direction, distance)
 
     def _followed(self, x: Any, hop: Hop, t: Step) -> Any:
-        """Moves sums after their block, by one hop, or from the last device home."""
+        """Moves sums one hop after their block, or to the owner at the end."""
         if self.reach is None or t.hops:
             return self._moved(x, hop, t.distance - 1)
         return self.ring.shift(x, -hop.direction * self.reach)
@@ -360,12 +354,11 @@ class Stepwise(Way):
 
 
 def _added(parts: list[Any]) -> Any:
-    """The sums of one block that arrive by several ways."""
     return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *parts)
 
 
 def placing(use: Use, dim: int | None, length: int) -> Use:
-    """Has a fold place what arrives in a whole, too, the second part of its carry."""
+    """Returns `use` with a full array in the carry, in which arrivals are placed."""
 
     def both(carry: Any, arrivals: Arrivals) -> Any:
         made, whole = (None, None) if carry is None else carry

@@ -1,4 +1,4 @@
-"""Work that waits for no transfer, in tasks, which can be beside any: by itself, or in steps."""
+"""Tasks: work that waits for no transfer, so that it can overlap with any."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,13 +15,13 @@ def _as_it_is(x: Any) -> Any:
 
 
 class Task(NamedTuple):
-    """Some of the work that waits for no transfer, and so can be beside any.
+    """A part of the work that waits for no transfer.
 
     Attributes:
-      take: this device's logical index to what is cut for it.
-      fold: `(index, taken, carry)` to the next carry; the first one is None.
-      finish: what is done with the carry after it.
-      adds: whether it adds to the carry, and does not only write into it.
+      take: maps the index to the task's operands.
+      fold: maps `(index, taken, carry)` to the next carry; the first is None.
+      finish: is applied to the carry afterwards.
+      adds: whether `fold` adds to the carry, not only writes.
     """
 
     take: Callable[[Index], Any]
@@ -30,23 +30,23 @@ class Task(NamedTuple):
     adds: bool = True
 
     def next(self, index: Index, taken: Any, carry: Any) -> Any:
-        """Returns the next carry, of what was taken."""
+        """Returns the next carry."""
         return self.finish(self.fold(index, taken, carry))
 
     def work(self, carry: Any) -> Work:
-        """The task by itself, as an order sees it."""
+        """Returns the task as a step's work."""
 
         def compute(index: Index, _: Any, taken: Any) -> Any:
             return self.next(index, taken, carry)
 
-        if not self.adds:  # in one instruction all that was written before would be copied
+        if not self.adds:  # as one instruction, it would copy all that was written before
             return Work(self.take, compute)
         like = None if carry is None else partial(like_finished, self.finish, carry)
         return Work(self.take, compute, _as_it_is, like)
 
 
 def at_once(tasks: Sequence[Task], index: Index) -> Any:
-    """Returns the last carry of tasks, beside nothing or what a compiler finds."""
+    """Returns the last carry of tasks, run without transfers."""
     order, carry = traced_order(), None
     for task in tasks:
         index, carry, _ = order.beside(index, (), _as_it_is, task.work(carry))
@@ -54,10 +54,7 @@ def at_once(tasks: Sequence[Task], index: Index) -> Any:
 
 
 class Spare:
-    """Work that waits for nothing, dealt out to the steps of a program that is unrolled.
-
-    The first task is ahead of them all, and makes the arrays to which the others add.
-    """
+    """Tasks distributed over a program's steps. The first runs before all steps."""
 
     def __init__(self, tasks: Sequence[Task], index: Index, steps: int, carry: Any = None):
         self.carry = carry
@@ -66,7 +63,7 @@ class Spare:
         self._dealt = iter(deal(tasks[1:], steps))
 
     def within(self, beside: Callable[[Work], Beside], work: Work) -> Beside:
-        """Returns what a step comes to, the carry having gone on beside its transfers."""
+        """Runs a step with its tasks."""
         carry, tasks = self.carry, next(self._dealt, [])
         if not tasks:
             return beside(work)
@@ -93,6 +90,6 @@ class Spare:
 
 
 def deal(tasks: Sequence[Task], hands: int) -> list[list[Task]]:
-    """Deals tasks out in their order, evenly, to so many hands."""
+    """Distributes tasks evenly, in their order."""
     ends = [len(tasks) * (hand + 1) // hands for hand in range(hands)]
     return [list(tasks[start:end]) for start, end in pairwise([0, *ends])]

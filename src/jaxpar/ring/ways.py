@@ -1,7 +1,7 @@
-"""Ways over a ring: what every one of them does.
+"""The interface of the algorithms over a ring.
 
-Three flows of data are all that the package needs of a ring: blocks that arrive, sums that leave,
-and both a step apart. Who uses them does not know which way they go.
+A `Way` is an algorithm for one pass, forward or backward. It moves blocks (`gather`), sums
+(`scatter`), or both (`circulate`). Callers do not ask which algorithm they have.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jaxpar.ring.seconds import Flow
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
 
-# Of blocks that make a whole; of blocks that are used one by one, the logical index of the owner.
+# Where a block lies in the full array. For blocks that are used one by one: the owner's index.
 Positions = Any  # Span | Comb | Slab | Array
 Arrivals = list[tuple[Any, Positions, Any]]  # (block, its positions, what `take` gave for them)
 Visits = list[tuple[Any, Index]]  # (part of a block, the logical index of its owner)
 Take = Callable[[Positions], Any]
 Pick = Callable[[Any], Any]
 Split = Callable[[Any, int], list[Any]]
-Place = Callable[[Index], Positions]  # of this device's logical index
-Tasks = Callable[[int], "Sequence[Step]"]  # of the number of parts into which it is cut
+Place = Callable[[Index], Positions]  # from this device's logical index
+Tasks = Callable[[int], "Sequence[Task]"]  # from the number of parts to so many tasks
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -39,11 +39,11 @@ Self = TypeVar("Self", bound="Way")
 
 
 def take_nothing(positions: Positions) -> None:
-    """Takes nothing of what stays at home."""
+    """Returns None."""
 
 
 def in_one_part(block: Any, parts: int) -> list[Any]:
-    """Does not split a block."""
+    """Returns the block in one part."""
     return [block]
 
 
@@ -64,7 +64,7 @@ def forward_first(ways: Sequence[Way], out: Any, residuals: Any) -> tuple[Any, A
 def in_scope(
     method: Callable[Concatenate[Self, Given], Result],
 ) -> Callable[Concatenate[Self, Given], Result]:
-    """Has profiles show the mode of the way that a method of one takes."""
+    """Shows a method's mode in profiles."""
 
     @wraps(method)
     def call(self: Self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -75,15 +75,14 @@ def in_scope(
 
 
 class Use(NamedTuple):
-    """What is made of blocks that come.
+    """How arriving blocks are used.
 
     Attributes:
-      consume: `(carry, arrivals)` to the next carry; the first one is None. Several blocks may come
-        at once.
-      take: positions of the whole to what stays at home and is used there.
-      sums: picks, of the carry, that which is added to, not only written into; None: nothing.
-      finish: what is done with the carry in the end.
-      like: makes arrays of the types of the first carry, where it is made of sums.
+      consume: maps `(carry, arrivals)` to the next carry; the first is None.
+      take: maps positions to the operands there.
+      sums: picks the part of the carry that is added to.
+      finish: is applied to the last carry.
+      like: makes arrays of the first carry's types, if it is a sum.
     """
 
     consume: Callable[[Any, Arrivals], Any]
@@ -94,16 +93,16 @@ class Use(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What is done with blocks that go past all devices, and with their sums.
+    """How a device uses visiting blocks, and adds to their sums.
 
     Attributes:
-      begin: `(carry, own)` to both: a share of the work on the own block, for the first step.
-      visit: `(carry, visits)` to the carry and, for each visiting part, what this device adds to
-        the sums of its owner, in the dtypes of `own`.
-      end: like `begin`: the other share, for the last step.
-      split: deals a block out to at most so many parts, which may go different ways.
-      join: the inverse of `split`, for sums.
-      summed: picks of a block what has sums.
+      begin: maps `(carry, own)` to both: the first step's work on the local block.
+      visit: maps `(carry, visits)` to the carry, and this device's share of the visitors' sums in
+        the dtypes of `own`.
+      end: like `begin`, in the last step.
+      split: splits a block into at most so many parts.
+      join: its inverse, for sums.
+      summed: picks the parts of a block that have sums.
     """
 
     begin: Callable[[Any, Any], tuple[Any, Any]]
@@ -115,13 +114,7 @@ class Round(NamedTuple):
 
 
 class Forms(NamedTuple, Generic[Result]):
-    """How a matmul can be done, of whose operands or sums one travels.
-
-    Attributes:
-      in_blocks: by a gather or a scatter of blocks.
-      across: in so many chunks, which may be parts of another dimension.
-      staying: another operand travels.
-    """
+    """The forms of a matmul: by blocks, by so many chunks, or with another operand that travels."""
 
     in_blocks: Callable[[], Result]
     across: Callable[[int], Result]
@@ -129,11 +122,10 @@ class Forms(NamedTuple, Generic[Result]):
 
 
 class Kept(NamedTuple):
-    """The blocks that a gather hands out, in the order in which it does.
+    """The blocks that a gather saves for the backward pass, in order.
 
     Attributes:
-      places: where each of them lies in the whole; of one place it is the whole.
-      own_first: whether the first is this device's own, as it is.
+      places: positions of each. One place is the full array.
     """
 
     places: list[Place]
@@ -142,12 +134,12 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """How blocks and sums get round a ring, of one pass; static.
+    """An algorithm for one pass over a ring; static.
 
     Attributes:
-      derived_by_jax: whether JAX's own derivatives of what it does are as good as any.
-      relays: whether devices pass on what others sent, and add to sums on their way, as no
-        collective has them do. Arrays that travel at once had better be joined into one then.
+      derived_by_jax: whether JAX's own derivatives are as good as special ones.
+      relays: whether devices pass on others' blocks and sums. If so, join arrays that travel
+        together into one.
     """
 
     ring: Ring
@@ -156,16 +148,15 @@ class Way:
 
     @property
     def mode(self) -> str:
-        """The mode that it is, also where the ring's is `auto`."""
+        """Returns the mode's name, never `auto`."""
         raise NotImplementedError
 
     def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
         """Predicts the seconds of flows, one after the other.
 
         Args:
-          problem: whose chip, mesh and compiler are reckoned with.
-          flows: a gather, a scatter, or a scatter and then a gather that does not wait for it.
-          kept: in how many blocks what the last one gathers is there already; 0: it is not.
+          flows: a gather, a scatter, or a scatter and an independent gather.
+          kept: number of blocks saved for the last flow.
         """
         raise NotImplementedError
 
@@ -178,17 +169,14 @@ class Way:
         split: Split = in_one_part,
         kept: list[Any] | None = None,
     ) -> Any:
-        """Brings all devices' blocks here, and folds `use.consume` over them.
+        """Brings all blocks here, and folds `use.consume` over them.
 
         Args:
-          block: pytree of arrays, this device's block.
-          use: what is made of all blocks.
-          dim: along which the blocks of all devices make a whole, of which positions are a `Span`,
-            a `Comb` or a `Slab`. None: blocks are used one by one, and in place of positions there
-            is the logical index of their owner, int32[].
-          split: without `dim`, deals a block out to at most so many parts, which may go different
-            ways and are consumed one by one.
-          kept: a list to which, with `dim`, all blocks are added as `Way.kept` has them.
+          block: the local block, a pytree of arrays.
+          dim: along which blocks form the full array. Positions are a `Span`, `Comb` or `Slab`.
+            None: blocks are used one by one, and positions are the owner's logical index, int32[].
+          split: without `dim`, splits a block into at most so many parts.
+          kept: with `dim`, a list for the blocks of `Way.kept`.
 
         Returns:
           The last carry, finished.
@@ -196,7 +184,7 @@ class Way:
         raise NotImplementedError
 
     def kept(self, length: int) -> Kept | None:
-        """Returns what a gather of blocks of a length can hand out; None: it only uses them."""
+        """Returns the blocks of a `length` that a gather can save; None: none."""
         return None
 
     def scatter(
@@ -210,51 +198,46 @@ class Way:
         tasks: Tasks | None = None,
         flops: float = 0.0,
     ) -> tuple[Array, Any]:
-        """Sums for each device what all devices produce for it, and takes tasks of other work.
+        """Sums for each device what all devices produce for it, and runs tasks meanwhile.
 
         Args:
-          produce: what `take` gave, to this device's partial sums for its positions.
-          take: positions along `dim`, a `Span`, a `Comb` or a `Slab`, to what `produce` needs for
-            them.
-          dim: the dimension of what is produced that is dealt out to the devices.
-          length: how many positions each device owns.
+          produce: maps operands to partial sums.
+          take: maps positions, a `Span`, `Comb` or `Slab`, to operands.
+          dim: the dimension that is scattered.
+          length: of a block along `dim`.
           dtype: of the result.
-          tasks: of work that waits for nothing, beside the transfers, in as many parts as fit.
-          flops: of `produce` for all positions; 0: it multiplies nothing.
+          tasks: returns tasks, for a number of parts.
+          flops: of `produce` for all positions; 0: no matmul.
 
         Returns:
-          The sum of all devices' partial sums for this device's positions, and the tasks' last
-          carry.
+          This device's block of the sums, and the tasks' last carry.
         """
         raise NotImplementedError
 
     def perform(self, forms: Forms[Result]) -> Result:
-        """Returns what a matmul makes, in the form that goes this way."""
+        """Returns a matmul's result in this algorithm's form."""
         return forms.in_blocks()
 
     def circulate(self, block: Any, carry: Any, own: Any, steps: Round) -> tuple[Any, Any]:
-        """Takes every device's block past all others, and sums for its owner what each makes of it.
+        """Takes every block to all devices, and sums what they add for its owner.
 
         Args:
-          block: pytree of arrays, this device's block.
-          carry: what stays here and is folded over all blocks.
-          own: zeros like what is `summed` of the block: this device's share of its own sums.
-          steps: what is done in them.
+          block: the local block, a pytree of arrays.
+          carry: stays here.
+          own: zeros like `summed(block)`.
 
         Returns:
-          The carry, and the sums of all devices for this device's block.
+          The carry, and the sums for the local block.
         """
         raise NotImplementedError
 
     def _wire(self, x: Array, dtype: DTypeLike) -> Array:
-        """Returns sums in the dtype in which they travel, that of their result if none is asked."""
         return x.astype(self.ring.wire(dtype))
 
     def _quantized(self, x: Any, dim: int, dtype: DTypeLike) -> Any:
-        """Returns sums that are scattered along `dim` as they travel, quantized where asked."""
         how = self.ring.low_bit_sums(dtype)
         if how is not None:
             from jaxpar.axis.rounding import encoded
 
-            x = encoded(how, x, dim)  # values and scales: a block of two arrays
+            x = encoded(how, x, dim)  # the block is now two arrays: values and scales
         return x if isinstance(x, Quantized) else self._wire(x, dtype)
