@@ -111,7 +111,10 @@ for column, (name, local, before) in zip(panels.T, CASES, strict=True):
     show(column[0], before, before, f"{name}\nbefore")
     show(column[1], run(local, before), before, "after")
 figure.supxlabel("device")
-figure.tight_layout()
+bars = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (*PALETTE[:4], "0.88")]
+names = [*(f"from device {device}" for device in range(4)), "a sum"]
+figure.legend(bars, names, ncols=5, frameon=False, loc="upper center", fontsize=8)
+figure.tight_layout(rect=(0, 0, 1, 0.94))
 plt.show()
 
 np.testing.assert_array_equal(run(exchange, all_four), all_four.T)

@@ -587,7 +587,7 @@ operands = (
 )
 
 
-def played(mode):
+def simulated(mode):
     def local(x, w):  # x: bf16[m/8, k], w: bf16[k, n/8]
         return jaxpar.all_gather_matmul(x, w, "tp", mode=mode)
 
@@ -596,7 +596,7 @@ def played(mode):
 
 
 COLOURS = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#D0021B"}
-lines = {mode: played(mode) for mode in ("naive", "unidirectional", "bidirectional")}
+lines = {mode: simulated(mode) for mode in ("naive", "unidirectional", "bidirectional")}
 figure, panels = plt.subplots(3, 1, figsize=(8, 4.2), sharex=True)
 for panel, (mode, line) in zip(panels, lines.items(), strict=True):
     rows = {"compute": 1}  # then a row for each link
@@ -611,7 +611,9 @@ for panel, (mode, line) in zip(panels, lines.items(), strict=True):
     panel.set_title(f"{mode}: {1e3 * line.total:.2f} ms, {line.exposed / line.total:.0%} exposed")
     panel.title.set_size(9)
     panel.spines[["top", "right"]].set_visible(False)
-panels[-1].set_xlabel("milliseconds (a model, not a measurement)")
+panels[-1].set_xlabel("milliseconds (predicted)")
+bars = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+figure.legend(bars, COLOURS, ncols=3, frameon=False, loc="upper right", fontsize=8)
 figure.tight_layout()
 plt.show()
 
