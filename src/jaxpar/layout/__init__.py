@@ -1,4 +1,4 @@
-"""Layouts of whole models: rules by path, and everything that follows from them on a mesh."""
+"""Layouts of models: rules by path, and what follows from them on a mesh."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Patterns of paths that differ in numbers alone, as those of layers do."""
+"""Path patterns that cover all layers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from jaxpar.layout._paths import INDEX, NUMBER
 
 
 class Alike:
-    """Values by path, of paths that differ only in indices, such as those of layers.
+    """Values by path, for paths that differ only in indices, as in layers.
 
-    With `in_keys` numbers in keys count, too, such as that of `layer_0`.
+    With `in_keys`, numbers in keys count too, as in `layer_0`.
     """
 
     def __init__(self, in_keys: bool = False) -> None:
         self._numbers = NUMBER if in_keys else INDEX
         self._values: dict[str, Hashable] = {}
-        self._free: dict[Hashable, set[int]] = {}  # by value, when all are known
+        self._free: dict[Hashable, set[int]] = {}  # by value, computed after the last `add`
 
     def add(self, path: str, value: Hashable) -> None:
         self._values[path] = value
 
     def pattern(self, path: str) -> str:
-        """A pattern of this path, and of those that differ from it in an index, not in value."""
+        """Returns a pattern of this path, and of paths with its value that differ in an index."""
         value = self._values[path]
         if value not in self._free:
             self._free[value] = self._free_of(value)
@@ -33,7 +33,7 @@ class Alike:
         )
 
     def _free_of(self, value: Hashable) -> set[int]:
-        """The places of indices that may be any number without a change of the value."""
+        """Returns the places of indices that do not change the value."""
         numbers = self._numbers
         split = [(numbers.split(re.escape(path)), own) for path, own in self._values.items()]
         free: set[int] = set()

@@ -1,4 +1,4 @@
-"""How one array lies on a mesh."""
+"""The layout of one array on a mesh."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from jaxpar.axis.padding import AnyArray, PaddedDim
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
-Change = Callable[[PaddedDim, AnyArray, int], AnyArray]  # of one dimension
+Change = Callable[[PaddedDim, AnyArray, int], AnyArray]  # pads or unpads one dimension
 
 
 @readable
 @dataclass(frozen=True)
 class ArrayLayout:
-    """One array of a layout.
+    """The layout of one array.
 
     Attributes:
       path: in the pytree, with slashes.
       shape: without padding.
       dtype: of its entries.
-      rule: the key of the rule that matched; None where none did.
-      spec: of the padded array, with as many entries as the rule has.
-      blocks: for each dimension how its entries lie on the devices of its mesh axes.
+      rule: the key of the matching rule, or None.
+      spec: of the padded array, with as many entries as the rule.
+      blocks: the blocks of each dimension on the devices of its mesh axes.
       mesh: the mesh.
 
     Example:
@@ -61,59 +61,60 @@ class ArrayLayout:
 
     @cached_property
     def axes(self) -> tuple[tuple[str, ...], ...]:
-        """The mesh axes that shard each dimension."""
+        """Returns the mesh axes that shard each dimension."""
         return axes_by_dim(self.spec, len(self.shape))
 
     @cached_property
     def logical_spec(self) -> PartitionSpec:
-        """That of the array without padding, which is whole along dimensions that have padding."""
+        """Returns the spec without padding. Padded dimensions are not sharded."""
         pairs = zip(self.spec, self.blocks, strict=False)
         return PartitionSpec(*(None if b.size != b.padded else entry for entry, b in pairs))
 
     @property
     def sharding(self) -> NamedSharding:
-        """The sharding of the padded array."""
+        """Returns the sharding of the padded array."""
         return NamedSharding(self.mesh, self.spec)
 
     @property
     def logical_sharding(self) -> NamedSharding:
-        """The sharding of the array without padding."""
+        """Returns the sharding of the array without padding."""
         return NamedSharding(self.mesh, self.logical_spec)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The global shape, with padding."""
+        """Returns the global shape with padding."""
         return tuple(blocks.padded for blocks in self.blocks)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of a device's block, as a function under `jax.shard_map` sees it."""
+        """Returns the shape of a device's block under `jax.shard_map`."""
         return tuple(blocks.block for blocks in self.blocks)
 
     @property
     def bytes_per_device(self) -> int:
-        """Of one block, padding included."""
+        """Returns the bytes of one block with padding."""
         return prod(self.local_shape) * itemsize(self.dtype)
 
     @property
     def shards(self) -> int:
-        """Into how many different blocks it is cut."""
+        """Returns the number of different blocks."""
         return size_of(self.mesh, (name for axes in self.axes for name in axes))
 
     @property
     def copies(self) -> int:
-        """How many devices hold the same block."""
+        """Returns the number of devices that hold the same block."""
         return self.mesh.size // self.shards
 
     @property
     def gradient_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which it is replicated, and its gradient summed."""
+        """Returns the mesh axes over which the array is replicated and its gradient summed."""
         return tuple(n for n in self.mesh.axis_names if not any(n in axes for axes in self.axes))
 
     def picture(self) -> str:
-        """Which devices hold which block, by their places in the mesh, as text.
+        """Returns a text picture of the devices that hold each block.
 
-        Rows are the blocks of the first dimension that is sharded, columns those of the others.
+        Devices are numbered by their place in the mesh. Rows are blocks of the first sharded
+        dimension, columns those of the others.
         """
         grid = np.arange(self.mesh.size).reshape(tuple(self.mesh.shape.values()))
         names = list(self.mesh.shape)
@@ -137,11 +138,11 @@ class ArrayLayout:
         return size_of(self.mesh, self.axes[dim])
 
     def pad(self, array: AnyArray) -> AnyArray:
-        """Adds the zeros that the mesh needs; to keys those whose words are zeros."""
+        """Adds the zeros that the mesh needs. To keys it adds keys of zero words."""
         return self._changed(PaddedDim.pad, array, self.spec)
 
     def unpad(self, array: AnyArray) -> AnyArray:
-        """Takes them away."""
+        """Removes the padding."""
         return self._changed(PaddedDim.unpad, array, self.logical_spec)
 
     def _changed(self, change: Change, array: AnyArray, spec: PartitionSpec) -> AnyArray:
@@ -157,7 +158,7 @@ class ArrayLayout:
         named = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
         if not named:
             return self._along_all(change, array)
-        # No operation cuts a dimension into unequal parts that explicit axes shard.
+        # No operation cuts a dimension with explicit axes into unequal parts.
         kept = [tuple(name for name in axes if name in named) for axes in axes_by_dim(spec)]
         sharding = NamedSharding(held, PartitionSpec(*kept))
         along_all = partial(self._along_all, change)
@@ -170,7 +171,7 @@ class ArrayLayout:
         return array
 
     def words(self, dtype: Any = None) -> ArrayLayout:
-        """The layout of the words of such an array (`to_words`), in whose last dimension they are.
+        """Returns the layout of the array's words (`to_words`). Words are the last dimension.
 
         Args:
           dtype: of the array. None: the layout's.
@@ -181,17 +182,17 @@ class ArrayLayout:
         return replace(self, shape=shape, dtype=one.dtype, blocks=blocks)
 
 
-@lru_cache(maxsize=4096)  # thousands of arrays share a few specs
+@lru_cache(maxsize=4096)  # many arrays share few specs
 def axes_by_dim(
     spec: PartitionSpec | tuple[Any, ...], rank: int = 0
 ) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each entry of a spec, and none for dimensions up to the rank behind them."""
+    """Returns the mesh axes of each entry of a spec, padded with () up to the rank."""
     given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     return (*given, *[()] * (rank - len(given)))
 
 
 def itemsize(dtype: Any) -> int:
-    """Bytes of an entry; of a key of `jax.random`, of its words."""
+    """Returns the bytes of an entry. A `jax.random` key counts its words."""
     if is_key(dtype):
         words = words_of(dtype)
         return prod(words.shape) * words.dtype.itemsize
@@ -199,5 +200,5 @@ def itemsize(dtype: Any) -> int:
 
 
 def _is_narrow(dtype: Any) -> bool:
-    """Whether entries are whole numbers of 2 or 4 bits, of which a program may move wrong ones."""
+    """Returns whether entries are integers of 2 or 4 bits, which a program may move wrongly."""
     return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.iinfo(dtype).bits < 8

@@ -1,4 +1,4 @@
-"""Arrays of a layout: checked to be those, padded, put on devices in shards, and gathered again."""
+"""Checks, pads, places and gathers the arrays of a layout."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 def pad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
-    """What `Layout.pad` says; `dtypes`: must be the layout's, too."""
+    """Implements `Layout.pad`. With `dtypes`, dtypes must be the layout's."""
     return _changed(layout, params, True, dtypes)
 
 
 def unpad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
-    """What `Layout.unpad` says."""
+    """Implements `Layout.unpad`."""
     return _changed(layout, params, False, dtypes)
 
 
 def place(layout: Layout, params: Any) -> Any:
-    """What `Layout.place` says."""
+    """Implements `Layout.place`."""
     return _each(layout, params, lambda a: a.shape, _put, dtypes=True)
 
 
 def gather(layout: Layout, params: Any) -> Any:
-    """What `Layout.gather` says."""
+    """Implements `Layout.gather`."""
 
     def whole(array: ArrayLayout, x: Any) -> Any:
         here = getattr(x, "is_fully_addressable", True)
@@ -49,7 +49,7 @@ def gather(layout: Layout, params: Any) -> Any:
             alone = SingleDeviceSharding(jax.local_devices()[0])
             none = zeros_of(array.shape, x.dtype, alone)
             return none if is_key(x.dtype) else np.asarray(none)
-        words = jax.jit(to_words)(x)  # in a program of its own: `_moved` says why
+        words = jax.jit(to_words)(x)  # in a separate program: see `_moved`
         if not here:
             everywhere = NamedSharding(array.mesh, PartitionSpec())
             words = jax.jit(lambda y: y, out_shardings=everywhere)(words)
@@ -60,7 +60,7 @@ def gather(layout: Layout, params: Any) -> Any:
 
 
 def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
-    """Changes arrays that have padding: those on devices in one program, shard by shard."""
+    """Pads or unpads. One program changes all arrays on devices."""
     there: dict[str, Array] = {}
 
     def shape_given(array: ArrayLayout) -> tuple[int, ...]:
@@ -100,10 +100,10 @@ def _moved(
     changed: Callable[[ArrayLayout, Any], Any],
     sharding: Callable[[ArrayLayout], NamedSharding],
 ) -> dict[str, Array]:
-    """Changes arrays on devices as their words.
+    """Changes arrays on devices as their words, in three programs.
 
-    In one program the compiler would take the words for the floats again, and widen those of 8 bits
-    to move them, which changes NaNs.
+    In one program, the compiler would turn words back into floats and widen 8-bit floats, which
+    changes NaNs.
     """
     held = {path: layout[path].words(x.dtype) for path, x in arrays.items()}
     dtypes = {path: x.dtype for path, x in arrays.items()}
@@ -123,7 +123,7 @@ def _moved(
 
 
 def zeros_of(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Array:
-    """Makes zeros by no program: of an empty array one has shards of wrong shapes in jax 0.10."""
+    """Makes zeros without a program: jax 0.10 gives empty results wrong shard shapes."""
     if is_key(dtype):
         words = words_of(dtype)
         return from_words(zeros_of((*shape, *words.shape), words.dtype, sharding), dtype)
@@ -139,7 +139,7 @@ def _each(
     *,
     dtypes: bool = False,
 ) -> Any:
-    """Maps over arrays that have been checked to be those of the layout."""
+    """Maps over arrays after a check that they are the layout's."""
     arrays, _ = arrays_of(params)
     given = {found[0]: found[1] for found in arrays if found is not None}
     problems = [
@@ -170,7 +170,7 @@ def _each(
 def _unlike(
     array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool
 ) -> LayoutProblem | None:
-    """How an array differs from that of the layout; None if it does not."""
+    """Returns how an array differs from the layout's, or None."""
     path, shape, dtype = described(array.path, x)
     have = f"{path!r} is {shape_text(dtype, shape)}"
     if shape != wanted:
@@ -186,7 +186,7 @@ def _unlike(
 
 
 def _takes(array: ArrayLayout, number: Any) -> bool:
-    """Whether this is a Python number that an array of this dtype takes."""
+    """Returns whether this is a Python number that an array of this dtype takes."""
     kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.complexfloating}
     if type(number) not in kinds:
         return False
@@ -195,7 +195,6 @@ def _takes(array: ArrayLayout, number: Any) -> bool:
 
 
 def _put(array: ArrayLayout, x: Any) -> Array:
-    """Places one array; an array that another process holds a part of moves by itself."""
     if not prod(array.shape):
         return zeros_of(array.padded_shape, array.dtype, array.sharding)
     if isinstance(x, Array) and not x.is_fully_addressable:
@@ -218,11 +217,7 @@ def of_words(array: ArrayLayout, words: Array) -> Array:
 
 
 def on_host(array: ArrayLayout, x: Any) -> np.ndarray:
-    """Returns a host array in the dtype of the layout.
-
-    Raises:
-      ValueError: whole numbers of 64 bits that do not fit into 32.
-    """
+    """Returns a host array in the layout's dtype, or raises if integers do not fit into 32 bits."""
     given = np.asarray(x)
     cast = given.astype(array.dtype, copy=False)
     if given.dtype.kind in "iu" and given.dtype != cast.dtype and (given != cast).any():

@@ -1,4 +1,4 @@
-"""Batches: each process gives its rows, and the last batch of an epoch counts right."""
+"""Batches: each process passes its rows, and filled rows have weight 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def place_batch(layout: Layout, batch: Any) -> Any:
-    """What `Layout.place_batch` says."""
+    """Implements `Layout.place_batch`."""
     found, tree = arrays_of(batch, "batch")
     problems: list[LayoutProblem] = []
     placed: list[Any] = []
@@ -39,7 +39,7 @@ def place_batch(layout: Layout, batch: Any) -> Any:
 
 
 def batch_part(layout: Layout) -> tuple[int, int]:
-    """What `Layout.batch_part` says."""
+    """Implements `Layout.batch_part`."""
     sharding = NamedSharding(layout.mesh, PartitionSpec(*tuple(_rule(layout).layout)[:1]))
     first = next(iter(sharding.spec), None)
     size = size_of(sharding.mesh, _names(first))
@@ -60,14 +60,14 @@ def batch_part(layout: Layout) -> tuple[int, int]:
 
 
 def batches(layout: Layout, source: Iterable[Any], rows: int | None) -> Iterator[tuple[Any, Array]]:
-    """What `Layout.batches` says."""
-    given, like = iter(source), None  # the first batch: all have its shapes
+    """Implements `Layout.batches`."""
+    given, like = iter(source), None  # the first batch, whose shapes all batches have
     while True:
         batch = next(given, None)
-        with naming("Layout.batches"):  # not while the caller has the batch
+        with naming("Layout.batches"):  # not while the caller runs
             if not _any_process(batch is not None):
                 return
-            if batch is None:  # another process has rows still
+            if batch is None:  # another process still has rows
                 batch = _none_of(like)
             batch = jax.tree.map(np.asarray, batch)
             have = _rows_of(batch)
@@ -127,7 +127,7 @@ def _rule(layout: Layout) -> Rule:
 
 
 def _processes_along(sharding: NamedSharding, rank: int) -> tuple[int, ...]:
-    """Into how many parts, of different processes, each dimension of the data is cut."""
+    """Returns the number of parts of each dimension. A process holds one part."""
     shape = tuple(size_of(sharding.mesh, _names(entry)) for entry in sharding.spec)
     shape += (1,) * (rank - len(shape))
     own = sharding.devices_indices_map(shape)
@@ -154,7 +154,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def _any_process(mine: bool) -> bool:
-    """Whether it holds in any process: all of them make the same batches."""
+    """Returns whether it holds in any process. All processes make equally many batches."""
     if jax.process_count() == 1:
         return mine
     return bool(np.any(multihost_utils.process_allgather(np.asarray(mine))))

@@ -1,8 +1,8 @@
-"""Checkpoints of arrays without padding and without a mesh, of which any mesh reads its shards.
+"""Checkpoints without padding or mesh. Any mesh can read its shards from them.
 
-A checkpoint is one Orbax dict from paths to arrays. Arrays that Orbax cannot store have others in
-their place: keys and 8-bit floats their words, empty arrays a single zero. Their dtypes and shapes
-are in Orbax's own metadata, under `NOTES`.
+A checkpoint is one Orbax dict from paths to arrays. Orbax cannot store all arrays. So keys and
+8-bit floats are stored as words, and empty arrays as a single zero. Their dtypes and shapes are in
+Orbax's metadata, under `NOTES`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOTES = "jaxpar"
 
 
 def save(layout: Layout, folder: str | Path, params: Any) -> None:
-    """What `Layout.save` says."""
+    """Implements `Layout.save`."""
     ocp, where = _orbax(), _absolute(folder)
     if where.exists():
         raise value_error(f"{where} exists already; give a folder that does not")
@@ -55,13 +55,13 @@ def save(layout: Layout, folder: str | Path, params: Any) -> None:
 
 
 def restore(layout: Layout, folder: str | Path) -> Any:
-    """What `Layout.restore` says."""
+    """Implements `Layout.restore`."""
     ocp, where = _orbax(), _absolute(folder)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         found = _metadata(checkpointer, where)
         flat, tree = jax.tree_util.tree_flatten_with_path(found.tree)
         paths = [path_text(keys) for keys, _ in flat]
-        there = {  # checkpoints of others may store text, too
+        there = {  # plain Orbax checkpoints may store text, too
             path: shape_text(x.dtype, x.shape)
             for path, (_, x) in zip(paths, flat, strict=True)
             if hasattr(x, "dtype")
@@ -92,7 +92,6 @@ def restore(layout: Layout, folder: str | Path) -> Any:
 
 
 def _check_saved(layout: Layout, params: Any) -> None:
-    """Raises if an array cannot be stored, before anything is written."""
     found = [
         layout.get(path) and _unsaved(layout[path], x)
         for path, x in filter(None, arrays_of(params)[0])
@@ -103,7 +102,7 @@ def _check_saved(layout: Layout, params: Any) -> None:
 
 
 def _unsaved(array: ArrayLayout, x: Any) -> LayoutProblem | None:
-    """Why an array cannot be stored; None if it can."""
+    """Returns why an array cannot be stored, or None."""
     if isinstance(x, Tracer):
         text, remedy = "is traced", "call it outside of jax.jit, with the arrays of its results"
     elif not isinstance(x, Array) or (
@@ -131,9 +130,9 @@ def _is_unicode(text: str) -> bool:
 
 
 def _in_words(array: ArrayLayout) -> bool:
-    """Whether words of an array are stored in its place.
+    """Returns whether an array is stored as words.
 
-    TensorStore lacks some dtypes of fewer than 16 bits, and some NaNs of the others.
+    TensorStore lacks some dtypes below 16 bits, and changes some NaNs of others.
     """
     if is_key(array.dtype):
         return True
@@ -142,7 +141,7 @@ def _in_words(array: ArrayLayout) -> bool:
 
 
 def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of what is stored for an array."""
+    """Returns shape, dtype and sharding of the stored array."""
     if not prod(array.shape):
         everywhere = NamedSharding(array.mesh, REPLICATED)
         return jax.ShapeDtypeStruct((1,), np.int32, sharding=everywhere)
@@ -151,7 +150,7 @@ def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:
 
 
 def _written(array: ArrayLayout, x: Any) -> Array:
-    """What is stored for an array without padding."""
+    """Returns the array to store."""
     if not prod(array.shape):
         one = _stored(array, noted=True)
         return zeros_of(one.shape, one.dtype, one.sharding)
@@ -159,20 +158,18 @@ def _written(array: ArrayLayout, x: Any) -> Array:
 
 
 def _read(array: ArrayLayout, x: Array, noted: bool) -> Array:
-    """The array without padding, from what is stored for it."""
     if not prod(array.shape):
         return zeros_of(array.shape, array.dtype, array.logical_sharding)
     return of_words(array, x) if noted else x
 
 
 def _absolute(folder: str | Path) -> Any:
-    """The path of a folder, which may be in a store that Orbax knows: gs://bucket/folder."""
+    """Returns an absolute folder, also in a store that Orbax knows: gs://bucket/folder."""
     where = require("etils.epath", "checkpoint", called()).Path(folder)
     return where if where.is_absolute() else where.absolute()
 
 
 def _metadata(checkpointer: Any, where: Any) -> Any:
-    """What Orbax knows of the arrays of a checkpoint."""
     if not where.is_dir():
         begun = next(where.parent.glob(f"{where.name}.orbax-checkpoint-tmp*"), None)
         more = f"; a save into it was interrupted and left {begun}" if begun else ""
@@ -184,7 +181,6 @@ def _metadata(checkpointer: Any, where: Any) -> Any:
 
 
 def _check(layout: Layout, there: Mapping[str, str], where: str) -> None:
-    """Raises unless the arrays there are those of the layout."""
     what = f"checkpoint {where}"
     problems: list[LayoutProblem] = []
     near = Nearest(there)
@@ -217,7 +213,7 @@ def _orbax() -> Any:
 
 
 def _writer(ocp: Any) -> Any:
-    """Writes arrays, and nothing of the mesh that they were on."""
+    """Writes arrays without their mesh."""
     arrays = ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

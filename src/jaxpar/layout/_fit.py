@@ -1,4 +1,4 @@
-"""Fits rules to the arrays of a pytree and to a mesh, and collects all that does not fit."""
+"""Fits rules to the arrays of a pytree and to a mesh, and collects all problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shaped:
-    """An array of the pytree, without its values."""
+    """An array of the pytree without values."""
 
     path: str
     shape: tuple[int, ...]
@@ -43,12 +43,11 @@ class Shaped:
         return prod(self.shape) * itemsize(self.dtype)
 
     def problem(self, text: str, remedy: str) -> LayoutProblem:
-        """What is wrong with it, whatever the rules are."""
+        """Returns a problem that concerns no rule."""
         return LayoutProblem(self.path, None, text, remedy)
 
 
 def replicated(array: Shaped, mesh: AnyMesh) -> ArrayLayout:
-    """Whole on every device, because no rule says anything else."""
     whole = tuple(PaddedDim.at_the_end(size, 1, size) for size in array.shape)
     return ArrayLayout(array.path, array.shape, array.dtype, None, PartitionSpec(), whole, mesh)
 
@@ -56,13 +55,9 @@ def replicated(array: Shaped, mesh: AnyMesh) -> ArrayLayout:
 def fit(
     rules: LayoutMap, arrays: Sequence[Shaped], mesh: AnyMesh, *, strict: bool
 ) -> tuple[list[ArrayLayout], list[LayoutProblem]]:
-    """Returns a layout for each array, and the problems; of arrays with problems, replicated.
+    """Returns a layout for each array, and the problems. Arrays with problems are replicated.
 
-    Args:
-      rules: the map.
-      arrays: of the pytree.
-      mesh: the mesh.
-      strict: whether what nothing says is a problem, too.
+    `strict` also reports unmatched arrays, and unused rules and axes.
     """
     found: list[ArrayLayout] = []
     problems: list[LayoutProblem] = []
@@ -119,7 +114,7 @@ class Placed:
     mesh: AnyMesh
 
     def lay(self, problems: list[LayoutProblem]) -> ArrayLayout | None:
-        """Returns its layout, or adds what is wrong."""
+        """Returns the layout of the array, or adds its problems and returns None."""
         wrong = self._refusal()
         if wrong:
             problems.append(wrong)
@@ -141,7 +136,7 @@ class Placed:
         )
 
     def _refusal(self) -> LayoutProblem | None:
-        """What is wrong with the rule whatever the sizes are."""
+        """Returns a problem of the rule that no size decides."""
         rule, rank, given = self.rule, len(self.array.shape), self.rule.given
         match rule.action:
             case Split(axes=()):
@@ -181,7 +176,6 @@ class Placed:
         return None
 
     def _entries(self) -> tuple[Entry, ...]:
-        """The rule's, a Split's dimension counted from the front."""
         split = self.rule.action
         if not isinstance(split, Split):
             return self.rule.entries
@@ -204,7 +198,7 @@ class Placed:
         return PaddedDim.at_the_end(size, count, size // count)
 
     def _undivided(self, dim: int, names: Axes) -> LayoutProblem:
-        """The three ways out, each with what a device then holds."""
+        """Returns the problem, with three ways out and their bytes on a device."""
         shape, size, count = self.array.shape, self.array.shape[dim], size_of(self.mesh, names)
         axes = [axes_of(entry) for entry in self.rule.entries]
         axes += [()] * (len(shape) - len(axes))
@@ -237,7 +231,7 @@ class Placed:
 
 
 def _exchanged(placed: Sequence[Placed]) -> list[LayoutProblem]:
-    """Arrays whose sizes agree with those of others if the names change places, and only then."""
+    """Returns a problem for each array whose sizes agree only with exchanged names."""
     named = [
         (one, one.rule.names)
         for one in placed
@@ -260,7 +254,6 @@ def _exchanged(placed: Sequence[Placed]) -> list[LayoutProblem]:
 
 
 def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[LayoutProblem]:
-    """Problems of rules that match no array, not even one with a rule of its own."""
     problems: list[LayoutProblem] = []
     near = Nearest(paths, "the nearest path is {}")
     own = used.intersection(paths)
@@ -300,7 +293,7 @@ def _unused_axes(
 
 
 def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[LayoutProblem]:
-    """Of the rules of data and results, which no parameter has."""
+    """Returns problems of the rules of data and results, which match no parameter."""
     others = {} if rules.batch is None else {"batch": rules.batch}
     if rules.results is not None:
         others |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}

@@ -1,4 +1,4 @@
-"""Where a model's arrays lie on a mesh: specs, shards and padding follow from one value."""
+"""The layout of a model on a mesh."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ if TYPE_CHECKING:
 
 @readable
 class Layout(Mapping[str, ArrayLayout]):
-    """How the arrays of one pytree lie on one mesh; made by `LayoutMap.layout`.
+    """A mapping from paths to `ArrayLayout`: one pytree on one mesh. `LayoutMap.layout` makes it.
 
-    A mapping from paths to what is known of each array (`ArrayLayout`). Properties that are
-    pytrees have the structure of the parameters, with None for leaves that are no arrays.
-    Parameters that it makes (`init`, `restore`, `read_safetensors`) have the leaves themselves.
+    Properties that are pytrees have the parameters' structure, with None for leaves that are not
+    arrays. Methods that return parameters keep such leaves.
 
     Example:
       >>> rules = LayoutMap({"up": (None, "tp"), "down": (Padded("tp"),)})
@@ -67,9 +66,9 @@ class Layout(Mapping[str, ArrayLayout]):
         ruled: frozenset[str] = frozenset(),
     ) -> None:
         self._rules, self._mesh, self._tree = rules, mesh, tree
-        self.ruled = ruled  # paths that are like a parameter, and have a rule of their own
-        self._leaves = tuple(arrays)  # None: no array
-        # The leaves of the pytree that are no arrays: functions, text.
+        self.ruled = ruled  # paths like a parameter's, with a rule of their own
+        self._leaves = tuple(arrays)  # None: not an array
+        # The leaves that are not arrays, such as functions and text.
         pairs = zip(self._leaves, given, strict=True)
         self._others = tuple(leaf if array is None else None for array, leaf in pairs)
         self._by_path = {array.path: array for array in arrays if array is not None}
@@ -79,12 +78,12 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @property
     def rules(self) -> LayoutMap:
-        """The map that it was made from."""
+        """Returns the map that made this layout."""
         return self._rules
 
     @property
     def mesh(self) -> Mesh | AbstractMesh:
-        """The mesh."""
+        """Returns the mesh."""
         return self._mesh
 
     def __getitem__(self, path: str) -> ArrayLayout:
@@ -111,44 +110,44 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @cached_property
     def specs(self) -> Any:
-        """The `PartitionSpec` of each array: `in_specs` and `out_specs` of `jax.shard_map`."""
+        """Returns each array's `PartitionSpec`, for `jax.shard_map`."""
         return self.tree_of(lambda array: array.spec)
 
     @cached_property
     def shardings(self) -> Any:
-        """The `NamedSharding` of each array, padded: for `jax.jit` and `jax.device_put`."""
+        """Returns each padded array's `NamedSharding`, for `jax.jit` and `jax.device_put`."""
         return self.tree_of(lambda array: array.sharding)
 
     @cached_property
     def shapes(self) -> Any:
-        """Shape, dtype and sharding of each array, padded (`jax.ShapeDtypeStruct`)."""
+        """Returns each padded array's `jax.ShapeDtypeStruct`."""
         return self.tree_of(
             lambda a: jax.ShapeDtypeStruct(a.padded_shape, a.dtype, sharding=a.sharding)
         )
 
     @cached_property
     def logical_shardings(self) -> Any:
-        """As `shardings`, of arrays without padding: whole along dimensions that have some."""
+        """Returns shardings without padding. Padded dimensions are not sharded."""
         return self.tree_of(lambda array: array.logical_sharding)
 
     @cached_property
     def logical_shapes(self) -> Any:
-        """As `shapes`, of arrays without padding."""
+        """Returns each `jax.ShapeDtypeStruct` without padding."""
         return self.tree_of(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.logical_sharding)
         )
 
     @cached_property
     def gradient_axes(self) -> Any:
-        """The mesh axes over which each gradient is summed: those that do not shard the array."""
+        """Returns the axes over which to sum each gradient: the axes that do not shard it."""
         return self.tree_of(lambda array: array.gradient_axes)
 
     @public
     def under(self, path: str) -> Layout:
-        """Returns the layout of a part of the pytree, with paths from there.
+        """Returns the layout of one part of the pytree, with paths from there.
 
         Raises:
-          KeyError: there is no such part, or two parts have this path, as keys may have slashes.
+          KeyError: no part or several parts have this path (keys may contain slashes).
 
         Example:
           >>> params = {"layers": {"w": jnp.ones((3, 8))}, "scale": jnp.ones(8)}
@@ -171,15 +170,14 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           axis: the mesh axis, or axes.
-          stacked: leading dimensions that are not counted: 1 where layers are stacked, of which
-            `fsdp_scan` takes one at a time (`under` gives the layout of a part).
+          stacked: leading dimensions not to count: 1 for stacked layers.
 
         Returns:
-          A pytree like the parameters, None for arrays that it does not shard.
+          A pytree like the parameters. None: not sharded over `axis`.
 
         Raises:
-          ValueError: an axis that the mesh lacks; one that shards a stacked dimension; axes of
-            which only some shard an array, or that are not the last ones of a dimension.
+          ValueError: an axis that the mesh lacks, or that shards a stacked dimension; axes that are
+            not the last ones of one dimension.
         """
         names, stacked = axes_in(self._mesh, axis), check_whole("stacked", stacked, 0)
 
@@ -204,15 +202,13 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def pad(self, params: Any) -> Any:
-        """Adds the zeros that the mesh needs, inside of `jax.jit` or not.
+        """Adds the zeros that this mesh needs, also inside `jax.jit`.
 
         Args:
-          params: arrays without padding, with the structure of the parameters, of any dtype:
-            gradients may be wider.
+          params: arrays without padding, of any dtype.
 
         Returns:
-          The padded arrays. Outside of `jax.jit`, JAX arrays that have padding get the shardings of
-          the layout.
+          Padded arrays. Outside of `jax.jit`, padded JAX arrays have the layout's shardings.
 
         Raises:
           LayoutError: arrays of other paths or shapes.
@@ -221,56 +217,52 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def unpad(self, params: Any) -> Any:
-        """Takes the zeros away: the inverse of `pad`; whole along dimensions that had some."""
+        """Removes the zeros of `pad`. Dimensions that had padding are not sharded."""
         return unpad(self, params)
 
     @public
     def place(self, params: Any) -> Any:
-        """Pads arrays and puts them on the devices of the mesh.
+        """Pads arrays and puts them on the devices.
 
         Args:
-          params: arrays without padding, of NumPy or JAX, with the structure of the parameters. In
-            several processes each has all of them, and uploads what its own devices hold. 64-bit
-            numbers become 32-bit unless `jax_enable_x64` is set, as in the layout.
+          params: arrays without padding. Every process passes all of them. 64-bit numbers become
+            32-bit unless `jax_enable_x64` is set.
 
         Returns:
-          Global arrays with the shardings of the layout. Leaves that are no arrays are as given.
+          Global arrays with the layout's shardings.
 
         Raises:
           LayoutError: arrays of other paths, shapes or dtypes.
-          TypeError: shapes in the place of arrays; a layout of an `AbstractMesh`.
-          ValueError: whole numbers of 64 bits that do not fit into 32.
+          TypeError: shapes instead of arrays; a layout of an `AbstractMesh`.
+          ValueError: 64-bit integers that do not fit into 32 bits.
         """
         self._need_devices()
         return self._noted(place(self, params))
 
     @public
     def gather(self, params: Any) -> Any:
-        """Returns the arrays without padding, as NumPy arrays: the inverse of `place`.
+        """Returns NumPy arrays without padding: the inverse of `place`.
 
-        Keys of `jax.random`, which NumPy lacks, become JAX arrays on one device. Leaves that are no
-        arrays are as given. In several processes all must call it.
+        `jax.random` keys become JAX arrays on one device. All processes must call it.
         """
         self._need_devices()
         return gather(self, params)
 
     @public
     def init(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function that makes parameters, each device making its own shards.
+        """Calls a function that makes parameters. Each device makes its own shards.
 
         Args:
-          function: returns arrays without padding, in the structure of the parameters: that of
-            `jax.eval_shape` from which the layout was made.
-          args: what it is called with, a key for instance.
-          kwargs: the same, by name.
+          function: returns arrays without padding, in the parameters' structure.
+          args: its arguments, such as a key.
+          kwargs: its keyword arguments.
 
         Returns:
-          Global arrays with the shardings of the layout, in its containers. Leaves that are no
-          arrays are the layout's own. No device and no host holds a sharded array whole, except
-          along dimensions that have padding.
+          Global arrays with the layout's shardings. No device or host holds a full sharded array,
+          except along padded dimensions.
 
         Raises:
-          LayoutError: arrays of other paths, shapes or dtypes come back.
+          LayoutError: arrays of other paths, shapes or dtypes.
 
         Example:
           >>> def init(key):
@@ -298,17 +290,18 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def constrain(self, x: Array, path: str) -> Array:
-        """Shards an intermediate result as the rules of `results` say, outside of `jax.shard_map`.
+        """Shards an intermediate result by the map's `results`, outside of `jax.shard_map`.
 
         Args:
           x: a global array, under `jax.jit`.
           path: its path, which one rule of `results` must match.
 
         Returns:
-          x, with a sharding that the compiler keeps to.
+          x with a sharding constraint.
 
         Raises:
-          LayoutError: no rule, or several; a rule that does not fit.
+          LayoutError: no rule or several match, or the rule does not fit.
+          ValueError: a map without `results`, or a rule that would pad x.
         """
         if self._rules.results is None:
             raise value_error(
@@ -324,7 +317,7 @@ class Layout(Mapping[str, ArrayLayout]):
                 f"{shaped} would be padded to {array.padded_shape}; results are not: name axes "
                 "that divide it"
             )
-        # A mesh in context may be of other devices, for which the step is compiled.
+        # The mesh in context may have other devices: the target of a compilation.
         context = jax.sharding.get_abstract_mesh()
         mesh = context if dict(context.shape) == dict(self._mesh.shape) else self._mesh
         sharding = NamedSharding(mesh, array.spec)
@@ -333,18 +326,17 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def place_batch(self, batch: Any) -> Any:
-        """Puts data on the devices as the map's `batch` says, each process giving its part.
+        """Puts this process's data on its devices by the map's `batch`.
 
         Args:
-          batch: a pytree of host arrays: in one process the whole batch, in several the rows of
-            the devices of this one (`batch_part` says which). Arrays of fewer dimensions than
-            `batch` has use its first ones.
+          batch: a pytree of host arrays with this process's rows (`batch_part`). Arrays of lower
+            rank use the first entries of the map's `batch`.
 
         Returns:
           Global arrays.
 
         Raises:
-          LayoutError: sizes that the mesh axes do not divide (`batches` fills up the last batch).
+          LayoutError: sizes that the mesh axes do not divide (see `batches`).
           ValueError: a map without `batch`.
 
         Example:
@@ -358,12 +350,12 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def batch_part(self) -> tuple[int, int]:
-        """Returns which part of the batch's rows this process gives, and how many parts there are.
+        """Returns the index of this process's part of the batch, and the number of parts.
 
-        Processes whose devices hold the same rows have the same part: they read the same data.
+        Processes whose devices hold the same rows have one index: they must read the same data.
 
         Raises:
-          ValueError: a map without `batch`; devices of this process whose rows are no such part.
+          ValueError: a map without `batch`, or devices whose rows are not one of equal parts.
 
         Example:
           >>> rules = LayoutMap({"w": ("tp",)}, batch=P("dp"))
@@ -377,21 +369,20 @@ class Layout(Mapping[str, ArrayLayout]):
     def batches(
         self, source: Iterable[Any], *, rows: Integer | None = None
     ) -> Iterator[tuple[Any, Array]]:
-        """Yields placed batches and the weight of each row: 0 for rows that fill up the last batch.
+        """Yields placed batches, and a weight for each row: 0 for rows that fill up a batch.
 
         Args:
-          source: pytrees of host arrays, each process having its own rows, as for `place_batch`;
-            any of them may have fewer rows than the first.
-          rows: of each process's batches. None: those of the first.
+          source: pytrees of host arrays with this process's rows. A batch may have fewer rows than
+            the first.
+          rows: the rows of each batch of this process. None: as in its first batch.
 
         Yields:
-          `(batch, weights)`: global arrays; weights are float32, 1 for each row that was given. The
-          mean over all rows is `sum(weights * loss) / sum(weights)`. All processes yield as often,
-          those that have run out with weights of 0.
+          `(batch, weights)`, global arrays. Weights are float32. The mean over all rows is
+          `sum(weights * loss) / sum(weights)`. All processes yield equally often.
 
         Raises:
           LayoutError: rows that the mesh axes do not divide.
-          ValueError: a batch of more rows; arrays of one batch with different numbers of rows.
+          ValueError: too many rows, or arrays of one batch with different numbers of rows.
 
         Example:
           >>> rules = LayoutMap({"w": ("tp",)}, batch=P("dp"))
@@ -406,24 +397,24 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def like(self, tree: Any, rules: LayoutMap | None = None) -> Layout:
-        """Returns the layout of what is made like the parameters: an optimizer's state, averages.
+        """Returns the layout of a pytree like the parameters, such as an optimizer's state.
 
-        An array is sharded like a parameter if its path ends in the parameter's path, and its shape
-        is the same (padded or not) or lacks one dimension, as factored moments do. If the lacking
-        dimension may be either of two of one size, neither is sharded. Scalars and arrays of one
-        entry are replicated. `rules` decide for the arrays that they match: replicated weights may
-        have moments that are sharded over the data's axis (ZeRO-1).
+        An array is sharded like a parameter if its path ends in the parameter's path. Its shape
+        must be the parameter's (padded or not), or lack one dimension, as in factored moments. If
+        either of two equal dimensions may be missing, neither is sharded. Single entries are
+        replicated.
 
         Args:
-          tree: arrays or shapes: `jax.eval_shape(optimizer.init, layout.shapes)`.
-          rules: patterns of paths in `tree`, which take precedence over the parameters' rules.
+          tree: arrays or shapes, such as `jax.eval_shape(optimizer.init, layout.shapes)`.
+          rules: patterns of paths in `tree`, which override the parameters' rules. For ZeRO-1 they
+            shard moments over the data axis.
 
         Returns:
-          A `Layout` of the tree, whose arrays have the padding of their parameters.
+          A `Layout` of the tree, with the parameters' padding.
 
         Raises:
-          LayoutError: arrays that are like no parameter and match no rule; rules that match no
-            array, or do not fit.
+          LayoutError: an array that is like no parameter and matches no rule; a rule that matches
+            no array or does not fit.
 
         Example:
           >>> layout = LayoutMap({"w": REPLICATED}, batch=P("dp")).layout(
@@ -440,30 +431,27 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def table(self) -> Table:
-        """Returns what each device holds, the arrays that are replicated most first."""
+        """Returns each device's memory, the most replicated arrays first."""
         return Table(self)
 
     @public
     def save(self, folder: PathLike, params: Any) -> None:
-        """Writes a checkpoint with Orbax that any mesh can read: it has neither padding nor mesh.
+        """Writes an Orbax checkpoint without padding or mesh. Any mesh can read it.
 
-        `restore` returns it bit by bit, also keys of `jax.random` and empty arrays. The folder
-        appears when all is written. An interrupted save leaves a folder of another name, which the
-        next save into this folder removes.
+        `restore` returns the same bits, also for `jax.random` keys and empty arrays. The folder
+        appears when everything is written. The next save removes the rest of an interrupted one.
 
         Args:
-          folder: a new one, which all processes see; each writes its own shards. It may be in a
-            store that Orbax knows (`gs://bucket/folder`).
-          params: arrays as they are on the mesh, of the layout's structure. Leaves that are no
-            arrays are not stored: `restore` gives the layout's own.
+          folder: a new folder that all processes see, also in a store such as `gs://bucket/folder`.
+          params: arrays on the mesh. Leaves that are not arrays are not stored.
 
         Raises:
           ImportError: without Orbax.
           LayoutError: arrays of other paths, shapes or dtypes, or outside of the mesh. Nothing is
-            written then.
-          ValueError: a folder that exists already.
+            written.
+          ValueError: the folder exists.
 
-        Cost: arrays that have padding are copied without it, whole along that dimension.
+        Cost: padded arrays are copied, unsharded along the padded dimension.
 
         Example:
           >>> layout = LayoutMap({"w": ("tp",)}).layout({"w": jnp.ones(8)}, make_mesh("tp=8"))
@@ -477,19 +465,18 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def restore(self, folder: PathLike) -> Any:
-        """Reads a checkpoint of `save` onto this mesh: each process the shards of its devices.
+        """Reads a checkpoint onto this mesh. Each process reads its devices' shards.
 
         Args:
-          folder: as given to `save`, on any mesh and in any containers with the same paths; or a
-            checkpoint that Orbax wrote without jaxpar, if its arrays are nested as in the layout.
+          folder: of a `save` on any mesh, in any containers with the same paths; or of a plain
+            Orbax checkpoint with the layout's nesting.
 
         Returns:
-          Global arrays with the shardings of the layout, padded; the layout's own leaves where it
-          has no arrays.
+          Padded global arrays with the layout's shardings.
 
         Raises:
           ImportError: without Orbax.
-          LayoutError: arrays of other paths, shapes or dtypes: all of them.
+          LayoutError: lists all arrays of other paths, shapes or dtypes.
           ValueError: no such folder, or no checkpoint in it.
         """
         self._need_devices()
@@ -504,34 +491,30 @@ class Layout(Mapping[str, ArrayLayout]):
         transposed: Any = None,
         unused: str | None = None,
     ) -> Any:
-        """Reads safetensors files onto this mesh: each process the parts that its devices hold.
+        """Reads safetensors files onto this mesh. Each process reads its devices' parts.
 
         Args:
           files: a path, a folder, an index (`model.safetensors.index.json`), or several. A folder
-            means the files that its index names, or all `*.safetensors` without an index. If
-            several files have a tensor, the one that the index names is read.
-          names: an array's name in the files: a function or a mapping from its path to a name or a
-            list of names. Tensors of a list are stacked along a first dimension, those of a list of
-            lists along two, layers and experts. None: the path, with dots for slashes.
-          transposed: a pattern of the paths whose last two dimensions are swapped in the files, as
-            in PyTorch's linear layers. Or a mapping from patterns to the order of a tensor's axes,
-            as for `numpy.transpose`, or to None for the last two swapped:
-            `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's [out, in, height, width]. Stacked
-            dimensions do not count.
-          unused: a pattern of the names of tensors that need not be read. Patterns match whole
-            paths and names.
+            stands for the files of its index, or for all `*.safetensors`.
+          names: a function or a mapping from an array's path to its tensor's name. A list of names
+            stacks tensors along a first dimension, a list of lists along two. None: the path, with
+            dots for slashes.
+          transposed: a pattern of full paths whose last two dimensions are exchanged in the files,
+            as in PyTorch's linear layers. Or a mapping from patterns to axes for `numpy.transpose`
+            (None: the last two exchanged): `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's
+            convolutions. Stacked dimensions do not count.
+          unused: a pattern of full names that may stay unread.
 
         Returns:
-          Global arrays with the shardings of the layout, padded; the layout's own leaves where it
-          has no arrays. 64-bit numbers become 32-bit unless `jax_enable_x64` is set.
+          Padded global arrays with the layout's shardings. 64-bit numbers become 32-bit unless
+          `jax_enable_x64` is set.
 
         Raises:
-          LayoutError: lists all tensors that are missing, that nothing reads, or that have another
-            shape or dtype, in every layer.
+          LayoutError: lists all tensors that are missing, unread, or of another shape or dtype.
           TypeError: files, names, patterns or orders of axes of another type.
-          ValueError: no files, or damaged ones; a name in two files, or not where an index says; a
-            path in `names` that the layout lacks; a pattern in `transposed` that matches no path,
-            or axes that its arrays lack.
+          ValueError: no files, or damaged ones; a name in two files without an index, or not where
+            the index says; unknown paths in `names`; `transposed` without a match, or with wrong
+            axes.
 
         Example:
           >>> from safetensors.numpy import save_file
@@ -544,7 +527,7 @@ class Layout(Mapping[str, ArrayLayout]):
           >>> w.shape, w.sharding.spec == P(None, "tp")
           ((2, 8, 4), True)
 
-        Source: the format is described at https://github.com/huggingface/safetensors.
+        Source: https://github.com/huggingface/safetensors.
         """
         self._need_devices()
         return self._noted(read_safetensors(self, files, names, transposed, unused))
@@ -559,37 +542,37 @@ class Layout(Mapping[str, ArrayLayout]):
         tries: Integer = 6,
         from_layout: Flag = False,
     ) -> LayoutCosts:
-        """Returns what a step costs on a described chip weight by weight, and what costs less.
+        """Returns a step's predicted cost by weight on a described chip, and cheaper rules.
 
-        The step is compiled for the target with the layout, and played on a model of the chip. Each
-        collective is listed under its weight. Then the step is compiled with other dimensions
-        sharded, one rule after the other. First come lookup tables whose features are sharded over
-        the batch's axis: they are sharded by rows instead. Then two dimensions of a rule are
-        exchanged, first where it disagrees with the arrays that it is multiplied with (as a square
-        weight the wrong way round does), then where it costs most. A change that makes the step
-        faster is kept for the later ones. Last come plain maps: fully sharded, and whole.
+        The step is compiled, and its schedule is simulated on a model of the chip. Then changes of
+        rules are compiled in this order:
+
+        1. Lookup tables sharded by rows, if their features are sharded over the batch's axis.
+        2. Two dimensions exchanged in rules that disagree with arrays that they are multiplied
+           with.
+        3. Two dimensions exchanged in other rules, the most expensive first.
+
+        Faster changes are kept for the later ones. Last come two plain maps: fully sharded and
+        replicated.
 
         Args:
-          step: called as `step(params, *args)` with global arrays; returns anything. Results whose
-            paths end in a weight's and that have its shape, as new parameters and gradients do,
-            keep the weight's layout. It must not name another mesh than the one in context
-            (`jax.set_mesh`): a `jax.shard_map` in it leaves out its mesh.
-          target: a name such as `"v5p:4x4x4"` of as many devices as the mesh has, or a
-            `jaxpar.schedule.Target` with a mesh of the same axes.
-          args: shapes or arrays. For states like the parameters, a `Layout` (`layout.like`). Others
-            keep the spec of their sharding; without one they lie as the map's `batch` says.
+          step: called as `step(params, *args)` with global arrays. Results like a weight by path
+            and shape keep its layout. A `jax.shard_map` in it must use the mesh in context.
+          target: a name such as `"v5p:4x4x4"` with as many devices as the mesh, or a
+            `jaxpar.schedule.Target` with the mesh's axes.
+          args: shapes or arrays; a `Layout` (`layout.like`) for states like the parameters. The
+            map's `batch` shards arrays without a spec.
           compiler_options: as for `jaxpar.schedule.compile_for`.
-          tries: how many changes of rules are compiled at most; with 0 no plain maps either.
-          from_layout: `step` is called with the layout on the target's mesh and returns the step:
-            for steps that have its specs in them.
+          tries: the most changes to compile. 0 skips the plain maps, too.
+          from_layout: `step` takes the layout on the target's mesh, and returns the step.
 
         Returns:
-          `LayoutCosts`: printed, a table of the most exposed collectives, and what is flagged.
+          `LayoutCosts`.
 
         Raises:
-          TypeError: a step that is no function, a target that is neither.
+          TypeError: a step that is no function; a target of another type.
           ValueError: a target whose mesh has other axes; arguments that their axes do not divide.
-          Exception: what tracing or the compiler raises.
+          Exception: errors of tracing and of the compiler.
 
         Cost: `1 + tries` compilations of the step, and two of plain maps.
 
@@ -610,22 +593,22 @@ class Layout(Mapping[str, ArrayLayout]):
         return explain(self, step, target, args, compiler_options, tries, bool(from_layout))
 
     def on(self, mesh: AnyMesh) -> Layout:
-        """Returns the same on another mesh of the same axes."""
+        """Returns this layout on another mesh of the same axes."""
         moved = [array and replace(array, mesh=mesh) for array in self._leaves]
         return Layout(self._rules, mesh, moved, self._tree, self._others, self.ruled)
 
     def changed(self, arrays: Mapping[str, ArrayLayout]) -> Layout:
-        """Returns the same with other layouts of some arrays, by path."""
+        """Returns this layout with other layouts for some arrays, by path."""
         leaves = [array and arrays.get(array.path, array) for array in self._leaves]
         return Layout(self._rules, self._mesh, leaves, self._tree, self._others, self.ruled)
 
     def tree_of(self, function: Callable[[ArrayLayout], Any]) -> Any:
-        """Returns a pytree like the parameters of what a function makes of each array's layout."""
+        """Returns a pytree of `function` of each array's layout."""
         found = [None if array is None else function(array) for array in self._leaves]
         return jax.tree.unflatten(self._tree, found)
 
     def filled(self, arrays: Mapping[str, Any]) -> Any:
-        """Returns a pytree like the parameters of arrays by path, the other leaves as they are."""
+        """Returns a pytree of `arrays` by path and the layout's other leaves."""
         found = [
             other if array is None else arrays[array.path]
             for array, other in zip(self._leaves, self._others, strict=True)
@@ -633,7 +616,7 @@ class Layout(Mapping[str, ArrayLayout]):
         return jax.tree.unflatten(self._tree, found)
 
     def _noted(self, params: Any) -> Any:
-        """The same arrays, whose padding is known while they are there."""
+        """Returns the arrays, and remembers their padding while they exist."""
         padded = {table.path for table in self._padded_tables.tables}
         self._padded_tables.stay_with(
             x
@@ -648,7 +631,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
 
 def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
-    """An array as a table, once for each dimension that is padded."""
+    """Yields the array as a table, once for each padded dimension."""
     sizes = [{blocks.size, blocks.padded} for blocks in array.blocks]
     for dim, blocks in enumerate(array.blocks):
         widths = frozenset[int]().union(*sizes[:dim], *sizes[dim + 1 :])
@@ -660,7 +643,6 @@ def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
 
 
 def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layout:
-    """Fits the rules, or raises all that is wrong."""
     check_mesh(mesh)
     leaves, tree = arrays_of(params)
     shaped = [Shaped(*described(*found)) for found in leaves if found is not None]

@@ -1,4 +1,4 @@
-"""What is wrong with a layout: each array and rule that does not fit, and the remedy."""
+"""The error of a layout: each problem with its remedy."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 from jaxpar.arguments.calls import readable
 
-SHOWN = 40  # of the kinds of problems in the text of an error
+SHOWN = 40  # kinds of problems in an error's text
 
-# Of layers, in paths and in names of tensors: what tells problems apart that are of one kind.
+# Numbers of layers in paths and tensor names. Problems that differ only in them are one kind.
 _NUMBERS = re.compile(r"\d+(?=/|'|:)|(?<=\.)\d+(?=\.)")
 
 
 @readable
 @dataclass(frozen=True)
 class LayoutProblem:
-    """One array, rule or mesh axis that does not fit.
+    """An array, rule or mesh axis that does not fit.
 
     Attributes:
-      path: of the array; None where the problem is that of a rule or of the mesh.
-      rule: the key of the rule, if there is one.
-      text: what is wrong, with the numbers.
+      path: of the array. None: the problem is of a rule or of the mesh.
+      rule: the key of the rule, or None.
+      text: the problem, with its numbers.
       remedy: the edit.
 
     Example:
@@ -41,10 +41,10 @@ class LayoutProblem:
 
 @readable
 class LayoutError(ValueError):
-    """A layout that was refused; `problems` has everything that is wrong with it.
+    """A refused layout, with all problems.
 
     Attributes:
-      problems: a tuple of `LayoutProblem`: of arrays in the order of the pytree, of rules, of mesh
+      problems: a tuple of `LayoutProblem`: arrays in the order of the pytree, then rules, then
         axes.
 
     Example:
@@ -57,9 +57,7 @@ class LayoutError(ValueError):
 
     def __init__(self, where: str, problems: Sequence[LayoutProblem]) -> None:
         self.problems = tuple(problems)
-        alike: dict[
-            str, list[LayoutProblem]
-        ] = {}  # layers that have the same problem are shown once
+        alike: dict[str, list[LayoutProblem]] = {}  # layers with the same problem are shown once
         for problem in problems:
             alike.setdefault(_NUMBERS.sub("#", str(problem)), []).append(problem)
         lines = [
@@ -73,5 +71,5 @@ class LayoutError(ValueError):
 
 
 def shape_text(dtype: object, shape: Sequence[int]) -> str:
-    """An array in a line, as in `bfloat16[8,4]`."""
+    """Returns an array's text, as in `bfloat16[8,4]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"

@@ -1,4 +1,4 @@
-"""Layouts of what is made like the parameters: states of optimizers, averages, gradients."""
+"""Layouts of pytrees made like the parameters: optimizer states, averages, gradients."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
-    """What `Layout.like` says."""
+    """Implements `Layout.like`."""
     leaves, treedef = arrays_of(tree, "tree")
     found: dict[str, ArrayLayout] = {}
-    ruled: list[Shaped] = []  # by `rules`, which take precedence over parameters
+    ruled: list[Shaped] = []  # by `rules`, which override parameters
     owns: dict[str, ArrayLayout] = {}
     problems: list[LayoutProblem] = []
     for leaf in leaves:
@@ -66,9 +66,9 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
 
 
 def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | LayoutProblem:
-    """An array that a rule shards, with the padding of its parameter.
+    """Returns an array that a rule shards, with the padding of its parameter.
 
-    The rule was fitted to the padded shape. A checkpoint must not have the padding.
+    The rule was fitted to the padded shape, but a checkpoint has no padding.
     """
     if own is None:
         return array
@@ -102,13 +102,13 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | L
 
 
 def array_like(layout: Layout, array: Shaped) -> ArrayLayout | None:
-    """How an array lies that is like a parameter: its path ends in the parameter's; else None."""
+    """Returns the layout of an array like a parameter, or None."""
     parameter = _parameter(layout, array.path)
     return parameter and _shaped_like(parameter, array)
 
 
 def parameter_of(layout: Layout, path: str) -> str | None:
-    """The path of a parameter in which this one ends, the longest."""
+    """Returns the longest path of a parameter in which this path ends, or None."""
     keys = path.split("/")
     endings = ("/".join(keys[start:]) for start in range(len(keys) + 1))
     return next((ending for ending in endings if ending in layout), None)
@@ -120,7 +120,6 @@ def _parameter(layout: Layout, path: str) -> ArrayLayout | None:
 
 
 def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:
-    """The parameter's layout for this array: whole, or without one of its dimensions."""
     if array.shape in (parameter.shape, parameter.padded_shape):
         return replace(parameter, path=array.path, dtype=array.dtype)
     rank = len(parameter.shape)
@@ -141,7 +140,7 @@ def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:
 
 
 def _shared(candidates: Sequence[ArrayLayout]) -> ArrayLayout | None:
-    """What all candidates share: of a square weight either dimension may be gone."""
+    """Returns what all candidates agree on."""
     first, *others = candidates
     if any((one.shape, one.padded_shape) != (first.shape, first.padded_shape) for one in others):
         return None

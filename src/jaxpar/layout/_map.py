@@ -1,4 +1,4 @@
-"""A dict of rules: path patterns, and how arrays lie that have such paths."""
+"""Rules from path patterns to layouts."""
 
 from __future__ import annotations
 
@@ -11,44 +11,39 @@ from jaxpar.arguments.types import AnyMesh, RulesLike
 from jaxpar.layout._layout import Layout, layout_of
 from jaxpar.layout._rule import Rule, axes_table, rule_of, shown
 
-# What cannot stand in one expression with others: groups with names, flags and conditions, and
-# references by number.
+# Such patterns cannot join an alternation: named groups, flags, conditions, numbered references.
 _ALONE = re.compile(r"\\[1-9]|\(\?(?!:)")
 
 
 @readable
 class LayoutMap(MutableMapping[str, Any]):
-    """Rules from path patterns to layouts: a dict, independent of any mesh.
+    """A dict of rules from path patterns to layouts, for any mesh.
 
-    A path is text, keys and indices with slashes between them, as in `layers/0/attention/query`:
-    the same for dicts, lists, tuples, dataclasses, Flax (NNX and Linen) and Equinox. A key that
-    is the path itself goes first. Otherwise keys are regular expressions of `re` that must match
-    the *whole* path (`re.fullmatch`): `layers/1/.*` does not match layer 10, nor `kernel` the path
-    `dense/kernel`; `.*/kernel` does. Two that match are an error.
+    A path joins keys and indices by slashes, as in `layers/0/attention/query`. It is the same for
+    dicts, lists, tuples, dataclasses, Flax and Equinox. A key that equals the path wins. Other keys
+    are regular expressions that must match the *full* path: `kernel` does not match `dense/kernel`,
+    but `.*/kernel` does. Two matches are an error.
 
-    A value says what shards each dimension of the array:
+    A value gives the mesh axes of each dimension:
 
-    - a `PartitionSpec`, a tuple or a list: for each dimension a mesh axis, a tuple of them, None,
-      or `Padded(axis)`; dimensions behind the last are whole;
-    - text, `"layers embed heads"`: a name for every dimension, which `axes` maps to mesh axes. An
-      array of another rank is refused, and one whose sizes say that names have changed places;
-    - `REPLICATED`: whole on every device;
+    - a `PartitionSpec`, a tuple or a list of mesh axes, tuples of them, None or `Padded(axis)`.
+      Later dimensions are not sharded;
+    - text such as `"layers embed heads"`: a name for each dimension, which `axes` maps to mesh
+      axes. Arrays of another rank are refused;
+    - `REPLICATED`: a full copy on every device;
     - `Split(axis, dim)` or `Replicate(count)`.
 
-    Inserting a key that is there raises: `pop` it first, or merge maps with `|`, of which the
-    right one's rules are taken.
+    Inserting an existing key raises: `pop` it first, or merge maps with `|` (the right one wins).
 
     Args:
-      rules: the patterns and values, a mapping.
-      axes: for names of dimensions the mesh axis, a tuple of them, `Padded(axis)`, or None.
-      batch: the value for arrays of data, whose first dimension is the batch: their mesh axes need
-        not shard any parameter.
+      rules: a mapping from patterns to values.
+      axes: a mapping from dimension names to a mesh axis, a tuple of them, `Padded(axis)` or None.
+      batch: the value for data, whose first dimension is the batch.
       results: rules for intermediate results (`Layout.constrain`).
 
     Raises:
-      TypeError: patterns that are no text, values of another type.
-      ValueError: no regular expression; a dimension that `axes` lacks; a mesh axis twice in one
-        value; a pattern that is there.
+      TypeError: a pattern that is not text, or a value of another type.
+      ValueError: an invalid or existing pattern; a dimension that `axes` lacks; a mesh axis twice.
 
     Example:
       >>> rules = LayoutMap(
@@ -58,7 +53,7 @@ class LayoutMap(MutableMapping[str, Any]):
       >>> rules.match("layers/0/query") == P("fsdp", "tp")
       True
 
-    Source: the rules of Keras's `LayoutMap`, of which one path can match several and none.
+    Source: Keras's `LayoutMap`, whose paths may match several rules or none.
     """
 
     def __init__(
@@ -84,17 +79,17 @@ class LayoutMap(MutableMapping[str, Any]):
 
     @property
     def axes(self) -> dict[str, Any]:
-        """The mesh axes of each name of a dimension: a copy."""
+        """Returns a copy of the map's `axes`."""
         return dict(self._axes)
 
     @property
     def batch(self) -> Rule | None:
-        """The rule of arrays of data."""
+        """Returns the rule for data."""
         return self._batch
 
     @property
     def results(self) -> LayoutMap | None:
-        """The rules of intermediate results."""
+        """Returns the rules for intermediate results."""
         return self._results
 
     def __getitem__(self, key: str) -> Any:
@@ -134,7 +129,7 @@ class LayoutMap(MutableMapping[str, Any]):
         return len(self._rules)
 
     def __or__(self, other: Mapping[str, Any]) -> LayoutMap:
-        """The rules of both: of one key those of `other`; so for `axes`, `batch` and `results`."""
+        """Returns a merged map. For each key, axis name and option, `other` wins."""
         theirs = other if isinstance(other, LayoutMap) else LayoutMap(other, axes=self._axes)
         given = {key: rule.given for key, rule in self._rules.items()}
         given |= {key: rule.given for key, rule in theirs._rules.items()}
@@ -158,13 +153,11 @@ class LayoutMap(MutableMapping[str, Any]):
 
     @public
     def match(self, path: Any) -> Any:
-        """Returns the layout for an array of this path, or None.
-
-        A `PartitionSpec`, or the action. The exact key goes first.
+        """Returns the `PartitionSpec` or action for an array of this path, or None.
 
         Raises:
-          TypeError: a path that is no text.
-          ValueError: several patterns match: names all of them.
+          TypeError: a path that is not text.
+          ValueError: several patterns match.
         """
         if not isinstance(path, str):
             raise type_error(f"path must be text, got {path!r} of type {type(path).__name__}")
@@ -189,32 +182,30 @@ class LayoutMap(MutableMapping[str, Any]):
         return self._rules[key]
 
     def rules(self) -> Iterator[Rule]:
-        """All rules, in the order of insertion."""
+        """Returns all rules in order."""
         return iter(self._rules.values())
 
     def pattern(self, key: str) -> re.Pattern[str]:
-        """The expression of a key."""
+        """Returns the regular expression of a key."""
         return self._patterns[key]
 
     @public
     def layout(self, params: Any, mesh: AnyMesh, *, strict: bool = True) -> Layout:
-        """Returns how the arrays of a pytree lie on a mesh.
+        """Returns the layout of a pytree's arrays on a mesh.
 
         Args:
-          params: arrays, or their shapes (`jax.eval_shape`), in any pytree. Leaves that are no
-            arrays have no layout.
-          mesh: of `make_mesh` or `jax.sharding.Mesh`; an `AbstractMesh` gives specs and shapes.
-          strict: refuse arrays that no rule matches, rules that match no array, mesh axes that
-            nothing uses, and names of dimensions that have changed places. False: arrays that no
-            rule matches are replicated.
+          params: any pytree of arrays or shapes (`jax.eval_shape`).
+          mesh: a `Mesh`. An `AbstractMesh` gives specs and shapes only.
+          strict: refuses arrays without a rule, rules without an array, unused mesh axes, and
+            swapped dimension names. False: arrays without a rule are replicated.
 
         Returns:
           A `Layout`.
 
         Raises:
-          LayoutError: all that does not fit, each with path, shape, rule and remedy.
+          LayoutError: all problems, each with path, shape, rule and remedy.
 
-        Cost: about a microsecond an array and rule; no array is touched.
+        Cost: about a microsecond for each array and rule. No array is read.
 
         Example:
           >>> rules = LayoutMap({"up": (None, "tp"), "down": ("tp", None)})
@@ -227,10 +218,10 @@ class LayoutMap(MutableMapping[str, Any]):
 
 
 class _Matcher:
-    """Which of many patterns match a path, in less than a call of `re` for each.
+    """Finds the patterns that match a path, with few calls of `re`.
 
-    An alternation of all finds the first that matches, one of them backwards the last: where those
-    are the same there is no other.
+    An alternation finds the first match, and a reversed one the last. If both agree, no other
+    pattern matches.
     """
 
     def __init__(self, patterns: Mapping[str, re.Pattern[str]]) -> None:
@@ -240,7 +231,6 @@ class _Matcher:
         self.last = _Alternation(dict(reversed(self.others.items())))
 
     def keys(self, path: str) -> list[str]:
-        """In the order of insertion, those of the alternation first."""
         first, last = self.first.key(path), self.last.key(path)
         found = [] if first is None else [first]
         if first != last:
@@ -249,10 +239,10 @@ class _Matcher:
 
 
 class _Alternation:
-    """The first of some patterns that matches a path."""
+    """Finds the first of several patterns that matches a path."""
 
     def __init__(self, patterns: Mapping[str, re.Pattern[str]]) -> None:
-        self.key_of: dict[int, str] = {}  # by the empty group behind each pattern
+        self.key_of: dict[int, str] = {}  # by the number of the empty group after each pattern
         group = 0
         for key, pattern in patterns.items():
             group += pattern.groups + 1

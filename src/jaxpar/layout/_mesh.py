@@ -1,4 +1,4 @@
-"""What layouts ask of a mesh, with devices or without."""
+"""Checks of a mesh for layouts, with or without devices."""
 
 from collections.abc import Iterable
 from math import prod
@@ -12,7 +12,6 @@ from jaxpar.axis.axis import AxisLike, axis_names
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises unless it is one."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise type_error(
             f"mesh must be a jax.sharding.Mesh, got {mesh!r} of type {type(mesh).__name__}; "
@@ -21,7 +20,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def axes_in(mesh: AnyMesh, axis: AxisLike) -> tuple[str, ...]:
-    """The names that `axis` gives, all of which the mesh must have."""
+    """Returns the names in `axis`. The mesh must have all of them."""
     names = axis_names(axis)
     for name in names:
         if name not in mesh.shape:
@@ -32,5 +31,5 @@ def axes_in(mesh: AnyMesh, axis: AxisLike) -> tuple[str, ...]:
 
 
 def size_of(mesh: AnyMesh, names: Iterable[str]) -> int:
-    """Into how many parts these axes together cut a dimension."""
+    """Returns the product of the sizes of these axes."""
     return prod(mesh.shape[name] for name in names)

@@ -1,4 +1,4 @@
-"""The sizes of named dimensions, by which two swapped names are found."""
+"""Finds swapped dimension names by the sizes of named dimensions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ Shape = tuple[int, ...]
 class NamedSizes:
     """The sizes of named dimensions in all arrays of a map.
 
-    Names such as `in` and `out` have many sizes, and no order of them is wrong. So an array is
-    refused only if arrays with other sets of names agree on one size of a name, and the proposed
-    order fits all their sizes.
+    Names such as `in` and `out` have many sizes in any order. An array is refused only if arrays
+    with other sets of names agree on a name's size, and the proposed order fits all their sizes.
     """
 
     def __init__(self, arrays: Mapping[tuple[str, Axes, Shape], int]) -> None:
-        """Takes the number of arrays by key of their rule, names and shape."""
-        # By name and key of a rule, the number of arrays of each size.
+        # By name and rule key: the number of arrays of each size.
         self._sizes: dict[str, dict[str, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
-        # By name, and all names of an array with several, its sizes.
+        # By name and set of names (two or more): the name's sizes.
         self._said: dict[str, dict[frozenset[str], set[int]]] = defaultdict(
             lambda: defaultdict(set)
         )
@@ -33,7 +31,7 @@ class NamedSizes:
                 self._sizes[name][key][size] += count
                 if len(names) > 1:
                     self._said[name][frozenset(names)].add(size)
-        # One vote a rule: all arrays of a wrong one agree with each other.
+        # A rule has one vote, since all arrays of a wrong rule agree with each other.
         self._voted = {
             name: {key: counts.most_common(1)[0][0] for key, counts in by_key.items()}
             for name, by_key in self._sizes.items()
@@ -42,10 +40,10 @@ class NamedSizes:
         self.mended = cache(self._mended)  # layers share rules and shapes
 
     def _mended(self, key: str, names: Axes, shape: Shape) -> tuple[str, int, Axes] | None:
-        """A name with a wrong size, its usual size, and the order of names that fits."""
+        """Returns a name with a wrong size, its usual size, and the fitting order of names."""
         usual = {n: self._usual(n, key, s) for n, s in zip(names, shape, strict=True)}
         wrong = [n for n, s in zip(names, shape, strict=True) if usual[n] != s]
-        # A single wrong name cannot come from a swap: it has several sizes.
+        # A swap gives at least two wrong names.
         if len(wrong) < 2 or len(names) > 6 or len(set(names)) < len(names):
             return None
         for order in permutations(names):
@@ -55,14 +53,14 @@ class NamedSizes:
         return None
 
     def _usual(self, name: str, key: str, size: int) -> int:
-        """The size of a name in most other rules, or in other arrays of the only rule with it."""
+        """Returns a name's usual size in other rules, or in other arrays of its only rule."""
         votes = self._votes[name] - Counter([self._voted[name][key]])
         votes = votes or self._sizes[name][key] - Counter([size])
         most, count = votes.most_common(1)[0] if votes else (size, 0)
         return size if votes[size] == count else most
 
     def _witnessed(self, names: Axes, shape: Shape, order: Axes) -> bool:
-        """Whether arrays with other sets of names confirm this order, and not the given one."""
+        """Returns whether other sets of names confirm this order, and not the given one."""
         others = {
             name: set[int]().union(
                 *(sizes for own, sizes in self._said[name].items() if own != frozenset(names))

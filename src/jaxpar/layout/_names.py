@@ -1,4 +1,4 @@
-"""The names of weights in published models, by what tensor parallelism does with them."""
+"""The names of weights in published models, with the kind of each for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 
 from jaxpar.layout._paths import parts_of
 
-# By kind, in lower case. A name is looked up with and without a suffix `_weight` or `_bias`.
+# By kind, in lower case. A suffix `_weight`, `_bias` or `_kernel` may follow a name.
 NAMES = {
     "whole": (
         r".*norm.*|.*layrnorm|ln.*|.*position.*|wpe|pos|pos_.*|.*_pos|posemb.*"
@@ -33,7 +33,7 @@ NAMES = {
         r"w?qkv|qkv_proj|c_attn|in_proj|w_pack|query_key_value|linear_qkv|gate_up(_proj)?|w12"
         r"|fused_.*"
     ),
-    "after": r"dense|proj|linear",  # rows, where columns stand beside them
+    "after": r"dense|proj|linear",  # rows, if the same parent has columns
     "out": (
         r"out|output|o|w_?o|o_proj|out_proj|output_proj|to_out|out_lin|c_proj|attention_output"
     ),
@@ -56,22 +56,22 @@ INSIDE_WHOLE = r"classifier|classification_head|pooler|seq_relationship|score"
 LEAF = r"(q?weight|kernel|scale).*|qzeros|embeddings?|.*bias|w|b|table|default|base_layer|value|\d+"
 KEYS = r"(key|value)(_proj)?|(w|to_)?[kv](_(proj|lin))?"
 ADAPTER = re.compile(r"(?:/|_|^)lora[_/]?(?:embedding_)?([ab]|down|up)(?=[_/]|$)")
-OF_HEADS = r"_?(q|k|query|key)_?(layer)?_?norm|norm_[qk]"  # norms of heads, or of all together
+OF_HEADS = r"_?(q|k|query|key)_?(layer)?_?norm|norm_[qk]"  # norms of each head, or of all heads
 PAIR = "gating_einsum"  # gate and up, [2, in, out] or [2, out, in]
 EXPERTS = r"experts?"
 TABLES = {"whole", "table", "bias by heads", "bias by heads, last"}
-BESIDE = {"attention", "heads", "mlp", "fused"}  # whose results rows take
+BESIDE = {"attention", "heads", "mlp", "fused"}  # rows multiply their results
 
 
 @dataclass(frozen=True)
 class Named:
-    """What the path of an array says about it.
+    """The information in an array's path.
 
     Attributes:
-      path: as it was given.
+      path: as given.
       parts: its names, in lower case.
-      kind: of `NAMES`; None if no name has one.
-      place: which of its names has it.
+      kind: of `NAMES`, or None.
+      place: the index of the name with the kind.
       adapter: `a` or `b` of a low-rank adapter.
     """
 
@@ -83,27 +83,24 @@ class Named:
 
     @property
     def name(self) -> str:
-        """The name that has the kind, or the last."""
         return self.parts[self.place]
 
     @property
     def module(self) -> tuple[str, ...]:
-        """The path up to the name that has the kind."""
         return self.parts[: self.place + 1]
 
     @property
     def parent(self) -> tuple[str, ...]:
-        """The path of the module's parent."""
         return self.parts[: self.place]
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """The path after the module, the same for all weights of one kind of layer."""
+        """Returns the path after the module. Layers of one kind share it."""
         return self.parts[self.place + 1 :]
 
     @property
     def leaf(self) -> str:
-        """`weight`, `kernel` or nothing: arrays of one leaf have the same order of dimensions."""
+        """Returns `weight`, `kernel` or the like. It fixes the order of dimensions."""
         if self.name == PAIR:
             return PAIR
         last = self.inside[-1] if self.inside else ""
@@ -112,7 +109,7 @@ class Named:
 
     @property
     def direct(self) -> bool:
-        """Whether the module holds the array itself, without a layer between."""
+        """Returns whether the module holds the array itself."""
         return all(re.fullmatch(LEAF, part) for part in self.inside)
 
     @property
@@ -121,7 +118,7 @@ class Named:
 
     @property
     def is_key(self) -> bool:
-        """Whether it makes keys or values, whose input may have another width."""
+        """Returns whether it makes keys or values, whose input may have another width."""
         return re.fullmatch(KEYS, self.name) is not None
 
     @property
@@ -130,7 +127,7 @@ class Named:
 
 
 class Names:
-    """The names of all paths of a pytree: the kind of some depends on their neighbours."""
+    """The names of all paths of a pytree. Some kinds depend on neighbours."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._beside: dict[tuple[str, ...], set[str]] = defaultdict(set)
@@ -142,7 +139,6 @@ class Names:
         self.of = {path: self._named(path) for path in paths}
 
     def follows_columns(self, parent: tuple[str, ...]) -> bool:
-        """Whether columns stand there, which rows must follow."""
         return any(_kind(name) in BESIDE for name in self._beside[parent])
 
     def _named(self, path: str) -> Named:
@@ -154,7 +150,7 @@ class Names:
         last = len(parts) - 1
         own = found.string[: found.start()].count("/") if found else last
         places = list(range(own, -1, -1))
-        # Flax and Keras call any table so: the names around it say more.
+        # Flax and Keras give any table this name. Names around it decide.
         if parts[-1] in ("embedding", "embeddings"):
             outer = [place for place in places[1:] if _kind(parts[place]) in TABLES]
             places = [*outer, last]
@@ -176,7 +172,6 @@ def _lower(path: str) -> tuple[str, ...]:
 
 @cache  # layers share names
 def _kind(name: str) -> str | None:
-    """The kind of a name alone."""
     for text in (name, re.sub(r"_(bias|weight|kernel)$", "", name)):
         for kind, pattern in NAMES.items():
             if re.fullmatch(pattern, text):

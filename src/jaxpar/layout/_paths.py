@@ -1,4 +1,4 @@
-"""Paths of arrays in a pytree, as text: the same for every kind of container."""
+"""Paths of arrays in a pytree as text, the same for every container."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ from jaxpar.arguments.calls import called, type_error, value_error
 
 
 def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | None], Any]:
-    """Returns path and array of each leaf, None for leaves that are no arrays, and the treedef.
-
-    Raises:
-      ValueError: two arrays of one path.
-    """
+    """Returns the treedef, and path and array of each leaf. Two arrays of one path raise."""
     flat, treedef = tree_flatten_with_path(tree)
     boxes = _paths_of_boxes(tree)
     found: list[tuple[str, Any] | None] = []
     seen: dict[str, Any] = {}
     for path, leaf in flat:
-        # NNX's variables and Linen's boxes are nodes of their own, whose one leaf is `value`.
+        # NNX's variables and Linen's boxes are nodes with one leaf, `value`.
         text = path_text(path[:-1] if path[:-1] in boxes else path)
         if not is_array(leaf):
             found.append(None)
@@ -42,20 +38,20 @@ def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | N
 
 
 def path_text(path: Any) -> str:
-    """Keys and indices of a path with slashes between them, as in `layers/0/query`."""
+    """Returns the keys and indices of a path, joined by slashes, as in `layers/0/query`."""
     return keystr(tuple(path), simple=True, separator="/")
 
 
 def parts_of(path: str) -> tuple[str, ...]:
-    """The keys of a path, split at slashes and dots (of published names)."""
+    """Returns the keys of a path, split at slashes and at the dots of published names."""
     return tuple(re.split(r"[/.]", path))
 
 
-_PLAIN = re.compile(r"[\w/.-]*")  # always a pattern: thousands of paths need no compilation
+_PLAIN = re.compile(r"[\w/.-]*")  # always valid: no compilation for thousands of paths
 
 
 def key_of(path: str) -> str:
-    """The key of a rule for this path alone: the path itself, if it is a pattern."""
+    """Returns a rule's key for this path alone: the path itself if it is a valid pattern."""
     try:
         if not _PLAIN.fullmatch(path):
             re.compile(path)
@@ -65,16 +61,16 @@ def key_of(path: str) -> str:
 
 
 NUMBER = re.compile(r"(\d+)")
-INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of a path that is escaped
+INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of an escaped path
 
 
 def pattern_of(path: str) -> str:
-    """A pattern of this path, and of those that differ from it in an index."""
+    """Returns a pattern of this path, and of paths that differ from it in an index."""
     return INDEX.sub(r"\\d+", re.escape(path))
 
 
 def without_numbers(path: str) -> str:
-    """The same text for all paths that differ in numbers alone."""
+    """Returns one text for all paths that differ only in numbers."""
     return NUMBER.sub("#", path)
 
 
@@ -82,15 +78,11 @@ def _as_jax(dtype: Any) -> Any:
     return jnp.result_type(jax.ShapeDtypeStruct((), dtype))
 
 
-_narrow = lru_cache(maxsize=64)(_as_jax)  # of thousands of arrays
+_narrow = lru_cache(maxsize=64)(_as_jax)  # called for thousands of arrays
 
 
 def part_of(tree: Any, path: str) -> Any:
-    """Returns the part of a pytree that has this path; keys may have slashes of their own.
-
-    Raises:
-      KeyError: there is none, or there are several.
-    """
+    """Returns the one part of a pytree at this path. Its keys may contain slashes."""
     missed: list[tuple[str, list[str]]] = []
     found = list(_parts(tree, path, missed))
     if len(found) == 1:
@@ -103,7 +95,7 @@ def part_of(tree: Any, path: str) -> Any:
 
 
 def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterator[Any]:
-    """Parts of this path; of each way that ends early, notes the rest and the keys there."""
+    """Yields the parts at this path. Adds to `missed` the rest and the keys of each dead end."""
     children = [
         (path_text(keys), child)
         for keys, child in tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
@@ -120,18 +112,18 @@ def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterato
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf has a shape and a dtype, or is a number."""
-    is_shaped = isinstance(getattr(leaf, "shape", None), tuple)  # np.float32 has a descriptor
+    """Returns whether a leaf has a shape and a dtype, or is a number."""
+    is_shaped = isinstance(getattr(leaf, "shape", None), tuple)  # np.float32.shape is a descriptor
     return (is_shaped and hasattr(leaf, "dtype")) or is_number(leaf)
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a Python number: it is not traced, as a function may branch on it."""
+    """Returns whether a leaf is a Python number. Functions may branch on it: never traced."""
     return isinstance(leaf, (bool, int, float, complex))
 
 
 def filling(tree: Any) -> Callable[[Iterable[Any]], Any]:
-    """Returns a function that puts others in the places of arrays; numbers of Python stay."""
+    """Returns a function that replaces the arrays of `tree`, but not its Python numbers."""
     leaves, treedef = jax.tree.flatten(tree)
 
     def filled(arrays: Iterable[Any]) -> Any:
@@ -143,16 +135,12 @@ def filling(tree: Any) -> Callable[[Iterable[Any]], Any]:
 
 
 def described(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
-    """Returns path, shape and dtype of an array as JAX has it: often 32 bits in place of 64.
-
-    Raises:
-      TypeError: an array that JAX has none like.
-    """
+    """Returns path, shape and JAX dtype of an array. JAX often has 32 bits instead of 64."""
     dtype = getattr(leaf, "dtype", None)
     try:
         if dtype is None:
             return path, tuple(jnp.shape(leaf)), jnp.result_type(leaf)
-        narrow = getattr(dtype, "itemsize", 8) < 8  # the same whether there are 64 bits or not
+        narrow = getattr(dtype, "itemsize", 8) < 8  # `jax_enable_x64` does not change it
         return path, tuple(leaf.shape), _narrow(dtype) if narrow else _as_jax(dtype)
     except TypeError:
         raise type_error(
@@ -162,7 +150,7 @@ def described(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
 
 
 def _paths_of_boxes(tree: Any) -> set[Any]:
-    """Where Flax's variables and boxes are; none without Flax."""
+    """Returns the paths of Flax's variables and boxes; none without Flax."""
     kinds: list[type] = []
     if "flax.nnx" in sys.modules:
         kinds.append(sys.modules["flax.nnx"].Variable)
@@ -180,6 +168,6 @@ def _paths_of_boxes(tree: Any) -> set[Any]:
 
 
 def _last_key(box: Any) -> bool:
-    """Whether the one leaf of a box lies under a single name of its own."""
+    """Returns whether the one leaf of a box has a single attribute name."""
     ((path, _),) = tree_flatten_with_path(box)[0]
     return len(path) == 1 and isinstance(path[0], GetAttrKey)

@@ -1,4 +1,4 @@
-"""Arguments that are patterns of paths, each of which must match some path."""
+"""Arguments that are patterns of paths. Each must match some path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpar.layout._paths import pattern_of
 
 
 class Pattern:
-    """The paths that an argument matches; none if it was not given."""
+    """The paths that an argument matches; none without the argument."""
 
     def __init__(self, argument: str, text: Any, paths: Sequence[str]) -> None:
         if not isinstance(text, str):
@@ -28,7 +28,7 @@ class Pattern:
         self._paths = {path for path in paths if text and pattern.fullmatch(path)}
 
     def check(self) -> Pattern:
-        """Returns it, or raises if it was given and matches nothing."""
+        """Returns itself, or raises if it matches nothing."""
         if self._text and not self._paths:
             raise value_error(
                 f"{self._argument}={self._text!r} matches no path; it must match a whole one, `.*` "
@@ -41,7 +41,6 @@ class Pattern:
 
 
 def _some(text: str, paths: Sequence[str]) -> str:
-    """A few of the nearest paths, or the first ones; layers share one."""
     kinds = list({pattern_of(path): path for path in reversed(paths)}.values())[::-1][:1000]
     near = difflib.get_close_matches(text, kinds, 3, 0.4) or kinds[:3]
     return f": there are {', '.join(map(repr, near))}" if near else ""

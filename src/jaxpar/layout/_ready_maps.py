@@ -1,4 +1,4 @@
-"""Maps made from the parameters themselves: data, fully sharded, tensor and expert parallel."""
+"""Maps made from parameters: data, fully sharded, tensor and expert parallel."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ Dims = dict[int, Axes]  # the axes that a strategy adds to a dimension
 def data_parallel(
     params: Any, mesh: AnyMesh, *, axis: AxisLike = "dp", within: LayoutMap | None = None
 ) -> LayoutMap:
-    """Returns a map by which data lie over `axis`, and all devices along it hold the same arrays.
+    """Returns a map that shards data over `axis` and replicates parameters along it.
 
     Args:
-      params: arrays or their shapes, any pytree.
+      params: any pytree of arrays or shapes.
       mesh: has the axis.
-      axis: of the batch's first dimension: one, or several.
-      within: a map of another strategy for the same parameters, to which this one is added.
+      axis: the axis, or axes, of the batch.
+      within: a map of another strategy to extend.
 
     Returns:
-      A `LayoutMap`, to be used as it is or edited. Layers that differ in an index share a rule.
+      A `LayoutMap`, which you can edit.
 
     Raises:
       ValueError: an axis that the mesh lacks.
-      LayoutError: parameters that `within` does not say all of.
+      LayoutError: `within` has no rule, or several, for a parameter.
 
-    Cost: sums of gradients, 2 (n-1)/n of the parameters' bytes a step.
+    Cost: gradients are summed, 2 (n-1)/n of the parameters' bytes a step.
 
     Example:
       >>> rules = data_parallel({"w": jnp.ones((4, 8))}, make_mesh("dp=8"))
@@ -72,29 +72,28 @@ def fully_sharded(
     stacked: str = "",
     min_size: Integer = 0,
 ) -> LayoutMap:
-    """Returns a map that shards the largest dimension of each array which `axis` divides.
+    """Returns a map that shards each array along its largest dimension that `axis` divides.
 
-    Vocabulary tables, found by name, are sharded by rows. Otherwise a lookup's result would be
-    sharded by features, like the table, and not like the batch. Rows that the axis does not divide
-    are refused, unless `within` shards them.
+    Vocabulary tables, found by name, are sharded by rows. With sharded features, lookups would move
+    activations. Rows that the axis does not divide are refused, unless `within` shards them.
 
     Args:
-      params: arrays or their shapes, any pytree.
+      params: any pytree of arrays or shapes.
       mesh: has the axis.
-      axis: over which arrays are sharded, and the batch too.
-      within: a map of another strategy. Its arrays over `axis` stay as they are. Dimensions that it
-        shards are taken only if `axis` divides no other.
-      stacked: a pattern of the paths whose first dimension counts layers, which is not sharded.
+      axis: the axis, or axes, of arrays and of the batch.
+      within: a map of another strategy to extend. Arrays that it shards over `axis` stay unchanged.
+        A dimension that it shards is taken only if `axis` divides no other.
+      stacked: a pattern of paths whose first dimension counts layers. It is not sharded.
       min_size: arrays with fewer entries are replicated.
 
     Returns:
       A `LayoutMap`. Vectors that the axis does not divide are replicated.
 
     Raises:
-      ValueError: an axis that the mesh lacks, a pattern that matches no path.
-      LayoutError: arrays of two dimensions and more of which the axis divides none.
+      ValueError: an axis that the mesh lacks, or a pattern without a match.
+      LayoutError: an array of rank 2 or more without a dimension that the axis divides.
 
-    Cost: each use gathers an array, (n-1)/n of its bytes, and its gradient is scattered as much.
+    Cost: each use gathers an array, (n-1)/n of its bytes. Scattering its gradient costs as much.
 
     Example:
       >>> rules = fully_sharded({"w": jnp.ones((6, 16))}, make_mesh("fsdp=8"))
@@ -115,7 +114,7 @@ def fully_sharded(
             return {}
 
         def rank(dim: int) -> tuple[bool, int]:
-            """Free dimensions first, of those the largest."""
+            """Returns a sort key: free dimensions first, then the largest."""
             return bool(axes_of(taken[dim])), -array.shape[dim]
 
         fitting = [
@@ -151,7 +150,7 @@ def fully_sharded(
 def _own_rule(
     array: Shaped, dim: int, names: Axes, taken: Sequence[Entry], within: LayoutMap | None
 ) -> str:
-    """An edit of `within` that pads a dimension, and keeps the axes that shard it."""
+    """Returns an edit of `within` that pads a dimension and keeps its axes."""
     before = "within" if within else f"data_parallel(params, mesh, axis={shown(names)!r})"
     padded = f"Padded({shown((*axes_of(taken[dim]), *names))!r})"
     entries = [padded if d == dim else repr(shown(entry)) for d, entry in enumerate(taken)]
@@ -173,39 +172,37 @@ def tensor_parallel(
     stacked: str = "",
     head_size: Integer | None = None,
 ) -> LayoutMap:
-    """Returns Megatron's map: columns of what goes into a block, rows of what comes out of it.
+    """Returns Megatron's map: a block's first weights by columns, its last ones by rows.
 
-    Roles follow from the names in published models, with slashes or dots between them, and from an
-    array's neighbours. A `gate` as large as the MLP beside it is columns. Any other `gate` is a
-    router and whole, like norms and position tables. An array of two or more dimensions without a
-    role is refused, not replicated. So is an array of several projections: a block of its columns
-    would mix queries, keys and values.
+    Names in published models and neighbouring arrays give each role. A matrix without a role is
+    refused. So is an array of several projections: a block of its columns would mix queries, keys
+    and values. A `gate` as large as its MLP is sharded by columns. Other gates are replicated
+    routers.
 
-    The sizes of biases, norms and tables show which dimension is the input. If they do not, an
-    array `weight` is taken for [out, in], as in Equinox and PyTorch, any other for [in, out]. In
-    [in, heads, size] and [heads, size, out] the heads are sharded. Arrays below `experts` may have
-    experts as their first dimension. One of a low-rank adapter's arrays (`lora_a`, `lora_b`) is
-    sharded with the weight, the one that has the sharded dimension.
+    Biases, norms and tables show the input dimension by their sizes. Without them, `weight` is
+    [out, in], as in Equinox and PyTorch, and other arrays are [in, out]. Heads are sharded in [in,
+    heads, size] and [heads, size, out]. Below `experts`, a first dimension may count experts. In a
+    low-rank adapter (`lora_a`, `lora_b`), only the array with the weight's sharded dimension is
+    sharded.
 
     Args:
-      params: arrays or their shapes, any pytree.
+      params: any pytree of arrays or shapes.
       mesh: has the axis.
-      axis: over which arrays are sharded.
-      within: a map of another strategy, to which this one is added.
-      columns: a pattern of further paths, whose *whole* path it must match; goes before names.
+      axis: the axis, or axes, of arrays.
+      within: a map of another strategy to extend.
+      columns: a pattern of full paths to shard by columns. It overrides names.
       rows: the same for rows.
-      vocabulary: the same for tables of a vocabulary, [v, d].
-      whole: the same for arrays that all devices hold whole.
-      stacked: a pattern of the paths whose first dimension counts layers.
-      head_size: entries of a head, where weights are [d, heads * size]. A number of heads that the
-        axis does not divide is refused. None: the size of query and key norms, if there are any.
+      vocabulary: the same for vocabulary tables, [v, d].
+      whole: the same for replicated arrays.
+      stacked: a pattern of paths whose first dimension counts layers.
+      head_size: entries of a head in weights [d, heads * size]. Heads that the axis does not divide
+        are refused. None: the size of query and key norms, if any.
 
     Returns:
-      A `LayoutMap`. `LayoutMap.layout` refuses dimensions that the axis does not divide, with the
-      ways out.
+      A `LayoutMap`. `LayoutMap.layout` refuses dimensions that the axis does not divide.
 
     Raises:
-      ValueError: an axis that the mesh lacks; a pattern that is none, or matches no path.
+      ValueError: an axis that the mesh lacks; a pattern that is invalid or has no match.
       LayoutError: arrays whose names and shapes do not decide, each with the edit.
 
     Example:
@@ -258,23 +255,22 @@ def expert_parallel(
     experts: str = r"(.*[./])?experts?([./].*)?",
     stacked: str = "",
 ) -> LayoutMap:
-    """Returns a map that shards experts over `axis`: the first dimension of their arrays.
+    """Returns a map that shards experts, the first dimension of their arrays, over `axis`.
 
     Args:
-      params: arrays or their shapes, any pytree.
+      params: any pytree of arrays or shapes.
       mesh: has the axis.
-      axis: over which experts are sharded, and the batch too.
-      within: a map of another strategy, to which this one is added.
-      experts: a pattern of the paths of experts' arrays, each of which stacks all experts.
-      stacked: a pattern of the paths whose first dimension counts layers, and the second experts.
+      axis: the axis, or axes, of experts and of the batch.
+      within: a map of another strategy to extend.
+      experts: a pattern of the paths of experts' arrays. Each array stacks all experts.
+      stacked: a pattern of paths whose first dimension counts layers, and the second experts.
 
     Returns:
       A `LayoutMap`.
 
     Raises:
-      ValueError: an axis that the mesh lacks, a pattern that matches no path.
-      LayoutError: an array for each expert, as in published checkpoints; arrays of one layer with
-        different numbers of experts.
+      ValueError: an axis that the mesh lacks, or a pattern without a match.
+      LayoutError: a separate array for each expert; different numbers of experts in one layer.
 
     Example:
       >>> params = {"experts": {"up": jnp.ones((8, 4, 16))}, "router": jnp.ones((4, 8))}
@@ -287,7 +283,7 @@ def expert_parallel(
     paths = [array.path for array in arrays]
     pattern = Pattern("experts", experts, paths)
     layers = Pattern("stacked", stacked, paths).check()
-    # The arrays of each layer, which must all have the same number of experts.
+    # All arrays of one layer must have the same number of experts.
     of_layer: dict[str, list[Shaped]] = defaultdict(list)
     for array in arrays:
         if array.path in pattern:
@@ -306,13 +302,12 @@ def expert_parallel(
 
 
 def _layer_of(path: str) -> str:
-    """The path up to `experts`."""
     before = re.match(r"(?:.*[./])?experts?(?=[./]|$)", path)
     return before[0] if before else path
 
 
 def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> LayoutProblem | None:
-    """Why dimension `first` cannot count experts."""
+    """Returns why dimension `first` cannot count experts, or None."""
     path, layer = array.path, _layer_of(array.path)
     if one := re.match(r"[./](expert_?)?\d+(?=[./]|$)", path[len(layer) :]):
         return array.problem(
@@ -336,7 +331,6 @@ def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> LayoutPr
 
 
 def shaped(params: Any) -> list[Shaped]:
-    """Path, shape and dtype of each array."""
     return [
         Shaped(leaf[0], tuple(jnp.shape(leaf[1])), jnp.result_type(leaf[1]))
         for leaf in arrays_of(params)[0]
@@ -351,7 +345,7 @@ def extended(
     dims: Callable[[Shaped, Sequence[Entry]], Dims | LayoutProblem],
     batch: Axes = (),
 ) -> LayoutMap:
-    """A rule for each array, or for all layers of one: what `within` says, and what `dims` adds."""
+    """Returns the map of `within` with the axes that `dims` adds. Layers share rules."""
     problems: list[LayoutProblem] = []
     specs: dict[str, tuple[Any, ...]] = {}
     groups: dict[str, Alike] = defaultdict(lambda: Alike(in_keys=True))
@@ -381,13 +375,11 @@ def extended(
 
 
 def _with(entry: Entry, axes: Axes) -> Entry:
-    """A dimension that further axes shard, padded if it was."""
     both = (*axes_of(entry), *axes)
     return replace(entry, axes=both) if isinstance(entry, Padded) else both
 
 
 def _taken(within: LayoutMap | None, array: Shaped, problems: list[LayoutProblem]) -> list[Entry]:
-    """What another strategy's map says of each dimension."""
     whole: list[Entry] = [()] * len(array.shape)
     if within is None:
         return whole

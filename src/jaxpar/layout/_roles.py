@@ -1,4 +1,4 @@
-"""What tensor parallelism does with each weight: its role follows from its name and neighbours."""
+"""Finds the role of each weight in tensor parallelism from its name and neighbours."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Weight:
-    """An array, without the dimensions that count layers and experts.
+    """An array without the dimensions that count layers and experts.
 
     Attributes:
       array: of the pytree.
-      named: what its path says.
-      first: how many dimensions count layers and experts.
-      given: the role that its user gave.
-      alike: all whose paths differ from its own in an index.
+      named: its path.
+      first: the number of dimensions that count layers and experts.
+      given: the user's role.
+      alike: all arrays whose paths differ in an index.
     """
 
     array: Shaped
@@ -55,15 +55,15 @@ class Weight:
 
     @property
     def pattern(self) -> str:
-        """A pattern that means it, and the same array of other layers."""
-        return self.alike.pattern(self.array.path) or ".*"  # of a pytree that is one array
+        """Returns a pattern of the array and its copies in other layers."""
+        return self.alike.pattern(self.array.path) or ".*"  # the pytree is one array
 
     def problem(self, text: str, remedy: str) -> LayoutProblem:
         return self.array.problem(f"{self.array} {text}", remedy)
 
 
 class WeightGroups:
-    """All weights of a pytree, by what they stand beside."""
+    """All weights of a pytree, grouped with their neighbours."""
 
     def __init__(
         self, arrays: Sequence[Shaped], given: Mapping[str, Pattern], layers: Pattern
@@ -89,7 +89,7 @@ class WeightGroups:
         self._table_shapes = {_sorted(table.shape) for table in self.tables}
 
     def role(self, weight: Weight) -> str | LayoutProblem | None:
-        """Columns, rows, vocabulary, heads or whole; None, or a problem, if it is not known."""
+        """Returns columns, rows, vocabulary, heads or whole; None or a problem if unknown."""
         if weight.given:
             return weight.given
         named, matrix = weight.named, self._matrix_of(weight)
@@ -120,7 +120,7 @@ class WeightGroups:
                 return ROLES.get(kind or "")
 
     def widths(self) -> set[int]:
-        """The widths of blocks' inputs and outputs, from norms and tables."""
+        """Returns the widths of blocks' inputs and outputs, from norms and tables."""
         norms = (w for w in self.of.values() if w.kind == "whole" and len(w.shape) == 1)
         found = {
             norm.shape[0]
@@ -131,7 +131,7 @@ class WeightGroups:
         return found | {table.shape[1] for table in self.tables}
 
     def vocabulary_dim(self, weight: Weight) -> int | None:
-        """The dimension of a matrix of a table's shape that is as long as the table."""
+        """Returns the vocabulary dimension of a matrix with a table's shape."""
         if _sorted(weight.shape) not in self._table_shapes:
             return None
         rows = {table.shape[0] for table in self.tables}
@@ -139,12 +139,12 @@ class WeightGroups:
         return found[0] if len(found) == 1 else None
 
     def matrices(self, module: tuple[str, ...]) -> list[Weight]:
-        """The matrices of a module itself, without adapters."""
+        """Returns the matrices of a module without adapters."""
         found = self.in_module[module]
         return [w for w in found if len(w.shape) > 1 and w.named.adapter is None]
 
     def _matrix_of(self, weight: Weight) -> Weight | None:
-        """The matrix that a bias belongs to, if it is the only one in its layer."""
+        """Returns the matrix of a bias, if its layer has only one."""
         before, last = weight.named.parts[:-1], weight.named.parts[-1]
         if last not in ("bias", "b"):
             return None
@@ -156,14 +156,14 @@ class WeightGroups:
         return found[0] if len(found) == 1 else None
 
     def _is_part(self, weight: Weight) -> bool:
-        """Whether it is something else in a layer that has a matrix of its own."""
+        """Returns whether it is an extra array in a layer that has its own matrix."""
         named = weight.named
         return not (named.direct or named.bias or named.adapter or len(weight.shape) < 2) and any(
             other.named.direct for other in self.matrices(named.module)
         )
 
     def _is_pair(self, weight: Weight) -> bool:
-        """Whether it is twice as long as the rows' input beside it: it has gates, too."""
+        """Returns whether it is twice as long as the rows' input, since it includes gates."""
         shape, inside = weight.shape, weight.named.inside
         rows = [
             other.shape
@@ -176,7 +176,7 @@ class WeightGroups:
         return any(row in double or row[::-1] in double for row in rows)
 
     def _gates_mlp(self, named: Named) -> bool:
-        """Whether a gate is that of an MLP, as large as what stands beside it; a router is not."""
+        """Returns whether a gate has the size of an MLP next to it. A router has not."""
         of_mlp = {
             (other.named.inside, _sorted(other.shape))
             for other in self.in_parent[named.parent]
@@ -187,30 +187,29 @@ class WeightGroups:
         )
 
     def _by_head(self, named: Named) -> bool:
-        """Whether query, key and value of a head lie together, with as many columns each."""
+        """Returns whether each head's query, key and value lie together, equally long."""
         return named.name == "query_key_value" and any(
             max(w.shape) == 3 * min(w.shape) for w in self.matrices(named.module)
         )
 
     def _is_logits(self, weight: Weight) -> bool:
-        """Whether it, or the matrix of a vector, is as large as a table."""
+        """Returns whether it, or the matrix of a vector, is as large as a table."""
         matrix = weight if len(weight.shape) > 1 else self._matrix_of(weight)
         of = self.matrices(weight.named.module) if matrix is None else [matrix]
         return any(_sorted(w.shape) in self._table_shapes for w in of)
 
     def _is_lesser(self, weight: Weight) -> bool:
-        """Whether another table has more rows: Flax calls any table `embedding`."""
+        """Returns whether another table has more rows. Flax calls any table `embedding`."""
         rows = max((table.shape[0] for table in self.tables), default=0)
         return not weight.named.inside and len(weight.shape) == 2 and weight.shape[0] < rows
 
     def _ends_block(self, named: Named) -> bool:
-        """Whether columns of a block stand beside it."""
         beside = self.in_parent[named.parent]
         return any(w.named.kind in ("attention", "mlp", "fused") for w in beside)
 
 
 def unlike(weight: Weight, beside: Iterable[Weight]) -> LayoutProblem | None:
-    """Why an array named like rows is refused: it has the shape of columns beside it."""
+    """Returns why an array with a name of rows is refused: it has the shape of columns."""
     for other in beside:
         if (
             ROLES.get(other.kind or "") == "columns"
@@ -237,7 +236,7 @@ def _of_fused(weight: Weight) -> LayoutProblem:
 
 
 def _is_table(weight: Weight) -> bool:
-    """Whether it has a row for each token. A layer with a table's name may have none."""
+    """Returns whether it has a row for each token. A layer with a table's name may have none."""
     if len(weight.shape) != 2:
         return False
     named = weight.named

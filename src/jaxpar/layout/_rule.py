@@ -1,4 +1,4 @@
-"""One rule of a map: what its value says of the dimensions of an array."""
+"""Rules of a map, and their effect on an array's dimensions."""
 
 from __future__ import annotations
 
@@ -16,51 +16,44 @@ from jaxpar.axis.axis import axis_names
 from jaxpar.layout._paths import without_numbers
 from jaxpar.layout._split import Padded, Replicate, Split
 
-Axes = tuple[str, ...]  # of one dimension; none: not sharded
+Axes = tuple[str, ...]  # of one dimension; empty: not sharded
 Entry = Axes | Padded
 
 REPLICATED = PartitionSpec()
-"""The value of a rule for arrays that every device holds whole."""
+"""The value of a rule for full copies on every device."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A value, as its user gave it and as it acts on dimensions."""
+    """A rule's value, as given and for each dimension."""
 
     given: Any
-    entries: tuple[Entry, ...]  # of the first dimensions; the others are whole
+    entries: tuple[Entry, ...]  # of the first dimensions; the others are not sharded
     names: tuple[str, ...] | None = None  # of all dimensions
     action: Split | Replicate | None = None
 
     @property
     def layout(self) -> Any:
-        """What a lookup returns: the action, or the entries as a `PartitionSpec`."""
+        """Returns the action, or the entries as a `PartitionSpec`."""
         return self.action or PartitionSpec(*map(shown, self.entries))
 
     def first(self, rank: int) -> Rule:
-        """The same for the first dimensions: data have fewer than the rule is for."""
+        """Returns the rule for the first dimensions: data may have a lower rank."""
         return Rule(self.given, self.entries[:rank])
 
     @property
     def mesh_axes(self) -> Axes:
-        """All mesh axes that it names, one after the other."""
-        if isinstance(self.action, Split):  # whose dimension may be counted from the end
+        if isinstance(self.action, Split):  # its dimension may count from the end
             return self.action.axes
         return tuple(name for entry in self.entries for name in axes_of(entry))
 
 
 def axes_of(entry: Entry) -> Axes:
-    """The mesh axes of one dimension."""
     return axis_names(entry.axes) if isinstance(entry, Padded) else entry
 
 
 def rule_of(given: Any, key: str, axes: Mapping[str, Entry]) -> Rule:
-    """Reads the value of the rule `key`.
-
-    Raises:
-      TypeError: a value of another type.
-      ValueError: text with a name of a dimension that `axes` lacks, or one mesh axis twice.
-    """
+    """Reads the value of the rule `key`, or raises if it is invalid."""
     match given:
         case str():
             names = tuple(given.split())
@@ -89,7 +82,6 @@ def rule_of(given: Any, key: str, axes: Mapping[str, Entry]) -> Rule:
 
 
 def entry_of(given: Any, where: str) -> Entry:
-    """Reads what stands for one dimension: None, a mesh axis, several, or `Padded`."""
     if given is None:
         return ()
     if isinstance(given, str):
@@ -107,7 +99,6 @@ def entry_of(given: Any, where: str) -> Entry:
 
 
 def axes_table(given: Any) -> dict[str, Entry]:
-    """Reads which mesh axes names of dimensions stand for."""
     if given is not None and not isinstance(given, Mapping):
         raise type_error(
             "axes must map names of dimensions to mesh axes, as in {'embed': 'fsdp'}, got "
@@ -122,13 +113,13 @@ def axes_table(given: Any) -> dict[str, Entry]:
 
 
 def nearest(name: str, others: Iterable[str], text: str = "did you mean {}?") -> str:
-    """A hint at the closest of `others`, or nothing."""
+    """Returns a hint at the closest of `others`, or nothing."""
     close = difflib.get_close_matches(name, list(others), 1, 0.6)
     return f"; {text.format(repr(close[0]))}" if close else ""
 
 
 class Nearest:
-    """Hints at the closest of many names, which differ in numbers of layers and experts."""
+    """Hints at the closest of many names."""
 
     def __init__(self, others: Iterable[str], text: str = "the nearest there is {}") -> None:
         self._others, self._text = others, text
@@ -136,12 +127,12 @@ class Nearest:
 
     @cached_property
     def _kinds(self) -> list[str]:
-        """One of all that differ in numbers alone, the first; of very many not all."""
+        """Returns the first of all names that differ only in numbers, 1000 at most."""
         kinds = {without_numbers(name): name for name in reversed([*self._others])}
         return list(kinds.values())[::-1][:1000]
 
     def hint(self, name: str) -> str:
-        """As `nearest`, once for names that differ in numbers alone: there may be thousands."""
+        """Returns the hint of `nearest`, computed once for names that differ only in numbers."""
         kind = without_numbers(name)
         if kind not in self._hints:
             self._hints[kind] = nearest(name, self._kinds, self._text)
@@ -160,12 +151,12 @@ def _named(name: str, key: str, given: str, axes: Mapping[str, Entry]) -> Entry:
 
 
 def _of_split(split: Split) -> tuple[Entry, ...]:
-    """Its mesh axis at its dimension, where that can be known without an array."""
+    """Returns the entries of a `Split` whose dimension counts from the front."""
     return () if split.dim < 0 or not split.axes else (*[()] * split.dim, split.axes)
 
 
 def shown(entry: Entry) -> Any:
-    """What a `PartitionSpec` has in the place of an entry."""
+    """Returns an entry as a `PartitionSpec` has it."""
     if isinstance(entry, Padded):
         return entry
     return None if not entry else entry[0] if len(entry) == 1 else entry

@@ -1,7 +1,7 @@
-"""Files of the safetensors format: their tensors, mapped, so that only what is used is read.
+"""Maps safetensors files into memory, so that only used tensors are read.
 
 A file is a length (8 bytes, little-endian), a JSON header of that length, and the tensors' bytes
-(https://github.com/huggingface/safetensors). The format's own package, as of 0.8, reads no 8-bit
+(https://github.com/huggingface/safetensors). The format's package, as of 0.8, reads no 8-bit
 floats.
 """
 
@@ -52,31 +52,24 @@ class Tensor:
     file: Path
     kind: str  # the format's name of its dtype
     shape: tuple[int, ...]
-    data: np.ndarray  # its bytes, of the mapped file
+    data: np.ndarray  # its bytes in the mapped file
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
-        """None where numbers of 4 or 6 bits share bytes."""
+        """Returns the dtype. None: numbers of 4 or 6 bits share bytes."""
         name = _DTYPES.get(self.kind)
         return None if name is None else np.dtype(getattr(np, name, None) or getattr(jnp, name))
 
     @property
     def text(self) -> str:
-        """Its dtype and shape in a line."""
         return shape_text(self.dtype or self.kind, self.shape)
 
     def array(self) -> np.ndarray:
-        """Its numbers: a view of the mapped file."""
         return self.data.view(self.dtype or np.uint8).reshape(self.shape)
 
 
 def tensors_of(files: Any) -> dict[str, Tensor]:
-    """Returns the tensors of files, folders and indices by name.
-
-    Raises:
-      TypeError: no paths.
-      ValueError: no files; a damaged one; a name in two files, without an index that decides.
-    """
+    """Returns the tensors of files, folders and indices by name, or raises."""
     given = [files] if isinstance(files, (str, PathLike)) else files
     paths = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(path, (str, PathLike)) for path in paths):
@@ -110,7 +103,7 @@ def tensors_of(files: Any) -> dict[str, Tensor]:
 
 
 def _files(path: Path) -> tuple[list[Path], Mapping[str, Path]]:
-    """The files of a folder or of an index, or a file itself, and where an index says a name is."""
+    """Returns files (of a folder, an index, or one file) and the file of each indexed name."""
     if path.is_dir():
         indices = sorted(path.glob("*.safetensors.index*.json"))
         if len(indices) > 1:
@@ -131,7 +124,6 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, Path]]:
 
 
 def _indexed(index: Path) -> dict[str, Path]:
-    """The file in which an index has each name."""
     try:
         of_name: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
         return {name: index.parent / file for name, file in of_name.items()}
@@ -142,7 +134,6 @@ def _indexed(index: Path) -> dict[str, Path]:
 
 
 def _read(path: Path) -> list[Tensor]:
-    """The tensors of one file."""
     if not path.is_file():
         raise value_error(f"there is no file {path}; give safetensors files that exist")
     try:
@@ -162,7 +153,6 @@ def _read(path: Path) -> list[Tensor]:
 
 
 def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The entries of a JSON object, which must not have a name twice."""
     found = dict(entries)
     if len(found) != len(entries):
         raise EOFError("its header has a name twice")
@@ -170,7 +160,6 @@ def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_whole(places: list[tuple[int, int]], size: int) -> None:
-    """Raises unless the tensors' bytes follow on one another, as the format says."""
     before = 0
     for start, end in [*sorted(map(tuple, places)), (size, size)]:
         if start != before:

@@ -1,4 +1,4 @@
-"""Actions: shards of an array whose dimension need not divide, and the array from its shards."""
+"""Actions that split or replicate an array, and their inverses."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from jaxpar.axis.padding import AnyArray, PaddedDim
 @readable
 @dataclass(frozen=True)
 class Split:
-    """An array in shards along one dimension; what does not divide goes to the first ones.
+    """An array in shards along one dimension. Earlier shards take the remainder.
 
-    10 rows in 3 shards are 4, 3 and 3 rows, 2 in 4 are 1, 1, 0 and 0. Called with an array it gives
-    the list of shards, which `undo` joins to exactly the array: of any rank, dimension and dtype,
-    on arrays of NumPy and JAX, inside of `jax.jit` too.
+    A call returns the list of shards: 4, 3 and 3 of 10 rows. `undo` joins them again. Both accept
+    NumPy and JAX arrays, also inside `jax.jit`.
 
-    As the value of a rule it shards that dimension over a mesh axis. Each device's block has the
-    size of the largest shard then, zeros behind its own rows (`local`, `local_size`, `local_mask`).
+    In a rule it shards the dimension over a mesh axis. Each device's block then has the size of the
+    largest shard, with zeros after its own rows (`local`, `local_size`, `local_mask`).
 
     Args:
-      count: how many shards; or the mesh axis, or axes, whose devices have one each.
-      dim: the dimension, counted from the end where it is negative.
+      count: the number of shards, or the mesh axes whose devices have one each.
+      dim: the dimension. A negative one counts from the end.
 
     Raises:
-      TypeError: a count that is neither a whole number nor mesh axes; a dimension that is none.
+      TypeError: another type of count or dimension.
       ValueError: fewer than one shard.
 
     Example:
@@ -60,11 +59,11 @@ class Split:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes; none where a number was given."""
+        """Returns the mesh axes; none if a number was given."""
         return () if isinstance(self.count, int) else axis_names(self.count)
 
     def blocks(self, shape: Sequence[int], count: int | None = None) -> tuple[int, PaddedDim]:
-        """Returns the dimension of an array of this shape, from the front, and its blocks."""
+        """Returns the non-negative dimension of an array of this shape, and its blocks."""
         if count is None:
             if not isinstance(self.count, int):
                 raise value_error(
@@ -89,10 +88,10 @@ class Split:
 
     @public
     def undo(self, shards: Sequence[AnyArray]) -> AnyArray:
-        """Returns the array that these are the shards of.
+        """Returns the array of these shards.
 
         Raises:
-          ValueError: too few or too many shards, or shards that are none of one array's.
+          ValueError: another number of shards, or shards that do not belong to one array.
         """
         found = [_as_array(shard) for shard in shards]
         count = self.count if isinstance(self.count, int) else len(found)
@@ -123,10 +122,10 @@ class Split:
 
     @public
     def local(self, array: Array) -> Array:
-        """Inside `jax.shard_map`: this device's block of an array that it holds whole.
+        """Returns this device's block of an unsharded array, inside `jax.shard_map`.
 
         Returns:
-          The rows of this device and zeros behind them: as many in all as the largest shard has.
+          This device's rows, then zeros up to the size of the largest shard.
         """
         array = jnp.asarray(array)
         dim, blocks, index = self._here(array.shape)
@@ -136,13 +135,13 @@ class Split:
 
     @public
     def local_size(self, size: int) -> Int[Array, ""]:
-        """Inside `jax.shard_map`: how many entries of a dimension of `size` this device has."""
+        """Returns how many of `size` entries this device has, inside `jax.shard_map`."""
         _, blocks, index = self._here((size,) * (1 + abs(self.dim)))
         return jnp.asarray(blocks.sizes, jnp.int32)[index]
 
     @public
     def local_mask(self, size: int) -> Bool[Array, " block"]:
-        """Inside `jax.shard_map`: which entries of this device's block are no padding."""
+        """Returns which entries of this device's block are not padding, inside `jax.shard_map`."""
         _, blocks, index = self._here((size,) * (1 + abs(self.dim)))
         return jnp.arange(blocks.block) < jnp.asarray(blocks.sizes, jnp.int32)[index]
 
@@ -159,15 +158,13 @@ class Split:
 @readable
 @dataclass(frozen=True)
 class Replicate:
-    """An array that each of `count` devices has whole.
-
-    As the value of a rule it is `REPLICATED`, for a mesh of `count` devices.
+    """An array with a full copy on each of `count` devices. In a rule it is `REPLICATED`.
 
     Args:
-      count: how many devices.
+      count: the number of devices.
 
     Raises:
-      TypeError: a count that is no whole number.
+      TypeError: a count that is not a whole number.
       ValueError: fewer than one device.
 
     Example:
@@ -184,15 +181,15 @@ class Replicate:
 
     @public
     def __call__(self, array: Leaf) -> list[AnyArray]:
-        """Returns the array, `count` times."""
+        """Returns the array `count` times."""
         return [_as_array(array)] * self.count
 
     @public
     def undo(self, shards: Sequence[AnyArray]) -> AnyArray:
-        """Returns the first: all are equal.
+        """Returns the first copy.
 
         Raises:
-          ValueError: too few or too many, or of other shapes or dtypes.
+          ValueError: another number of copies, or different shapes or dtypes.
         """
         found = [_as_array(shard) for shard in shards]
         if len(found) != self.count:
@@ -210,20 +207,19 @@ class Replicate:
 @readable
 @dataclass(frozen=True)
 class Padded:
-    """Mesh axes that shard a dimension also where they do not divide it: with zeros at its end.
+    """Mesh axes that need not divide a dimension, which gets zeros at its end.
 
-    Stands where a mesh axis stands, in the value of a rule or in `axes`. Zeros stay zeros in
-    training: where they reach no result, their gradients are zero, and so are moments and decay.
-    A softmax over a padded dimension must leave them out: `vocab_parallel_cross_entropy` asks
-    for its `vocabulary` where a table has been padded.
+    It replaces a mesh axis in a rule's value or in `axes`. The zeros stay zero in training if they
+    reach no result. A softmax must mask them, as `vocab_parallel_cross_entropy` does with
+    `vocabulary`.
 
     Args:
       axes: the mesh axis, or axes.
-      multiple: of so many entries at once, which stay together: the size of a head.
-      size: the padded size, where it is larger than what the axes and `multiple` ask for.
+      multiple: entries that stay together on one device, such as the size of a head.
+      size: the padded size, if it must be larger than the axes and `multiple` need.
 
     Raises:
-      TypeError: axes that are none, sizes that are no whole numbers.
+      TypeError: another type of axes or sizes.
       ValueError: sizes below 1.
 
     Example:
@@ -245,7 +241,7 @@ class Padded:
                 object.__setattr__(self, "size", check_whole("size", self.size, 1))
 
     def blocks(self, size: int, count: int) -> PaddedDim:
-        """How a dimension of `size` lies on `count` devices."""
+        """Returns the blocks of a dimension of `size` on `count` devices."""
         if self.size is not None and (self.size < size or self.size % (count * self.multiple)):
             with naming("Padded"):
                 raise value_error(

@@ -1,4 +1,4 @@
-"""What each device holds, as a table."""
+"""A table of each device's memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from jaxpar.layout._array_layout import ArrayLayout
     from jaxpar.layout._layout import Layout
 
-SHOWN = 30  # rows of a table that is printed
+SHOWN = 30  # rows of a printed table
 TITLES = ("path", "shape", "spec", "a device's block", "bytes a device", "copies", "padding")
 
 
 @readable
 class Table:
-    """Path, shape, spec, block and bytes of each array, the most that is held twice first.
+    """Path, shape, spec, block and bytes of each array, the most replicated bytes first.
 
     Attributes:
       rows: a dict for each array.
       devices: of the mesh.
       bytes_per_device: of all arrays.
-      replicated_per_device: what of it would be saved if no two devices held the same.
+      replicated_per_device: bytes to save if no two devices held the same.
 
     Example:
       >>> layout = LayoutMap({"w": (None, "tp")}).layout({"w": jnp.ones((2, 8))}, make_mesh("tp=8"))
@@ -43,7 +43,7 @@ class Table:
         self.replicated_per_device = sum(row["replicated_per_device"] for row in self.rows)
 
     def json(self) -> str:
-        """Everything, as JSON."""
+        """Returns everything as JSON."""
         return json.dumps(
             {
                 "mesh": self.mesh,
@@ -55,7 +55,7 @@ class Table:
         )
 
     def text(self, rows: int | None = SHOWN) -> str:
-        """The table, with so many rows; None: all."""
+        """Returns the table as text with at most `rows` rows. None: all."""
         shown = self.rows[:rows]
         cells = [TITLES, *map(_cells, shown)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
@@ -81,7 +81,7 @@ class Table:
 
 
 def _twice(array: ArrayLayout) -> float:
-    """Bytes a device that sharding over all devices would save."""
+    """Returns bytes a device that sharding over all devices would save."""
     return array.bytes_per_device * (1 - 1 / array.copies)
 
 

@@ -1,8 +1,8 @@
-"""Which dimension of each weight tensor parallelism shards, or why that cannot be known.
+"""Finds the dimension of each weight that tensor parallelism shards, or why it is unknown.
 
-For a matrix one must know which dimension is the input. A bias beside it is as long as the output.
-Inputs and outputs of blocks are as wide as norms and tables. For others, such as square weights,
-weights of the same kind of layer decide, and last of all the name of the array.
+A matrix needs a known input dimension. A bias next to it is as long as the output. Inputs and
+outputs of blocks are as wide as norms and tables. Weights of the same kind of layer decide the
+others, such as square weights. The name of the array decides last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxpar.layout._rule import Axes, shown
 
 
 class TensorDims:
-    """The dimension of each array that is sharded over the `count` devices of `axes`."""
+    """The dimension of each array to shard over the `count` devices of `axes`."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class TensorDims:
         self._weights = weights = WeightGroups(arrays, given, layers)
         self._axes, self._count, self._head_size = axes, count, head_size
         self._widths = weights.widths()
-        # The output dimension by place and leaf, from biases and from widths.
+        # The output dimension: from biases by place and leaf, from widths by leaf.
         self._by_bias: dict[tuple[tuple[str, ...], str], set[int]] = defaultdict(set)
         self._by_width: dict[str, set[int]] = defaultdict(set)
-        # Keys and values may come from an input of another width: they show nothing alone.
+        # Keys and values may have an input of another width: they do not decide alone.
         self._by_key: dict[str, set[int]] = defaultdict(set)
         for weight in weights.of.values():
             named = weight.named
@@ -49,7 +49,7 @@ class TensorDims:
             if weight.kind == "whole" or role in ("vocabulary", "heads"):
                 continue
             if weight.kind == "logits" or weights.vocabulary_dim(weight) is not None:
-                continue  # of GPT-2 the other way round than all others
+                continue  # GPT-2 stores it unlike all other matrices
             if (out := self._out_by_bias(weight)) is not None:
                 for place in range(len(parts)):
                     self._by_bias[parts[:place], leaf].add(out)
@@ -59,12 +59,12 @@ class TensorDims:
                     (self._by_key if named.is_key else self._by_width)[leaf].add(out)
 
     def of(self, path: str) -> int | LayoutProblem | None:
-        """The sharded dimension; None for a whole array; or a problem if it is not known."""
+        """Returns the sharded dimension; None for a replicated array; a problem if unknown."""
         weight = self._weights.of[path]
         found = self._dim(weight)
         if not isinstance(found, int):
             return found
-        # A single entry is replicated: the one key of all heads.
+        # A single entry is replicated, such as the one key of all heads.
         return weight.first + found if weight.shape[found] != 1 else None
 
     def _dim(self, weight: Weight) -> int | LayoutProblem | None:
@@ -92,7 +92,7 @@ class TensorDims:
         return self._few_heads(weight) or self._of_matrix(weight, role)
 
     def _of_matrix(self, weight: Weight, role: str) -> int | LayoutProblem:
-        """The output dimension of columns, the input dimension of rows."""
+        """Returns the output dimension of columns, the input dimension of rows."""
         if role == "rows" and weight.given is None:
             wrong = unlike(weight, self._weights.in_parent[weight.named.parent])
             if wrong is not None:
@@ -109,7 +109,7 @@ class TensorDims:
         return last - 1 + (out if role == "columns" else 1 - out)
 
     def _out(self, weight: Weight, role: str) -> int | None:
-        """Which of the last two dimensions is the output; None if it is not known."""
+        """Returns which of the last two dimensions is the output, or None."""
         parts, leaf = weight.named.parts, weight.named.leaf
         usual, own = int(leaf != "weight"), self._out_by_bias(weight)
         if own is not None or weight.kind == "logits":
@@ -124,12 +124,12 @@ class TensorDims:
             return None if own not in (None, *said) else min(said)
         if not self._by_width[leaf] and said:
             return None
-        # GPT-2's weights have been published both ways round, under the same names.
+        # GPT-2's weights are published in both orders under the same names.
         either = leaf in ("weight", "kernel") and weight.named.name.startswith("c_")
         return None if either or own not in (None, usual) else usual
 
     def _out_by_bias(self, weight: Weight) -> int | None:
-        """The one dimension that is as long as a bias beside the array."""
+        """Returns the one dimension that is as long as a bias next to the array."""
         *before, last = weight.named.parts
         names = {"bias", "b"} if weight.named.leaf else {f"{last}_bias"}
         names.add(re.sub("_weight$", "_bias", last))
@@ -145,7 +145,7 @@ class TensorDims:
         return wide if wide is None or role == "rows" else 1 - wide
 
     def _of_heads(self, weight: Weight, role: str) -> int | LayoutProblem:
-        """The heads of [in, heads, size] or [heads, size, out]."""
+        """Returns the heads dimension of [in, heads, size] or [heads, size, out]."""
         rank, named = len(weight.shape), weight.named
         if weight.given:
             if named.leaf == "weight":
@@ -162,7 +162,7 @@ class TensorDims:
         )
 
     def _share_heads(self, weight: Weight, role: str) -> bool:
-        """Whether inputs and outputs beside it have as many heads: layers and experts do not."""
+        """Returns whether inputs and outputs next to it agree on the number of heads."""
         shape, heads = weight.shape, defaultdict[str, set[int]](set)
         for other in self._weights.in_parent[weight.named.parent]:
             if len(other.shape) == 3 and other.named.adapter is None:
@@ -178,7 +178,7 @@ class TensorDims:
         return any(not count % shape[1] for count in both if shape[1]) or not heads["out"]
 
     def _of_adapter(self, weight: Weight, role: str) -> int | LayoutProblem | None:
-        """The dimension of b for columns, of a for rows and tables; the other one is whole."""
+        """Returns the dimension of b for columns, of a for rows and tables, or None."""
         named, shape = weight.named, weight.shape
         columns = role == "columns" or (role == "heads" and named.name != "attn_vec_einsum")
         if (named.adapter == "b") != columns:
@@ -204,7 +204,7 @@ class TensorDims:
         )
 
     def _few_heads(self, weight: Weight) -> LayoutProblem | None:
-        """The problem of heads that the devices do not divide, if their number is known."""
+        """Returns the problem if the devices do not divide a known number of heads."""
         named = weight.named
         if weight.given or named.kind not in ("attention", "fused") or named.name == "sinks":
             return None
@@ -213,7 +213,7 @@ class TensorDims:
         size = self._head_size or self._head_size_by_norm(named.parent)
         if size is None:
             return None
-        size *= 3 if named.kind == "fused" else 1  # its query, key and value lie together
+        size *= 3 if named.kind == "fused" else 1  # a head's query, key and value lie together
         dim = self._of_matrix(weight, "columns") if len(weight.shape) == 2 else 0
         out = weight.shape[dim] if isinstance(dim, int) else 0
         heads, rest = divmod(out, size)
@@ -226,7 +226,7 @@ class TensorDims:
         )
 
     def _head_size_by_norm(self, parent: tuple[str, ...]) -> int | None:
-        """The length of the norm of queries and keys, if each head has one."""
+        """Returns the length of query and key norms, if each head has one."""
         norms, most = set[int](), 0
         for other in self._weights.in_parent[parent]:
             if re.fullmatch(OF_HEADS, other.named.name):

@@ -1,4 +1,4 @@
-"""Arrays of a layout from named tensors of files, each device reading its own block."""
+"""Arrays of a layout from named tensors of files. Each device reads its own block."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from jaxpar.layout._safetensors import Tensor, tensors_of
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
 
-Axes = Sequence[int] | None  # None: the last two have changed places
+Axes = Sequence[int] | None  # None: the last two are exchanged
 
 
 def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, unused: Any) -> Any:
-    """What `Layout.read_safetensors` says."""
+    """Implements `Layout.read_safetensors`."""
     tensors = tensors_of(files)
     left = Pattern("unused", "" if unused is None else unused, list(tensors)).check()
     axes_of = _axes_of(layout, transposed)
@@ -56,17 +56,16 @@ def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, un
 
 @dataclass(frozen=True)
 class _Stack:
-    """The tensors of one array: one alone, or one for each place in its leading dimensions."""
+    """The tensors of one array: one, or one for each place in its leading dimensions."""
 
     array: ArrayLayout
     lead: tuple[int, ...]
     names: list[str]
-    order: tuple[int, ...] | None  # of a tensor's axes, as `numpy.transpose` takes it
+    order: tuple[int, ...] | None  # of a tensor's axes, for `numpy.transpose`
 
     def problems(
         self, tensors: Mapping[str, Tensor], where: str, near: Nearest
     ) -> Iterator[LayoutProblem]:
-        """How the tensors differ from the array."""
         array, count = self.array, len(self.lead)
         path, each = array.path, shape_text(array.dtype, array.shape[count:])
         if self.lead != array.shape[:count]:
@@ -88,7 +87,7 @@ class _Stack:
                 yield LayoutProblem(path, array.rule, text, _remedy(tensor))
 
     def _read_as(self, tensor: Tensor) -> str:
-        """The dtype and shape of a tensor as the layout reads it."""
+        """Returns dtype and shape of a tensor as the layout reads it."""
         shape = tensor.shape
         if self.order and len(self.order) == len(shape):
             shape = tuple(shape[axis] for axis in self.order)
@@ -98,7 +97,6 @@ class _Stack:
         return shape_text(as_jax[2], shape)
 
     def placed(self, tensors: Mapping[str, Tensor]) -> Array:
-        """The array on its devices, each of which reads its own block."""
         array = self.array
         views = [tensors[name].array() for name in self.names]
         if self.order is not None:
@@ -117,7 +115,6 @@ class _Stack:
         return jax.make_array_from_callback(array.padded_shape, array.sharding, block)
 
     def _part(self, views: list[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
-        """A block of the array, without reading the rest."""
         count = len(self.lead)
         layers = np.arange(len(views)).reshape(self.lead)[index[:count]]
         parts = [views[layer][index[count:]] for layer in layers.ravel().tolist()]
@@ -137,7 +134,6 @@ def _remedy(tensor: Tensor) -> str:
 
 
 def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
-    """The name, or names, of each path."""
     if names is not None and not isinstance(names, Mapping) and not callable(names):
         raise type_error(f"names must be a function or a mapping of paths, got {names!r}")
     by_path = dict[str, Any](names) if isinstance(names, Mapping) else {}
@@ -153,7 +149,7 @@ def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _nested(path: str, given: Any) -> tuple[tuple[int, ...], list[str]]:
-    """The shape of nested lists of names, and the names in order."""
+    """Returns the shape of nested lists of names, and the names in order."""
     if isinstance(given, str):
         return (), [given]
     if not isinstance(given, Sequence):
@@ -172,7 +168,6 @@ def _nested(path: str, given: Any) -> tuple[tuple[int, ...], list[str]]:
 
 
 def _axes_of(layout: Layout, transposed: Any) -> dict[str, Axes]:
-    """The axes of each path that a pattern of `transposed` matches."""
     if not transposed:
         return {}
     given = transposed.items() if isinstance(transposed, Mapping) else [(transposed, None)]
@@ -197,7 +192,7 @@ def _axes_of(layout: Layout, transposed: Any) -> dict[str, Axes]:
 
 
 def _order(array: ArrayLayout, stacked: int, axes: Axes) -> tuple[int, ...]:
-    """The order of a tensor's axes, which are the array's dimensions after the stacked ones."""
+    """Returns the order of a tensor's axes: the array's dimensions after the stacked ones."""
     rank = len(array.shape) - stacked
     order = tuple(range(rank))
     if axes is None and rank >= 2:

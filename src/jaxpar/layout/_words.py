@@ -1,7 +1,7 @@
-"""Arrays as integers of the same bits, which move between devices and files unchanged.
+"""Arrays as integers of the same bits ("words"), which move and are stored unchanged.
 
-A program that moves padding may sum blocks with zeros and widen 8-bit floats, which changes -0.0
-and NaNs. On the CPU there is no such program for 4-bit numbers. Keys are words anyway.
+Programs that move padding may sum blocks with zeros and widen 8-bit floats, which changes -0.0 and
+NaNs. The CPU lacks such programs for 4-bit numbers. Keys are words already.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from jax import Array, lax
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether entries of this dtype are keys of `jax.random.key`."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def to_words(x: Array) -> Array:
-    """Returns the bits of an array, with one more dimension if an entry has several words."""
+    """Returns the bits of an array. A last dimension is added for entries of several words."""
     dtype = x.dtype
     if is_key(dtype):
         return jax.random.key_data(x)
@@ -34,7 +33,7 @@ def to_words(x: Array) -> Array:
 
 
 def from_words(words: Array, dtype: Any) -> Array:
-    """Returns the array of a dtype that has these bits."""
+    """Returns the array with these bits and this dtype."""
     if is_key(dtype):
         return jax.random.wrap_key_data(words, impl=_algorithm(dtype))
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -48,14 +47,14 @@ def from_words(words: Array, dtype: Any) -> Array:
 
 @lru_cache(maxsize=64)
 def words_of(dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the words of one entry."""
+    """Returns shape and dtype of one entry's words."""
     one: jax.ShapeDtypeStruct = jax.eval_shape(to_words, jax.ShapeDtypeStruct((), dtype))
     return one
 
 
 @lru_cache(maxsize=16)
 def _algorithm(dtype: Any) -> Any:
-    """The `impl` of keys of a dtype, which only a key can tell."""
+    """Returns the `impl` of keys of a dtype. Only a key has it."""
     found: list[Any] = []
 
     def look(key: Array) -> Array:

@@ -1,1 +1,1 @@
-"""Layouts explained and inferred: what a layout costs, and which fits a function."""
+"""Explains a layout's cost, and infers layouts from functions."""

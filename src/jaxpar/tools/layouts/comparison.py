@@ -1,4 +1,4 @@
-"""An inferred map beside a few plain ones: bytes of each device, and a predicted step."""
+"""Compares an inferred map with plain ones: bytes of a device, and a predicted step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from jaxpar.tools.timeline.timeline import of_arrays
 
 @dataclass(frozen=True)
 class Compared:
-    """One map, and what is known of it."""
-
     name: str
     rules: LayoutMap
     bytes_per_device: int
-    seconds: float | None = None  # of a step; None: not compiled, or it could not be
-    peak: int = 0  # bytes of memory
-    fits: bool = True  # the memory of the chip
+    seconds: float | None = None  # of a step; None: not compiled, or it failed
+    peak: int = 0  # bytes
+    fits: bool = True  # into the chip's memory
     why_not: str = ""
 
     def __str__(self) -> str:
@@ -38,11 +36,11 @@ class Compared:
 def others(
     params: Any, mesh: AnyMesh, without: LayoutMap | None
 ) -> Iterator[tuple[str, LayoutMap]]:
-    """Plain maps of the same parameters; `without`: the inferred one before FSDP, if it has it."""
+    """Yields plain maps of the same parameters, after `without`, the inferred map before FSDP."""
     names = tuple(map(str, mesh.axis_names))
     if without is not None:
         yield "without fully sharding", without
-    with suppress(LayoutError):  # sizes that all devices together do not divide
+    with suppress(LayoutError):  # some sizes do not divide
         yield "fully sharded over all axes", fully_sharded(params, mesh, axis=names)
     yield "whole on every device", data_parallel(params, mesh, axis=names)
 
@@ -55,7 +53,7 @@ def compare(
     maps: Mapping[str, LayoutMap],
     target: str | Target | None,
 ) -> Iterator[Compared]:
-    """Yields what each map costs; the loss with its gradient where there is a target."""
+    """Yields the cost of each map. With a target, it compiles the loss and its gradient."""
     seen = set[tuple[Layout, Any]]()
     for name, rules in maps.items():
         layout = rules.layout(params, mesh, strict=False)
@@ -79,7 +77,7 @@ def compare(
 
 
 def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
-    """A loss with its gradient; of what is no loss, the function itself."""
+    """Returns a loss with its gradient, or the function itself if it is no loss."""
     filled = filling(params)
 
     def called(arrays: Any, batch: Any) -> Any:
@@ -95,7 +93,7 @@ def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
 
 
 def _with_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """As `jax.value_and_grad`; arrays of integers, and other leaves, have no gradient."""
+    """Returns `jax.value_and_grad` of a loss. Leaves other than floats have no gradient."""
 
     def called(arrays: Any, batch: Any) -> Any:
         flat, tree = jax.tree.flatten(arrays)

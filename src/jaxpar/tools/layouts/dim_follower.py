@@ -1,7 +1,8 @@
-"""Follows the dimensions of parameters through a function: which are multiplied with which.
+"""Follows the dimensions of parameters through a function.
 
-Dimensions that must be sharded alike are one class: those that elementwise operations match, that a
-matmul contracts with each other, that a reshape makes the major part of another.
+Dimensions that must be sharded alike form one class. Elementwise operations join the dimensions
+that they match, and a matmul those that it contracts. A reshape joins a dimension to its major
+part.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxpar.tools.layouts.classes import Made, OneHot, Tokens, weights_of
 from jaxpar.tools.layouts.primitives import Steps, fits
 
-# What leaves every dimension as it is, or broadcasts sizes of 1: all operands have one shape.
+# A primitive without a group here or a method counts as elementwise if its shapes fit.
 _REDUCTIONS = (
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
     *("argmax", "argmin"),
@@ -31,7 +32,6 @@ class DimFollower(Steps):
     def follow(
         self, jaxpr: Jaxpr, consts: Sequence[Tokens], args: Sequence[Tokens]
     ) -> list[Tokens]:
-        """Returns the dimensions of the results."""
         known: dict[Any, Tokens] = dict(zip(jaxpr.constvars, consts, strict=True))
         known |= dict(zip(jaxpr.invars, args, strict=True))
 
@@ -63,7 +63,7 @@ class DimFollower(Steps):
         if name in _MATMULS:
             self.multiplied |= frozenset[str]().union(*map(weights_of, args))
         if name == "dynamic_slice" or (name == "gather" and not self.rows_of(e)):
-            given = args[:1]  # one layer of a stack is a weight, even if data choose which
+            given = args[:1]  # a layer of a stack is a weight, even if data choose it
         if all(isinstance(t, Made) for t in given):
             weights = frozenset[str]().union(*map(weights_of, given))
             return [Made.of(tokens, weights) for tokens in found]
@@ -102,7 +102,7 @@ class DimFollower(Steps):
 
     def _scan(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         body, times, length = e.params["jaxpr"], self.times, e.params["length"]
-        # What is one of many has a dimension more outside; versions of jax name the counts apart.
+        # Stacked arrays have one dimension more outside. jax's names of their counts vary.
         inside = [(*body.jaxpr.invars,), (*body.jaxpr.outvars,)]
         stacked_in, stacked_out = (
             sum(a.aval.ndim > b.aval.ndim for a, b in zip(outer, inner, strict=True))
@@ -111,7 +111,7 @@ class DimFollower(Steps):
         carry = len(e.outvars) - stacked_out
         consts = len(e.invars) - stacked_in - carry
         self.times *= max(1, length)
-        # What a loop carries counts as made of data, even if it starts from weights.
+        # A loop's carry counts as data, even if it starts from weights.
         carried = map(tuple, args[consts : consts + carry])
         parts = [_with_weights(t[1:], t) for t in args[consts + carry :]]
         found = self._call(body, [*args[:consts], *carried, *parts])
@@ -137,12 +137,12 @@ class DimFollower(Steps):
 
 
 def _with_weights(tokens: Tokens, whole: Tokens) -> Tokens:
-    """The slices that a loop takes or stacks, made of the same weights as the whole."""
+    """Returns tokens of a loop's slices, made of the same weights as the stack."""
     return Made.of(tokens, whole.weights) if isinstance(whole, Made) else tokens
 
 
 def _body(e: Any) -> ClosedJaxpr | Jaxpr | None:
-    """The jaxpr of a call: of jit, checkpoint, custom derivatives."""
+    """Returns the jaxpr of a call such as jit, checkpoint or a custom derivative, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         found = e.params.get(name)
         if isinstance(found, (ClosedJaxpr, Jaxpr)):

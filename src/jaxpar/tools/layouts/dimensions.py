@@ -1,4 +1,4 @@
-"""Which dimensions of a function's parameters and data go together, found by one trace of it."""
+"""Traces a function once to find which dimensions belong together."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Classes = tuple[int, ...]  # one for each dimension of an array
 
 
 class Dimensions:
-    """The dimensions of parameters and data as classes of those that must be sharded alike.
+    """The dimensions of parameters and data, as classes that must be sharded alike.
 
     Attributes:
-      flow: what the trace says of matmuls and sums.
+      flow: the traced matmuls and sums.
       arrays: path -> shape and dtype of each parameter.
       classes: path -> the classes of its dimensions.
       data: the classes of the dimensions of each array of the data.
     """
 
     def __init__(self, closed: ClosedJaxpr, paths: Sequence[str | None]) -> None:
-        """Follows a traced function, whose arguments have these paths; None: data."""
+        """Follows a traced function. The path of an argument is None for data."""
         self.flow = flow = DimFollower()
         shapes = [var.aval for var in closed.jaxpr.invars]
         tokens: list[Tokens] = [
@@ -43,7 +43,7 @@ class Dimensions:
 
     @classmethod
     def of(cls, function: Callable[..., Any], params: Any, data: Any) -> Dimensions:
-        """Traces `function(params, data)`; leaves that are no arrays stay as they are."""
+        """Traces `function(params, data)`. Leaves that are not arrays stay unchanged."""
         filled, filled_data = filling(params), filling(data)
         given, shapes = _shapes_in(params), _shapes_in(data)
         jaxpr = jax.make_jaxpr(

@@ -1,10 +1,7 @@
-"""What a layout costs on a described chip, weight by weight, and which other rule costs less.
+"""Predicts the cost of a layout by weight on a described chip, and finds cheaper rules.
 
-The step is compiled with the layout and played on a model of the chip. Each collective is listed
-under its weight (`owners`). Then the step is compiled with other dimensions sharded
-(`rule_candidates`). Lookup tables whose features are sharded over the batch's axes come first, then
-rules that disagree with what they are multiplied with, then rules that cost most. Last come plain
-maps: fully sharded, and whole on every device.
+The step is compiled, and its schedule is simulated on a model of the chip. `owners` assigns each
+collective to a weight. `rule_candidates` gives changes of rules, which are then compiled.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from jaxpar.tools.timeline.target import figures_of
 
 @dataclass(frozen=True)
 class _Question:
-    """What was asked about: a step, its arguments, and for which devices."""
+    """A step, its arguments, and the devices."""
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
@@ -56,7 +53,7 @@ class _Question:
     from_layout: bool
 
     def play(self, layout: Layout) -> tuple[CompiledProgram, Timeline, tuple[Cost, ...]]:
-        """Compiles the step with a layout, plays it, and tells its collectives by weight."""
+        """Compiles a layout's step, simulates it, and assigns its collectives to weights."""
         step = self.made(layout)
         given = self.given(layout)
         results: list[str | None] = []
@@ -67,14 +64,14 @@ class _Question:
             results.clear()
             flat: list[Any] = []
             for leaf, x in zip(leaves, jax.tree.leaves(found), strict=True):
-                if leaf is None:  # no array, which a program cannot return
+                if leaf is None:  # a program returns arrays only
                     flat.append(None)
                     continue
                 shaped = Shaped(leaf[0], jnp.shape(x), jnp.result_type(x))
                 like = array_like(layout, shaped)
                 results.append(parameter_of(layout, leaf[0]) if like else None)
                 like = self.of_state(shaped) or like
-                # What is like a weight comes back as it went in: as a training step has it.
+                # A result like a weight keeps the weight's sharding, as in a training step.
                 flat.append(jax.lax.with_sharding_constraint(x, like.sharding) if like else x)
             return jax.tree.unflatten(tree, flat)
 
@@ -97,21 +94,20 @@ class _Question:
         return program, played, _costs(Owners(program.text, names, results), events)
 
     def of_state(self, array: Shaped) -> ArrayLayout | None:
-        """The sharding of an array that is like one of a state with a rule of its own."""
+        """Returns the sharding of an array like a state that has its own rule."""
         for arg in self.args:
             if isinstance(arg, Layout) and parameter_of(arg, array.path) in arg.ruled:
                 return array_like(arg.on(self.target.mesh), array)
         return None
 
     def given(self, layout: Layout) -> tuple[Any, ...]:
-        """The shapes of the arguments, with shardings."""
-        with jax.set_mesh(self.target.mesh):  # a shape whose sharding is a spec has none without
+        with jax.set_mesh(self.target.mesh):  # without it, a shape with a spec has no sharding
             return tuple(_laid(arg, layout, n) for n, arg in enumerate(self.args, 1))
 
     def candidates(
         self, layout: Layout, costs: Callable[[], Sequence[Cost]]
     ) -> Iterator[RuleCandidate]:
-        """Changes of rules that are worth compiling; costs are computed only when needed."""
+        """Yields changes worth compiling. Costs are computed only when needed."""
         step = self.made(layout)
         given = self.given(layout)
         options = options_of(self.target) if self.options is None else self.options
@@ -131,19 +127,18 @@ class _Question:
         return candidates(layout, seen, shapes_of(self.args, given), exposed)
 
     def plain(self, layout: Layout) -> Iterator[tuple[str, float]]:
-        """The seconds of plain maps of the same arrays, if the step compiles with them."""
+        """Yields the seconds of plain maps that fit into memory and compile."""
         params = _filled(layout, layout.shapes)
         for name, rules in others(params, layout.mesh, None):
             try:
                 program, played, _ = self.play(rules.layout(params, layout.mesh))
-            except ValueError:  # rows of the batch, say, that all devices do not divide
+            except ValueError:  # for instance rows that the devices do not divide
                 continue
             chip = self.target.chip
             if chip is None or program.memory.peak <= chip.capacity:
                 yield name, played.total
 
     def made(self, layout: Layout) -> Callable[..., Any]:
-        """The step of a layout."""
         return of_user(self.step, "step")(layout) if self.from_layout else self.step
 
 
@@ -156,7 +151,7 @@ def explain(
     tries: int,
     from_layout: bool,
 ) -> LayoutCosts:
-    """What `Layout.explain` says."""
+    """Implements `Layout.explain`."""
     of_user(step, "step")
     if isinstance(target, str):
         count = describe(target, "all=-1").mesh.size
@@ -188,7 +183,7 @@ class _Played(NamedTuple):
 
 
 def _tried(asked: _Question, first: _Played, tries: int) -> tuple[TriedRule, ...]:
-    """Tries changes of rules one after the other, and keeps those that make the step faster."""
+    """Tries changes of rules in order, and keeps the faster ones."""
     kept, exchanges = [first], list[TriedRule]()
     found = asked.candidates(first.layout, lambda: kept[-1].costs) if tries else ()
     for candidate in islice(found, tries):
@@ -216,12 +211,12 @@ def _tried(asked: _Question, first: _Played, tries: int) -> tuple[TriedRule, ...
 
 
 def _filled(layout: Layout, arrays: Any) -> Any:
-    """Arrays of a layout's paths with its other leaves, such as functions, in their places."""
+    """Returns arrays by path, with the layout's other leaves."""
     return layout.filled(dict(filter(None, arrays_of(arrays)[0])))
 
 
 def _laid(arg: Any, layout: Layout, number: int) -> Any:
-    """The shapes of one argument, with shardings on the mesh of a layout."""
+    """Returns the shapes of one argument, with shardings on a layout's mesh."""
     if isinstance(arg, Layout):
         alike = {
             path: array_like(layout, Shaped(path, array.shape, array.dtype))
@@ -254,7 +249,6 @@ def _laid(arg: Any, layout: Layout, number: int) -> Any:
 
 
 def _costs(owners: Owners, events: Sequence[Event]) -> tuple[Cost, ...]:
-    """What each kind of collective does for each weight."""
     exposed: dict[str, float] = defaultdict(float)
     for event in events:
         if event.kind == "wait" and event.row == "compute":
@@ -274,6 +268,6 @@ def _costs(owners: Owners, events: Sequence[Event]) -> tuple[Cost, ...]:
 
 
 def _moved(costs: Sequence[Cost], paths: Sequence[str]) -> float:
-    """Bytes of weights themselves that a device sends."""
+    """Returns the bytes of weights themselves that a device sends."""
     moved = (c.bytes for c in costs if c.path in paths and c.what == "the weight")
     return sum(moved, 0.0)

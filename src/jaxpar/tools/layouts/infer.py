@@ -1,4 +1,4 @@
-"""A map from a function itself: parameters followed through what it computes."""
+"""Infers a map from a function: follows its parameters through the computation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxpar.tools.private_names import (
 
 Role = Literal["data", "fully sharded", "tensor", "expert"]
 ROLES = ("data", "fully sharded", "tensor", "expert")
-RESIDUAL = "residual"  # the path of what goes from layer to layer
+RESIDUAL = "residual"  # the path of activations between layers
 CONSTRAINED = f"x = layout.constrain(x, {RESIDUAL!r})"
 NAMES = {
     "data": r"dp|data|batch|replica.*",
@@ -51,42 +51,38 @@ def infer_layout(
     target: Any = None,
     show: Callable[[str], object] | None = None,
 ) -> LayoutMap:
-    """Returns the map that a function's own matmuls suggest; `show=print` says why, rule by rule.
+    """Returns the map that a function's own matmuls suggest.
 
-    Follows the dimensions of the parameters through the jaxpr of `function(params, batch)`, on
-    global arrays: which are contracted with which, through elementwise operations, reshapes, loops
-    and calls. Dimensions that must be sharded alike are one class. Over tensor axes it shards the
-    classes with the fewest bytes of sums for their FLOPs, no two of one array: hidden features and
-    heads (columns, then rows) before the width that all layers share, as Megatron does. A dimension
-    that is cut (split, sliced, concatenated, sorted) costs the bytes that its parts move. If its
-    parts are used whole, it is not sharded. Fully sharded axes take the largest other dimension of
-    each matrix, and the rows of lookup tables, as results have the features.
+    It follows the dimensions of parameters through the jaxpr of `function(params, batch)`.
+    Dimensions that must be sharded alike form a class. Each kind of axis has its own choice:
+
+    - tensor axes shard the classes with the fewest bytes of sums for their FLOPs, at most one of
+      each array. Hidden features and heads come before the width that layers share, as in Megatron.
+      A cut (split, slice, concatenation, sort) costs the bytes that its parts move. If its parts
+      are used unsharded, the dimension is not sharded;
+    - fully sharded axes take the largest other dimension of each matrix, and rows of lookup tables.
 
     Args:
-      function: a loss or a forward pass, without `jax.shard_map`.
-      params: arrays or their shapes, any pytree. It may have leaves that are no arrays.
-      batch: the same, of the data; its first dimension is sharded over the data axes.
-      mesh: to choose for.
-      roles: what a mesh axis is for: `"data"`, `"fully sharded"`, `"tensor"` or `"expert"`. Of
-        those that are missing the name tells (`dp`, `data`; `fsdp`; `tp`, `model`; `ep`).
-      target: described devices, as for `Layout.explain`. The loss with its gradient is compiled for
-        them, by this map and by plain ones: without fully sharding, fully sharded over all axes,
-        whole on every device. Of those that fit the memory the fastest is returned, this map where
-        none is faster by 1%. None: they are compared by the bytes that a device holds alone.
-      show: called with each line of the reasons, such as `print`. Lines that begin with `unsure`
-        name an operation that was not followed, does not divide, or moves data, and its weights.
+      function: a loss or a forward pass on global arrays, without `jax.shard_map`.
+      params: any pytree of arrays or shapes.
+      batch: the same for data. Data axes shard its first dimension.
+      mesh: the mesh.
+      roles: the role of mesh axes: `"data"`, `"fully sharded"`, `"tensor"` or `"expert"`. Other
+        axes have roles by name (`dp`, `data`; `fsdp`; `tp`, `model`; `ep`).
+      target: described devices, as for `Layout.explain`. The loss and its gradient are compiled
+        with this map and with plain ones. The fastest that fits the memory is returned. This map
+        is preferred unless another is faster by 1%. None: this map is returned.
+      show: called with each line of the reasons, such as `print`. A line that begins with `unsure`
+        names an operation that was not followed, does not divide or moves data, and its weights.
 
     Returns:
-      A `LayoutMap`, to be used as it is or edited. Arrays of all layers share one rule,
-      such as `layer_\\d+/up`, if they are sharded alike: their paths differ in numbers alone. If
-      weights and data are sharded over one axis, the compiler may shard activations like either.
-      For this case the map has a rule of `results` for activations, `"residual"`. `x =
-      layout.constrain(x, "residual")` decides it: in bodies of loops, and in front of a layer
-      where activations move.
+      A `LayoutMap`, which you can edit. Layers share rules such as `layer_\\d+/up`. If weights and
+      data share an axis, the compiler may shard activations like either. Then the map's `results`
+      has a rule `"residual"`. Use `x = layout.constrain(x, "residual")` in loop bodies and before
+      layers where activations move.
 
     Raises:
-      ValueError: an axis of several devices whose role its name does not tell; a role of an axis
-        that is not there.
+      ValueError: an axis of several devices without a role; a role of an unknown axis.
 
     Cost: one trace of the function, and with a target at most four compilations.
 
@@ -152,7 +148,7 @@ def infer_layout(
 def _constrained(
     rules: LayoutMap, seen: TracedDims, names: set[Any], tell: Callable[[str], object]
 ) -> LayoutMap:
-    """The map with a rule for activations, if weights and batch lie over one of these axes."""
+    """Returns the map with a rule for activations, if weights and batch share one of these axes."""
     over = names & set(rules.batch.mesh_axes if rules.batch else ())
     if rules.batch is None or not over & set(chain(*(rules.rule(key).mesh_axes for key in rules))):
         return rules
@@ -165,7 +161,7 @@ def _constrained(
 
 
 def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], object]) -> LayoutMap:
-    """The map that is taken: the first, or one that is faster and fits."""
+    """Returns the first map, or a faster one that fits."""
     first, best = compared[0], compared[0]
     for found in compared[1:]:
         if (
@@ -180,7 +176,7 @@ def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], objec
 
 
 def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: TracedDims) -> list[str]:
-    """Every rule with its reason, and what is unsure."""
+    """Returns each rule with its reason, and the unsure operations."""
     lines: list[str] = []
     for key in rules:
         path = next(path for path in seen.classes if rules.pattern(key).fullmatch(path))
@@ -198,7 +194,6 @@ def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: TracedDims) 
 
 
 def _roles(mesh: AnyMesh, given: Mapping[str, str] | None) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each role."""
     for name in given or {}:
         if name not in mesh.axis_names:
             raise value_error(

@@ -1,4 +1,4 @@
-"""What `Layout.explain` returns: costs of collectives by weight, and what was tried."""
+"""The results of `Layout.explain`: costs of collectives by weight, and tried rules."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from jaxpar.tools.private_names import axes_by_dim, readable, size_text
 if TYPE_CHECKING:
     from jaxpar.layout import Layout
 
-SHOWN = 30  # rows of a table that is printed
-FASTER = 0.99  # of the step's time: less is no reason to change anything
+SHOWN = 30  # rows of a printed table
+FASTER = 0.99  # of the step's time: smaller gains change nothing
 TITLES = ("weight", "spec", "moves", "collective", "times", "bytes", "transfer us", "exposed us")
 
 
 @readable
 @dataclass(frozen=True)
 class Cost:
-    """What one kind of collective does for one weight in a step, on one device.
+    """The cost of one kind of collective for one weight in a step, on one device.
 
     Attributes:
-      path: of the weight; None if the collective is for no weight.
-      what: what is moved: the weight itself, its gradient (or its new value), its product with
-        data, which is summed up, or its input, what it is multiplied with.
-      collective: its kind and the mesh axes that it goes over, as the timeline names it.
-      times: how often; a share where a collective is for several weights.
-      bytes: that a device sends.
+      path: of the weight. None: the collective is for no weight.
+      what: the moved array: the weight itself, its gradient (or new value), its product with data
+        (a sum), or its input (its other factor).
+      collective: its kind and mesh axes, as in the timeline.
+      times: its number. Collectives for several weights count in shares.
+      bytes: sent by a device.
       seconds: of transfer.
-      exposed: seconds in which nothing else is done.
+      exposed: seconds without other work.
 
     Example:
       >>> Cost("w", "its gradient", "dp all-reduce", 1.0, 2.0**20, 2e-5, 1e-5).exposed
@@ -55,21 +55,21 @@ class Cost:
 @readable
 @dataclass(frozen=True)
 class TriedRule:
-    """A rule that shards other dimensions, compiled and played like the layout itself.
+    """A rule that shards other dimensions, compiled and simulated like the layout itself.
 
     Attributes:
       rule: its key.
       before: the spec of its arrays.
-      after: the one that was tried.
-      cause: why. `"features of what is looked up"`: the features of a lookup table are sharded over
-        the batch's axis, so that activations move from rows to features and back; the change moves
-        the axis to the rows, or drops it if it does not divide them. `"at odds"`: two dimensions
-        are exchanged, as the rule disagrees with what they are multiplied with. None: two
-        dimensions are exchanged, as the rule costs much.
-      disagrees: with which dimension of another array the rule disagrees, as text, or empty.
-      seconds: the step's time without the change, and with all faster ones before it.
+      after: the tried spec.
+      cause: the reason. `"features of what is looked up"`: the features of a lookup table are
+        sharded over the batch's axis, so activations move. The axis goes to the rows, or is dropped
+        if it does not divide them. `"at odds"`: the rule disagrees with arrays that it is
+        multiplied with, so two dimensions are exchanged. None: the rule is expensive, so two
+        dimensions are exchanged.
+      disagrees: the dimension that the rule disagrees with, as text, or empty.
+      seconds: the step's time without the change, with all faster ones before it.
       seconds_after: its time with the change.
-      moved: bytes that a device sends of the rule's weights themselves, gathered or moved.
+      moved: bytes of the rule's weights that a device sends.
       moved_after: the same with the change.
 
     Example:
@@ -89,11 +89,11 @@ class TriedRule:
 
     @property
     def is_faster(self) -> bool:
-        """Whether the step is faster with the change, by 1% or more."""
+        """Returns whether the change makes the step faster by more than 1%."""
         return self.seconds_after < FASTER * self.seconds
 
     def __str__(self) -> str:
-        """In one line."""
+        """Returns it in one line."""
         text = (
             f"{self.rule!r}: {_entries(self.before)} -> {_entries(self.after)}: the step takes "
             f"{_us(self.seconds_after)} us for {_us(self.seconds)}"
@@ -109,17 +109,17 @@ class TriedRule:
 @readable
 @dataclass(frozen=True)
 class LayoutCosts:
-    """What a step of a layout costs on a described chip; made by `Layout.explain`.
+    """The predicted cost of a layout's step on a described chip, from `Layout.explain`.
 
     Attributes:
       layout: on the target's mesh.
       target: the described devices.
       program: the compiled step.
-      timeline: its schedule under the model of the chip.
-      costs: what the collectives do, weight by weight, the most exposed first.
-      tried: what was compiled with other dimensions of a rule sharded.
-      plain: the seconds of the step by plain maps, `"fully sharded over all axes"` and `"whole on
-        every device"`, if they fit the step and the memory.
+      timeline: its simulated schedule.
+      costs: of the collectives by weight, the most exposed first.
+      tried: the compiled changes of rules.
+      plain: the step's seconds with plain maps that fit, `"fully sharded over all axes"` and
+        `"whole on every device"`.
 
     Example:
       >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])
@@ -140,16 +140,16 @@ class LayoutCosts:
 
     @property
     def flagged(self) -> tuple[TriedRule, ...]:
-        """The changes that are faster, or of rules that disagree with others."""
+        """Returns faster changes, and changes of rules that disagree with others."""
         return tuple(e for e in self.tried if e.is_faster or e.disagrees)
 
     def of(self, path: str) -> tuple[Cost, ...]:
-        """The costs of one weight."""
-        self.layout[path]  # an error with the nearest path, if there is none
+        """Returns the costs of one weight."""
+        self.layout[path]  # raises with the nearest path for an unknown path
         return tuple(cost for cost in self.costs if cost.path == path)
 
     def json(self) -> str:
-        """Everything but the program, as JSON."""
+        """Returns everything but the program, as JSON."""
         edits = [
             {**asdict(e), "before": axes_by_dim(e.before), "after": axes_by_dim(e.after)}
             for e in self.tried
@@ -168,7 +168,7 @@ class LayoutCosts:
         )
 
     def text(self, rows: int | None = SHOWN) -> str:
-        """The step, its costs by rule and what is flagged; None: all rows."""
+        """Returns the costs by rule and the flagged changes. `rows=None` shows all rows."""
         found = list(self._by_rule())
         cells = [TITLES, *found[:rows]]
         widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
@@ -204,7 +204,7 @@ class LayoutCosts:
         return "\n".join(lines)
 
     def _by_rule(self) -> Iterator[tuple[str, ...]]:
-        """A row for each rule and kind of collective: layers share one."""
+        """Yields a row for each rule and kind of collective."""
         alike: dict[tuple[Any, ...], list[Cost]] = defaultdict(list)
         for cost in self.costs:
             rule = None if cost.path is None else self.layout[cost.path].rule
@@ -234,7 +234,7 @@ class LayoutCosts:
 
 
 def _entries(spec: PartitionSpec) -> str:
-    """As the table of a layout shows a spec."""
+    """Returns a spec as a layout's table shows it."""
     return ", ".join("+".join(axes) or "-" for axes in axes_by_dim(spec)) or "-"
 
 

@@ -1,4 +1,4 @@
-"""Which weight each collective of a compiled program is for."""
+"""Assigns each collective of a compiled program to a weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ What = Literal["the weight", "its gradient", "its product", "its input"]
 
 
 class Owners:
-    """What the collectives of one program move, told by what it comes from and goes to."""
+    """The weights of a program's collectives, found from their sources and users."""
 
     def __init__(
         self, text: str, arguments: Mapping[str, str], results: Sequence[str | None]
@@ -21,9 +21,9 @@ class Owners:
 
         Args:
           text: scheduled HLO.
-          arguments: the paths of weights, by the names that the program's parameters have in JAX.
-          results: for each result of the program the path of the weight that it is a new value,
-            a gradient or an optimizer's moment of; None for others.
+          arguments: the paths of weights, by the names of the program's parameters in JAX.
+          results: the weight's path for each result that is a weight's new value, gradient or
+            moment.
         """
         self.values = Values(parse(text))
         self.weights: dict[Instruction, str] = {
@@ -34,11 +34,10 @@ class Owners:
         self.renewed = self._renewed(results)
 
     def of(self, name: str) -> dict[str | None, tuple[What | None, float]]:
-        """The weights that the collective of an instruction is for, each with its share of bytes.
+        """Returns the weights of an instruction's collective, each with its share of bytes.
 
-        Of a weight itself it is moved. Else what is moved becomes its gradient or its new value;
-        or is summed, as products with it are; or is what is multiplied with it next. The share of
-        what is for no weight is that of None.
+        The moved array is the weight itself, its gradient or new value, its product, or its input.
+        The share of no weight is under None.
         """
         collective = self.values.collective(name)
         parts = [] if collective is None else self._parts(collective)
@@ -52,7 +51,7 @@ class Owners:
         return found or {None: (None, 1.0)}
 
     def _parts(self, collective: Instruction) -> list[tuple[Value, Instruction]]:
-        """Results and operands of a collective: several where the compiler has combined some."""
+        """Returns results and operands of a collective. Combined ones have several."""
         operands = collective.operands
         if len(operands) == 1 or not collective.type_text.startswith("("):
             return [(self.values.value(collective), operands[0])]
@@ -68,7 +67,7 @@ class Owners:
         return "its input", self._multiplying(value)
 
     def _is_added(self, value: Value) -> bool:
-        """Whether a value is added to another as it comes: a ring's reduce-scatter does that."""
+        """Returns whether a value is added to another on arrival, as in a ring's reduce-scatter."""
 
         def on(value: Value) -> list[Value]:
             return [user for user in self.values.users[value] if user.moves]
@@ -77,7 +76,7 @@ class Owners:
         return any(user.kind == "add" for user in users)
 
     def _itself(self, value: Value) -> set[str]:
-        """The weights that a value is, or is a part of, moved or not."""
+        """Returns the weights that a value is, or is a part of."""
 
         def back(value: Value) -> Iterator[Value]:
             return self.values.sources(value) if value.moves else iter(())
@@ -89,7 +88,7 @@ class Owners:
         }
 
     def _multiplied(self, value: Value) -> set[str]:
-        """The weights in the products that are summed up between devices in a value."""
+        """Returns the weights of the products that devices sum in a value."""
 
         def back(value: Value) -> Iterator[Value]:
             return self.values.sources(value) if value.is_linear else iter(())
@@ -98,7 +97,7 @@ class Owners:
         return set[str]().union(*map(self._factors, products))
 
     def _multiplying(self, value: Value) -> set[str]:
-        """The weights in the nearest products of a value with one."""
+        """Returns the weights in the nearest products of a value."""
         level, seen = [value], set[Value]()
         while level:
             users = {user: None for one in level for user in self.values.users[one]}
@@ -114,7 +113,7 @@ class Owners:
         return set[str]().union(*map(self._itself, self.values.sources(product)))
 
     def _renewed(self, results: Sequence[str | None]) -> dict[Value, set[str]]:
-        """The weights that values become a part of, entry by entry: gradients do."""
+        """Returns the weights that each value becomes a part of, elementwise, as gradients do."""
         found: dict[Value, set[str]] = {}
         by_path: dict[str, list[Value]] = {}
         for value, path in zip(self.values.results(), results, strict=True):

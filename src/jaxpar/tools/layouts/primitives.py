@@ -1,4 +1,4 @@
-"""What each primitive does with the dimensions of its operands."""
+"""The effect of each primitive on its operands' dimensions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxpar.tools.layouts.classes import (
 
 
 class Steps(Classes):
-    """One method for each primitive: called with its equation, operands, shapes and result."""
+    """One method for each primitive. It takes the equation, operands, shapes and result."""
 
     def _elementwise(self, args: list[Tokens], shapes: list[Any], out: Tokens) -> Tokens:
         tokens = list(self.fresh(out))
@@ -31,7 +31,7 @@ class Steps(Classes):
         return tuple(tokens)
 
     def _shard_map(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Says by itself how its arrays lie."""
+        """Makes fresh results: a shard_map itself fixes its arrays' layout."""
         self.unsure["jax.shard_map"] += [t for tokens in args for t in tokens]
         return [self.fresh(v.aval.shape) for v in e.outvars]
 
@@ -60,7 +60,7 @@ class Steps(Classes):
     def _matched(
         self, numbers: Any, left: Tokens, right: Tokens, others: Sequence[int] = ()
     ) -> tuple[list[int], list[int], list[int]]:
-        """What a matmul contracts, its batches, and what is free but for `others` of the right."""
+        """Returns contracted, batch and free dimensions, without the right operand's `others`."""
         (contract_l, contract_r), (batch_l, batch_r) = numbers
         contracted = [
             self.join(left[a], right[b]) for a, b in zip(contract_l, contract_r, strict=True)
@@ -73,7 +73,7 @@ class Steps(Classes):
     def _ragged_dot_general(
         self, e: Any, args: list[Tokens], shapes: list[Any], out: Any
     ) -> list[Tokens]:
-        """As dot_general; each group of rows, or of contracted entries, is an expert's."""
+        """Follows a matmul in which each group belongs to an expert."""
         numbers = e.params["ragged_dot_dimension_numbers"]
         of_matmul, (left, right, groups) = numbers.dot_dimension_numbers, args
         contracted, batch, free = self._matched(
@@ -87,7 +87,7 @@ class Steps(Classes):
         if of_groups:
             self.sums.append(Sum(tuple(experts), size, "experts' rows"))
             self.experts += tuple(experts)
-        else:  # the gradient of the experts' weights: a matmul of its own rows for each
+        else:  # the gradient of experts' weights: each has a matmul of its rows
             results, flops = (*experts, *results), flops / max(1, out[0])
         self.sums.append(Sum(tuple(contracted), size, "a matmul"))
         tokens = (*experts, *batch, *free, *contracted)
@@ -129,7 +129,7 @@ class Steps(Classes):
         return [tuple(t for d, t in enumerate(args[0]) if d not in gone)]
 
     def _reshape(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Parts of one product: the major part of a group is sharded like the whole."""
+        """Joins each dimension to the major part of its group."""
         tokens = list(self.fresh(out))
         before, after = list(enumerate(shapes[0])), list(enumerate(out))
         while before and after:
@@ -162,7 +162,7 @@ class Steps(Classes):
         picked = [d for d in numbers.start_index_map if d in gone and shapes[0][d] > 1]
         repeated = isinstance(args[1], Made) and len(picked) == len(rows) == 1
         if repeated and out[rows[0]] % shapes[0][picked[0]] == 0:
-            # Each entry several times in its place, as heads of keys for their queries.
+            # Repeats each entry in place, as keys' heads for their queries.
             self.join(args[0][picked[0]], tokens[rows[0]])
         elif picked:
             over = tuple(args[0][d] for d in picked)
@@ -170,16 +170,16 @@ class Steps(Classes):
         return [tuple(tokens)]
 
     def bytes_of(self, atom: Any) -> float:
-        """Of an operand or a result, in all trips of the loop that is being followed."""
+        """Returns the bytes of an operand or a result, in all iterations of the current loop."""
         return self.times * atom.aval.size * atom.aval.dtype.itemsize
 
     def rows_of(self, e: Any) -> list[int]:
-        """The dimensions of a gather's result that its indices have."""
+        """Returns the dimensions of a gather's result that come from its indices."""
         numbers = e.params["dimension_numbers"]
         return [d for d in range(e.outvars[0].aval.ndim) if d not in numbers.offset_dims]
 
     def _kept(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Dimensions of unchanged size stay the same; of others a part is taken or added."""
+        """Keeps dimensions of unchanged size. Others are cut or padded."""
         return [
             tuple(
                 t if a == b else self._cut(e, t, b)
@@ -190,13 +190,13 @@ class Steps(Classes):
     _slice = _dynamic_slice = _pad = _kept
 
     def _cut(self, e: Any, before: int, size: int, result: int = 0) -> int:
-        """A new dimension of this size in a result, which is a part of an earlier one."""
+        """Returns a new dimension of a result that is a part of an earlier one."""
         after = self.new(size)
         self.cuts.append(Cut(e.primitive.name, before, after, self.bytes_of(e.outvars[result])))
         return after
 
     def _along(self, e: Any, tokens: Tokens, dims: Sequence[int]) -> None:
-        """Operations that need a dimension whole on each device."""
+        """Notes an operation that needs a full dimension on each device."""
         size = self.bytes_of(e.invars[0])
         self.cuts += [Cut(e.primitive.name, tokens[d], None, size) for d in dims]
 
@@ -239,7 +239,7 @@ class Steps(Classes):
         return [best for _ in e.outvars]
 
     def _scatter(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Writes or adds rows of the last operand to the first: their other dimensions agree."""
+        """Joins the other dimensions of the updated array and its rows."""
         numbers, updates = e.params["dimension_numbers"], args[2]
         gone = (*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ()))
         kept = [d for d in range(len(out)) if d not in gone]
@@ -263,7 +263,7 @@ class Steps(Classes):
 
 
 def fits(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Whether an operand is broadcast to the result, along sizes of 1 or as a scalar."""
+    """Returns whether an operand broadcasts to the result, along sizes of 1 or as a scalar."""
     return not shape or (
         len(shape) == len(out) and all(a in (1, b) for a, b in zip(shape, out, strict=True))
     )

@@ -1,4 +1,4 @@
-"""Which rules might better shard other dimensions: two exchanged, or only a table's rows."""
+"""Changes of rules that may cost less: two dimensions exchanged, or a table by rows."""
 
 from __future__ import annotations
 
@@ -20,29 +20,26 @@ Cause = Literal["features of what is looked up", "at odds"] | None
 
 
 class RuleCandidate(NamedTuple):
-    """Rules with other dimensions sharded, and what they disagree with, if anything."""
+    """Rules with other dimensions sharded, and their conflict, if any."""
 
-    rules: tuple[str, ...]  # that change alike
-    axes: tuple[tuple[str, ...], ...]  # of each dimension
+    rules: tuple[str, ...]  # that change together
+    axes: tuple[tuple[str, ...], ...]  # for each dimension
     cause: Cause = None
     disagrees: str = ""
 
     @property
     def rule(self) -> str:
-        """The first of them."""
         return self.rules[0]
 
     @property
     def spec(self) -> PartitionSpec:
-        """The axes as JAX writes them."""
         return PartitionSpec(*(some[0] if len(some) == 1 else some or None for some in self.axes))
 
     def arrays(self, layout: Layout) -> list[ArrayLayout]:
-        """Those that change."""
         return [array for array in layout.values() if array.rule in self.rules]
 
     def of(self, layout: Layout) -> Layout | None:
-        """The layout with the change; None where sizes do not divide or have padding."""
+        """Returns the changed layout, or None if sizes do not divide or have padding."""
         own = self.arrays(layout)
         if not all(map(self._fits, own)):
             return None
@@ -65,10 +62,10 @@ class RuleCandidate(NamedTuple):
 
 
 class Data(NamedTuple):
-    """An array of the arguments behind the parameters."""
+    """An array of the arguments after the parameters."""
 
     shape: Any
-    is_state: bool  # of the optimizer: it lies like the parameters
+    is_state: bool  # an optimizer's state, which lies like the parameters
 
 
 def candidates(
@@ -77,14 +74,14 @@ def candidates(
     data: Sequence[Data],
     exposed: Callable[[], Mapping[str, float]],
 ) -> Iterator[RuleCandidate]:
-    """Changes that may cost less: of rules at odds with others, then of those that cost most.
+    """Yields changes that may cost less: of conflicting rules, then of the most expensive.
 
     Args:
-      layout: to change rules of.
-      seen: what the step does with dimensions.
+      layout: the layout to change.
+      seen: the step's dimensions.
       data: the arrays of its other arguments.
-      exposed: gives the seconds that the step waits for the weights of each rule; called when the
-        rules at odds have been tried.
+      exposed: returns the seconds of waiting for each rule's weights. It is called after the
+        conflicting rules were tried.
     """
     members = Members(layout, seen, data)
     first, now = members.at_odds(layout)
@@ -95,10 +92,10 @@ def candidates(
     for rule in sorted(set(waits) - done, key=waits.__getitem__, reverse=True):
         for dims, candidate in exchanges(now, (rule,)):
             classes = seen.classes[_path(layout, rule)]
-            # Not the dimensions that count layers, nor those of which shard_map says what they are.
+            # Skips dimensions that count layers or that a shard_map fixes.
             if not waits[rule] or not {classes[dim] for dim in dims} <= multiplied:
                 continue
-            # No exchange that adds conflicts: half of a pair, such as Megatron's, is always worse.
+            # Skips exchanges that add conflicts: half of a pair such as Megatron's is worse.
             other = candidate.of(now)
             if other is not None and members.conflicts(other) <= conflicts:
                 yield candidate
@@ -107,7 +104,7 @@ def candidates(
 def exchanges(
     layout: Layout, rules: tuple[str, ...]
 ) -> Iterator[tuple[tuple[int, int], RuleCandidate]]:
-    """All that can be exchanged in rules of one spec, the last dimensions first."""
+    """Yields all pairs of dimensions to exchange in rules of one spec, the last first."""
     array = layout[_path(layout, rules[0])]
     for first, second in reversed(list(combinations(range(len(array.shape)), 2))):
         axes = list(array.axes)
@@ -126,11 +123,11 @@ def _path(layout: Layout, rule: str) -> str:
 
 
 class Members:
-    """Which dimensions of rules and data are of one class, and over which axes they lie.
+    """The dimensions of rules and data by class, with their axes.
 
-    Dimensions of one class agree on an axis if all of them are sharded over it or none. Axes of the
-    batch do not count: weights are gathered over them. Nor do arrays that go with a weight without
-    being multiplied or looked up themselves, as an optimizer's state does.
+    A class agrees on an axis if all its dimensions are sharded over it, or none. Batch axes do not
+    count, since weights are gathered over them. Arrays that only follow a weight do not count, such
+    as an optimizer's state.
     """
 
     def __init__(self, layout: Layout, seen: Dimensions, data: Sequence[Data]) -> None:
@@ -154,7 +151,7 @@ class Members:
         )
 
     def of(self, layout: Layout) -> dict[int, dict[Any, Axes]]:
-        """By class, the axes of each of its dimensions: of rules, which layers share, and data."""
+        """Returns the axes of each dimension of each class. Layers share a rule's dimension."""
         found: dict[int, dict[Any, Axes]] = defaultdict(dict)
         for number, (one, axes) in enumerate(self.of_data):
             found[one][number] = axes - self.gathered
@@ -168,7 +165,7 @@ class Members:
         return found
 
     def conflicts(self, layout: Layout) -> int:
-        """In all classes and of all axes, how many dimensions are at odds with the others."""
+        """Returns how many dimensions conflict with the others of their classes."""
         total = 0
         for own in self.of(layout).values():
             for name in frozenset[str]().union(*own.values()):
@@ -179,10 +176,9 @@ class Members:
     def at_odds(
         self, layout: Layout, groups: Sequence[tuple[str, ...]] = ()
     ) -> tuple[list[RuleCandidate], Layout]:
-        """Changes of rules that disagree with others, and the layout with all of them.
+        """Returns changes of conflicting rules, and the layout with all changes.
 
-        Lookup tables first. Then the exchanges after which the fewest dimensions are at odds, of
-        one rule or of a group of rules that have one spec.
+        Lookup tables come first. Then each exchange leaves the fewest conflicts.
         """
         single = _singles(layout)
         found = [found for (rule,) in single if (found := self._by_rows(layout, rule))]
@@ -196,10 +192,10 @@ class Members:
         return found, layout
 
     def _by_rows(self, layout: Layout, rule: str) -> RuleCandidate | None:
-        """A lookup table with the batch's axes moved from its features to its rows.
+        """Returns a lookup table's change from features to rows, or None.
 
-        A lookup's result has the table's features and the batch's rows. An axis can shard only one
-        of them, so the compiler moves it from one to the other, layer by layer.
+        A lookup's result has the table's features and the batch's rows. One axis cannot shard both,
+        so the compiler moves activations from one to the other, layer by layer.
         """
         path, flow = _path(layout, rule), self.seen.flow
         own = {array.path for array in layout.values() if array.rule == rule} - self.following
@@ -230,10 +226,7 @@ class Members:
     def _best(
         self, layout: Layout, groups: Sequence[tuple[str, ...]]
     ) -> tuple[RuleCandidate, Layout] | None:
-        """The exchange after which the fewest dimensions are at odds, if that is fewer than now.
-
-        Of several the one of the fewest rules.
-        """
+        """Returns the exchange that leaves the fewest conflicts, or None. Fewer rules win ties."""
         least, found = (self.conflicts(layout), 0), None
         for rules in groups if least[0] else ():
             for dims, candidate in exchanges(layout, rules):
@@ -249,7 +242,7 @@ class Members:
         return candidate._replace(cause="at odds", disagrees=text), other
 
     def _disagrees(self, layout: Layout, candidate: RuleCandidate, dims: tuple[int, int]) -> str:
-        """Which of the two dimensions lies otherwise than one of its class."""
+        """Returns which of the two dimensions conflicts with its class, as text."""
         path, members = _path(layout, candidate.rule), self.of(layout)
         for dim in dims:
             one = self.seen.classes[path][dim]
@@ -277,7 +270,7 @@ def _text(axes: Axes) -> str:
 
 
 def shapes_of(args: Sequence[Any], given: Sequence[Any]) -> list[Data]:
-    """The arrays of arguments, which were `args` and lie as `given`."""
+    """Returns the arrays of `args`, which lie as `given`."""
     return [
         Data(x, isinstance(arg, Layout))
         for arg, laid in zip(args, given, strict=True)

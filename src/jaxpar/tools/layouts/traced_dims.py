@@ -1,4 +1,4 @@
-"""What a function shows about the dimensions of its parameters, and which of them to shard."""
+"""Chooses dimensions to shard from a function's trace."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from jaxpar.tools.private_names import (
 
 @dataclass(frozen=True)
 class Multiplied:
-    """What is multiplied along one class, and what its sums would cost."""
+    """The work along one class, and the cost of its sums."""
 
     flops: float
     sums: float  # bytes
-    made: float  # bytes of the products that have it
-    members: tuple[tuple[str, int], ...]  # paths and dimensions
+    made: float  # bytes of products with it
+    members: tuple[tuple[str, int], ...]  # path and dimension
 
 
 class TracedDims:
-    """What one trace of the function shows about the dimensions of its parameters."""
+    """The information of one trace about the dimensions of parameters."""
 
     def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
         dimensions = Dimensions.of(function, params, batch)
@@ -74,7 +74,7 @@ class TracedDims:
         }
 
     def choose(self, count: int, role: str, before: LayoutMap | None) -> dict[int, str]:
-        """The classes to shard over an axis of `count` devices, each with the reason."""
+        """Returns the classes to shard over an axis of `count` devices, with reasons."""
         taken = set[int]()
         for path, own in self.classes.items():
             entries = before.rule(before.matching(path)[0]).entries if before is not None else ()
@@ -91,7 +91,7 @@ class TracedDims:
         chosen = self._least([one for one in able if self.weights[one].flops], count)
         if role == "expert":
             chosen = chosen[:1]
-        else:  # tables that are looked up, which nothing multiplies
+        else:  # lookup tables, which nothing multiplies
             chosen += [
                 one
                 for one in able
@@ -102,7 +102,7 @@ class TracedDims:
         return {one: self._why(self.weights[one]) for one in chosen}
 
     def rows_carried(self) -> int:
-        """Which dimension of activations is the batch's, as in those that a loop carries."""
+        """Returns the batch's dimension in activations that a loop carries."""
         rows = {own[0] for own in self.data if own}
         for tokens in self.flow.carried:
             found = [dim for dim, t in enumerate(tokens) if self.flow.of(t) in rows]
@@ -111,12 +111,12 @@ class TracedDims:
         return 0
 
     def _of_matrices(self) -> set[int]:
-        """Dimensions of weights with more than two that are multiplied, such as experts'."""
+        """Returns classes of weights with over two multiplied dimensions, like experts'."""
         used = {p: [c for c in own if self.weights[c].flops] for p, own in self.classes.items()}
         return {one for own in used.values() if len(own) > 2 for one in own}
 
     def _tell_cuts(self, able: Sequence[int], chosen: Sequence[int]) -> None:
-        """Notes cuts of sharded dimensions, and of dimensions that stay whole."""
+        """Notes cuts of sharded dimensions, and of dimensions that stay unsharded."""
         sharded = {path for path, own in self.classes.items() if set(own) & set(chosen)}
         for cut in self.flow.cuts:
             one = self.flow.of(cut.before)
@@ -127,18 +127,18 @@ class TracedDims:
                 self.flow.unsure[f"{cut.what} of a dimension that stays whole"].append(one)
 
     def _least(self, able: Sequence[int], count: int) -> list[int]:
-        """The cheapest classes that share most of the work, no two of them in one array."""
+        """Returns the cheapest classes that divide most work, no two in one array."""
         for one in able:
-            if (one, one) in self.apart:  # a recurrence: both dimensions of its matrix
+            if (one, one) in self.apart:  # a recurrence: both dimensions of one matrix
                 self.flow.unsure["a dimension that is twice in one array"].append(one)
         able = [one for one in able if (one, one) not in self.apart and self._mostly_kept(one)]
         able.sort(key=lambda one: self.weights[one].sums / self.weights[one].flops)
-        groups = [[one] for one in able]  # and with those that they are cut into or out of
+        groups = [[one] for one in able]  # and with classes that cuts link to it
         families = [self._family(one) & set(able) for one in able]
         groups += [sorted(family) for family in families if len(family) > 1]
         chosen: list[int] = []
         better = True
-        while better:  # each round costs less than the one before
+        while better:  # each round lowers the cost
             better = False
             for group in groups:
                 if set(group) <= set(chosen) or self._are_apart(group, group):
@@ -150,14 +150,14 @@ class TracedDims:
         return chosen
 
     def _are_apart(self, some: Sequence[int], others: Sequence[int]) -> bool:
-        """Whether some array has dimensions of both."""
+        """Returns whether an array has dimensions of both."""
         return any((one, other) in self.apart for one in some for other in others)
 
     def _cost(self, chosen: Sequence[int], count: int) -> float:
-        """The share of the work that every device does, plus a part of the bytes sent.
+        """Returns the share of replicated work, plus a part of the bytes sent.
 
         Parts of a cut dimension move to other devices, or to all if they are not sharded. If that
-        is more than half of the products along it, its work counts as every device's.
+        exceeds half of the products along it, its work counts as replicated.
         """
         parted: dict[int, float] = defaultdict(float)  # bytes
         gathered: dict[int, float] = defaultdict(float)
@@ -173,7 +173,7 @@ class TracedDims:
         return whole / self.flops + 0.25 * sent / sums
 
     def _is_sharded(self, cut: Cut, chosen: Sequence[int], count: int) -> bool:
-        """Whether the parts of a chosen class are sharded, too, as no weight prevents it."""
+        """Returns whether the parts of a chosen class are sharded too."""
         if cut.after is None:
             return False
         one = self.flow.of(cut.after)
@@ -182,7 +182,7 @@ class TracedDims:
         return min(self.flow.sizes[one]) >= count
 
     def _family(self, one: int) -> set[int]:
-        """A class, with all that it is cut into or out of, directly or not."""
+        """Returns a class with all classes that cuts link to it."""
         pairs = {
             (self.flow.of(cut.before), self.flow.of(cut.after))
             for cut in self.flow.cuts
@@ -195,7 +195,7 @@ class TracedDims:
         return found
 
     def _divided(self, one: int, count: int) -> bool:
-        """Whether the axis divides all sizes of a class: the heads in a width, too."""
+        """Returns whether the axis divides all sizes of a class, such as heads of a width."""
         wrong = sorted(size for size in self.flow.sizes[self.flow.of(one)] if size % count)
         if wrong and self._mostly_kept(one):
             sizes = ", ".join(map(str, wrong))
@@ -204,9 +204,9 @@ class TracedDims:
         return not wrong
 
     def _mostly_kept(self, one: int) -> bool:
-        """Whether at most half of its matmuls sum over it, as for all but the width of layers.
+        """Returns whether at most half of its matmuls sum over it. The layers' shared width fails.
 
-        Matmuls of what it is cut into, or out of, count, too.
+        Matmuls of its parts, and of dimensions that it is cut from, count too.
         """
         family = self._family(one)
         used = sum(bool(family & set(map(self.flow.of, m.tokens))) for m in self.flow.matmuls)
@@ -224,10 +224,10 @@ class TracedDims:
         return f"shared by {shown}: {known.flops / max(self.flops, 1):.0%} of the FLOPs, {cost}"
 
     def largest(self, array: Shaped, taken: Sequence[Entry], name: str, mesh: AnyMesh) -> Dims:
-        """The largest dimension that is multiplied, and that the axis divides, or none.
+        """Returns the largest multiplied dimension that the axis divides, or none.
 
-        Lookup tables are sharded only by rows: otherwise results would be sharded like the table's
-        features, and not like the batch. Vectors stay whole, even stacked ones: they are small.
+        Lookup tables are sharded only by rows, since sharded features would not match the batch.
+        Vectors stay replicated, since they are small.
         """
         own = self.classes[array.path]
         rows = [dim for dim, one in enumerate(own) if one in self.looked_up]
